@@ -1,0 +1,32 @@
+# All that is needed beforehand: Python 3.11 or newer, make, a C++ compiler and a Python package registry.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test check clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
+
+setup: .venv/installed  ## make .venv and install the pinned requirements
+
+.venv/installed: requirements.txt
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --disable-pip-version-check -r requirements.txt
+	touch $@
+
+train: setup  ## train and test the tutorial's network on CIFAR-10, or on the embedded digits where that cannot be had
+	$(BIN)/python train.py
+
+test: check  ## pass the checks and the tests
+	$(BIN)/pytest
+
+check: setup  ## ruff and pyright
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+clean:  ## remove .venv and caches; runs and data stay
+	rm -rf .venv .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

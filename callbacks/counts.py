@@ -1,0 +1,33 @@
+"""What a network costs on paper, counted rather than guessed: its parameters and the FLOPs of a training step.
+
+Counted on a copy of the network that has shapes and no values (torch's meta device), so that no strategy which shards,
+casts or offloads the real one is in the way.
+"""
+
+from __future__ import annotations
+
+import torch
+from lightning.fabric.utilities.throughput import measure_flops
+
+import models
+from config import Choice
+from sources.dataset import IMAGE_SHAPE
+
+
+def parameter_count(model: Choice, num_classes: int) -> int:
+    """Parameters of the network, in elements."""
+    with torch.device("meta"):
+        net = models.build(model.name, num_classes, **model.options)
+    return sum(parameter.numel() for parameter in net.parameters())
+
+
+def training_flops(model: Choice, num_classes: int, batch_size: int) -> int:
+    """FLOPs of one forward and one backward of `batch_size` images, a multiply-add being two.
+
+    Matrix products and convolutions are counted, as torch's FlopCounterMode does; a forward that activation
+    checkpointing repeats counts again.
+    """
+    with torch.device("meta"):
+        net = models.build(model.name, num_classes, **model.options)
+        images = torch.empty(batch_size, *IMAGE_SHAPE)
+    return measure_flops(net, lambda: net(images), torch.Tensor.sum)

@@ -1,0 +1,94 @@
+"""The training curves: loss, epoch, learning rate and gradient norm against optimizer steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import Callback
+
+from callbacks.gradient_norm import norm_after_step, norm_before_step
+from callbacks.interval import Interval, log_scalars
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+
+class TrainingCurves(Callback):
+    """Writes the train/* curves.
+
+    Between two points it only adds the loss up, on the device, so that no step waits for a value to reach the host.
+
+    Args:
+        log_interval: optimizer steps between two points.
+    """
+
+    last_loss: float | None = None
+    """train/loss of the newest point: mean over the micro-batches of its interval and over all ranks."""
+
+    last_epoch: float = 0.0
+    """train/epoch of the newest point: passes over the training images."""
+
+    def __init__(self, log_interval: int):
+        self._interval = Interval(log_interval)
+        self._loss_sum: Tensor | None = None
+        self._micro_batches = 0
+        self._logged_step = 0
+        self._learning_rate: float | None = None
+        self._gradient_norm: Tensor | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begins the first interval."""
+        self._interval.start(trainer)
+        self._logged_step = trainer.global_step
+        self._loss_sum = torch.zeros((), device=pl_module.device)
+        self._micro_batches = 0
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Before a step that is to be logged: its learning rate and gradient norm, which the step itself will change.
+
+        DeepSpeed calls it for every micro-batch; the last before the step, with all gradients added up, counts.
+        """
+        if trainer.global_step + 1 < self._interval.next_step:
+            return
+        self._learning_rate = optimizer.param_groups[0]["lr"]
+        self._gradient_norm = norm_before_step(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Adds a micro-batch's loss up, and writes the point that is due."""
+        assert self._loss_sum is not None
+        self._loss_sum += outputs["loss"]
+        self._micro_batches += 1
+        if self._interval.due(trainer.global_step):
+            self._log(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Writes the last point of a run that was stopped early."""
+        if trainer.global_step > self._logged_step:
+            self._log(trainer)
+
+    def _log(self, trainer: Trainer) -> None:
+        assert self._loss_sum is not None
+        # Lightning (2.6.6) hands out the loss divided by accumulate_grad_batches, under DeepSpeed too.
+        mean = self._loss_sum * (trainer.accumulate_grad_batches / self._micro_batches)
+        self.last_loss = trainer.strategy.reduce(mean, reduce_op="mean").item()
+        self.last_epoch = (trainer.fit_loop.total_batch_idx + 1) / trainer.num_training_batches
+        self._logged_step = trainer.global_step
+        scalars = {
+            "train/loss": self.last_loss,
+            "train/epoch": self.last_epoch,
+            "train/global_step": self._logged_step,
+        }
+        if self._learning_rate is not None:  # unknown where nobody could tell that this step would be the last
+            norm = norm_after_step(trainer) if self._gradient_norm is None else self._gradient_norm.item()
+            scalars["train/learning_rate"] = self._learning_rate
+            if norm is not None:
+                scalars["train/grad_norm"] = norm
+        log_scalars(trainer, scalars)
+        self._loss_sum.zero_()
+        self._micro_batches = 0
+        self._learning_rate = self._gradient_norm = None

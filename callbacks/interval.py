@@ -1,0 +1,51 @@
+"""When the next point of the training curves is due, and where it is written."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lightning.pytorch import Trainer
+
+
+class Interval:
+    """Every so many optimizer steps, and at the last step of the run.
+
+    A callback compares `next_step` with trainer.global_step after each micro-batch: the counter stands still while
+    micro-batches are accumulated, so that each point is written once.
+
+    Args:
+        every: optimizer steps between two points.
+    """
+
+    def __init__(self, every: int):
+        self.every = every
+        self.next_step = every
+        self._last_step = math.inf
+
+    def start(self, trainer: Trainer) -> None:
+        """Begins, or goes on after a resume, at the trainer's step."""
+        total = trainer.estimated_stepping_batches
+        self._last_step = total if total > 0 else math.inf  # Lightning says -1 where it does not know
+        self._advance(trainer.global_step)
+
+    def due(self, step: int) -> bool:
+        """Whether a point is to be written after `step` optimizer steps; true once for each point."""
+        if step < self.next_step:
+            return False
+        self._advance(step)
+        return True
+
+    def _advance(self, step: int) -> None:
+        self.next_step = (step // self.every + 1) * self.every
+        if step < self._last_step < self.next_step:
+            self.next_step = int(self._last_step)
+
+
+def log_scalars(trainer: Trainer, scalars: Mapping[str, float]) -> None:
+    """Writes one point of each curve, at the number of optimizer steps done; only rank 0 has loggers that write."""
+    for logger in trainer.loggers:
+        logger.log_metrics(dict(scalars), trainer.global_step)

@@ -1,0 +1,106 @@
+"""What a run came to: the contents of metrics.json, read from the trainer and its observers."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from callbacks.counts import parameter_count
+from callbacks.curves import TrainingCurves
+from callbacks.memory import Memory
+from callbacks.throughput import Throughput
+from reports.summary import metrics_json
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, Trainer
+
+    from cifar_module import CIFARModule
+    from config import Config
+    from datamodule import CIFARDataModule
+
+    Observer = TypeVar("Observer", bound=Callback)
+
+
+def collect(trainer: Trainer, module: CIFARModule, datamodule: CIFARDataModule, config: Config) -> dict[str, Any]:
+    """The contents of metrics.json after fit and test; a run without a test or a validation has None there."""
+    curves, throughput = _observer(trainer, TrainingCurves), _observer(trainer, Throughput)
+    memory = _observer(trainer, Memory)
+    fell_back = config.data.source == "auto" and datamodule.source == "digits"
+    device = trainer.strategy.root_device
+    measured = {
+        "dataset": datamodule.dataset.name,
+        "num_train": datamodule.num_train,
+        "num_test": datamodule.num_test,
+        "model": config.model.name,
+        "parameters": parameter_count(module.model, module.num_classes),
+        "strategy": config.strategy,
+        "world_size": trainer.world_size,
+        "num_nodes": trainer.num_nodes,
+        "accelerator": "gpu" if device.type == "cuda" else device.type,
+        "device_name": device_name(device),
+        "precision": config.precision,
+        "seed": config.seed,
+        "batch_size": config.batch_size,
+        "micro_batch_size": datamodule.micro_batch_size,
+        "accumulate": config.accumulate,
+        "epochs": curves.last_epoch,
+        "steps": trainer.global_step,
+        "train/loss": curves.last_loss,
+        "val/acc": module.val_metrics.accuracy.compute().item() if module.val_metrics.accuracy.update_called else None,
+        **test_metrics(module, datamodule),
+        **throughput.totals,
+        **memory.totals,
+    }
+    warning = "CIFAR-10 could not be had: these are the figures of the embedded handwritten digits"
+    return metrics_json(measured, fallback=warning if fell_back else "")
+
+
+def test_metrics(module: CIFARModule, datamodule: CIFARDataModule) -> dict[str, Any]:
+    """test/loss, test/acc and test/acc_per_class of the last test, None where there was none; every rank calls it."""
+    if not module.test_metrics.accuracy.update_called:
+        return {"test/loss": None, "test/acc": None, "test/acc_per_class": None}
+    per_class = module.test_metrics.class_accuracy.compute().tolist()
+    return {
+        "test/loss": module.test_metrics.loss.compute().item(),
+        "test/acc": module.test_metrics.accuracy.compute().item(),
+        "test/acc_per_class": dict(zip(datamodule.classes, per_class, strict=True)),
+    }
+
+
+def log_hparams(trainer: Trainer, config: Config, metrics: dict[str, Any]) -> None:
+    """Enters the run into TensorBoard's HPARAMS table, where runs are compared; rank 0 alone writes.
+
+    Args:
+        trainer: of the run.
+        config: of the run.
+        metrics: of metrics.json.
+    """
+    settings = ("strategy", "model", "batch_size", "accumulate", "precision", "world_size", "dataset", "seed")
+    hparams = {name: metrics[name] for name in settings}
+    hparams |= {"optimizer": config.optimizer.name, "schedule": config.schedule.name}
+    hparams["lr"] = config.optimizer.options.get("lr")
+    results = {name: metrics[name] for name in ("test/acc", "test/loss", "perf/images_per_second")}
+    results["mem/peak_gb"] = max(metrics["mem/peak_rank_bytes"]) / 1e9
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            known = {name: value for name, value in results.items() if value is not None}
+            logger.log_hyperparams(hparams, known, trainer.global_step)
+            logger.experiment.flush()
+
+
+def device_name(device: torch.device) -> str:
+    """The name of a GPU or of this machine's processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _observer(trainer: Trainer, kind: type[Observer]) -> Observer:
+    return next(callback for callback in trainer.callbacks if isinstance(callback, kind))  # pyright: ignore

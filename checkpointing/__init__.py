@@ -1,0 +1,1 @@
+"""Reading the checkpoints of every strategy."""

@@ -1,0 +1,112 @@
+"""What can be refused before anything is launched is refused here, in one line that says what to use instead.
+
+Nothing here imports torch, but on a machine with a GPU driver.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import sources
+from batch import micro_batch_size
+from config import Config
+from errors import UsageError
+from hardware import gpu_count
+from strategies import STRATEGIES
+
+# Keys of a raw DeepSpeed configuration that have another owner, and that owner.
+OWNED_BY_FLAGS = {
+    "train_batch_size": "--batch_size",
+    "train_micro_batch_size_per_gpu": "--batch_size and --devices",
+    "gradient_accumulation_steps": "--accumulate",
+    "gradient_clipping": "--gradient_clip_val",
+    "optimizer": "--optimizer",
+    "scheduler": "--schedule",
+    "fp16": "--precision 16-mixed",
+    "bf16": "--precision bf16-mixed",
+}
+
+
+def settle(config: Config) -> None:
+    """Settles what the configuration leaves to the machine (accelerator, devices, precision); refuses what cannot run.
+
+    Raises:
+        UsageError: says what is wrong and what to use instead.
+    """
+    gpus = gpu_count() if config.accelerator != "cpu" else 0
+    if config.accelerator == "gpu" and gpus == 0:
+        raise UsageError("--accelerator gpu: no GPU here that torch can use; --accelerator cpu trains on the CPU")
+    config.accelerator = "gpu" if gpus else "cpu"
+    if config.precision == "auto":
+        config.precision = "16-mixed" if gpus else "32-true"
+    _settle_devices(config, gpus)
+    micro_batch_size(config.batch_size, config.world_size, config.accumulate)
+    sources.class_names(config.data)
+    if config.ds_config:
+        _check_raw_config(config.ds_config)
+    if config.accelerator == "cpu":
+        _check_on_cpu(config)
+    _check_offload(config)
+
+
+def _settle_devices(config: Config, gpus: int) -> None:
+    if "LOCAL_WORLD_SIZE" in os.environ:  # started by torchrun, or by our own launcher: the ranks are there already
+        config.devices = int(os.environ["LOCAL_WORLD_SIZE"])
+        config.num_nodes = int(os.environ["WORLD_SIZE"]) // config.devices
+    elif config.devices == "auto":
+        config.devices = max(1, gpus)
+    if gpus and config.devices > gpus:
+        raise UsageError(f"--devices {config.devices}: this machine has {gpus} GPU{'s'[: gpus > 1]}")
+
+
+def _check_on_cpu(config: Config) -> None:
+    if config.precision == "16-mixed":
+        raise UsageError("--precision 16-mixed needs a GPU: on the CPU use bf16-mixed or 32-true")
+    if config.strategy == "fsdp" and not config.ds_config:
+        raise UsageError("--strategy fsdp needs a GPU: on the CPU deepspeed_stage_3 shards in the same way")
+    if STRATEGIES[config.strategy].super_offload:
+        raise UsageError(f"--strategy {config.strategy} needs a CUDA GPU: on the CPU use deepspeed_stage_3_offload")
+
+
+def _check_offload(config: Config) -> None:
+    spec = STRATEGIES[config.strategy]
+    if config.ds_config or not spec.offload_optimizer:
+        return
+    if spec.super_offload and config.optimizer.name not in ("adam", "adamw"):
+        raise UsageError(f"--strategy {config.strategy} runs Adam alone: add --optimizer adam")
+    if config.optimizer.name in ("adam", "adamw") and not (shutil.which("g++") or shutil.which("c++")):
+        raise UsageError(
+            f"--strategy {config.strategy} compiles DeepSpeed's CPU Adam: install g++ or use --optimizer sgd"
+        )
+    if spec.offload_optimizer == "nvme":
+        _check_nvme(config.nvme_path)
+
+
+def _check_nvme(path: str) -> None:
+    if not path:
+        raise UsageError("--strategy deepspeed_stage_3_offload_nvme needs --nvme_path DIRECTORY on a local disk")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise UsageError(f"--nvme_path {path} is not a directory that can be written")
+    if not ctypes.util.find_library("aio") or not Path("/usr/include/libaio.h").exists():
+        raise UsageError(
+            "NVMe offload needs libaio (Debian: apt-get install libaio-dev); without it use deepspeed_stage_3_offload"
+        )
+
+
+def _check_raw_config(file: str) -> None:
+    try:
+        raw: Any = json.loads(Path(file).read_text())
+    except OSError as error:
+        raise UsageError(f"--ds_config {file} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"--ds_config {file} is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise UsageError(f"--ds_config {file} must hold a JSON object")
+    for key, owner in OWNED_BY_FLAGS.items():
+        if key in raw:
+            raise UsageError(f"--ds_config {file} sets {key!r}: take it out and use {owner}")

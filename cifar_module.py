@@ -1,0 +1,174 @@
+"""The LightningModule: a network of models/ with its loss, optimizer, learning-rate schedule and metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+
+import models
+from config import Choice
+from optimizers import OPTIMIZERS
+from schedules import SCHEDULES, Schedule
+from sources.augment import normalize
+from sources.split import IGNORED
+from strategies import optimizer_implementation
+
+
+class CIFARModule(LightningModule):
+    """Cross-entropy training of a network; loss and accuracy, overall and per class, on validation and test images.
+
+    A batch is (images, labels): images uint8 (N, 3, H, W), or float in [-1, 1]; labels int64 (N,), where IGNORED counts
+    nowhere.
+
+    Args:
+        model: name and options of the network.
+        optimizer: name and options of the optimizer.
+        schedule: name and options of the learning-rate schedule.
+        num_classes: width of the network's output.
+        seed: of the initial weights.
+        compile: whether the network runs through torch.compile.
+    """
+
+    def __init__(
+        self,
+        model: Choice,
+        optimizer: Choice,
+        schedule: Choice,
+        num_classes: int,
+        seed: int = 0,
+        compile: bool = False,
+    ):
+        super().__init__()
+        self.model = model
+        self.optimizer = OPTIMIZERS[optimizer.name](**optimizer.options)
+        self.schedule = SCHEDULES[schedule.name](**schedule.options)
+        self.num_classes = num_classes
+        self.seed = seed
+        self.compiled = compile
+        self.net: nn.Module | None = None
+        self.val_metrics = SplitMetrics(num_classes)
+        self.test_metrics = SplitMetrics(num_classes)
+
+    def configure_model(self) -> None:
+        """Builds the network where the strategy wants it; ZeRO-3 shards each layer as it is made.
+
+        The seed is set here, so that every strategy and world size starts from the same weights.
+        """
+        if self.net is not None:
+            return
+        torch.manual_seed(self.seed)
+        self.net = models.build(self.model.name, self.num_classes, **self.model.options)
+        if self.compiled:
+            self.net.compile()
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Class scores (N, classes) of images (N, 3, H, W), uint8 or normalised."""
+        assert self.net is not None
+        return self.net(normalize(images, next(self.net.parameters()).dtype))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Mean cross-entropy of one micro-batch, a scalar in float32."""
+        images, labels = batch
+        return F.cross_entropy(self(images).float(), labels)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Counts one batch of validation images."""
+        self._evaluate(self.val_metrics, batch)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Counts one batch of test images; returns the class scores (N, classes) for the callbacks."""
+        return self._evaluate(self.test_metrics, batch)
+
+    def on_validation_epoch_end(self) -> None:
+        """Logs val/loss, val/acc and val/acc_class/<name>."""
+        self._log_metrics("val", self.val_metrics)
+
+    def on_test_epoch_end(self) -> None:
+        """Logs test/loss, test/acc and test/acc_class/<name>; `test_metrics` stays readable until the next test."""
+        self._log_metrics("test", self.test_metrics)
+
+    def on_test_epoch_start(self) -> None:
+        """Forgets the last test."""
+        self.test_metrics.reset()
+
+    def on_validation_epoch_start(self) -> None:
+        """Forgets the last validation."""
+        self.val_metrics.reset()
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer in the strategy's implementation, and a schedule stepped with it."""
+        optimizer = self.optimizer.build(self.parameters(), optimizer_implementation(self.trainer.strategy))
+        scheduler = StepSchedule(optimizer, self.schedule)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _evaluate(self, metrics: SplitMetrics, batch: tuple[Tensor, Tensor]) -> Tensor:
+        images, labels = batch
+        scores = self(images).float()
+        metrics.update(scores, labels)
+        return scores
+
+    def _log_metrics(self, split: str, metrics: SplitMetrics) -> None:
+        # The values are the same on every rank (torchmetrics has added up the counts): sync_dist only says so.
+        class_names = self.trainer.datamodule.classes  # pyright: ignore[reportAttributeAccessIssue]
+        # Lightning takes a value named step for the curves' abscissa: optimizer steps done, as in the training curves.
+        step = float(self.trainer.global_step)
+        self.log_dict({**metrics.named(split, class_names), "step": step}, sync_dist=True)
+
+
+class SplitMetrics(nn.Module):
+    """Loss, accuracy and confusion matrix over one pass of a split, on all ranks.
+
+    Counts are int64 and the loss is summed in float32, whatever the precision of the engine.
+    """
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.loss = MeanMetric()
+        self.accuracy = MulticlassAccuracy(num_classes, average="micro", ignore_index=IGNORED)
+        self.class_accuracy = MulticlassAccuracy(num_classes, average=None, ignore_index=IGNORED)
+        self.confusion = MulticlassConfusionMatrix(num_classes, ignore_index=IGNORED)
+
+    def update(self, scores: Tensor, labels: Tensor) -> None:
+        """Counts a batch: scores (N, classes) in float32, labels (N,)."""
+        losses = F.cross_entropy(scores, labels, reduction="none", ignore_index=IGNORED)
+        self.loss.update(losses, weight=(labels != IGNORED).float())
+        predictions = scores.argmax(dim=1)
+        for metric in (self.accuracy, self.class_accuracy, self.confusion):
+            metric.update(predictions, labels)
+
+    def named(self, split: str, class_names: tuple[str, ...]) -> dict[str, Tensor]:
+        """<split>/loss, <split>/acc and <split>/acc_class/<name>, scalars over all ranks."""
+        per_class = self.class_accuracy.compute()
+        return {
+            f"{split}/loss": self.loss.compute(),
+            f"{split}/acc": self.accuracy.compute(),
+            **{f"{split}/acc_class/{name}": value for name, value in zip(class_names, per_class, strict=True)},
+        }
+
+    def reset(self) -> None:
+        """Forgets all that was counted."""
+        for metric in (self.loss, self.accuracy, self.class_accuracy, self.confusion):
+            metric.reset()
+
+
+class StepSchedule(LRScheduler):
+    """A schedule of schedules.py as torch knows them, stepped once an optimizer step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule):
+        self.schedule = schedule
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of each parameter group at the step that comes next."""
+        return [self.schedule.rate(self.last_epoch, float(base_lr)) for base_lr in self.base_lrs]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step alone: the formula comes from the configuration."""
+        return {key: value for key, value in super().state_dict().items() if key != "schedule"}

@@ -1,0 +1,163 @@
+"""The typed configuration of a run. Plain Python: `--help` and usage errors need neither torch nor Lightning.
+
+The docstring under each field is its text in `--help`, so it names the unit, the scope and what the default means.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+SourceName = Literal["auto", "cifar10", "cifar100", "folder", "digits", "synthetic"]
+Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "auto"]
+LoggerName = Literal["tensorboard", "wandb", "none"]
+
+
+@dataclass
+class DeviceConfig:
+    """where the run goes"""
+
+    strategy: str = "baseline"
+    """How the run is spread over devices and what of it is sharded or offloaded (names below)."""
+
+    devices: int | Literal["auto"] = 1
+    """Ranks on this machine: GPUs, or processes on the CPU. auto: every GPU, or one CPU process."""
+
+    num_nodes: int = 1
+    """Machines; more than one is started by torchrun or SLURM on each of them."""
+
+    accelerator: Literal["auto", "cpu", "gpu"] = "auto"
+    """Where to train; auto: the GPU where there is one."""
+
+    precision: Precision = "32-true"
+    """Number format. *-mixed under DeepSpeed: a network cast to that type with float32 master weights; elsewhere:
+    autocast. auto: 16-mixed where there is a GPU, else 32-true."""
+
+    ds_config: str = ""
+    """Raw DeepSpeed configuration (a JSON file) instead of a strategy; batch size, accumulation, clipping, precision
+    and learning rate stay those of this command."""
+
+    nvme_path: str = ""
+    """Directory on a local NVMe disk, for deepspeed_stage_3_offload_nvme."""
+
+    compile: bool = False
+    """Compile the network with torch.compile."""
+
+
+@dataclass
+class TrainingConfig:
+    """what is trained and for how long"""
+
+    epochs: int = 2
+    """Passes over the training images."""
+
+    max_steps: int = -1
+    """Stop after this many optimizer steps, where that comes before the last epoch; -1: no limit."""
+
+    batch_size: int = 4
+    """Images per optimizer step, over all ranks and accumulated micro-batches (DeepSpeed's train_batch_size). The
+    micro-batch of a rank follows: batch_size / (ranks x accumulate)."""
+
+    accumulate: int = 1
+    """Micro-batches whose gradients are added up before an optimizer step."""
+
+    gradient_clip_val: float = 0.0
+    """Largest global L2 norm of the gradient; 0: no clipping."""
+
+    seed: int = 0
+    """Seed of the initial weights, the data order and the validation split."""
+
+    resume: str = ""
+    """Continue from a checkpoint: its path, a run's directory, or last (the newest run of this name)."""
+
+    save_every_n_steps: int = 0
+    """Write a checkpoint every so many optimizer steps as well; 0: at the end of each epoch only."""
+
+    bench_steps: int = 0
+    """Measure: stop after this many timed steps (a warm-up goes before), print the figures, skip the test; 0: train."""
+
+
+@dataclass
+class OutputConfig:
+    """what is left behind"""
+
+    out: str = "runs"
+    """Directory under which runs are kept."""
+
+    name: str = ""
+    """Name of the run, kept in <out>/<name>/version_N; empty: <model>-<strategy>."""
+
+    logger: list[LoggerName] = field(default_factory=lambda: ["tensorboard"])
+    """Where the curves go, one or more: tensorboard, wandb; none: nowhere."""
+
+    log_interval: int = 100
+    """Optimizer steps between two points of the training curves."""
+
+    debug: bool = False
+    """Show the traceback of an error."""
+
+
+@dataclass
+class DataConfig:
+    """the images"""
+
+    source: SourceName = "auto"
+    """auto: CIFAR-10 where it is on disk, else downloaded, else the embedded digits (said loudly); a named source never
+    falls back. folder: <root>/train/<class>/*.png|jpg and <root>/test/<class>/*. digits: real handwritten digits in
+    CIFAR-10's shape. synthetic: random images, for measuring."""
+
+    root: str = "data"
+    """Directory of the dataset: downloads go there, a folder source is read there."""
+
+    cache: str = ""
+    """Directory for the decoded images, shared by all ranks and runs; empty: <root>/.cifar-zero."""
+
+    loader: Literal["memory", "torch"] = "memory"
+    """memory: whole batches cut from uint8 images in shared memory. torch: the tutorial's torchvision transforms and
+    DataLoader. Both give the same images in the same order."""
+
+    workers: int = 2
+    """Worker processes of the torch loader, per rank."""
+
+    val_fraction: float = 0.1
+    """Share of the training images held out for validation (seeded, stratified by class); 0 trains on all of them."""
+
+    url: str = ""
+    """Mirror to download the CIFAR archive from; empty: the address that torchvision publishes."""
+
+    md5: str = ""
+    """MD5 of the archive at --data.url; empty: the sum that torchvision publishes."""
+
+    synthetic_size: int = 50_000
+    """Training images of the synthetic source."""
+
+
+@dataclass
+class Choice:
+    """A name from a registry (models, optimizers, schedules) with its options, all of them filled in."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Config(DeviceConfig, TrainingConfig, OutputConfig):
+    """Everything that a run depends on. The defaults are the PyTorch tutorial's recipe with a validation split."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: Choice = field(default_factory=lambda: Choice("net"))
+    optimizer: Choice = field(default_factory=lambda: Choice("sgd"))
+    schedule: Choice = field(default_factory=lambda: Choice("constant"))
+    trainer: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks over all machines, once `checks.settle` has put a number for devices."""
+        assert self.devices != "auto"
+        return self.devices * self.num_nodes
+
+    @property
+    def run_name(self) -> str:
+        """The run's name, made from the network and the strategy where none is given."""
+        return self.name or f"{self.model.name}-{Path(self.ds_config).stem if self.ds_config else self.strategy}"

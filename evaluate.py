@@ -1,0 +1,96 @@
+"""Tests a checkpoint of any strategy on one device: the same figures as at the end of its run.
+
+python evaluate.py RUN_OR_CHECKPOINT [--data.root DIR] [--accelerator cpu]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import checks
+import cli
+import exits
+import run_folder
+from config import Config
+from strategies import STRATEGIES
+
+
+def main() -> int:
+    """Prints the test table of a checkpoint; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="evaluate.py",
+        usage="%(prog)s RUN_OR_CHECKPOINT [--<option of train.py> VALUE ...]",
+        description="Tests a checkpoint of any strategy on one device.",
+        epilog="Data, network and precision are the run's own; options of train.py override them, "
+        "for instance --data.root DIR or --accelerator cpu.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("checkpoint", help="a run folder (its newest checkpoint), or a .ckpt file or folder")
+    arguments, overrides = parser.parse_known_args()
+    checkpoint = run_folder.find_checkpoint(arguments.checkpoint, out="", name="")
+    recipe = run_folder.run_of(checkpoint) / run_folder.CONFIG
+    config = cli.parse(["--config", str(recipe), *overrides])
+    trained_by_deepspeed = bool(config.ds_config) or STRATEGIES[config.strategy].family == "deepspeed"
+    # One device and one micro-batch, whatever the run had: its batch size need not divide here.
+    config.strategy, config.ds_config, config.devices, config.num_nodes = "baseline", "", 1, 1
+    config.accumulate, config.logger, config.resume = 1, ["none"], ""
+    wanted = config.precision
+    config.precision = "32-true"
+    checks.settle(config)
+    evaluate(config, checkpoint, _precision(wanted, trained_by_deepspeed, on_cpu=config.accelerator == "cpu"))
+    return 0
+
+
+def evaluate(config: Config, checkpoint: Path, precision: str) -> dict[str, object]:
+    """Tests a checkpoint and prints its table.
+
+    Args:
+        config: of the run, settled for one device.
+        checkpoint: file or folder.
+        precision: Lightning's name of the number format that the network runs in.
+
+    Returns:
+        test/loss, test/acc and test/acc_per_class.
+    """
+    from lightning.pytorch import Trainer
+
+    import build
+    from callbacks.summary import test_metrics
+    from checkpointing.weights import load_weights
+    from quiet import quieten
+    from reports.summary import print_test_table
+
+    quieten()
+    module = build.module(config)
+    module.configure_model()
+    assert module.net is not None
+    load_weights(module.net, checkpoint)
+    trainer = Trainer(
+        accelerator=config.accelerator,
+        devices=1,
+        precision=precision,  # pyright: ignore[reportArgumentType]
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    datamodule = build.datamodule(config)
+    trainer.test(module, datamodule=datamodule, verbose=False)
+    metrics = test_metrics(module, datamodule)
+    print(f"{checkpoint}: {datamodule.num_test:,} test images of {datamodule.dataset.name}")
+    print_test_table(metrics)
+    return metrics
+
+
+def _precision(precision: str, trained_by_deepspeed: bool, on_cpu: bool) -> str:
+    """DeepSpeed's mixed precision runs a network cast to the type, elsewhere it is autocast; the CPU has no float16."""
+    if on_cpu and precision == "16-mixed":
+        return "32-true"
+    return precision.replace("mixed", "true") if trained_by_deepspeed else precision
+
+
+if __name__ == "__main__":
+    sys.exit(exits.guarded(main))

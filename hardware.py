@@ -1,0 +1,21 @@
+"""What this machine has, found out without importing torch where there is no GPU driver."""
+
+import os
+from pathlib import Path
+
+DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+"""Present where a GPU driver is loaded: NVIDIA on Linux, NVIDIA under WSL 2, AMD ROCm."""
+
+
+def gpu_count() -> int:
+    """GPUs that torch can use; torch is only imported where a driver is there at all."""
+    if not any(Path(file).exists() for file in DRIVER_FILES):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def core_count() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,26 @@
+"""The tutorial's network."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Net(nn.Module):
+    """LeNet-like network of the PyTorch tutorial "Training a Classifier"; 62,006 parameters for 10 classes."""
+
+    def __init__(self, num_classes: int = 10):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 6, 5)  # 456 parameters
+        self.pool = nn.MaxPool2d(2, 2)
+        self.conv2 = nn.Conv2d(6, 16, 5)  # 2,416
+        self.fc1 = nn.Linear(16 * 5 * 5, 120)  # 48,120
+        self.fc2 = nn.Linear(120, 84)  # 10,164
+        self.fc3 = nn.Linear(84, num_classes)  # 850
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Class scores (N, num_classes) of images (N, 3, 32, 32) in [-1, 1]."""
+        x = self.pool(F.relu(self.conv1(x)))  # (N, 6, 28, 28) -> (N, 6, 14, 14)
+        x = self.pool(F.relu(self.conv2(x)))  # (N, 16, 10, 10) -> (N, 16, 5, 5)
+        x = x.flatten(1)  # (N, 400)
+        x = F.relu(self.fc1(x))  # (N, 120)
+        x = F.relu(self.fc2(x))  # (N, 84)
+        return self.fc3(x)  # (N, num_classes)

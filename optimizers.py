@@ -1,0 +1,96 @@
+"""The registry of optimizers: each a dataclass whose fields are the `--optimizer.<option>` flags.
+
+Which implementation runs is the strategy's to say: torch's own, DeepSpeed's CPU Adam where the optimizer state is
+offloaded, or DeepSpeed's fused Adam on CUDA.
+"""
+
+# No postponed annotations here: jsonargparse would execute the TYPE_CHECKING imports, torch, to resolve them.
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+Implementation = Literal["torch", "deepspeed_cpu", "deepspeed_fused"]
+
+
+@dataclass
+class SGD:
+    """stochastic gradient descent with momentum"""
+
+    lr: float = 0.001
+    """Learning rate."""
+
+    momentum: float = 0.9
+    """Share of the last update that is kept."""
+
+    weight_decay: float = 0.0
+    """L2 penalty, added to the gradient."""
+
+    nesterov: bool = False
+    """Nesterov's form of momentum."""
+
+    def build(self, parameters: Any, implementation: Implementation) -> "Optimizer":
+        """torch's SGD whatever the strategy: DeepSpeed has none of its own."""
+        import torch
+
+        return torch.optim.SGD(
+            parameters,
+            lr=self.lr,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            nesterov=self.nesterov,
+        )
+
+
+@dataclass
+class Adam:
+    """Adam with the L2 penalty added to the gradient (Kingma and Ba 2015)"""
+
+    lr: float = 0.001
+    """Learning rate."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the running means of the gradient and of its square."""
+
+    eps: float = 1e-8
+    """Added to the denominator."""
+
+    weight_decay: float = 0.0
+    """Weight decay."""
+
+    decoupled: ClassVar[bool] = False
+
+    def build(self, parameters: Any, implementation: Implementation) -> "Optimizer":
+        """The same update by torch, by DeepSpeedCPUAdam or by FusedAdam."""
+        options: dict[str, Any] = {
+            "lr": self.lr,
+            "betas": tuple(self.betas),
+            "eps": self.eps,
+            "weight_decay": self.weight_decay,
+        }
+        if implementation == "deepspeed_cpu":
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+            # Without adamw_mode=False both of DeepSpeed's classes decouple the weight decay: their Adam is AdamW.
+            return DeepSpeedCPUAdam(parameters, adamw_mode=self.decoupled, **options)
+        if implementation == "deepspeed_fused":
+            from deepspeed.ops.adam import FusedAdam
+
+            return FusedAdam(parameters, adam_w_mode=self.decoupled, **options)
+        import torch
+
+        return (torch.optim.AdamW if self.decoupled else torch.optim.Adam)(parameters, **options)
+
+
+@dataclass
+class AdamW(Adam):
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019)"""
+
+    weight_decay: float = 0.01
+    """Weight decay, taken from the weights beside the gradient's update."""
+
+    decoupled: ClassVar[bool] = True
+
+
+OPTIMIZERS: dict[str, type[SGD] | type[Adam]] = {"sgd": SGD, "adam": Adam, "adamw": AdamW}

@@ -1,0 +1,59 @@
+"""Silences messages of the libraries that are known and ask nothing of the user, each by its text."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
+
+WARNINGS = (
+    # Lightning 2.6.6 with torch 2.15 (lightning/pytorch/utilities/_pytree.py); can go with the next Lightning.
+    ".*LeafSpec.* is deprecated",
+    # Our memory loader has no workers: it cuts whole batches from memory.
+    ".*does not have many workers.*",
+    # The data module has no validation loader where --data.val_fraction is 0.
+    "Total length of `list` across ranks is zero.*",
+    # A run that --max_steps ends in mid-epoch has no validation, and so no best checkpoint; last.ckpt is there.
+    ".*could not find the monitored key in the returned metrics.*",
+    # Of Lightning's own step logging, which we do not use: the curves have a point at the end of a short run.
+    "The number of training batches .* is smaller than the logging interval.*",
+    # A stage 3 checkpoint is a folder of shards: evaluate.py reads it as it is.
+    "When saving the DeepSpeed Stage 3 checkpoint.*",
+)
+
+LOG_MESSAGES = (
+    # DeepSpeed without a GPU: the CPU was asked for, or is all there is.
+    "Setting accelerator to CPU",
+    # torch, where nvcc is installed and a GPU is not.
+    "No CUDA runtime is found",
+    # DeepSpeed, of every optimizer but its own: the tests hold that they agree.
+    "You are using ZeRO with an untested optimizer",
+    # Lightning's DeepSpeed strategy, at each start of a fit and a test.
+    "initializing deepspeed distributed",
+)
+
+LOGGERS = ("DeepSpeed", "torch.utils.cpp_extension", "lightning.pytorch.strategies.deepspeed")
+
+
+def quieten() -> None:
+    """To be called before the Trainer is made; what is not listed here is still shown."""
+    for message in WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    # "GPU available: ...", "`Trainer.fit` stopped: ...": the progress and the summary say it.
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    for name in LOGGERS:
+        logging.getLogger(name).addFilter(_is_news)
+
+
+@contextmanager
+def no_output() -> Iterator[None]:
+    """Swallows what a library prints, for calls whose failure is an exception."""
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        yield
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    return not any(known in message for known in LOG_MESSAGES)

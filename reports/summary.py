@@ -1,0 +1,156 @@
+"""The end of a run: metrics.json, and what is printed of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+SCHEMA = 1
+"""Of metrics.json; goes up when a key changes its meaning."""
+
+MEASURED = (
+    *("dataset", "num_train", "num_test", "model", "parameters", "strategy", "world_size", "num_nodes"),
+    *("accelerator", "device_name", "precision", "seed", "batch_size", "micro_batch_size", "accumulate"),
+    *("epochs", "steps", "train/loss", "val/acc", "test/loss", "test/acc", "test/acc_per_class"),
+    *("perf/images_per_second", "perf/step_time_ms", "perf/tflops", "perf/seconds_to_first_step", "perf/fit_seconds"),
+    *("mem/peak_rank_bytes", "mem/model_state_rank_bytes"),
+)
+"""Keys of metrics.json that a run fills in, in their order; null where the run had none (a run without a test)."""
+
+FALLBACK = "fallback"
+"""Key of metrics.json that is only there when the data is not what was asked for: one line that says so."""
+
+PACKAGES = ("torch", "lightning", "deepspeed", "torchmetrics")
+
+TABLE_ROWS = 25
+"""Most rows of the table of classes; more classes go beside one another."""
+
+
+def metrics_json(measured: Mapping[str, Any], fallback: str = "") -> dict[str, Any]:
+    """The contents of metrics.json, its keys in their order.
+
+    Args:
+        measured: a value for each key of MEASURED and for no other.
+        fallback: one line, where the data is not what was asked for.
+    """
+    if set(measured) != set(MEASURED):
+        raise ValueError(f"metrics.json: missing or unknown keys {sorted(set(measured) ^ set(MEASURED))}")
+    return {
+        "schema": SCHEMA,
+        **{key: measured[key] for key in MEASURED},
+        "versions": versions(),
+        "git_commit": git_commit(Path(__file__).parents[1]),
+        **({FALLBACK: fallback} if fallback else {}),
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of the packages that a result depends on; None for one that is not installed."""
+    found: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {**found, "python": platform.python_version()}
+
+
+def git_commit(folder: Path) -> str | None:
+    """The commit checked out in a folder, with -dirty where tracked files differ; None where git knows none."""
+    if not (folder / ".git").exists():
+        return None
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):  # git is not installed, or the repository has no commit yet
+        return None
+
+
+def write_json(file: Path, values: Mapping[str, Any]) -> None:
+    """Writes a JSON file, whole or not at all; NaN and infinities, which JSON lacks, become null."""
+    temporary = file.with_name(f".{file.name}.tmp")
+    temporary.write_text(json.dumps(_finite(values), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+    os.replace(temporary, file)
+
+
+def print_summary(metrics: Mapping[str, Any], run_dir: Path, console: Console | None = None) -> None:
+    """Prints what a run came to and where it is kept.
+
+    Args:
+        metrics: of metrics.json.
+        run_dir: the run folder, <out>/<name>/version_N.
+        console: where to; the standard output by default.
+    """
+    console = console or Console(highlight=False)
+    print_test_table(metrics, console)
+    table = Table.grid(padding=(0, 2))
+    for name, value in _summary_lines(metrics):
+        table.add_row(f"[dim]{name}", escape(value))
+    console.print(table)
+    if FALLBACK in metrics:
+        console.print(f"WARNING: {escape(metrics[FALLBACK])}", style="bold white on red", soft_wrap=True)
+    out = shlex.quote(str(run_dir.parent.parent))
+    console.print(f"[dim]run folder  [/]{escape(str(run_dir))}", soft_wrap=True)
+    console.print(f"[dim]curves      [/]tensorboard --logdir {escape(out)} --host localhost", soft_wrap=True)
+
+
+def print_test_table(metrics: Mapping[str, Any], console: Console | None = None) -> None:
+    """Prints the accuracy of a test, of each class and of all; nothing where there was no test.
+
+    Args:
+        metrics: test/loss, test/acc and test/acc_per_class, the accuracies from 0 to 1.
+        console: where to; the standard output by default.
+    """
+    console = console or Console(highlight=False)
+    if metrics.get("test/acc") is None:
+        return
+    classes = list(metrics["test/acc_per_class"].items())
+    columns = math.ceil(len(classes) / TABLE_ROWS)
+    rows = math.ceil(len(classes) / columns)
+    table = Table()
+    for _ in range(columns):
+        table.add_column("class")
+        table.add_column("accuracy", justify="right")
+    for row in range(rows):
+        cells = [(escape(name), f"{accuracy:.2%}") for name, accuracy in classes[row::rows]]
+        table.add_row(*(text for cell in cells for text in cell), end_section=row == rows - 1)
+    table.add_row("[bold]all", f"[bold]{metrics['test/acc']:.2%}")
+    console.print(table)
+
+
+def _summary_lines(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
+    ranks = "1 rank" if metrics["world_size"] == 1 else f"{metrics['world_size']} ranks"
+    lines = [
+        ("trained", f"{metrics['model']} with {metrics['strategy']}, {metrics['precision']}"),
+        ("device", f"{ranks}, {metrics['device_name']}"),
+        ("images", f"{metrics['dataset']}, {metrics['num_train']:,} to train, {metrics['num_test']:,} to test"),
+        ("steps", f"{metrics['steps']:,} of {metrics['batch_size']} images, {metrics['epochs']:.3g} epochs"),
+        ("time", f"{metrics['perf/fit_seconds']:.1f} s"),
+    ]
+    if metrics["perf/images_per_second"] is not None:
+        step_time, speed = metrics["perf/step_time_ms"], metrics["perf/images_per_second"]
+        lines.append(("speed", f"{speed:,.0f} images/s, {step_time:.2f} ms a step"))
+    if metrics["mem/peak_rank_bytes"]:  # empty where a resumed run had nothing left to do
+        peak, states = max(metrics["mem/peak_rank_bytes"]), max(metrics["mem/model_state_rank_bytes"])
+        lines.append(("memory", f"{peak / 1e9:.2f} GB a rank at most, {states / 1e6:,.2f} MB of it model states"))
+    return lines
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,91 @@
+"""Where a run is kept: <out>/<name>/version_N, claimed by one process, whatever else runs at the same time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from errors import UsageError
+
+CHECKPOINTS = "checkpoints"
+CONFIG = "config.yaml"
+METRICS = "metrics.json"
+
+FALLBACK_SUFFIX = "-digits-fallback"
+"""Added to the name of a run whose CIFAR-10 could not be had: its figures are those of the embedded digits."""
+
+
+def claim(out: str, name: str) -> Path:
+    """Makes and returns the first version_N of a run's name that nobody else has.
+
+    Raises:
+        UsageError: the directory cannot be made or written.
+    """
+    parent = Path(out) / name
+    version = 0
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        taken = [int(suffix) for entry in parent.glob("version_*") if (suffix := entry.name[8:]).isdecimal()]
+        version = max(taken, default=-1) + 1
+        while True:
+            folder = parent / f"version_{version}"
+            try:
+                folder.mkdir()
+                return folder
+            except FileExistsError:  # another run was quicker
+                version += 1
+    except OSError as error:
+        raise UsageError(f"--out {out}: {parent} cannot be written ({error.strerror})") from error
+
+
+def newest_checkpoint(folder: Path) -> Path:
+    """The checkpoint last written under a run's folder, a run's name or a checkpoints folder.
+
+    Raises:
+        UsageError: there is none.
+    """
+    found = [path for path in folder.rglob("*.ckpt") if path.is_file() or (path / "latest").exists()]
+    if not found:
+        raise UsageError(f"no checkpoint under {folder}: give a run folder, or a .ckpt file or folder")
+    return max(found, key=_written)
+
+
+def find_checkpoint(path: str, out: str, name: str) -> Path:
+    """The checkpoint that `--resume` or evaluate.py's argument means.
+
+    Args:
+        path: a checkpoint (file, or DeepSpeed's folder), a run's folder, or last.
+        out: directory of the runs, for last.
+        name: of the run, for last.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if path == "last":
+        folders = [folder for suffix in ("", FALLBACK_SUFFIX) if (folder := Path(out) / (name + suffix)).is_dir()]
+        if not folders:
+            raise UsageError(f"--resume last: no run of the name {name} under {out}")
+        return newest_checkpoint(max(folders, key=lambda folder: folder.stat().st_mtime_ns))
+    given = Path(path)
+    if not given.exists():
+        raise UsageError(f"{path} does not exist: give a run folder, or a .ckpt file or folder")
+    if given.is_file() or (given / "latest").exists():
+        return given
+    return newest_checkpoint(given)
+
+
+def _written(checkpoint: Path) -> tuple[int, str]:
+    """When a checkpoint was finished; of two at the same moment last.ckpt is the newer."""
+    finished = checkpoint / "latest" if checkpoint.is_dir() else checkpoint  # DeepSpeed writes that file last
+    return finished.stat().st_mtime_ns, checkpoint.name
+
+
+def run_of(checkpoint: Path) -> Path:
+    """The run folder that a checkpoint lies in.
+
+    Raises:
+        UsageError: no folder above it has a config.yaml.
+    """
+    for folder in checkpoint.resolve().parents:
+        if (folder / CONFIG).exists():
+            return folder
+    raise UsageError(f"{checkpoint} lies in no run folder: no {CONFIG} above it")

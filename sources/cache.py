@@ -1,0 +1,159 @@
+"""The decoded cache: images are decoded once, then memory-mapped by every rank and every later run.
+
+One directory per source holds `train_images.npy`, `train_labels.npy`, `test_images.npy`, `test_labels.npy` and
+`meta.json`. It is written beside its final place, flushed to the disk and renamed in one step, so a reader sees a whole
+cache or none, whenever a writer was killed.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from errors import RunError, UsageError
+from sources.console import say
+from sources.dataset import IMAGE_SHAPE, Dataset
+from sources.lock import locked
+
+SCHEMA = 1
+"""Of this layout; a cache of another schema is replaced."""
+
+ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
+PAGE_BYTES = 4096
+"""The checksum reads one byte in each block of this size: damage to a disk comes in blocks, and it takes 6 ms."""
+
+_USERS_MISTAKES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
+
+
+def ensure(directory: Path, source: str, fingerprint: str, build: Callable[[Path], tuple[str, ...]]) -> None:
+    """Make `directory` hold the decoded images of `source` with this `fingerprint` of their inputs.
+
+    Where it is missing, stale or damaged, `build` is called with an empty directory that it fills by `allocate`, and
+    returns the class names. Any number of processes may call this at once: one builds, the others wait.
+
+    Raises UsageError where the place cannot be written to, RunError where writing fails (a full disk), and what
+    `build` raises.
+    """
+    if _is_ready(directory, fingerprint):
+        return
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with locked(_beside(directory, "lock"), f"prepares {source}"):
+            if not _is_ready(directory, fingerprint):
+                _write(directory, source, fingerprint, build)
+    except OSError as error:
+        kind = UsageError if error.errno in _USERS_MISTAKES else RunError
+        raise kind(
+            f"cannot prepare the images of {source}: {error.strerror or error}: {error.filename or directory}; "
+            "mend that, or choose another place with --data.cache DIR or --data.root DIR"
+        ) from error
+
+
+def allocate(directory: Path, split: str, count: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Create the arrays of a split ("train" or "test") on the disk: images (count, 3, 32, 32) and labels (count,)."""
+    images = _create(directory / f"{split}_images.npy", (count, *IMAGE_SHAPE), np.uint8)
+    labels = _create(directory / f"{split}_labels.npy", (count,), np.int64)
+    return images, labels
+
+
+def load(directory: Path) -> Dataset:
+    """Map the cache in `directory`, which `ensure` has made ready.
+
+    Raises RunError where it is missing or damaged.
+    """
+    meta = _read_meta(directory)
+    if meta is None:
+        raise RunError(f"no decoded images in {directory}: prepare the data first")
+    arrays = {name: _open(directory, name) for name in ARRAYS}
+    return Dataset(name=meta["source"], classes=tuple(meta["classes"]), **arrays)
+
+
+def _is_ready(directory: Path, fingerprint: str) -> bool:
+    meta = _read_meta(directory)
+    if meta is None or meta.get("fingerprint") != fingerprint:
+        return False
+    try:
+        return {name: _checksum(directory, name) for name in ARRAYS} == meta.get("checksums")
+    except (OSError, ValueError):  # not readable as an array
+        return False
+
+
+def _read_meta(directory: Path) -> dict[str, Any] | None:
+    """The description of a cache whose files have the sizes that were written, else None."""
+    try:
+        meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
+        if meta["schema"] != SCHEMA:
+            return None
+        sizes = {name: (directory / f"{name}.npy").stat().st_size for name in ARRAYS}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return meta if sizes == meta.get("sizes") else None
+
+
+def _write(directory: Path, source: str, fingerprint: str, build: Callable[[Path], tuple[str, ...]]) -> None:
+    """Build a new cache and put it in the place of the old one. The caller holds the lock."""
+    temporary, old = _beside(directory, "tmp"), _beside(directory, "old")
+    # Whoever holds the lock is the only writer, so what lies under these names was left by one that was killed.
+    for leftover in (temporary, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    why = "again, as what is there is out of date or damaged" if directory.exists() else "once"
+    say(f"Preparing the images of {source} in {directory} ({why}).")
+    temporary.mkdir()
+    try:
+        classes = build(temporary)
+        meta = {
+            "schema": SCHEMA,
+            "source": source,
+            "fingerprint": fingerprint,
+            "classes": classes,
+            "sizes": {name: (temporary / f"{name}.npy").stat().st_size for name in ARRAYS},
+            "checksums": {name: _checksum(temporary, name) for name in ARRAYS},
+        }
+        (temporary / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+        for path in (*temporary.iterdir(), temporary):
+            _flush_to_disk(path)
+        if directory.exists():
+            directory.rename(old)
+        temporary.rename(directory)
+        _flush_to_disk(directory.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _create(path: Path, shape: tuple[int, ...], dtype: type[np.generic]) -> np.memmap[Any, Any]:
+    array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+    if hasattr(os, "posix_fallocate"):  # not on macOS
+        # Reserve the blocks now: on a full disk this raises, where writing to the map would kill the process (SIGBUS).
+        with path.open("rb+") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    return array
+
+
+def _open(directory: Path, name: str) -> np.memmap[Any, Any]:
+    return np.load(directory / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+
+
+def _checksum(directory: Path, name: str) -> int:
+    return zlib.crc32(_open(directory, name).reshape(-1).view(np.uint8)[::PAGE_BYTES].tobytes())
+
+
+def _beside(directory: Path, suffix: str) -> Path:
+    return directory.with_name(f"{directory.name}.{suffix}")
+
+
+def _flush_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

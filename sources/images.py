@@ -1,0 +1,32 @@
+"""One image file -> the pixels that the network sees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from errors import UsageError
+from sources.dataset import IMAGE_SHAPE
+
+_SIZE = (IMAGE_SHAPE[2], IMAGE_SHAPE[1])  # Pillow's order: width, height
+
+
+def decode(path: str | Path) -> NDArray[np.uint8]:
+    """Read an image file as RGB pixels (3, 32, 32), uint8.
+
+    An image of another size is brought to 32 pixels on its shorter side (bilinear with antialiasing, as torchvision's
+    Resize does by default), and its centre is cut out.
+
+    Raises UsageError where the file cannot be read as an image.
+    """
+    try:
+        with Image.open(path) as file:
+            image = file.convert("RGB")
+    except Exception as error:  # Pillow's decoders raise a dozen kinds, from OSError to struct.error
+        raise UsageError(f"cannot read the image {path}: {error}; mend or remove it") from error
+    if image.size != _SIZE:
+        image = ImageOps.fit(image, _SIZE, Image.Resampling.BILINEAR)
+    return np.asarray(image).transpose(2, 0, 1)

@@ -1,0 +1,47 @@
+"""The torch loader: the PyTorch tutorial's path of image by image transforms and a DataLoader with worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms import Compose, Normalize, ToTensor
+
+from sources.augment import MEAN, STD
+from sources.order import Order
+from sources.split import Split
+
+
+class TransformedImages(Dataset[tuple[Tensor, int]]):
+    """A split's images one by one, as the tutorial's transforms give them: float32 (3, 32, 32) from -1 to 1."""
+
+    def __init__(self, split: Split) -> None:
+        self._split = split
+        self._transform: Callable[[Image.Image], Tensor] = Compose([ToTensor(), Normalize([MEAN] * 3, [STD] * 3)])
+
+    def __len__(self) -> int:
+        """Images, without the ignored entry."""
+        return self._split.count
+
+    def __getitem__(self, position: int) -> tuple[Tensor, int]:
+        """The image and its label at a position of the split."""
+        pixels = self._split.images[self._split.indices[position]]
+        image = Image.fromarray(pixels.transpose(1, 2, 0))
+        return self._transform(image), int(self._split.labels[position])
+
+
+def torch_loader(split: Split, order: Order, workers: int) -> DataLoader[Any]:
+    """DataLoader of (images float32 (m, 3, 32, 32), labels int64 (m,)), in the given order."""
+    return DataLoader(
+        TransformedImages(split),
+        batch_sampler=order,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        # A generator of its own: else each epoch would draw from the global one, and dropout or augmentation would go
+        # another way than with the memory loader.
+        generator=torch.Generator(),
+    )

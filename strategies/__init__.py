@@ -1,0 +1,80 @@
+"""The registry of strategies: how a run is spread over ranks, and what of it is sharded or offloaded.
+
+A name that Lightning has too (ddp, fsdp, deepspeed_stage_2, ...) means here what it means there. Reading the registry
+imports neither torch, Lightning nor DeepSpeed; `build` imports the one family that a run needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy
+
+    from config import Config
+    from optimizers import Implementation
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a strategy's name stands for.
+
+    Attributes:
+        family: the module of this package that builds it.
+        summary: one line for the help and the documentation.
+        stage: ZeRO stage; 0 shards nothing.
+        offload_optimizer: where the optimizer's state and update go when not on the rank's device.
+        offload_parameters: where the parameters rest when not on the rank's device.
+        super_offload: DeepSpeed's SuperOffload, for CPU-GPU links as fast as a GH200's.
+    """
+
+    family: Literal["baseline", "fsdp", "deepspeed"]
+    summary: str
+    stage: int = 0
+    offload_optimizer: Literal["", "cpu", "nvme"] = ""
+    offload_parameters: Literal["", "cpu", "nvme"] = ""
+    super_offload: bool = False
+
+
+STRATEGIES: dict[str, Spec] = {
+    "baseline": Spec("baseline", "plain PyTorch on one device, DDP where there are several"),
+    "ddp": Spec("baseline", "torch's DistributedDataParallel: every rank holds everything"),
+    "deepspeed_stage_0": Spec("deepspeed", "DeepSpeed's engine, nothing sharded"),
+    "deepspeed_stage_1": Spec("deepspeed", "ZeRO 1: optimizer state sharded", stage=1),
+    "deepspeed_stage_1_offload": Spec("deepspeed", "ZeRO 1, optimizer on the CPU", stage=1, offload_optimizer="cpu"),
+    "deepspeed_stage_2": Spec("deepspeed", "ZeRO 2: optimizer state and gradients sharded", stage=2),
+    "deepspeed_stage_2_offload": Spec("deepspeed", "ZeRO 2, optimizer on the CPU", stage=2, offload_optimizer="cpu"),
+    "deepspeed_stage_3": Spec("deepspeed", "ZeRO 3: optimizer state, gradients and parameters sharded", stage=3),
+    "deepspeed_stage_3_offload": Spec(
+        "deepspeed", "ZeRO 3, optimizer and parameters on the CPU", 3, offload_optimizer="cpu", offload_parameters="cpu"
+    ),
+    "deepspeed_stage_3_offload_nvme": Spec(
+        "deepspeed", "ZeRO 3, optimizer and parameters on disk", 3, offload_optimizer="nvme", offload_parameters="nvme"
+    ),
+    "deepspeed_stage_3_superoffload": Spec(
+        "deepspeed", "ZeRO 3, SuperOffload to the CPU (CUDA)", 3, offload_optimizer="cpu", super_offload=True
+    ),
+    "fsdp": Spec("fsdp", "torch's FullyShardedDataParallel (CUDA)"),
+}
+
+
+def build(config: Config, on_cpu: bool, micro_batch_size: int, num_parameters: int) -> Strategy | str:
+    """Lightning's strategy for a run.
+
+    Args:
+        config: of the run, its devices a number; its strategy is a key of STRATEGIES, unless ds_config names a raw
+            DeepSpeed configuration.
+        on_cpu: whether the ranks are CPU processes.
+        micro_batch_size: images per rank and micro-batch.
+        num_parameters: of the network, in elements.
+    """
+    family = "deepspeed" if config.ds_config else STRATEGIES[config.strategy].family
+    return import_module(f"strategies.{family}").build(config, on_cpu, micro_batch_size, num_parameters)
+
+
+def optimizer_implementation(strategy: Strategy) -> Implementation:
+    """Whose optimizer a strategy runs: DeepSpeed's on the CPU where it is offloaded, its fused one on CUDA where it can
+    be compiled, else torch's."""
+    return getattr(strategy, "optimizer_implementation", "torch")

@@ -1,0 +1,17 @@
+"""Plain PyTorch: one device, or torch's DistributedDataParallel where there are several."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+
+if TYPE_CHECKING:
+    from config import Config
+
+
+def build(config: Config, on_cpu: bool, micro_batch_size: int, num_parameters: int) -> Strategy | str:
+    """Lightning's DDP for several ranks or by its name, else its strategy for a single device."""
+    if config.strategy == "baseline" and config.world_size == 1:
+        return "auto"
+    return DDPStrategy(process_group_backend="gloo" if on_cpu else None, gradient_as_bucket_view=True)

@@ -1,0 +1,133 @@
+"""Lightning's DeepSpeedStrategy, made to run on CPU ranks too and to keep the maths and the engine of a run whole."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import torch
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch import Tensor
+from torch.nn import Module
+from torch.utils.cpp_extension import CUDA_HOME
+
+from optimizers import Implementation
+
+
+class ZeROPrecision(DeepSpeedPrecision):
+    """Leaves the division by the accumulated micro-batches to Lightning.
+
+    Lightning (2.6.6) divides the loss by accumulate_grad_batches and `engine.backward` (DeepSpeed 0.19.8) would divide
+    it by gradient_accumulation_steps again. Can go when Lightning's own plugin passes scale_wrt_gas.
+    """
+
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Back-propagates the loss of one micro-batch, already divided by their number."""
+        super().backward(tensor, model, optimizer, *args, scale_wrt_gas=False, **kwargs)
+
+
+class ZeROStrategy(DeepSpeedStrategy):
+    """DeepSpeed's engine under Lightning: on CUDA as Lightning runs it, else over DeepSpeed's own CPU accelerator.
+
+    What Lightning 2.6.6 does not do by itself:
+    - CPU ranks: its strategy refuses any accelerator but CUDA; DeepSpeed trains every stage on the CPU over gloo.
+    - `test` after `fit` (Lightning issue 15247): it would start a second engine on the same network, after which
+      `save_checkpoint` fails or silently leaves the optimizer out. Here the trained engine serves the test too.
+    """
+
+    _trained: Any = None
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the ranks are CPU processes."""
+        return isinstance(self.accelerator, CPUAccelerator)
+
+    @property
+    def root_device(self) -> torch.device:
+        """The rank's device; DeepSpeed asks for its index, which Lightning's CPU devices lack."""
+        return torch.device("cpu", 0) if self.on_cpu else super().root_device
+
+    @property
+    def optimizer_implementation(self) -> Implementation:
+        """DeepSpeedCPUAdam for an offloaded optimizer; FusedAdam on CUDA where nvcc can compile it; else torch's."""
+        assert isinstance(self.config, dict)
+        if self.config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none") != "none":
+            return "deepspeed_cpu"
+        return "torch" if self.on_cpu or CUDA_HOME is None else "deepspeed_fused"
+
+    def setup_environment(self) -> None:
+        """Starts the process group."""
+        if self.on_cpu:
+            super(DeepSpeedStrategy, self).setup_environment()  # past the check for CUDA, to DDP's
+        else:
+            super().setup_environment()
+
+    def setup_distributed(self) -> None:
+        """Starts the process group; on the CPU without Lightning's check of GPU indices."""
+        if not self.on_cpu:
+            super().setup_distributed()
+            return
+        # Only DeepSpeed's inference uses this collective, and it would be compiled at the first start.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """Shards every layer as it is made, at stage 3; nothing at the others.
+
+        Mixed precision draws the initial weights in float32 as all other strategies do, and `setup` casts the shards.
+        zero.Init would draw in the low precision, which gives other weights (DeepSpeed 0.19.8).
+        """
+        self._init_config_if_needed()
+        assert isinstance(self.config, dict)
+        low = ("bf16", "fp16") if self._casts_shards else ()
+        config = {key: value for key, value in self.config.items() if key not in low}
+        with deepspeed.zero.Init(
+            enabled=self.zero_stage_3, remote_device=self.remote_device, config_dict_or_path=config
+        ):
+            yield
+
+    def setup(self, trainer: Trainer) -> None:
+        """Starts the engine."""
+        if self._casts_shards and self._trained is None:
+            assert self.model is not None
+            dtype = torch.bfloat16 if "bf16" in self.precision_plugin.precision else torch.float16
+            parameters: Any = self.model.parameters()
+            for parameter in parameters:
+                parameter.data = parameter.data.to(dtype)
+                parameter.ds_tensor.data = parameter.ds_tensor.data.to(dtype)
+        super().setup(trainer)
+
+    @property
+    def _casts_shards(self) -> bool:
+        return self.zero_stage_3 and "mixed" in self.precision_plugin.precision and self.remote_device != "nvme"
+
+    def _initialize_deepspeed_train(self, model: Module) -> None:
+        super()._initialize_deepspeed_train(model)
+        self._trained = self.model
+
+    def _initialize_deepspeed_inference(self, model: Module) -> None:
+        if self._trained is not None and self._trained.module is model:
+            self.model = self._trained
+        else:
+            super()._initialize_deepspeed_inference(model)
+
+    def teardown(self) -> None:
+        """Ends a fit or a test; the network stays where its engine has it."""
+        if self._trained is None:
+            super().teardown()
+            return
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()

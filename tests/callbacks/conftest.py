@@ -1,0 +1,127 @@
+"""What the tests of the observers share: a real fit on random images, and what it left in TensorBoard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import DataLoader, TensorDataset
+
+from callbacks.curves import TrainingCurves
+from callbacks.figures import TestFigures
+from callbacks.memory import Memory
+from callbacks.progress import Progress
+from callbacks.throughput import Throughput
+from cifar_module import CIFARModule
+from config import Config
+
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+NUM_TEST = 60
+
+
+class RandomImages(LightningDataModule):
+    """Random images with the surface that the observers see of CIFARDataModule; the last test label fills up."""
+
+    classes = CLASSES
+    source = "synthetic"
+    dataset = SimpleNamespace(name="synthetic")
+    num_val = num_test = NUM_TEST
+
+    def __init__(self, num_train: int, micro_batch_size: int):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.num_train, self.micro_batch_size = num_train, micro_batch_size
+        self.images = torch.randint(0, 256, (num_train, 3, 32, 32), generator=generator, dtype=torch.uint8)
+        self.labels = torch.randint(0, 10, (num_train,), generator=generator)
+        self.test_images = torch.randint(0, 256, (NUM_TEST + 1, 3, 32, 32), generator=generator, dtype=torch.uint8)
+        self.test_labels = torch.randint(0, 10, (NUM_TEST + 1,), generator=generator)
+        self.test_labels[-1] = -1
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(self.images, self.labels), self.micro_batch_size)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self.test_dataloader()
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(self.test_images, self.test_labels), 25)
+
+
+@dataclass
+class Run:
+    """A finished fit."""
+
+    trainer: Trainer
+    module: CIFARModule
+    datamodule: RandomImages
+    config: Config
+    folder: Path
+    events: EventAccumulator = field(init=False)
+
+    def read(self) -> Run:
+        """Reads the events anew."""
+        self.events = EventAccumulator(str(self.folder))
+        self.events.Reload()
+        return self
+
+    def points(self, tag: str) -> dict[int, float]:
+        """The points of a curve, value by step."""
+        points = [(event.step, event.value) for event in self.events.Scalars(tag)]
+        assert len(points) == len(dict(points)), f"{tag} has two points at one step"
+        return dict(points)
+
+    def observer(self, kind: type[Any]) -> Any:
+        """One of the trainer's callbacks."""
+        callbacks = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        return next(callback for callback in callbacks if isinstance(callback, kind))
+
+
+@pytest.fixture
+def fit(tmp_path: Path) -> Callable[..., Run]:
+    """A function that trains `config` for as many images as are given, on the CPU in this process."""
+
+    def run(
+        config: Config,
+        num_train: int,
+        *more_callbacks: Callback,
+        warmup_steps: int = 2,
+        console: Console | None = None,
+        module_class: type[CIFARModule] = CIFARModule,
+        **options: Any,
+    ) -> Run:
+        folder = tmp_path / f"run_{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        curves = TrainingCurves(config.log_interval)
+        observers = [curves, Throughput(config, warmup_steps), Memory(config.log_interval)]
+        figures = [Progress(config, curves, console), TestFigures(folder)]
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=config.epochs,
+            max_steps=config.max_steps,
+            accumulate_grad_batches=config.accumulate,
+            gradient_clip_val=config.gradient_clip_val or None,
+            logger=TensorBoardLogger(tmp_path, name=folder.name, version="", default_hp_metric=False),
+            callbacks=[*observers, *figures, *more_callbacks],
+            log_every_n_steps=config.log_interval,
+            default_root_dir=folder,
+            use_distributed_sampler=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            **{"enable_checkpointing": False, **options},
+        )
+        module = module_class(config.model, config.optimizer, config.schedule, len(CLASSES))
+        datamodule = RandomImages(num_train, config.batch_size // config.accumulate)
+        trainer.fit(module, datamodule=datamodule)
+        return Run(trainer, module, datamodule, config, folder).read()
+
+    return run

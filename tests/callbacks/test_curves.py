@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+
+import strategies
+from callbacks.curves import TrainingCurves
+from config import Choice, Config
+from schedules import WarmupLR
+
+Fit = Callable[..., Any]
+
+TAGS = {
+    *("train/loss", "train/epoch", "train/global_step", "train/learning_rate", "train/grad_norm"),
+    *("perf/step_time_ms", "perf/images_per_second", "perf/tflops", "mem/peak_gb"),
+}
+
+
+class Witness(Callback):
+    """Writes down, at every micro-batch, what the curves summarise."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(outputs["loss"].item() * trainer.accumulate_grad_batches)
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        gradients = [p.grad.double() for p in module.parameters()]
+        self.norms.append(math.sqrt(sum((g * g).sum().item() for g in gradients)))
+
+
+def config(**changes: Any) -> Config:
+    """Ten optimizer steps in two epochs of 40 images, a point every 4 steps, a learning rate that moves."""
+    schedule = Choice("warmup_lr", {"warmup_num_steps": 20, "warmup_type": "linear"})
+    options: dict[str, Any] = {"epochs": 2, "batch_size": 8, "accumulate": 2, "log_interval": 4, "schedule": schedule}
+    return Config(**{**options, **changes})
+
+
+def test_the_curves_are_means_of_what_happened(fit: Fit) -> None:
+    witness = Witness()
+    run = fit(config(), 40, witness)
+    assert set(run.events.Tags()["scalars"]) >= TAGS
+    losses = torch.tensor(witness.losses, dtype=torch.float64)
+    assert len(losses) == 20
+    expected = {4: losses[:8].mean(), 8: losses[8:16].mean(), 10: losses[16:].mean()}
+    assert run.points("train/loss") == pytest.approx({step: mean.item() for step, mean in expected.items()}, rel=1e-6)
+    assert run.points("train/grad_norm") == pytest.approx({s: witness.norms[s - 1] for s in (4, 8, 10)}, rel=1e-6)
+    rates = {step: WarmupLR(0.0, 20, "linear").rate(step - 1, 0.001) for step in (4, 8, 10)}
+    assert run.points("train/learning_rate") == pytest.approx(rates, rel=1e-6)
+    assert run.points("train/epoch") == pytest.approx({4: 0.8, 8: 1.6, 10: 2.0})
+    assert run.points("train/global_step") == {4: 4, 8: 8, 10: 10}
+    assert run.observer(TrainingCurves).last_loss == pytest.approx(losses[16:].mean().item(), rel=1e-6)
+    assert set(run.points("mem/peak_gb")) == {4, 8, 10}
+    assert set(run.points("perf/step_time_ms")) == {4, 8, 10}
+
+
+def test_a_run_that_is_stopped_early_writes_its_last_point(fit: Fit) -> None:
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.should_stop = trainer.global_step == 6
+
+    run = fit(config(accumulate=1), 40, Stop())
+    assert set(run.points("train/loss")) == {4, 6}
+
+
+@pytest.mark.distributed
+def test_every_deepspeed_stage_logs_the_curves_of_the_baseline(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+    clipped = {"gradient_clip_val": 0.2, "optimizer": Choice("adam", {"lr": 0.01})}
+    baseline = fit(config(**clipped), 40)
+    assert max(baseline.points("train/grad_norm").values()) > 0.2  # or there would be nothing to clip
+    environment = dict(os.environ)
+    try:
+        for stage in range(4):
+            settings = config(strategy=f"deepspeed_stage_{stage}", **clipped)
+            strategy = strategies.build(settings, on_cpu=True, micro_batch_size=4, num_parameters=62006)
+            run = fit(settings, 40, strategy=strategy)
+            for tag in ("train/grad_norm", "train/loss", "train/learning_rate", "train/epoch"):
+                assert run.points(tag) == pytest.approx(baseline.points(tag), rel=1e-5), f"stage {stage}, {tag}"
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        for name in os.environ.keys() - environment.keys():  # the ranks' variables, which later tests would inherit
+            del os.environ[name]

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from callbacks import figures
+from config import Config
+
+
+def test_the_surest_mistakes_of_all_batches_are_kept(fit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By brute force over all test images at once."""
+    drawn: dict[str, Any] = {}
+    draw_mistakes, draw_confusion = figures.mistakes_figure, figures.confusion_figure
+
+    def keep_mistakes(images: Any, true: Any, predicted: Any, confidence: Any, names: Any) -> Any:
+        drawn.update(images=images, true=true, predicted=predicted, confidence=confidence)
+        return draw_mistakes(images, true, predicted, confidence, names)
+
+    def keep_confusion(counts: Any, names: Any) -> Any:
+        drawn["shares"] = (figure := draw_confusion(counts, names)).axes[0].images[0].get_array()
+        return figure
+
+    monkeypatch.setattr(figures, "mistakes_figure", keep_mistakes)
+    monkeypatch.setattr(figures, "confusion_figure", keep_confusion)
+    run = fit(Config(epochs=1, batch_size=8), 32)
+    run.trainer.test(run.module, datamodule=run.datamodule, verbose=False)
+
+    images, labels = run.datamodule.test_images[:-1], run.datamodule.test_labels[:-1]  # without the one that fills up
+    with torch.no_grad():
+        confidence, predicted = run.module(images).softmax(dim=1).max(dim=1)
+    wrong = (predicted != labels).nonzero().squeeze()
+    expected = wrong[confidence[wrong].argsort(descending=True)][: figures.SHOWN]
+    assert len(expected) == 24
+    assert drawn["confidence"] == pytest.approx(confidence[expected].numpy(), rel=1e-5)
+    assert (drawn["images"] == images[expected].numpy()).all()
+    assert (drawn["true"] == labels[expected].numpy()).all()
+    assert (drawn["predicted"] == predicted[expected].numpy()).all()
+
+    per_class = run.module.test_metrics.class_accuracy.compute()
+    assert drawn["shares"].diagonal().tolist() == pytest.approx(per_class.tolist())
+
+    for name in ("confusion_matrix.png", "mistakes.png"):
+        assert (run.folder / name).read_bytes().startswith(b"\x89PNG")
+    tags = run.read().events.Tags()["images"]
+    assert set(tags) == {"figures/confusion_matrix", "figures/most_confident_mistakes"}
+
+
+def test_normalised_images_become_pixels_again() -> None:
+    pixels = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16)
+    assert (figures.as_pixels((pixels.float() / 255 - 0.5) / 0.5) == pixels.numpy()).all()
+    assert (figures.as_pixels(pixels) == pixels.numpy()).all()
+
+
+def test_a_perfect_test_has_no_mistakes() -> None:
+    scores, labels = torch.eye(10), torch.arange(10)
+    confidence, *_ = figures.surest_mistakes(scores, torch.zeros(10, 3, 32, 32), labels)
+    assert len(confidence) == 0

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from callbacks.memory import Memory, peak_bytes
+from callbacks.model_state import model_state_bytes
+from config import Choice, Config
+
+PARAMETERS = 62_006
+FLOAT32 = 4
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        ("sgd", PARAMETERS * FLOAT32 * 3),  # parameters, gradients, momentum
+        ("adam", PARAMETERS * FLOAT32 * 4 + 10 * FLOAT32),  # two moments, and a step counter for each of 10 tensors
+    ],
+)
+def test_model_states_of_a_run(fit: Callable[..., Any], optimizer: str, expected: int) -> None:
+    run = fit(Config(epochs=1, batch_size=8, accumulate=2, optimizer=Choice(optimizer)), 32)
+    totals = run.observer(Memory).totals
+    assert totals["mem/model_state_rank_bytes"] == [expected]
+    (peak,) = totals["mem/peak_rank_bytes"]
+    assert peak >= run.points("mem/peak_gb")[4] * 1e9 * 0.999 > expected
+
+
+def test_memory_that_tensors_share_counts_once() -> None:
+    layer = torch.nn.Linear(8, 8, bias=False)
+    layer.tied = layer.weight.data.view(64)  # pyright: ignore
+    optimizer = torch.optim.SGD(layer.parameters(), momentum=0.9)
+    optimizer.state[layer.weight]["alias"] = layer.tied
+    optimizer.state[layer.weight]["momentum_buffer"] = torch.zeros(8, 8)
+    assert model_state_bytes(layer, optimizer) == 2 * 64 * FLOAT32
+
+
+def test_the_peak_rises_with_what_is_held_and_stays() -> None:
+    cpu, megabyte = torch.device("cpu"), 10**6
+    before = peak_bytes(cpu)
+    room = max(0, before - psutil.Process().memory_info().rss)
+    held = torch.ones(room + 200 * megabyte, dtype=torch.uint8)
+    peak = peak_bytes(cpu)
+    assert before + 150 * megabyte < peak < before + 250 * megabyte
+    del held
+    assert peak_bytes(cpu) > peak - 10 * megabyte  # the kernel counts in lots of pages

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from callbacks import progress
+from config import Config
+
+
+def shown_by(fit: Callable[..., Any], config: Config, terminal: bool, **options: Any) -> str:
+    """What a run prints, without the terminal's control sequences."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=110, highlight=False)
+    run = fit(config, 40, console=console, **options)
+    run.trainer.test(run.module, datamodule=run.datamodule, verbose=False)
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "BAR_INTERVAL_S", 0.0)
+    monkeypatch.setattr(progress, "PLAIN_INTERVAL_S", 0.0)
+
+
+def test_plain_lines_at_the_log_interval(fit: Callable[..., Any]) -> None:
+    lines = shown_by(fit, Config(epochs=2, batch_size=4, log_interval=5), terminal=False).splitlines()
+    steps = [line for line in lines if " step " in line]
+    assert [line.split("  ")[1] for line in steps] == ["step 5/20", "step 10/20", "step 15/20", "step 20/20"]
+    pattern = r"epoch 1/2  step 10/20  loss \d\.\d{3}  [\d,]+ images/s  0:00:\d\d left"
+    assert re.fullmatch(pattern, steps[1])
+    assert [line for line in lines if "val/acc" in line][1].startswith("epoch 2/2  val/loss ")
+    assert len(lines) == 6
+
+
+def test_a_bar_on_a_terminal(fit: Callable[..., Any]) -> None:
+    shown = shown_by(fit, Config(epochs=2, batch_size=4, log_interval=5), terminal=True)
+    assert re.search(r"epoch 2/2 ━+ 20/20 loss \d\.\d{3}  [\d,]+ images/s 0:00:\d\d 0:00:00 left", shown)
+    assert re.search(r"validation ━+ 3/3", shown)
+    assert re.search(r"test ━+ 3/3", shown)
+
+
+def test_runs_of_unknown_length(fit: Callable[..., Any]) -> None:
+    config = Config(epochs=-1, batch_size=4, log_interval=5)
+    lines = shown_by(fit, config, terminal=False, max_time="00:00:00:01").splitlines()
+    assert any(re.match(r"epoch 1  step 5  loss", line) for line in lines)

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from callbacks import summary
+from config import Config
+from reports.summary import MEASURED, write_json
+
+
+def test_what_a_run_came_to(fit: Callable[..., Any], tmp_path: Path) -> None:
+    run = fit(Config(epochs=2, batch_size=8, accumulate=2, log_interval=4), 40)
+    run.trainer.test(run.module, datamodule=run.datamodule, verbose=False)
+    logged = {name: value.item() for name, value in run.trainer.callback_metrics.items()}
+    metrics = summary.collect(run.trainer, run.module, run.datamodule, run.config)
+    assert metrics["parameters"] == 62_006
+    assert (metrics["epochs"], metrics["steps"], metrics["micro_batch_size"]) == (2.0, 10, 4)
+    assert (metrics["world_size"], metrics["accelerator"], metrics["dataset"]) == (1, "cpu", "synthetic")
+    assert metrics["test/acc"] == pytest.approx(logged["test/acc"])
+    assert metrics["test/loss"] == pytest.approx(logged["test/loss"])
+    assert metrics["test/acc_per_class"]["cat"] == pytest.approx(logged["test/acc_class/cat"])
+    assert metrics["train/loss"] == pytest.approx(run.points("train/loss")[10])
+    assert metrics["val/acc"] == pytest.approx(list(run.points("val/acc").values())[-1])
+    assert all(metrics[key] is not None for key in MEASURED)
+    write_json(tmp_path / "metrics.json", metrics)  # nothing in it that JSON lacks
+
+    summary.log_hparams(run.trainer, run.config, metrics)
+    hparams = run.read().events.summary_metadata["_hparams_/session_start_info"]
+    assert b"baseline" in hparams.plugin_data.content
+    assert run.events.Scalars("test/acc")[-1].value == pytest.approx(metrics["test/acc"])
+
+
+def test_a_run_without_test_and_validation(fit: Callable[..., Any]) -> None:
+    run = fit(Config(epochs=1, batch_size=8), 40, limit_val_batches=0)
+    metrics = summary.collect(run.trainer, run.module, run.datamodule, run.config)
+    assert [key for key in MEASURED if metrics[key] is None] == [
+        "val/acc",
+        "test/loss",
+        "test/acc",
+        "test/acc_per_class",
+    ]
+
+
+def test_a_fallback_is_named(fit: Callable[..., Any]) -> None:
+    run = fit(Config(epochs=1, batch_size=8), 40)
+    run.datamodule.source = "digits"
+    metrics = summary.collect(run.trainer, run.module, run.datamodule, run.config)
+    assert "digits" in metrics["fallback"]

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from callbacks.counts import parameter_count, training_flops
+from callbacks.throughput import STARTED, Throughput, process_started, rates
+from cifar_module import CIFARModule
+from config import Choice, Config
+
+
+def test_rates_by_hand() -> None:
+    measured = rates(seconds=4.0, steps=8, batch_size=16, flops_per_step=3 * 10**12)
+    assert measured == pytest.approx({"perf/step_time_ms": 500, "perf/images_per_second": 32, "perf/tflops": 6})
+
+
+def test_flops_of_the_net_by_hand() -> None:
+    conv1, conv2 = 28 * 28 * 6 * (3 * 5 * 5), 10 * 10 * 16 * (6 * 5 * 5)  # multiply-adds of one image
+    linear = 400 * 120 + 120 * 84 + 84 * 10
+    forward = conv1 + conv2 + linear
+    backward = 2 * forward - conv1  # nobody needs the gradient of the images
+    random_state = torch.get_rng_state()
+    assert training_flops(Choice("net"), num_classes=10, batch_size=16) == 2 * 16 * (forward + backward)
+    assert parameter_count(Choice("net"), num_classes=10) == 62_006
+    assert torch.equal(torch.get_rng_state(), random_state)  # counting must not change the training
+
+
+def test_the_start_is_the_commands_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(STARTED, "1234.5")
+    assert process_started() == 1234.5
+    monkeypatch.delenv(STARTED)
+    assert 0 < time.time() - process_started() < 3600
+
+
+class Clock:
+    """Stands in for the time module: goes on only when it is told to, so that the expected figures are exact."""
+
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def time(self) -> float:
+        return self.seconds
+
+    perf_counter = time
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+STEP_SECONDS = 0.5
+CLOCK = Clock()
+
+
+class Sleeper(CIFARModule):
+    """Takes STEP_SECONDS a step, but ten times that in each of the first four; and long in each validation batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        CLOCK.sleep(STEP_SECONDS * (10 if self.trainer.global_step < 4 else 1))
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        CLOCK.sleep(3.0)
+        super().validation_step(batch, batch_idx)
+
+
+class SlowDisk(Callback):
+    """A checkpoint that takes as long to write as ten steps; comes after the observers, as Lightning's does."""
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
+        CLOCK.sleep(10 * STEP_SECONDS)
+
+
+@pytest.mark.parametrize("log_interval", [1, 100])
+def test_the_clock_leaves_out_warm_up_validation_and_checkpoints(
+    fit: Callable[..., Any], tmp_path: Path, log_interval: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("callbacks.throughput.time", CLOCK)
+    monkeypatch.setenv(STARTED, str(CLOCK.seconds - 7))
+    config = Config(epochs=2, batch_size=4, log_interval=log_interval)
+    checkpoints = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=5, save_top_k=-1)
+    options = {"warmup_steps": 4, "module_class": Sleeper, "enable_checkpointing": True}
+    started = CLOCK.seconds
+    run = fit(config, 48, SlowDisk(), checkpoints, **options)
+    points = run.points("perf/step_time_ms")
+    assert list(points) == (list(range(5, 25)) if log_interval == 1 else [24])
+    assert list(points.values()) == pytest.approx([1e3 * STEP_SECONDS] * len(points))
+    totals = run.observer(Throughput).totals
+    assert totals["perf/step_time_ms"] == pytest.approx(1e3 * STEP_SECONDS)
+    assert totals["perf/images_per_second"] == pytest.approx(4 / STEP_SECONDS)
+    assert totals["perf/tflops"] == pytest.approx(12_818_880 / STEP_SECONDS / 1e12)
+    assert totals["perf/fit_seconds"] == pytest.approx(CLOCK.seconds - started)
+    assert totals["perf/seconds_to_first_step"] == pytest.approx(7 + 10 * STEP_SECONDS)
+
+
+def test_a_run_shorter_than_the_warm_up_is_timed_too(fit: Callable[..., Any]) -> None:
+    run = fit(Config(epochs=1, batch_size=4), 16, warmup_steps=10)
+    assert list(run.points("perf/images_per_second")) == [4]

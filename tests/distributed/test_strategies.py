@@ -1,0 +1,109 @@
+"""Every strategy through train.py, on one and two real ranks: they train, test, agree and can be evaluated again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import models
+from checkpointing.weights import load_weights
+from strategies import STRATEGIES
+from tests.helpers import assert_ok, run_folder_of, run_program
+
+pytestmark = pytest.mark.distributed
+
+ON_CPU = [name for name in STRATEGIES if not name.endswith(("nvme", "superoffload")) and name != "fsdp"]
+STEPS = 24
+RECIPES = {
+    "plain": ["--optimizer", "sgd", "--optimizer.lr", "0.05"],
+    "accumulated": ["--accumulate", "2", "--gradient_clip_val", "1.0", "--optimizer.lr", "0.05"],
+    "accumulated adam": ["--accumulate", "2", "--gradient_clip_val", "1.0", "--optimizer", "adam"],
+    "clipped adam": ["--gradient_clip_val", "1.0", "--optimizer", "adam"],
+}
+
+
+class Runs:
+    """Trains each combination once, when it is first asked for."""
+
+    def __init__(self, folder: Path, data: list[str]):
+        self.folder, self.data, self.done = folder, data, {}
+
+    def weights(self, strategy: str, devices: int, recipe: str) -> dict[str, torch.Tensor]:
+        """The final weights of a run, from its checkpoint; its metrics are checked on the way."""
+        key = (strategy, devices, recipe)
+        if key not in self.done:
+            self.done[key] = self._train(*key)
+        return self.done[key]
+
+    def _train(self, strategy: str, devices: int, recipe: str) -> dict[str, torch.Tensor]:
+        out = self.folder / f"{strategy}-{devices}-{recipe}"
+        flags = ["--strategy", strategy, "--devices", str(devices), "--accelerator", "cpu", "--batch_size", "16"]
+        size = ["--max_steps", str(STEPS), "--log_interval", "8", "--data.val_fraction", "0", "--out", str(out)]
+        assert_ok(run_program("train.py", *self.data, *flags, *size, *RECIPES[recipe]))
+        run = run_folder_of(out)
+        metrics = json.loads((run / "metrics.json").read_text())
+        assert (metrics["strategy"], metrics["world_size"], metrics["steps"]) == (strategy, devices, STEPS)
+        assert metrics["num_test"] == 640
+        mean = sum(metrics["test/acc_per_class"].values()) / 10
+        assert mean == pytest.approx(metrics["test/acc"], abs=0.05)  # classes are of nearly one size
+        net = models.build("net", 10)
+        load_weights(net, run / "checkpoints" / "last.ckpt")
+        return dict(net.state_dict())
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"), small_data)
+
+
+def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max((one[key] - other[key]).abs().max().item() for key in one)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("strategy", ON_CPU)
+def test_ends_with_the_weights_of_ddp(strategy: str, devices: int, runs: Runs):
+    """Without accumulation and clipping, SGD: bit for bit, offloaded or not."""
+    expected = runs.weights("ddp", devices, "plain")
+    assert largest_difference(runs.weights(strategy, devices, "plain"), expected) == 0
+    start = models.build("net", 10).state_dict()
+    assert largest_difference(expected, start) > 0.01  # it did train
+
+
+@pytest.mark.parametrize("strategy", [name for name in ON_CPU if name not in ("baseline", "ddp")])
+def test_agrees_under_accumulation_and_clipping(strategy: str, runs: Runs):
+    """Stages 2 and 3 add the ranks' gradients up before the micro-batches', the others after: other roundings."""
+    expected = runs.weights("ddp", 2, "accumulated")
+    assert largest_difference(runs.weights(strategy, 2, "accumulated"), expected) < 1e-5
+
+
+@pytest.mark.parametrize("strategy", ["deepspeed_stage_1_offload", "deepspeed_stage_3", "deepspeed_stage_3_offload"])
+def test_agrees_with_adam(strategy: str, runs: Runs):
+    """Adam divides each gradient by its own size, and so enlarges the rounding of the small ones.
+
+    The reference is one rank in one piece: neither the strategy, the ranks nor the accumulation change the maths.
+    """
+    expected = runs.weights("baseline", 1, "clipped adam")
+    assert largest_difference(runs.weights(strategy, 2, "accumulated adam"), expected) < 1e-4
+
+
+def test_ranks_do_not_change_the_maths(runs: Runs):
+    one, two = (runs.weights("baseline", devices, "plain") for devices in (1, 2))
+    assert largest_difference(one, two) < 1e-5
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "deepspeed_stage_0", "deepspeed_stage_2", "deepspeed_stage_3_offload"])
+def test_bfloat16_trains_and_evaluates_to_the_same_figures(strategy: str, tmp_path: Path, small_data: list[str]):
+    flags = ["--strategy", strategy, "--devices", "2", "--accelerator", "cpu", "--precision", "bf16-mixed"]
+    size = ["--max_steps", "12", "--batch_size", "32", "--out", str(tmp_path), "--optimizer", "adam"]
+    assert_ok(run_program("train.py", *small_data, *flags, *size))
+    run = run_folder_of(tmp_path)
+    metrics = json.loads((run / "metrics.json").read_text())
+    assert 2.0 < metrics["test/loss"] < 2.6  # random images: a little off ln 10
+    done = run_program("evaluate.py", str(run), "--accelerator", "cpu")
+    assert_ok(done)
+    assert f"{metrics['test/acc'] * 100:.2f}" in done.stdout

@@ -1,0 +1,37 @@
+"""Starting the programs as a user does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT_SECONDS = 240
+
+
+def run_program(
+    *command: str, cwd: Path = ROOT, timeout: float = TIMEOUT_SECONDS, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs `python <command>` from the repository and returns what it printed and its exit code."""
+    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=cwd,
+        env={"OMP_NUM_THREADS": "1", **clean, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def assert_ok(done: subprocess.CompletedProcess[str]) -> None:
+    """Shows the end of a program's output where it failed."""
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def run_folder_of(out: Path) -> Path:
+    """The only run folder under an output directory."""
+    (folder,) = out.glob("*/version_*")
+    return folder

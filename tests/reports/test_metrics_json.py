@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from reports.summary import MEASURED, git_commit, metrics_json, print_summary, print_test_table, write_json
+
+KEYS = [
+    *("schema", "dataset", "num_train", "num_test", "model", "parameters", "strategy", "world_size", "num_nodes"),
+    *("accelerator", "device_name", "precision", "seed", "batch_size", "micro_batch_size", "accumulate", "epochs"),
+    *("steps", "train/loss", "val/acc", "test/loss", "test/acc", "test/acc_per_class", "perf/images_per_second"),
+    *("perf/step_time_ms", "perf/tflops", "perf/seconds_to_first_step", "perf/fit_seconds", "mem/peak_rank_bytes"),
+    *("mem/model_state_rank_bytes", "versions", "git_commit"),
+]
+
+RUN: dict[str, Any] = {
+    **dict.fromkeys(MEASURED, 1),
+    **{"dataset": "digits", "model": "net", "strategy": "baseline", "device_name": "a CPU", "precision": "32-true"},
+    **{"num_train": 45_000, "num_test": 10_000, "steps": 22_500, "batch_size": 4, "epochs": 2.0},
+    **{"test/acc": 0.5432, "test/acc_per_class": {"zero [0]": 0.25, "one": 0.75}, "perf/images_per_second": 1234.5},
+    **{"mem/peak_rank_bytes": [10**9, 2 * 10**9], "mem/model_state_rank_bytes": [10**6, 10**6], "world_size": 2},
+}
+
+
+def printed(show: Any, *arguments: Any) -> str:
+    console = Console(width=120, highlight=False, record=True, force_terminal=False)
+    show(*arguments, console)
+    return console.export_text()
+
+
+def test_the_keys_are_the_contract_in_its_order() -> None:
+    metrics = metrics_json(RUN)
+    assert list(metrics) == KEYS
+    assert metrics["schema"] == 1
+    assert list(metrics["versions"]) == ["torch", "lightning", "deepspeed", "torchmetrics", "python"]
+    assert list(metrics_json(RUN, fallback="digits instead")) == [*KEYS, "fallback"]
+
+
+@pytest.mark.parametrize("wrong", [{"test/accuracy": 1}, {}])
+def test_a_missing_or_unknown_key_is_refused(wrong: dict[str, Any]) -> None:
+    measured = {key: value for key, value in RUN.items() if key != "test/acc"} | wrong
+    with pytest.raises(ValueError, match="test/acc"):
+        metrics_json(measured)
+
+
+def test_json_is_written_whole_and_without_nan(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.json"
+    write_json(file, {"loss": float("nan"), "deep": [{"norm": float("inf")}, 1.5]})
+    assert json.loads(file.read_text(), parse_constant=pytest.fail) == {"loss": None, "deep": [{"norm": None}, 1.5]}
+    with pytest.raises(TypeError):
+        write_json(file, {"loss": object()})
+    assert json.loads(file.read_text())["loss"] is None  # the old file still stands
+    write_json(file, {"loss": 1})
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_the_commit_and_whether_it_is_dirty(tmp_path: Path) -> None:
+    assert git_commit(tmp_path) is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    assert git_commit(tmp_path) is None  # no commit yet
+    (tmp_path / "file").write_text("one")
+    subprocess.run([*git, "add", "file"], check=True)
+    subprocess.run([*git, "commit", "--quiet", "-m", "one"], check=True)
+    subprocess.run([*git, "tag", "-a", "v1", "-m", "v1"], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    assert git_commit(tmp_path) == head
+    (tmp_path / "file").write_text("two")
+    assert git_commit(tmp_path) == f"{head}-dirty"
+
+
+def test_the_summary_says_what_a_user_looks_for() -> None:
+    run_dir = Path("my runs/net-baseline/version_3")
+    text = printed(print_summary, metrics_json(RUN, fallback="not CIFAR-10"), run_dir)
+    for expected in ("54.32%", "zero [0]", "1,234 images/s", "2.00 GB a rank", "WARNING: not CIFAR-10", str(run_dir)):
+        assert expected in text
+    assert "tensorboard --logdir 'my runs' --host localhost" in text
+    assert "WARNING" not in printed(print_summary, metrics_json(RUN), run_dir)
+
+
+def test_the_summary_of_a_run_that_was_not_tested() -> None:
+    nothing = dict.fromkeys(("test/acc", "test/acc_per_class", "perf/images_per_second", "perf/step_time_ms"))
+    empty = {"mem/peak_rank_bytes": [], "mem/model_state_rank_bytes": []}
+    assert "accuracy" not in printed(print_summary, metrics_json({**RUN, **nothing, **empty}), Path("runs/a/version_0"))
+
+
+def test_a_hundred_classes_stand_side_by_side() -> None:
+    accuracies = {f"class {label}": label / 100 for label in range(100)}
+    text = printed(print_test_table, {"test/acc": 0.495, "test/acc_per_class": accuracies})
+    assert all(f"class {label} " in text for label in range(100))
+    assert len(text.splitlines()) < 35

@@ -1,0 +1,104 @@
+"""Tiny CIFAR archives in the published layout, and a web server on this machine that misbehaves on demand."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+import struct
+import tarfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
+
+import numpy as np
+
+IMAGES_PER_BATCH = 20
+
+
+PurePythonPickler: Any = pickle._Pickler  # the one whose methods can be replaced
+
+
+class Python2Pickler(PurePythonPickler):
+    """Writes what Python 2 and NumPy 1 wrote, as in the published archives: byte strings, old module names."""
+
+    dispatch: ClassVar[dict[type, Any]] = dict(PurePythonPickler.dispatch)
+
+    def save_string(self, value: str | bytes) -> None:
+        raw = value if isinstance(value, bytes) else value.encode()
+        self.write(pickle.BINSTRING + struct.pack("<i", len(raw)) + raw)
+        self.memoize(value)
+
+    dispatch[str] = save_string
+    dispatch[bytes] = save_string
+
+
+def python2_pickle(value: object) -> bytes:
+    buffer = io.BytesIO()
+    Python2Pickler(buffer, protocol=2).dump(value)
+    return buffer.getvalue().replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
+
+
+def cifar_files(num_classes: int) -> dict[str, bytes]:
+    """Path in the archive -> content, as CIFAR-10 (num_classes 10) or CIFAR-100 has them, with few images."""
+    rng = np.random.default_rng(0)
+    folder, names, label_key, meta, meta_key = {
+        10: ("cifar-10-batches-py", [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"], "labels", "batches.meta",
+             "label_names"),
+        100: ("cifar-100-python", ["train", "test"], "fine_labels", "meta", "fine_label_names"),
+    }[num_classes]  # fmt: skip
+    files = {f"{folder}/{meta}": python2_pickle({meta_key: [f"class{label}" for label in range(num_classes)]})}
+    for name in names:
+        data = rng.integers(0, 256, (IMAGES_PER_BATCH, 3072), dtype=np.uint8)
+        labels = rng.integers(0, num_classes, IMAGES_PER_BATCH).tolist()
+        files[f"{folder}/{name}"] = python2_pickle({"data": data, label_key: labels})
+    return files
+
+
+def tar_gz(files: dict[str, bytes], *others: tarfile.TarInfo) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+        for member in others:
+            tar.addfile(member)
+    return buffer.getvalue()
+
+
+def md5(content: bytes) -> str:
+    return hashlib.md5(content).hexdigest()
+
+
+class ArchiveServer(ThreadingHTTPServer):
+    """Serves `content` at every path. Set the attributes to make it misbehave."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.content = content
+        self.accepts_ranges = True
+        self.cuts: list[int] = []
+        """Bytes after which each of the next answers is cut off."""
+        self.ranges_asked: list[str | None] = []
+        """The Range header of every request so far."""
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/archive.tar.gz"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Any  # an ArchiveServer
+
+    def do_GET(self) -> None:
+        asked = self.headers.get("Range")
+        self.server.ranges_asked.append(asked)
+        start = int(asked.removeprefix("bytes=").rstrip("-")) if asked and self.server.accepts_ranges else 0
+        body = self.server.content[start:]
+        if not body:
+            self.send_error(416)
+            return
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body[: self.server.cuts.pop(0)] if self.server.cuts else body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass

@@ -1,0 +1,108 @@
+"""Both loaders give the same images in the same order, which is that of torch's DistributedSampler."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DistributedSampler, TensorDataset
+
+from errors import UsageError
+from sources.augment import normalize
+from sources.loader import MemoryLoader
+from sources.order import EvalOrder, TrainOrder
+from sources.split import IGNORED, Split
+from sources.torch_loader import torch_loader
+
+COUNT = 53  # divides by nothing
+BATCH = 8
+
+
+def make_split() -> Split:
+    """53 of 60 stored images, in an order of their own; each image's label is its row, to tell them apart."""
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (60, 3, 32, 32), dtype=np.uint8)
+    images.flags.writeable = False
+    return Split(images, np.arange(60), rng.permutation(60)[:COUNT])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_both_loaders_agree_bit_by_bit(world_size: int, accumulate: int, workers: int) -> None:
+    split = make_split()
+    for rank in range(world_size):
+        orders = [TrainOrder(COUNT, BATCH, accumulate, world_size, rank, seed=3) for _ in range(2)]
+        memory, tutorial = MemoryLoader(split, orders[0]), torch_loader(split, orders[1], workers)
+        assert len(memory) == len(tutorial) == COUNT // BATCH * accumulate
+        for epoch in range(2):
+            memory.sampler.set_epoch(epoch)  # pyright: ignore[reportOptionalMemberAccess]
+            orders[1].sampler.set_epoch(epoch)
+            for (pixels, labels), (images, same_labels) in zip(memory, tutorial, strict=True):
+                assert pixels.shape == (BATCH // accumulate // world_size, 3, 32, 32)
+                assert torch.equal(normalize(pixels), images)
+                assert torch.equal(labels, same_labels)
+
+
+@pytest.mark.parametrize(("world_size", "accumulate"), [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)])
+def test_the_order_is_distributed_samplers_and_steps_see_the_same_images(world_size: int, accumulate: int) -> None:
+    steps = COUNT // BATCH
+    epoch = 5
+    shuffled = torch.randperm(COUNT, generator=torch.Generator().manual_seed(3 + epoch))
+    by_rank = []
+    for rank in range(world_size):
+        reference = DistributedSampler(TensorDataset(torch.empty(COUNT)), world_size, rank, seed=3, drop_last=True)
+        order = TrainOrder(COUNT, BATCH, accumulate, world_size, rank, seed=3)
+        for sampler in (reference, order.sampler):
+            sampler.set_epoch(epoch)
+        positions = order.positions()
+        assert positions.flatten().tolist() == list(reference)[: positions.numel()]
+        assert positions.tolist() == list(order)
+        by_rank.append(positions.view(steps, -1))
+    for step in range(steps):
+        union = torch.cat([positions[step] for positions in by_rank])
+        assert sorted(union.tolist()) == sorted(shuffled[step * BATCH : (step + 1) * BATCH].tolist())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("max_batch_size", [1, 7, 1000])
+def test_evaluation_counts_every_image_once(world_size: int, max_batch_size: int) -> None:
+    split = make_split()
+    counted, shapes = [], set()
+    for rank in range(world_size):
+        orders = [EvalOrder(COUNT, max_batch_size, world_size, rank) for _ in range(2)]
+        batches = list(MemoryLoader(split, orders[0]))
+        assert len(batches) == len(orders[0])
+        shapes.add((len(batches), *{labels.shape for _, labels in batches}))
+        for (pixels, labels), (images, same_labels) in zip(batches, torch_loader(split, orders[1], 0), strict=True):
+            assert torch.equal(normalize(pixels), images)
+            assert torch.equal(labels, same_labels)
+            assert len(labels) <= max_batch_size
+            for image, label in zip(pixels, labels.tolist(), strict=True):
+                if label != IGNORED:
+                    counted.append(label)
+                    assert np.array_equal(image, split.images[label])
+    assert sorted(counted) == sorted(split.labels[:-1].tolist())
+    assert len(shapes) == 1, "every rank must make as many forwards, of one shape"
+
+
+def test_an_epoch_draws_nothing_from_the_global_generator() -> None:
+    split = make_split()
+    for make in (MemoryLoader, lambda split, order: torch_loader(split, order, 0)):
+        torch.manual_seed(0)
+        list(make(split, TrainOrder(COUNT, BATCH, 1, 1, 0, seed=0)))
+        drawn = torch.rand(1)
+        torch.manual_seed(0)
+        assert torch.equal(drawn, torch.rand(1))
+
+
+def test_fewer_images_than_a_batch_are_refused() -> None:
+    with pytest.raises(UsageError, match="batch_size 64 is more than the 53 training images"):
+        TrainOrder(COUNT, 64, 1, 1, 0, seed=0)
+
+
+def test_normalize_casts_what_is_normalised_already() -> None:
+    images = torch.linspace(-1, 1, 5)
+    assert normalize(images) is images
+    assert normalize(images, torch.bfloat16).dtype == torch.bfloat16
+    assert normalize(torch.tensor([0, 255], dtype=torch.uint8), torch.bfloat16).tolist() == [-1, 1]

@@ -1,0 +1,50 @@
+"""The registry of sources: cheap to ask, and `auto` falls back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sources
+from config import DataConfig
+from errors import UsageError
+from sources import digits
+
+ASK_ALL = """
+import sys
+import sources
+assert not {"torch", "torchvision", "numpy"} & set(sys.modules)
+from config import DataConfig
+for name, count in [("auto", 10), ("cifar10", 10), ("cifar100", 100), ("digits", 10), ("synthetic", 10)]:
+    names = sources.class_names(DataConfig(name))
+    assert len(set(names)) == count, names
+assert not {"torch", "torchvision", "lightning"} & set(sys.modules)
+"""
+
+
+def test_class_names_are_known_without_torch() -> None:
+    repository = Path(sources.__file__).parents[1]
+    subprocess.run([sys.executable, "-c", ASK_ALL], cwd=repository, check=True, timeout=60)
+
+
+def test_auto_without_network_falls_back_to_digits_loudly(
+    tmp_path: Path, closed_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(digits, "TRAIN_PER_CLASS", 6)
+    monkeypatch.setattr(digits, "TEST_PER_CLASS", 2)
+    config = DataConfig("auto", root=str(tmp_path), url=closed_url)
+    assert sources.prepare(config) == "digits"
+    assert sources.load(config, "digits").name == "digits"
+    messages = capsys.readouterr().err
+    assert "refused" in messages
+    assert "INSTEAD OF CIFAR-10" in messages
+
+
+def test_what_is_unknown_or_senseless_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="choose auto, cifar10"):
+        sources.prepare(DataConfig("mnist", root=str(tmp_path)))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UsageError, match="synthetic_size 9"):
+        sources.class_names(DataConfig("synthetic", synthetic_size=9))

@@ -1,0 +1,91 @@
+"""The DeepSpeed configuration: DeepSpeedExamples' facts, and one owner for each setting."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import cli
+from strategies import STRATEGIES
+from strategies.deepspeed import Dtype, get_ds_config, run_config
+from tests.helpers import ROOT
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_get_ds_config_key_by_key(stage: int, dtype: Dtype):
+    assert get_ds_config(stage, dtype) == {
+        "train_batch_size": 16,
+        "steps_per_print": 2000,
+        "optimizer": {
+            "type": "Adam",
+            "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7},
+        },
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000},
+        },
+        "gradient_clipping": 1.0,
+        "prescale_gradients": False,
+        "bf16": {"enabled": dtype == "bf16"},
+        "fp16": {
+            "enabled": dtype == "fp16",
+            "fp16_master_weights_and_grads": False,
+            "loss_scale": 0,
+            "loss_scale_window": 500,
+            "hysteresis": 2,
+            "min_loss_scale": 1,
+            "initial_scale_power": 15,
+        },
+        "wall_clock_breakdown": False,
+        "zero_optimization": {
+            "stage": stage,
+            "allgather_partitions": True,
+            "reduce_scatter": True,
+            "allgather_bucket_size": 50_000_000,
+            "reduce_bucket_size": 50_000_000,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+        },
+    }
+
+
+def test_recipe_says_what_the_source_says():
+    config = cli.parse(["--config", str(ROOT / "configs" / "deepspeed.yaml")])
+    source = get_ds_config(0, "fp16")
+    adam, warmup = source["optimizer"]["params"], source["scheduler"]["params"]
+    assert config.batch_size == source["train_batch_size"]
+    assert config.gradient_clip_val == source["gradient_clipping"]
+    assert config.optimizer.options == {**adam, "betas": tuple(adam["betas"])}
+    assert config.optimizer.options["lr"] == warmup["warmup_max_lr"]
+    assert config.schedule.options["warmup_num_steps"] == warmup["warmup_num_steps"]
+    assert config.schedule.options["warmup_min_lr"] == warmup["warmup_min_lr"]
+
+
+@pytest.mark.parametrize("name", [name for name, spec in STRATEGIES.items() if spec.family == "deepspeed"])
+def test_run_config_follows_the_command_line(name: str):
+    config = cli.parse(
+        ["--strategy", name, "--gradient_clip_val", "0.5", "--precision", "bf16-mixed", "--nvme_path", "/x"]
+    )
+    made = run_config(config, micro_batch_size=8, num_parameters=62_006)
+    spec, zero = STRATEGIES[name], made["zero_optimization"]
+    assert made["train_micro_batch_size_per_gpu"] == 8
+    assert made["gradient_clipping"] == 0.5
+    assert made["bf16"] == {"enabled": True}
+    assert not {"fp16", "optimizer", "scheduler", "train_batch_size", "gradient_accumulation_steps"} & set(made)
+    assert zero["stage"] == spec.stage
+    assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"] == 62_006
+    assert zero.get("offload_optimizer", {}).get("device", "") == spec.offload_optimizer
+    assert zero.get("offload_param", {}).get("device", "") == spec.offload_parameters
+    assert zero.get("offload_optimizer", {}).get("super_offload", False) == spec.super_offload
+
+
+def test_raw_configuration_keeps_what_is_not_ours(tmp_path: Path):
+    file = tmp_path / "raw.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2, "overlap_comm": True}, "steps_per_print": 7}))
+    config = cli.parse(["--ds_config", str(file), "--gradient_clip_val", "2"])
+    made = run_config(config, micro_batch_size=4, num_parameters=10)
+    assert made["zero_optimization"] == {"stage": 2, "overlap_comm": True}
+    assert (made["steps_per_print"], made["gradient_clipping"], made["train_micro_batch_size_per_gpu"]) == (7, 2.0, 4)

@@ -1,0 +1,93 @@
+"""What is refused before anything is launched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import checks
+import cli
+from errors import UsageError
+
+
+@pytest.fixture(autouse=True)
+def machine_without_ranks(monkeypatch: pytest.MonkeyPatch):
+    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def refused(flags: str) -> str:
+    config = cli.parse(flags.split())
+    with pytest.raises(UsageError) as error:
+        checks.settle(config)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--accelerator gpu", "no GPU here"),
+        ("--precision 16-mixed", "use bf16-mixed or 32-true"),
+        ("--strategy fsdp", "deepspeed_stage_3"),
+        ("--strategy deepspeed_stage_3_superoffload --optimizer adam", "use deepspeed_stage_3_offload"),
+        ("--strategy deepspeed_stage_3_offload_nvme", "needs --nvme_path"),
+        ("--strategy deepspeed_stage_3_offload_nvme --nvme_path /nowhere", "is not a directory that can be written"),
+        ("--batch_size 10 --devices 2 --accumulate 4", "10"),
+        ("--data.source folder --data.root /nowhere", "/nowhere"),
+        ("--ds_config /nowhere.json", "cannot be read"),
+    ],
+)
+def test_without_a_gpu(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checks, "gpu_count", lambda: 0)
+    assert expected in refused(flags)
+
+
+def test_more_devices_than_there_are(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checks, "gpu_count", lambda: 2)
+    assert "this machine has 2 GPUs" in refused("--devices 4")
+
+
+def test_nvme_without_libaio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr("ctypes.util.find_library", lambda _: None)
+    assert "libaio-dev" in refused(f"--strategy deepspeed_stage_3_offload_nvme --nvme_path {tmp_path}")
+
+
+def test_cpu_adam_without_a_compiler(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", "")
+    assert "install g++" in refused("--strategy deepspeed_stage_2_offload --optimizer adam")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "must hold a JSON object"),
+        ('{"train_batch_size": 8}', "use --batch_size"),
+        ('{"optimizer": {"type": "Adam"}}', "use --optimizer"),
+        ('{"fp16": {"enabled": true}}', "use --precision"),
+    ],
+)
+def test_raw_configuration(text: str, expected: str, tmp_path: Path):
+    file = tmp_path / "raw.json"
+    file.write_text(text)
+    assert expected in refused(f"--ds_config {file}")
+
+
+def test_the_machine_settles_what_is_left_to_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checks, "gpu_count", lambda: 4)
+    config = cli.parse(["--devices", "auto", "--precision", "auto"])
+    checks.settle(config)
+    assert (config.accelerator, config.devices, config.precision) == ("gpu", 4, "16-mixed")
+    config = cli.parse(["--devices", "auto", "--precision", "auto", "--accelerator", "cpu"])
+    checks.settle(config)
+    assert (config.accelerator, config.devices, config.precision) == ("cpu", 1, "32-true")
+
+
+def test_torchrun_says_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    config = cli.parse(["--accelerator", "cpu"])
+    checks.settle(config)
+    assert (config.devices, config.num_nodes) == (2, 2)

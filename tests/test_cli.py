@@ -1,0 +1,106 @@
+"""The command line: what it accepts, what it refuses and how fast."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+import cli
+from errors import UsageError
+from tests.helpers import ROOT, run_program
+
+RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+def test_bare_command_is_the_tutorial_with_a_validation_split():
+    config = cli.parse([])
+    assert (config.strategy, config.batch_size, config.epochs) == ("baseline", 4, 2)
+    assert config.optimizer.options == {"lr": 0.001, "momentum": 0.9, "weight_decay": 0.0, "nesterov": False}
+    assert config.data.val_fraction == 0.1
+
+
+def test_later_recipes_and_flags_win(tmp_path: Path):
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first.write_text("epochs: 3\nseed: 1\noptimizer: {name: sgd, lr: 0.5, momentum: 0.3}\n")
+    second.write_text("epochs: 4\noptimizer: {name: sgd, lr: 0.25}\n")
+    config = cli.parse(["--config", str(first), "--config", str(second), "--seed", "9"])
+    assert (config.epochs, config.seed) == (4, 9)
+    assert (config.optimizer.options["lr"], config.optimizer.options["momentum"]) == (0.25, 0.3)
+
+
+def test_another_optimizer_drops_the_options_of_the_first():
+    config = cli.parse(["--config", "configs/tutorial.yaml", "--optimizer", "adam", "--optimizer.betas", "[0.8, 0.99]"])
+    assert config.optimizer.name == "adam"
+    assert config.optimizer.options == {"lr": 0.001, "betas": (0.8, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+
+
+def test_short_forms():
+    config = cli.parse(["--logger", "tensorboard", "wandb", "--compile", "--trainer.limit_test_batches", "3"])
+    assert config.logger == ["tensorboard", "wandb"]
+    assert config.compile is True
+    assert config.trainer == {"limit_test_batches": 3}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
+def test_printed_configuration_is_the_same_run_again(recipe: Path, tmp_path: Path):
+    config = cli.parse(["--config", str(recipe), "--seed", "5"])
+    again = tmp_path / "again.yaml"
+    again.write_text(cli.dump(config))
+    assert cli.parse(["--config", str(again)]) == config
+    assert set(yaml.safe_load(recipe.read_text())) <= set(yaml.safe_load(again.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--data.sourc digits", "did you mean --data.source?"),
+        ("--epoch 3", "did you mean --epochs?"),
+        ("--epochs 1.5", "--epochs: expected int, not 1.5"),
+        ("--epochs 0", "--epochs must be at least 1"),
+        ("--precision 33", "expected one of ['32-true'"),
+        ("--devices many", "--devices: expected int or one of ['auto'], not many"),
+        ("--strategy deepspeed_stage_4", "did you mean deepspeed_stage_3?"),
+        ("--model nett", "did you mean net?"),
+        ("--optimizer adamm", "did you mean adam?"),
+        ("--optimizer.betas 3", "unknown option --optimizer.betas"),
+        ("--trainer.precision 16", "use --precision"),
+        ("--trainer.accumulate_grad_batches 2", "use --accumulate"),
+        ("--config nowhere.yaml", "nowhere.yaml cannot be read"),
+        ("--config README.md", "is not YAML"),
+        ("--data.val_fraction 1", "--data.val_fraction must be"),
+        ("--name a/b", "must be a plain name"),
+        ("stray", "stray"),
+    ],
+)
+def test_mistakes_are_one_clear_line(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(UsageError) as error:
+        cli.parse(flags.split())
+    assert expected in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_misspelt_keys_of_a_recipe_are_refused(tmp_path: Path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("data: {val_fractoin: 0.2}\n")
+    with pytest.raises(UsageError, match=r"did you mean --data.val_fraction\?"):
+        cli.parse(["--config", str(recipe)])
+
+
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [(["--help"], 0), (["--print_config"], 0), (["--epochs", "x"], 2), (["--batch_size", "6", "--devices", "4"], 2)],
+)
+def test_answers_without_torch(flags: list[str], code: int):
+    started = time.monotonic()
+    done = run_program("-X", "importtime", "train.py", *flags)
+    seconds = time.monotonic() - started
+    assert done.returncode == code, done.stderr[-500:]
+    imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time")}
+    assert "jsonargparse" in imported
+    assert not imported & {"torch", "lightning", "numpy", "deepspeed"}
+    assert seconds < 30  # a hang, not a benchmark: these machines are noisy
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,126 @@
+"""The data module: exact splits, and loaders that Lightning drives epoch by epoch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from config import DataConfig
+from datamodule import CIFARDataModule, stratified_split
+from errors import UsageError
+from sources.augment import normalize
+from sources.split import IGNORED
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DataConfig:
+    return DataConfig("synthetic", root=str(tmp_path), synthetic_size=205, workers=1)
+
+
+def make(config: DataConfig, batch_size: int = 8, accumulate: int = 1, world_size: int = 1) -> CIFARDataModule:
+    """A data module after `setup`, as rank 0 of a trainer of `world_size` ranks sees it."""
+    datamodule = CIFARDataModule(config, batch_size=batch_size, accumulate=accumulate, seed=7)
+    strategy = SimpleNamespace(broadcast=lambda value: value)
+    datamodule.trainer = cast(Any, SimpleNamespace(world_size=world_size, global_rank=0, strategy=strategy))
+    datamodule.prepare_data()
+    datamodule.setup("fit")
+    return datamodule
+
+
+def test_the_split_is_exact_in_every_class_and_seeded() -> None:
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 5000))
+    train, val = stratified_split(labels, 0.1, seed=0)
+    assert np.bincount(labels[train]).tolist() == [4500] * 10
+    assert np.bincount(labels[val]).tolist() == [500] * 10
+    assert sorted([*train, *val]) == list(range(50_000))
+    np.testing.assert_array_equal(val, stratified_split(labels, 0.1, seed=0)[1])
+    assert not np.array_equal(val, stratified_split(labels, 0.1, seed=1)[1])
+    assert len(stratified_split(np.array([0, 0, 1]), 0.99, seed=0)[0]) == 2, "a class must not vanish from train"
+
+
+def test_counts_and_the_setup_of_both_stages(config: DataConfig) -> None:
+    datamodule = make(config)
+    dataset = datamodule.dataset
+    datamodule.setup("test")
+    assert datamodule.dataset is dataset
+    assert datamodule.source == "synthetic"
+    assert (datamodule.num_train, datamodule.num_val, datamodule.num_test) == (185, 20, 205)
+    assert len(datamodule.classes) == 10
+
+
+def test_batches_are_divided_among_ranks_and_accumulation(config: DataConfig) -> None:
+    datamodule = make(config, batch_size=16, accumulate=4, world_size=2)
+    assert datamodule.micro_batch_size == 2
+    assert len(datamodule.train_dataloader()) == 185 // 16 * 4
+    with pytest.raises(UsageError, match="micro-batch x 2 ranks x accumulate 4"):
+        make(config, batch_size=10, accumulate=4, world_size=2)
+    with pytest.raises(UsageError, match="185 training images"):
+        make(config, batch_size=200).train_dataloader()
+
+
+def test_all_training_images_are_trained_on_without_a_validation_share(config: DataConfig) -> None:
+    config.val_fraction = 0
+    datamodule = make(config)
+    assert datamodule.num_train == 205
+    assert datamodule.val_dataloader() == []
+    for fraction in (-0.1, 1.0):
+        config.val_fraction = fraction
+        with pytest.raises(UsageError, match="val_fraction"):
+            make(config)
+
+
+class Recorder(LightningModule):
+    """Trains nothing; notes the images and labels that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.seen: dict[str, list[torch.Tensor]] = {"train": [], "train images": [], "val": [], "test": []}
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_index: int) -> None:
+        self.seen["train images"].append(normalize(batch[0]))
+        self.seen["train"].append(batch[1])
+
+    def validation_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_index: int) -> None:
+        self.seen["val"].append(batch[1])
+
+    def test_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_index: int) -> None:
+        self.seen["test"].append(batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([self.weight])
+
+
+def record(config: DataConfig, tmp_path: Path) -> dict[str, torch.Tensor]:
+    """What a module sees in two epochs of `fit` and in `test`, all batches in one."""
+    trainer = Trainer(
+        max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, use_distributed_sampler=False, default_root_dir=tmp_path, num_sanity_val_steps=0,
+    )  # fmt: skip
+    datamodule = CIFARDataModule(config, batch_size=8, accumulate=1, seed=7)
+    recorder = Recorder()
+    trainer.fit(recorder, datamodule=datamodule)
+    trainer.test(recorder, datamodule=datamodule, verbose=False)
+    return {name: torch.cat(batches) for name, batches in recorder.seen.items()}
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_lightning_sees_the_same_from_both_loaders(config: DataConfig, tmp_path: Path) -> None:
+    memory = record(config, tmp_path)
+    config.loader = "torch"
+    tutorial = record(config, tmp_path)
+    assert memory.keys() == tutorial.keys()
+    for name in memory:
+        assert torch.equal(memory[name], tutorial[name]), name
+    first, second = memory["train images"].chunk(2)
+    assert len(first) == 184
+    assert not torch.equal(first, second), "a new order each epoch"
+    assert (memory["test"] != IGNORED).sum() == 205
+    assert (memory["val"] != IGNORED).sum() == 2 * 20

@@ -1,0 +1,81 @@
+"""Every command of the README, as it is written there, on small data; every link leads somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+
+from tests.helpers import ROOT, assert_ok, run_program
+
+TEXT = (ROOT / "README.md").read_text()
+COMMANDS = re.findall(r"^\.venv/bin/(.+)$", TEXT, re.MULTILINE)
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_commands(small_data: list[str], tmp_path: Path):
+    small = ["--accelerator", "cpu", "--epochs", "1", "--max_steps", "4", "--batch_size", "16", "--out", str(tmp_path)]
+    ran = []
+    for command in COMMANDS:
+        program, *arguments = shlex.split(command)
+        if program == "python" and arguments[0] == "train.py":
+            assert_ok(run_program(*arguments, *small_data, *small))
+        elif program == "python":
+            assert_ok(run_program(*(argument.replace("runs/", f"{tmp_path}/") for argument in arguments)))
+        else:
+            continue
+        ran.append(arguments[0])
+    assert ran.count("train.py") >= 5
+    assert "evaluate.py" in ran
+
+
+def test_tensorboard_command_serves_a_page(tmp_path: Path):
+    (command,) = [command for command in COMMANDS if command.startswith("tensorboard")]
+    arguments = [str(tmp_path) if word == "runs" else word for word in shlex.split(command)[1:]]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    program = [sys.executable, "-m", "tensorboard.main", *arguments, "--port", port]
+    server = subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        page = _get(f"http://localhost:{port}/", seconds=60)
+    finally:
+        server.terminate()
+        server.wait(timeout=30)
+    assert "TensorBoard" in page
+
+
+def _get(address: str, seconds: float) -> str:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            with urlopen(address, timeout=5) as answer:
+                return answer.read().decode()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path):
+    links = re.findall(r"\]\(([^)#]+)", document.read_text())
+    for link in links:
+        if not link.startswith("http"):
+            assert (document.parent / link).exists(), f"{document.name}: {link}"
+
+
+def test_make_targets_of_the_readme_exist():
+    targets = set(re.findall(r"^make (\w+)", TEXT, re.MULTILINE))
+    listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert targets
+    assert targets <= {line.split()[0] for line in listed.splitlines()}

@@ -1,0 +1,50 @@
+"""Run folders: claimed once each, found again by any path that names them."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import run_folder
+from errors import UsageError
+
+
+def test_runs_that_start_together_get_folders_of_their_own(tmp_path: Path):
+    with ThreadPoolExecutor(8) as pool:
+        claimed = list(pool.map(lambda _: run_folder.claim(str(tmp_path), "net-baseline"), range(32)))
+    assert sorted(path.name for path in claimed) == sorted(f"version_{n}" for n in range(32))
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot be written"):
+        run_folder.claim(str(tmp_path / "file"), "net-baseline")
+
+
+def make(path: Path, when: float) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.name.startswith("sharded"):
+        path.mkdir()
+        (path / "latest").write_text("checkpoint")
+    else:
+        path.write_text("")
+    os.utime(path, (when, when))
+    return path
+
+
+def test_checkpoints_are_found_by_run_by_name_and_by_path(tmp_path: Path):
+    first = make(tmp_path / "net" / "version_0" / "checkpoints" / "last.ckpt", 100)
+    second = make(tmp_path / "net" / "version_1" / "checkpoints" / "sharded.ckpt", 200)
+    (tmp_path / "net" / "version_2").mkdir()
+    out = str(tmp_path)
+    assert run_folder.find_checkpoint("last", out, "net") == second
+    assert run_folder.find_checkpoint(str(tmp_path / "net" / "version_0"), out, "net") == first
+    assert run_folder.find_checkpoint(str(second), out, "net") == second
+    for missing in (str(tmp_path / "nowhere"), str(tmp_path / "net" / "version_2")):
+        with pytest.raises(UsageError):
+            run_folder.find_checkpoint(missing, out, "net")
+    with pytest.raises(UsageError, match="no run of the name other"):
+        run_folder.find_checkpoint("last", out, "other")

@@ -1,0 +1,204 @@
+"""train.py and evaluate.py as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import models
+from checkpointing.weights import load_weights
+from tests.helpers import assert_ok, run_folder_of, run_program
+
+CLASSES = [f"class {number}" for number in range(10)]
+SCALARS = {
+    *("train/loss", "train/epoch", "train/global_step", "train/learning_rate", "train/grad_norm"),
+    *(f"{split}/{name}" for split in ("val", "test") for name in ("loss", "acc")),
+    *(f"{split}/acc_class/{name}" for split in ("val", "test") for name in CLASSES),
+    *("perf/step_time_ms", "perf/images_per_second", "perf/tflops", "mem/peak_gb"),
+}
+# fmt: off
+KEYS = [
+    "schema", "dataset", "num_train", "num_test", "model", "parameters", "strategy", "world_size", "num_nodes",
+    "accelerator", "device_name", "precision", "seed", "batch_size", "micro_batch_size", "accumulate", "epochs",
+    "steps", "train/loss", "val/acc", "test/loss", "test/acc", "test/acc_per_class", "perf/images_per_second",
+    "perf/step_time_ms", "perf/tflops", "perf/seconds_to_first_step", "perf/fit_seconds", "mem/peak_rank_bytes",
+    "mem/model_state_rank_bytes", "versions", "git_commit",
+]
+# fmt: on
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    net = models.build("net", 10)
+    load_weights(net, run / "checkpoints" / "last.ckpt")
+    return dict(net.state_dict())
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    first, second = weights(one), weights(other)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> tuple[Path, str]:
+    """The folder and the output of one plain run of two epochs."""
+    out = tmp_path_factory.mktemp("out")
+    flags = ["--batch_size", "16", "--log_interval", "10", "--accelerator", "cpu", "--out", str(out)]
+    done = run_program("train.py", *small_data, *flags)
+    assert_ok(done)
+    return run_folder_of(out), done.stdout + done.stderr
+
+
+def test_tensorboard_has_every_curve_and_figure(run: tuple[Path, str]):
+    events = EventAccumulator(str(run[0]), size_guidance={"scalars": 0, "images": 0, "tensors": 0})
+    events.Reload()
+    assert set(events.Tags()["scalars"]) >= SCALARS
+    assert set(events.Tags()["images"]) >= {"figures/confusion_matrix", "figures/most_confident_mistakes"}
+    steps = [event.step for event in events.Scalars("train/loss")]
+    assert steps == [10, 20, 30, 40, 50, 60, 70, 72]
+    assert [event.value for event in events.Scalars("train/global_step")] == steps
+    assert all(event.value > 0 for event in events.Scalars("train/grad_norm"))
+    assert [event.step for event in events.Scalars("val/acc")] == [36, 72]
+    assert "_hparams_/session_start_info" in events.summary_metadata
+
+
+def test_metrics_json(run: tuple[Path, str]):
+    metrics = json.loads((run[0] / "metrics.json").read_text())
+    assert list(metrics) == KEYS
+    assert (metrics["num_train"], metrics["num_test"], metrics["steps"], metrics["epochs"]) == (580, 640, 72, 2)
+    assert metrics["parameters"] == 62_006
+    assert metrics["train/loss"] == pytest.approx(math.log(10), abs=0.2)  # random images
+    assert list(metrics["test/acc_per_class"]) == CLASSES
+    assert metrics["perf/step_time_ms"] * metrics["perf/images_per_second"] / 1e3 == pytest.approx(16)
+    assert len(metrics["mem/peak_rank_bytes"]) == 1
+
+
+def test_what_is_left_behind_and_printed(run: tuple[Path, str]):
+    folder, output = run
+    left = {path.name for path in folder.iterdir()}
+    assert left >= {"config.yaml", "metrics.json", "checkpoints", "confusion_matrix.png", "mistakes.png"}
+    metrics = json.loads((folder / "metrics.json").read_text())
+    for expected in (*CLASSES, f"{metrics['test/acc']:.2%}", "images/s", str(folder), "tensorboard --logdir"):
+        assert expected in output
+    assert "Warning" not in output
+    assert "WARNING" not in output
+
+
+def test_config_yaml_repeats_the_run(run: tuple[Path, str], tmp_path: Path):
+    recipe = str(run[0] / "config.yaml")
+    assert_ok(run_program("train.py", "--config", recipe, "--out", str(tmp_path)))
+    assert_same_weights(run[0], run_folder_of(tmp_path))
+
+
+def test_torch_loader_trains_to_the_same_weights(run: tuple[Path, str], tmp_path: Path):
+    recipe = str(run[0] / "config.yaml")
+    assert_ok(run_program("train.py", "--config", recipe, "--data.loader", "torch", "--out", str(tmp_path)))
+    assert_same_weights(run[0], run_folder_of(tmp_path))
+
+
+@pytest.mark.parametrize("strategy", ["baseline", "deepspeed_stage_2"])
+def test_resuming_after_an_epoch_ends_as_if_never_stopped(strategy: str, run: tuple[Path, str], tmp_path: Path):
+    flags = ["--config", str(run[0] / "config.yaml"), "--strategy", strategy, "--out", str(tmp_path), "--name", "run"]
+    assert_ok(run_program("train.py", *flags, "--epochs", "1"))
+    done = run_program("train.py", *flags, "--resume", "last")
+    assert_ok(done)
+    assert_same_weights(run[0], tmp_path / "run" / "version_1")
+
+
+def test_evaluate_prints_the_same_table_again(run: tuple[Path, str]):
+    metrics = json.loads((run[0] / "metrics.json").read_text())
+    done = run_program("evaluate.py", str(run[0]))
+    assert_ok(done)
+    expected = {
+        name: f"{value:.2%}" for name, value in (*metrics["test/acc_per_class"].items(), ("all", metrics["test/acc"]))
+    }
+    table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if "│" in line]
+    assert dict(table) == expected
+
+
+def test_bench_steps_times_so_many_steps_and_stops(small_data: list[str], tmp_path: Path):
+    flags = ["--bench_steps", "30", "--batch_size", "16", "--accelerator", "cpu", "--out", str(tmp_path)]
+    assert_ok(run_program("train.py", *small_data, *flags))
+    metrics = json.loads((run_folder_of(tmp_path) / "metrics.json").read_text())
+    assert metrics["steps"] == 50  # 20 to warm up
+    assert metrics["test/acc"] is None
+    assert metrics["perf/images_per_second"] > 0
+
+
+def test_cifar_out_of_reach_is_said_everywhere(tmp_path: Path):
+    data = ["--data.root", str(tmp_path / "data"), "--data.url", "http://127.0.0.1:9/cifar-10-python.tar.gz"]
+    flags = ["--max_steps", "5", "--batch_size", "16", "--accelerator", "cpu", "--out", str(tmp_path / "out")]
+    done = run_program("train.py", *data, *flags)
+    assert_ok(done)
+    run = run_folder_of(tmp_path / "out")
+    assert run.parent.name == "net-baseline-digits-fallback"
+    assert "CIFAR-10" in done.stderr
+    assert "figures of the embedded handwritten digits" in done.stdout
+    metrics = json.loads((run / "metrics.json").read_text())
+    assert (metrics["dataset"], metrics["num_train"], metrics["num_test"]) == ("digits", 45_000, 10_000)
+    done = run_program("train.py", *data, *flags, "--data.source", "cifar10")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.distributed
+def test_torchrun_and_a_raw_configuration(small_data: list[str], tmp_path: Path):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    flags = ["--ds_config", "configs/deepspeed/stage_2_overlap.json", "--accelerator", "cpu", "--batch_size", "16"]
+    done = run_program(*launcher, "train.py", *small_data, *flags, "--max_steps", "8", "--out", str(tmp_path))
+    assert_ok(done)
+    assert json.loads((run_folder_of(tmp_path) / "metrics.json").read_text())["world_size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "expected"),
+    [
+        ("--data.source folder --data.root nowhere", 2, "nowhere"),
+        ("--batch_size 6 --devices 4", 2, "4 or 8"),
+        ("--strategy deepspeed_stage_2 --precision 16-mixed --accelerator cpu", 2, "bf16-mixed"),
+        ("--resume nowhere.ckpt", 2, "nowhere.ckpt does not exist"),
+        ("--trainer.no_such_option 1", 2, "no option of Lightning's Trainer"),
+        ("--out /dev/null", 2, "cannot be written"),
+        ("--batch_size 10000", 2, "training images"),
+    ],
+)
+def test_mistakes_end_in_one_line(flags: str, code: int, expected: str, small_data: list[str], tmp_path: Path):
+    given = flags.split()
+    data = [] if "--data.source" in given else small_data
+    out = [] if "--out" in given else ["--out", str(tmp_path)]
+    done = run_program("train.py", *data, *out, *given)
+    assert done.returncode == code, done.stderr[-2000:]
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert expected in line
+
+
+@pytest.mark.distributed
+def test_a_mistake_that_the_ranks_find_is_said_once(small_data: list[str], tmp_path: Path):
+    flags = ["--devices", "2", "--accelerator", "cpu", "--batch_size", "10000", "--out", str(tmp_path)]
+    done = run_program("train.py", *small_data, *flags)
+    assert done.returncode == 2
+    assert len([line for line in done.stderr.splitlines() if "error:" in line]) == 1
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_full_disk_is_one_line(small_data: list[str], tmp_path: Path):
+    import subprocess
+
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(disk)]).returncode:
+        pytest.skip("this machine does not let root mount a small disk")
+    try:
+        done = run_program("train.py", *small_data, "--batch_size", "16", "--accelerator", "cpu", "--out", str(disk))
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+    assert done.returncode == 1, done.stderr[-2000:]
+    assert "Traceback" not in done.stderr
+    assert "No space left" in done.stderr

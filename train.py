@@ -1,0 +1,92 @@
+"""Trains and tests a CIFAR classifier: parse -> build -> fit -> test -> summary. Wiring only; see --help."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import checks
+import cli
+import exits
+import launch
+import run_folder
+from config import Config, SourceName
+from errors import UsageError
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+TORCHRUN = "torchrun --nnodes N --nproc_per_node M --rdzv_backend c10d --rdzv_endpoint HOST:PORT train.py ..."
+
+os.environ.setdefault("CIFAR_ZERO_STARTED", str(time.time()))  # the ranks inherit it: start-up is timed from here
+
+
+def main() -> int:
+    """Parses the command line and trains, in this process or in the ranks that it starts; returns the exit code."""
+    config = cli.parse()
+    checks.settle(config)
+    if config.world_size > 1 and not launch.is_rank():
+        if config.num_nodes > 1:
+            raise UsageError(f"--num_nodes {config.num_nodes}: start it on each machine with {TORCHRUN}")
+        return launch.run(config.world_size, on_cpu=config.accelerator == "cpu")
+    train(config)
+    return 0
+
+
+def train(config: Config) -> dict[str, Any]:
+    """Trains and tests as one rank; rank 0 leaves the run folder behind.
+
+    Args:
+        config: settled by `checks.settle`.
+
+    Returns:
+        What metrics.json holds, on every rank.
+    """
+    import build
+    from callbacks.summary import collect, log_hparams
+    from quiet import quieten
+    from reports.summary import print_summary, write_json
+
+    quieten()
+    datamodule = build.datamodule(config)
+    run_dir: Path | None = None
+    if launch.global_rank() == 0:
+        datamodule.prepare_data()  # before the run is named: auto may have fallen back to the digits
+        fell_back = config.data.source == "auto" and datamodule.source == "digits"
+        run_dir = run_folder.claim(config.out, config.run_name + run_folder.FALLBACK_SUFFIX * fell_back)
+        write_config(config, datamodule.source, run_dir)
+    module = build.module(config)
+    trainer = build.trainer(config, run_dir)
+    trainer.fit(module, datamodule=datamodule, ckpt_path=build.resume_path(config))
+    if not config.bench_steps:
+        trainer.test(module, datamodule=datamodule, verbose=False)
+    metrics = collect(trainer, module, datamodule, config)
+    if run_dir is not None:
+        write_json(run_dir / run_folder.METRICS, metrics)
+        log_hparams(trainer, config, metrics)
+        print_summary(metrics, run_dir)
+    leave(trainer)
+    return metrics
+
+
+def write_config(config: Config, source: str, run_dir: Path) -> None:
+    """Writes the recipe that repeats the run, with the source that was really used."""
+    data = replace(config.data, source=cast(SourceName, source))
+    (run_dir / run_folder.CONFIG).write_text(cli.dump(replace(config, data=data)))
+
+
+def leave(trainer: Trainer) -> None:
+    """Waits for the other ranks and takes down the process group, which complains otherwise."""
+    import torch.distributed
+
+    trainer.strategy.barrier()
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(exits.guarded(main))
