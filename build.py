@@ -17,6 +17,7 @@ from batch import micro_batch_size
 from callbacks.counts import parameter_count
 from callbacks.curves import TrainingCurves
 from callbacks.figures import TestFigures
+from callbacks.interrupt import Interrupt
 from callbacks.memory import Memory
 from callbacks.progress import Progress
 from callbacks.throughput import Throughput
@@ -116,10 +117,16 @@ def callbacks(config: Config, run_dir: Path | None) -> list[Callback]:
         Throughput(config, warmup),
         Memory(config.log_interval),
         Progress(config, curves),
+        Interrupt(config.log_interval),
     ]
     if not config.bench_steps:
         observers += [TestFigures(run_dir), *checkpoints(config, run_dir)]
     return observers
+
+
+def interrupted(trainer: Trainer) -> bool:
+    """Whether Ctrl-C ended the training, which has then been saved."""
+    return any(isinstance(callback, Interrupt) and callback.stopped for callback in trainer.callbacks)  # pyright: ignore
 
 
 def checkpoints(config: Config, run_dir: Path | None) -> list[Callback]:

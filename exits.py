@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
 
 from errors import RunError, UsageError
+
+CTRL_C = 128 + signal.SIGINT
+"""Exit code of a program that Ctrl-C ended, as shells have it."""
 
 
 def guarded(main: Callable[[], int]) -> int:
@@ -17,9 +21,14 @@ def guarded(main: Callable[[], int]) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
+        print(": ".join(filter(None, ["stopped by Ctrl-C", str(stop)])), file=sys.stderr)
+        return CTRL_C
+    except SystemExit as stop:
+        if not isinstance(stop.__context__, KeyboardInterrupt):  # Lightning makes a plain exit of a second Ctrl-C
+            raise
         print("stopped by Ctrl-C", file=sys.stderr)
-        return 130
+        return CTRL_C
     except OSError as error:
         if "--debug" in sys.argv:
             raise

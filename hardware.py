@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+import psutil
+
 DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 """Present where a GPU driver is loaded: NVIDIA on Linux, NVIDIA under WSL 2, AMD ROCm."""
 
@@ -14,6 +16,11 @@ def gpu_count() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def free_memory_bytes() -> int:
+    """Memory that new processes can have without swapping."""
+    return psutil.virtual_memory().available
 
 
 def core_count() -> int:

@@ -16,6 +16,7 @@ import time
 from typing import IO
 
 from errors import UsageError
+from exits import CTRL_C
 from hardware import core_count
 
 GRACE_SECONDS = 10.0
@@ -102,7 +103,7 @@ def _watch(processes: list[subprocess.Popen[str]], logs: list[IO[str]]) -> int:
     ):  # a mistake of the user's, found by all ranks and said by rank 0
         failed = 0
     code = processes[failed].returncode
-    if failed > 0:
+    if failed > 0 and code != CTRL_C:
         _report(failed, code, logs[failed])
     return code if code > 0 else 1
 

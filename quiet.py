@@ -19,6 +19,8 @@ WARNINGS = (
     ".*could not find the monitored key in the returned metrics.*",
     # Of Lightning's own step logging, which we do not use: the curves have a point at the end of a short run.
     "The number of training batches .* is smaller than the logging interval.*",
+    # A resumed run has a run folder of its own.
+    "The dirpath has changed from .*",
     # A stage 3 checkpoint is a folder of shards: evaluate.py reads it as it is.
     "When saving the DeepSpeed Stage 3 checkpoint.*",
 )
@@ -30,19 +32,26 @@ LOG_MESSAGES = (
     "No CUDA runtime is found",
     # DeepSpeed, of every optimizer but its own: the tests hold that they agree.
     "You are using ZeRO with an untested optimizer",
-    # Lightning's DeepSpeed strategy, at each start of a fit and a test.
+    # Lightning, at each start of a fit and a test.
     "initializing deepspeed distributed",
+    "Initializing distributed",
 )
 
-LOGGERS = ("DeepSpeed", "torch.utils.cpp_extension", "lightning.pytorch.strategies.deepspeed")
+LOGGERS = (
+    "DeepSpeed",
+    "torch.utils.cpp_extension",
+    "lightning.pytorch.strategies.deepspeed",
+    "lightning.fabric.utilities.distributed",
+)
 
 
 def quieten() -> None:
     """To be called before the Trainer is made; what is not listed here is still shown."""
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message=message)
-    # "GPU available: ...", "`Trainer.fit` stopped: ...": the progress and the summary say it.
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    # "GPU available: ...", "Initializing distributed: ...": the progress and the summary say it.
+    for package in ("pytorch", "fabric"):
+        logging.getLogger(f"lightning.{package}.utilities.rank_zero").setLevel(logging.WARNING)
     for name in LOGGERS:
         logging.getLogger(name).addFilter(_is_news)
 

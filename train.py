@@ -62,6 +62,9 @@ def train(config: Config) -> dict[str, Any]:
     module = build.module(config)
     trainer = build.trainer(config, run_dir)
     trainer.fit(module, datamodule=datamodule, ckpt_path=build.resume_path(config))
+    if build.interrupted(trainer):
+        leave(trainer)
+        raise KeyboardInterrupt(f"the run goes on with --resume {run_dir}" if run_dir else "")
     if not config.bench_steps:
         trainer.test(module, datamodule=datamodule, verbose=False)
     metrics = collect(trainer, module, datamodule, config)

@@ -37,6 +37,7 @@ def refused(flags: str) -> str:
         ("--batch_size 10 --devices 2 --accumulate 4", "10"),
         ("--data.source folder --data.root /nowhere", "/nowhere"),
         ("--ds_config /nowhere.json", "cannot be read"),
+        ("--devices 4096 --batch_size 4096", "a CPU rank takes about 1 GB"),
     ],
 )
 def test_without_a_gpu(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):

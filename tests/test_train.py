@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import models
 from checkpointing.weights import load_weights
-from tests.helpers import assert_ok, run_folder_of, run_program
+from tests.helpers import ROOT, assert_ok, run_folder_of, run_program
 
 CLASSES = [f"class {number}" for number in range(10)]
 SCALARS = {
@@ -187,10 +190,36 @@ def test_a_mistake_that_the_ranks_find_is_said_once(small_data: list[str], tmp_p
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize("devices", ["1", "2"])
+def test_ctrl_c_saves_and_says_how_to_go_on(devices: str, small_data: list[str], tmp_path: Path):
+    flags = ["--devices", devices, "--accelerator", "cpu", "--batch_size", "16", "--epochs", "5000"]
+    command = [sys.executable, "train.py", *small_data, *flags, "--log_interval", "10", "--out", str(tmp_path)]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # as under a terminal
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "val/acc" in line:  # it trains
+            break
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    run = run_folder_of(tmp_path)
+    assert process.returncode == 130, said
+    assert f"stopped by Ctrl-C: the run goes on with --resume {run}" in said
+    assert "Traceback" not in said
+    done = run_program("evaluate.py", str(run), "--accelerator", "cpu")
+    assert_ok(done)
+
+
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="mounting a small disk needs root")
 def test_a_full_disk_is_one_line(small_data: list[str], tmp_path: Path):
-    import subprocess
-
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(disk)]).returncode:
