@@ -17,6 +17,7 @@ from batch import micro_batch_size
 from config import Config
 from errors import UsageError
 from hardware import free_memory_bytes, gpu_count
+from resume import settle_resume
 from strategies import STRATEGIES
 
 CPU_RANK_BYTES = 1_000_000_000
@@ -52,6 +53,7 @@ def settle(config: Config) -> None:
     sources.class_names(config.data)
     if config.ds_config:
         _check_raw_config(config.ds_config)
+    settle_resume(config)
     if config.accelerator == "cpu":
         _check_on_cpu(config)
     _check_offload(config)
@@ -76,7 +78,7 @@ def _check_on_cpu(config: Config) -> None:
         raise UsageError("--precision 16-mixed needs a GPU: on the CPU use bf16-mixed or 32-true")
     if config.strategy == "fsdp" and not config.ds_config:
         raise UsageError("--strategy fsdp needs a GPU: on the CPU deepspeed_stage_3 shards in the same way")
-    if STRATEGIES[config.strategy].super_offload:
+    if STRATEGIES[config.strategy].super_offload and not config.ds_config:
         raise UsageError(f"--strategy {config.strategy} needs a CUDA GPU: on the CPU use deepspeed_stage_3_offload")
 
 
@@ -117,3 +119,9 @@ def _check_raw_config(file: str) -> None:
     for key, owner in OWNED_BY_FLAGS.items():
         if key in raw:
             raise UsageError(f"--ds_config {file} sets {key!r}: take it out and use {owner}")
+    zero = raw.get("zero_optimization", {})
+    if not isinstance(zero, dict) or zero.get("stage", 0) not in (0, 1, 2, 3):
+        raise UsageError(f"--ds_config {file}: zero_optimization must be an object with a stage from 0 to 3")
+    for key in ("offload_optimizer", "offload_param"):
+        if not isinstance(zero.get(key, {}), dict):
+            raise UsageError(f"--ds_config {file}: {key} must be an object with a device")

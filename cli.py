@@ -34,6 +34,8 @@ OWNED = {
     "callbacks": "the callbacks/ folder",
     "default_root_dir": "--out",
     "devices": "--devices",
+    "enable_checkpointing": "--bench_steps, a run without checkpoints",
+    "enable_progress_bar": "2>/dev/null, the progress goes to the standard error",
     "gradient_clip_algorithm": "--gradient_clip_val (clipping is by global norm under every strategy)",
     "gradient_clip_val": "--gradient_clip_val",
     "log_every_n_steps": "--log_interval",
@@ -144,7 +146,7 @@ def _parser(names: dict[str, str]) -> ArgumentParser:
     parser.add_argument_group(DataConfig.__doc__).add_class_arguments(DataConfig, "data", as_group=False)
     for key, registry in REGISTRIES.items():
         _add_choice(parser, key, names[key], registry)
-    parser.add_argument(
+    parser.add_argument_group("anything else").add_argument(
         "--trainer",
         type=dict[str, Any],
         default={},
@@ -166,14 +168,20 @@ def _add_choice(parser: ArgumentParser, key: str, name: str, registry: Mapping[s
 def _read_yaml(file: str) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(Path(file).read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config {file} cannot be read: {error}") from error
+    except OSError as error:
+        raise UsageError(f"--config {file} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--config {file} is not a text file") from error
     except yaml.YAMLError as error:
         raise UsageError(f"--config {file} is not YAML: {_one_line(error)}") from error
-    if not isinstance(tree, dict):
+    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise UsageError(f"--config {file} holds no options: it must be a mapping such as 'epochs: 2'")
     for key, value in tree.items():
-        if key in REGISTRIES and not (isinstance(value, dict) and "name" in value):
+        if value is None:
+            raise UsageError(f"--config {file}: {key} has no value")
+        if key in ("data", "trainer") and not isinstance(value, dict):
+            raise UsageError(f"--config {file}: {key} must be a mapping of options")
+        if key in REGISTRIES and not (isinstance(value, dict) and isinstance(value.get("name"), str)):
             raise UsageError(f"--config {file}: {key} must be a mapping with a name, for instance {key}: {{name: ...}}")
     return tree
 
@@ -194,7 +202,7 @@ def _chosen(tree: dict[str, Any], key: str) -> str:
 
 
 def _refuse_unknown(parser: ArgumentParser, flags: list[str], tree: dict[str, Any]) -> None:
-    known = {flag.lstrip("-") for action in parser._actions for flag in action.option_strings}
+    known = {flag.lstrip("-") for action in parser._actions for flag in action.option_strings} | {*REGISTRIES}
     given = [flag[2:].split("=")[0] for flag in flags if flag.startswith("--")]
     for key, value in tree.items():
         given += [f"{key}.{inner}" for inner in value] if isinstance(value, dict) else [key]
@@ -231,9 +239,27 @@ def _check_values(config: Config) -> None:
     for name in ("save_every_n_steps", "bench_steps", "gradient_clip_val"):
         if getattr(config, name) < 0:
             raise UsageError(f"--{name} must not be negative, not {getattr(config, name)}")
+    if config.max_steps < -1 or config.max_steps == 0:
+        raise UsageError(f"--max_steps must be at least 1, or -1 for no limit, not {config.max_steps}")
+    if not 0 <= config.seed < 2**32:
+        raise UsageError(f"--seed must be from 0 to 4294967295, not {config.seed}")
+    if "none" in config.logger and len(config.logger) > 1:
+        raise UsageError("--logger none stands alone")
+    if config.ds_config and config.strategy != Config().strategy:
+        raise UsageError("--ds_config stands in for a strategy: leave --strategy out")
+    for key, registry in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES)):
+        choice: Choice = getattr(config, key)
+        try:
+            registry[choice.name](**choice.options)
+        except ValueError as error:
+            raise UsageError(f"--{key}.{error}") from error
     if not 0 <= config.data.val_fraction < 1:
         raise UsageError(f"--data.val_fraction must be at least 0 and under 1, not {config.data.val_fraction}")
-    if config.name and Path(config.name).name != config.name:
+    if config.data.workers < 0:
+        raise UsageError(f"--data.workers must not be negative, not {config.data.workers}")
+    if config.data.synthetic_size < 10:
+        raise UsageError(f"--data.synthetic_size must be at least 10, not {config.data.synthetic_size}")
+    if config.name and (Path(config.name).name != config.name or config.name in (".", "..")):
         raise UsageError(f"--name {config.name} must be a plain name; --out is the directory")
 
 
@@ -258,5 +284,5 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        shown = action.default not in (argparse.SUPPRESS, None, "", {}, False)
+        shown = action.default is not False and action.default not in (argparse.SUPPRESS, None, "", {})
         return f"{text} (default: %(default)s)" if shown and action.option_strings else text

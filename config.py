@@ -158,6 +158,11 @@ class Config(DeviceConfig, TrainingConfig, OutputConfig):
         return self.devices * self.num_nodes
 
     @property
+    def strategy_name(self) -> str:
+        """The strategy, or the name of the raw DeepSpeed configuration that stands in for it."""
+        return Path(self.ds_config).stem if self.ds_config else self.strategy
+
+    @property
     def run_name(self) -> str:
         """The run's name, made from the network and the strategy where none is given."""
-        return self.name or f"{self.model.name}-{Path(self.ds_config).stem if self.ds_config else self.strategy}"
+        return self.name or f"{self.model.name}-{self.strategy_name}"

@@ -14,6 +14,7 @@ import cli
 import exits
 import run_folder
 from config import Config
+from errors import UsageError
 from strategies import STRATEGIES
 
 
@@ -28,6 +29,8 @@ def main() -> int:
         allow_abbrev=False,
     )
     parser.add_argument("checkpoint", help="a run folder (its newest checkpoint), or a .ckpt file or folder")
+    if len(sys.argv) < 2 or (sys.argv[1].startswith("-") and sys.argv[1] not in ("-h", "--help")):
+        raise UsageError("say first what to test, a run folder or a checkpoint: evaluate.py RUN_OR_CHECKPOINT ...")
     arguments, overrides = parser.parse_known_args()
     checkpoint = run_folder.find_checkpoint(arguments.checkpoint, out="", name="")
     recipe = run_folder.run_of(checkpoint) / run_folder.CONFIG
@@ -82,6 +85,7 @@ def evaluate(config: Config, checkpoint: Path, precision: str) -> dict[str, obje
     metrics = test_metrics(module, datamodule)
     print(f"{checkpoint}: {datamodule.num_test:,} test images of {datamodule.dataset.name}")
     print_test_table(metrics)
+    print(f"test loss {metrics['test/loss']:.4f}")
     return metrics
 
 

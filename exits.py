@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import signal
 import sys
+import textwrap
 from collections.abc import Callable
 
 from errors import RunError, UsageError
+
+MESSAGE_CHARACTERS = 300
+"""Most that is shown of a library's message."""
 
 CTRL_C = 128 + signal.SIGINT
 """Exit code of a program that Ctrl-C ended, as shells have it."""
@@ -38,6 +42,6 @@ def guarded(main: Callable[[], int]) -> int:
     except Exception as error:
         if "--debug" in sys.argv:
             raise
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-        print(f"error: {type(error).__name__}: {first} (--debug shows where)", file=sys.stderr)
+        text = textwrap.shorten(str(error), MESSAGE_CHARACTERS, placeholder=" ...")
+        print(f"error: {type(error).__name__}: {text} (--debug shows where)", file=sys.stderr)
         return 1

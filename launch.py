@@ -6,6 +6,7 @@ with its share of cores. When one fails the others are ended, and the failed one
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -19,6 +20,8 @@ from errors import UsageError
 from exits import CTRL_C
 from hardware import core_count
 
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: after a fork it is too late
+
 GRACE_SECONDS = 10.0
 """How long the other ranks may take to end by themselves after one has failed."""
 
@@ -28,11 +31,16 @@ TAIL_LINES = 15
 
 def is_rank() -> bool:
     """Whether this process is one rank, started by our launcher, torchrun or SLURM."""
-    return "LOCAL_RANK" in os.environ or "SLURM_PROCID" in os.environ
+    by_torchrun = all(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    # A shell inside an allocation has SLURM_PROCID too: only srun with several tasks has started ranks.
+    by_slurm = "SLURM_PROCID" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1
+    return by_torchrun or by_slurm
 
 
 def global_rank() -> int:
     """The rank of this process over all machines, 0 where there is only one."""
+    if not is_rank():
+        return 0
     return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
 
 
@@ -51,7 +59,11 @@ def run(ranks: int, on_cpu: bool) -> int:
         output = None if rank == 0 else log  # rank 0 speaks for all
         command = [sys.executable, *sys.orig_argv[1:]]
         environment = _environment(rank, ranks, port, on_cpu)
-        processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output, text=True))
+        processes.append(
+            subprocess.Popen(
+                command, env=environment, stdout=output, stderr=output, text=True, preexec_fn=_end_with_the_launcher
+            )
+        )
     return _watch(processes, logs)
 
 
@@ -73,6 +85,12 @@ def _environment(rank: int, ranks: int, port: int, on_cpu: bool) -> dict[str, st
     return environment
 
 
+def _end_with_the_launcher() -> None:
+    """On Linux a rank is killed with its launcher, however that ends (prctl's PR_SET_PDEATHSIG)."""
+    if _LIBC is not None:
+        _LIBC.prctl(1, signal.SIGKILL)
+
+
 def _free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -80,9 +98,10 @@ def _free_port() -> int:
 
 
 def _watch(processes: list[subprocess.Popen[str]], logs: list[IO[str]]) -> int:
-    """Waits for all ranks; passes SIGTERM on to them. Ctrl-C reaches them from the terminal by itself."""
+    """Waits for all ranks; passes a request to end on to them. Ctrl-C reaches them from the terminal by itself."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: [process.terminate() for process in processes])
+    for request in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(request, lambda *_: [process.terminate() for process in processes])
     failed: int | None = None
     deadline = float("inf")
     while any(process.poll() is None for process in processes):

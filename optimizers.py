@@ -5,6 +5,7 @@ offloaded, or DeepSpeed's fused Adam on CUDA.
 """
 
 # No postponed annotations here: jsonargparse would execute the TYPE_CHECKING imports, torch, to resolve them.
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -29,6 +30,13 @@ class SGD:
 
     nesterov: bool = False
     """Nesterov's form of momentum."""
+
+    def __post_init__(self) -> None:
+        _check_range("lr", self.lr)
+        _check_range("momentum", self.momentum, below=1)
+        _check_range("weight_decay", self.weight_decay)
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs a momentum")
 
     def build(self, parameters: Any, implementation: Implementation) -> "Optimizer":
         """torch's SGD whatever the strategy: DeepSpeed has none of its own."""
@@ -61,6 +69,13 @@ class Adam:
 
     decoupled: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        _check_range("lr", self.lr)
+        for beta in self.betas:
+            _check_range("betas", beta, below=1)
+        _check_range("eps", self.eps)
+        _check_range("weight_decay", self.weight_decay)
+
     def build(self, parameters: Any, implementation: Implementation) -> "Optimizer":
         """The same update by torch, by DeepSpeedCPUAdam or by FusedAdam."""
         options: dict[str, Any] = {
@@ -91,6 +106,13 @@ class AdamW(Adam):
     """Weight decay, taken from the weights beside the gradient's update."""
 
     decoupled: ClassVar[bool] = True
+
+
+def _check_range(name: str, value: float, below: float = math.inf) -> None:
+    """Raises ValueError where a value is negative, not a number, or not below a limit."""
+    if not 0 <= value < below:
+        limit = "" if below == math.inf else f" and under {below:g}"
+        raise ValueError(f"{name} must be at least 0{limit}, not {value}")
 
 
 OPTIMIZERS: dict[str, type[SGD] | type[Adam]] = {"sgd": SGD, "adam": Adam, "adamw": AdamW}

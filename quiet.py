@@ -19,6 +19,12 @@ WARNINGS = (
     ".*could not find the monitored key in the returned metrics.*",
     # Of Lightning's own step logging, which we do not use: the curves have a point at the end of a short run.
     "The number of training batches .* is smaller than the logging interval.*",
+    # Of --trainer.overfit_batches: the data module has turned the shuffling off by itself.
+    "You requested to overfit but enabled train dataloader shuffling.*",
+    # A run resumed without --save_every_n_steps has one callback less than the first.
+    "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be provided.*",
+    # A run that diverged: the summary says so.
+    "Encountered `nan` values in tensor.*",
     # A resumed run has a run folder of its own.
     "The dirpath has changed from .*",
     # A stage 3 checkpoint is a folder of shards: evaluate.py reads it as it is.

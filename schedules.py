@@ -32,6 +32,12 @@ class WarmupLR:
     warmup_type: Literal["log", "linear"] = "log"
     """Shape of the rise."""
 
+    def __post_init__(self) -> None:
+        if self.warmup_num_steps < 1:
+            raise ValueError(f"warmup_num_steps must be at least 1, not {self.warmup_num_steps}")
+        if self.warmup_min_lr < 0:
+            raise ValueError(f"warmup_min_lr must not be negative, not {self.warmup_min_lr}")
+
     def rate(self, step: int, base_lr: float) -> float:
         """As DeepSpeed's WarmupLR gives it (deepspeed/runtime/lr_schedules.py, 0.19.8), to the last bit.
 

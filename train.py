@@ -52,6 +52,8 @@ def train(config: Config) -> dict[str, Any]:
     from reports.summary import print_summary, write_json
 
     quieten()
+    build.check_trainer_options(config)
+    build.set_threads(config)
     datamodule = build.datamodule(config)
     run_dir: Path | None = None
     if launch.global_rank() == 0:
@@ -61,7 +63,7 @@ def train(config: Config) -> dict[str, Any]:
         write_config(config, datamodule.source, run_dir)
     module = build.module(config)
     trainer = build.trainer(config, run_dir)
-    trainer.fit(module, datamodule=datamodule, ckpt_path=build.resume_path(config))
+    trainer.fit(module, datamodule=datamodule, ckpt_path=config.resume or None)
     if build.interrupted(trainer):
         leave(trainer)
         raise KeyboardInterrupt(f"the run goes on with --resume {run_dir}" if run_dir else "")

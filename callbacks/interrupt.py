@@ -41,7 +41,7 @@ class Interrupt(Callback):
     ) -> None:
         """Stops, where it has been asked for and all ranks agree."""
         if trainer.world_size == 1:
-            self.stopped = self._requested
+            self.stopped = self._requested and (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         elif self._interval.due(trainer.global_step):
             self.stopped = trainer.strategy.reduce_boolean_decision(self._requested, all=False)
         if self.stopped:

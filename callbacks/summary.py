@@ -37,7 +37,7 @@ def collect(trainer: Trainer, module: CIFARModule, datamodule: CIFARDataModule, 
         "num_test": datamodule.num_test,
         "model": config.model.name,
         "parameters": parameter_count(module.model, module.num_classes),
-        "strategy": config.strategy,
+        "strategy": config.strategy_name,
         "world_size": trainer.world_size,
         "num_nodes": trainer.num_nodes,
         "accelerator": "gpu" if device.type == "cuda" else device.type,
@@ -84,7 +84,7 @@ def log_hparams(trainer: Trainer, config: Config, metrics: dict[str, Any]) -> No
     hparams |= {"optimizer": config.optimizer.name, "schedule": config.schedule.name}
     hparams["lr"] = config.optimizer.options.get("lr")
     results = {name: metrics[name] for name in ("test/acc", "test/loss", "perf/images_per_second")}
-    results["mem/peak_gb"] = max(metrics["mem/peak_rank_bytes"]) / 1e9
+    results["mem/peak_gb"] = max(metrics["mem/peak_rank_bytes"], default=0) / 1e9
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
             known = {name: value for name, value in results.items() if value is not None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,14 @@ def load_weights(net: nn.Module, checkpoint: Path) -> None:
     try:
         state = _read_folder(checkpoint) if checkpoint.is_dir() else _read_file(checkpoint)
     except Exception as error:  # torch, pickle and zipfile each have errors of their own for a damaged file
-        raise UsageError(f"{checkpoint} cannot be read, it is damaged or no checkpoint: {error}") from error
+        why = textwrap.shorten(str(error), 120, placeholder=" ...")
+        raise UsageError(f"{checkpoint} cannot be read, it is damaged or no checkpoint: {why}") from error
     weights = {key.removeprefix(PREFIX): value for key, value in state.items() if key.startswith(PREFIX)}
     try:
         net.load_state_dict(weights)
     except RuntimeError as error:
-        raise UsageError(f"{checkpoint} is of another network: {' '.join(str(error).split())}") from error
+        why = textwrap.shorten(str(error), 300, placeholder=" ...")
+        raise UsageError(f"{checkpoint} is of another network: {why}") from error
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:

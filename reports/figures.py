@@ -79,7 +79,7 @@ def mistakes_figure(
     for axes, image, label, guess, share in zip(cells, images, true, predicted, confidence, strict=False):
         axes.imshow(image.transpose(1, 2, 0), interpolation="nearest")
         # Rounded down: 100 % would claim a certainty that a softmax does not have.
-        percent = min(int(100 * share), 99)
+        percent = min(int(100 * np.nan_to_num(share)), 99)
         axes.set_title(f"{class_names[label]} →\n{class_names[guess]} {percent} %", fontsize=9)
     return figure
 

@@ -139,6 +139,8 @@ def _summary_lines(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("steps", f"{metrics['steps']:,} of {metrics['batch_size']} images, {metrics['epochs']:.3g} epochs"),
         ("time", f"{metrics['perf/fit_seconds']:.1f} s"),
     ]
+    if metrics["train/loss"] is not None:
+        lines.append(("loss", f"{metrics['train/loss']:.4f} in training, mean of the last interval"))
     if metrics["perf/images_per_second"] is not None:
         step_time, speed = metrics["perf/step_time_ms"], metrics["perf/images_per_second"]
         lines.append(("speed", f"{speed:,.0f} images/s, {step_time:.2f} ms a step"))

@@ -26,6 +26,7 @@ class MemoryLoader:
         self._images = _as_tensor(split).to(device)
         self._indices = torch.from_numpy(split.indices)
         self._labels = torch.from_numpy(split.labels)
+        self._given = 0
 
     def __len__(self) -> int:
         """Micro-batches in an epoch."""
@@ -36,8 +37,17 @@ class MemoryLoader:
         positions = self.batch_sampler.positions()
         rows = self._indices[positions].to(self._images.device)
         labels = self._labels[positions].to(self._images.device)
-        for batch in range(len(positions)):
+        for batch in range(self._given, len(positions)):
+            self._given = (batch + 1) % len(positions)
             yield self._images.index_select(0, rows[batch]), labels[batch]
+
+    def state_dict(self) -> dict[str, int]:
+        """The place in the epoch, which Lightning keeps in a checkpoint: micro-batches given so far, 0 at its end."""
+        return {"given": self._given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Makes the next epoch begin where another loader was."""
+        self._given = state["given"]
 
 
 def _as_tensor(split: Split) -> Tensor:

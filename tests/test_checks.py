@@ -68,6 +68,8 @@ def test_cpu_adam_without_a_compiler(monkeypatch: pytest.MonkeyPatch):
         ('{"train_batch_size": 8}', "use --batch_size"),
         ('{"optimizer": {"type": "Adam"}}', "use --optimizer"),
         ('{"fp16": {"enabled": true}}', "use --precision"),
+        ('{"zero_optimization": {"stage": 7}}', "a stage from 0 to 3"),
+        ('{"zero_optimization": {"offload_param": null}}', "offload_param must be an object"),
     ],
 )
 def test_raw_configuration(text: str, expected: str, tmp_path: Path):

@@ -72,6 +72,16 @@ def test_printed_configuration_is_the_same_run_again(recipe: Path, tmp_path: Pat
         ("--config README.md", "is not YAML"),
         ("--data.val_fraction 1", "--data.val_fraction must be"),
         ("--name a/b", "must be a plain name"),
+        ("--name ..", "must be a plain name"),
+        ("--max_steps 0", "--max_steps must be at least 1"),
+        ("--seed -1", "--seed must be from 0"),
+        ("--logger tensorboard none", "stands alone"),
+        ("--optimizer.lr -1", "--optimizer.lr must be at least 0"),
+        ("--optimizer.momentum 2", "under 1"),
+        ("--optimizer adam --optimizer.betas [2,3]", "--optimizer.betas must be"),
+        ("--schedule warmup_lr --schedule.warmup_num_steps 0", "--schedule.warmup_num_steps must be"),
+        ("--ds_config x.json --strategy ddp", "leave --strategy out"),
+        ("--optimiser adam", "did you mean --optimizer?"),
         ("stray", "stray"),
     ],
 )
@@ -83,11 +93,24 @@ def test_mistakes_are_one_clear_line(flags: str, expected: str, monkeypatch: pyt
     assert "\n" not in str(error.value)
 
 
-def test_misspelt_keys_of_a_recipe_are_refused(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("data: {val_fractoin: 0.2}", "did you mean --data.val_fraction?"),
+        ("epochs:", "epochs has no value"),
+        ("data: 3", "data must be a mapping"),
+        ("3: 4", "holds no options"),
+        ("optimizer: {name: [a]}", "must be a mapping with a name"),
+        ("optimizer: adam", "must be a mapping with a name"),
+        ("epochs: many", "--epochs: expected int"),
+    ],
+)
+def test_mistakes_in_a_recipe_are_refused(text: str, expected: str, tmp_path: Path):
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("data: {val_fractoin: 0.2}\n")
-    with pytest.raises(UsageError, match=r"did you mean --data.val_fraction\?"):
+    recipe.write_text(text)
+    with pytest.raises(UsageError) as error:
         cli.parse(["--config", str(recipe)])
+    assert expected in str(error.value)
 
 
 @pytest.mark.parametrize(

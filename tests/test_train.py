@@ -104,12 +104,18 @@ def test_torch_loader_trains_to_the_same_weights(run: tuple[Path, str], tmp_path
     assert_same_weights(run[0], run_folder_of(tmp_path))
 
 
-@pytest.mark.parametrize("strategy", ["baseline", "deepspeed_stage_2"])
-def test_resuming_after_an_epoch_ends_as_if_never_stopped(strategy: str, run: tuple[Path, str], tmp_path: Path):
+@pytest.mark.parametrize(
+    ("strategy", "stop"),
+    [("baseline", "--epochs 1"), ("baseline", "--max_steps 50"), ("deepspeed_stage_2", "--max_steps 50")],
+)
+def test_a_resumed_run_ends_as_if_never_stopped(strategy: str, stop: str, run: tuple[Path, str], tmp_path: Path):
+    """Stopped after an epoch of 36 steps, and in the middle of the second."""
     flags = ["--config", str(run[0] / "config.yaml"), "--strategy", strategy, "--out", str(tmp_path), "--name", "run"]
-    assert_ok(run_program("train.py", *flags, "--epochs", "1"))
+    assert_ok(run_program("train.py", *flags, *stop.split()))
     done = run_program("train.py", *flags, "--resume", "last")
     assert_ok(done)
+    assert "Warning" not in done.stderr
+    assert json.loads((tmp_path / "run" / "version_1" / "metrics.json").read_text())["steps"] == 72
     assert_same_weights(run[0], tmp_path / "run" / "version_1")
 
 
@@ -179,6 +185,41 @@ def test_mistakes_end_in_one_line(flags: str, code: int, expected: str, small_da
     assert "Traceback" not in done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert expected in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--strategy deepspeed_stage_2", "that run had --strategy baseline or ddp"),
+        ("--optimizer adam", "that run had --optimizer sgd"),
+        ("--resume README.md", "is damaged or no checkpoint"),
+        ("--resume last --name never", "no run of the name never"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused_at_once(
+    flags: str, expected: str, run: tuple[Path, str], tmp_path: Path, small_data: list[str]
+):
+    given = ["--resume", str(run[0]), *flags.split()]
+    done = run_program("train.py", *small_data, "--batch_size", "16", "--out", str(tmp_path), *given)
+    assert done.returncode == 2
+    assert expected in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_cut_checkpoint_is_refused(run: tuple[Path, str], tmp_path: Path, small_data: list[str]):
+    whole = (run[0] / "checkpoints" / "last.ckpt").read_bytes()
+    cut = tmp_path / "cut.ckpt"
+    cut.write_bytes(whole[: len(whole) // 2])
+    done = run_program("train.py", *small_data, "--resume", str(cut), "--out", str(tmp_path / "out"))
+    assert done.returncode == 2
+    assert "is damaged" in done.stderr
+
+
+def test_a_diverged_run_is_summed_up_all_the_same(small_data: list[str], tmp_path: Path):
+    flags = ["--batch_size", "16", "--max_steps", "20", "--optimizer.lr", "1e10", "--accelerator", "cpu"]
+    done = run_program("train.py", *small_data, *flags, "--out", str(tmp_path))
+    assert_ok(done)
+    assert json.loads((run_folder_of(tmp_path) / "metrics.json").read_text())["train/loss"] is None
 
 
 @pytest.mark.distributed

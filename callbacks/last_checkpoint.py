@@ -1,0 +1,46 @@
+"""checkpoints/last.ckpt: the newest state of a run, wherever it ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.callbacks import Checkpoint
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+
+class LastCheckpoint(Checkpoint):
+    """Saves at the end of each epoch, and after the last step where --max_steps or Ctrl-C ends the training earlier.
+
+    ModelCheckpoint(save_last=True) does not (Lightning 2.6.6): it saves the last state only together with a best one.
+
+    Args:
+        path: of the checkpoint, on rank 0, which tells the others.
+    """
+
+    def __init__(self, path: Path | None):
+        self._path = path
+        self._saved_step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Agrees on the path; what was resumed from need not be saved again."""
+        self._path = trainer.strategy.broadcast(self._path)
+        self._saved_step = trainer.global_step
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Saves."""
+        self._save(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Saves, where this is the last step: when the training ends the trainer counts its epoch as done."""
+        if (trainer.should_stop or trainer.global_step == trainer.max_steps) and not trainer.is_last_batch:
+            self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        if self._path is not None and trainer.global_step > self._saved_step:
+            self._saved_step = trainer.global_step
+            trainer.save_checkpoint(self._path)
