@@ -79,8 +79,9 @@ def train(config: Config) -> dict[str, Any]:
 
 
 def write_config(config: Config, source: str, run_dir: Path) -> None:
-    """Writes the recipe that repeats the run, with the source that was really used."""
-    data = replace(config.data, source=cast(SourceName, source))
+    """Writes the recipe that repeats the run from anywhere, with the source that was really used."""
+    root, cache = os.path.abspath(config.data.root), config.data.cache and os.path.abspath(config.data.cache)
+    data = replace(config.data, source=cast(SourceName, source), root=root, cache=cache)
     (run_dir / run_folder.CONFIG).write_text(cli.dump(replace(config, data=data)))
 
 
