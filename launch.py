@@ -1,4 +1,4 @@
-"""Starts the ranks of a run on this machine and watches over them. Standard library only.
+"""Starts the ranks of a run on this machine and watches over them; no torch.
 
 All ranks start at once (Lightning's own launcher starts the second one when the first has imported everything), each
 with its share of cores. When one fails the others are ended, and the failed one is named with its last lines.
