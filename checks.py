@@ -71,7 +71,8 @@ def _settle_devices(config: Config, gpus: int) -> None:
 
 def _check_on_cpu(config: Config) -> None:
     assert config.devices != "auto"
-    if config.devices > 1 and config.devices * CPU_RANK_BYTES > (free := free_memory_bytes()):
+    launched = "LOCAL_WORLD_SIZE" in os.environ  # the ranks have taken their memory already
+    if config.devices > 1 and not launched and config.devices * CPU_RANK_BYTES > (free := free_memory_bytes()):
         fit = max(1, free // CPU_RANK_BYTES)
         raise UsageError(f"--devices {config.devices}: a CPU rank takes about 1 GB, and there is room for {fit} here")
     if config.precision == "16-mixed":

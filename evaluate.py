@@ -33,7 +33,9 @@ def main() -> int:
         raise UsageError("say first what to test, a run folder or a checkpoint: evaluate.py RUN_OR_CHECKPOINT ...")
     arguments, overrides = parser.parse_known_args()
     checkpoint = run_folder.find_checkpoint(arguments.checkpoint, out="", name="")
-    recipe = run_folder.run_of(checkpoint) / run_folder.CONFIG
+    recipe = run_folder.recipe_of(checkpoint)
+    if recipe is None:
+        raise UsageError(f"{checkpoint} lies in no run folder: no {run_folder.CONFIG} above it")
     config = cli.parse(["--config", str(recipe), *overrides])
     trained_by_deepspeed = bool(config.ds_config) or STRATEGIES[config.strategy].family == "deepspeed"
     # One device and one micro-batch, whatever the run had: its batch size need not divide here.

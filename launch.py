@@ -101,7 +101,8 @@ def _watch(processes: list[subprocess.Popen[str]], logs: list[IO[str]]) -> int:
     """Waits for all ranks; passes a request to end on to them. Ctrl-C reaches them from the terminal by itself."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for request in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(request, lambda *_: [process.terminate() for process in processes])
+        if signal.getsignal(request) != signal.SIG_IGN:  # as under nohup, whose run outlives its terminal
+            signal.signal(request, lambda *_: [process.terminate() for process in processes])
     failed: int | None = None
     deadline = float("inf")
     while any(process.poll() is None for process in processes):

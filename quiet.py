@@ -55,7 +55,7 @@ def quieten() -> None:
     """To be called before the Trainer is made; what is not listed here is still shown."""
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message=message)
-    # "GPU available: ...", "Initializing distributed: ...": the progress and the summary say it.
+    # "GPU available: ...", "`Trainer.fit` stopped: ...": the progress and the summary say it.
     for package in ("pytorch", "fabric"):
         logging.getLogger(f"lightning.{package}.utilities.rank_zero").setLevel(logging.WARNING)
     for name in LOGGERS:

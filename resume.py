@@ -24,11 +24,9 @@ def settle_resume(config: Config) -> None:
         return
     checkpoint = run_folder.find_checkpoint(config.resume, config.out, config.run_name)
     _check_whole(checkpoint)
-    for folder in checkpoint.resolve().parents:
-        recipe = folder / run_folder.CONFIG
-        if recipe.exists():
-            _check_same_run(config, yaml.safe_load(recipe.read_text()), checkpoint)
-            break
+    recipe = run_folder.recipe_of(checkpoint)
+    if recipe is not None:
+        _check_same_run(config, yaml.safe_load(recipe.read_text()), checkpoint)
     config.resume = str(checkpoint)
 
 

@@ -79,13 +79,6 @@ def _written(checkpoint: Path) -> tuple[int, str]:
     return finished.stat().st_mtime_ns, checkpoint.name
 
 
-def run_of(checkpoint: Path) -> Path:
-    """The run folder that a checkpoint lies in.
-
-    Raises:
-        UsageError: no folder above it has a config.yaml.
-    """
-    for folder in checkpoint.resolve().parents:
-        if (folder / CONFIG).exists():
-            return folder
-    raise UsageError(f"{checkpoint} lies in no run folder: no {CONFIG} above it")
+def recipe_of(checkpoint: Path) -> Path | None:
+    """The config.yaml of the run that a checkpoint lies in; None for one that was taken out of its run folder."""
+    return next((recipe for folder in checkpoint.resolve().parents if (recipe := folder / CONFIG).exists()), None)

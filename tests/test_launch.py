@@ -25,10 +25,10 @@ rank = launch.global_rank()
 """
 
 
-def launched(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
+def launched(tmp_path: Path, body: str, *before: str) -> subprocess.CompletedProcess[str]:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(root=str(ROOT), body=textwrap.dedent(body)))
-    return subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=60)
+    return subprocess.run([*before, sys.executable, str(program)], capture_output=True, text=True, timeout=60)
 
 
 def test_every_rank_has_its_place_and_its_share_of_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -65,3 +65,8 @@ def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path):
 def test_only_rank_0_is_heard(tmp_path: Path):
     done = launched(tmp_path, "print('rank', rank)")
     assert done.stdout.splitlines() == ["rank 0"]
+
+
+def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path):
+    done = launched(tmp_path, "os.kill(os.getppid(), 1) if rank == 0 else None; time.sleep(1)", "nohup")
+    assert done.returncode == 0, done.stderr
