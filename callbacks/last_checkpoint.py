@@ -43,4 +43,4 @@ class LastCheckpoint(Checkpoint):
     def _save(self, trainer: Trainer) -> None:
         if self._path is not None and trainer.global_step > self._saved_step:
             self._saved_step = trainer.global_step
-            trainer.save_checkpoint(self._path)
+            trainer.save_checkpoint(self._path, weights_only=False)

@@ -90,6 +90,7 @@ def test_what_is_left_behind_and_printed(run: tuple[Path, str]):
         assert expected in output
     assert "Warning" not in output
     assert "WARNING" not in output
+    assert "weights_only" not in output
 
 
 def test_config_yaml_repeats_the_run(run: tuple[Path, str], tmp_path: Path):
