@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check clean
+.PHONY: help setup train test check bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
@@ -26,6 +26,9 @@ check: setup  ## ruff and pyright
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+bench: setup  ## measure against the reference loops, in short: a few minutes (docs/performance.md)
+	for name in tutorial limit deepspeed startup data; do $(BIN)/python -m benchmarks.$$name --short || exit; done
 
 clean:  ## remove .venv and caches; runs and data stay
 	rm -rf .venv .pytest_cache .ruff_cache

@@ -6,16 +6,17 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
+import epoch_loop
 import run_folder
 import sources
 import strategies
 from batch import micro_batch_size
 from callbacks.counts import parameter_count, training_flops
+from callbacks.cpu_kernels import CPUKernels
 from callbacks.curves import TrainingCurves
 from callbacks.figures import TestFigures
 from callbacks.interrupt import Interrupt
@@ -28,12 +29,10 @@ from cli import OWNED, nearest
 from config import Config
 from datamodule import CIFARDataModule
 from errors import UsageError
+from wandb_logger import wandb_logger
 
 WARMUP_STEPS = 10
 """Optimizer steps that the throughput figures leave out."""
-
-FLOPS_PER_THREAD = 50_000_000
-"""Floating-point operations of a micro-batch, forward and backward, that make a thread worth its synchronisation."""
 
 BENCH_WARMUP_STEPS = 20
 """Steps before the timed ones of --bench_steps: allocation, autotuning and the page cache settle in them."""
@@ -41,7 +40,9 @@ BENCH_WARMUP_STEPS = 20
 
 def datamodule(config: Config) -> CIFARDataModule:
     """The images, in batches of this rank."""
-    return CIFARDataModule(config.data, batch_size=config.batch_size, accumulate=config.accumulate, seed=config.seed)
+    return CIFARDataModule(
+        config.data, config.augment, batch_size=config.batch_size, accumulate=config.accumulate, seed=config.seed
+    )
 
 
 def module(config: Config) -> CIFARModule:
@@ -53,6 +54,7 @@ def module(config: Config) -> CIFARModule:
         num_classes=num_classes(config),
         seed=config.seed,
         compile=config.compile,
+        cuda_graphs=config.cuda_graphs,
     )
 
 
@@ -89,9 +91,11 @@ def trainer(config: Config, run_dir: Path | None) -> Trainer:
         steps = BENCH_WARMUP_STEPS + config.bench_steps
         options |= {"max_epochs": -1, "max_steps": steps, "limit_val_batches": 0, "enable_checkpointing": False}
     try:
-        return Trainer(**{**options, **config.trainer})
+        made = Trainer(**{**options, **config.trainer})
     except Exception as error:  # Lightning has several for this, MisconfigurationException among them
         raise UsageError(f"Lightning's Trainer refuses an option of --trainer: {error}") from error
+    epoch_loop.install(made)
+    return made
 
 
 def check_trainer_options(config: Config) -> None:
@@ -106,17 +110,6 @@ def check_trainer_options(config: Config) -> None:
             raise UsageError(f"--trainer.{name} is no option of Lightning's Trainer: {nearest(name, sorted(known))}")
 
 
-def set_threads(config: Config) -> None:
-    """On the CPU: as many threads as a micro-batch gives work for, and no more than the rank's share of the cores.
-
-    Threads that have next to nothing to do wait for each other: on two cores a second thread gained nothing for 4
-    images of Net and 5 % for 16, and made a step 12 times slower while another program was using the cores.
-    """
-    if config.accelerator == "cpu":
-        useful = training_flops(config.model, num_classes(config), micro_batch(config)) // FLOPS_PER_THREAD
-        torch.set_num_threads(max(1, min(torch.get_num_threads(), useful)))
-
-
 def loggers(config: Config, run_dir: Path | None) -> list[Logger]:
     """Where rank 0 writes its curves; nothing on the other ranks."""
     if run_dir is None:
@@ -126,10 +119,7 @@ def loggers(config: Config, run_dir: Path | None) -> list[Logger]:
         version, name = run_dir.name, run_dir.parent.name
         made.append(TensorBoardLogger(config.out, name=name, version=version, default_hp_metric=False))
     if "wandb" in config.logger:
-        try:
-            made.append(WandbLogger(name=run_dir.parent.name, save_dir=run_dir, project="cifar-zero"))
-        except ModuleNotFoundError as error:
-            raise UsageError("--logger wandb needs the package: pip install wandb") from error
+        made.append(wandb_logger(run_dir))
     return made
 
 
@@ -139,11 +129,14 @@ def callbacks(config: Config, run_dir: Path | None) -> list[Callback]:
     warmup = BENCH_WARMUP_STEPS if config.bench_steps else WARMUP_STEPS
     observers: list[Callback] = [
         curves,
-        Throughput(config, warmup),
         Memory(config.log_interval),
         Progress(config, curves),
         Interrupt(config.log_interval),
+        Throughput(config, warmup),  # after the others, whose work it would take for waiting
     ]
+    if config.accelerator == "cpu":
+        flops = training_flops(config.model, num_classes(config), micro_batch(config))
+        observers.append(CPUKernels(flops, config.precision))
     if not config.bench_steps:
         observers += [TestFigures(run_dir), *checkpoints(config, run_dir)]
     return observers

@@ -56,6 +56,8 @@ def settle(config: Config) -> None:
     settle_resume(config)
     if config.accelerator == "cpu":
         _check_on_cpu(config)
+    if config.cuda_graphs:
+        _check_cuda_graphs(config)
     _check_offload(config)
 
 
@@ -81,6 +83,17 @@ def _check_on_cpu(config: Config) -> None:
         raise UsageError("--strategy fsdp needs a GPU: on the CPU deepspeed_stage_3 shards in the same way")
     if STRATEGIES[config.strategy].super_offload and not config.ds_config:
         raise UsageError(f"--strategy {config.strategy} needs a CUDA GPU: on the CPU use deepspeed_stage_3_offload")
+
+
+def _check_cuda_graphs(config: Config) -> None:
+    """A graph replays the same kernels on the same addresses."""
+    spec = STRATEGIES[config.strategy]
+    if config.accelerator == "cpu":
+        raise UsageError("--cuda_graphs needs a GPU: --compile compiles the network on the CPU too")
+    if config.accumulate > 1:
+        raise UsageError("--cuda_graphs cannot add gradients up over --accumulate micro-batches: use --compile")
+    if spec.stage == 3 or spec.family == "fsdp" or config.ds_config:
+        raise UsageError(f"--cuda_graphs: {config.strategy_name} may move the parameters in every step: use --compile")
 
 
 def _check_offload(config: Config) -> None:

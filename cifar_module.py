@@ -15,8 +15,8 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 import models
 from config import Choice
 from optimizers import OPTIMIZERS
-from schedules import SCHEDULES, Schedule
-from sources.augment import normalize
+from schedules import SCHEDULES, Constant, Schedule
+from sources.augment import memory_format, normalize
 from sources.split import IGNORED
 from strategies import optimizer_implementation
 
@@ -25,7 +25,7 @@ class CIFARModule(LightningModule):
     """Cross-entropy training of a network; loss and accuracy, overall and per class, on validation and test images.
 
     A batch is (images, labels): images uint8 (N, 3, H, W), or float in [-1, 1]; labels int64 (N,), where IGNORED counts
-    nowhere.
+    nowhere, or in training each class's share, float (N, classes).
 
     Args:
         model: name and options of the network.
@@ -34,6 +34,7 @@ class CIFARModule(LightningModule):
         num_classes: width of the network's output.
         seed: of the initial weights.
         compile: whether the network runs through torch.compile.
+        cuda_graphs: whether it does so as CUDA graphs.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class CIFARModule(LightningModule):
         num_classes: int,
         seed: int = 0,
         compile: bool = False,
+        cuda_graphs: bool = False,
     ):
         super().__init__()
         self.model = model
@@ -51,7 +53,8 @@ class CIFARModule(LightningModule):
         self.schedule = SCHEDULES[schedule.name](**schedule.options)
         self.num_classes = num_classes
         self.seed = seed
-        self.compiled = compile
+        self.compiled = compile or cuda_graphs
+        self.cuda_graphs = cuda_graphs
         self.net: nn.Module | None = None
         self.val_metrics = SplitMetrics(num_classes)
         self.test_metrics = SplitMetrics(num_classes)
@@ -66,17 +69,23 @@ class CIFARModule(LightningModule):
         torch.manual_seed(self.seed)
         self.net = models.build(self.model.name, self.num_classes, **self.model.options)
         if self.compiled:
-            self.net.compile()
+            # dynamic=False: a micro-batch has one size, an evaluation batch another, and both are known.
+            self.net.compile(dynamic=False, mode="reduce-overhead" if self.cuda_graphs else None)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Class scores (N, classes) of images (N, 3, H, W), uint8 or normalised."""
+        """Class scores (N, classes) of images (N, 3, H, W), uint8 or normalised.
+
+        The steps call it by name, as Lightning has called the module itself already to come to them: called again, it
+        would run DeepSpeed's hooks twice, and ZeRO-3 could not learn in which order the layers come.
+        """
         assert self.net is not None
-        return self.net(normalize(images, next(self.net.parameters()).dtype))
+        images = normalize(images, next(self.net.parameters()).dtype)
+        return self.net(images.contiguous(memory_format=memory_format(images.device)))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Mean cross-entropy of one micro-batch, a scalar in float32."""
+        """Mean cross-entropy of one micro-batch with its labels, or its shares of them, a scalar in float32."""
         images, labels = batch
-        return F.cross_entropy(self(images).float(), labels)
+        return F.cross_entropy(self.forward(images).float(), labels)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """Counts one batch of validation images."""
@@ -96,21 +105,23 @@ class CIFARModule(LightningModule):
 
     def on_test_epoch_start(self) -> None:
         """Forgets the last test."""
-        self.test_metrics.reset()
+        self.test_metrics.reset(self.device)
 
     def on_validation_epoch_start(self) -> None:
         """Forgets the last validation."""
-        self.val_metrics.reset()
+        self.val_metrics.reset(self.device)
 
     def configure_optimizers(self) -> Any:
-        """The optimizer in the strategy's implementation, and a schedule stepped with it."""
+        """The optimizer in the strategy's implementation, and a schedule stepped with it unless it is constant."""
         optimizer = self.optimizer.build(self.parameters(), optimizer_implementation(self.trainer.strategy))
+        if isinstance(self.schedule, Constant):
+            return optimizer
         scheduler = StepSchedule(optimizer, self.schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def _evaluate(self, metrics: SplitMetrics, batch: tuple[Tensor, Tensor]) -> Tensor:
         images, labels = batch
-        scores = self(images).float()
+        scores = self.forward(images).float()
         metrics.update(scores, labels)
         return scores
 
@@ -122,14 +133,14 @@ class CIFARModule(LightningModule):
         self.log_dict({**metrics.named(split, class_names), "step": step}, sync_dist=True)
 
 
-class SplitMetrics(nn.Module):
+class SplitMetrics:
     """Loss, accuracy and confusion matrix over one pass of a split, on all ranks.
 
-    Counts are int64 and the loss is summed in float32, whatever the precision of the engine.
+    Counts are int64 and the loss is summed in float32, whatever the precision of the engine. It is no nn.Module, and so
+    not among the layers that DeepSpeed goes through several times a step.
     """
 
     def __init__(self, num_classes: int):
-        super().__init__()
         self.loss = MeanMetric()
         self.accuracy = MulticlassAccuracy(num_classes, average="micro", ignore_index=IGNORED)
         self.class_accuracy = MulticlassAccuracy(num_classes, average=None, ignore_index=IGNORED)
@@ -152,10 +163,10 @@ class SplitMetrics(nn.Module):
             **{f"{split}/acc_class/{name}": value for name, value in zip(class_names, per_class, strict=True)},
         }
 
-    def reset(self) -> None:
-        """Forgets all that was counted."""
+    def reset(self, device: torch.device) -> None:
+        """Forgets all that was counted, and counts on `device` from now on."""
         for metric in (self.loss, self.accuracy, self.class_accuracy, self.confusion):
-            metric.reset()
+            metric.to(device).reset()
 
 
 class StepSchedule(LRScheduler):

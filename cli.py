@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -18,7 +19,7 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
-from config import Choice, Config, DataConfig, DeviceConfig, OutputConfig, TrainingConfig
+from config import AugmentConfig, Choice, Config, DataConfig, DeviceConfig, OutputConfig, TrainingConfig
 from errors import UsageError
 from models import MODELS
 from optimizers import OPTIMIZERS
@@ -26,6 +27,12 @@ from schedules import SCHEDULES
 from strategies import STRATEGIES
 
 REGISTRIES: dict[str, Mapping[str, Any]] = {"model": MODELS, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
+
+# Sections of the configuration with fields of their own: --data.root, or data: {root: ...} in a recipe.
+SECTIONS = {"data": DataConfig, "augment": AugmentConfig}
+
+SWITCHES = ("compile", "cuda_graphs", "debug")
+"""Flags that may stand without a value."""
 
 # Lightning Trainer options that have a name of their own here, so that two owners can never disagree.
 OWNED = {
@@ -76,7 +83,7 @@ def parse(argv: list[str] | None = None) -> Config:
     for file in short.config:
         _overlay(tree, _read_yaml(file))
     _overlay(tree, {key: {"name": name} for key in REGISTRIES if (name := getattr(short, key)) is not None})
-    for key in ("logger", "compile", "debug"):
+    for key in ("logger", *SWITCHES):
         if getattr(short, key) is not None:
             tree[key] = getattr(short, key)
     names = {key: _chosen(tree, key) for key in REGISTRIES}
@@ -119,7 +126,7 @@ def _short_forms() -> argparse.ArgumentParser:
     for key in REGISTRIES:
         parser.add_argument(f"--{key}", f"--{key}.name", dest=key)
     parser.add_argument("--logger", nargs="+")
-    for switch in ("compile", "debug"):
+    for switch in SWITCHES:
         parser.add_argument(f"--{switch}", nargs="?", const="true", type=yaml.safe_load)
     parser.add_argument("--print_config", action="store_true")
     return parser
@@ -143,7 +150,8 @@ def _parser(names: dict[str, str]) -> ArgumentParser:
     recipes.add_argument("--print_config", action="store_true", help="Print the resulting recipe and exit.")
     for section in (DeviceConfig, TrainingConfig, OutputConfig):
         parser.add_class_arguments(section)
-    parser.add_argument_group(DataConfig.__doc__).add_class_arguments(DataConfig, "data", as_group=False)
+    for key, section in SECTIONS.items():
+        parser.add_argument_group(section.__doc__).add_class_arguments(section, key, as_group=False)
     for key, registry in REGISTRIES.items():
         _add_choice(parser, key, names[key], registry)
     parser.add_argument_group("anything else").add_argument(
@@ -179,7 +187,7 @@ def _read_yaml(file: str) -> dict[str, Any]:
     for key, value in tree.items():
         if value is None:
             raise UsageError(f"--config {file}: {key} has no value")
-        if key in ("data", "trainer") and not isinstance(value, dict):
+        if key in (*SECTIONS, "trainer") and not isinstance(value, dict):
             raise UsageError(f"--config {file}: {key} must be a mapping of options")
         if key in REGISTRIES and not (isinstance(value, dict) and isinstance(value.get("name"), str)):
             raise UsageError(f"--config {file}: {key} must be a mapping with a name, for instance {key}: {{name: ...}}")
@@ -223,7 +231,8 @@ def _config(namespace: Namespace, names: dict[str, str]) -> Config:
     values = namespace.as_dict()
     for key, name in names.items():
         values[key] = Choice(name, {option: value for option, value in values[key].items() if option != "name"})
-    values["data"] = DataConfig(**values["data"])
+    for key, section in SECTIONS.items():
+        values[key] = section(**values[key])
     return Config(**{field.name: values[field.name] for field in fields(Config)})
 
 
@@ -245,6 +254,8 @@ def _check_values(config: Config) -> None:
         raise UsageError(f"--seed must be from 0 to 4294967295, not {config.seed}")
     if "none" in config.logger and len(config.logger) > 1:
         raise UsageError("--logger none stands alone")
+    if config.bench_steps and config.resume:
+        raise UsageError("--bench_steps counts from the first step: leave --resume out")
     if config.ds_config and config.strategy != Config().strategy:
         raise UsageError("--ds_config stands in for a strategy: leave --strategy out")
     for key, registry in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES)):
@@ -259,8 +270,25 @@ def _check_values(config: Config) -> None:
         raise UsageError(f"--data.workers must not be negative, not {config.data.workers}")
     if config.data.synthetic_size < 10:
         raise UsageError(f"--data.synthetic_size must be at least 10, not {config.data.synthetic_size}")
+    _check_augmentation(config)
     if config.name and (Path(config.name).name != config.name or config.name in (".", "..")):
         raise UsageError(f"--name {config.name} must be a plain name; --out is the directory")
+
+
+def _check_augmentation(config: Config) -> None:
+    augment = config.augment
+    if config.data.loader == "torch" and augment != AugmentConfig():
+        given = next(field.name for field in fields(augment) if getattr(augment, field.name) != field.default)
+        raise UsageError(
+            f"--augment.{given} needs --data.loader memory: the torch loader, the tutorial's own, does not augment"
+        )
+    # Images are 32 pixels wide: cropping with a border of 16 leaves a quarter of them in the worst case.
+    for name, most in (("crop", 16), ("cutout", 32)):
+        if not 0 <= getattr(augment, name) <= most:
+            raise UsageError(f"--augment.{name} must be from 0 to {most} pixels, not {getattr(augment, name)}")
+    for name in ("mixup", "cutmix"):
+        if not 0 <= getattr(augment, name) < math.inf:
+            raise UsageError(f"--augment.{name} must be at least 0 and finite, not {getattr(augment, name)}")
 
 
 def _plain(value: Any) -> Any:

@@ -44,6 +44,10 @@ class DeviceConfig:
     compile: bool = False
     """Compile the network with torch.compile."""
 
+    cuda_graphs: bool = False
+    """Compile the network and replay its forward and backward as CUDA graphs, one launch each: for small networks,
+    whose kernels end before the next one is launched."""
+
 
 @dataclass
 class TrainingConfig:
@@ -66,7 +70,7 @@ class TrainingConfig:
     """Largest global L2 norm of the gradient; 0: no clipping."""
 
     seed: int = 0
-    """Seed of the initial weights, the data order and the validation split."""
+    """Seed of the initial weights, the data order, the augmentation and the validation split."""
 
     resume: str = ""
     """Continue from a checkpoint: its path, a run's directory, or last (the newest run of this name)."""
@@ -134,6 +138,29 @@ class DataConfig:
 
 
 @dataclass
+class AugmentConfig:
+    """augmentation of the training images: nothing by default, the same under every strategy and number of ranks"""
+
+    flip: Literal["none", "random", "alternating"] = "none"
+    """Mirror images left to right. random: each with probability 1/2, anew in every epoch. alternating: a random half
+    of them in even epochs, the other half in odd ones. none: never."""
+
+    crop: int = 0
+    """Black pixels put around each side of an image, out of which its size is cut at random; 0: no cropping."""
+
+    cutout: int = 0
+    """Side in pixels of a square anywhere in the image that is blanked out (mean grey); 0: none."""
+
+    mixup: float = 0.0
+    """Blend each image and its label with those of another image, whose share is drawn from Beta(ALPHA, ALPHA); 0: no
+    blending. With cutmix as well, each image gets one of the two, with probability 1/2."""
+
+    cutmix: float = 0.0
+    """Paste a rectangle of another image into each image: its share of the area is drawn from Beta(ALPHA, ALPHA), what
+    sticks out is cut off, and the labels are shared as the pixels are; 0: no pasting."""
+
+
+@dataclass
 class Choice:
     """A name from a registry (models, optimizers, schedules) with its options, all of them filled in."""
 
@@ -146,6 +173,7 @@ class Config(DeviceConfig, TrainingConfig, OutputConfig):
     """Everything that a run depends on. The defaults are the PyTorch tutorial's recipe with a validation split."""
 
     data: DataConfig = field(default_factory=DataConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
     model: Choice = field(default_factory=lambda: Choice("net"))
     optimizer: Choice = field(default_factory=lambda: Choice("sgd"))
     schedule: Choice = field(default_factory=lambda: Choice("constant"))

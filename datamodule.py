@@ -6,16 +6,19 @@ from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
+import torch
 from lightning.pytorch import LightningDataModule
 from numpy.typing import NDArray
 
 import sources
 from batch import micro_batch_size
-from config import DataConfig, SourceName
+from config import AugmentConfig, DataConfig, SourceName
 from errors import UsageError
+from sources.augment import Augmentation
 from sources.dataset import Dataset
 from sources.loader import MemoryLoader
 from sources.order import EvalOrder, Order, TrainOrder
+from sources.residence import Resident, Streamed, place
 from sources.split import Split
 
 EVAL_BATCH_SIZE = 1000
@@ -32,9 +35,11 @@ class CIFARDataModule(LightningDataModule):
     dataset: Dataset
     """All images, after `setup`."""
 
-    def __init__(self, config: DataConfig, *, batch_size: int, accumulate: int, seed: int) -> None:
+    def __init__(
+        self, config: DataConfig, augment: AugmentConfig | None = None, *, batch_size: int, accumulate: int, seed: int
+    ) -> None:
         """`batch_size`: images of one optimizer step over all ranks, in `accumulate` micro-batches; `seed`: of the
-        validation split and of the order.
+        validation split, of the order and of the augmentation; `augment`: of the training images.
 
         Raises UsageError where --data.val_fraction is not in [0, 1).
         """
@@ -47,7 +52,9 @@ class CIFARDataModule(LightningDataModule):
         self._batch_size = batch_size
         self._accumulate = accumulate
         self._seed = seed
+        self._augment = augment or AugmentConfig()
         self._train = self._val = np.empty(0, np.int64)
+        self._stored: dict[tuple[int, torch.device], Resident | Streamed] = {}
 
     def prepare_data(self) -> None:
         """Download and decode (on one rank of each node); in milliseconds where that has been done before."""
@@ -64,10 +71,12 @@ class CIFARDataModule(LightningDataModule):
             return
         if self.trainer is None:
             self.prepare_data()
+            chosen = self.source
         else:  # only rank 0's choice counts: `auto` may have been decided otherwise on another node
-            self.source = self.trainer.strategy.broadcast(self.source)
-        config = replace(self.config, source=cast(SourceName, self.source))
-        self.source = sources.prepare(config)
+            chosen = self.trainer.strategy.broadcast(self.source)
+        config = replace(self.config, source=cast(SourceName, chosen))
+        if self.source != chosen:  # else this process has just prepared it
+            self.source = sources.prepare(config)
         self.dataset = sources.load(config, self.source)
         self._train, self._val = stratified_split(self.dataset.train_labels, self.config.val_fraction, self._seed)
 
@@ -104,7 +113,9 @@ class CIFARDataModule(LightningDataModule):
         order = TrainOrder(
             split.count, self._batch_size, self._accumulate, self._world_size, self._rank, self._seed, shuffle
         )
-        return self._loader(split, order)
+        asked = self._augment != AugmentConfig()
+        augmentation = Augmentation(self._augment, split.count, len(self.classes), self._seed) if asked else None
+        return self._loader(split, order, augmentation)
 
     def val_dataloader(self) -> Any:
         """Every validation image once; an empty list, with which Lightning skips validation, where there are none."""
@@ -121,12 +132,19 @@ class CIFARDataModule(LightningDataModule):
     def _eval_order(self, split: Split) -> EvalOrder:
         return EvalOrder(split.count, EVAL_BATCH_SIZE, self._world_size, self._rank)
 
-    def _loader(self, split: Split, order: Order) -> Any:
+    def _loader(self, split: Split, order: Order, augmentation: Augmentation | None = None) -> Any:
         if self.config.loader == "memory":
-            return MemoryLoader(split, order)
+            key = id(split.images), self._device  # training and validation images are of the same array: one copy
+            if key not in self._stored:
+                self._stored[key] = place(split.images, self._device)
+            return MemoryLoader(split, order, self._stored[key], augmentation)
         from sources.torch_loader import torch_loader  # here, as torchvision takes a second to import
 
         return torch_loader(split, order, self.config.workers)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
 
     @property
     def _world_size(self) -> int:

@@ -1,6 +1,7 @@
 """What this machine has, found out without importing torch where there is no GPU driver."""
 
 import os
+import platform
 from pathlib import Path
 
 import psutil
@@ -26,3 +27,11 @@ def free_memory_bytes() -> int:
 def core_count() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_name() -> str:
+    """The name of this machine's processor."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

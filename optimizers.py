@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-Implementation = Literal["torch", "deepspeed_cpu", "deepspeed_fused"]
+Implementation = Literal["torch", "torch_fused", "deepspeed_cpu", "deepspeed_fused"]
 
 
 @dataclass
@@ -48,6 +48,7 @@ class SGD:
             momentum=self.momentum,
             weight_decay=self.weight_decay,
             nesterov=self.nesterov,
+            fused=implementation in ("torch_fused", "deepspeed_fused"),
         )
 
 
@@ -95,7 +96,8 @@ class Adam:
             return FusedAdam(parameters, adam_w_mode=self.decoupled, **options)
         import torch
 
-        return (torch.optim.AdamW if self.decoupled else torch.optim.Adam)(parameters, **options)
+        kind = torch.optim.AdamW if self.decoupled else torch.optim.Adam
+        return kind(parameters, **options, fused=implementation == "torch_fused")
 
 
 @dataclass

@@ -53,7 +53,6 @@ def train(config: Config) -> dict[str, Any]:
 
     quieten()
     build.check_trainer_options(config)
-    build.set_threads(config)
     datamodule = build.datamodule(config)
     run_dir: Path | None = None
     if launch.global_rank() == 0:
@@ -66,7 +65,8 @@ def train(config: Config) -> dict[str, Any]:
     trainer.fit(module, datamodule=datamodule, ckpt_path=config.resume or None)
     if build.interrupted(trainer):
         leave(trainer)
-        raise KeyboardInterrupt(f"the run goes on with --resume {run_dir}" if run_dir else "")
+        saved = run_dir is not None and not config.bench_steps
+        raise KeyboardInterrupt(f"the run goes on with --resume {run_dir}" if saved else "")
     if not config.bench_steps:
         trainer.test(module, datamodule=datamodule, verbose=False)
     metrics = collect(trainer, module, datamodule, config)

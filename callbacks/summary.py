@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -13,6 +11,7 @@ from callbacks.counts import parameter_count
 from callbacks.curves import TrainingCurves
 from callbacks.memory import Memory
 from callbacks.throughput import Throughput
+from hardware import cpu_name
 from reports.summary import metrics_json
 
 if TYPE_CHECKING:
@@ -94,12 +93,7 @@ def log_hparams(trainer: Trainer, config: Config, metrics: dict[str, Any]) -> No
 
 def device_name(device: torch.device) -> str:
     """The name of a GPU or of this machine's processor."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
 def _observer(trainer: Trainer, kind: type[Observer]) -> Observer:

@@ -1,8 +1,9 @@
-"""How fast a run trains: time per optimizer step, images and floating-point operations per second."""
+"""How fast a run trains: time per optimizer step and what of it is waiting for data, images and FLOPs per second."""
 
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ from lightning.pytorch import Callback
 
 from callbacks.counts import training_flops
 from callbacks.interval import Interval, log_scalars
+from callbacks.peaks import peak_flops
+from callbacks.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -24,23 +27,36 @@ STARTED = "CIFAR_ZERO_STARTED"
 """Environment variable: when the command was started, in seconds since 1970; ranks inherit it from their launcher."""
 
 
-def rates(seconds: float, steps: int, batch_size: int, flops_per_step: int) -> dict[str, float]:
-    """perf/* of `steps` optimizer steps that took `seconds`.
+def rates(
+    seconds: float,
+    data_seconds: float,
+    steps: int,
+    batch_size: int,
+    flops_per_step: int,
+    peak_flops_per_second: float | None = None,
+) -> dict[str, float]:
+    """perf/* of `steps` optimizer steps that took `seconds`; perf/mfu only where the peak is known.
 
     Args:
         seconds: of training alone.
+        data_seconds: of these, waiting for data.
         steps: at least one.
         batch_size: images per step, over all ranks.
         flops_per_step: over all ranks.
+        peak_flops_per_second: what all devices together can reach.
     """
     meter = Meter(window_size=2)
     meter.update(time=0.0, batches=0, samples=0, flops=0)
     meter.update(time=seconds, batches=steps, samples=steps * batch_size, flops=steps * flops_per_step)
     measured = meter.compute()
+    flops_per_second = measured["device/flops_per_sec"]
+    utilisation = {} if peak_flops_per_second is None else {"perf/mfu": flops_per_second / peak_flops_per_second}
     return {
         "perf/step_time_ms": 1e3 / measured["device/batches_per_sec"],
+        "perf/data_time_ms": 1e3 * data_seconds / steps,
         "perf/images_per_second": measured["device/samples_per_sec"],
-        "perf/tflops": measured["device/flops_per_sec"] / 1e12,
+        "perf/tflops": flops_per_second / 1e12,
+        **utilisation,
     }
 
 
@@ -50,41 +66,19 @@ def process_started() -> float:
     return float(started) if started else psutil.Process().create_time()
 
 
-class Stopwatch:
-    """Adds up the seconds between `start` and `stop`; with a GPU, of work done rather than of work queued."""
-
-    def __init__(self, device: torch.device):
-        self.seconds = 0.0
-        self.running = False
-        self._device = device
-        self._since = 0.0
-
-    def start(self) -> None:
-        """Goes on."""
-        self._since = self._now()
-        self.running = True
-
-    def stop(self) -> None:
-        """Halts, if it runs."""
-        if self.running:
-            self.seconds += self._now() - self._since
-            self.running = False
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
-
-
 class Throughput(Callback):
     """Writes the perf/* curves and keeps the totals of the run.
 
     The clock runs inside the epochs: waiting for a batch counts; validation, the writing of checkpoints, the start of
     an epoch and the first `warmup_steps` do not.
 
+    perf/data_time_ms is the part of a step between the end of one micro-batch and the start of the next: the wait for
+    the loader, the copy to the device and the loop's own bookkeeping. It is this rank's time on the host; a GPU that
+    still has work queued does not wait with it.
+
     Args:
         config: of the run.
-        warmup_steps: optimizer steps left out at the start; half of the run where that is shorter.
+        warmup_steps: optimizer steps left out at the start; half of the run where that is shorter, but for a benchmark.
     """
 
     seconds_to_first_step: float | None = None
@@ -96,23 +90,37 @@ class Throughput(Callback):
     def __init__(self, config: Config, warmup_steps: int = 10):
         self._interval = Interval(config.log_interval)
         self._batch_size = config.batch_size
+        self._precision = config.precision
+        self._benchmark = config.bench_steps > 0
         self._warmup_steps = warmup_steps
         self._flops_per_step = 0
+        self._peak_flops: float | None = None
         self._fit_started = 0.0
         self._first_step = self._first_timed_step = 0
-        self._logged_step = 0
-        self._logged_seconds = 0.0
+        self._lap_step = self._logged_step = 0
+        self._logged_seconds = self._logged_data_seconds = 0.0
+        self._data_seconds = 0.0
+        self._batch_ended = 0.0
         self._clock = Stopwatch(torch.device("cpu"))
 
     @property
     def totals(self) -> dict[str, float | None]:
-        """perf/* of metrics.json: over all timed steps; None where no step was timed."""
+        """perf/* of metrics.json: over all timed steps; None where no step was timed.
+
+        The shortest, the median and the longest step are a benchmark's alone.
+        """
         steps = self._logged_step - self._first_timed_step
-        timed = rates(self._clock.seconds, steps, self._batch_size, self._flops_per_step) if steps > 0 else {}
+        timed = self._rates(self._clock.seconds, self._data_seconds, steps) if steps > 0 else {}
+        laps = [1e3 * seconds for seconds in self._clock.lap_seconds()]
         return {
             "perf/step_time_ms": timed.get("perf/step_time_ms"),
+            "perf/step_time_min_ms": min(laps, default=None),
+            "perf/step_time_median_ms": statistics.median(laps) if laps else None,
+            "perf/step_time_max_ms": max(laps, default=None),
+            "perf/data_time_ms": timed.get("perf/data_time_ms"),
             "perf/images_per_second": timed.get("perf/images_per_second"),
             "perf/tflops": timed.get("perf/tflops"),
+            "perf/mfu": timed.get("perf/mfu"),
             "perf/seconds_to_first_step": self.seconds_to_first_step,
             "perf/fit_seconds": self.fit_seconds,
         }
@@ -124,29 +132,39 @@ class Throughput(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: CIFARModule) -> None:  # pyright: ignore
         """Counts the FLOPs of a step and finds where the timed steps begin."""
+        device = pl_module.device
         self._flops_per_step = training_flops(pl_module.model, pl_module.num_classes, self._batch_size)
+        peak = peak_flops(device, self._precision)
+        self._peak_flops = peak and peak * trainer.world_size
         self._interval.start(trainer)
-        self._clock = Stopwatch(pl_module.device)
+        self._clock = Stopwatch(device)
         self._first_step = trainer.global_step
         steps = trainer.estimated_stepping_batches - self._first_step
-        warmup_steps = min(self._warmup_steps, steps // 2) if steps > 0 else self._warmup_steps
-        self._first_timed_step = self._logged_step = self._first_step + int(warmup_steps)
+        length_known = steps > 0 and not self._benchmark
+        warmup_steps = min(self._warmup_steps, steps // 2) if length_known else self._warmup_steps
+        self._first_timed_step = self._logged_step = self._lap_step = self._first_step + int(warmup_steps)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Starts the clock after the warm-up and after each pause."""
-        if not self._clock.running and trainer.global_step >= self._first_timed_step:
+        """Adds the wait for this batch up; after the warm-up and after each pause it starts the clock instead."""
+        if self._clock.running:
+            self._data_seconds += time.perf_counter() - self._batch_ended
+        elif trainer.global_step >= self._first_timed_step:
             self._clock.start()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Notes the end of the first step, and writes the point that is due."""
+        """Notes the end of the first step and of a benchmark's every step, and writes the point that is due."""
         step = trainer.global_step
         if self.seconds_to_first_step is None and step > self._first_step:
             self.seconds_to_first_step = time.time() - process_started()
+        if self._benchmark and step > self._lap_step:
+            self._lap_step = step
+            self._clock.lap()
         if self._interval.due(step) and self._clock.running:
             self._log(trainer)
             self._clock.start()
+        self._batch_ended = time.perf_counter()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Pauses."""
@@ -174,5 +192,9 @@ class Throughput(Callback):
         if steps <= 0:
             return
         seconds = self._clock.seconds - self._logged_seconds
-        log_scalars(trainer, rates(seconds, steps, self._batch_size, self._flops_per_step))
+        log_scalars(trainer, self._rates(seconds, self._data_seconds - self._logged_data_seconds, steps))
         self._logged_step, self._logged_seconds = trainer.global_step, self._clock.seconds
+        self._logged_data_seconds = self._data_seconds
+
+    def _rates(self, seconds: float, data_seconds: float, steps: int) -> dict[str, float]:
+        return rates(seconds, data_seconds, steps, self._batch_size, self._flops_per_step, self._peak_flops)

@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from reports.bench import is_benchmark, print_bench_table
+
 SCHEMA = 1
 """Of metrics.json; goes up when a key changes its meaning."""
 
@@ -24,7 +26,9 @@ MEASURED = (
     *("dataset", "num_train", "num_test", "model", "parameters", "strategy", "world_size", "num_nodes"),
     *("accelerator", "device_name", "precision", "seed", "batch_size", "micro_batch_size", "accumulate"),
     *("epochs", "steps", "train/loss", "val/acc", "test/loss", "test/acc", "test/acc_per_class"),
-    *("perf/images_per_second", "perf/step_time_ms", "perf/tflops", "perf/seconds_to_first_step", "perf/fit_seconds"),
+    *("perf/images_per_second", "perf/step_time_ms", "perf/step_time_min_ms", "perf/step_time_median_ms"),
+    *("perf/step_time_max_ms", "perf/data_time_ms", "perf/tflops", "perf/mfu", "perf/seconds_to_first_step"),
+    *("perf/fit_seconds",),
     *("mem/peak_rank_bytes", "mem/model_state_rank_bytes"),
 )
 """Keys of metrics.json that a run fills in, in their order; null where the run had none (a run without a test)."""
@@ -95,6 +99,7 @@ def print_summary(metrics: Mapping[str, Any], run_dir: Path, console: Console | 
     """
     console = console or Console(highlight=False)
     print_test_table(metrics, console)
+    print_bench_table(metrics, console)
     table = Table.grid(padding=(0, 2))
     for name, value in _summary_lines(metrics):
         table.add_row(f"[dim]{name}", escape(value))
@@ -141,9 +146,12 @@ def _summary_lines(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     if metrics["train/loss"] is not None:
         lines.append(("loss", f"{metrics['train/loss']:.4f} in training, mean of the last interval"))
+    if is_benchmark(metrics):  # its table has the rest
+        return lines
     if metrics["perf/images_per_second"] is not None:
-        step_time, speed = metrics["perf/step_time_ms"], metrics["perf/images_per_second"]
-        lines.append(("speed", f"{speed:,.0f} images/s, {step_time:.2f} ms a step"))
+        step_time, data_time = metrics["perf/step_time_ms"], metrics["perf/data_time_ms"]
+        step = f"{step_time:.2f} ms a step, {data_time:.2f} ms of it waiting for data"
+        lines.append(("speed", f"{metrics['perf/images_per_second']:,.0f} images/s, {step}"))
     if metrics["mem/peak_rank_bytes"]:  # empty where a resumed run had nothing left to do
         peak, states = max(metrics["mem/peak_rank_bytes"]), max(metrics["mem/model_state_rank_bytes"])
         lines.append(("memory", f"{peak / 1e9:.2f} GB a rank at most, {states / 1e6:,.2f} MB of it model states"))

@@ -24,8 +24,8 @@ from sources.console import say
 from sources.dataset import IMAGE_SHAPE, Dataset
 from sources.lock import locked
 
-SCHEMA = 1
-"""Of this layout; a cache of another schema is replaced."""
+SCHEMA = 2
+"""Of this layout; a cache of another schema is replaced. Since 2 the images are stored with their channels last."""
 
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 PAGE_BYTES = 4096
@@ -60,9 +60,10 @@ def ensure(directory: Path, source: str, fingerprint: str, build: Callable[[Path
 
 def allocate(directory: Path, split: str, count: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """Create the arrays of a split ("train" or "test") on the disk: images (count, 3, 32, 32) and labels (count,)."""
-    images = _create(directory / f"{split}_images.npy", (count, *IMAGE_SHAPE), np.uint8)
+    channels, height, width = IMAGE_SHAPE
+    images = _create(directory / f"{split}_images.npy", (count, height, width, channels), np.uint8)
     labels = _create(directory / f"{split}_labels.npy", (count,), np.int64)
-    return images, labels
+    return _channels_first(images), labels
 
 
 def load(directory: Path) -> Dataset:
@@ -74,6 +75,8 @@ def load(directory: Path) -> Dataset:
     if meta is None:
         raise RunError(f"no decoded images in {directory}: prepare the data first")
     arrays = {name: _open(directory, name) for name in ARRAYS}
+    for name in ("train_images", "test_images"):
+        arrays[name] = _channels_first(arrays[name])
     return Dataset(name=meta["source"], classes=tuple(meta["classes"]), **arrays)
 
 
@@ -137,6 +140,11 @@ def _create(path: Path, shape: tuple[int, ...], dtype: type[np.generic]) -> np.m
         with path.open("rb+") as file:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
     return array
+
+
+def _channels_first(images: np.memmap[Any, Any]) -> np.memmap[Any, Any]:
+    """The stored (N, 32, 32, 3) seen as (N, 3, 32, 32). Nothing is moved: the bytes of a pixel stay side by side."""
+    return images.transpose(0, 3, 1, 2)
 
 
 def _open(directory: Path, name: str) -> np.memmap[Any, Any]:

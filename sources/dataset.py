@@ -13,7 +13,11 @@ IMAGE_SHAPE = (3, 32, 32)
 
 @dataclass(frozen=True)
 class Dataset:
-    """Decoded images and labels, as read-only memory maps: ranks on one machine share the same pages of memory."""
+    """Decoded images and labels, as read-only memory maps: ranks on one machine share the same pages of memory.
+
+    In memory the three bytes of a pixel lie side by side, as in torch's channels_last: a line of an image is one piece,
+    and batches in that format, with which a CPU works faster, need no rearranging.
+    """
 
     name: str
     """The source that the images really come from (never `auto`)."""

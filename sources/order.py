@@ -11,14 +11,13 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.utils.data import DistributedSampler, TensorDataset
 
 from batch import micro_batch_size
 from errors import UsageError
 
 
 class TrainOrder:
-    """A new shuffle each epoch: that of torch's DistributedSampler, rank r taking positions r, r + world_size, ...
+    """A new shuffle each epoch: that of torch's DistributedSampler (drop_last), rank r taking r, r + world_size, ...
 
     Only whole optimizer steps are given, floor(count / batch_size) an epoch: DeepSpeed counts micro-batches up to the
     next step by itself and would carry a remainder into the next epoch, where DDP steps at the epoch's end. As the
@@ -42,13 +41,21 @@ class TrainOrder:
         """
         self.batch_size = micro_batch_size(batch_size, world_size, accumulate)
         """Images in a micro-batch of this rank; this is the name that a batch sampler has for it."""
-        self.sampler = DistributedSampler(
-            TensorDataset(torch.empty(count)), world_size, rank, shuffle=shuffle, seed=seed, drop_last=True
-        )
-        """Lightning calls its `set_epoch` before each epoch."""
+        self.epoch = 0
+        """The epoch whose order is given, from 0."""
+        self._count, self._world_size, self._rank, self._seed, self._shuffle = count, world_size, rank, seed, shuffle
         self._length = count // batch_size * accumulate
         if self._length == 0:
             raise UsageError(f"batch_size {batch_size} is more than the {count} training images: use a smaller one")
+
+    @property
+    def sampler(self) -> TrainOrder:
+        """Itself, under the name where Lightning looks for a `set_epoch` to call before each epoch."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes the next pass that of `epoch`."""
+        self.epoch = epoch
 
     def __len__(self) -> int:
         """Micro-batches in an epoch."""
@@ -56,8 +63,12 @@ class TrainOrder:
 
     def positions(self) -> Tensor:
         """This epoch's positions, int64 (micro-batches, batch_size)."""
-        positions = torch.tensor(list(self.sampler))[: self._length * self.batch_size]
-        return positions.view(self._length, self.batch_size)
+        if self._shuffle:  # seeded as DistributedSampler does it
+            turns = torch.randperm(self._count, generator=torch.Generator().manual_seed(self._seed + self.epoch))
+        else:
+            turns = torch.arange(self._count)
+        mine = turns[self._rank :: self._world_size]
+        return mine[: self._length * self.batch_size].view(self._length, self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
         """Micro-batches of positions, for a DataLoader."""
@@ -70,6 +81,9 @@ class EvalOrder:
     Each rank gets as many batches of the same size, as ZeRO-3 gathers weights in every forward and would hang where one
     rank makes more. What is lacking is filled with position `count`, the split's ignored entry.
     """
+
+    epoch = 0
+    """All passes are the same."""
 
     sampler = None
     """There is nothing to shuffle; Lightning asks for the attribute."""

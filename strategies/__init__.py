@@ -76,5 +76,12 @@ def build(config: Config, on_cpu: bool, micro_batch_size: int, num_parameters: i
 
 def optimizer_implementation(strategy: Strategy) -> Implementation:
     """Whose optimizer a strategy runs: DeepSpeed's on the CPU where it is offloaded, its fused one on CUDA where it can
-    be compiled, else torch's."""
-    return getattr(strategy, "optimizer_implementation", "torch")
+    be compiled, else torch's.
+
+    torch's fused one updates all parameters in one call. It is for CUDA: on the CPU it rounds an element in another way
+    at the end of a tensor than in its middle (torch 2.15), so that sharding would change the weights. Nor does
+    Lightning clip its gradients where a scaler is at work.
+    """
+    scaled = getattr(strategy.precision_plugin, "scaler", None) is not None
+    fused = strategy.root_device.type == "cuda" and not scaled
+    return getattr(strategy, "optimizer_implementation", "torch_fused" if fused else "torch")

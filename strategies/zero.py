@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +22,7 @@ from optimizers import Implementation
 
 
 class ZeROPrecision(DeepSpeedPrecision):
-    """Leaves the division by the accumulated micro-batches to Lightning.
+    """Leaves the division by the accumulated micro-batches to Lightning, and a batch as it is.
 
     Lightning (2.6.6) divides the loss by accumulate_grad_batches and `engine.backward` (DeepSpeed 0.19.8) would divide
     it by gradient_accumulation_steps again. Can go when Lightning's own plugin passes scale_wrt_gas.
@@ -30,6 +31,10 @@ class ZeROPrecision(DeepSpeedPrecision):
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Back-propagates the loss of one micro-batch, already divided by their number."""
         super().backward(tensor, model, optimizer, *args, scale_wrt_gas=False, **kwargs)
+
+    def convert_input(self, data: Any) -> Any:
+        """The batch itself: the module casts the images, and soft labels are not to be rounded to the low precision."""
+        return data
 
 
 class ZeROStrategy(DeepSpeedStrategy):
@@ -55,15 +60,22 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     @property
     def optimizer_implementation(self) -> Implementation:
-        """DeepSpeedCPUAdam for an offloaded optimizer; FusedAdam on CUDA where nvcc can compile it; else torch's."""
+        """DeepSpeedCPUAdam for an offloaded optimizer; FusedAdam on CUDA where nvcc can compile it; else torch's, fused
+        on CUDA."""
         assert isinstance(self.config, dict)
         if self.config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none") != "none":
             return "deepspeed_cpu"
-        return "torch" if self.on_cpu or CUDA_HOME is None else "deepspeed_fused"
+        if self.on_cpu:
+            return "torch"
+        return "torch_fused" if CUDA_HOME is None else "deepspeed_fused"
 
     def setup_environment(self) -> None:
         """Starts the process group."""
         if self.on_cpu:
+            # DeepSpeed's own launcher sets it. Without it the CPU accelerator starts numactl in every step to ask how
+            # many devices there are (DeepSpeed 0.19.8, accelerator/cpu_accelerator.py).
+            os.environ.setdefault("LOCAL_SIZE", str(self.num_processes))
+            deepspeed.utils.nvtx.enable_nvtx = False  # marks for NVIDIA's profiler, 260 a step at stage 3
             super(DeepSpeedStrategy, self).setup_environment()  # past the check for CUDA, to DDP's
         else:
             super().setup_environment()

@@ -38,6 +38,7 @@ def refused(flags: str) -> str:
         ("--data.source folder --data.root /nowhere", "/nowhere"),
         ("--ds_config /nowhere.json", "cannot be read"),
         ("--devices 4096 --batch_size 4096", "a CPU rank takes about 1 GB"),
+        ("--cuda_graphs", "needs a GPU"),
     ],
 )
 def test_without_a_gpu(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
@@ -48,6 +49,12 @@ def test_without_a_gpu(flags: str, expected: str, monkeypatch: pytest.MonkeyPatc
 def test_more_devices_than_there_are(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(checks, "gpu_count", lambda: 2)
     assert "this machine has 2 GPUs" in refused("--devices 4")
+
+
+@pytest.mark.parametrize("flags", ["--accumulate 2", "--strategy deepspeed_stage_3", "--strategy fsdp"])
+def test_graphs_where_addresses_move(flags: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checks, "gpu_count", lambda: 1)
+    assert "use --compile" in refused(f"--cuda_graphs {flags}")
 
 
 def test_nvme_without_libaio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

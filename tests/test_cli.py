@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 import cli
+from config import AugmentConfig
 from errors import UsageError
 from tests.helpers import ROOT, run_program
 
@@ -35,6 +36,15 @@ def test_another_optimizer_drops_the_options_of_the_first():
     config = cli.parse(["--config", "configs/tutorial.yaml", "--optimizer", "adam", "--optimizer.betas", "[0.8, 0.99]"])
     assert config.optimizer.name == "adam"
     assert config.optimizer.options == {"lr": 0.001, "betas": (0.8, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+
+
+def test_augmentation_of_a_recipe_and_of_flags(tmp_path: Path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("augment: {flip: alternating, crop: 2}\n")
+    config = cli.parse(["--config", str(recipe), "--augment.crop", "4", "--augment.mixup", "0.2"])
+    assert config.augment == AugmentConfig(flip="alternating", crop=4, mixup=0.2)
+    recipe.write_text(cli.dump(config))
+    assert cli.parse(["--config", str(recipe)]) == config
 
 
 def test_short_forms():
@@ -76,11 +86,18 @@ def test_printed_configuration_is_the_same_run_again(recipe: Path, tmp_path: Pat
         ("--max_steps 0", "--max_steps must be at least 1"),
         ("--seed -1", "--seed must be from 0"),
         ("--logger tensorboard none", "stands alone"),
+        ("--bench_steps 5 --resume last", "leave --resume out"),
         ("--optimizer.lr -1", "--optimizer.lr must be at least 0"),
         ("--optimizer.momentum 2", "under 1"),
         ("--optimizer adam --optimizer.betas [2,3]", "--optimizer.betas must be"),
         ("--schedule warmup_lr --schedule.warmup_num_steps 0", "--schedule.warmup_num_steps must be"),
         ("--ds_config x.json --strategy ddp", "leave --strategy out"),
+        ("--augment.flip sideways", "--augment.flip: expected one of ['none', 'random', 'alternating'], not sideways"),
+        ("--augment.crop 17", "--augment.crop must be from 0 to 16 pixels, not 17"),
+        ("--augment.cutout -1", "--augment.cutout must be from 0 to 32 pixels, not -1"),
+        ("--augment.mixup .inf", "--augment.mixup must be at least 0 and finite, not inf"),
+        ("--augment.flipp random", "did you mean --augment.flip?"),
+        ("--augment.cutmix 1 --data.loader torch", "--augment.cutmix needs --data.loader memory"),
         ("--optimiser adam", "did you mean --optimizer?"),
         ("stray", "stray"),
     ],
@@ -99,6 +116,8 @@ def test_mistakes_are_one_clear_line(flags: str, expected: str, monkeypatch: pyt
         ("data: {val_fractoin: 0.2}", "did you mean --data.val_fraction?"),
         ("epochs:", "epochs has no value"),
         ("data: 3", "data must be a mapping"),
+        ("augment: flip", "augment must be a mapping"),
+        ("augment: {cropp: 4}", "did you mean --augment.crop?"),
         ("3: 4", "holds no options"),
         ("optimizer: {name: [a]}", "must be a mapping with a name"),
         ("optimizer: adam", "must be a mapping with a name"),

@@ -11,10 +11,9 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from config import DataConfig
+from config import AugmentConfig, DataConfig
 from datamodule import CIFARDataModule, stratified_split
 from errors import UsageError
-from sources.augment import normalize
 from sources.split import IGNORED
 
 
@@ -26,7 +25,7 @@ def config(tmp_path: Path) -> DataConfig:
 def make(config: DataConfig, batch_size: int = 8, accumulate: int = 1, world_size: int = 1) -> CIFARDataModule:
     """A data module after `setup`, as rank 0 of a trainer of `world_size` ranks sees it."""
     datamodule = CIFARDataModule(config, batch_size=batch_size, accumulate=accumulate, seed=7)
-    strategy = SimpleNamespace(broadcast=lambda value: value)
+    strategy = SimpleNamespace(broadcast=lambda value: value, root_device=torch.device("cpu", 0))
     datamodule.trainer = cast(Any, SimpleNamespace(world_size=world_size, global_rank=0, strategy=strategy))
     datamodule.prepare_data()
     datamodule.setup("fit")
@@ -82,13 +81,16 @@ class Recorder(LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.seen: dict[str, list[torch.Tensor]] = {"train": [], "train images": [], "val": [], "test": []}
+        self.seen: dict[str, list[torch.Tensor]] = {
+            name: [] for name in ("train", "train images", "val", "val images", "test")
+        }
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_index: int) -> None:
-        self.seen["train images"].append(normalize(batch[0]))
+        self.seen["train images"].append(batch[0])
         self.seen["train"].append(batch[1])
 
     def validation_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_index: int) -> None:
+        self.seen["val images"].append(batch[0])
         self.seen["val"].append(batch[1])
 
     def test_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_index: int) -> None:
@@ -98,13 +100,16 @@ class Recorder(LightningModule):
         return torch.optim.SGD([self.weight])
 
 
-def record(config: DataConfig, tmp_path: Path) -> dict[str, torch.Tensor]:
+def record(
+    config: DataConfig, tmp_path: Path, augment: AugmentConfig | None = None, **options: Any
+) -> dict[str, torch.Tensor]:
     """What a module sees in two epochs of `fit` and in `test`, all batches in one."""
     trainer = Trainer(
         max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, use_distributed_sampler=False, default_root_dir=tmp_path, num_sanity_val_steps=0,
+        **options,
     )  # fmt: skip
-    datamodule = CIFARDataModule(config, batch_size=8, accumulate=1, seed=7)
+    datamodule = CIFARDataModule(config, augment, batch_size=8, accumulate=1, seed=7)
     recorder = Recorder()
     trainer.fit(recorder, datamodule=datamodule)
     trainer.test(recorder, datamodule=datamodule, verbose=False)
@@ -124,3 +129,22 @@ def test_lightning_sees_the_same_from_both_loaders(config: DataConfig, tmp_path:
     assert not torch.equal(first, second), "a new order each epoch"
     assert (memory["test"] != IGNORED).sum() == 205
     assert (memory["val"] != IGNORED).sum() == 2 * 20
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_training_images_alone_are_augmented(config: DataConfig, tmp_path: Path) -> None:
+    plain, mixed = (record(config, tmp_path, augment) for augment in (None, AugmentConfig(crop=4, mixup=1.0)))
+    assert torch.equal(plain["val images"], mixed["val images"])
+    assert torch.equal(plain["val"], mixed["val"])
+    assert mixed["train images"].shape == plain["train images"].shape
+    assert not torch.equal(mixed["train images"], plain["train images"])
+    assert mixed["train"].shape == (2 * 184, 10)
+
+
+@pytest.mark.filterwarnings("ignore:You requested to overfit")
+def test_limits_of_lightning_start_each_epoch_at_its_beginning(config: DataConfig, tmp_path: Path) -> None:
+    first, second = record(config, tmp_path, overfit_batches=3)["train images"].chunk(2)
+    assert torch.equal(first, second)
+    whole = record(config, tmp_path)["train"].view(2, -1)
+    limited = record(config, tmp_path, limit_train_batches=3)["train"].view(2, -1)
+    assert torch.equal(limited, whole[:, : limited.shape[1]])

@@ -23,15 +23,16 @@ SCALARS = {
     *("train/loss", "train/epoch", "train/global_step", "train/learning_rate", "train/grad_norm"),
     *(f"{split}/{name}" for split in ("val", "test") for name in ("loss", "acc")),
     *(f"{split}/acc_class/{name}" for split in ("val", "test") for name in CLASSES),
-    *("perf/step_time_ms", "perf/images_per_second", "perf/tflops", "mem/peak_gb"),
+    *("perf/step_time_ms", "perf/data_time_ms", "perf/images_per_second", "perf/tflops", "mem/peak_gb"),
 }
 # fmt: off
 KEYS = [
     "schema", "dataset", "num_train", "num_test", "model", "parameters", "strategy", "world_size", "num_nodes",
     "accelerator", "device_name", "precision", "seed", "batch_size", "micro_batch_size", "accumulate", "epochs",
     "steps", "train/loss", "val/acc", "test/loss", "test/acc", "test/acc_per_class", "perf/images_per_second",
-    "perf/step_time_ms", "perf/tflops", "perf/seconds_to_first_step", "perf/fit_seconds", "mem/peak_rank_bytes",
-    "mem/model_state_rank_bytes", "versions", "git_commit",
+    "perf/step_time_ms", "perf/step_time_min_ms", "perf/step_time_median_ms", "perf/step_time_max_ms",
+    "perf/data_time_ms", "perf/tflops", "perf/mfu", "perf/seconds_to_first_step", "perf/fit_seconds",
+    "mem/peak_rank_bytes", "mem/model_state_rank_bytes", "versions", "git_commit",
 ]
 # fmt: on
 
@@ -78,6 +79,8 @@ def test_metrics_json(run: tuple[Path, str]):
     assert metrics["train/loss"] == pytest.approx(math.log(10), abs=0.2)  # random images
     assert list(metrics["test/acc_per_class"]) == CLASSES
     assert metrics["perf/step_time_ms"] * metrics["perf/images_per_second"] / 1e3 == pytest.approx(16)
+    assert 0 < metrics["perf/data_time_ms"] < metrics["perf/step_time_ms"]
+    assert metrics["perf/mfu"] is None  # of a CPU
     assert len(metrics["mem/peak_rank_bytes"]) == 1
 
 
@@ -133,11 +136,20 @@ def test_evaluate_prints_the_same_table_again(run: tuple[Path, str]):
 
 def test_bench_steps_times_so_many_steps_and_stops(small_data: list[str], tmp_path: Path):
     flags = ["--bench_steps", "30", "--batch_size", "16", "--accelerator", "cpu", "--out", str(tmp_path)]
-    assert_ok(run_program("train.py", *small_data, *flags))
-    metrics = json.loads((run_folder_of(tmp_path) / "metrics.json").read_text())
+    done = run_program("train.py", *small_data, *flags)
+    assert_ok(done)
+    run = run_folder_of(tmp_path)
+    metrics = json.loads((run / "metrics.json").read_text())
     assert metrics["steps"] == 50  # 20 to warm up
     assert metrics["test/acc"] is None
-    assert metrics["perf/images_per_second"] > 0
+    shortest, median, longest = (metrics[f"perf/step_time_{name}_ms"] for name in ("min", "median", "max"))
+    assert 0 < shortest <= median <= longest < 30 * metrics["perf/step_time_ms"]
+    assert shortest < metrics["perf/step_time_ms"] < longest
+    assert not (run / "checkpoints").exists()
+    rows = dict([cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if "│" in line)
+    assert rows["images per second"] == f"{metrics['perf/images_per_second']:,.1f}"
+    assert rows["shortest / median / longest (ms)"] == f"{shortest:.2f} / {median:.2f} / {longest:.2f}"
+    assert rows["model states of each rank (MB)"] == "0.74"
 
 
 def test_cifar_out_of_reach_is_said_everywhere(tmp_path: Path):

@@ -24,6 +24,7 @@ MODULES = sorted(
 )
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 WITHOUT_TORCH = ["config", "cli", "checks", "launch", "hardware", "run_folder", "models", "sources", "strategies"]
+WITHOUT_TORCH += ["benchmarks.deepspeed", "benchmarks.startup"]  # wrong usage is answered at once
 
 
 def imports(path: Path) -> set[str]:

@@ -36,8 +36,9 @@ class RandomImages(LightningDataModule):
     dataset = SimpleNamespace(name="synthetic")
     num_val = num_test = NUM_TEST
 
-    def __init__(self, num_train: int, micro_batch_size: int):
+    def __init__(self, num_train: int, micro_batch_size: int, collate: Callable[[list[Any]], Any] | None = None):
         super().__init__()
+        self.collate = collate
         generator = torch.Generator().manual_seed(0)
         self.num_train, self.micro_batch_size = num_train, micro_batch_size
         self.images = torch.randint(0, 256, (num_train, 3, 32, 32), generator=generator, dtype=torch.uint8)
@@ -47,7 +48,7 @@ class RandomImages(LightningDataModule):
         self.test_labels[-1] = -1
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(TensorDataset(self.images, self.labels), self.micro_batch_size)
+        return DataLoader(TensorDataset(self.images, self.labels), self.micro_batch_size, collate_fn=self.collate)
 
     def val_dataloader(self) -> DataLoader[Any]:
         return self.test_dataloader()
@@ -96,6 +97,7 @@ def fit(tmp_path: Path) -> Callable[..., Run]:
         warmup_steps: int = 2,
         console: Console | None = None,
         module_class: type[CIFARModule] = CIFARModule,
+        collate: Callable[[list[Any]], Any] | None = None,
         **options: Any,
     ) -> Run:
         folder = tmp_path / f"run_{len(list(tmp_path.iterdir()))}"
@@ -120,7 +122,7 @@ def fit(tmp_path: Path) -> Callable[..., Run]:
             **{"enable_checkpointing": False, **options},
         )
         module = module_class(config.model, config.optimizer, config.schedule, len(CLASSES))
-        datamodule = RandomImages(num_train, config.batch_size // config.accumulate)
+        datamodule = RandomImages(num_train, config.batch_size // config.accumulate, collate)
         trainer.fit(module, datamodule=datamodule)
         return Run(trainer, module, datamodule, config, folder).read()
 

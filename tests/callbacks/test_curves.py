@@ -20,7 +20,7 @@ Fit = Callable[..., Any]
 
 TAGS = {
     *("train/loss", "train/epoch", "train/global_step", "train/learning_rate", "train/grad_norm"),
-    *("perf/step_time_ms", "perf/images_per_second", "perf/tflops", "mem/peak_gb"),
+    *("perf/step_time_ms", "perf/data_time_ms", "perf/images_per_second", "perf/tflops", "mem/peak_gb"),
 }
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import default_collate
 
 from callbacks.counts import parameter_count, training_flops
 from callbacks.throughput import STARTED, Throughput, process_started, rates
@@ -17,8 +18,13 @@ from config import Choice, Config
 
 
 def test_rates_by_hand() -> None:
-    measured = rates(seconds=4.0, steps=8, batch_size=16, flops_per_step=3 * 10**12)
-    assert measured == pytest.approx({"perf/step_time_ms": 500, "perf/images_per_second": 32, "perf/tflops": 6})
+    given: dict[str, Any] = {"seconds": 4.0, "data_seconds": 1.0, "steps": 8, "batch_size": 16}
+    expected = {"perf/step_time_ms": 500, "perf/data_time_ms": 125, "perf/images_per_second": 32, "perf/tflops": 6}
+    assert rates(**given, flops_per_step=3 * 10**12) == pytest.approx(expected)
+    measured = rates(
+        **given, flops_per_step=3 * 10**12, peak_flops_per_second=2 * 12 * 10**12
+    )  # two devices of 12 TFLOP/s
+    assert measured == pytest.approx({**expected, "perf/mfu": 0.25})
 
 
 def test_flops_of_the_net_by_hand() -> None:
@@ -77,11 +83,17 @@ class SlowDisk(Callback):
         CLOCK.sleep(10 * STEP_SECONDS)
 
 
+@pytest.fixture
+def _fake_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("callbacks.throughput.time", CLOCK)
+    monkeypatch.setattr("callbacks.stopwatch.time", CLOCK)
+
+
+@pytest.mark.usefixtures("_fake_time")
 @pytest.mark.parametrize("log_interval", [1, 100])
 def test_the_clock_leaves_out_warm_up_validation_and_checkpoints(
     fit: Callable[..., Any], tmp_path: Path, log_interval: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("callbacks.throughput.time", CLOCK)
     monkeypatch.setenv(STARTED, str(CLOCK.seconds - 7))
     config = Config(epochs=2, batch_size=4, log_interval=log_interval)
     checkpoints = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=5, save_top_k=-1)
@@ -97,6 +109,52 @@ def test_the_clock_leaves_out_warm_up_validation_and_checkpoints(
     assert totals["perf/tflops"] == pytest.approx(12_818_880 / STEP_SECONDS / 1e12)
     assert totals["perf/fit_seconds"] == pytest.approx(CLOCK.seconds - started)
     assert totals["perf/seconds_to_first_step"] == pytest.approx(7 + 10 * STEP_SECONDS)
+    assert totals["perf/data_time_ms"] == 0  # what the clock leaves out is no wait for data either
+    assert totals["perf/mfu"] is None
+
+
+DATA_SECONDS = 0.2
+
+
+def slow_collate(images: list[Any]) -> Any:
+    """A loader that takes DATA_SECONDS for each micro-batch."""
+    CLOCK.sleep(DATA_SECONDS)
+    return default_collate(images)
+
+
+@pytest.mark.usefixtures("_fake_time")
+def test_the_wait_for_data_and_the_utilisation(fit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two micro-batches a step; the clock starts when the first of the timed steps, or of an epoch, is there."""
+    monkeypatch.setattr("callbacks.throughput.peak_flops", lambda device, precision: 10 * 12_818_880)
+    config = Config(epochs=2, batch_size=4, accumulate=2, log_interval=1)
+    run = fit(config, 32, warmup_steps=4, module_class=Sleeper, collate=slow_collate)
+    waits = {step: DATA_SECONDS * (1 if step in (5, 9) else 2) for step in range(5, 17)}
+    steps = {step: 2 * STEP_SECONDS + wait for step, wait in waits.items()}
+    assert run.points("perf/data_time_ms") == pytest.approx({step: 1e3 * wait for step, wait in waits.items()})
+    assert run.points("perf/step_time_ms") == pytest.approx({step: 1e3 * seconds for step, seconds in steps.items()})
+    assert run.points("perf/mfu") == pytest.approx({step: 0.1 / seconds for step, seconds in steps.items()})
+    totals = run.observer(Throughput).totals
+    assert totals["perf/data_time_ms"] == pytest.approx(1e3 * sum(waits.values()) / 12)
+    assert totals["perf/step_time_ms"] == pytest.approx(1e3 * sum(steps.values()) / 12)
+    assert totals["perf/mfu"] == pytest.approx(0.1 * 12 / sum(steps.values()))
+
+
+class Uneven(CIFARModule):
+    """Takes one, two, three, one, two, three ... seconds a step, over its two micro-batches."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        CLOCK.sleep((1 + self.trainer.global_step % 3) / 2)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.usefixtures("_fake_time")
+def test_a_benchmark_times_each_step_after_the_whole_warm_up(fit: Callable[..., Any]) -> None:
+    """Six steps in two epochs, of which half would be the warm-up of a training; 5 and 6 take two and three seconds."""
+    config = Config(epochs=2, batch_size=4, accumulate=2, log_interval=5, bench_steps=2)
+    totals = fit(config, 12, warmup_steps=4, module_class=Uneven).observer(Throughput).totals
+    assert totals["perf/step_time_ms"] == pytest.approx(2500)
+    spread = [totals[f"perf/step_time_{name}_ms"] for name in ("min", "median", "max")]
+    assert spread == pytest.approx([2000, 2500, 3000])
 
 
 def test_a_run_shorter_than_the_warm_up_is_timed_too(fit: Callable[..., Any]) -> None:

@@ -21,7 +21,8 @@ ON_CPU = [name for name in STRATEGIES if not name.endswith(("nvme", "superoffloa
 STEPS = 24
 RECIPES = {
     "plain": ["--optimizer", "sgd", "--optimizer.lr", "0.05"],
-    "accumulated": ["--accumulate", "2", "--gradient_clip_val", "1.0", "--optimizer.lr", "0.05"],
+    # Of seed 0's random images two pixels under a max-pool nearly tie: the rounding decides which gets the gradient.
+    "accumulated": ["--accumulate", "2", "--gradient_clip_val", "1.0", "--optimizer.lr", "0.05", "--seed", "1"],
     "accumulated adam": ["--accumulate", "2", "--gradient_clip_val", "1.0", "--optimizer", "adam"],
     "bfloat16": ["--precision", "bf16-mixed", "--optimizer.lr", "0.05"],
     "clipped adam": ["--gradient_clip_val", "1.0", "--optimizer", "adam"],

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from callbacks.peaks import peak_by_name
 from strategies import STRATEGIES
 from tests.helpers import assert_ok, run_folder_of, run_program
 
@@ -27,3 +28,30 @@ def test_trains_and_tests(strategy: str, precision: str, small_data: list[str], 
     metrics = json.loads((run_folder_of(tmp_path) / "metrics.json").read_text())
     assert (metrics["accelerator"], metrics["precision"]) == ("gpu", precision)
     assert 2.0 < metrics["test/loss"] < 2.6  # random images: a little off ln 10
+
+
+@pytest.mark.parametrize("strategy", ["baseline", "ddp", "deepspeed_stage_0", "deepspeed_stage_2"])
+@pytest.mark.parametrize("switch", ["--compile", "--cuda_graphs"])
+def test_compiled_and_as_graphs(switch: str, strategy: str, small_data: list[str], tmp_path: Path):
+    flags = ["--strategy", strategy, "--optimizer", "adam", "--batch_size", "16", "--max_steps", "40"]
+    losses = []
+    for extra in ([], [switch]):
+        out = tmp_path / "-".join(["out", *extra])
+        assert_ok(run_program("train.py", *small_data, *flags, *extra, "--out", str(out)))
+        losses.append(json.loads((run_folder_of(out) / "metrics.json").read_text())["test/loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+def test_a_benchmark_times_the_steps_of_the_device(tmp_path: Path):
+    """By CUDA events, each step, and by the host's clock, all of them together."""
+    flags = ["--data.source", "synthetic", "--data.root", str(tmp_path / "data"), "--batch_size", "512"]
+    done = run_program("train.py", *flags, "--bench_steps", "100", "--out", str(tmp_path / "out"))
+    assert_ok(done)
+    metrics = json.loads((run_folder_of(tmp_path / "out") / "metrics.json").read_text())
+    shortest, median, longest = (metrics[f"perf/step_time_{name}_ms"] for name in ("min", "median", "max"))
+    assert 0 < shortest <= median <= longest
+    assert 0.9 * shortest < metrics["perf/step_time_ms"] < 1.1 * longest
+    assert 0 < metrics["perf/data_time_ms"] < metrics["perf/step_time_ms"]
+    peak = peak_by_name(metrics["device_name"], metrics["precision"])
+    expected = None if peak is None else pytest.approx(metrics["perf/tflops"] * 1e12 / peak)
+    assert metrics["perf/mfu"] == expected

@@ -14,8 +14,9 @@ KEYS = [
     *("schema", "dataset", "num_train", "num_test", "model", "parameters", "strategy", "world_size", "num_nodes"),
     *("accelerator", "device_name", "precision", "seed", "batch_size", "micro_batch_size", "accumulate", "epochs"),
     *("steps", "train/loss", "val/acc", "test/loss", "test/acc", "test/acc_per_class", "perf/images_per_second"),
-    *("perf/step_time_ms", "perf/tflops", "perf/seconds_to_first_step", "perf/fit_seconds", "mem/peak_rank_bytes"),
-    *("mem/model_state_rank_bytes", "versions", "git_commit"),
+    *("perf/step_time_ms", "perf/step_time_min_ms", "perf/step_time_median_ms", "perf/step_time_max_ms"),
+    *("perf/data_time_ms", "perf/tflops", "perf/mfu", "perf/seconds_to_first_step", "perf/fit_seconds"),
+    *("mem/peak_rank_bytes", "mem/model_state_rank_bytes", "versions", "git_commit"),
 ]
 
 RUN: dict[str, Any] = {
@@ -24,6 +25,7 @@ RUN: dict[str, Any] = {
     **{"num_train": 45_000, "num_test": 10_000, "steps": 22_500, "batch_size": 4, "epochs": 2.0},
     **{"test/acc": 0.5432, "test/acc_per_class": {"zero [0]": 0.25, "one": 0.75}, "perf/images_per_second": 1234.5},
     **{"mem/peak_rank_bytes": [10**9, 2 * 10**9], "mem/model_state_rank_bytes": [10**6, 10**6], "world_size": 2},
+    **{"perf/step_time_ms": 1.2, "perf/data_time_ms": 0.05, "perf/step_time_median_ms": None},
 }
 
 
@@ -77,7 +79,8 @@ def test_the_commit_and_whether_it_is_dirty(tmp_path: Path) -> None:
 def test_the_summary_says_what_a_user_looks_for() -> None:
     run_dir = Path("my runs/net-baseline/version_3")
     text = printed(print_summary, metrics_json(RUN, fallback="not CIFAR-10"), run_dir)
-    for expected in ("54.32%", "zero [0]", "1,234 images/s", "2.00 GB a rank", "WARNING: not CIFAR-10", str(run_dir)):
+    speed = "1,234 images/s, 1.20 ms a step, 0.05 ms of it waiting for data"
+    for expected in ("54.32%", "zero [0]", speed, "2.00 GB a rank", "WARNING: not CIFAR-10", str(run_dir)):
         assert expected in text
     assert "tensorboard --logdir 'my runs' --host localhost" in text
     assert "WARNING" not in printed(print_summary, metrics_json(RUN), run_dir)
@@ -87,6 +90,26 @@ def test_the_summary_of_a_run_that_was_not_tested() -> None:
     nothing = dict.fromkeys(("test/acc", "test/acc_per_class", "perf/images_per_second", "perf/step_time_ms"))
     empty = {"mem/peak_rank_bytes": [], "mem/model_state_rank_bytes": []}
     assert "accuracy" not in printed(print_summary, metrics_json({**RUN, **nothing, **empty}), Path("runs/a/version_0"))
+
+
+def test_the_table_of_a_benchmark() -> None:
+    spread = {f"perf/step_time_{name}_ms": value for name, value in (("min", 1), ("median", 1.15), ("max", 3.5))}
+    metrics = metrics_json({**RUN, **spread, "test/acc": None, "perf/mfu": 0.4321, "perf/tflops": 0.0123})
+    text = printed(print_summary, metrics, Path("runs/a/version_0"))
+    table = dict([cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line)
+    assert table == {
+        "images per second": "1,234.5",
+        "step time, mean (ms)": "1.20",
+        "shortest / median / longest (ms)": "1.00 / 1.15 / 3.50",
+        "of the mean, waiting for data (ms)": "0.05",
+        "TFLOP/s": "0.0123",
+        "of the devices' peak (MFU)": "43.21%",
+        "start to first step (s)": "1.0",
+        "peak memory of each rank (GB)": "1.00, 2.00",
+        "model states of each rank (MB)": "1.00, 1.00",
+    }
+    assert "speed" not in text
+    assert "MFU" not in printed(print_summary, {**metrics, "perf/mfu": None}, Path("runs/a/version_0"))
 
 
 def test_a_hundred_classes_stand_side_by_side() -> None:

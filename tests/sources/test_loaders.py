@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DistributedSampler, TensorDataset
 
 from errors import UsageError
-from sources.augment import normalize
+from sources.augment import memory_format, normalize
 from sources.loader import MemoryLoader
 from sources.order import EvalOrder, TrainOrder
 from sources.split import IGNORED, Split
@@ -38,9 +38,9 @@ def test_both_loaders_agree_bit_by_bit(world_size: int, accumulate: int, workers
         for epoch in range(2):
             memory.sampler.set_epoch(epoch)  # pyright: ignore[reportOptionalMemberAccess]
             orders[1].sampler.set_epoch(epoch)
-            for (pixels, labels), (images, same_labels) in zip(memory, tutorial, strict=True):
-                assert pixels.shape == (BATCH // accumulate // world_size, 3, 32, 32)
-                assert torch.equal(normalize(pixels), images)
+            for (images, labels), (same_images, same_labels) in zip(memory, tutorial, strict=True):
+                assert images.shape == (BATCH // accumulate // world_size, 3, 32, 32)
+                assert torch.equal(images, same_images)
                 assert torch.equal(labels, same_labels)
 
 
@@ -74,14 +74,16 @@ def test_evaluation_counts_every_image_once(world_size: int, max_batch_size: int
         batches = list(MemoryLoader(split, orders[0]))
         assert len(batches) == len(orders[0])
         shapes.add((len(batches), *{labels.shape for _, labels in batches}))
-        for (pixels, labels), (images, same_labels) in zip(batches, torch_loader(split, orders[1], 0), strict=True):
-            assert torch.equal(normalize(pixels), images)
+        for (images, labels), (same_images, same_labels) in zip(
+            batches, torch_loader(split, orders[1], 0), strict=True
+        ):
+            assert torch.equal(images, same_images)
             assert torch.equal(labels, same_labels)
             assert len(labels) <= max_batch_size
-            for image, label in zip(pixels, labels.tolist(), strict=True):
+            for image, label in zip(images, labels.tolist(), strict=True):
                 if label != IGNORED:
                     counted.append(label)
-                    assert np.array_equal(image, split.images[label])
+                    assert torch.equal(image, normalize(torch.tensor(split.images[label])))
     assert sorted(counted) == sorted(split.labels[:-1].tolist())
     assert len(shapes) == 1, "every rank must make as many forwards, of one shape"
 
@@ -99,6 +101,15 @@ def test_an_epoch_draws_nothing_from_the_global_generator() -> None:
 def test_fewer_images_than_a_batch_are_refused() -> None:
     with pytest.raises(UsageError, match="batch_size 64 is more than the 53 training images"):
         TrainOrder(COUNT, 64, 1, 1, 0, seed=0)
+
+
+@pytest.mark.parametrize("onednn", [True, False])
+def test_batches_lie_in_memory_as_the_network_wants_them(onednn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Channels last for oneDNN, which torch's flag turns off; views of one block keep the format."""
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", onednn)
+    for images, _ in MemoryLoader(make_split(), TrainOrder(COUNT, BATCH, 2, 1, 0, seed=0)):
+        assert images.is_contiguous(memory_format=memory_format(images.device))
+        assert images.is_contiguous(memory_format=torch.channels_last) == onednn
 
 
 def test_normalize_casts_what_is_normalised_already() -> None:

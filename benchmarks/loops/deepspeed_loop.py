@@ -1,0 +1,84 @@
+"""The training loop of DeepSpeedExamples' CIFAR-10 program, with its configuration, engine and loader, in float32.
+
+https://github.com/deepspeedai/DeepSpeedExamples, training/cifar/cifar10_deepspeed.py (as of commit 45b4b71); left out:
+the print every 2,000 mini-batches.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import launch
+from benchmarks.loops import arguments
+
+BATCH_SIZE = 16
+"""Images per step over all ranks: train_batch_size of the program's configuration."""
+
+
+def train(cache: str, steps: int, stage: int) -> dict[str, float]:
+    """Trains as one rank for the warm-up and `steps` timed steps on the images in `cache`; `stage`: ZeRO stage, 0 to 3.
+
+    Returns:
+        The clock's figures and the mean loss of this rank over all steps.
+    """
+    import deepspeed
+    import torch
+    from deepspeed.accelerator import get_accelerator
+    from torch import nn
+
+    from benchmarks.loops.cifar10 import CIFAR10InMemory
+    from benchmarks.loops.clock import Clock
+    from models.net import Net
+    from strategies.deepspeed import get_ds_config
+
+    os.environ["LOCAL_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]  # as DeepSpeed's own launcher does
+    deepspeed.init_distributed()
+    accelerator: Any = get_accelerator()
+    accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+    trainset = CIFAR10InMemory(cache)
+    net = Net()
+    initialize: Any = deepspeed.initialize  # its annotations are narrower than what it takes and gives
+    parameters = filter(lambda parameter: parameter.requires_grad, net.parameters())
+    model_engine, _, trainloader, _ = initialize(
+        model=net,
+        model_parameters=parameters,
+        training_data=trainset,
+        config=get_ds_config(stage, "fp32"),
+    )
+    local_device = accelerator.device_name(model_engine.local_rank)
+    criterion = nn.CrossEntropyLoss()
+
+    clock = Clock(steps, BATCH_SIZE, torch.device(local_device))
+    running_loss = 0.0
+    for data in clock.over(trainloader):
+        inputs, labels = data[0].to(local_device), data[1].to(local_device)
+        outputs = model_engine(inputs)
+        loss = criterion(outputs, labels)
+        model_engine.backward(loss)
+        model_engine.step()
+        running_loss += loss.item()
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return {**clock.figures(), "loss": running_loss / clock.steps}
+
+
+def main() -> int:
+    """Trains as one rank, or starts the ranks that do; returns the exit code."""
+    parser = arguments.parser(__doc__)
+    parser.add_argument("--stage", type=int, choices=range(4), default=0, help="ZeRO stage (default: 0)")
+    parser.add_argument("--ranks", type=int, default=1, help="on this machine (default: 1)")
+    options = parser.parse_args()
+    os.environ["DS_ACCELERATOR"] = options.device  # on a machine with a GPU DeepSpeed would take that one
+    if not launch.is_rank():
+        return launch.run(options.ranks, on_cpu=options.device == "cpu")
+    figures = train(options.cache, options.steps, options.stage)
+    if launch.global_rank() == 0:
+        print(json.dumps(figures))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""The training loop of the PyTorch tutorial "Training a Classifier", with its dataset class, loader and optimizer.
+
+https://docs.pytorch.org/tutorials/beginner/blitz/cifar10_tutorial.html; left out: the print every 2,000 mini-batches.
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from torch import nn, optim
+from torch.utils.data import DataLoader
+
+from benchmarks.loops import arguments
+from benchmarks.loops.cifar10 import CIFAR10InMemory
+from benchmarks.loops.clock import Clock
+from models.net import Net
+
+BATCH_SIZE = 4
+
+
+def train(cache: str, steps: int, device: torch.device) -> dict[str, float]:
+    """Trains for the warm-up and `steps` timed steps on the images in `cache`; returns the clock's figures and the
+    mean loss of all steps."""
+    trainset = CIFAR10InMemory(cache)
+    trainloader = DataLoader(trainset, batch_size=BATCH_SIZE, shuffle=True, num_workers=2)
+    net = Net().to(device)
+    criterion = nn.CrossEntropyLoss()
+    optimizer = optim.SGD(net.parameters(), lr=0.001, momentum=0.9)
+
+    clock = Clock(steps, BATCH_SIZE, device)
+    running_loss = 0.0
+    for data in clock.over(trainloader):
+        inputs, labels = data[0].to(device), data[1].to(device)
+        optimizer.zero_grad()
+        outputs = net(inputs)
+        loss = criterion(outputs, labels)
+        loss.backward()
+        optimizer.step()
+        running_loss += loss.item()
+    return {**clock.figures(), "loss": running_loss / clock.steps}
+
+
+if __name__ == "__main__":
+    options = arguments.parser(__doc__).parse_args()
+    print(json.dumps(train(options.cache, options.steps, torch.device(options.device))))

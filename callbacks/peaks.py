@@ -1,0 +1,84 @@
+"""The dense peak of NVIDIA GPUs, the denominator of the model FLOPs utilisation (MFU).
+
+A table of our own: Lightning's (2.6.6, lightning/fabric/utilities/throughput.py) has figures with sparsity, twice what
+a dense network can reach, for the H100 NVL and the H200 (its issue 21677), and knows neither the name "NVIDIA H200" nor
+the tensor cores of GeForce cards.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import torch
+
+
+class Peak(NamedTuple):
+    """FLOP/s of one GPU without sparsity, a multiply-add being two; None for a type that its tensor cores lack."""
+
+    float32: float
+    """Outside the tensor cores."""
+
+    tfloat32: float | None
+    bfloat16: float | None
+    float16: float | None
+    """With accumulation in float32, as torch does it."""
+
+
+# Where a data sheet gives the figure with sparsity alone, here is half of it. Patterns are searched in the name that
+# torch.cuda.get_device_name returns; \b keeps the A10 from the A100, the L4 from the L40S and the H200 from the GH200.
+PEAKS = {
+    # NVIDIA V100 data sheet (nvidia.com/content/dam/en-zz/Solutions/Data-Center/v100/pdf, January 2020)
+    r"\bV100-SXM": Peak(15.7e12, None, None, 125e12),
+    r"\bV100-PCIE": Peak(14e12, None, None, 112e12),
+    r"\bV100S-PCIE": Peak(16.4e12, None, None, 130e12),
+    # NVIDIA T4 data sheet (t4-tensor-core-datasheet-951643)
+    r"\bT4$": Peak(8.1e12, None, None, 65e12),
+    # NVIDIA A10 data sheet (a10-datasheet)
+    r"\bA10$": Peak(31.2e12, 62.5e12, 125e12, 125e12),
+    # NVIDIA A100 data sheet (nvidia-a100-datasheet-us-nvidia-1758950-r4-web); SXM and PCIe alike
+    r"\bA100\b": Peak(19.5e12, 156e12, 312e12, 312e12),
+    # NVIDIA Ampere GA102 architecture white paper, version 2, its RTX 3090 beside the Titan RTX
+    r"\bGeForce RTX 3090$": Peak(35.6e12, 35.6e12, 71e12, 71e12),
+    # NVIDIA Ada architecture white paper, version 2.1, appendix A
+    r"\bGeForce RTX 4090$": Peak(82.6e12, 82.6e12, 165.2e12, 165.2e12),
+    # NVIDIA L4 data sheet: 120, 242 and 242 with sparsity
+    r"\bL4$": Peak(30.3e12, 60e12, 121e12, 121e12),
+    # NVIDIA L40S data sheet (l40s-datasheet)
+    r"\bL40S$": Peak(91.6e12, 183e12, 362.05e12, 362.05e12),
+    # NVIDIA H100 data sheet (h100-datasheet-24306): SXM 989, 1,979 and 1,979 with sparsity; NVL 835, 1,671 and 1,671.
+    # PCIe, in an earlier edition: 756, 1,513 and 1,513
+    r"\bH100\b.* HBM3$": Peak(67e12, 494.5e12, 989.5e12, 989.5e12),
+    r"\bH100 PCIe$": Peak(51e12, 378e12, 756.5e12, 756.5e12),
+    r"\bH100 NVL$": Peak(60e12, 417.5e12, 835.5e12, 835.5e12),
+    # NVIDIA H200 data sheet (hpc-datasheet-sc23-h200-datasheet-3002446): SXM and NVL as the H100's
+    r"\bH200$": Peak(67e12, 494.5e12, 989.5e12, 989.5e12),
+    r"\bH200 NVL$": Peak(60e12, 417.5e12, 835.5e12, 835.5e12),
+    # NVIDIA Blackwell data sheet, a GPU of the HGX B200: 2,200, 4,500 and 4,500 with sparsity
+    r"\bB200$": Peak(75e12, 1100e12, 2250e12, 2250e12),
+}
+"""By a pattern of the device's name. A slice of a GPU (MIG) and a GPU that is not here have no known peak."""
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """The dense peak of a device, in FLOP/s; None for a CPU and where it is not known. `precision`: of the run."""
+    return peak_by_name(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
+
+
+def peak_by_name(device_name: str, precision: str) -> float | None:
+    """The dense peak of one GPU, in FLOP/s; None where it is not known.
+
+    Args:
+        device_name: as torch.cuda.get_device_name gives it.
+        precision: of the run. 32-true counts as TF32 where torch.get_float32_matmul_precision() allows that; cuDNN uses
+            TF32 for convolutions whatever it says, unless torch.backends.cudnn.allow_tf32 is off.
+    """
+    peak = next((peak for pattern, peak in PEAKS.items() if re.search(pattern, device_name)), None)
+    if peak is None or " MIG " in device_name:
+        return None
+    if precision.startswith("bf16"):
+        return peak.bfloat16
+    if precision.startswith("16"):
+        return peak.float16
+    tensor_cores = torch.get_float32_matmul_precision() != "highest"
+    return peak.tfloat32 if tensor_cores and peak.tfloat32 else peak.float32

@@ -1,0 +1,92 @@
+"""Wherever the stored images live, a GPU is given the batches of the CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from config import AugmentConfig
+from sources import loader, residence
+from sources.augment import Augmentation
+from sources.loader import MemoryLoader
+from sources.order import EvalOrder, Order, TrainOrder
+from sources.residence import Resident, Streamed, place
+from sources.split import Split
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
+]
+
+COUNT, CLASSES, BATCH = 5000, 10, 16
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+CONFIGS = [None, AugmentConfig(flip="alternating", crop=4, cutout=8, mixup=0.4, cutmix=1.0)]
+
+
+@pytest.fixture
+def split() -> Split:
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (COUNT, 3, 32, 32), dtype=np.uint8)
+    return Split(images, rng.integers(0, CLASSES, COUNT), rng.permutation(COUNT))
+
+
+def make_loader(
+    split: Split, stored: Resident | Streamed, config: AugmentConfig | None, order: Order | None = None
+) -> MemoryLoader:
+    order = order or TrainOrder(COUNT, BATCH, accumulate=1, world_size=1, rank=0, seed=3)
+    return MemoryLoader(split, order, stored, config and Augmentation(config, COUNT, CLASSES, seed=3))
+
+
+def place_where(share: float, kind: type[Resident] | type[Streamed], split: Split, monkeypatch: pytest.MonkeyPatch):
+    """Stored images on the GPU where a share of 1 of its free memory is allowed, streamed to it where it is 0."""
+    monkeypatch.setattr(residence, "RESIDENT_SHARE", share)
+    stored = place(split.images, GPU)
+    assert type(stored) is kind
+    return stored
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["plain", "augmented"])
+@pytest.mark.parametrize("block_images", [1, 64, 1024])
+def test_two_epochs_are_those_of_the_cpu(
+    split: Split, config: AugmentConfig | None, block_images: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, while the GPU is kept busy, so that a block read before it has come would show."""
+    for kind in loader.BLOCK_IMAGES:
+        monkeypatch.setitem(loader.BLOCK_IMAGES, kind, block_images)
+    on_cpu = make_loader(split, place(split.images, CPU), config)
+    resident = make_loader(split, place_where(1, Resident, split, monkeypatch), config)
+    streamed = make_loader(split, place_where(0, Streamed, split, monkeypatch), config)
+    load = torch.rand(2048, 2048, device=GPU)
+    for epoch in range(2):
+        for each in (on_cpu, resident, streamed):
+            each.sampler.set_epoch(epoch)  # pyright: ignore[reportOptionalMemberAccess]
+        differing = torch.zeros((), dtype=torch.int64, device=GPU)
+        for expected, *others in zip(on_cpu, resident, streamed, strict=True):
+            load = (load @ load).clamp_(0, 1)
+            images, labels = (part.to(GPU, non_blocking=True) for part in expected)
+            for given_images, given_labels in others:
+                assert given_images.device == given_labels.device == GPU
+                assert given_images.is_contiguous()
+                differing += (given_images != images).sum() + (given_labels != labels).sum()
+        assert differing.item() == 0
+
+
+def test_evaluation_batches_are_those_of_the_cpu(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = EvalOrder(COUNT, 1000, world_size=3, rank=2)
+    places = [place_where(1, Resident, split, monkeypatch), place_where(0, Streamed, split, monkeypatch)]
+    on_cpu = list(make_loader(split, place(split.images, CPU), None, order))
+    for stored in places:
+        batches = list(make_loader(split, stored, None, order))
+        for expected, given in zip(on_cpu, batches, strict=True):
+            assert all(torch.equal(one, other.cpu()) for one, other in zip(expected, given, strict=True))
+
+
+def test_an_epoch_that_is_left_early_does_no_harm(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(loader.BLOCK_IMAGES, "cuda", 64)
+    streamed = make_loader(split, place_where(0, Streamed, split, monkeypatch), CONFIGS[1])
+    for _ in range(20):
+        next(iter(streamed))
+    whole = make_loader(split, place(split.images, CPU), CONFIGS[1])
+    for expected, given in zip(whole, streamed, strict=True):
+        assert torch.equal(expected[0], given[0].cpu())

@@ -1,0 +1,112 @@
+"""Our epoch loop does what Lightning's does: hooks, counters, logged values, weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+
+import epoch_loop
+from cifar_module import CIFARModule
+from config import Choice
+from sources.loader import MemoryLoader
+from sources.order import EvalOrder, TrainOrder
+from sources.split import Split
+
+COUNT, BATCH = 44, 8  # five whole steps an epoch
+
+
+class Images(LightningDataModule):
+    """Random images from the memory loader, whose batches take our way."""
+
+    classes = tuple(f"class {label}" for label in range(10))
+
+    def __init__(self, accumulate: int):
+        super().__init__()
+        self.accumulate = accumulate
+        rng = np.random.default_rng(0)
+        images = rng.integers(0, 256, (COUNT, 32, 32, 3), dtype=np.uint8).transpose(0, 3, 1, 2)
+        self.split = Split(images, rng.integers(0, 10, COUNT), np.arange(COUNT))
+
+    def train_dataloader(self) -> MemoryLoader:
+        return MemoryLoader(self.split, TrainOrder(COUNT, BATCH, self.accumulate, 1, 0, seed=0))
+
+    def val_dataloader(self) -> MemoryLoader:
+        return MemoryLoader(self.split, EvalOrder(COUNT, COUNT, 1, 0))
+
+
+class Logging(CIFARModule):
+    """Logs in the training step, as a user may."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("own/loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("own/grad", next(self.parameters()).grad.norm())  # pyright: ignore[reportOptionalMemberAccess]
+
+
+class Recorder(Callback):
+    """Notes each hook with the counters that it sees."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("on_") or name in ("on_save_checkpoint", "on_load_checkpoint", "on_exception"):
+            return super().__getattribute__(name)
+
+        def hook(trainer: Trainer, module: Any, *args: Any, **kwargs: Any) -> None:
+            progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+            counters = (progress.ready, progress.started, progress.processed, progress.completed)
+            losses = [float(arg["loss"]) for arg in args if isinstance(arg, dict)]
+            indices = [arg for arg in args if isinstance(arg, int)]
+            gradients = [parameter.grad is None for parameter in module.parameters()]
+            self.seen.append((name, trainer.global_step, *counters, *losses, *indices, all(gradients)))
+
+        return hook
+
+
+def fit(ours: bool, accumulate: int, folder: Path) -> tuple[Trainer, CIFARModule, Recorder, str]:
+    recorder = Recorder()
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=0.5,
+        logger=CSVLogger(folder, name="", version=""),
+        callbacks=[recorder],
+        log_every_n_steps=2,
+        use_distributed_sampler=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    if ours:
+        epoch_loop.install(trainer)
+    schedule = Choice("warmup_lr", {"warmup_num_steps": 3})
+    module = Logging(Choice("net"), Choice("adam"), schedule, num_classes=10)
+    trainer.fit(module, datamodule=Images(accumulate))
+    return trainer, module, recorder, (folder / "metrics.csv").read_text()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_it_is_lightnings_loop_to_hooks_counters_logs_and_weights(accumulate: int, tmp_path: Path) -> None:
+    trainer, module, recorder, logged = fit(True, accumulate, tmp_path / "ours")
+    assert trainer.fit_loop.epoch_loop._step is not None  # pyright: ignore - it did not take Lightning's way
+    theirs, their_module, their_recorder, their_log = fit(False, accumulate, tmp_path / "theirs")
+    assert recorder.seen == their_recorder.seen
+    assert {name for name, *_ in recorder.seen} >= set(epoch_loop.HOOKS)
+    assert logged == their_log
+    assert "own/loss_step" in logged
+    assert trainer.callback_metrics.keys() == theirs.callback_metrics.keys()
+    assert trainer.fit_loop.state_dict() == theirs.fit_loop.state_dict()
+    for one, other in zip(module.parameters(), their_module.parameters(), strict=True):
+        assert torch.equal(one, other)
