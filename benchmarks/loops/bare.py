@@ -38,11 +38,10 @@ def train(
     dataset = sources.load(data, data.source)
     images = torch.from_numpy(np.ascontiguousarray(dataset.train_images)).to(device)
     labels = torch.from_numpy(np.array(dataset.train_labels)).to(device)
-    form = torch.contiguous_format
     if tuned:
         if device.type == "cpu":
             suit_kernels(batch_size)
-        form = memory_format(device)
+        images = images.contiguous(memory_format=memory_format(device))  # batches cut from them keep it
 
     torch.manual_seed(SEED)
     net = Net().to(device)
@@ -50,7 +49,7 @@ def train(
     clock = Clock(steps, batch_size, device)
     loss_sum = torch.zeros((), device=device)
     for rows in clock.over(shuffled(len(images), batch_size, device)):
-        inputs = images[rows].float().div_(255).sub_(0.5).div_(0.5).contiguous(memory_format=form)
+        inputs = images[rows].float().div_(255).sub_(0.5).div_(0.5)
         optimizer.zero_grad(set_to_none=True)
         loss = F.cross_entropy(net(inputs), labels[rows])
         loss.backward()

@@ -82,7 +82,7 @@ def test_ends_with_the_weights_of_ddp(strategy: str, devices: int, runs: Runs):
     assert largest_difference(expected, start) > 0.01  # it did train
 
 
-@pytest.mark.parametrize("strategy", [name for name in ON_CPU if name not in ("baseline", "ddp")])
+@pytest.mark.parametrize("strategy", [*(f"deepspeed_stage_{stage}" for stage in range(4)), "deepspeed_stage_3_offload"])
 def test_agrees_under_accumulation_and_clipping(strategy: str, runs: Runs):
     """Stages 2 and 3 add the ranks' gradients up before the micro-batches', the others after: other roundings."""
     expected = runs.weights("ddp", 2, "accumulated")
@@ -114,7 +114,7 @@ def test_ranks_do_not_change_the_maths(runs: Runs):
     assert largest_difference(one, two) < 1e-5
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "deepspeed_stage_2", "deepspeed_stage_3_offload"])
+@pytest.mark.parametrize("strategy", ["ddp", "deepspeed_stage_3_offload"])
 def test_bfloat16_trains_and_evaluates_to_the_same_figures(strategy: str, tmp_path: Path, small_data: list[str]):
     flags = ["--strategy", strategy, "--devices", "2", "--accelerator", "cpu", "--precision", "bf16-mixed"]
     size = ["--max_steps", "12", "--batch_size", "32", "--out", str(tmp_path), "--optimizer", "adam"]
