@@ -4,7 +4,7 @@ Around the forward, backward and optimizer step of a batch, Lightning 2.6.6 call
 module and of the strategy through a profiler's context, whether anybody implements it, and with several ranks it
 broadcasts a tensor and waits for its value. For a small network that is a third of the step (Lightning issues 6196,
 7093 and 8857). Here the hooks that somebody implements are looked up once an epoch and called in the same order, and
-nothing else is done. Same weights, same checkpoints, same counters: tests/test_train.py compares the two.
+nothing else is done. Same weights, same checkpoints, same counters: tests/test_epoch_loop.py compares the two.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ HOOKS = (
 STEP_METHODS = (
     *("backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step"),
     *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
+    "on_train_batch_start",  # it may end the epoch by returning -1
 )
 """Of the module: one that has its own takes Lightning's way."""
 
@@ -77,18 +78,14 @@ class EpochLoop(_TrainingEpochLoop):
         progress.is_last_batch = data_fetcher.done
         progress.increment_ready()
         trainer._logger_connector.on_batch_start(batch)
-        for hook in self._hooks["on_train_batch_start"]:
-            if hook(batch, batch_idx) == -1:  # Lightning's sign to leave the epoch
-                progress.increment_by(0, is_last_batch=True)
-                raise StopIteration
+        self._call("on_train_batch_start", batch, batch_idx)
         progress.increment_started()
         outputs = self._step(batch, batch_idx)
         progress.increment_processed()
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
         if self._num_ready_batches_reached():
             self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        for hook in self._hooks["on_train_batch_end"]:
-            hook(outputs, batch, batch_idx)
+        self._call("on_train_batch_end", outputs, batch, batch_idx)
         if self._results:  # somebody uses self.log
             trainer._logger_connector.on_batch_end()
             trainer._logger_connector.update_train_step_metrics()
