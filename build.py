@@ -127,15 +127,17 @@ def callbacks(config: Config, run_dir: Path | None) -> list[Callback]:
     """The observers of a run, the same on every rank."""
     curves = TrainingCurves(config.log_interval)
     warmup = BENCH_WARMUP_STEPS if config.bench_steps else WARMUP_STEPS
+    flops = training_flops(config.model, num_classes(config), micro_batch(config))
     observers: list[Callback] = [
         curves,
         Memory(config.log_interval),
         Progress(config, curves),
         Interrupt(config.log_interval),
-        Throughput(config, warmup),  # after the others, whose work it would take for waiting
+        Throughput(
+            config, flops * config.world_size * config.accumulate, warmup
+        ),  # after the others, whose work it would take for waiting
     ]
     if config.accelerator == "cpu":
-        flops = training_flops(config.model, num_classes(config), micro_batch(config))
         observers.append(CPUKernels(flops, config.precision))
     if not config.bench_steps:
         observers += [TestFigures(run_dir), *checkpoints(config, run_dir)]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from errors import UsageError
@@ -35,6 +38,17 @@ def claim(out: str, name: str) -> Path:
                 version += 1
     except OSError as error:
         raise UsageError(f"--out {out}: {parent} cannot be written ({error.strerror})") from error
+
+
+@contextmanager
+def removed_on_failure(folder: Path | None) -> Iterator[None]:
+    """Leaves no folder of a run that could not begin."""
+    try:
+        yield
+    except BaseException:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def newest_checkpoint(folder: Path) -> Path:

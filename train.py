@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -14,6 +13,7 @@ import cli
 import exits
 import launch
 import run_folder
+import start_time
 from config import Config, SourceName
 from errors import UsageError
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 TORCHRUN = "torchrun --nnodes N --nproc_per_node M --rdzv_backend c10d --rdzv_endpoint HOST:PORT train.py ..."
 
-os.environ.setdefault("CIFAR_ZERO_STARTED", str(time.time()))  # the ranks inherit it: start-up is timed from here
+start_time.note()
 
 
 def main() -> int:
@@ -60,8 +60,9 @@ def train(config: Config) -> dict[str, Any]:
         fell_back = config.data.source == "auto" and datamodule.source == "digits"
         run_dir = run_folder.claim(config.out, config.run_name + run_folder.FALLBACK_SUFFIX * fell_back)
         write_config(config, datamodule.source, run_dir)
-    module = build.module(config)
-    trainer = build.trainer(config, run_dir)
+    with run_folder.removed_on_failure(run_dir):
+        module = build.module(config)
+        trainer = build.trainer(config, run_dir)
     trainer.fit(module, datamodule=datamodule, ckpt_path=config.resume or None)
     if build.interrupted(trainer):
         leave(trainer)

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import start_time
+
 ROOT = Path(__file__).resolve().parent.parent
 
 TIMEOUT_SECONDS = 1800.0
@@ -19,10 +21,6 @@ TIMEOUT_SECONDS = 1800.0
 
 TAIL_LINES = 15
 """Lines shown of a run that failed."""
-
-STARTED = "CIFAR_ZERO_STARTED"
-"""Environment variable: when the command was given, in seconds since 1970. The clocks of train.py and of the loops
-start from it."""
 
 NOT_INHERITED = (
     *("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -78,7 +76,7 @@ def running(*arguments: str, environment: Mapping[str, str] | None = None) -> It
     process = subprocess.Popen(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env={**inherited, STARTED: str(time.time()), **(environment or {})},
+        env={**inherited, start_time.VARIABLE: str(time.time()), **(environment or {})},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 from lightning.fabric.utilities.throughput import Throughput as Meter
 from lightning.pytorch import Callback
 
-from callbacks.counts import training_flops
+import start_time
 from callbacks.interval import Interval, log_scalars
 from callbacks.peaks import peak_flops
 from callbacks.stopwatch import Stopwatch
@@ -20,11 +18,7 @@ from callbacks.stopwatch import Stopwatch
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-    from cifar_module import CIFARModule
     from config import Config
-
-STARTED = "CIFAR_ZERO_STARTED"
-"""Environment variable: when the command was started, in seconds since 1970; ranks inherit it from their launcher."""
 
 
 def rates(
@@ -60,12 +54,6 @@ def rates(
     }
 
 
-def process_started() -> float:
-    """When the command was started, in seconds since 1970; a rank on its own: when its process was."""
-    started = os.environ.get(STARTED)
-    return float(started) if started else psutil.Process().create_time()
-
-
 class Throughput(Callback):
     """Writes the perf/* curves and keeps the totals of the run.
 
@@ -78,6 +66,7 @@ class Throughput(Callback):
 
     Args:
         config: of the run.
+        flops_per_step: over all ranks, see `callbacks.counts`.
         warmup_steps: optimizer steps left out at the start; half of the run where that is shorter, but for a benchmark.
     """
 
@@ -87,13 +76,13 @@ class Throughput(Callback):
     fit_seconds: float = 0.0
     """Wall-clock time of the whole fit, with all that the clock leaves out."""
 
-    def __init__(self, config: Config, warmup_steps: int = 10):
+    def __init__(self, config: Config, flops_per_step: int, warmup_steps: int = 10):
         self._interval = Interval(config.log_interval)
         self._batch_size = config.batch_size
         self._precision = config.precision
         self._benchmark = config.bench_steps > 0
         self._warmup_steps = warmup_steps
-        self._flops_per_step = 0
+        self._flops_per_step = flops_per_step
         self._peak_flops: float | None = None
         self._fit_started = 0.0
         self._first_step = self._first_timed_step = 0
@@ -130,10 +119,9 @@ class Throughput(Callback):
         if stage == "fit":
             self._fit_started = time.perf_counter()
 
-    def on_train_start(self, trainer: Trainer, pl_module: CIFARModule) -> None:  # pyright: ignore
-        """Counts the FLOPs of a step and finds where the timed steps begin."""
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Finds where the timed steps begin."""
         device = pl_module.device
-        self._flops_per_step = training_flops(pl_module.model, pl_module.num_classes, self._batch_size)
         peak = peak_flops(device, self._precision)
         self._peak_flops = peak and peak * trainer.world_size
         self._interval.start(trainer)
@@ -157,7 +145,7 @@ class Throughput(Callback):
         """Notes the end of the first step and of a benchmark's every step, and writes the point that is due."""
         step = trainer.global_step
         if self.seconds_to_first_step is None and step > self._first_step:
-            self.seconds_to_first_step = time.time() - process_started()
+            self.seconds_to_first_step = time.time() - start_time.command_given()
         if self._benchmark and step > self._lap_step:
             self._lap_step = step
             self._clock.lap()

@@ -91,6 +91,7 @@ def test_nobody_logged_in_is_one_line(small_data: list[str], tmp_path: Path):
     assert "Traceback" not in done.stderr
     assert "wandb login" in line
     assert "WANDB_MODE=offline" in line
+    assert not list(tmp_path.rglob("version_*"))
 
 
 def test_a_server_that_does_not_answer_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
-import psutil
 import torch
 
-from benchmarks.processes import STARTED
+import start_time
 
 WARMUP_STEPS = 20
 """Optimizer steps before the timed ones: allocation, autotuning and the loader's workers settle in them."""
@@ -43,7 +41,7 @@ class Clock:
             for batch in loader:
                 if done == 1:
                     self._now()
-                    self._seconds_to_first_step = time.time() - _command_given()
+                    self._seconds_to_first_step = time.time() - start_time.command_given()
                 if done == WARMUP_STEPS:
                     started = self._now()
                 if done == self.steps:
@@ -65,8 +63,3 @@ class Clock:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
-
-
-def _command_given() -> float:
-    """In seconds since 1970; of a loop started by hand, when its process was."""
-    return float(os.environ.get(STARTED) or psutil.Process().create_time())

@@ -25,7 +25,6 @@ from benchmarks.loops.clock import WARMUP_STEPS, Clock
 from benchmarks.options import Options
 from benchmarks.pss import mapped_bytes
 from benchmarks.spread import Spread, number, paired_ratios
-from callbacks import throughput
 from config import DataConfig
 from errors import RunError
 from tests.helpers import assert_ok, run_program
@@ -119,7 +118,6 @@ def test_share_of_other_programs_by_hand(monkeypatch: pytest.MonkeyPatch):
 
 def test_constants_of_modules_that_may_not_be_imported():
     assert contenders.WARMUP_STEPS == build.WARMUP_STEPS
-    assert processes.STARTED == throughput.STARTED
 
 
 def test_profiled_functions_exist():

@@ -16,6 +16,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader, TensorDataset
 
+from callbacks.counts import training_flops
 from callbacks.curves import TrainingCurves
 from callbacks.figures import TestFigures
 from callbacks.memory import Memory
@@ -103,7 +104,8 @@ def fit(tmp_path: Path) -> Callable[..., Run]:
         folder = tmp_path / f"run_{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
         curves = TrainingCurves(config.log_interval)
-        observers = [curves, Throughput(config, warmup_steps), Memory(config.log_interval)]
+        flops = training_flops(config.model, len(CLASSES), config.batch_size)
+        observers = [curves, Throughput(config, flops, warmup_steps), Memory(config.log_interval)]
         figures = [Progress(config, curves, console), TestFigures(folder)]
         trainer = Trainer(
             accelerator="cpu",

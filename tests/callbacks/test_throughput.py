@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,9 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import default_collate
 
+import start_time
 from callbacks.counts import parameter_count, training_flops
-from callbacks.throughput import STARTED, Throughput, process_started, rates
+from callbacks.throughput import Throughput, rates
 from cifar_module import CIFARModule
 from config import Choice, Config
 
@@ -36,13 +36,6 @@ def test_flops_of_the_net_by_hand() -> None:
     assert training_flops(Choice("net"), num_classes=10, batch_size=16) == 2 * 16 * (forward + backward)
     assert parameter_count(Choice("net"), num_classes=10) == 62_006
     assert torch.equal(torch.get_rng_state(), random_state)  # counting must not change the training
-
-
-def test_the_start_is_the_commands_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(STARTED, "1234.5")
-    assert process_started() == 1234.5
-    monkeypatch.delenv(STARTED)
-    assert 0 < time.time() - process_started() < 3600
 
 
 class Clock:
@@ -94,7 +87,7 @@ def _fake_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_clock_leaves_out_warm_up_validation_and_checkpoints(
     fit: Callable[..., Any], tmp_path: Path, log_interval: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(STARTED, str(CLOCK.seconds - 7))
+    monkeypatch.setenv(start_time.VARIABLE, str(CLOCK.seconds - 7))
     config = Config(epochs=2, batch_size=4, log_interval=log_interval)
     checkpoints = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=5, save_top_k=-1)
     options = {"warmup_steps": 4, "module_class": Sleeper, "enable_checkpointing": True}
