@@ -133,9 +133,8 @@ def callbacks(config: Config, run_dir: Path | None) -> list[Callback]:
         Memory(config.log_interval),
         Progress(config, curves),
         Interrupt(config.log_interval),
-        Throughput(
-            config, flops * config.world_size * config.accumulate, warmup
-        ),  # after the others, whose work it would take for waiting
+        # After the others, whose work it would take for waiting.
+        Throughput(config, flops * config.world_size * config.accumulate, warmup),
     ]
     if config.accelerator == "cpu":
         observers.append(CPUKernels(flops, config.precision))
