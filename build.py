@@ -6,11 +6,13 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
 import epoch_loop
+import models
 import run_folder
 import sources
 import strategies
@@ -18,12 +20,16 @@ from batch import micro_batch_size
 from callbacks.counts import parameter_count, training_flops
 from callbacks.cpu_kernels import CPUKernels
 from callbacks.curves import TrainingCurves
+from callbacks.divergence import Divergence
 from callbacks.figures import TestFigures
 from callbacks.interrupt import Interrupt
 from callbacks.last_checkpoint import LastCheckpoint
 from callbacks.memory import Memory
 from callbacks.progress import Progress
+from callbacks.resume import Resume
 from callbacks.throughput import Throughput
+from checkpointing.io import AtomicCheckpointIO
+from checkpointing.weights import read_weights
 from cifar_module import CIFARModule
 from cli import OWNED, nearest
 from config import Config
@@ -55,7 +61,20 @@ def module(config: Config) -> CIFARModule:
         seed=config.seed,
         compile=config.compile,
         cuda_graphs=config.cuda_graphs,
+        skip_nan=config.on_nan == "skip",
     )
+
+
+def check_resume(config: Config) -> None:
+    """Refuses a checkpoint that cannot be continued, before anything is made of the run.
+
+    Raises:
+        UsageError: it is damaged, of another network, or cannot be trusted.
+    """
+    if config.resume:
+        with torch.device("meta"):
+            net = models.build(config.model.name, num_classes(config), **config.model.options)
+        read_weights(net, Path(config.resume), config.trust)
 
 
 def trainer(config: Config, run_dir: Path | None) -> Trainer:
@@ -82,6 +101,7 @@ def trainer(config: Config, run_dir: Path | None) -> Trainer:
         "logger": loggers(config, run_dir),
         "callbacks": callbacks(config, run_dir),
         "default_root_dir": run_dir,
+        "plugins": [AtomicCheckpointIO(config.trust)],
         "use_distributed_sampler": False,  # the loaders shard by themselves, whatever the strategy
         "log_every_n_steps": config.log_interval,
         "enable_model_summary": False,
@@ -130,9 +150,11 @@ def callbacks(config: Config, run_dir: Path | None) -> list[Callback]:
     flops = training_flops(config.model, num_classes(config), micro_batch(config))
     observers: list[Callback] = [
         curves,
+        Divergence(curves, run_dir),
         Memory(config.log_interval),
         Progress(config, curves),
-        Interrupt(config.log_interval),
+        Interrupt(),
+        Resume(config),
         # After the others, whose work it would take for waiting.
         Throughput(config, flops * config.world_size * config.accumulate, warmup),
     ]
@@ -143,9 +165,10 @@ def callbacks(config: Config, run_dir: Path | None) -> list[Callback]:
     return observers
 
 
-def interrupted(trainer: Trainer) -> bool:
-    """Whether Ctrl-C ended the training, which has then been saved."""
-    return any(isinstance(callback, Interrupt) and callback.stopped for callback in trainer.callbacks)  # pyright: ignore
+def stopped_by(trainer: Trainer) -> int | None:
+    """The signal that ended the training, which has then been saved."""
+    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    return next((callback.signal for callback in callbacks if isinstance(callback, Interrupt)), None)
 
 
 def checkpoints(config: Config, run_dir: Path | None) -> list[Callback]:
@@ -155,7 +178,8 @@ def checkpoints(config: Config, run_dir: Path | None) -> list[Callback]:
     """
     folder = run_dir / run_folder.CHECKPOINTS if run_dir is not None else None
     name = "epoch{epoch:02d}-step{step:06d}"
-    saved: list[Callback] = [LastCheckpoint(folder / "last.ckpt" if folder is not None else None)]
+    last = folder / "last.ckpt" if folder is not None else None
+    saved: list[Callback] = [LastCheckpoint(last, config.save_every_minutes)]
     if config.data.val_fraction:
         best = f"best-{name}"
         saved.append(ModelCheckpoint(folder, best, monitor="val/acc", mode="max", auto_insert_metric_name=False))

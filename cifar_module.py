@@ -14,7 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 
 import models
 from config import Choice
-from optimizers import OPTIMIZERS
+from optimizers import OPTIMIZERS, keep_own_options
 from schedules import SCHEDULES, Constant, Schedule
 from sources.augment import memory_format, normalize
 from sources.split import IGNORED
@@ -35,6 +35,7 @@ class CIFARModule(LightningModule):
         seed: of the initial weights.
         compile: whether the network runs through torch.compile.
         cuda_graphs: whether it does so as CUDA graphs.
+        skip_nan: whether a micro-batch is left out whose loss is no number or infinite.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class CIFARModule(LightningModule):
         seed: int = 0,
         compile: bool = False,
         cuda_graphs: bool = False,
+        skip_nan: bool = False,
     ):
         super().__init__()
         self.model = model
@@ -55,6 +57,9 @@ class CIFARModule(LightningModule):
         self.seed = seed
         self.compiled = compile or cuda_graphs
         self.cuda_graphs = cuda_graphs
+        self.skip_nan = skip_nan
+        self.skipped = 0
+        """Micro-batches that were left out."""
         self.net: nn.Module | None = None
         self.val_metrics = SplitMetrics(num_classes)
         self.test_metrics = SplitMetrics(num_classes)
@@ -85,7 +90,19 @@ class CIFARModule(LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Mean cross-entropy of one micro-batch with its labels, or its shares of them, a scalar in float32."""
         images, labels = batch
-        return F.cross_entropy(self.forward(images).float(), labels)
+        loss = F.cross_entropy(self.forward(images).float(), labels)
+        if not self.skip_nan or self._finite_on_all_ranks(loss):
+            return loss
+        self.skipped += 1
+        # A grey micro-batch of no weight: each engine takes part in it as ever, and its gradient is 0.
+        grey = torch.zeros_like(images, dtype=torch.float32)
+        return 0 * F.cross_entropy(self.forward(grey).float(), labels)
+
+    def _finite_on_all_ranks(self, loss: Tensor) -> bool:
+        finite = loss.detach().isfinite().int()
+        if self.trainer.world_size > 1:
+            torch.distributed.all_reduce(finite, torch.distributed.ReduceOp.MIN)
+        return bool(finite.item())
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """Counts one batch of validation images."""
@@ -114,6 +131,7 @@ class CIFARModule(LightningModule):
     def configure_optimizers(self) -> Any:
         """The optimizer in the strategy's implementation, and a schedule stepped with it unless it is constant."""
         optimizer = self.optimizer.build(self.parameters(), optimizer_implementation(self.trainer.strategy))
+        optimizer.register_load_state_dict_pre_hook(keep_own_options)
         if isinstance(self.schedule, Constant):
             return optimizer
         scheduler = StepSchedule(optimizer, self.schedule)

@@ -73,10 +73,24 @@ class TrainingConfig:
     """Seed of the initial weights, the data order, the augmentation and the validation split."""
 
     resume: str = ""
-    """Continue from a checkpoint: its path, a run's directory, or last (the newest run of this name)."""
+    """Continue from a checkpoint: its path, a run's directory, or last (the newest run of this name). Another strategy
+    and number of ranks may go on with it."""
+
+    trust: bool = False
+    """Load a checkpoint that could run code, of somebody you trust."""
 
     save_every_n_steps: int = 0
     """Write a checkpoint every so many optimizer steps as well; 0: at the end of each epoch only."""
+
+    save_every_minutes: float = 0.0
+    """Renew last.ckpt every so many minutes as well; 0: at the end of each epoch only."""
+
+    save_weights: bool = False
+    """Write the network's float32 weights beside each checkpoint, as one safetensors file that needs no DeepSpeed."""
+
+    on_nan: Literal["stop", "skip"] = "stop"
+    """A loss that is no number or infinite. stop: end the run and say where it came from. skip: leave the micro-batch
+    out, which costs a wait for the device in each step."""
 
     bench_steps: int = 0
     """Measure: stop after this many timed steps (a warm-up goes before), print the figures, skip the test; 0: train."""

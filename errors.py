@@ -1,4 +1,6 @@
-"""The two ways in which a run can fail in front of the user, each one line and one exit code."""
+"""The ways in which a run can end before its time, each one line and one exit code."""
+
+import signal
 
 
 class UsageError(Exception):
@@ -17,3 +19,15 @@ class RunError(Exception):
     """
 
     exit_code = 1
+
+
+class Stopped(Exception):
+    """The user or the cluster ended the run; exit code as shells have it.
+
+    The message is one line that says how to go on.
+    """
+
+    def __init__(self, number: int, message: str = ""):
+        super().__init__(message)
+        self.name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        self.exit_code = 128 + number

@@ -7,7 +7,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 
-from errors import RunError, UsageError
+from errors import RunError, Stopped, UsageError
 
 MESSAGE_CHARACTERS = 300
 """Most that is shown of a library's message."""
@@ -25,8 +25,11 @@ def guarded(main: Callable[[], int]) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt as stop:
-        print(": ".join(filter(None, ["stopped by Ctrl-C", str(stop)])), file=sys.stderr)
+    except Stopped as stop:
+        print(": ".join(filter(None, [f"stopped by {stop.name}", str(stop)])), file=sys.stderr)
+        return stop.exit_code
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
         return CTRL_C
     except SystemExit as stop:
         if not isinstance(stop.__context__, KeyboardInterrupt):  # Lightning makes a plain exit of a second Ctrl-C

@@ -14,11 +14,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from typing import IO
 
 from errors import UsageError
 from exits import CTRL_C
-from hardware import core_count
+from hardware import share_of_cores
 
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: after a fork it is too late
 
@@ -53,23 +54,32 @@ def run(ranks: int, on_cpu: bool) -> int:
     logs: list[IO[str]] = []
     processes: list[subprocess.Popen[str]] = []
     port = _free_port()
+    own_share = on_cpu and "OMP_NUM_THREADS" not in os.environ  # who sets it has shared the cores out himself
     for rank in range(ranks):
         log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - read when all ranks have ended
         logs.append(log)
         output = None if rank == 0 else log  # rank 0 speaks for all
         command = [sys.executable, *sys.orig_argv[1:]]
-        environment = _environment(rank, ranks, port, on_cpu)
+        environment = _environment(rank, ranks, port)
+        if own_share:
+            # Two ranks that each take all cores were measured 5 times slower than with a share each.
+            environment["OMP_NUM_THREADS"] = str(len(share_of_cores(rank, ranks)))
         processes.append(
             subprocess.Popen(
-                command, env=environment, stdout=output, stderr=output, text=True, preexec_fn=_end_with_the_launcher
+                command,
+                env=environment,
+                stdout=output,
+                stderr=output,
+                text=True,
+                preexec_fn=partial(_prepare, share_of_cores(rank, ranks) if own_share else set()),
             )
         )
     return _watch(processes, logs)
 
 
-def _environment(rank: int, ranks: int, port: int, on_cpu: bool) -> dict[str, str]:
+def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     """torchrun's variables, which Lightning and DeepSpeed both read."""
-    environment = {
+    return {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -79,16 +89,15 @@ def _environment(rank: int, ranks: int, port: int, on_cpu: bool) -> dict[str, st
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
     }
-    if on_cpu:
-        # Two ranks that each take all cores were measured 5 times slower than with a share each.
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, core_count() // ranks)))
-    return environment
 
 
-def _end_with_the_launcher() -> None:
-    """On Linux a rank is killed with its launcher, however that ends (prctl's PR_SET_PDEATHSIG)."""
+def _prepare(cores: set[int]) -> None:
+    """In the new process: on Linux it keeps to its cores, and is killed with its launcher however that ends (prctl's
+    PR_SET_PDEATHSIG)."""
     if _LIBC is not None:
         _LIBC.prctl(1, signal.SIGKILL)
+        if cores:
+            os.sched_setaffinity(0, cores)
 
 
 def _free_port() -> int:

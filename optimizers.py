@@ -110,6 +110,16 @@ class AdamW(Adam):
     decoupled: ClassVar[bool] = True
 
 
+def keep_own_options(optimizer: "Optimizer", state: dict[str, Any]) -> dict[str, Any]:
+    """A hook for the state of another implementation, or of another device: this one's options stay, but the learning
+    rate, which a schedule has moved, is the checkpoint's."""
+    groups = [
+        {**own, **{key: saved[key] for key in ("lr", "initial_lr", "params") if key in saved}}
+        for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)
+    ]
+    return {**state, "param_groups": groups}
+
+
 def _check_range(name: str, value: float, below: float = math.inf) -> None:
     """Raises ValueError where a value is negative, not a number, or not below a limit."""
     if not 0 <= value < below:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -60,6 +61,7 @@ def quieten() -> None:
         logging.getLogger(f"lightning.{package}.utilities.rank_zero").setLevel(logging.WARNING)
     for name in LOGGERS:
         logging.getLogger(name).addFilter(_is_news)
+    threading.excepthook = _thread_failed
 
 
 @contextmanager
@@ -67,6 +69,12 @@ def no_output() -> Iterator[None]:
     """Swallows what a library prints, for calls whose failure is an exception."""
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         yield
+
+
+def _thread_failed(failed: threading.ExceptHookArgs) -> None:
+    """TensorBoard's writer hands an error of the disk to the next call of the main thread: that is the one to show."""
+    if not isinstance(failed.exc_value, OSError):
+        threading.__excepthook__(failed)
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -2,59 +2,63 @@
 
 from __future__ import annotations
 
-import zipfile
+import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 import run_folder
+from checkpointing import atomic
+from checkpointing.records import check_records
 from config import Config
 from errors import UsageError
-from strategies import STRATEGIES
+
+KEPT = ("model", "optimizer", "batch_size", "seed", "data.val_fraction")
+"""What a run that goes on must have as it was: else it is another run, and trains on images held out before."""
 
 
 def settle_resume(config: Config) -> None:
-    """Puts the checkpoint's own path for what --resume names.
+    """Puts the checkpoint's own path for what --resume names; in a job that SLURM has started again, for nothing too.
 
     Raises:
-        UsageError: there is none, it is damaged, or it is of a run that cannot be continued with this configuration.
+        UsageError: there is none, it is not whole, or it is of a run that cannot be continued with this configuration.
     """
+    if not config.resume and int(os.environ.get("SLURM_RESTART_COUNT", "0")):
+        config.resume = "last"
     if not config.resume:
         return
+    for folder in (Path(config.resume), Path(config.out) / config.run_name):
+        if folder.is_dir():
+            atomic.recover(folder)
     checkpoint = run_folder.find_checkpoint(config.resume, config.out, config.run_name)
-    _check_whole(checkpoint)
+    for file in sorted(checkpoint.rglob("*.pt")) if checkpoint.is_dir() else [checkpoint]:
+        check_records(file)
     recipe = run_folder.recipe_of(checkpoint)
     if recipe is not None:
         _check_same_run(config, yaml.safe_load(recipe.read_text()), checkpoint)
     config.resume = str(checkpoint)
 
 
-def _check_whole(checkpoint: Path) -> None:
-    """torch writes zip archives, whose table of contents comes last: one that was cut has none."""
-    files = sorted(checkpoint.rglob("*.pt")) if checkpoint.is_dir() else [checkpoint]
-    for file in files:
-        if not zipfile.is_zipfile(file):
-            raise UsageError(f"--resume {checkpoint}: {file.name} is damaged or no checkpoint")
-    if not files:
-        raise UsageError(f"--resume {checkpoint} holds no checkpoint")
-
-
 def _check_same_run(config: Config, recipe: dict[str, Any], checkpoint: Path) -> None:
-    """The checkpoint of a ZeRO stage is continued by the same stage on as many ranks; a plain one by DDP too."""
-    before = _identity(
-        recipe["strategy"], recipe["ds_config"], recipe["devices"] * recipe["num_nodes"], recipe["precision"]
-    )
-    now = _identity(config.strategy, config.ds_config, config.world_size, config.precision)
-    now = {flag: now.get(flag) for flag in before}
-    for key in ("model", "optimizer"):
-        before[f"--{key}"], now[f"--{key}"] = recipe[key]["name"], getattr(config, key).name
-    for flag in before:
-        if before[flag] != now[flag]:
-            raise UsageError(f"--resume {checkpoint}: that run had {flag} {before[flag]}, this one has {now[flag]}")
+    now = asdict(config)
+    for key in KEPT:
+        before, wanted = _flat(key, recipe), _flat(key, now)
+        for option in before:
+            if option in wanted and before[option] != wanted[option]:
+                raise UsageError(
+                    f"--resume {checkpoint}: that run had --{option} {before[option]}, this one has {wanted[option]}"
+                )
 
 
-def _identity(strategy: str, ds_config: str, ranks: int, precision: str) -> dict[str, Any]:
-    if not ds_config and STRATEGIES[strategy].family != "deepspeed":
-        return {"--strategy": strategy if strategy == "fsdp" else "baseline or ddp"}
-    return {"--strategy": ds_config or strategy, "--devices": ranks, "--precision": precision}
+def _flat(key: str, tree: dict[str, Any]) -> dict[str, Any]:
+    """The options under a key: its name first, or its one value."""
+    value: Any = tree
+    for part in key.split("."):
+        value = value[part]
+    if not isinstance(value, dict):
+        return {key: value}
+    options = value.get("options", {name: option for name, option in value.items() if name != "name"})
+    plain = {f"{key}.{name}": list(option) if isinstance(option, tuple) else option for name, option in options.items()}
+    return {key: value["name"], **plain}

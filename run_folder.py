@@ -57,17 +57,17 @@ def newest_checkpoint(folder: Path) -> Path:
     Raises:
         UsageError: there is none.
     """
-    found = [path for path in folder.rglob("*.ckpt") if path.is_file() or (path / "latest").exists()]
+    found = [path for path in folder.rglob("*.ckpt") if path.is_file() or is_checkpoint_folder(path)]
     if not found:
         raise UsageError(f"no checkpoint under {folder}: give a run folder, or a .ckpt file or folder")
     return max(found, key=_written)
 
 
 def find_checkpoint(path: str, out: str, name: str) -> Path:
-    """The checkpoint that `--resume` or evaluate.py's argument means.
+    """The checkpoint that `--resume` or the argument of a program means.
 
     Args:
-        path: a checkpoint (file, or DeepSpeed's folder), a run's folder, or last.
+        path: a checkpoint (file, or DeepSpeed's folder), what lies in one, a run's folder or its checkpoints, or last.
         out: directory of the runs, for last.
         name: of the run, for last.
 
@@ -82,14 +82,20 @@ def find_checkpoint(path: str, out: str, name: str) -> Path:
     given = Path(path)
     if not given.exists():
         raise UsageError(f"{path} does not exist: give a run folder, or a .ckpt file or folder")
-    if given.is_file() or (given / "latest").exists():
-        return given
-    return newest_checkpoint(given)
+    for folder in (given, *given.absolute().parents[:2]):  # Lightning issues 20453 and 17763: which one is it?
+        if is_checkpoint_folder(folder):
+            return folder
+    return given if given.is_file() else newest_checkpoint(given)
+
+
+def is_checkpoint_folder(path: Path) -> bool:
+    """Whether it is what DeepSpeed writes for a checkpoint."""
+    return (path / "latest").is_file()
 
 
 def _written(checkpoint: Path) -> tuple[int, str]:
     """When a checkpoint was finished; of two at the same moment last.ckpt is the newer."""
-    finished = checkpoint / "latest" if checkpoint.is_dir() else checkpoint  # DeepSpeed writes that file last
+    finished = checkpoint / "latest" if checkpoint.is_dir() else checkpoint  # written last
     return finished.stat().st_mtime_ns, checkpoint.name
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import launch
 import run_folder
 import start_time
 from config import Config, SourceName
-from errors import UsageError
+from errors import RunError, Stopped, UsageError
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -47,12 +48,14 @@ def train(config: Config) -> dict[str, Any]:
         What metrics.json holds, on every rank.
     """
     import build
+    from callbacks.interrupt import SLURM_REQUEUE
     from callbacks.summary import collect, log_hparams
     from quiet import quieten
     from reports.summary import print_summary, write_json
 
     quieten()
     build.check_trainer_options(config)
+    build.check_resume(config)
     datamodule = build.datamodule(config)
     run_dir: Path | None = None
     if launch.global_rank() == 0:
@@ -64,10 +67,13 @@ def train(config: Config) -> dict[str, Any]:
         module = build.module(config)
         trainer = build.trainer(config, run_dir)
     trainer.fit(module, datamodule=datamodule, ckpt_path=config.resume or None)
-    if build.interrupted(trainer):
+    if (signal := build.stopped_by(trainer)) is not None:
         leave(trainer)
+        check_saved(trainer)
         saved = run_dir is not None and not config.bench_steps
-        raise KeyboardInterrupt(f"the run goes on with --resume {run_dir}" if saved else "")
+        if saved and signal == SLURM_REQUEUE:
+            requeue()
+        raise Stopped(signal, f"the run goes on with --resume {run_dir}" if saved else "")
     if not config.bench_steps:
         trainer.test(module, datamodule=datamodule, verbose=False)
     metrics = collect(trainer, module, datamodule, config)
@@ -76,6 +82,7 @@ def train(config: Config) -> dict[str, Any]:
         log_hparams(trainer, config, metrics)
         print_summary(metrics, run_dir)
     leave(trainer)
+    check_saved(trainer)
     return metrics
 
 
@@ -84,6 +91,18 @@ def write_config(config: Config, source: str, run_dir: Path) -> None:
     root, cache = os.path.abspath(config.data.root), config.data.cache and os.path.abspath(config.data.cache)
     data = replace(config.data, source=cast(SourceName, source), root=root, cache=cache)
     (run_dir / run_folder.CONFIG).write_text(cli.dump(replace(config, data=data)))
+
+
+def check_saved(trainer: Trainer) -> None:
+    """Raises RunError where the newest checkpoint could not be written; called on every rank, known to rank 0."""
+    failure = getattr(trainer.strategy.checkpoint_io, "failure", "")
+    if failure:
+        raise RunError(failure)
+
+
+def requeue() -> None:
+    """Has SLURM start this job again; --resume last is understood there."""
+    subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False)
 
 
 def leave(trainer: Trainer) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class TrainingCurves(Callback):
     """Writes the train/* curves.
 
-    Between two points it only adds the loss up, on the device, so that no step waits for a value to reach the host.
+    Between two points it only keeps the losses, on the device, so that no step waits for a value to reach the host.
 
     Args:
         log_interval: optimizer steps between two points.
@@ -28,13 +28,21 @@ class TrainingCurves(Callback):
     last_loss: float | None = None
     """train/loss of the newest point: mean over the micro-batches of its interval and over all ranks."""
 
+    losses: list[Tensor]
+    """Loss of each micro-batch since the newest point, on the device."""
+
+    logged_losses: Tensor | None = None
+    """Those of the newest point, of this rank."""
+
+    last_gradient_norm: float | None = None
+    """train/grad_norm of the newest point."""
+
     last_epoch: float = 0.0
     """train/epoch of the newest point: passes over the training images."""
 
     def __init__(self, log_interval: int):
         self._interval = Interval(log_interval)
-        self._loss_sum: Tensor | None = None
-        self._micro_batches = 0
+        self.losses = []
         self._logged_step = 0
         self._learning_rate: float | None = None
         self._gradient_norm: Tensor | None = None
@@ -43,8 +51,7 @@ class TrainingCurves(Callback):
         """Begins the first interval."""
         self._interval.start(trainer)
         self._logged_step = trainer.global_step
-        self._loss_sum = torch.zeros((), device=pl_module.device)
-        self._micro_batches = 0
+        self.losses = []
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Before a step that is to be logged: its learning rate and gradient norm, which the step itself will change.
@@ -59,10 +66,8 @@ class TrainingCurves(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Adds a micro-batch's loss up, and writes the point that is due."""
-        assert self._loss_sum is not None
-        self._loss_sum += outputs["loss"]
-        self._micro_batches += 1
+        """Keeps a micro-batch's loss, and writes the point that is due."""
+        self.losses.append(outputs["loss"])
         if self._interval.due(trainer.global_step):
             self._log(trainer)
 
@@ -72,9 +77,9 @@ class TrainingCurves(Callback):
             self._log(trainer)
 
     def _log(self, trainer: Trainer) -> None:
-        assert self._loss_sum is not None
         # Lightning (2.6.6) hands out the loss divided by accumulate_grad_batches, under DeepSpeed too.
-        mean = self._loss_sum * (trainer.accumulate_grad_batches / self._micro_batches)
+        self.logged_losses = torch.stack(self.losses) * trainer.accumulate_grad_batches
+        mean = self.logged_losses.mean()
         self.last_loss = trainer.strategy.reduce(mean, reduce_op="mean").item()
         self.last_epoch = (trainer.fit_loop.total_batch_idx + 1) / trainer.num_training_batches
         self._logged_step = trainer.global_step
@@ -86,9 +91,9 @@ class TrainingCurves(Callback):
         if self._learning_rate is not None:  # unknown where nobody could tell that this step would be the last
             norm = norm_after_step(trainer) if self._gradient_norm is None else self._gradient_norm.item()
             scalars["train/learning_rate"] = self._learning_rate
+            self.last_gradient_norm = norm
             if norm is not None:
                 scalars["train/grad_norm"] = norm
         log_scalars(trainer, scalars)
-        self._loss_sum.zero_()
-        self._micro_batches = 0
+        self.losses = []
         self._learning_rate = self._gradient_norm = None

@@ -1,57 +1,58 @@
-"""Ctrl-C ends a training between two steps, on all ranks at the same one, so that a whole checkpoint can be written."""
+"""Ctrl-C and the requests to end of a cluster stop a training between two steps, on all ranks at the same one."""
 
 from __future__ import annotations
 
+import os
 import signal
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback
 
-from callbacks.interval import Interval
+from callbacks.agreement import Agreement
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
+SLURM_REQUEUE = signal.SIGUSR1
+"""What `sbatch --signal=USR1@90` sends before the time is over; elsewhere nobody sends it."""
+
 
 class Interrupt(Callback):
-    """Stops the training after Ctrl-C; a second Ctrl-C ends the process at once.
+    """Stops the training after such a signal, so that a whole checkpoint can be written.
 
-    A rank on its own stops after its step. Several agree at each logging interval, which costs one small reduction:
-    each may have been told at another step.
-
-    Args:
-        log_interval: optimizer steps between two agreements.
+    A second Ctrl-C ends the process at once. A second request of the cluster changes nothing: it sends its requests to
+    the launcher, which hands them on, and to the ranks too.
     """
 
-    stopped = False
-    """Whether the training was ended by Ctrl-C."""
+    signal: int | None = None
+    """What ended the training; None where nothing did."""
 
-    def __init__(self, log_interval: int):
-        self._interval = Interval(log_interval)
-        self._requested = False
-        self._previous: Any = None
+    def __init__(self) -> None:
+        self._agreement = Agreement()
+        self._requested: int | None = None
+        self._previous: dict[int, Any] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes Ctrl-C over."""
-        self._interval.start(trainer)
-        self._previous = signal.signal(signal.SIGINT, self._request)
+        """Takes the signals over."""
+        wanted = [signal.SIGINT, signal.SIGTERM, *([SLURM_REQUEUE] if "SLURM_JOB_ID" in os.environ else [])]
+        self._previous = {number: signal.signal(number, self._request) for number in wanted}
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stops, where it has been asked for and all ranks agree."""
-        if trainer.world_size == 1:
-            self.stopped = self._requested and (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-        elif self._interval.due(trainer.global_step):
-            self.stopped = trainer.strategy.reduce_boolean_decision(self._requested, all=False)
-        if self.stopped:
+        """Stops, where it has been asked for, all ranks agree and no micro-batch is waiting for its step."""
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return
+        if self._agreement.reached(trainer, self._requested is not None):
+            self.signal = self._requested or signal.SIGTERM
             trainer.should_stop = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gives Ctrl-C back."""
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
+        """Gives the signals back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
-    def _request(self, *_: Any) -> None:
-        self._requested = True
-        signal.signal(signal.SIGINT, self._previous)
+    def _request(self, number: int, frame: Any) -> None:
+        self._requested = number
+        if number == signal.SIGINT:
+            signal.signal(number, self._previous[number])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.utils import zero_to_fp32
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
@@ -18,7 +21,14 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.cpp_extension import CUDA_HOME
 
+from checkpointing import atomic
+from checkpointing.io import AtomicCheckpointIO, failure_of
+from checkpointing.read import read
+from checkpointing.zero_folder import SHAPE, TAG, shape_of
+from errors import UsageError
 from optimizers import Implementation
+from sources.console import say
+from strategies.zero_checkpoint import GuardedCheckpointEngine, restore
 
 
 class ZeROPrecision(DeepSpeedPrecision):
@@ -121,6 +131,79 @@ class ZeROStrategy(DeepSpeedStrategy):
     @property
     def _casts_shards(self) -> bool:
         return self.zero_stage_3 and "mixed" in self.precision_plugin.precision and self.remote_device != "nvme"
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Writes the folder, every rank its part, beside its place, and puts it there when all of it is on the disk.
+
+        DeepSpeed (0.19.8) writes in place. An error of the disk is told to all ranks and noted by the plugin.
+        """
+        final = Path(self.broadcast(filepath))
+        target = atomic.staged(final)
+        if self.is_global_zero:
+            failure_of(lambda: atomic.discard(target))
+        self.barrier()
+        engine = self.deepspeed_engine
+        guard = engine.checkpoint_engine = GuardedCheckpointEngine()
+        engine._copy_recovery_script = lambda save_path: None  # it writes outside the guard
+        client_state = {key: checkpoint[key] for key in checkpoint if key not in ("state_dict", "optimizer_states")}
+        client_state[SHAPE] = self._shape
+        engine.save_checkpoint(
+            str(target),
+            tag=TAG,
+            client_state=client_state,
+            save_latest=False,
+            exclude_frozen_parameters=self.exclude_frozen_parameters,
+        )
+        failures: list[str] = [""] * self.world_size
+        torch.distributed.all_gather_object(failures, guard.failure)
+        failure = next(filter(None, failures), "")
+        if self.is_global_zero:
+            failure = failure or failure_of(lambda: self._finish(target, final))
+            self._io.conclude(final, failure)
+        self.barrier()
+
+    @staticmethod
+    def _finish(target: Path, final: Path) -> None:
+        (target / "latest").write_text(TAG)
+        shutil.copyfile(zero_to_fp32.__file__, target / "zero_to_fp32.py")  # DeepSpeed's own, beside its own files
+        atomic.put_in_place(final)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Continues a checkpoint of any strategy on any number of ranks.
+
+        One of this very shape is loaded by DeepSpeed itself, each rank its own shard, any other from the whole.
+        """
+        path = Path(checkpoint_path)
+        if path.is_dir() and shape_of(path, self._io.trust) == self._shape:
+            self.deepspeed_engine.checkpoint_engine = GuardedCheckpointEngine(self._io.trust)
+            return super().load_checkpoint(checkpoint_path)
+        assert isinstance(self.config, dict)
+        if self.remote_device == "nvme":
+            raise UsageError(f"--resume {path}: parameters on NVMe are continued by the same strategy and ranks alone")
+        checkpoint = read(path, self._io.trust)
+        carried = restore(self.deepspeed_engine, checkpoint)
+        if self.is_global_zero and not carried:
+            say(f"{path} holds no optimizer state that can be carried over: it starts anew, the weights are the run's.")
+        return checkpoint
+
+    @property
+    def _io(self) -> AtomicCheckpointIO:
+        plugin = self.checkpoint_io
+        assert isinstance(plugin, AtomicCheckpointIO)
+        return plugin
+
+    @property
+    def _shape(self) -> dict[str, Any]:
+        """What a shard fits into: nothing else can load it as it is."""
+        assert isinstance(self.config, dict)
+        zero = self.config.get("zero_optimization", {})
+        return {
+            "stage": zero.get("stage", 0),
+            "ranks": self.world_size,
+            "precision": str(self.precision_plugin.precision),
+            "optimizer": self.optimizer_implementation,
+            "offload": [zero.get(part, {}).get("device", "none") for part in ("offload_optimizer", "offload_param")],
+        }
 
     def _initialize_deepspeed_train(self, model: Module) -> None:
         super()._initialize_deepspeed_train(model)

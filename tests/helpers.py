@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_SECONDS = 240
@@ -24,6 +28,20 @@ def run_program(
         text=True,
         timeout=timeout,
     )
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A disk of so many bytes (200k, 2m), mounted for a while; the test is skipped where that is not permitted."""
+    disk = folder / "disk"
+    disk.mkdir()
+    mounted = os.name == "posix" and os.geteuid() == 0
+    if not mounted or subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]).returncode:
+        pytest.skip("mounting a small disk needs root, and a machine that lets root do it")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def assert_ok(done: subprocess.CompletedProcess[str]) -> None:

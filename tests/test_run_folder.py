@@ -48,3 +48,13 @@ def test_checkpoints_are_found_by_run_by_name_and_by_path(tmp_path: Path):
             run_folder.find_checkpoint(missing, out, "net")
     with pytest.raises(UsageError, match="no run of the name other"):
         run_folder.find_checkpoint("last", out, "other")
+
+
+def test_what_lies_in_a_checkpoint_names_it(tmp_path: Path):
+    """Which path is the checkpoint: Lightning issues 20453 and 17763."""
+    checkpoint = make(tmp_path / "net" / "version_0" / "checkpoints" / "sharded.ckpt", 100)
+    (checkpoint / "checkpoint").mkdir()
+    file = checkpoint / "checkpoint" / "mp_rank_00_model_states.pt"
+    file.write_text("")
+    for given in (checkpoint.parent, checkpoint, checkpoint / "latest", checkpoint / "checkpoint", file):
+        assert run_folder.find_checkpoint(str(given), "", "") == checkpoint

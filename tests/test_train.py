@@ -15,8 +15,9 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import models
+from checkpointing.read import read
 from checkpointing.weights import load_weights
-from tests.helpers import ROOT, assert_ok, run_folder_of, run_program
+from tests.helpers import ROOT, assert_ok, run_folder_of, run_program, small_disk
 
 CLASSES = [f"class {number}" for number in range(10)]
 SCALARS = {
@@ -203,8 +204,8 @@ def test_mistakes_end_in_one_line(flags: str, code: int, expected: str, small_da
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("--strategy deepspeed_stage_2", "that run had --strategy baseline or ddp"),
-        ("--optimizer adam", "that run had --optimizer sgd"),
+        ("--optimizer adam", "that run had --optimizer sgd, this one has adam"),
+        ("--optimizer.lr 0.5", "that run had --optimizer.lr"),
         ("--resume README.md", "is damaged or no checkpoint"),
         ("--resume last --name never", "no run of the name never"),
     ],
@@ -228,11 +229,22 @@ def test_a_cut_checkpoint_is_refused(run: tuple[Path, str], tmp_path: Path, smal
     assert "is damaged" in done.stderr
 
 
-def test_a_diverged_run_is_summed_up_all_the_same(small_data: list[str], tmp_path: Path):
-    flags = ["--batch_size", "16", "--max_steps", "20", "--optimizer.lr", "1e10", "--accelerator", "cpu"]
+def test_a_run_that_diverges_ends_with_the_step_and_the_way_back_to_it(small_data: list[str], tmp_path: Path):
+    flags = ["--batch_size", "16", "--max_steps", "30", "--optimizer.lr", "1e10", "--accelerator", "cpu"]
+    flags += ["--save_every_n_steps", "1", "--log_interval", "20"]
     done = run_program("train.py", *small_data, *flags, "--out", str(tmp_path))
-    assert_ok(done)
-    assert json.loads((run_folder_of(tmp_path) / "metrics.json").read_text())["train/loss"] is None
+    assert done.returncode == 1, done.stderr[-2000:]
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert "no number or infinite from step" in line
+    assert "learning rate 1e+10" in line
+    assert "Traceback" not in done.stderr
+    step = int(line.split("from step ")[1].split()[0])
+    again = line.split("that batch again: train.py ")[1].split()
+    kept = torch.load(again[-1], weights_only=True)  # the newest checkpoint is of before
+    assert kept["global_step"] < step
+    assert all(weights.isfinite().all() for weights in kept["state_dict"].values())
+    done = run_program("train.py", *again, "--out", str(tmp_path / "again"))
+    assert f"from step {step} on" in done.stderr
 
 
 @pytest.mark.distributed
@@ -245,8 +257,12 @@ def test_a_mistake_that_the_ranks_find_is_said_once(small_data: list[str], tmp_p
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("devices", ["1", "2"])
-def test_ctrl_c_saves_and_says_how_to_go_on(devices: str, small_data: list[str], tmp_path: Path):
+@pytest.mark.parametrize(
+    ("devices", "number", "name"), [("1", signal.SIGINT, "Ctrl-C"), ("2", signal.SIGTERM, "SIGTERM")]
+)
+def test_a_signal_saves_and_says_how_to_go_on(
+    devices: str, number: signal.Signals, name: str, small_data: list[str], tmp_path: Path
+):
     flags = ["--devices", devices, "--accelerator", "cpu", "--batch_size", "16", "--epochs", "5000"]
     command = [sys.executable, "train.py", *small_data, *flags, "--log_interval", "10", "--out", str(tmp_path)]
     process = subprocess.Popen(
@@ -262,26 +278,33 @@ def test_ctrl_c_saves_and_says_how_to_go_on(devices: str, small_data: list[str],
     for line in process.stderr:
         if "val/acc" in line:  # it trains
             break
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, number)
     _, said = process.communicate(timeout=60)
     run = run_folder_of(tmp_path)
-    assert process.returncode == 130, said
-    assert f"stopped by Ctrl-C: the run goes on with --resume {run}" in said
+    assert process.returncode == 128 + number, said
+    assert f"stopped by {name}: the run goes on with --resume {run}" in said
     assert "Traceback" not in said
     done = run_program("evaluate.py", str(run), "--accelerator", "cpu")
     assert_ok(done)
 
 
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="mounting a small disk needs root")
 def test_a_full_disk_is_one_line(small_data: list[str], tmp_path: Path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(disk)]).returncode:
-        pytest.skip("this machine does not let root mount a small disk")
-    try:
+    with small_disk(tmp_path, "200k") as disk:
         done = run_program("train.py", *small_data, "--batch_size", "16", "--accelerator", "cpu", "--out", str(disk))
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
     assert done.returncode == 1, done.stderr[-2000:]
     assert "Traceback" not in done.stderr
     assert "No space left" in done.stderr
+
+
+@pytest.mark.distributed
+def test_the_checkpoint_before_the_disk_was_full_is_whole(small_data: list[str], tmp_path: Path):
+    """A checkpoint of stage 2 takes 0.8 MB, and so does the next one before it takes its place."""
+    flags = ["--strategy", "deepspeed_stage_2", "--devices", "2", "--accelerator", "cpu", "--batch_size", "16"]
+    flags += ["--max_steps", "90", "--epochs", "9"]
+    with small_disk(tmp_path, "1200k") as disk:
+        done = run_program("train.py", *small_data, *flags, "--out", str(disk))
+        assert done.returncode == 1, done.stderr[-2000:]
+        assert "Traceback" not in done.stderr
+        assert "last.ckpt could not be written: No space left on device. The training goes on" in done.stderr
+        (kept,) = [file.parent for file in disk.rglob("latest")]
+        assert read(kept)["global_step"] == 36

@@ -1,0 +1,81 @@
+"""How Lightning's strategies write, read and remove checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.io import CheckpointIO
+
+from checkpointing import atomic
+from checkpointing.read import read
+from sources.console import say
+
+
+class AtomicCheckpointIO(CheckpointIO):
+    """A checkpoint is found whole or not at all; one that cannot be written ends no training.
+
+    Lightning's own (2.6.6) writes to /tmp first, and what lies on another file system is copied from there.
+
+    Args:
+        trust: see `safe_load.load`.
+    """
+
+    failure = ""
+    """Why the newest checkpoint could not be written; empty where it was."""
+
+    def __init__(self, trust: bool = False):
+        self.trust = trust
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Writes a file; rank 0 alone is asked to."""
+        final = Path(path)
+
+        def write() -> None:
+            final.parent.mkdir(parents=True, exist_ok=True)
+            save(checkpoint, atomic.staged(final))
+            atomic.put_in_place(final)
+
+        self.conclude(final, failure_of(write))
+
+    def conclude(self, final: Path, failure: str) -> None:
+        """Notes on rank 0 how the writing of a checkpoint ended, and says so where it failed."""
+        self.failure = f"{final} could not be written: {failure}" if failure else ""
+        if failure:
+            failure_of(lambda: atomic.discard(atomic.staged(final)))
+            say(f"{self.failure}. The training goes on; the checkpoints before are whole.")
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads a checkpoint of any strategy, on every rank; see `read`."""
+        return read(Path(path), self.trust)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Removes a checkpoint that a newer one stands in for, unless that could not be written."""
+        if not self.failure:
+            atomic.discard(Path(path))
+
+
+def save(content: Any, file: Path) -> None:
+    """torch.save, which by itself hides the system's error where the disk is full behind one of its own.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    try:
+        with file.open("wb") as stream:
+            torch.save(content, stream)
+    except RuntimeError as error:  # torch finds its archive cut when it wants to close it
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise OSError(str(error)) from error
+
+
+def failure_of(write: Callable[[], Any]) -> str:
+    """Runs what writes to the disk; the system's error as a text, empty where there was none."""
+    try:
+        write()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""

@@ -1,0 +1,28 @@
+"""A checkpoint of any strategy, read into the one form that Lightning's plain strategies write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from checkpointing.safe_load import load
+from checkpointing.zero_folder import read_folder
+from errors import UsageError
+
+
+def read(checkpoint: Path, trust: bool = False) -> dict[str, Any]:
+    """state_dict, optimizer_states and the progress of the run, all on the CPU.
+
+    Args:
+        checkpoint: Lightning's file, or the folder that DeepSpeed writes.
+        trust: see `safe_load.load`.
+
+    Raises:
+        UsageError: it is damaged, not whole, of another kind, or would need `trust`.
+    """
+    if checkpoint.is_dir():
+        return read_folder(checkpoint, trust)
+    content = load(checkpoint, trust)
+    if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
+        raise UsageError(f"{checkpoint} is no checkpoint of a run: it has no state_dict")
+    return content

@@ -1,0 +1,162 @@
+"""What a DeepSpeed engine writes and reads its checkpoints by, and how it takes over one of another shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import deepspeed.comm
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from torch import Tensor
+from torch.nn import Parameter
+
+from checkpointing.io import failure_of, save
+from checkpointing.safe_load import load
+
+Shard = Callable[[Sequence[Tensor]], Tensor]
+"""Cuts this rank's flat part out of the whole tensors of a group's parameters."""
+
+
+class GuardedCheckpointEngine(TorchCheckpointEngine):
+    """DeepSpeed's files, read without running what they hold; an error of the disk is kept for later.
+
+    Raised where it happens, it would leave the other ranks waiting for this one.
+    """
+
+    failure = ""
+    """The system's first error while writing."""
+
+    def __init__(self, trust: bool = False):
+        super().__init__()
+        self._trust = trust
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Makes a folder."""
+        self._try(lambda: super(GuardedCheckpointEngine, self).makedirs(path, exist_ok))
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Writes a file."""
+        self._try(lambda: save(state_dict, Path(path)))
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Reads a file. Raises UsageError where it is damaged or cannot be trusted."""
+        return load(Path(path), self._trust)
+
+    def _try(self, write: Callable[[], Any]) -> None:
+        self.failure = self.failure or failure_of(write)
+
+
+def restore(engine: Any, checkpoint: dict[str, Any]) -> bool:
+    """Puts a checkpoint in Lightning's plain form into an engine of any stage and number of ranks.
+
+    DeepSpeed's universal checkpoints do it by way of files, for Adam alone, and not between stages 2 and 3.
+
+    Returns:
+        Whether the optimizer's state was carried over too.
+    """
+    weights: dict[str, Tensor] = checkpoint["state_dict"]
+    carried = bool(checkpoint.get("optimizer_states"))
+    saved = checkpoint["optimizer_states"][0] if carried else {"state": {}, "param_groups": []}
+    stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
+    names = {parameter: name for name, parameter in engine.module.named_parameters()}
+    if stage == 3:
+        optimizer.checkpoint_event_prologue()  # every parameter is cut, also those that are kept whole
+    else:
+        engine.module.load_state_dict(weights)
+    if stage == 0 and optimizer is engine.basic_optimizer:
+        if carried:
+            optimizer.load_state_dict(saved)
+    else:
+        groups = [*_groups(engine)]
+        trained = [names[parameter] for parameters, *_ in groups for parameter in parameters]
+        numbers = {name: number for number, name in enumerate(trained)}  # as torch's optimizers number them
+        for parameters, target, shard in groups:
+            wholes = [weights[names[parameter]] for parameter in parameters]
+            target.data[: (part := shard(wholes)).numel()].copy_(part)
+            entries = [saved["state"].get(numbers[names[parameter]], {}) for parameter in parameters]
+            _set_state(engine.basic_optimizer, target, entries, shard)
+        for group, group_before in zip(engine.basic_optimizer.param_groups, saved["param_groups"], strict=False):
+            group["lr"] = group_before["lr"]
+    if stage == 3:
+        for parameter, name in names.items():
+            part = _cut(weights[name], parameter)
+            parameter.ds_tensor.data[: part.numel()].copy_(part)  # pyright: ignore[reportAttributeAccessIssue]
+        optimizer.checkpoint_event_epilogue()
+    engine.global_steps = checkpoint["global_step"]
+    engine.global_samples = engine.global_steps * engine.train_batch_size()
+    return carried
+
+
+def _groups(engine: Any) -> Iterator[tuple[list[Parameter], Tensor, Shard]]:
+    """The parameters of each flat float32 tensor that the optimizer updates, in their order, and how it is cut."""
+    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    if stage == 3:
+        for group, target in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
+            yield group, target, partial(_cuts, group)
+    elif stage:
+        for number, group in enumerate(optimizer.round_robin_bit16_groups):
+            target = optimizer.single_partition_of_fp32_groups[number]
+            rank = deepspeed.comm.get_rank(group=optimizer.real_dp_process_group[number])
+            yield group, target, partial(_piece, rank, target.numel())
+    elif hasattr(optimizer, "fp32_groups_flat"):
+        for group, target in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
+            yield group, target, _flat
+    else:
+        for group, targets in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+            for parameter, target in zip(group, targets, strict=True):
+                yield [parameter], target, _only
+
+
+def _flat(wholes: Sequence[Tensor]) -> Tensor:
+    return torch.cat([whole.flatten() for whole in wholes])
+
+
+def _piece(rank: int, size: int, wholes: Sequence[Tensor]) -> Tensor:
+    return _flat(wholes)[rank * size : (rank + 1) * size]
+
+
+def _cuts(group: list[Parameter], wholes: Sequence[Tensor]) -> Tensor:
+    return torch.cat([*map(_cut, wholes, group)])
+
+
+def _only(wholes: Sequence[Tensor]) -> Tensor:
+    return wholes[0]
+
+
+def _cut(whole: Tensor, parameter: Any) -> Tensor:
+    """This rank's part of a parameter at stage 3, filled up with zeros where it ends before."""
+    size = parameter.ds_tensor.ds_numel
+    rank = deepspeed.comm.get_rank(group=parameter.ds_process_group)
+    part = whole.flatten()[rank * size : (rank + 1) * size]
+    return torch.nn.functional.pad(part, (0, size - part.numel()))
+
+
+def _set_state(base: Any, target: Tensor, entries: list[dict[str, Any]], shard: Shard) -> None:
+    """Gives the base optimizer the state of a flat tensor, as its own kind keeps it."""
+    state: dict[str, Any] = {}
+    for key, value in entries[0].items():
+        if key == "step":
+            state |= _step(base, target, float(value))
+        elif isinstance(value, Tensor):
+            state[key] = torch.zeros_like(target)
+            state[key][: (part := shard([entry[key] for entry in entries])).numel()].copy_(part)
+        else:
+            state[key] = value
+    if state:
+        base.state[target] = state
+
+
+def _step(base: Any, target: Tensor, step: float) -> dict[str, Any]:
+    """The number of steps done: DeepSpeed's fused Adam keeps it in the group, its CPU Adam as an integer."""
+    if isinstance(base, FusedAdam):
+        for group in base.param_groups:
+            group["step"] = int(step)
+        return {}
+    if isinstance(base, DeepSpeedCPUAdam):
+        return {"step": int(step)}
+    on_device = any(group.get("fused") or group.get("capturable") for group in base.param_groups)
+    return {"step": torch.tensor(step, device=target.device if on_device else "cpu")}

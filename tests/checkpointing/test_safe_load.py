@@ -1,0 +1,56 @@
+"""Files of torch.save that are damaged, or that would run code."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpointing.safe_load import load
+from errors import UsageError
+
+
+class Evil:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, proof: Path):
+        self.proof = proof
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.proof),)
+
+
+def test_a_pickle_that_would_run_code_does_not_without_trust(tmp_path: Path):
+    file, proof = tmp_path / "evil.ckpt", tmp_path / "proof"
+    torch.save({"state_dict": {"net.weight": torch.ones(1)}, "evil": Evil(proof)}, file)
+    with pytest.raises(UsageError, match=r"mkdir, which could run any code: --trust"):
+        load(file)
+    assert not proof.exists()
+    load(file, trust=True)
+    assert proof.exists()
+
+
+def test_a_flipped_byte_of_a_tensor_is_found(tmp_path: Path):
+    file = tmp_path / "last.ckpt"
+    torch.save({"state_dict": {"net.weight": torch.zeros(1000)}}, file)
+    assert torch.equal(load(file)["state_dict"]["net.weight"], torch.zeros(1000))
+    with zipfile.ZipFile(file) as archive:
+        (record,) = [entry for entry in archive.infolist() if entry.filename.endswith("data/0")]
+    content = bytearray(file.read_bytes())
+    content[record.header_offset + 2000] ^= 1
+    file.write_bytes(content)
+    torch.load(file, weights_only=True)  # torch itself does not notice
+    with pytest.raises(UsageError, match="differs from its checksum"):
+        load(file)
+
+
+@pytest.mark.parametrize("content", [b"", b"no archive", b"PK\x03\x04" + bytes(100)])
+def test_what_is_no_checkpoint(content: bytes, tmp_path: Path):
+    file = tmp_path / "last.ckpt"
+    file.write_bytes(content)
+    with pytest.raises(UsageError, match="damaged or no checkpoint"):
+        load(file)
