@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check bench clean
+.PHONY: help setup train test check bench fuzz clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
@@ -29,6 +29,9 @@ check: setup  ## ruff and pyright
 
 bench: setup  ## measure against the reference loops, in short: a few minutes (docs/performance.md)
 	for name in tutorial limit deepspeed startup data; do $(BIN)/python -m benchmarks.$$name --short || exit; done
+
+fuzz: setup  ## kill, damage and reshape checkpoints a great many times: an hour
+	FUZZ=1 $(BIN)/pytest tests/test_fuzz.py tests/distributed/test_resume.py
 
 clean:  ## remove .venv and caches; runs and data stay
 	rm -rf .venv .pytest_cache .ruff_cache

@@ -22,6 +22,7 @@ from callbacks.cpu_kernels import CPUKernels
 from callbacks.curves import TrainingCurves
 from callbacks.divergence import Divergence
 from callbacks.figures import TestFigures
+from callbacks.heartbeat import Heartbeat
 from callbacks.interrupt import Interrupt
 from callbacks.last_checkpoint import LastCheckpoint
 from callbacks.memory import Memory
@@ -101,7 +102,7 @@ def trainer(config: Config, run_dir: Path | None) -> Trainer:
         "logger": loggers(config, run_dir),
         "callbacks": callbacks(config, run_dir),
         "default_root_dir": run_dir,
-        "plugins": [AtomicCheckpointIO(config.trust)],
+        "plugins": [AtomicCheckpointIO(config.trust, config.save_weights)],
         "use_distributed_sampler": False,  # the loaders shard by themselves, whatever the strategy
         "log_every_n_steps": config.log_interval,
         "enable_model_summary": False,
@@ -149,6 +150,7 @@ def callbacks(config: Config, run_dir: Path | None) -> list[Callback]:
     warmup = BENCH_WARMUP_STEPS if config.bench_steps else WARMUP_STEPS
     flops = training_flops(config.model, num_classes(config), micro_batch(config))
     observers: list[Callback] = [
+        Heartbeat(),
         curves,
         Divergence(curves, run_dir),
         Memory(config.log_interval),

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Callable
 
 from errors import RunError, Stopped, UsageError
+from known_failures import explain
 
 MESSAGE_CHARACTERS = 300
 """Most that is shown of a library's message."""
@@ -36,15 +37,16 @@ def guarded(main: Callable[[], int]) -> int:
             raise
         print("stopped by Ctrl-C", file=sys.stderr)
         return CTRL_C
-    except OSError as error:
-        if "--debug" in sys.argv:
-            raise
-        where = f" ({error.filename})" if error.filename else ""
-        print(f"error: {error.strerror or error}{where}", file=sys.stderr)
-        return 1
     except Exception as error:
         if "--debug" in sys.argv:
             raise
-        text = textwrap.shorten(str(error), MESSAGE_CHARACTERS, placeholder=" ...")
-        print(f"error: {type(error).__name__}: {text} (--debug shows where)", file=sys.stderr)
+        print(f"error: {explain(error) or _unexplained(error)}", file=sys.stderr)
         return 1
+
+
+def _unexplained(error: Exception) -> str:
+    """The system's own words for what it refused, else the library's message, cut short."""
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
+    text = textwrap.shorten(str(error), MESSAGE_CHARACTERS, placeholder=" ...")
+    return f"{type(error).__name__}: {text} (--debug shows where)"

@@ -1,7 +1,8 @@
 """Starts the ranks of a run on this machine and watches over them; no torch.
 
 All ranks start at once (Lightning's own launcher starts the second one when the first has imported everything), each
-with its share of cores. When one fails the others are ended, and the failed one is named with its last lines.
+with its share of cores. When one fails or hangs the others are ended, it is named with its last lines, and nothing of
+the run stays behind: no process, no port, no shared memory.
 """
 
 from __future__ import annotations
@@ -13,21 +14,30 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
-from typing import IO
+from pathlib import Path
 
-from errors import UsageError
-from exits import CTRL_C
+import psutil
+
+import heartbeat
 from hardware import share_of_cores
+from supervisor import Rank, supervise
 
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: after a fork it is too late
 
-GRACE_SECONDS = 10.0
-"""How long the other ranks may take to end by themselves after one has failed."""
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+"""Linux's prctl: be killed with the parent; be the parent of all descendants whose own has died (linux/prctl.h)."""
 
-TAIL_LINES = 15
-"""Lines shown of a failed rank."""
+ADDRESS = "127.0.0.1"
+"""Where the ranks of one machine meet."""
+
+ORPHAN_SECONDS = 3.0
+"""How long processes that a rank has left behind (loaders, compilers) may take to end by themselves."""
+
+SHARED_MEMORY = Path("/dev/shm")
+"""Where Linux shows shared memory that has a name."""
 
 
 def is_rank() -> bool:
@@ -45,43 +55,58 @@ def global_rank() -> int:
     return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
 
 
-def run(ranks: int, on_cpu: bool) -> int:
-    """Runs this process's own command line again as so many ranks on this machine.
+def run(ranks: int, on_cpu: bool, watch: heartbeat.Watch | None = None) -> int:
+    """Runs this process's own command line again as so many ranks on this machine, and ends with them.
+
+    On Linux whatever processes the ranks leave behind are ended too.
+
+    Args:
+        ranks: how many.
+        on_cpu: whether they compute there, and so share the cores out.
+        watch: decides when ranks hang, if not with the limits of its own.
 
     Returns:
-        The exit code: 0 where all ranks ended well, else that of the first that failed.
+        The exit code: 0 where all ranks ended well, else that of the first that failed; 1 where they hung.
     """
-    logs: list[IO[str]] = []
-    processes: list[subprocess.Popen[str]] = []
+    if _LIBC is not None:
+        _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
     port = _free_port()
-    own_share = on_cpu and "OMP_NUM_THREADS" not in os.environ  # who sets it has shared the cores out himself
-    for rank in range(ranks):
-        log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - read when all ranks have ended
-        logs.append(log)
-        output = None if rank == 0 else log  # rank 0 speaks for all
-        command = [sys.executable, *sys.orig_argv[1:]]
-        environment = _environment(rank, ranks, port)
-        if own_share:
-            # Two ranks that each take all cores were measured 5 times slower than with a share each.
-            environment["OMP_NUM_THREADS"] = str(len(share_of_cores(rank, ranks)))
-        processes.append(
-            subprocess.Popen(
-                command,
-                env=environment,
-                stdout=output,
-                stderr=output,
-                text=True,
-                preexec_fn=partial(_prepare, share_of_cores(rank, ranks) if own_share else set()),
-            )
-        )
-    return _watch(processes, logs)
+    board = heartbeat.Board(ranks)
+    started: list[Rank] = []
+    try:
+        for number in range(ranks):
+            started.append(_start(number, ranks, port, on_cpu, board))
+        return supervise(started, board, watch or heartbeat.Watch())
+    finally:
+        _clean_up(started, port)
+
+
+def _start(number: int, ranks: int, port: int, on_cpu: bool, board: heartbeat.Board) -> Rank:
+    log, stack = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - until _clean_up
+    ticket, descriptors = board.ticket(number, stack)
+    environment = _environment(number, ranks, port) | {heartbeat.VARIABLE: ticket}
+    cores: set[int] = set()
+    if on_cpu and "OMP_NUM_THREADS" not in os.environ:  # who sets it has shared the cores out himself
+        # Two ranks that each take all cores were measured 5 times slower than with a share each.
+        cores = share_of_cores(number, ranks)
+        environment["OMP_NUM_THREADS"] = str(len(cores))
+    output = None if number == 0 else log  # rank 0 speaks for all
+    process = subprocess.Popen(
+        [sys.executable, *sys.orig_argv[1:]],
+        env=environment,
+        stdout=output,
+        stderr=output,
+        pass_fds=descriptors,
+        preexec_fn=partial(_prepare, cores),
+    )
+    return Rank(number, process, log, stack)
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     """torchrun's variables, which Lightning and DeepSpeed both read."""
     return {
         **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": ADDRESS,
         "MASTER_PORT": str(port),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -92,53 +117,31 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def _prepare(cores: set[int]) -> None:
-    """In the new process: on Linux it keeps to its cores, and is killed with its launcher however that ends (prctl's
-    PR_SET_PDEATHSIG)."""
+    """In the new process: on Linux it keeps to its cores, and is killed with its launcher however that ends."""
     if _LIBC is not None:
-        _LIBC.prctl(1, signal.SIGKILL)
+        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if cores:
             os.sched_setaffinity(0, cores)
 
 
 def _free_port() -> int:
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.bind((ADDRESS, 0))
         return listener.getsockname()[1]
 
 
-def _watch(processes: list[subprocess.Popen[str]], logs: list[IO[str]]) -> int:
-    """Waits for all ranks; passes a request to end on to them. Ctrl-C reaches them from the terminal by itself."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for request in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(request) != signal.SIG_IGN:  # as under nohup, whose run outlives its terminal
-            signal.signal(request, lambda *_: [process.terminate() for process in processes])
-    failed: int | None = None
-    deadline = float("inf")
-    while any(process.poll() is None for process in processes):
-        if failed is None:
-            failed = next((rank for rank, process in enumerate(processes) if process.poll()), None)
-            if failed is not None:
-                deadline = time.monotonic() + GRACE_SECONDS
-        if time.monotonic() > deadline:
-            for process in processes:
-                process.kill()
-        time.sleep(0.05)
-    if failed is None:
-        failed = next((rank for rank, process in enumerate(processes) if process.returncode), None)
-    if failed is None:
-        return 0
-    if (
-        processes[0].returncode == UsageError.exit_code
-    ):  # a mistake of the user's, found by all ranks and said by rank 0
-        failed = 0
-    code = processes[failed].returncode
-    if failed > 0 and code != CTRL_C:
-        _report(failed, code, logs[failed])
-    return code if code > 0 else 1
-
-
-def _report(rank: int, code: int, log: IO[str]) -> None:
-    log.seek(0)
-    tail = [line.rstrip() for line in log if line.strip()][-TAIL_LINES:]
-    how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
-    print(f"rank {rank} ended with {how}; its last lines:", *tail, sep="\n  ", file=sys.stderr)
+def _clean_up(ranks: Sequence[Rank], port: int) -> None:
+    """Leaves nothing of the run behind."""
+    for rank in ranks:
+        rank.process.kill()  # does nothing to one that has ended
+        rank.process.wait()
+        rank.log.close()
+        rank.stack.close()
+    _, orphans = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=ORPHAN_SECONDS)
+    for orphan in orphans:
+        with suppress(psutil.NoSuchProcess):
+            orphan.kill()
+    psutil.wait_procs(orphans, timeout=ORPHAN_SECONDS)
+    # DeepSpeed (0.19.8) never removes the buffers of its all-reduce on the CPU (csrc/cpu/comm/shm.cpp).
+    for buffer in SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_{os.getuid()}_{ADDRESS}_{port}_*"):
+        buffer.unlink(missing_ok=True)

@@ -17,6 +17,7 @@ import run_folder
 import start_time
 from config import Config, SourceName
 from errors import RunError, Stopped, UsageError
+from known_failures import explained
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -34,7 +35,8 @@ def main() -> int:
         if config.num_nodes > 1:
             raise UsageError(f"--num_nodes {config.num_nodes}: start it on each machine with {TORCHRUN}")
         return launch.run(config.world_size, on_cpu=config.accelerator == "cpu")
-    train(config)
+    with explained(config):
+        train(config)
     return 0
 
 

@@ -10,13 +10,12 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback
 
+from checkpointing.read import RECORD
+
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
     from config import Config
-
-RECORD = "cifar_zero"
-"""Key of the record in a checkpoint."""
 
 SCHEMA = 1
 """Of the record."""

@@ -11,6 +11,8 @@ from lightning.pytorch.plugins.io import CheckpointIO
 
 from checkpointing import atomic
 from checkpointing.read import read
+from checkpointing.safetensors_file import metadata_of, write_safetensors
+from checkpointing.weights import network
 from sources.console import say
 
 
@@ -21,13 +23,15 @@ class AtomicCheckpointIO(CheckpointIO):
 
     Args:
         trust: see `safe_load.load`.
+        save_weights: whether the network's float32 weights are written beside each checkpoint.
     """
 
     failure = ""
     """Why the newest checkpoint could not be written; empty where it was."""
 
-    def __init__(self, trust: bool = False):
+    def __init__(self, trust: bool = False, save_weights: bool = False):
         self.trust = trust
+        self._save_weights = save_weights
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Writes a file; rank 0 alone is asked to."""
@@ -41,7 +45,9 @@ class AtomicCheckpointIO(CheckpointIO):
         self.conclude(final, failure_of(write))
 
     def conclude(self, final: Path, failure: str) -> None:
-        """Notes on rank 0 how the writing of a checkpoint ended, and says so where it failed."""
+        """Notes on rank 0 how the writing of a checkpoint ended; the plain weights follow where it went well."""
+        if self._save_weights and not failure:
+            failure = failure_of(lambda: write_weights(final))
         self.failure = f"{final} could not be written: {failure}" if failure else ""
         if failure:
             failure_of(lambda: atomic.discard(atomic.staged(final)))
@@ -55,6 +61,7 @@ class AtomicCheckpointIO(CheckpointIO):
         """Removes a checkpoint that a newer one stands in for, unless that could not be written."""
         if not self.failure:
             atomic.discard(Path(path))
+            weights_file(Path(path)).unlink(missing_ok=True)
 
 
 def save(content: Any, file: Path) -> None:
@@ -70,6 +77,18 @@ def save(content: Any, file: Path) -> None:
         if isinstance(error.__context__, OSError):
             raise error.__context__ from error
         raise OSError(str(error)) from error
+
+
+def weights_file(checkpoint: Path) -> Path:
+    """Where the plain weights of a checkpoint lie."""
+    return checkpoint.with_suffix(".safetensors")
+
+
+def write_weights(checkpoint: Path) -> None:
+    """Writes the float32 weights of a checkpoint that was just saved, put together from all ranks, beside it."""
+    content = read(checkpoint)
+    weights = {name: value.float() for name, value in network(content).items()}
+    write_safetensors(weights, weights_file(checkpoint), metadata_of(content, checkpoint.name))
 
 
 def failure_of(write: Callable[[], Any]) -> str:

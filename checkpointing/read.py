@@ -9,6 +9,9 @@ from checkpointing.safe_load import load
 from checkpointing.zero_folder import read_folder
 from errors import UsageError
 
+RECORD = "cifar_zero"
+"""Key of what callbacks/resume.py adds to each checkpoint: configuration, class names and random states of a run."""
+
 
 def read(checkpoint: Path, trust: bool = False) -> dict[str, Any]:
     """state_dict, optimizer_states and the progress of the run, all on the CPU.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -11,6 +13,12 @@ from errors import UsageError
 
 PREFIX = "net."
 """Where the network lies in the LightningModule."""
+
+
+def network(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The weights in a checkpoint that was read, by the network's own names."""
+    state = checkpoint["state_dict"]
+    return {key.removeprefix(PREFIX): value for key, value in state.items() if key.startswith(PREFIX)}
 
 
 def load_weights(net: nn.Module, checkpoint: Path, trust: bool = False) -> None:
@@ -33,8 +41,7 @@ def read_weights(net: nn.Module, checkpoint: Path, trust: bool = False) -> dict[
     Raises:
         UsageError: the checkpoint is damaged or of another network.
     """
-    state = read(checkpoint, trust)["state_dict"]
-    found = {key.removeprefix(PREFIX): value for key, value in state.items() if key.startswith(PREFIX)}
+    found = network(read(checkpoint, trust))
     wanted = net.state_dict()
     differing = [
         *(f"{key} is missing" for key in wanted if key not in found),

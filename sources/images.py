@@ -15,18 +15,29 @@ _SIZE = (IMAGE_SHAPE[2], IMAGE_SHAPE[1])  # Pillow's order: width, height
 
 
 def decode(path: str | Path) -> NDArray[np.uint8]:
-    """Read an image file as RGB pixels (3, 32, 32), uint8.
+    """Read an image file of any size and mode as RGB pixels (3, 32, 32), uint8, upright as the camera was held.
 
-    An image of another size is brought to 32 pixels on its shorter side (bilinear with antialiasing, as torchvision's
-    Resize does by default), and its centre is cut out.
+    Transparency is left out. An image of another size is brought to 32 pixels on its shorter side (bilinear with
+    antialiasing, as torchvision's Resize does by default), and its centre is cut out.
 
     Raises UsageError where the file cannot be read as an image.
     """
     try:
         with Image.open(path) as file:
-            image = file.convert("RGB")
+            image = _eight_bits(ImageOps.exif_transpose(file)).convert("RGB")
     except Exception as error:  # Pillow's decoders raise a dozen kinds, from OSError to struct.error
-        raise UsageError(f"cannot read the image {path}: {error}; mend or remove it") from error
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise UsageError(f"cannot read the image {path}: {why}; mend or remove it") from error
     if image.size != _SIZE:
         image = ImageOps.fit(image, _SIZE, Image.Resampling.BILINEAR)
     return np.asarray(image).transpose(2, 0, 1)
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """Grey of 16 bits (Pillow's modes I;16 and I, of which 65,535 is white) as grey of 8; others as they are.
+
+    Pillow (13.0) would cut off all but the darkest.
+    """
+    if not image.mode.startswith("I"):
+        return image
+    return Image.fromarray((np.asarray(image) / 257).round().clip(0, 255).astype(np.uint8))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,6 +29,13 @@ def run_program(
         text=True,
         timeout=timeout,
     )
+
+
+def train_all(runs: Mapping[Path, list[str]], timeout: float = 600) -> None:
+    """Trains several runs of one number of ranks in the same processes; `runs` are output directories and flags."""
+    file = next(iter(runs)).with_suffix(".json")
+    file.write_text(json.dumps([[*flags, "--out", str(out)] for out, flags in runs.items()]))
+    assert_ok(run_program("-m", "tests.many_runs", str(file), timeout=timeout))
 
 
 @contextmanager

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import signal
 import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.helpers import ROOT
@@ -17,9 +20,10 @@ pytestmark = pytest.mark.distributed
 PROGRAM = """
 import os, sys, time
 sys.path.insert(0, {root!r})
-import launch
+import heartbeat, launch, signal, supervisor
 if not launch.is_rank():
-    sys.exit(launch.run(3, on_cpu=True))
+    supervisor.GRACE_SECONDS, supervisor.SAVING_SECONDS = 1, 4
+    sys.exit(launch.run(3, on_cpu=True, watch=heartbeat.Watch(silent_seconds=2, stopped_seconds=2)))
 rank = launch.global_rank()
 {body}
 """
@@ -56,10 +60,75 @@ def test_a_failed_rank_ends_the_run_and_is_named(tmp_path: Path):
     assert time.monotonic() - started < 40
 
 
-def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path):
-    done = launched(tmp_path, "os.kill(os.getpid(), 9) if rank == 1 else time.sleep(0.5)")
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_is_named_with_its_signal(victim: int, tmp_path: Path):
+    done = launched(tmp_path, f"os.kill(os.getpid(), 9) if rank == {victim} else time.sleep(0.5) or sys.exit(1)")
     assert done.returncode == 1
-    assert "rank 1 ended with signal SIGKILL" in done.stderr
+    assert done.stderr == f"error: rank {victim} ended with signal SIGKILL\n"
+
+
+def test_ranks_that_wait_for_each_other_are_ended_and_show_where(tmp_path: Path):
+    body = """
+    pulse = heartbeat.Pulse()
+    for _ in range(5 - (rank == 1)):
+        pulse.beat()
+    print("last words of rank", rank, flush=True)
+    def waits_for_ever():
+        time.sleep(50)
+    waits_for_ever()
+    """
+    done = launched(tmp_path, body)
+    assert done.returncode == 1
+    assert re.match(
+        r"error: rank 1 hangs: 4 batches so far, nothing for \d+ s, and the others are further", done.stderr
+    )
+    assert done.stderr.count("in waits_for_ever") == 3
+    assert "last words of rank 1" in done.stderr
+
+
+def test_a_stopped_rank_ends_the_run_whatever_it_did(tmp_path: Path):
+    done = launched(tmp_path, "os.kill(os.getpid(), signal.SIGSTOP) if rank == 2 else time.sleep(50)")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: rank 2 hangs: stopped by a signal")
+
+
+@pytest.mark.parametrize(("request_", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
+def test_a_request_to_end_reaches_all_ranks_and_is_no_failure(
+    request_: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    body = f"""
+    if rank == 0:  # answers by itself, later than a failure would leave it time to; the others just die of the signal
+        signal.signal({request_:d}, lambda *_: time.sleep(2) or print("saved", flush=True) or sys.exit({code}))
+        time.sleep(1)
+        os.kill(os.getppid(), {request_:d})
+    time.sleep(50)
+    """
+    done = launched(tmp_path, body)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "saved\n", "")
+
+
+def test_a_rank_that_does_not_end_on_request_is_killed(tmp_path: Path):
+    body = "sys.exit(143) if rank == 0 else signal.signal(signal.SIGTERM, signal.SIG_IGN) or time.sleep(50)"
+    done = launched(tmp_path, body)
+    assert done.returncode == 1
+    assert done.stderr == "error: rank 1, rank 2 did not end on request and had to be killed\n"
+
+
+def test_nothing_is_left_of_a_killed_rank(tmp_path: Path):
+    body = f"""
+    import subprocess
+    buffer = f"/dev/shm/deepspeed_allreduce_buffer_{{os.getuid()}}_127.0.0.1_{{os.environ['MASTER_PORT']}}_{{rank}}"
+    open(buffer, "w").close()
+    if rank == 1:
+        child = subprocess.Popen(["sleep", "50"], start_new_session=True)
+        open({str(tmp_path / "left.txt")!r}, "w").write(f"{{child.pid}} {{buffer}}")
+        os.kill(os.getpid(), 9)
+    """
+    launched(tmp_path, body)
+    pid, buffer = (tmp_path / "left.txt").read_text().split()
+    assert not psutil.pid_exists(int(pid))
+    assert not list(Path(buffer).parent.glob(Path(buffer).name[:-1] + "*"))
 
 
 def test_only_rank_0_is_heard(tmp_path: Path):

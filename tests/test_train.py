@@ -15,6 +15,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import models
+import run_folder
 from checkpointing.read import read
 from checkpointing.weights import load_weights
 from tests.helpers import ROOT, assert_ok, run_folder_of, run_program, small_disk
@@ -258,17 +259,24 @@ def test_a_mistake_that_the_ranks_find_is_said_once(small_data: list[str], tmp_p
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("devices", "number", "name"), [("1", signal.SIGINT, "Ctrl-C"), ("2", signal.SIGTERM, "SIGTERM")]
+    ("devices", "number", "name"),
+    [("1", signal.SIGUSR1, "SIGUSR1"), ("2", signal.SIGINT, "Ctrl-C"), ("2", signal.SIGTERM, "SIGTERM")],
 )
 def test_a_signal_saves_and_says_how_to_go_on(
     devices: str, number: signal.Signals, name: str, small_data: list[str], tmp_path: Path
 ):
+    """All processes get it, as from a terminal or `scancel`; SLURM is one command, which notes its arguments."""
+    slurm, requeued = tmp_path / "bin" / "scontrol", tmp_path / "requeued"
+    slurm.parent.mkdir()
+    slurm.write_text(f'#!/bin/sh\necho "$@" > {requeued}\n')
+    slurm.chmod(0o755)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{slurm.parent}:{os.environ['PATH']}"}
     flags = ["--devices", devices, "--accelerator", "cpu", "--batch_size", "16", "--epochs", "5000"]
-    command = [sys.executable, "train.py", *small_data, *flags, "--log_interval", "10", "--out", str(tmp_path)]
+    command = [sys.executable, "train.py", *small_data, *flags, "--log_interval", "10", "--out", str(tmp_path / "out")]
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**env, "SLURM_JOB_ID": "7"} if number == signal.SIGUSR1 else env,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -280,12 +288,12 @@ def test_a_signal_saves_and_says_how_to_go_on(
             break
     os.killpg(process.pid, number)
     _, said = process.communicate(timeout=60)
-    run = run_folder_of(tmp_path)
+    run = run_folder_of(tmp_path / "out")
     assert process.returncode == 128 + number, said
     assert f"stopped by {name}: the run goes on with --resume {run}" in said
     assert "Traceback" not in said
-    done = run_program("evaluate.py", str(run), "--accelerator", "cpu")
-    assert_ok(done)
+    assert read(run_folder.newest_checkpoint(run))["global_step"] > 36
+    assert (requeued.read_text() if requeued.exists() else "") == ("requeue 7\n" if number == signal.SIGUSR1 else "")
 
 
 def test_a_full_disk_is_one_line(small_data: list[str], tmp_path: Path):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,11 +11,13 @@ import torch
 import models
 from checkpointing.weights import load_weights
 from strategies import STRATEGIES
-from tests.helpers import assert_ok, run_folder_of, run_program
+from tests.helpers import assert_ok, run_folder_of, run_program, train_all
 
 pytestmark = pytest.mark.distributed
 
 ON_CPU = [name for name in STRATEGIES if not name.endswith(("nvme", "superoffload")) and name != "fsdp"]
+ACCUMULATED = [*(f"deepspeed_stage_{stage}" for stage in range(4)), "deepspeed_stage_3_offload"]
+ADAM = ["deepspeed_stage_1_offload", "deepspeed_stage_3", "deepspeed_stage_3_offload"]
 STEPS = 24
 RECIPES = {
     "plain": ["--optimizer", "sgd", "--optimizer.lr", "0.05"],
@@ -27,44 +27,54 @@ RECIPES = {
     "bfloat16": ["--precision", "bf16-mixed", "--optimizer.lr", "0.05"],
     "clipped adam": ["--gradient_clip_val", "1.0", "--optimizer", "adam"],
 }
+Weights = dict[tuple[str, int, str], dict[str, torch.Tensor]]
 
 
-class Runs:
-    """Trains each combination once, when it is first asked for; those of one rank two at a time."""
-
-    def __init__(self, folder: Path, data: list[str], pool: ThreadPoolExecutor):
-        self.folder, self.data, self.pool = folder, data, pool
-        self.done: dict[tuple[str, int, str], Future[dict[str, torch.Tensor]]] = {}
-
-    def weights(self, strategy: str, devices: int, recipe: str) -> dict[str, torch.Tensor]:
-        """The final weights of a run, from its checkpoint; its metrics are checked on the way."""
-        key = (strategy, devices, recipe)
-        wanted = [(name, 1, recipe) for name in ON_CPU] if devices == 1 and recipe == "plain" else [key]
-        for run in wanted:
-            if run not in self.done:
-                self.done[run] = self.pool.submit(self._train, *run)
-        return self.done[key].result()
-
-    def _train(self, strategy: str, devices: int, recipe: str) -> dict[str, torch.Tensor]:
-        out = self.folder / f"{strategy}-{devices}-{recipe}"
-        flags = ["--strategy", strategy, "--devices", str(devices), "--accelerator", "cpu", "--batch_size", "16"]
-        size = ["--max_steps", str(STEPS), "--log_interval", "8", "--data.val_fraction", "0", "--out", str(out)]
-        assert_ok(run_program("train.py", *self.data, *flags, *size, *RECIPES[recipe]))
-        run = run_folder_of(out)
-        metrics = json.loads((run / "metrics.json").read_text())
-        assert (metrics["strategy"], metrics["world_size"], metrics["steps"]) == (strategy, devices, STEPS)
-        assert metrics["num_test"] == 640
-        mean = sum(metrics["test/acc_per_class"].values()) / 10
-        assert mean == pytest.approx(metrics["test/acc"], abs=0.05)  # classes are of nearly one size
-        net = models.build("net", 10)
-        load_weights(net, run / "checkpoints" / "last.ckpt")
-        return dict(net.state_dict())
+RUNS = {
+    *((name, devices, "plain") for name in ON_CPU for devices in (1, 2)),
+    *((name, 2, "accumulated") for name in ["ddp", *ACCUMULATED]),
+    *((name, 2, "accumulated adam") for name in ADAM),
+    *((f"deepspeed_stage_{stage}", 2, "bfloat16") for stage in (0, 2, 3)),
+    ("baseline", 1, "clipped adam"),
+}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Iterator[Runs]:
-    with ThreadPoolExecutor(2) as pool:
-        yield Runs(tmp_path_factory.mktemp("runs"), small_data, pool)
+def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Weights:
+    """The final weights of all runs, by strategy, ranks and recipe, from their checkpoints."""
+    folder = tmp_path_factory.mktemp("runs")
+    out = {run: folder / "-".join(map(str, run)) for run in sorted(RUNS)}
+    same = [
+        "--accelerator",
+        "cpu",
+        "--batch_size",
+        "16",
+        "--max_steps",
+        str(STEPS),
+        "--log_interval",
+        "8",
+        "--data.val_fraction",
+        "0",
+    ]
+    for ranks in (1, 2):
+        flags = {
+            out[run]: [*same, *RECIPES[run[2]], "--strategy", run[0], "--devices", str(ranks)]
+            for run in sorted(RUNS)
+            if run[1] == ranks
+        }
+        train_all(flags)
+    return {run: checked_weights(run, run_folder_of(out[run])) for run in RUNS}
+
+
+def checked_weights(run: tuple[str, int, str], folder: Path) -> dict[str, torch.Tensor]:
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert (metrics["strategy"], metrics["world_size"], metrics["steps"]) == (*run[:2], STEPS)
+    assert metrics["num_test"] == 640
+    mean = sum(metrics["test/acc_per_class"].values()) / 10
+    assert mean == pytest.approx(metrics["test/acc"], abs=0.05)  # classes are of nearly one size
+    net = models.build("net", 10)
+    load_weights(net, folder / "checkpoints" / "last.ckpt")
+    return dict(net.state_dict())
 
 
 def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -74,43 +84,41 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
 
 @pytest.mark.parametrize("strategy", ON_CPU)
 @pytest.mark.parametrize("devices", [1, 2])
-def test_ends_with_the_weights_of_ddp(strategy: str, devices: int, runs: Runs):
+def test_ends_with_the_weights_of_ddp(strategy: str, devices: int, runs: Weights):
     """Without accumulation and clipping, SGD: bit for bit, offloaded or not."""
-    expected = runs.weights("ddp", devices, "plain")
-    assert largest_difference(runs.weights(strategy, devices, "plain"), expected) == 0
+    expected = runs["ddp", devices, "plain"]
+    assert largest_difference(runs[strategy, devices, "plain"], expected) == 0
     start = models.build("net", 10).state_dict()
     assert largest_difference(expected, start) > 0.01  # it did train
 
 
-@pytest.mark.parametrize("strategy", [*(f"deepspeed_stage_{stage}" for stage in range(4)), "deepspeed_stage_3_offload"])
-def test_agrees_under_accumulation_and_clipping(strategy: str, runs: Runs):
+@pytest.mark.parametrize("strategy", ACCUMULATED)
+def test_agrees_under_accumulation_and_clipping(strategy: str, runs: Weights):
     """Stages 2 and 3 add the ranks' gradients up before the micro-batches', the others after: other roundings."""
-    expected = runs.weights("ddp", 2, "accumulated")
-    assert largest_difference(runs.weights(strategy, 2, "accumulated"), expected) < 1e-5
+    expected = runs["ddp", 2, "accumulated"]
+    assert largest_difference(runs[strategy, 2, "accumulated"], expected) < 1e-5
 
 
-@pytest.mark.parametrize("strategy", ["deepspeed_stage_1_offload", "deepspeed_stage_3", "deepspeed_stage_3_offload"])
-def test_agrees_with_adam(strategy: str, runs: Runs):
+@pytest.mark.parametrize("strategy", ADAM)
+def test_agrees_with_adam(strategy: str, runs: Weights):
     """Adam divides each gradient by its own size, and so enlarges the rounding of the small ones.
 
     The reference is one rank in one piece: neither the strategy, the ranks nor the accumulation change the maths.
     """
-    expected = runs.weights("baseline", 1, "clipped adam")
-    assert largest_difference(runs.weights(strategy, 2, "accumulated adam"), expected) < 1e-4
+    expected = runs["baseline", 1, "clipped adam"]
+    assert largest_difference(runs[strategy, 2, "accumulated adam"], expected) < 1e-4
 
 
-def test_stages_agree_in_bfloat16(runs: Runs):
-    """Bit for bit: stage 3 too starts from weights drawn in float32, which zero.Init by itself would not do.
-
-    Stages 2 and 3 give their float32 master weights, stage 0 the network's own, which are those in bfloat16.
-    """
-    stage_0, stage_2, stage_3 = (runs.weights(f"deepspeed_stage_{stage}", 2, "bfloat16") for stage in (0, 2, 3))
+def test_stages_agree_in_bfloat16(runs: Weights):
+    """Bit for bit in the float32 weights that the optimizer updates: stage 3 too starts from weights drawn in float32,
+    which zero.Init by itself would not do."""
+    stage_0, stage_2, stage_3 = (runs[f"deepspeed_stage_{stage}", 2, "bfloat16"] for stage in (0, 2, 3))
+    assert largest_difference(stage_0, stage_2) == 0
     assert largest_difference(stage_2, stage_3) == 0
-    assert all(torch.equal(stage_0[key], stage_2[key].bfloat16().float()) for key in stage_0)
 
 
-def test_ranks_do_not_change_the_maths(runs: Runs):
-    one, two = (runs.weights("baseline", devices, "plain") for devices in (1, 2))
+def test_ranks_do_not_change_the_maths(runs: Weights):
+    one, two = (runs["baseline", devices, "plain"] for devices in (1, 2))
     assert largest_difference(one, two) < 1e-5
 
 

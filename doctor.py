@@ -1,0 +1,133 @@
+"""Is this machine fit to train? Looks at everything that a run needs and says how to mend what is missing.
+
+python doctor.py [CHECK ...] [--ranks N] [--build] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
+from typing import NoReturn
+
+import exits
+from config import DataConfig, OutputConfig
+from diagnosis import CHECKS, report
+from diagnosis.examination import Examination
+from diagnosis.finding import Finding, Options
+from errors import RunError, UsageError
+
+EPILOG = """\
+exit code: 0 where nothing failed (a warning tells what some runs cannot do), 1 where something did, 2 for wrong usage
+
+examples:
+  python doctor.py                          everything, in about ten seconds
+  python doctor.py all-reduce --ranks 8     one check, for eight ranks
+  python doctor.py ops --build              compile DeepSpeed's operators now, not in the first run that needs them
+
+checks:
+"""
+
+
+def main() -> int:
+    """Prints a line for each check; returns the exit code, 1 where one failed."""
+    arguments = _parse()
+    names = arguments.checks or [*CHECKS]
+    options = Options(
+        ranks=arguments.ranks,
+        out=arguments.out,
+        data_root=arguments.data_root,
+        data_cache=arguments.data_cache,
+        build=arguments.build,
+        timeout=arguments.timeout,
+    )
+    findings: dict[str, Finding] = {}
+    try:
+        for name, finding in examine(names, options):
+            findings[name] = finding
+            if not arguments.json:
+                report.print_line(name, finding, max(map(len, names)))
+    except ModuleNotFoundError as error:
+        raise RunError(f"{error.name} is not installed: pip install -r requirements.txt") from error
+    print(report.as_json(findings) if arguments.json else report.summary(findings))
+    return int(any(finding.status == "failed" for finding in findings.values()))
+
+
+def examine(names: Iterable[str], options: Options) -> Iterator[tuple[str, Finding]]:
+    """Makes some of CHECKS, one after the other, and gives the name and the finding of each as it comes."""
+    for name in names:
+        if name == "ops" and options.build:
+            print("Building DeepSpeed's operators, which takes minutes ...", file=sys.stderr, flush=True)
+        examination = Examination(CHECKS[name], options)
+        with report.waiting(name):
+            finding = examination.finding()
+        yield name, finding
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, whose errors are one line as everywhere here."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (--help lists all options)")
+
+
+def _parse() -> Namespace:
+    width = max(map(len, CHECKS))
+    parser = _Parser(
+        prog="doctor.py",
+        description="Is this machine fit to train? Looks at everything that a run needs and says how to mend what is "
+        "missing. Nothing is changed but by --build.",
+        epilog=EPILOG + "\n".join(f"  {name:<{width}}  {check.summary}" for name, check in CHECKS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("checks", metavar="CHECK", nargs="*", help="only these (below; default: all)")
+    parser.add_argument(
+        "--ranks", metavar="N", type=int, default=2, help="processes of a run on this machine (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", default=OutputConfig.out, help="where runs will be kept (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--data.root",
+        dest="data_root",
+        metavar="DIR",
+        default=DataConfig.root,
+        help="where the dataset is or will be (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--data.cache",
+        dest="data_cache",
+        metavar="DIR",
+        default=DataConfig.cache,
+        help="where decoded images are or will be (default: <data.root>/.cifar-zero)",
+    )
+    parser.add_argument("--build", action="store_true", help="build DeepSpeed's operators that a strategy here needs")
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=float,
+        default=20.0,
+        help="without any answer, after which a rank is given up (default: %(default)g)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead, for programs")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    arguments = parser.parse_intermixed_args()
+    for name in arguments.checks:
+        if name not in CHECKS:
+            from cli import nearest
+
+            raise UsageError(f"there is no check {name}: {nearest(name, CHECKS)}")
+    if arguments.ranks < 1:
+        raise UsageError(f"--ranks must be at least 1, not {arguments.ranks}")
+    if not 0 < arguments.timeout < math.inf:
+        raise UsageError(f"--timeout must be a number of seconds above 0, not {arguments.timeout:g}")
+    if arguments.build and arguments.checks and "ops" not in arguments.checks:
+        raise UsageError("--build is for the check ops: name it, or no check at all")
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(exits.guarded(main))

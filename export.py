@@ -1,0 +1,137 @@
+"""Writes the network of any checkpoint as one plain file, which needs neither Lightning nor DeepSpeed.
+
+python export.py RUN_OR_CHECKPOINT --to safetensors|onnx|state_dict [--output FILE] [--dtype bfloat16]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace, RawDescriptionHelpFormatter
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import exits
+import run_folder
+from checkpointing import atomic
+from config import DataConfig
+from errors import RunError, UsageError
+from exporting import FORMATS, exporter
+from exporting.command_line import Parser
+from quiet import quieten
+
+if TYPE_CHECKING:
+    from exporting.classifier import Classifier
+
+
+def main() -> int:
+    """Writes one export and says what it is; returns the exit code."""
+    arguments = _parse()
+    quieten()
+    checkpoint = run_folder.find_checkpoint(arguments.checkpoint, out="", name="")
+    output = Path(arguments.output or checkpoint.with_suffix(FORMATS[arguments.to].suffix))
+    _check_output(output, FORMATS[arguments.to].suffix, checkpoint)
+    export(checkpoint, output, arguments.to, arguments.dtype, arguments.trust, check=not arguments.no_check)
+    return 0
+
+
+def export(checkpoint: Path, output: Path, to: str, dtype: str, trust: bool = False, check: bool = True) -> None:
+    """Writes the file, reads it back, compares it with the checkpoint, and only then gives it its name.
+
+    Args:
+        checkpoint: of any strategy, file or folder.
+        output: to be written.
+        to: a name in FORMATS.
+        dtype: of the weights in the file, float32 or bfloat16.
+        trust: see `checkpointing.safe_load.load`.
+        check: whether the run's test images are compared too, where they are on this machine.
+
+    Raises:
+        UsageError: the checkpoint is damaged, or not of the network that it says.
+        RunError: the file does not do what the checkpoint does.
+        OSError: it cannot be written.
+    """
+    import torch
+
+    from checkpointing import weights
+    from checkpointing.read import read
+    from checkpointing.safetensors_file import RECORD, metadata_of
+    from exporting import network
+    from exporting.check import on_random_images
+    from exporting.classifier import of_network
+
+    content = read(checkpoint, trust)
+    metadata = metadata_of(content, checkpoint.name, dtype)
+    net, classes = network.build(weights.network(content), metadata, checkpoint)
+    original = of_network(net, classes)
+    tolerance = FORMATS[to].tolerance if dtype == "float32" else None  # bfloat16 has 8 bits: what it costs is shown
+    staged = atomic.staged(output)
+    try:
+        staged.write_bytes(exporter(to).encode(deepcopy(net).to(getattr(torch, dtype)), metadata))
+        written = exporter(to).load(staged, None if FORMATS[to].describes_itself else metadata)
+        on_random_images(original, written, tolerance)
+        data = content[RECORD]["config"]["data"]
+        accuracy = _accuracy(checkpoint, data, original, written, tolerance) if check else "not checked"
+        atomic.put_in_place(output)
+    finally:
+        atomic.discard(staged)
+    parameters = sum(parameter.numel() for parameter in net.parameters())
+    print(f"{output}: {metadata['model']}, {parameters:,} parameters in {dtype}, {output.stat().st_size / 1e6:,.2f} MB")
+    print(f"test accuracy {accuracy}")
+
+
+def _accuracy(
+    checkpoint: Path, data: dict[str, Any], original: Classifier, written: Classifier, tolerance: float | None
+) -> str:
+    """The end of a sentence on the test accuracy of both; raises RunError where their scores differ."""
+    from exporting.check import on_test_images, test_images
+
+    try:
+        dataset = test_images(checkpoint, DataConfig(**data), original.classes)
+    except (UsageError, RunError) as error:
+        return f"not checked: {error}"
+    counts = on_test_images(original, written, dataset, tolerance)
+    accuracy = f"{counts.correct / counts.images:.2%}".replace("%", " %")
+    if not counts.differing:
+        return f"{accuracy}, the same class as the checkpoint's for each of {counts.images:,} images"
+    before = f"{counts.checkpoint_correct / counts.images:.2%}".replace("%", " %")
+    return f"{accuracy}, the checkpoint's {before}; {counts.differing:,} of {counts.images:,} images differ in class"
+
+
+def _parse() -> Namespace:
+    width = max(map(len, FORMATS))
+    parser = Parser(
+        prog="export.py",
+        description="Writes the network of a checkpoint of any strategy as one plain file.",
+        epilog="formats:\n" + "\n".join(f"  {name:<{width}}  {format.summary}" for name, format in FORMATS.items()),
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("checkpoint", help="a run folder (its newest checkpoint), or a .ckpt file or folder")
+    parser.add_argument("--to", required=True, choices=FORMATS, help="format of the file")
+    parser.add_argument("--output", metavar="FILE", help="file to write (default: beside the checkpoint)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--no_check", action="store_true", help="do not classify the run's test images with the file that was written"
+    )
+    arguments = parser.parse_args()
+    if arguments.dtype not in FORMATS[arguments.to].dtypes:
+        raise UsageError(
+            f"--dtype {arguments.dtype} is not for --to {arguments.to}: onnxruntime cannot run it on a CPU"
+        )
+    return arguments
+
+
+def _check_output(output: Path, suffix: str, checkpoint: Path) -> None:
+    if output.suffix != suffix:
+        raise UsageError(f"--output {output} must end in {suffix}, by which predict.py knows the format")
+    if output.is_dir() or not os.access(output.parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{output} cannot be written: name a file in a folder of yours with --output FILE")
+    if output.resolve() == checkpoint.resolve():
+        raise UsageError(f"{output} is the checkpoint itself: name another file with --output FILE")
+
+
+if __name__ == "__main__":
+    sys.exit(exits.guarded(main))

@@ -1,0 +1,19 @@
+"""Reading a network out of a checkpoint of any strategy, without its run folder and without Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from checkpointing import weights
+from checkpointing.read import read
+from checkpointing.safetensors_file import RECORD, metadata_of
+from exporting import network
+from exporting.classifier import Classifier, of_network
+
+
+def load(file: Path, known: Mapping[str, str] | None = None, trust: bool = False) -> Classifier:
+    """See `exporting.load`."""
+    content = read(file, trust)
+    metadata = metadata_of(content, file.name) if RECORD in content else {}
+    return of_network(*network.build(weights.network(content), metadata, file, known))

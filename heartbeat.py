@@ -1,0 +1,163 @@
+"""Signs of life: what the ranks tell their launcher through shared memory, and when silence is a hang; no torch.
+
+A rank that is stopped or dead-locked makes the others wait for it in a collective: for 30 minutes under gloo, for ever
+in DeepSpeed's own all-reduce on the CPU (Lightning issues 16518 and 18878).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import mmap
+import os
+import signal
+import struct
+import tempfile
+import time
+from collections.abc import Collection, Sequence
+from typing import IO, NamedTuple
+
+VARIABLE = "CIFAR_ZERO_HEARTBEAT"
+"""Environment variable of a rank: its place in the shared memory, and the descriptors of that and of its stack file."""
+
+STACK_SIGNAL = signal.SIGUSR2
+"""Makes a rank write its Python stack, even while it waits in a library: nothing else here uses this signal."""
+
+SILENT_SECONDS = 45.0
+"""Least silence of all ranks that is a hang: reported and ended within a minute."""
+
+SILENT_STEPS = 10
+"""The same in units of the longest time between two batches so far."""
+
+STOPPED_SECONDS = 20.0
+"""How long a rank may be stopped by a signal: a debugger or `kill -STOP` for a moment ends no run."""
+
+LEAP_SECONDS = 5.0
+"""Least time between two looks that shows that the one who looks was stopped himself: he looks every second."""
+
+ABSENT, WAITING, RUNNING = range(3)
+"""States of a rank: it has not come so far yet; it does what may take minutes (compiling, decoding, writing a
+checkpoint); it goes from batch to batch. The first is what new memory holds."""
+
+_SLOT = struct.Struct("qqd")  # native and aligned: each number is written as a whole
+
+
+class Beat(NamedTuple):
+    """The latest sign of life of a rank."""
+
+    state: int
+    batches: int
+    """Micro-batches so far, of training, validation and test."""
+    time: float
+    """On the clock of `time.monotonic`, which all processes of a machine share, in seconds."""
+
+
+class Board:
+    """The shared memory, as the launcher has it: one slot for each rank. It has no name that could be left behind."""
+
+    def __init__(self, ranks: int):
+        self._ranks = ranks
+        self._descriptor = _nameless_file()
+        os.truncate(self._descriptor, ranks * _SLOT.size)
+        self._memory = mmap.mmap(self._descriptor, ranks * _SLOT.size)
+
+    def ticket(self, rank: int, stack: IO[bytes]) -> tuple[str, tuple[int, int]]:
+        """For a rank that is to be started: the value of VARIABLE, and the descriptors that it must inherit."""
+        descriptors = (self._descriptor, stack.fileno())
+        return f"{rank},{descriptors[0]},{descriptors[1]}", descriptors
+
+    def read(self) -> list[Beat]:
+        """The latest beat of every rank."""
+        return [Beat(*_SLOT.unpack_from(self._memory, rank * _SLOT.size)) for rank in range(self._ranks)]
+
+
+class Pulse:
+    """One rank's slot; where no launcher of ours has started this process, memory that nobody reads.
+
+    Takes over STACK_SIGNAL where there is a launcher.
+    """
+
+    def __init__(self) -> None:
+        self._batches = 0
+        self._offset = 0
+        self._memory: mmap.mmap | bytearray = bytearray(_SLOT.size)
+        if VARIABLE in os.environ:
+            rank, board, stack = map(int, os.environ[VARIABLE].split(","))
+            self._offset = rank * _SLOT.size
+            self._memory = mmap.mmap(board, 0)
+            faulthandler.register(STACK_SIGNAL, file=stack, all_threads=False)
+        self.wait()
+
+    def beat(self) -> None:
+        """A batch is done and the next one comes: from now on silence counts. About 0.3 us."""
+        self._batches += 1
+        _SLOT.pack_into(self._memory, self._offset, RUNNING, self._batches, time.monotonic())
+
+    def wait(self) -> None:
+        """What comes now may take minutes: until the next beat silence does not count."""
+        _SLOT.pack_into(self._memory, self._offset, WAITING, self._batches, time.monotonic())
+
+
+class Watch:
+    """Decides from signs of life whether ranks hang; nothing but what `look` is given counts.
+
+    Args:
+        silent_seconds: see SILENT_SECONDS.
+        stopped_seconds: see STOPPED_SECONDS.
+    """
+
+    def __init__(self, silent_seconds: float = SILENT_SECONDS, stopped_seconds: float = STOPPED_SECONDS):
+        self._silent_seconds = silent_seconds
+        self._stopped_seconds = stopped_seconds
+        self._looked = float("-inf")
+        self._since = 0.0
+        self._beats: Sequence[Beat] = ()
+        self._stopped: dict[int, float] = {}
+        self._longest = 0.0
+
+    def look(self, beats: Sequence[Beat], stopped: Collection[int], now: float) -> str:
+        """To be called about once a second.
+
+        Args:
+            beats: the latest of every rank.
+            stopped: the ranks that a signal has stopped.
+            now: in seconds, on the clock of the beats.
+
+        Returns:
+            Who hangs and why, in one line; empty where nobody does.
+        """
+        if now - self._looked > LEAP_SECONDS:  # Ctrl-Z and fg, or the first look: it counts from now on
+            self._since, self._beats, self._stopped = now, beats, {}
+        self._looked = now
+        for beat, before in zip(beats, self._beats, strict=True):
+            if beat.state == before.state == RUNNING:
+                self._longest = max(self._longest, beat.time - max(before.time, self._since))
+        self._beats = beats
+        self._stopped = {rank: self._stopped.get(rank, now) for rank in stopped}
+        hanging = [rank for rank, since in self._stopped.items() if now - since > self._stopped_seconds]
+        if hanging:
+            return f"{_names(hanging)}: stopped by a signal for more than {self._stopped_seconds:.0f} s"
+        silence = now - max(self._since, *(beat.time for beat in beats))
+        if any(beat.state != RUNNING for beat in beats):
+            return ""
+        if silence <= max(self._silent_seconds, SILENT_STEPS * self._longest):
+            return ""
+        # In a collective the others wait for those that have come less far.
+        least = min(beat.batches for beat in beats)
+        behind = [rank for rank, beat in enumerate(beats) if beat.batches == least]
+        so_far = f"{least} batches so far, nothing for {silence:.0f} s"
+        if len(behind) == len(beats):
+            return f"all ranks hang: {so_far}"
+        return f"{_names(behind)}: {so_far}, and the others are further"
+
+
+def _nameless_file() -> int:
+    """Descriptor of a file that vanishes with who has it open. In memory where that can be had: on a disk a page that
+    is just being flushed makes who writes to it wait."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("heartbeat")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]} hangs" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} hang"

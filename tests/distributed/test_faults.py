@@ -1,0 +1,121 @@
+"""A rank that is killed or stopped, and a launcher that is killed: the run ends soon and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers import ROOT
+
+pytestmark = pytest.mark.distributed
+
+SECONDS = 60
+"""Within which a run must end."""
+
+RECIPE = [
+    *("--accelerator", "cpu", "--devices", "2", "--batch_size", "64", "--epochs", "100000"),
+    *("--save_every_n_steps", "5", "--logger", "none"),
+]
+
+WITH_WORKERS = ["--data.loader", "torch", "--data.workers", "1"]
+
+
+class Run:
+    """A training without end on two ranks, in the middle of its first epoch or later."""
+
+    def __init__(self, out: Path, *flags: str):
+        self._out = out
+        self._temporary = out / "tmp"
+        self._temporary.mkdir()
+        with (out / "output.txt").open("w") as output:
+            self.launcher = psutil.Popen(
+                [sys.executable, "train.py", *RECIPE, "--out", str(out), *flags],
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._temporary)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        while not list(out.glob("*/version_0/checkpoints/*.ckpt")):
+            assert self.launcher.poll() is None, self.said()
+            time.sleep(0.05)
+        self.ranks: list[psutil.Process] = sorted(self.launcher.children(), key=lambda rank: rank.environ()["RANK"])
+        self._port = int(self.ranks[0].environ()["MASTER_PORT"])
+        assert self.listens()
+
+    def said(self) -> str:
+        """All that it has printed."""
+        return (self._out / "output.txt").read_text()
+
+    def processes(self) -> list[psutil.Process]:
+        """The launcher, the ranks and their children, which are forks of them."""
+        return [
+            process for process in psutil.process_iter(["cmdline"]) if str(self._out) in (process.info["cmdline"] or ())
+        ]
+
+    def listens(self) -> bool:
+        """Whether the port at which its ranks meet is in use."""
+        sockets = psutil.net_connections("tcp")
+        return any(socket.status == psutil.CONN_LISTEN and self._port in socket.laddr for socket in sockets)
+
+    def assert_nothing_left(self) -> None:
+        """No process, no port, no shared memory, no file."""
+        assert self.processes() == []
+        assert not self.listens()
+        owners = [str(self._port), *(str(rank.pid) for rank in self.ranks)]
+        shared = [path.name for path in Path("/dev/shm").iterdir()]
+        assert [name for name in shared if set(re.split(r"\D+", name)) & set(owners)] == []
+        cache = "torchinductor"  # torch's, which is kept
+        assert [path for path in self._temporary.iterdir() if not path.name.startswith(cache)] == []
+
+
+@pytest.fixture
+def begin(tmp_path: Path, small_data: list[str]) -> Iterator[Callable[..., Run]]:
+    """Starts a training, and returns when it has written a checkpoint."""
+    started: list[Run] = []
+
+    def begin(*flags: str) -> Run:
+        started.append(Run(tmp_path, *small_data, *flags))
+        return started[-1]
+
+    yield begin
+    for run in started:
+        for process in run.processes():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def test_a_killed_rank_ends_the_run(begin: Callable[..., Run]):
+    run = begin(*WITH_WORKERS)
+    run.ranks[1].kill()
+    assert run.launcher.wait(SECONDS) == 1
+    assert "error: rank 1 ended with signal SIGKILL" in run.said()
+    run.assert_nothing_left()
+
+
+def test_a_stopped_rank_ends_the_run(begin: Callable[..., Run]):
+    run = begin()
+    run.ranks[1].suspend()
+    assert run.launcher.wait(SECONDS) == 1
+    assert "error: rank 1 hangs: stopped by a signal for more than 20 s" in run.said()
+    assert "Stack (most recent call first):\n    File" in run.said()  # where rank 0 waits
+    run.assert_nothing_left()
+
+
+def test_all_processes_end_with_a_killed_launcher(begin: Callable[..., Run]):
+    run = begin(*WITH_WORKERS)
+    assert len(run.processes()) >= 5  # a launcher, two ranks, two workers
+    run.launcher.kill()
+    run.launcher.wait(SECONDS)
+    until = time.monotonic() + 15  # torch's workers look every 5 seconds whether their rank is there
+    while (run.processes() or run.listens()) and time.monotonic() < until:
+        time.sleep(0.1)
+    run.assert_nothing_left()
