@@ -12,9 +12,9 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import atomic
 import exits
 import run_folder
-from checkpointing import atomic
 from config import DataConfig
 from errors import RunError, UsageError
 from exporting import FORMATS, exporter

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
+import atomic
 import run_folder
-from checkpointing import atomic
 from checkpointing.records import check_records
 from config import Config
 from errors import UsageError

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 
-from checkpointing import atomic
+import atomic
 from checkpointing.read import read
 from checkpointing.safetensors_file import metadata_of, write_safetensors
 from checkpointing.weights import network

@@ -11,7 +11,7 @@ import safetensors.torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from checkpointing import atomic
+import atomic
 from checkpointing.read import RECORD
 from errors import UsageError
 from sources.augment import MEAN, STD

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+import atomic
 from errors import RunError, UsageError
 from sources.console import say
 from sources.dataset import IMAGE_SHAPE, Dataset
@@ -105,10 +106,8 @@ def _read_meta(directory: Path) -> dict[str, Any] | None:
 
 def _write(directory: Path, source: str, fingerprint: str, build: Callable[[Path], tuple[str, ...]]) -> None:
     """Build a new cache and put it in the place of the old one. The caller holds the lock."""
-    temporary, old = _beside(directory, "tmp"), _beside(directory, "old")
-    # Whoever holds the lock is the only writer, so what lies under these names was left by one that was killed.
-    for leftover in (temporary, old):
-        shutil.rmtree(leftover, ignore_errors=True)
+    temporary = atomic.staged(directory)
+    atomic.discard(temporary)  # whoever holds the lock is the only writer: this was left by one that was killed
     why = "again, as what is there is out of date or damaged" if directory.exists() else "once"
     say(f"Preparing the images of {source} in {directory} ({why}).")
     temporary.mkdir()
@@ -123,15 +122,9 @@ def _write(directory: Path, source: str, fingerprint: str, build: Callable[[Path
             "checksums": {name: _checksum(temporary, name) for name in ARRAYS},
         }
         (temporary / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
-        for path in (*temporary.iterdir(), temporary):
-            _flush_to_disk(path)
-        if directory.exists():
-            directory.rename(old)
-        temporary.rename(directory)
-        _flush_to_disk(directory.parent)
+        atomic.put_in_place(directory)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _create(path: Path, shape: tuple[int, ...], dtype: type[np.generic]) -> np.memmap[Any, Any]:
@@ -159,11 +152,3 @@ def _checksum(directory: Path, name: str) -> int:
 
 def _beside(directory: Path, suffix: str) -> Path:
     return directory.with_name(f"{directory.name}.{suffix}")
-
-
-def _flush_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

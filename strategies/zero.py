@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.cpp_extension import CUDA_HOME
 
-from checkpointing import atomic
+import atomic
 from checkpointing.io import AtomicCheckpointIO, failure_of
 from checkpointing.read import read
 from checkpointing.zero_folder import SHAPE, TAG, shape_of

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
+import atomic
 import run_folder
-from checkpointing import atomic
 from tests.helpers import ROOT
 
 WRITER = """
 import sys
 from pathlib import Path
-from checkpointing import atomic
+import atomic
 if sys.argv[2] == "without":
     atomic._exchange = lambda one, other: False
 final = Path(sys.argv[1]) / "last.ckpt"

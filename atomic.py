@@ -1,4 +1,4 @@
-"""Writing a checkpoint so that a crash at any moment leaves the previous one whole, and found."""
+"""Writing a file or a folder so that a crash at any moment leaves the previous one whole, and found."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 STAGED = ".tmp"
-"""Ends the name of a checkpoint that is being written."""
+"""Ends the name of what is being written."""
 
 ASIDE = ".old"
 """Ends the name of the previous one, for the instant in which the new one takes its place."""
@@ -19,12 +19,12 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
 def staged(final: Path) -> Path:
-    """Where a checkpoint is written to before it is put into its place."""
+    """Where something is written to before it is put into its place."""
     return final.with_name(final.name + STAGED)
 
 
 def discard(path: Path) -> None:
-    """Removes a checkpoint, file or folder, if it is there: its name first, so that nobody finds half of it."""
+    """Removes a file or a folder, if it is there: its name first, so that nobody finds half of it."""
     if path.is_dir() and not path.is_symlink():
         if not path.name.endswith(STAGED):
             path = path.rename(staged(path))
