@@ -30,12 +30,14 @@ from callbacks.progress import Progress
 from callbacks.resume import Resume
 from callbacks.throughput import Throughput
 from checkpointing.io import AtomicCheckpointIO
-from checkpointing.weights import read_weights
+from checkpointing.read import RECORD, read
+from checkpointing.weights import check_fits, network
 from cifar_module import CIFARModule
 from cli import OWNED, nearest
 from config import Config
 from datamodule import CIFARDataModule
 from errors import UsageError
+from resume import check_same_run
 from wandb_logger import wandb_logger
 
 WARMUP_STEPS = 10
@@ -75,7 +77,10 @@ def check_resume(config: Config) -> None:
     if config.resume:
         with torch.device("meta"):
             net = models.build(config.model.name, num_classes(config), **config.model.options)
-        read_weights(net, Path(config.resume), config.trust)
+        checkpoint = read(Path(config.resume), config.trust)
+        check_fits(net, network(checkpoint), config.resume)
+        if RECORD in checkpoint:
+            check_same_run(config, checkpoint[RECORD]["config"])
 
 
 def trainer(config: Config, run_dir: Path | None) -> Trainer:

@@ -208,3 +208,14 @@ class Config(DeviceConfig, TrainingConfig, OutputConfig):
     def run_name(self) -> str:
         """The run's name, made from the network and the strategy where none is given."""
         return self.name or f"{self.model.name}-{self.strategy_name}"
+
+
+def config_of(tree: dict[str, Any]) -> Config:
+    """The configuration that `dataclasses.asdict` made this of.
+
+    Raises:
+        TypeError: it has fields that are not known here, of another version of the program.
+    """
+    sections: dict[str, type] = {"data": DataConfig, "augment": AugmentConfig}
+    sections |= dict.fromkeys(("model", "optimizer", "schedule"), Choice)
+    return Config(**{key: sections[key](**value) if key in sections else value for key, value in tree.items()})

@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import checks
 import cli
 import exits
 import run_folder
-from config import Config
+from config import Config, config_of
 from errors import UsageError
 from strategies import STRATEGIES
 
@@ -33,10 +34,7 @@ def main() -> int:
         raise UsageError("say first what to test, a run folder or a checkpoint: evaluate.py RUN_OR_CHECKPOINT ...")
     arguments, overrides = parser.parse_known_args()
     checkpoint = run_folder.find_checkpoint(arguments.checkpoint, out="", name="")
-    recipe = run_folder.recipe_of(checkpoint)
-    if recipe is None:
-        raise UsageError(f"{checkpoint} lies in no run folder: no {run_folder.CONFIG} above it")
-    config = cli.parse(["--config", str(recipe), *overrides])
+    config = configuration(checkpoint, overrides)
     trained_by_deepspeed = bool(config.ds_config) or STRATEGIES[config.strategy].family == "deepspeed"
     # One device and one micro-batch, whatever the run had: its batch size need not divide here.
     config.strategy, config.ds_config, config.devices, config.num_nodes = "baseline", "", 1, 1
@@ -46,6 +44,26 @@ def main() -> int:
     checks.settle(config)
     evaluate(config, checkpoint, _precision(wanted, trained_by_deepspeed, on_cpu=config.accelerator == "cpu"))
     return 0
+
+
+def configuration(checkpoint: Path, overrides: list[str]) -> Config:
+    """The run's own, of its folder or of what the checkpoint itself keeps of it, with train.py's flags laid over it.
+
+    Raises:
+        UsageError: there is neither.
+    """
+    recipe = run_folder.recipe_of(checkpoint)
+    if recipe is not None:
+        return cli.parse(["--config", str(recipe), *overrides])
+    from checkpointing.read import RECORD, read
+
+    record = read(checkpoint, "--trust" in overrides).get(RECORD)
+    if record is None:
+        raise UsageError(f"{checkpoint} lies in no run folder, and was not written by train.py")
+    with TemporaryDirectory() as folder:
+        recipe = Path(folder) / run_folder.CONFIG
+        recipe.write_text(cli.dump(config_of(record["config"])))
+        return cli.parse(["--config", str(recipe), *overrides])
 
 
 def evaluate(config: Config, checkpoint: Path, precision: str) -> dict[str, object]:
@@ -71,7 +89,7 @@ def evaluate(config: Config, checkpoint: Path, precision: str) -> dict[str, obje
     module = build.module(config)
     module.configure_model()
     assert module.net is not None
-    load_weights(module.net, checkpoint)
+    load_weights(module.net, checkpoint, config.trust)
     trainer = Trainer(
         accelerator=config.accelerator,
         devices=1,

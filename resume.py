@@ -37,18 +37,27 @@ def settle_resume(config: Config) -> None:
         check_records(file)
     recipe = run_folder.recipe_of(checkpoint)
     if recipe is not None:
-        _check_same_run(config, yaml.safe_load(recipe.read_text()), checkpoint)
+        check_same_run(config, yaml.safe_load(recipe.read_text()))
     config.resume = str(checkpoint)
 
 
-def _check_same_run(config: Config, recipe: dict[str, Any], checkpoint: Path) -> None:
+def check_same_run(config: Config, recipe: dict[str, Any]) -> None:
+    """Refuses to go on with another run.
+
+    Args:
+        config: of the run that is to go on.
+        recipe: of the run that wrote the checkpoint, as its config.yaml or the checkpoint has it.
+
+    Raises:
+        UsageError: names the first option that differs.
+    """
     now = asdict(config)
     for key in KEPT:
         before, wanted = _flat(key, recipe), _flat(key, now)
         for option in before:
             if option in wanted and before[option] != wanted[option]:
                 raise UsageError(
-                    f"--resume {checkpoint}: that run had --{option} {before[option]}, this one has {wanted[option]}"
+                    f"--resume {config.resume}: that run had --{option} {before[option]}, this one has {wanted[option]}"
                 )
 
 

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from cifar_module import CIFARModule
 
 
+LEAST_SCALE = 1.0
+"""Of float16 losses: torch's scaler halves it without end where every step overflows; DeepSpeed stops here itself."""
+
+
 class Divergence(Callback):
     """Looks at the losses where they are on the host anyhow, at each point of the curves, and before each checkpoint.
 
@@ -40,6 +44,12 @@ class Divergence(Callback):
     ) -> None:
         """Looks at the newest point of the curves."""
         if not self._curves.losses:
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
+            if scaler is not None and (scale := scaler.get_scale()) < LEAST_SCALE:
+                raise RunError(
+                    f"float16 overflowed down to a loss scale of {scale:g}, at step {trainer.global_step}: "
+                    "use --precision bf16-mixed, or lower --optimizer.lr"
+                )
             self._look(trainer, pl_module, self._curves.logged_losses, self._curves.last_loss)
             self._norm = self._curves.last_gradient_norm
 

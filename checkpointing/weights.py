@@ -42,17 +42,26 @@ def read_weights(net: nn.Module, checkpoint: Path, trust: bool = False) -> dict[
         UsageError: the checkpoint is damaged or of another network.
     """
     found = network(read(checkpoint, trust))
+    check_fits(net, found, str(checkpoint))
+    return found
+
+
+def check_fits(net: nn.Module, weights: Mapping[str, Tensor], checkpoint: str) -> None:
+    """Compares names and shapes.
+
+    Raises:
+        UsageError: weights are missing, unknown, or of another shape than the network's.
+    """
     wanted = net.state_dict()
     differing = [
-        *(f"{key} is missing" for key in wanted if key not in found),
-        *(f"{key} is unknown" for key in found if key not in wanted),
+        *(f"{key} is missing" for key in wanted if key not in weights),
+        *(f"{key} is unknown" for key in weights if key not in wanted),
         *(
-            f"{key} is {tuple(found[key].shape)}, not {tuple(wanted[key].shape)}"
+            f"{key} is {tuple(weights[key].shape)}, not {tuple(wanted[key].shape)}"
             for key in wanted
-            if key in found and found[key].shape != wanted[key].shape
+            if key in weights and weights[key].shape != wanted[key].shape
         ),
     ]
     if differing:
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise UsageError(f"{checkpoint} is of another network: {', '.join(differing[:3])}{more}")
-    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -125,9 +126,11 @@ def test_a_resumed_run_ends_as_if_never_stopped(strategy: str, stop: str, run: t
     assert_same_weights(run[0], tmp_path / "run" / "version_1")
 
 
-def test_evaluate_prints_the_same_table_again(run: tuple[Path, str]):
+def test_evaluate_prints_the_same_table_again(run: tuple[Path, str], tmp_path: Path):
+    """Of a checkpoint that was taken out of its run folder."""
     metrics = json.loads((run[0] / "metrics.json").read_text())
-    done = run_program("evaluate.py", str(run[0]))
+    shutil.copyfile(run[0] / "checkpoints" / "last.ckpt", tmp_path / "net.ckpt")
+    done = run_program("evaluate.py", str(tmp_path / "net.ckpt"))
     assert_ok(done)
     expected = {
         name: f"{value:.2%}" for name, value in (*metrics["test/acc_per_class"].items(), ("all", metrics["test/acc"]))
