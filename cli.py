@@ -245,8 +245,8 @@ def _check_values(config: Config) -> None:
             raise UsageError(f"--{name} must be at least 1, not {getattr(config, name)}")
     if config.devices != "auto" and config.devices < 1:
         raise UsageError(f"--devices must be at least 1, not {config.devices}")
-    for name in ("save_every_n_steps", "bench_steps", "gradient_clip_val"):
-        if getattr(config, name) < 0:
+    for name in ("save_every_n_steps", "save_every_minutes", "bench_steps", "gradient_clip_val"):
+        if not getattr(config, name) >= 0:
             raise UsageError(f"--{name} must not be negative, not {getattr(config, name)}")
     if config.max_steps < -1 or config.max_steps == 0:
         raise UsageError(f"--max_steps must be at least 1, or -1 for no limit, not {config.max_steps}")
