@@ -191,6 +191,9 @@ def _read_yaml(file: str) -> dict[str, Any]:
             raise UsageError(f"--config {file}: {key} must be a mapping of options")
         if key in REGISTRIES and not (isinstance(value, dict) and isinstance(value.get("name"), str)):
             raise UsageError(f"--config {file}: {key} must be a mapping with a name, for instance {key}: {{name: ...}}")
+        if key in (*SECTIONS, *REGISTRIES):
+            for option in (option for option, set_to in value.items() if set_to is None):
+                raise UsageError(f"--config {file}: {key}.{option} has no value")
     return tree
 
 
