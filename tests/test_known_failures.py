@@ -115,10 +115,11 @@ def lost_store(path: Path, patch: Patch) -> None:
 def many_files(path: Path, patch: Patch) -> None:
     """Opens more files than the process may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 5, hard))
+    limit = max(map(int, os.listdir("/proc/self/fd"))) + 1  # no descriptor may have this number; lower ones may be free
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     try:
         with ExitStack() as files:
-            for _ in range(10):
+            for _ in range(limit + 1):
                 files.enter_context(open(os.devnull))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

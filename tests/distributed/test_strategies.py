@@ -44,18 +44,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Wei
     """The final weights of all runs, by strategy, ranks and recipe, from their checkpoints."""
     folder = tmp_path_factory.mktemp("runs")
     out = {run: folder / "-".join(map(str, run)) for run in sorted(RUNS)}
-    same = [
-        "--accelerator",
-        "cpu",
-        "--batch_size",
-        "16",
-        "--max_steps",
-        str(STEPS),
-        "--log_interval",
-        "8",
-        "--data.val_fraction",
-        "0",
-    ]
+    same = [*small_data, "--accelerator", "cpu", "--batch_size", "16", "--data.val_fraction", "0"]
+    same += ["--max_steps", str(STEPS), "--log_interval", "8"]
     for ranks in (1, 2):
         flags = {
             out[run]: [*same, *RECIPES[run[2]], "--strategy", run[0], "--devices", str(ranks)]
