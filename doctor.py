@@ -10,7 +10,6 @@ import math
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
-from typing import NoReturn
 
 import exits
 from config import DataConfig, OutputConfig
@@ -66,22 +65,14 @@ def examine(names: Iterable[str], options: Options) -> Iterator[tuple[str, Findi
         yield name, finding
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse, whose errors are one line as everywhere here."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (--help lists all options)")
-
-
 def _parse() -> Namespace:
     width = max(map(len, CHECKS))
-    parser = _Parser(
+    parser = exits.Parser(
         prog="doctor.py",
         description="Is this machine fit to train? Looks at everything that a run needs and says how to mend what is "
         "missing. Nothing is changed but by --build.",
         epilog=EPILOG + "\n".join(f"  {name:<{width}}  {check.summary}" for name, check in CHECKS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("checks", metavar="CHECK", nargs="*", help="only these (below; default: all)")
     parser.add_argument(
@@ -113,7 +104,6 @@ def _parse() -> Namespace:
         help="without any answer, after which a rank is given up (default: %(default)g)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead, for programs")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     arguments = parser.parse_intermixed_args()
     for name in arguments.checks:
         if name not in CHECKS:

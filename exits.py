@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import signal
 import sys
 import textwrap
 from collections.abc import Callable
+from typing import Any, NoReturn
 
 from errors import RunError, Stopped, UsageError
 from known_failures import explain
@@ -15,6 +17,18 @@ MESSAGE_CHARACTERS = 300
 
 CTRL_C = 128 + signal.SIGINT
 """Exit code of a program that Ctrl-C ended, as shells have it."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, whose errors are one line as everywhere here; with the option that `guarded` heeds."""
+
+    def __init__(self, **options: Any):
+        super().__init__(allow_abbrev=False, **options)
+        self.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+    def error(self, message: str) -> NoReturn:
+        """Raises UsageError."""
+        raise UsageError(f"{message} (--help lists all options)")
 
 
 def guarded(main: Callable[[], int]) -> int:

@@ -55,8 +55,8 @@ def export(checkpoint: Path, output: Path, to: str, dtype: str, trust: bool = Fa
     import torch
 
     from checkpointing import weights
-    from checkpointing.read import read
-    from checkpointing.safetensors_file import RECORD, metadata_of
+    from checkpointing.read import RECORD, read
+    from checkpointing.safetensors_file import metadata_of
     from exporting import network
     from exporting.check import on_random_images
     from exporting.classifier import of_network

@@ -5,9 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from io import StringIO
 
 WARNINGS = (
     # Lightning 2.6.6 with torch 2.15 (lightning/pytorch/utilities/_pytree.py); can go with the next Lightning.
@@ -62,13 +59,6 @@ def quieten() -> None:
     for name in LOGGERS:
         logging.getLogger(name).addFilter(_is_news)
     threading.excepthook = _thread_failed
-
-
-@contextmanager
-def no_output() -> Iterator[None]:
-    """Swallows what a library prints, for calls whose failure is an exception."""
-    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-        yield
 
 
 def _thread_failed(failed: threading.ExceptHookArgs) -> None:

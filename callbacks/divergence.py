@@ -75,9 +75,9 @@ class Divergence(Callback):
             torch.distributed.all_reduce(first, torch.distributed.ReduceOp.MIN)
         accumulate = trainer.accumulate_grad_batches
         step = trainer.global_step - (len(losses) - 1 - int(first.item())) // accumulate
-        raise RunError(self._message(trainer, module, step, losses))
+        raise RunError(self._message(trainer, module, step))
 
-    def _message(self, trainer: Trainer, module: CIFARModule, step: int, losses: Tensor) -> str:
+    def _message(self, trainer: Trainer, module: CIFARModule, step: int) -> str:
         rate = module.schedule.rate(step - 1, module.optimizer.lr)
         known = [f"epoch {trainer.current_epoch + 1}", f"learning rate {rate:g}"]
         if self._norm is not None:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from checkpointing import weights
-from checkpointing.read import read
-from checkpointing.safetensors_file import RECORD, metadata_of
+from checkpointing.read import RECORD, read
+from checkpointing.safetensors_file import metadata_of
 from exporting import network
 from exporting.classifier import Classifier, of_network
 

@@ -177,7 +177,6 @@ class ZeROStrategy(DeepSpeedStrategy):
         if path.is_dir() and shape_of(path, self._io.trust) == self._shape:
             self.deepspeed_engine.checkpoint_engine = GuardedCheckpointEngine(self._io.trust)
             return super().load_checkpoint(checkpoint_path)
-        assert isinstance(self.config, dict)
         if self.remote_device == "nvme":
             raise UsageError(f"--resume {path}: parameters on NVMe are continued by the same strategy and ranks alone")
         checkpoint = read(path, self._io.trust)
