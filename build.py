@@ -21,6 +21,7 @@ from callbacks.counts import parameter_count, training_flops
 from callbacks.cpu_kernels import CPUKernels
 from callbacks.curves import TrainingCurves
 from callbacks.divergence import Divergence
+from callbacks.experts import Experts
 from callbacks.figures import TestFigures
 from callbacks.heartbeat import Heartbeat
 from callbacks.interrupt import Interrupt
@@ -37,6 +38,7 @@ from cli import OWNED, nearest
 from config import Config
 from datamodule import CIFARDataModule
 from errors import UsageError
+from models.mixture_options import MixtureOptions
 from resume import check_same_run
 from wandb_logger import wandb_logger
 
@@ -154,10 +156,12 @@ def callbacks(config: Config, run_dir: Path | None) -> list[Callback]:
     curves = TrainingCurves(config.log_interval)
     warmup = BENCH_WARMUP_STEPS if config.bench_steps else WARMUP_STEPS
     flops = training_flops(config.model, num_classes(config), micro_batch(config))
+    mixtures = issubclass(models.MODELS[config.model.name], MixtureOptions)
     observers: list[Callback] = [
         Heartbeat(),
         curves,
         Divergence(curves, run_dir),
+        *([Experts(config.log_interval, run_dir)] if mixtures else []),
         Memory(config.log_interval),
         Progress(config, curves),
         Interrupt(),

@@ -59,6 +59,8 @@ def settle(config: Config) -> None:
     if config.cuda_graphs:
         _check_cuda_graphs(config)
     _check_offload(config)
+    if "ep_size" in config.model.options:
+        _check_experts(config)
 
 
 def _settle_devices(config: Config, gpus: int) -> None:
@@ -94,6 +96,31 @@ def _check_cuda_graphs(config: Config) -> None:
         raise UsageError("--cuda_graphs cannot add gradients up over --accumulate micro-batches: use --compile")
     if spec.stage == 3 or spec.family == "fsdp" or config.ds_config:
         raise UsageError(f"--cuda_graphs: {config.strategy_name} may move the parameters in every step: use --compile")
+
+
+def _check_experts(config: Config) -> None:
+    """What a network with mixtures of experts needs of the ranks and the strategy."""
+    ep_size, ranks = config.model.options["ep_size"], config.world_size
+    raw: dict[str, Any] = json.loads(Path(config.ds_config).read_text()) if config.ds_config else {}
+    spec = STRATEGIES[config.strategy]
+    given = f"--ds_config {config.ds_config}" if config.ds_config else f"--strategy {config.strategy}"
+    stage = raw.get("zero_optimization", {}).get("stage", 0) if config.ds_config else spec.stage
+    spreads = spec.family == "deepspeed" or bool(config.ds_config)
+    if stage == 3:
+        raise UsageError(
+            f"{given}: DeepSpeed does not support its mixture of experts with ZeRO stage 3, use deepspeed_stage_2"
+        )
+    if ep_size > 1 and not spreads:
+        raise UsageError(
+            f"--model.ep_size {ep_size}: {given} keeps all experts on each rank, add --model.ep_size 1; "
+            "deepspeed_stage_0, 1 and 2 spread them"
+        )
+    if ranks % ep_size:
+        raise UsageError(f"--model.ep_size {ep_size} does not divide the {ranks} rank{'s'[: ranks > 1]} of --devices")
+    if raw.get("use_data_before_expert_parallelism"):
+        raise UsageError(f"{given} sets use_data_before_expert_parallelism: take it out, neighbours share experts here")
+    if config.cuda_graphs:
+        raise UsageError(f"--cuda_graphs cannot replay the routing of --model {config.model.name}: use --compile")
 
 
 def _check_offload(config: Config) -> None:

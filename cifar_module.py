@@ -14,11 +14,12 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 
 import models
 from config import Choice
+from models.moe import Gate, gates
 from optimizers import OPTIMIZERS, keep_own_options
 from schedules import SCHEDULES, Constant, Schedule
 from sources.augment import memory_format, normalize
 from sources.split import IGNORED
-from strategies import optimizer_implementation
+from strategies import optimizer_implementation, parameter_groups
 
 
 class CIFARModule(LightningModule):
@@ -61,6 +62,8 @@ class CIFARModule(LightningModule):
         self.skipped = 0
         """Micro-batches that were left out."""
         self.net: nn.Module | None = None
+        self.gates: tuple[Gate, ...] = ()
+        """Of the network's mixtures of experts, while it is trained."""
         self.val_metrics = SplitMetrics(num_classes)
         self.test_metrics = SplitMetrics(num_classes)
 
@@ -77,6 +80,11 @@ class CIFARModule(LightningModule):
             # dynamic=False: a micro-batch has one size, an evaluation batch another, and both are known.
             self.net.compile(dynamic=False, mode="reduce-overhead" if self.cuda_graphs else None)
 
+    def on_fit_start(self) -> None:
+        """Looks up what the strategy has made of the network."""
+        assert self.net is not None
+        self.gates = gates(self.net)
+
     def forward(self, images: Tensor) -> Tensor:
         """Class scores (N, classes) of images (N, 3, H, W), uint8 or normalised.
 
@@ -88,15 +96,23 @@ class CIFARModule(LightningModule):
         return self.net(images.contiguous(memory_format=memory_format(images.device)))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Mean cross-entropy of one micro-batch with its labels, or its shares of them, a scalar in float32."""
+        """Mean cross-entropy of one micro-batch with its labels, or its shares of them, a scalar in float32; and the
+        load-balancing losses of the mixtures of experts, each with its weight."""
         images, labels = batch
-        loss = F.cross_entropy(self.forward(images).float(), labels)
+        loss = self._loss(images, labels)
         if not self.skip_nan or self._finite_on_all_ranks(loss):
             return loss
         self.skipped += 1
         # A grey micro-batch of no weight: each engine takes part in it as ever, and its gradient is 0.
         grey = torch.zeros_like(images, dtype=torch.float32)
-        return 0 * F.cross_entropy(self.forward(grey).float(), labels)
+        return 0 * self._loss(grey, labels)
+
+    def _loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        loss = F.cross_entropy(self.forward(images).float(), labels)
+        for gate in self.gates:
+            if gate.options.load_balance and gate.routing is not None:
+                loss = loss + gate.options.load_balance * gate.routing.load_balance_loss
+        return loss
 
     def _finite_on_all_ranks(self, loss: Tensor) -> bool:
         finite = loss.detach().isfinite().int()
@@ -130,7 +146,8 @@ class CIFARModule(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """The optimizer in the strategy's implementation, and a schedule stepped with it unless it is constant."""
-        optimizer = self.optimizer.build(self.parameters(), optimizer_implementation(self.trainer.strategy))
+        strategy = self.trainer.strategy
+        optimizer = self.optimizer.build(parameter_groups(strategy, self), optimizer_implementation(strategy))
         optimizer.register_load_state_dict_pre_hook(keep_own_options)
         if isinstance(self.schedule, Constant):
             return optimizer
@@ -199,5 +216,5 @@ class StepSchedule(LRScheduler):
         return [self.schedule.rate(self.last_epoch, float(base_lr)) for base_lr in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
-        """The step alone: the formula comes from the configuration."""
-        return {key: value for key, value in super().state_dict().items() if key != "schedule"}
+        """The step alone: the formula comes from the configuration, and the parameter groups from the strategy."""
+        return {key: value for key, value in super().state_dict().items() if key in ("last_epoch", "_step_count")}

@@ -167,10 +167,7 @@ def _add_choice(parser: ArgumentParser, key: str, name: str, registry: Mapping[s
     entry = registry[name]
     group = parser.add_argument_group(f"{key} {name}", description=(entry.__doc__ or "").splitlines()[0])
     group.add_argument(f"--{key}.name", default=name, help=f"Short: --{key} NAME, one of {', '.join(registry)}.")
-    if isinstance(entry, type):
-        group.add_class_arguments(entry, key, as_group=False)
-    else:
-        group.add_function_arguments(entry, key, as_group=False, skip={"num_classes"})
+    group.add_class_arguments(entry, key, as_group=False)
 
 
 def _read_yaml(file: str) -> dict[str, Any]:
@@ -261,7 +258,7 @@ def _check_values(config: Config) -> None:
         raise UsageError("--bench_steps counts from the first step: leave --resume out")
     if config.ds_config and config.strategy != Config().strategy:
         raise UsageError("--ds_config stands in for a strategy: leave --strategy out")
-    for key, registry in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES)):
+    for key, registry in REGISTRIES.items():
         choice: Choice = getattr(config, key)
         try:
             registry[choice.name](**choice.options)
@@ -307,6 +304,7 @@ def _one_line(error: Exception) -> str:
     text = re.sub(r'^Parser key "(.*?)": ', r"--\1: ", text)
     text = re.sub(r"Does not validate .* Errors: - (.*) Given value type: .* Given value: ", r"\1. Got value: ", text)
     text = re.sub(r"Expected an? (?:<class '(\w+)'>|typing.Literal)", lambda m: f"expected {m[1] or 'one of '}", text)
+    text = text.replace("expected list", "expected a list such as [1, 2]")
     return text.replace(" - expected", " or").replace(". Got value:", ", not")
 
 

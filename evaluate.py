@@ -39,6 +39,8 @@ def main() -> int:
     # One device and one micro-batch, whatever the run had: its batch size need not divide here.
     config.strategy, config.ds_config, config.devices, config.num_nodes = "baseline", "", 1, 1
     config.accumulate, config.logger, config.resume = 1, ["none"], ""
+    if "ep_size" in config.model.options:
+        config.model.options["ep_size"] = 1
     wanted = config.precision
     config.precision = "32-true"
     checks.settle(config)

@@ -19,6 +19,10 @@ KEPT = ("model", "optimizer", "batch_size", "seed", "data.val_fraction")
 """What a run that goes on must have as it was: else it is another run, and trains on images held out before."""
 
 
+MAY_CHANGE = ("model.ep_size",)
+"""Options among them that say where the run is, not what it is."""
+
+
 def settle_resume(config: Config) -> None:
     """Puts the checkpoint's own path for what --resume names; in a job that SLURM has started again, for nothing too.
 
@@ -55,7 +59,7 @@ def check_same_run(config: Config, recipe: dict[str, Any]) -> None:
     for key in KEPT:
         before, wanted = _flat(key, recipe), _flat(key, now)
         for option in before:
-            if option in wanted and before[option] != wanted[option]:
+            if option not in MAY_CHANGE and option in wanted and before[option] != wanted[option]:
                 raise UsageError(
                     f"--resume {config.resume}: that run had --{option} {before[option]}, this one has {wanted[option]}"
                 )

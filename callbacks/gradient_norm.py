@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+
+from strategies.norm import global_norm
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -25,13 +26,10 @@ def norm_before_step(trainer: Trainer, module: LightningModule) -> Tensor | None
     if isinstance(trainer.strategy, FSDPStrategy):
         # Each rank holds a part: torch's own method adds the parts up, and an infinite limit clips nothing.
         return trainer.strategy.model.clip_grad_norm_(math.inf)  # pyright: ignore
-    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    if not gradients:
-        return None
-    # torch's get_total_norm would round the norm of each gradient to the gradient's type.
-    norms = torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients])
-    scale = engine.optimizer.loss_scale if engine is not None and engine.fp16_enabled() else 1.0
-    return torch.linalg.vector_norm(norms) / scale
+    norm = global_norm(module.parameters())
+    if norm is not None and engine is not None and engine.fp16_enabled():
+        return norm / engine.optimizer.loss_scale
+    return norm
 
 
 def norm_after_step(trainer: Trainer) -> float | None:

@@ -23,7 +23,8 @@ SCHEMA = 1
 
 class Resume(Callback):
     """Keeps the configuration, the class names and the random state of every rank in each checkpoint, and takes a run
-    up from there: on as many ranks with their random states, on others with states drawn from seed, step and rank.
+    up from there: on as many ranks with their random states. A run that begins, or goes on with other ranks, gets
+    states drawn from seed, step and rank: the noise of a network is to be another one on each rank.
 
     Args:
         config: of the run.
@@ -31,7 +32,6 @@ class Resume(Callback):
 
     def __init__(self, config: Config):
         self._config = config
-        self._resumed = False
         self._states: list[dict[str, Any]] = []
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -50,15 +50,12 @@ class Resume(Callback):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Counts the micro-batches of the epoch anew, where a step is made of another number of them."""
         record = checkpoint.get(RECORD)
-        self._resumed = True
         if record is not None:
             self._states = record["random_states"]
             _recount(checkpoint["loops"]["fit_loop"], record["config"]["accumulate"], self._config.accumulate)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Sets the random state."""
-        if not self._resumed:
-            return
         if len(self._states) == trainer.world_size:
             _set_random_state(self._states[trainer.global_rank])
         else:

@@ -4,20 +4,25 @@ DeepSpeed (0.19.8) writes, in the folder TAG:
 - stages 0 to 2: `mp_rank_00_model_states.pt`, the network as it computes, and what the run adds;
 - stage 3: the same as `zero_pp_rank_<rank>_mp_rank_00_model_states.pt` for each rank, without the sharded parameters;
 - stages 1 to 3: `[bf16_]zero_pp_rank_<rank>_mp_rank_00_optim_states.pt`: the rank's shard of the float32 weights and of
-  the optimizer's state, as flat tensors, one for each parameter group (at stage 3 each sub-group).
+  the optimizer's state, as flat tensors, one for each parameter group (at stage 3 each sub-group);
+- of a network with mixtures of experts, `layer_<mixture>_expert_<number>_mp_rank_00_model_states.pt` for each expert,
+  and at stage 0 `expp_rank_<rank>_mp_rank_00_optim_states.pt`: the optimizer of each of the ranks that share a
+  mixture's experts out. At stages 1 and 2 a group of experts is sharded over the ranks that hold the same ones.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from checkpointing.expert_names import in_order, plain_names
 from checkpointing.safe_load import load
 from errors import UsageError
 
@@ -27,14 +32,34 @@ TAG = "checkpoint"
 SHAPE = "zero_shape"
 """Key of what the strategy notes of its ranks and shards."""
 
+GROUPS = "zero_groups"
+"""Key of what it notes at stage 0: the names of the parameters of each group, which DeepSpeed does not write down."""
+
 DEEPSPEED_KEYS = {
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
     *("shared_params", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples"),
     *("dp_world_size", "mp_world_size", "ds_checkpoint_parallel_dims", "ds_config", "ds_version"),
+    *("num_experts", "ds_autoep_layers", GROUPS),
 }
-"""What of a model states file is DeepSpeed's; the rest is Lightning's."""
+"""What of a model states file is DeepSpeed's, or for reading its files; the rest is Lightning's."""
 
 Shapes = Mapping[str, torch.Size]
+
+State = dict[str, Any]
+"""An optimizer's state of one parameter."""
+
+
+@dataclass
+class _Trained:
+    """What the optimizer keeps, by the names of the plain network."""
+
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    """In float32, where there are such beside the network's own."""
+
+    state: dict[str, State] = field(default_factory=dict)
+
+    names: dict[int, list[str]] = field(default_factory=dict)
+    """Of the parameters that the optimizer knows by each of its numbers."""
 
 
 def read_folder(folder: Path, trust: bool = False) -> dict[str, Any]:
@@ -49,11 +74,13 @@ def read_folder(folder: Path, trust: bool = False) -> dict[str, Any]:
     Raises:
         UsageError: a file is missing, damaged or of another kind.
     """
-    model_files, shard_files = _files(folder)
-    models = [load(file, trust) for file in model_files]
+    models, experts, shards, of_expert_ranks = ([load(file, trust) for file in files] for files in _files(folder))
     try:
-        return _together(folder, models, [load(file, trust)["optimizer_state_dict"] for file in shard_files])
-    except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
+        _check_whole(folder, models, experts, shards)
+        optimizers = [shard["optimizer_state_dict"] for shard in shards]
+        optimizers += [rank["optimizer"] for rank in of_expert_ranks]
+        return _together(models, experts, optimizers or [models[0]["optimizer"]])
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         why = f"{type(error).__name__}: {error}"
         raise UsageError(f"{folder} is no checkpoint of DeepSpeed that is known here: {why}") from error
 
@@ -67,69 +94,91 @@ def shape_of(folder: Path, trust: bool = False) -> Any:
     return load(_files(folder)[0][0], trust).get(SHAPE)
 
 
+def _files(folder: Path) -> tuple[list[Path], ...]:
+    """Those of the network, of its experts, of the shards, and of the ranks that share experts out at stage 0."""
+
+    def found(*patterns: str) -> list[Path]:
+        files = [file for pattern in patterns for file in (folder / TAG).glob(pattern)]
+        return sorted(files, key=lambda file: [int(number) for number in re.findall(r"\d+", file.stem)])
+
+    models = found("mp_rank_*model_states.pt", "zero_pp_rank_*model_states.pt")
+    if not models:
+        raise UsageError(f"{folder} holds no checkpoint: no {TAG}/*model_states.pt")
+    experts = found("layer_*_expert_*model_states.pt")
+    return models, experts, found("*zero_pp_rank_*optim_states.pt"), found("expp_rank_*optim_states.pt")
+
+
 def _stage(model_states: Mapping[str, Any]) -> int:
     return int(model_states["ds_config"].get("zero_optimization", {}).get("stage", 0))
 
 
-def _files(folder: Path) -> tuple[list[Path], list[Path]]:
-    files = sorted((folder / TAG).glob("*.pt"), key=_rank)
-    model_files = [file for file in files if file.name.endswith("model_states.pt")]
-    if not model_files:
-        raise UsageError(f"{folder} holds no checkpoint: no {TAG}/*model_states.pt")
-    return model_files, [file for file in files if file.name.endswith("optim_states.pt")]
-
-
-def _rank(file: Path) -> int:
-    found = re.search(r"zero_pp_rank_(\d+)_", file.name)
-    return int(found[1]) if found else 0
-
-
-def _together(folder: Path, models: list[dict[str, Any]], shards: list[dict[str, Any]]) -> dict[str, Any]:
+def _check_whole(folder: Path, models: list[Any], experts: list[Any], shards: list[Any]) -> None:
     main = models[0]
     stage, ranks = _stage(main), main["dp_world_size"]
-    expected = (ranks if stage == 3 else 1, ranks if stage else 0)
-    if (len(models), len(shards)) != expected:
+    found = (len(models), len(experts), len(shards))
+    expected = (ranks if stage == 3 else 1, sum(main.get("num_experts", [])), ranks if stage else 0)
+    if found != expected:
         raise UsageError(
-            f"{folder} is not whole: {len(models)} files of the network and {len(shards)} of the optimizer, "
-            f"of {expected[0]} and {expected[1]} that stage {stage} wrote on {ranks} ranks"
+            f"{folder} is not whole: {found[0]} files of the network, {found[1]} of experts and {found[2]} of the "
+            f"optimizer, of {expected[0]}, {expected[1]} and {expected[2]} that stage {stage} wrote on {ranks} ranks"
         )
-    weights = {name: value for name, value in main["module"].items() if stage < 3 or name in main["buffer_names"]}
+
+
+def _together(
+    models: list[dict[str, Any]], experts: list[dict[str, Tensor]], optimizers: list[dict[str, Any]]
+) -> dict[str, Any]:
+    main = models[0]
+    stage = _stage(main)
+    dense = {name: value for name, value in main["module"].items() if stage < 3 or name in main["buffer_names"]}
+    of_experts = {name: value for expert in experts for name, value in expert.items()}
+    plain = plain_names([*main["module"], *of_experts])
+    weights = {plain[name]: value for name, value in {**dense, **of_experts}.items()}
+    order = in_order((plain[name] for name in main["module"]), (plain[name] for name in of_experts))
     if stage:
-        masters, optimizer = _of_shards(main["param_shapes"], shards, stage)
+        key = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
+        trained = _of_flat(main["param_shapes"], [(shard[_masters(stage)], shard[key]) for shard in optimizers], stage)
+        param_groups = optimizers[0][key]["param_groups"]
     else:
-        masters, optimizer = _of_stage_0(main)
+        trained, param_groups = _of_stage_0(main, {**dense, **of_experts}, optimizers)
     frozen = _frozen(models) if stage == 3 else {}
-    order = {name: {**weights, **masters, **frozen}[name] for name in main["module"]}
+    state_dict = {**weights, **trained.weights, **frozen}
     progress = {key: value for key, value in main.items() if key not in DEEPSPEED_KEYS}
-    return {**progress, "state_dict": order, "optimizer_states": [] if optimizer is None else [optimizer]}
+    optimizer_states = [_as_torch(trained, param_groups, order)] if trained.names else []
+    return {**progress, "state_dict": {name: state_dict[name] for name in order}, "optimizer_states": optimizer_states}
 
 
-def _of_shards(
-    groups: Sequence[Shapes], shards: list[dict[str, Any]], stage: int
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Float32 weights by name, and the optimizer's state as torch numbers it: parameters in the order of the groups."""
-    flat, base = ("fp32_flat_groups", "optimizer_state_dict") if stage == 3 else (
-        "single_partition_of_fp32_groups", "base_optimizer_state"
-    )  # fmt: skip
-    weights: dict[str, Tensor] = {}
-    state: dict[int, dict[str, Any]] = {}
-    numbers: list[range] = []
+def _masters(stage: int) -> str:
+    return "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+
+
+def _of_flat(groups: Sequence[Shapes], shards: list[tuple[list[Tensor], dict[str, Any]]], stage: int) -> _Trained:
+    """Out of flat tensors, one for each group; of each rank its float32 weights and its optimizer's state."""
+    trained = _Trained()
+    moe = {number: group for group in shards[0][1]["param_groups"] for number in group["params"] if group.get("moe")}
     for number, shapes in enumerate(groups):
-        weights |= _whole([shard[flat][number] for shard in shards], shapes, stage)
-        numbers.append(range(len(weights) - len(shapes), len(weights)))
-        of_ranks = [shard[base]["state"].get(number, {}) for shard in shards]
-        for key, value in of_ranks[0].items():
-            if isinstance(value, Tensor) and value.dim() > 0:
-                values: Sequence[Any] = [*_whole([rank[key] for rank in of_ranks], shapes, stage).values()]
-            else:
-                values = [value] * len(shapes)
-            for parameter, whole in zip(numbers[number], values, strict=True):
-                state.setdefault(parameter, {})[key] = whole
-    param_groups = [
-        {**group, "params": [parameter for number in group["params"] for parameter in numbers[number]]}
-        for group in shards[0][base]["param_groups"]
-    ]
-    return weights, _as_torch(state, param_groups)
+        # Of experts there is a part for each of the ranks that share them out; the others are their copies, or shards.
+        parts = _ep_size([moe[number]]) if number in moe else 1
+        trained.names[number] = []
+        for part in range(parts):
+            names = plain_names(shapes, part)
+            named = {names[name]: shape for name, shape in shapes.items()}
+            owners = shards[part::parts] if stage else [shards[part]]
+            trained.weights |= _whole([weights[number] for weights, _ in owners], named, stage)
+            trained.names[number] += named
+            of_ranks = [optimizer["state"].get(number, {}) for _, optimizer in owners]
+            for key, value in of_ranks[0].items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    values: Mapping[str, Any] = _whole([rank[key] for rank in of_ranks], named, stage)
+                else:
+                    values = dict.fromkeys(named, value)
+                for name, whole in values.items():
+                    trained.state.setdefault(name, {})[key] = whole
+    return trained
+
+
+def _ep_size(groups: Iterable[Mapping[str, Any]]) -> int:
+    """Ranks that share the experts of a mixture out, which DeepSpeed names a group of experts after."""
+    return max((int(group["name"].removeprefix("ep_size_")) for group in groups if group.get("moe")), default=1)
 
 
 def _whole(shards: list[Tensor], shapes: Shapes, stage: int) -> dict[str, Tensor]:
@@ -148,28 +197,40 @@ def _whole(shards: list[Tensor], shapes: Shapes, stage: int) -> dict[str, Tensor
         else:
             step = math.ceil(numel / len(shards))
             values = torch.cat([shard.narrow(0, offset, step) for shard in shards]).narrow(0, 0, numel)
-        found[name] = values.reshape(shape).clone()
+        found[name] = values.detach().reshape(shape).clone()
         offset += step
     return found
 
 
-def _of_stage_0(main: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-    """DeepSpeed's consolidation does not know this stage (DeepSpeed issue 6699).
+def _of_stage_0(
+    main: dict[str, Any], weights: dict[str, Tensor], optimizers: list[dict[str, Any]]
+) -> tuple[_Trained, list[dict[str, Any]]]:
+    """Out of the optimizers of the ranks that share experts out, or of the only one; and its groups.
 
-    In float32 the optimizer is torch's own; in a lower precision its float32 weights lie beside it, flat or one by one.
+    DeepSpeed's consolidation does not know this stage (DeepSpeed issue 6699). In float32 the optimizer is torch's own;
+    in a lower precision its float32 weights lie beside it, flat or one by one.
     """
-    optimizer = main["optimizer"]
-    masters = optimizer.get("fp32_groups_flat") or optimizer.get("fp32_groups")
-    if masters is None:
-        return {}, _as_torch(optimizer["state"], optimizer["param_groups"])
-    if len(masters) > 1:  # which parameter is of which group is not written down
-        return {}, None
-    shapes = {name: value.shape for name, value in main["module"].items() if name not in main["buffer_names"]}
-    base = optimizer["optimizer_state_dict"]
-    if "fp32_groups" in optimizer:
-        return dict(zip(shapes, masters[0], strict=True)), _as_torch(base["state"], base["param_groups"])
-    shard = {"single_partition_of_fp32_groups": masters, "base_optimizer_state": base}
-    return _of_shards([shapes], [shard], stage=1)
+    param_groups = optimizers[0].get("optimizer_state_dict", optimizers[0])["param_groups"]
+    optimizers = optimizers[: _ep_size(param_groups)]
+    bases = [optimizer.get("optimizer_state_dict", optimizer) for optimizer in optimizers]
+    if GROUPS not in main:
+        return _Trained(), param_groups
+    groups: list[list[str]] = main[GROUPS]
+    if "fp32_groups_flat" in optimizers[0]:
+        shapes = [{name: weights[name].shape for name in group} for group in groups]
+        shards = [(own["fp32_groups_flat"], base) for own, base in zip(optimizers, bases, strict=True)]
+        return _of_flat(shapes, shards, stage=0), param_groups
+    trained = _Trained()
+    names = [name for group in groups for name in group]
+    for part, (own, base) in enumerate(zip(optimizers, bases, strict=True)):
+        plain = plain_names(names, part)
+        for number, name in enumerate(names):
+            known = trained.names.setdefault(number, [])
+            known += [plain[name]] * (plain[name] not in known)
+            trained.state[plain[name]] = base["state"].get(number, {})
+        masters = [master for group in own.get("fp32_groups", []) for master in group]
+        trained.weights |= zip((plain[name] for name in names), masters, strict=False)
+    return trained, param_groups
 
 
 def _frozen(models: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -183,13 +244,27 @@ def _frozen(models: list[dict[str, Any]]) -> dict[str, Tensor]:
     }
 
 
-def _as_torch(state: Mapping[int, dict[str, Any]], param_groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """The optimizer's state in torch's own form: DeepSpeed's Adams count the steps as a number, or in the group."""
-    found = {number: dict(entry) for number, entry in state.items()}
-    for group in param_groups:
-        for number in group["params"]:
-            entry = found.get(number, {})
-            step = entry.get("step", group.get("step"))
-            if entry and step is not None:
+def _as_torch(trained: _Trained, groups: list[dict[str, Any]], order: Iterable[str]) -> dict[str, Any]:
+    """The optimizer's state in torch's own form, experts in the group that they were taken from, the last before them.
+
+    DeepSpeed's Adams count the steps as a number, or in the group.
+    """
+    places = {name: place for place, name in enumerate(order)}
+    merged: list[tuple[dict[str, Any], list[str]]] = []
+    for group in groups:
+        if not group.get("moe"):
+            options = {key: value for key, value in group.items() if key not in ("params", "step", "name")}
+            merged.append((options, []))
+        own = [name for number in group["params"] for name in trained.names[number]]
+        merged[-1][1].extend(own)
+        for entry in (trained.state.get(name) for name in own):
+            if entry and (step := entry.get("step", group.get("step"))) is not None:
                 entry["step"] = torch.tensor(float(step))
-    return {"state": found, "param_groups": [{k: v for k, v in group.items() if k != "step"} for group in param_groups]}
+    state: dict[int, State] = {}
+    param_groups: list[dict[str, Any]] = []
+    for options, names in merged:
+        first = sum(len(group["params"]) for group in param_groups)
+        numbered = dict(enumerate(sorted(names, key=places.__getitem__), first))
+        state |= {number: trained.state[name] for number, name in numbered.items() if trained.state.get(name)}
+        param_groups.append({**options, "params": [*numbered]})
+    return {"state": state, "param_groups": param_groups}

@@ -59,4 +59,4 @@ def _numbers(name: str, options: dict[str, Any], weights: Mapping[str, Tensor]) 
         for axis, (size, other) in enumerate(zip(value.shape, three[key].shape, strict=True)):
             if size != other and key in weights and weights[key].dim() == value.dim():
                 return [*map(str, range(weights[key].shape[axis]))]
-    return []  # of another network, as the comparison of the names will say
+    return ["0"]  # of another network, as the comparison of the names will say

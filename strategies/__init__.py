@@ -6,12 +6,14 @@ imports neither torch, Lightning nor DeepSpeed; `build` imports the one family t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
+    from torch.nn import Module
 
     from config import Config
     from optimizers import Implementation
@@ -85,3 +87,9 @@ def optimizer_implementation(strategy: Strategy) -> Implementation:
     scaled = getattr(strategy.precision_plugin, "scaler", None) is not None
     fused = strategy.root_device.type == "cuda" and not scaled
     return getattr(strategy, "optimizer_implementation", "torch_fused" if fused else "torch")
+
+
+def parameter_groups(strategy: Strategy, module: Module) -> Iterable[Any]:
+    """What an optimizer is made for: all parameters, or groups of them where the strategy has to tell them apart."""
+    own = getattr(strategy, "parameter_groups", None)
+    return own(module) if own is not None else module.parameters()

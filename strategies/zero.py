@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,15 @@ from torch.utils.cpp_extension import CUDA_HOME
 import atomic
 from checkpointing.io import AtomicCheckpointIO, failure_of
 from checkpointing.read import read
-from checkpointing.zero_folder import SHAPE, TAG, shape_of
+from checkpointing.zero_folder import GROUPS, SHAPE, TAG, shape_of
 from errors import UsageError
 from optimizers import Implementation
 from sources.console import say
-from strategies.zero_checkpoint import GuardedCheckpointEngine, restore
+from strategies import experts
+from strategies.zero_checkpoint import GuardedCheckpointEngine, group_names, restore
+
+ENGINE = "_deepspeed_engine"
+"""Where a module keeps the engine that trained it: that one's hooks on the gradients must go before a second fit."""
 
 
 class ZeROPrecision(DeepSpeedPrecision):
@@ -119,14 +123,19 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Starts the engine."""
+        assert self.model is not None
         if self._casts_shards and self._trained is None:
-            assert self.model is not None
             dtype = torch.bfloat16 if "bf16" in self.precision_plugin.precision else torch.float16
             parameters: Any = self.model.parameters()
             for parameter in parameters:
                 parameter.data = parameter.data.to(dtype)
                 parameter.ds_tensor.data = parameter.ds_tensor.data.to(dtype)
+        experts.spread(self.model, self.global_rank)
         super().setup(trainer)
+
+    def parameter_groups(self, module: Module) -> Iterable[Any]:
+        """What an optimizer is made for."""
+        return experts.parameter_groups(module)
 
     @property
     def _casts_shards(self) -> bool:
@@ -147,6 +156,8 @@ class ZeROStrategy(DeepSpeedStrategy):
         engine._copy_recovery_script = lambda save_path: None  # it writes outside the guard
         client_state = {key: checkpoint[key] for key in checkpoint if key not in ("state_dict", "optimizer_states")}
         client_state[SHAPE] = self._shape
+        if not engine.zero_optimization():
+            client_state[GROUPS] = group_names(engine)
         engine.save_checkpoint(
             str(target),
             tag=TAG,
@@ -201,12 +212,16 @@ class ZeROStrategy(DeepSpeedStrategy):
             "ranks": self.world_size,
             "precision": str(self.precision_plugin.precision),
             "optimizer": self.optimizer_implementation,
+            "ep_size": experts.ep_size(self._trained.module),
             "offload": [zero.get(part, {}).get("device", "none") for part in ("offload_optimizer", "offload_param")],
         }
 
     def _initialize_deepspeed_train(self, model: Module) -> None:
+        if (before := vars(model).get(ENGINE)) is not None:
+            before.destroy()
         super()._initialize_deepspeed_train(model)
-        self._trained = self.model
+        experts.mend_clipping(self.model)
+        self._trained = vars(model)[ENGINE] = self.model  # setattr would make the engine a part of the module
 
     def _initialize_deepspeed_inference(self, model: Module) -> None:
         if self._trained is not None and self._trained.module is model:

@@ -14,8 +14,10 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch import Tensor
 from torch.nn import Parameter
 
+from checkpointing.expert_names import plain_names
 from checkpointing.io import failure_of, save
 from checkpointing.safe_load import load
+from strategies.experts import ep_size
 
 Shard = Callable[[Sequence[Tensor]], Tensor]
 """Cuts this rank's flat part out of the whole tensors of a group's parameters."""
@@ -62,25 +64,27 @@ def restore(engine: Any, checkpoint: dict[str, Any]) -> bool:
     carried = bool(checkpoint.get("optimizer_states"))
     saved = checkpoint["optimizer_states"][0] if carried else {"state": {}, "param_groups": []}
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
-    names = {parameter: name for name, parameter in engine.module.named_parameters()}
+    rank = engine.global_rank % ep_size(engine.module)
+    plain = plain_names(engine.module.state_dict(), rank)  # a checkpoint has the experts of all ranks
+    names = {parameter: plain[name] for name, parameter in engine.module.named_parameters()}
     if stage == 3:
         optimizer.checkpoint_event_prologue()  # every parameter is cut, also those that are kept whole
     else:
-        engine.module.load_state_dict(weights)
-    if stage == 0 and optimizer is engine.basic_optimizer:
-        if carried:
-            optimizer.load_state_dict(saved)
-    else:
-        groups = [*_groups(engine)]
-        trained = [names[parameter] for parameters, *_ in groups for parameter in parameters]
-        numbers = {name: number for number, name in enumerate(trained)}  # as torch's optimizers number them
-        for parameters, target, shard in groups:
-            wholes = [weights[names[parameter]] for parameter in parameters]
-            target.data[: (part := shard(wholes)).numel()].copy_(part)
-            entries = [saved["state"].get(numbers[names[parameter]], {}) for parameter in parameters]
-            _set_state(engine.basic_optimizer, target, entries, shard)
-        for group, group_before in zip(engine.basic_optimizer.param_groups, saved["param_groups"], strict=False):
-            group["lr"] = group_before["lr"]
+        engine.module.load_state_dict({name: weights[plain[name]] for name in plain})
+    groups = [*_groups(engine)]
+    # As torch's optimizers number them: in the network's order, those of other ranks too.
+    here = {names[parameter] for parameters, *_ in groups for parameter in parameters}
+    fixed = {*plain.values()} - here
+    numbers = {name: number for number, name in enumerate(name for name in weights if name not in fixed)}
+    for parameters, target, shard in groups:
+        wholes = [weights[names[parameter]] for parameter in parameters]
+        target.data[: (part := shard(wholes)).numel()].copy_(part)
+        entries = [saved["state"].get(numbers[names[parameter]], {}) for parameter in parameters]
+        _set_state(engine.basic_optimizer, target, entries, shard)
+    if carried:  # a group of experts has the options of the one that it was taken from
+        rates = [group["lr"] for group in saved["param_groups"]]
+        for number, group in enumerate(engine.basic_optimizer.param_groups):
+            group["lr"] = rates[min(number, len(rates) - 1)]
     if stage == 3:
         for parameter, name in names.items():
             part = _cut(weights[name], parameter)
@@ -89,6 +93,12 @@ def restore(engine: Any, checkpoint: dict[str, Any]) -> bool:
     engine.global_steps = checkpoint["global_step"]
     engine.global_samples = engine.global_steps * engine.train_batch_size()
     return carried
+
+
+def group_names(engine: Any) -> list[list[str]]:
+    """The engine's names of the parameters of each group that the optimizer keeps flat, or of each parameter."""
+    names = {parameter: name for name, parameter in engine.module.named_parameters()}
+    return [[names[parameter] for parameter in parameters] for parameters, *_ in _groups(engine)]
 
 
 def _groups(engine: Any) -> Iterator[tuple[list[Parameter], Tensor, Shard]]:
@@ -102,6 +112,10 @@ def _groups(engine: Any) -> Iterator[tuple[list[Parameter], Tensor, Shard]]:
             target = optimizer.single_partition_of_fp32_groups[number]
             rank = deepspeed.comm.get_rank(group=optimizer.real_dp_process_group[number])
             yield group, target, partial(_piece, rank, target.numel())
+    elif optimizer is engine.basic_optimizer:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                yield [parameter], parameter, _only
     elif hasattr(optimizer, "fp32_groups_flat"):
         for group, target in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
             yield group, target, _flat

@@ -6,12 +6,16 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -22,6 +26,8 @@ import run_folder
 from checkpointing.weights import read_weights
 from errors import RunError, UsageError
 from exporting import FORMATS, state_dict_file
+from models.moe import gates
+from models.vit_shapes import SHAPES, Shape
 from tests.helpers import ROOT, assert_ok, run_folder_of, run_program, train_all
 
 SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "export.md").read_text(), re.DOTALL)
@@ -137,6 +143,15 @@ def test_bfloat16_is_rounded_once_and_half_the_size(baseline: Path, tmp_path: Pa
     assert "in bfloat16, 0.13 MB\ntest accuracy " in capsys.readouterr().out
 
 
+def checkpoint_of(net: nn.Module, name: str, options: dict[str, Any], classes: list[str], folder: Path) -> Path:
+    """What a run leaves behind, as far as an export needs it."""
+    state = {f"net.{key}": value for key, value in net.state_dict().items()}
+    config = {"model": {"name": name, "options": options}, "data": {"root": str(folder)}}
+    record = {"config": config, "classes": classes}
+    torch.save({"state_dict": state, "global_step": 1, "cifar_zero": record}, folder / "net.ckpt")
+    return folder / "net.ckpt"
+
+
 class Other(nn.Module):
     """With what Net does not have: an option, buffers, an integer one too, dropout, weights of two names."""
 
@@ -149,27 +164,68 @@ class Other(nn.Module):
         return self.last(self.features(images))
 
 
+@dataclass
+class OtherModel:
+    """Its entry in the registry."""
+
+    width: int = 4
+
+    def build(self, num_classes: int) -> nn.Module:
+        return Other(num_classes, self.width)
+
+
 @pytest.mark.parametrize("to", FORMATS)
 def test_a_network_with_options_buffers_and_tied_weights(
     to: str, images: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setitem(models.MODELS, "other", lambda num_classes, width=4: Other(num_classes, width))
+    monkeypatch.setitem(models.MODELS, "other", OtherModel)
     net = Other(3, width=5)
     net(images)  # moves BatchNorm's buffers
-    state = {f"net.{name}": value for name, value in net.state_dict().items()}
-    model = {"name": "other", "options": {"width": 5}}
-    record = {"config": {"model": model, "data": {"root": str(tmp_path)}}, "classes": ["a", "b", "c"]}
-    torch.save({"state_dict": state, "global_step": 1, "cifar_zero": record}, tmp_path / "net.ckpt")
+    checkpoint = checkpoint_of(net, "other", {"width": 5}, ["a", "b", "c"], tmp_path)
     output = tmp_path / f"net{FORMATS[to].suffix}"
-    export.export(tmp_path / "net.ckpt", output, to, "float32")
+    export.export(checkpoint, output, to, "float32")
     if to == "state_dict":
         with pytest.raises(UsageError, match=r"size mismatch.*--model has its default options"):
             exporting.load(str(output), model="other")
-        monkeypatch.setitem(models.MODELS, "other", lambda num_classes, width=5: Other(num_classes, width))
+        monkeypatch.setitem(models.MODELS, "other", partial(OtherModel, width=5))
     classifier = exporting.load(str(output), model="other" if to == "state_dict" else "")
     assert classifier.classes == (("0", "1", "2") if to == "state_dict" else ("a", "b", "c"))
     with torch.inference_mode():
         torch.testing.assert_close(classifier.scores(images), net.eval()(images), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("net_moe", {"num_experts": [2, 4], "mlp_type": "residual", "ep_size": 2}),
+        ("net_moe", {"num_experts": [4], "eval_capacity_factor": 0.5}),
+        ("vit_moe", {"num_experts": [4], "top_k": 2, "noisy_gate_policy": "Jitter"}),
+    ],
+    ids=["residual", "drops", "transformer"],
+)
+@pytest.mark.filterwarnings("error")  # torch warns where it has to try another way of exporting
+@torch.inference_mode()
+def test_mixtures_of_experts(name: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The ranks over which the experts were spread in training do not matter."""
+    monkeypatch.setitem(SHAPES, "tiny", Shape(width=32, depth=4, heads=2))  # ONNX takes 10 seconds for the real one
+    torch.manual_seed(3)
+    images = F.interpolate(torch.rand(20, 3, 2, 2) * 2 - 1, (32, 32))  # unlike one another, for different experts
+    net = models.build(name, 10, **options).eval()
+    for weight in (parameter for parameter in net.parameters() if parameter.dim() > 1):
+        weight.mul_(3)  # the biases outweigh the images otherwise, and one expert takes them all
+    checkpoint = checkpoint_of(net, name, options, [str(label) for label in range(10)], tmp_path)
+    expected = net(images)
+    for routing in (gate.routing for gate in gates(net)):
+        assert routing is not None
+        assert (routing.tokens > 0).sum() > 1
+        assert (routing.experts < 0).any() == ("eval_capacity_factor" in options)
+    for to, format in FORMATS.items():
+        output = tmp_path / f"net{format.suffix}"
+        export.export(checkpoint, output, to, "float32")
+        known = {} if format.describes_itself else {"model": name, "options": json.dumps(options)}
+        scores = exporting.exporter(to).load(output, known).scores
+        for found, wanted in ((scores(images), expected), (scores(images[:1]), net(images[:1]))):
+            torch.testing.assert_close(found, wanted, rtol=format.tolerance, atol=format.tolerance)
 
 
 def test_keys_that_are_missing_or_unknown_are_refused(baseline: Path, tmp_path: Path):

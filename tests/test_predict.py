@@ -119,10 +119,12 @@ def test_no_lightning_and_no_deepspeed(digits: tuple[Path, Dataset], folder: Pat
         (["nowhere", "a.png"], "nowhere does not exist"),
         (["CHECKPOINT", "a.png", "--model", "net"], "leave --model out"),
         (["STATE_DICT", "a.png"], "does not say which network it is of: add --model NAME"),
+        (["STATE_DICT", "a.png", "--model", "net_moe"], 'is of another network: Missing key(s) in state_dict: "fc3.'),
         (["CUT.onnx", "a.png"], "damaged or no ONNX file"),
         (["CUT.safetensors", "a.png"], "damaged or no safetensors file"),
     ],
 )
+@pytest.mark.filterwarnings("error")  # a warning is a second line
 def test_mistakes(
     arguments: list[str], message: str, digits: tuple[Path, Dataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -1,0 +1,139 @@
+"""Spreads a network's mixtures of experts over ranks, by DeepSpeed's own layer: expert parallelism.
+
+Of a mixture each rank keeps its share of the experts, and tokens travel to them and back (all-to-all). What DeepSpeed
+0.19.8 wants for that: its layer in the network, the experts in parameter groups of their own, ZeRO stage 0, 1 or 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import redirect_stdout
+from io import StringIO
+from typing import Any
+
+import torch
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from torch import Tensor, nn
+
+from models.moe import Gate, MixtureOfExperts
+from strategies.norm import global_norm
+
+
+class SpreadGate(Gate):
+    """The plain gate, called as DeepSpeed's layer calls its own.
+
+    Of DeepSpeed's differ: an evaluation has no random second choice and drops no random tokens, and a training step
+    does not wait for the device to learn its capacity.
+    """
+
+    def __init__(self, gate: Gate):
+        super().__init__(gate.wg.in_features, gate.num_experts, gate.options)
+        self.wg = gate.wg
+        self._group: Any = None
+
+    def _set_ep_group(self, group: Any) -> None:
+        self._group = group
+
+    def forward(self, tokens: Tensor, *unused: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Load-balancing loss, capacity, number of experts, experts, slots and weights of the tokens, tokens of each
+        expert; see `models.moe.Routing`."""
+        to = super().forward(tokens)
+        return to.load_balance_loss, to.capacity, self.num_experts, to.experts, to.slots, to.weights, to.tokens
+
+    def _largest(self, count: Tensor) -> int:
+        """The same on all ranks that exchange tokens."""
+        if self.options.ep_size > 1:
+            torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX, group=self._group)
+        return super()._largest(count)
+
+
+class SpreadMixture(MoE):
+    """DeepSpeed's layer with the gate, and this rank's share of the experts, of a plain mixture.
+
+    Args:
+        mixture: whose modules it takes over.
+        rank: of this process.
+    """
+
+    def __init__(self, mixture: MixtureOfExperts, rank: int):
+        options, experts = mixture.options, mixture.experts
+        super().__init__(
+            mixture.gate.wg.in_features,
+            experts[0],
+            num_experts=len(experts),
+            ep_size=options.ep_size,
+            k=options.top_k,
+            use_residual=options.mlp_type == "residual",
+        )
+        self.deepspeed_moe.gate = SpreadGate(mixture.gate)
+        first = rank % options.ep_size * self.num_local_experts  # neighbours share a mixture's experts out
+        local: Any = self.deepspeed_moe.experts.deepspeed_experts
+        for number, own in enumerate(local):
+            own.load_state_dict(experts[first + number].state_dict())
+        if self.use_residual:
+            self.mlp, self.coefficient = mixture.mlp, mixture.coefficient
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+        """Makes the process groups, without DeepSpeed's line for each of them on the standard output."""
+        with redirect_stdout(StringIO()):
+            super().set_deepspeed_parallelism(use_data_before_expert_parallel_)
+
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """As of the plain mixture."""
+        output, _, _ = super().forward(x)
+        return output
+
+
+def spread(network: nn.Module, rank: int) -> None:
+    """Puts DeepSpeed's layer in place of each plain mixture of a network that holds all experts."""
+    for parent in [*network.modules()]:
+        for name, child in parent.named_children():
+            if isinstance(child, MixtureOfExperts):
+                setattr(parent, name, SpreadMixture(child, rank))
+
+
+def ep_size(network: nn.Module) -> int:
+    """Ranks that share the experts of a mixture out; 1 where there is none."""
+    return next((module.ep_size for module in network.modules() if isinstance(module, MoE)), 1)
+
+
+def parameter_groups(network: nn.Module) -> Iterable[Any]:
+    """What the optimizer is made for: the experts in groups of their own, which DeepSpeed reduces among those ranks
+    that hold the same experts."""
+    if not any(isinstance(module, MoE) for module in network.modules()):
+        return network.parameters()
+    return split_params_into_different_moe_groups_for_optimizer({"params": [*network.parameters()], "name": "dense"})
+
+
+def mend_clipping(engine: Any) -> None:
+    """Has stage 0 clip by the norm over all experts.
+
+    In float32 DeepSpeed 0.19.8 takes the mean of the norms of the ranks, which hold different experts (DeepSpeed issue
+    8475), and in a lower precision, without its fused Adam, it leaves the experts out (DeepSpeed pull request 8613).
+    Can go with the release that has both. Stages 1 and 2 are right as they are.
+    """
+    if not engine.has_moe_layers or engine.zero_optimization():
+        return
+    limit = engine.gradient_clipping()
+
+    def clip_fp32_gradients() -> None:
+        norm = global_norm(engine.module.parameters())
+        if norm is not None:
+            share = (limit / (norm + 1e-6)).clamp(max=1)  # torch's clip_grad_norm_ adds the same
+            for parameter in engine.module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(share)
+
+    engine.clip_fp32_gradients = clip_fp32_gradients
+    if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        optimizer: Any = engine.optimizer
+        theirs = optimizer.unscale_and_clip_grads
+
+        def unscale_and_clip_grads(total_norm: Any, apply_scale: bool = True) -> Any:
+            norm = global_norm(engine.module.parameters())
+            optimizer._global_grad_norm = norm
+            return theirs(norm, apply_scale)
+
+        optimizer.unscale_and_clip_grads = unscale_and_clip_grads

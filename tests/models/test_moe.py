@@ -1,0 +1,328 @@
+"""The mixture of experts beside DeepSpeed's own gate, and beside a slow loop over tokens."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import models
+from models import moe
+from models.mixture_options import MixtureOptions
+from models.moe import Gate, MixtureOfExperts, Routing
+from models.net import Net
+
+TOKENS, WIDTH, EXPERTS = 50, 8, 4
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def options(**changed: Any) -> MixtureOptions:
+    return MixtureOptions(num_experts=[EXPERTS], **changed)
+
+
+def transparent_gate(**changed: Any) -> Gate:
+    """A gate whose logits are its tokens."""
+    gate = Gate(EXPERTS, EXPERTS, options(**changed))
+    with torch.no_grad():
+        gate.wg.weight.copy_(torch.eye(EXPERTS))
+    return gate
+
+
+def layer(num_experts: int = EXPERTS, **changed: Any) -> MixtureOfExperts:
+    """Of experts that are not linear, with a gate of clear preferences."""
+    mixture = MixtureOfExperts(
+        WIDTH, num_experts, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()), options(**changed)
+    )
+    with torch.no_grad():
+        mixture.gate.wg.weight.mul_(10)
+    return mixture
+
+
+def routing_of(mixture: MixtureOfExperts) -> Routing:
+    assert mixture.gate.routing is not None
+    return mixture.gate.routing
+
+
+# DeepSpeed's gate, given the same logits and the same random numbers
+
+
+@dataclass(frozen=True)
+class Case:
+    ours: dict[str, Any]
+    theirs: dict[str, Any]
+    training: bool = True
+    drops: bool = False
+
+
+CASES = {
+    "top 1": Case({"capacity_factor": 4.0}, {"capacity_factor": 4.0}),
+    "top 1, drops": Case({"capacity_factor": 1.0}, {"capacity_factor": 1.0}, drops=True),
+    "top 1, minimum": Case(
+        {"capacity_factor": 0.1, "min_capacity": 9}, {"capacity_factor": 0.1, "min_capacity": 9}, drops=True
+    ),
+    "top 1, RSample": Case(
+        {"capacity_factor": 1.25, "noisy_gate_policy": "RSample"},
+        {"capacity_factor": 1.25, "noisy_gate_policy": "RSample"},
+        drops=True,
+    ),
+    "top 1, evaluation": Case({}, {"capacity_factor": 1.0, "drop_tokens": False, "use_rts": False}, training=False),
+    "top 2": Case({"top_k": 2, "capacity_factor": 2.0}, {"capacity_factor": 2.0}),
+    "top 2, drops": Case({"top_k": 2}, {"capacity_factor": 1.0}, drops=True),
+    "top 2, minimum": Case(
+        {"top_k": 2, "capacity_factor": 0.2, "min_capacity": 7}, {"capacity_factor": 0.2, "min_capacity": 7}, drops=True
+    ),
+    "top 2, evaluation": Case(
+        {"top_k": 2},
+        {"capacity_factor": 1.0, "drop_tokens": False, "top2_2nd_expert_sampling": False},
+        training=False,
+    ),
+    "top 2, evaluation, drops": Case(
+        {"top_k": 2, "eval_capacity_factor": 0.7},
+        {"capacity_factor": 0.7, "top2_2nd_expert_sampling": False},
+        training=False,
+        drops=True,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def deepspeed_moe() -> ModuleType:
+    from deepspeed.moe import sharded_moe
+
+    return sharded_moe
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_the_gate_is_deepspeeds(case: Case, deepspeed_moe: ModuleType, monkeypatch: pytest.MonkeyPatch):
+    uniform, noise = torch.rand(TOKENS, EXPERTS), -torch.rand(TOKENS, EXPERTS).log().neg().log()
+    monkeypatch.setitem(deepspeed_moe.exp_selection_uniform_map, torch.device("cpu"), lambda shape: uniform)
+    monkeypatch.setattr(deepspeed_moe, "gumbel_rsample", lambda shape, device: noise)
+    monkeypatch.setattr(torch, "rand", lambda *shape, **options: uniform)
+    monkeypatch.setattr(moe, "gumbel", lambda like: noise)
+    logits = torch.randn(TOKENS, EXPERTS, requires_grad=True)
+    their_logits = logits.detach().clone().requires_grad_()
+
+    routing = transparent_gate(**case.ours).train(case.training)(logits)
+    function = deepspeed_moe.top2gating if case.ours.get("top_k") == 2 else deepspeed_moe.top1gating
+    found = function(their_logits * 1, **{"min_capacity": 0, **case.theirs}, sparse_routes=True)  # it adds in place
+    loss, capacity, _, experts, slots, weights, sent = found
+
+    kept = experts >= 0
+    assert kept.all() != case.drops
+    assert routing.capacity == capacity
+    assert torch.equal(routing.experts, experts.long())
+    assert torch.equal(routing.slots[kept], slots.long()[kept])
+    assert torch.equal(routing.weights, weights)
+    assert torch.equal(routing.tokens, sent.clamp(max=capacity))  # theirs are counted before any is dropped
+    torch.testing.assert_close(routing.load_balance_loss, loss, rtol=2e-7, atol=0)  # the mean is taken elsewhere
+
+    share = torch.randn_like(weights)
+    for a_loss, a_weights in ((routing.load_balance_loss, routing.weights), (loss, weights)):
+        (a_loss + (a_weights * share).sum()).backward()
+    torch.testing.assert_close(logits.grad, their_logits.grad, rtol=1e-5, atol=1e-7)
+
+
+# The layer, by hand
+
+
+def by_hand(mixture: MixtureOfExperts, x: Tensor, capacity: int) -> Tensor:
+    """Token by token: all first choices in the order of the batch, then the second ones, as long as there is room."""
+    chosen: list[list[tuple[int, Tensor]]] = [[] for _ in x]
+    room = [capacity] * len(mixture.experts)
+    probabilities = (x @ mixture.gate.wg.weight.T).softmax(1)
+    for choice in range(mixture.options.top_k):
+        for token in range(len(x)):
+            expert = int(probabilities[token].argsort(descending=True)[choice])
+            if room[expert]:
+                room[expert] -= 1
+                chosen[token].append((expert, probabilities[token, expert]))
+    rows = []
+    for token, own in enumerate(chosen):
+        total = sum((weight for _, weight in own), torch.tensor(0.0)) if mixture.options.top_k == 2 else 1
+        outputs = [mixture.experts[expert](x[token]) * weight / total for expert, weight in own]
+        row = sum(outputs, torch.zeros(WIDTH))
+        if mixture.options.mlp_type == "residual":
+            of_experts, of_mlp = mixture.coefficient(x[token]).softmax(0)
+            row = row * of_experts + mixture.mlp(x[token]) * of_mlp
+        rows.append(row)
+    return torch.stack(rows)
+
+
+def gradients(mixture: MixtureOfExperts, x: Tensor, outputs: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    named = {"x": x, **dict(mixture.named_parameters())}
+    return dict(zip(named, torch.autograd.grad((outputs * weights).sum(), [*named.values()]), strict=True))
+
+
+@pytest.mark.parametrize("capacity_factor", [4.0, 0.5], ids=["all kept", "drops"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("mlp_type", ["standard", "residual"])
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_outputs_and_gradients_are_those_of_a_loop_over_tokens(
+    top_k: int, mlp_type: str, training: bool, capacity_factor: float, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(moe, "gumbel", torch.zeros_like)  # the second choice is not drawn
+    if training:  # nor which tokens are dropped: the last ones, as in evaluation
+        monkeypatch.setattr(torch, "rand", lambda shape, **options: torch.linspace(1, 0.1, shape[0])[:, None])
+    mixture = layer(
+        top_k=top_k, mlp_type=mlp_type, capacity_factor=capacity_factor, eval_capacity_factor=capacity_factor
+    ).train(training)
+    x, weights = torch.randn(TOKENS, WIDTH, requires_grad=True), torch.randn(TOKENS, WIDTH)
+    outputs = mixture(x)
+    routing = routing_of(mixture)
+    assert (routing.experts < 0).any() == (capacity_factor < 1)
+    assert (routing.tokens > 0).all()
+    expected = by_hand(mixture, x, routing.capacity)
+    torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-6)
+    found, by_loop = (gradients(mixture, x, of, weights) for of in (outputs, expected))
+    for name, gradient in by_loop.items():
+        torch.testing.assert_close(
+            found[name], gradient, rtol=1e-5, atol=1e-5, msg=lambda text, of=name: f"{of} {text}"
+        )
+
+
+def test_tokens_of_any_leading_shape_are_independent():
+    mixture = layer(top_k=2).eval()
+    x = torch.randn(3, 5, WIDTH)
+    torch.testing.assert_close(mixture(x), mixture(x.view(15, WIDTH)).view(3, 5, WIDTH), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mlp_type", ["standard", "residual"])
+def test_a_dropped_token_has_zeros_or_its_residual(mlp_type: str):
+    mixture = layer(mlp_type=mlp_type, capacity_factor=0.1)
+    x = torch.randn(TOKENS, WIDTH)
+    outputs = mixture(x)
+    dropped = routing_of(mixture).experts[0] < 0
+    assert 0 < dropped.sum() < TOKENS
+    residual = mixture.mlp(x) * mixture.coefficient(x).softmax(1)[:, 1:] if mlp_type == "residual" else 0 * outputs
+    assert torch.equal(outputs[dropped], residual[dropped])
+    assert not (outputs == residual)[~dropped].all(1).any()
+
+
+def test_one_expert_is_the_dense_network():
+    mixture: Any = models.build("net_moe", 10, num_experts=[1])
+    (only,) = mixture.fc3
+    dense: Any = Net(10)
+    dense.fc3 = nn.Sequential(only.experts[0], mixture.fc4)
+    dense.load_state_dict({**mixture.state_dict(), **dense.fc3.state_dict(prefix="fc3.")}, strict=False)
+    images = torch.randn(20, 3, 32, 32)
+    torch.testing.assert_close(mixture(images), dense(images), rtol=1e-6, atol=1e-7)
+
+
+def test_an_expert_that_is_sent_nothing_has_gradients_of_zero():
+    mixture = layer(mlp_type="residual", capacity_factor=EXPERTS)
+    with torch.no_grad():
+        mixture.gate.wg.weight.zero_()[0] = 1
+    outputs = mixture(torch.rand(TOKENS, WIDTH))  # positive: all prefer the first expert
+    (outputs.sum() + routing_of(mixture).load_balance_loss).backward()
+    norms = {name: None if p.grad is None else p.grad.norm().item() for name, p in mixture.named_parameters()}
+    assert None not in norms.values()
+    assert {name for name, norm in norms.items() if norm == 0} == {
+        f"experts.{expert}.0.{kind}" for expert in (1, 2, 3) for kind in ("weight", "bias")
+    }
+
+
+# What is dropped
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize("min_capacity", [0, 30])
+@pytest.mark.parametrize("factor", ["0.3", "1.0", "1.1", "3.7"])
+def test_no_expert_takes_more_than_its_capacity(top_k: int, min_capacity: int, factor: str):
+    """Of 100 tokens: 100 * 2 * 1.1 / 4 is 55, in floating point a little more."""
+    gate = transparent_gate(top_k=top_k, capacity_factor=float(factor), min_capacity=min_capacity)
+    logits = torch.randn(100, EXPERTS) + torch.tensor([2.0, 1.0, 0.0, 0.0])
+    routing = gate(logits)
+    assert routing.capacity == min(max(math.ceil(100 * top_k * Fraction(factor) / EXPERTS), min_capacity), 100)
+    assert routing.tokens.max() <= routing.capacity
+    assert routing.tokens.sum() == 100 * top_k - (routing.experts < 0).sum()
+    for expert in range(EXPERTS):
+        slots = routing.slots[routing.experts == expert].sort().values
+        assert torch.equal(slots, torch.arange(routing.tokens[expert]))  # each its own place, without gaps
+
+
+def test_random_tokens_are_dropped_the_same_for_a_seed():
+    gate = transparent_gate()
+    logits = torch.randn(TOKENS, EXPERTS)
+    drops = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        drops.append(gate(logits).experts < 0)
+    assert torch.equal(drops[0], drops[1])
+    assert not torch.equal(drops[0], drops[2])
+    assert drops[0].sum() == drops[2].sum()
+
+
+# What is random, and what is not
+
+NOISY = {
+    "RSample": {"noisy_gate_policy": "RSample"},
+    "Jitter": {"noisy_gate_policy": "Jitter"},
+    "top 2": {"top_k": 2},
+    "top 2, Jitter": {"top_k": 2, "noisy_gate_policy": "Jitter"},
+}
+
+
+@pytest.mark.parametrize(("model", "noisy"), [*(("net_moe", noisy) for noisy in NOISY), ("vit_moe", "top 2")])
+def test_in_evaluation_the_scores_of_an_image_depend_on_it_alone(model: str, noisy: str):
+    net = models.build(model, 10, num_experts=[EXPERTS], **NOISY[noisy]).eval()
+    images = torch.randn(6, 3, 32, 32)
+    with torch.inference_mode():
+        scores = net(images)
+        assert torch.equal(scores, net(images))
+        one_by_one = torch.cat([net(image[None]) for image in images])
+        torch.testing.assert_close(one_by_one, scores, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("noisy", NOISY)
+def test_in_training_the_routing_is_noisy(noisy: str):
+    gate = transparent_gate(capacity_factor=EXPERTS, **NOISY[noisy])
+    logits = torch.randn(5000, EXPERTS)
+    first, second = gate(logits), gate(logits)
+    differing = (first.experts != second.experts).float().mean()
+    assert 0 < differing < (0.02 if noisy == "Jitter" else 0.75)
+
+
+def test_experts_are_drawn_as_the_gate_says():
+    shares = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    logits = shares.log().expand(20_000, EXPERTS)  # a share of 0.3 of them has a standard deviation of 0.003
+    (drawn,) = transparent_gate(noisy_gate_policy="RSample", capacity_factor=EXPERTS)(logits).experts
+    torch.testing.assert_close(drawn.bincount() / len(drawn), shares, rtol=0, atol=0.015)
+    first, second = transparent_gate(top_k=2, capacity_factor=EXPERTS)(logits).experts
+    assert (first == 3).all()
+    torch.testing.assert_close(second.bincount() / len(second), shares[:3] / 0.6, rtol=0, atol=0.02)
+
+
+def test_jitter_is_one_percent():
+    gate = transparent_gate(noisy_gate_policy="Jitter", capacity_factor=EXPERTS)
+    first = gate(torch.tensor([[5.0, 0, 0, 0]]).expand(2000, EXPERTS)).probabilities[:, 0]
+    factors = (3 * first / (1 - first)).log() / 5  # the softmax of 5 * factor beside three zeros
+    assert [factors.min(), factors.max()] == pytest.approx([0.99, 1.01], abs=5e-4)
+    assert factors.mean() == pytest.approx(1, abs=1e-3)
+
+
+def test_the_gate_is_float32_under_autocast():
+    mixture = layer(top_k=2, mlp_type="residual").eval()
+    x = torch.randn(TOKENS, WIDTH).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = mixture(x)
+    under = routing_of(mixture)
+    plain: Routing = mixture.gate(x.float())
+    assert under.probabilities.dtype == under.weights.dtype == torch.float32
+    for name in ("experts", "slots", "weights", "tokens", "probabilities", "load_balance_loss"):
+        assert torch.equal(getattr(under, name), getattr(plain, name)), name
+    torch.testing.assert_close(outputs.float(), mixture(x.float()), rtol=0.05, atol=0.05)
+
+
+def test_gates_are_in_the_order_of_the_layers():
+    net = models.build("net_moe", 10, num_experts=[2, 4, 8])
+    assert [gate.num_experts for gate in moe.gates(net)] == [2, 4, 8]
