@@ -8,7 +8,9 @@ strategies/experts.py spreads them over ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.mixture_options import MixtureOptions
+
+_rank: ContextVar[int | None] = ContextVar("rank", default=None)
+"""Whose experts a mixture that is built keeps; None: all."""
 
 JITTER = 0.01
 """Jitter multiplies what the gate sees by random numbers from 1 - JITTER to 1 + JITTER (DeepSpeed's, Switch's)."""
@@ -148,7 +153,14 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.options = options
         self.gate = Gate(hidden_size, num_experts, options)
-        self.experts = nn.ModuleList(make_expert() for _ in range(num_experts))
+        share, rank = num_experts // options.ep_size, _rank.get()
+        first = 0 if rank is None else rank % options.ep_size * share
+        kept = range(first, num_experts if rank is None else first + share)
+        self.experts = nn.ModuleList()
+        for number in range(num_experts):
+            expert = make_expert()
+            if number in kept:
+                self.experts.append(expert)
         if options.mlp_type == "residual":
             self.mlp = make_expert()
             self.coefficient = nn.Linear(hidden_size, 2)
@@ -170,6 +182,20 @@ class MixtureOfExperts(nn.Module):
             return mixed
         shares = self.coefficient(x).softmax(-1)
         return mixed * shares[..., :1] + self.mlp(x) * shares[..., 1:]
+
+
+@contextmanager
+def share_of(rank: int) -> Generator[None, None, None]:
+    """A network that is built in here keeps, of each mixture, the experts of one rank alone.
+
+    Of ep_size neighbouring ranks each has as many. The others are drawn and forgotten, one by one, so that the weights
+    are those of the whole network.
+    """
+    token = _rank.set(rank)
+    try:
+        yield
+    finally:
+        _rank.reset(token)
 
 
 def gates(net: nn.Module) -> tuple[Gate, ...]:

@@ -54,21 +54,22 @@ class SpreadMixture(MoE):
 
     Args:
         mixture: whose modules it takes over.
-        rank: of this process.
+        rank: of this process; neighbours share a mixture's experts out.
     """
 
     def __init__(self, mixture: MixtureOfExperts, rank: int):
-        options, experts = mixture.options, mixture.experts
+        options, experts, num_experts = mixture.options, mixture.experts, mixture.gate.num_experts
         super().__init__(
             mixture.gate.wg.in_features,
             experts[0],
-            num_experts=len(experts),
+            num_experts=num_experts,
             ep_size=options.ep_size,
             k=options.top_k,
             use_residual=options.mlp_type == "residual",
         )
         self.deepspeed_moe.gate = SpreadGate(mixture.gate)
-        first = rank % options.ep_size * self.num_local_experts  # neighbours share a mixture's experts out
+        whole = len(experts) == num_experts  # or built within `models.moe.share_of`
+        first = rank % options.ep_size * self.num_local_experts if whole else 0
         local: Any = self.deepspeed_moe.experts.deepspeed_experts
         for number, own in enumerate(local):
             own.load_state_dict(experts[first + number].state_dict())
@@ -87,7 +88,7 @@ class SpreadMixture(MoE):
 
 
 def spread(network: nn.Module, rank: int) -> None:
-    """Puts DeepSpeed's layer in place of each plain mixture of a network that holds all experts."""
+    """Puts DeepSpeed's layer in place of each plain mixture of a network, which holds all experts or this rank's."""
     for parent in [*network.modules()]:
         for name, child in parent.named_children():
             if isinstance(child, MixtureOfExperts):

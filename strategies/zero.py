@@ -26,6 +26,7 @@ from checkpointing.io import AtomicCheckpointIO, failure_of
 from checkpointing.read import read
 from checkpointing.zero_folder import GROUPS, SHAPE, TAG, shape_of
 from errors import UsageError
+from models.moe import share_of
 from optimizers import Implementation
 from sources.console import say
 from strategies import experts
@@ -107,7 +108,7 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """Shards every layer as it is made, at stage 3; nothing at the others.
+        """Shards every layer as it is made, at stage 3; at the others keeps this rank's share of the experts.
 
         Mixed precision draws the initial weights in float32 as all other strategies do, and `setup` casts the shards.
         zero.Init would draw in the low precision, which gives other weights (DeepSpeed 0.19.8).
@@ -116,8 +117,11 @@ class ZeROStrategy(DeepSpeedStrategy):
         assert isinstance(self.config, dict)
         low = ("bf16", "fp16") if self._casts_shards else ()
         config = {key: value for key, value in self.config.items() if key not in low}
-        with deepspeed.zero.Init(
-            enabled=self.zero_stage_3, remote_device=self.remote_device, config_dict_or_path=config
+        with (
+            deepspeed.zero.Init(
+                enabled=self.zero_stage_3, remote_device=self.remote_device, config_dict_or_path=config
+            ),
+            share_of(self.global_rank),
         ):
             yield
 

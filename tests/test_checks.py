@@ -39,6 +39,15 @@ def refused(flags: str) -> str:
         ("--ds_config /nowhere.json", "cannot be read"),
         ("--devices 4096 --batch_size 4096", "a CPU rank takes about 1 GB"),
         ("--cuda_graphs", "needs a GPU"),
+        ("--model net_moe --strategy deepspeed_stage_3", "use deepspeed_stage_2"),
+        ("--model vit_moe --strategy deepspeed_stage_3_offload", "use deepspeed_stage_2"),
+        ("--model net_moe --model.ep_size 2", "add --model.ep_size 1"),
+        ("--model net_moe --model.ep_size 2 --devices 2 --strategy ddp", "add --model.ep_size 1"),
+        ("--model net_moe --model.ep_size 2 --strategy deepspeed_stage_2", "does not divide the 1 rank of --devices"),
+        (
+            "--model net_moe --model.ep_size 2 --strategy deepspeed_stage_1 --devices 3 --batch_size 3",
+            "does not divide the 3 ranks of --devices",
+        ),
     ],
 )
 def test_without_a_gpu(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
@@ -51,7 +60,9 @@ def test_more_devices_than_there_are(monkeypatch: pytest.MonkeyPatch):
     assert "this machine has 2 GPUs" in refused("--devices 4")
 
 
-@pytest.mark.parametrize("flags", ["--accumulate 2", "--strategy deepspeed_stage_3", "--strategy fsdp"])
+@pytest.mark.parametrize(
+    "flags", ["--accumulate 2", "--strategy deepspeed_stage_3", "--strategy fsdp", "--model net_moe"]
+)
 def test_graphs_where_addresses_move(flags: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(checks, "gpu_count", lambda: 1)
     assert "use --compile" in refused(f"--cuda_graphs {flags}")
@@ -83,6 +94,19 @@ def test_raw_configuration(text: str, expected: str, tmp_path: Path):
     file = tmp_path / "raw.json"
     file.write_text(text)
     assert expected in refused(f"--ds_config {file}")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"zero_optimization": {"stage": 3}}', "use deepspeed_stage_2"),
+        ('{"use_data_before_expert_parallelism": true}', "take it out"),
+    ],
+)
+def test_raw_configuration_for_experts(text: str, expected: str, tmp_path: Path):
+    file = tmp_path / "raw.json"
+    file.write_text(text)
+    assert expected in refused(f"--ds_config {file} --model net_moe")
 
 
 def test_the_machine_settles_what_is_left_to_it(monkeypatch: pytest.MonkeyPatch):

@@ -17,16 +17,19 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import models
 import run_folder
-from checkpointing.weights import load_weights
+from checkpointing.read import read
 from tests.helpers import ROOT, assert_ok, run_folder_of, run_program, train_all
 
 pytestmark = pytest.mark.distributed
 
 WHOLE = "FUZZ" in os.environ
 KILLS = 20 if WHOLE else 2
-KILLED = [("baseline", 1), *([("deepspeed_stage_2", 2)] if WHOLE else []), ("deepspeed_stage_3", 2)]
+EXPERTS = ["--model", "net_moe", "--model.num_experts", "[2,4]", "--model.noisy_gate_policy", "RSample"]
+KILLED = [("baseline", 1, []), ("deepspeed_stage_3", 2, [])]
+if WHOLE:
+    KILLED += [("deepspeed_stage_2", 2, []), ("deepspeed_stage_1", 2, [*EXPERTS, "--model.ep_size", "2"])]
+"""Strategy, ranks, more flags."""
 
 Shape = tuple[str, int]
 STAGES = [f"deepspeed_stage_{stage}" for stage in range(4)]
@@ -98,9 +101,7 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    net = models.build("net", 10)
-    load_weights(net, run_folder.newest_checkpoint(run))
-    return dict(net.state_dict())
+    return read(run_folder.newest_checkpoint(run))["state_dict"]
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "{}-{} to {}-{}".format(*pair[0], *pair[1]))
@@ -112,11 +113,11 @@ def test_goes_on_in_another_shape(
     assert max(abs(loss - uninterrupted[step]) for step, loss in found.items()) < 1e-5
 
 
-@pytest.mark.parametrize(("strategy", "devices"), KILLED)
+@pytest.mark.parametrize(("strategy", "devices", "more"), KILLED)
 def test_killed_at_random_moments_it_ends_with_the_same_weights(
-    strategy: str, devices: int, folder: Path, small_data: list[str]
+    strategy: str, devices: int, more: list[str], folder: Path, small_data: list[str]
 ):
-    flags = [*small_data, *flags_of((strategy, devices), STEPS)]
+    flags = [*small_data, *flags_of((strategy, devices), STEPS), *more]
     assert_ok(run_program("train.py", *flags, "--out", str(folder / f"whole-{strategy}")))
     whole = weights(run_folder_of(folder / f"whole-{strategy}"))
     rng = random.Random(0)

@@ -30,6 +30,22 @@ def test_trains_and_tests(strategy: str, precision: str, small_data: list[str], 
     assert 2.0 < metrics["test/loss"] < 2.6  # random images: a little off ln 10
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("model", ["net_moe", "vit_moe"])
+@pytest.mark.parametrize("strategy", ["baseline", *(f"deepspeed_stage_{stage}" for stage in range(3))])
+def test_mixtures_of_experts(strategy: str, model: str, precision: str, small_data: list[str], tmp_path: Path):
+    """All experts on the one GPU; tested by the engine and by the plain network to the same loss."""
+    flags = ["--strategy", strategy, "--precision", precision, "--optimizer", "adam", "--batch_size", "16"]
+    flags += ["--model", model, "--model.num_experts", "[4]", "--gradient_clip_val", "1"]
+    assert_ok(run_program("train.py", *small_data, *flags, "--max_steps", "12", "--out", str(tmp_path)))
+    run = run_folder_of(tmp_path)
+    metrics = json.loads((run / "metrics.json").read_text())
+    assert 2.0 < metrics["test/loss"] < 2.8  # random images: a little off ln 10
+    done = run_program("evaluate.py", str(run))
+    assert_ok(done)
+    assert float(done.stdout.split("test loss")[1]) == pytest.approx(metrics["test/loss"], abs=1e-3)
+
+
 @pytest.mark.parametrize("strategy", ["baseline", "ddp", "deepspeed_stage_0", "deepspeed_stage_2"])
 @pytest.mark.parametrize("switch", ["--compile", "--cuda_graphs"])
 def test_compiled_and_as_graphs(switch: str, strategy: str, small_data: list[str], tmp_path: Path):
