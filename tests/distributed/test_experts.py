@@ -192,7 +192,8 @@ PAIRS: list[tuple[Shape, Shape]] = [
     (("baseline", 1, 1), ("deepspeed_stage_1_offload", 2, 2)),
 ]
 if WHOLE:
-    SHAPES: list[Shape] = [("baseline", 1, 1), *((stage, ranks, ep) for stage in STAGES for ranks, ep in EP_SIZES)]
+    SPREAD = [(1, 1), (2, 2), (4, 2)]
+    SHAPES: list[Shape] = [("baseline", 1, 1), *((stage, ranks, ep) for stage in STAGES for ranks, ep in SPREAD)]
     PAIRS = [(one, other) for one in SHAPES for other in SHAPES]
 
 RECIPE = [
@@ -259,3 +260,18 @@ def losses(run: Path) -> dict[int, float]:
     events = EventAccumulator(str(run))
     events.Reload()
     return {event.step: event.value for event in events.Scalars("train/loss")}
+
+
+def test_the_recipes_learn_the_digits(tmp_path: Path):
+    stages = {"moe": STAGES, "pr_moe": STAGES} if WHOLE else {"moe": STAGES[1:2], "pr_moe": STAGES[2:]}
+    digits = ["--data.source", "digits", "--data.root", str(tmp_path), "--accelerator", "cpu", "--max_steps", "500"]
+    recipes = {
+        tmp_path / f"{recipe}-{stage}": ["--config", f"configs/{recipe}.yaml", "--strategy", stage, *digits]
+        for recipe, of_recipe in stages.items()
+        for stage in of_recipe
+    }
+    train_all(recipes)
+    for out in recipes:
+        metrics = json.loads((run_folder_of(out) / "metrics.json").read_text())
+        assert (metrics["world_size"], metrics["model"]) == (2, "net_moe")
+        assert metrics["test/acc"] > 0.4  # a tenth is chance
