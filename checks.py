@@ -117,6 +117,9 @@ def _check_experts(config: Config) -> None:
         )
     if ranks % ep_size:
         raise UsageError(f"--model.ep_size {ep_size} does not divide the {ranks} rank{'s'[: ranks > 1]} of --devices")
+    for key in ("reduce_scatter", "contiguous_gradients"):
+        if raw.get("zero_optimization", {}).get(key) is False:
+            raise UsageError(f"{given} sets {key} to false: DeepSpeed needs it for mixtures of experts, take it out")
     if raw.get("use_data_before_expert_parallelism"):
         raise UsageError(f"{given} sets use_data_before_expert_parallelism: take it out, neighbours share experts here")
     if config.cuda_graphs:

@@ -55,10 +55,14 @@ def _less_on_a_rank(config: Config) -> Iterator[str]:
     spec, on_gpu = STRATEGIES[config.strategy], config.accelerator == "gpu"
     stage = 3 if spec.family == "fsdp" else spec.stage
     offload = "_offload" if spec.offload_optimizer else ""
-    if stage < 3 and (config.world_size > 1 or (offload and on_gpu)):
+    experts = "ep_size" in config.model.options
+    highest = 2 if experts else 3  # DeepSpeed knows no mixtures of experts at stage 3
+    if experts and spec.family == "deepspeed" and config.model.options["ep_size"] < config.world_size:
+        yield f"a larger --model.ep_size (it is {config.model.options['ep_size']})"
+    if stage < highest and (config.world_size > 1 or (offload and on_gpu)):
         yield f"--strategy deepspeed_stage_{stage + 1}{offload}"
     if on_gpu and not offload:
-        yield f"--strategy deepspeed_stage_{min(stage + 1, 3)}_offload"
+        yield f"--strategy deepspeed_stage_{min(stage + 1, highest)}_offload"
     if spec.super_offload:
         yield "--strategy deepspeed_stage_3_offload"
     if spec.offload_parameters == "cpu":

@@ -56,13 +56,12 @@ class Resume(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Sets the random state."""
-        if len(self._states) == trainer.world_size:
+        here = [self._config.seed, trainer.global_step, trainer.global_rank]
+        seed = int(np.random.SeedSequence(here).generate_state(1)[0])
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if len(self._states) == trainer.world_size:  # a GPU's is missing where they were CPU processes
             _set_random_state(self._states[trainer.global_rank])
-        else:
-            here = [self._config.seed, trainer.global_step, trainer.global_rank]
-            seed = int(np.random.SeedSequence(here).generate_state(1)[0])
-            torch.manual_seed(seed)
-            random.seed(seed)
 
 
 def _recount(fit_loop: dict[str, Any], before: int, now: int) -> None:

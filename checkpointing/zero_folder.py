@@ -76,10 +76,12 @@ def read_folder(folder: Path, trust: bool = False) -> dict[str, Any]:
     """
     models, experts, shards, of_expert_ranks = ([load(file, trust) for file in files] for files in _files(folder))
     try:
-        _check_whole(folder, models, experts, shards)
-        optimizers = [shard["optimizer_state_dict"] for shard in shards]
-        optimizers += [rank["optimizer"] for rank in of_expert_ranks]
-        return _together(models, experts, optimizers or [models[0]["optimizer"]])
+        _check_whole(folder, models, experts, shards, of_expert_ranks)
+        if shards:
+            optimizers = [shard["optimizer_state_dict"] for shard in shards]
+        else:
+            optimizers = [states["optimizer"] for states in of_expert_ranks or models]
+        return _together(models, experts, optimizers)
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         why = f"{type(error).__name__}: {error}"
         raise UsageError(f"{folder} is no checkpoint of DeepSpeed that is known here: {why}") from error
@@ -112,7 +114,9 @@ def _stage(model_states: Mapping[str, Any]) -> int:
     return int(model_states["ds_config"].get("zero_optimization", {}).get("stage", 0))
 
 
-def _check_whole(folder: Path, models: list[Any], experts: list[Any], shards: list[Any]) -> None:
+def _check_whole(
+    folder: Path, models: list[Any], experts: list[Any], shards: list[Any], of_expert_ranks: list[Any]
+) -> None:
     main = models[0]
     stage, ranks = _stage(main), main["dp_world_size"]
     found = (len(models), len(experts), len(shards))
@@ -121,6 +125,11 @@ def _check_whole(folder: Path, models: list[Any], experts: list[Any], shards: li
         raise UsageError(
             f"{folder} is not whole: {found[0]} files of the network, {found[1]} of experts and {found[2]} of the "
             f"optimizer, of {expected[0]}, {expected[1]} and {expected[2]} that stage {stage} wrote on {ranks} ranks"
+        )
+    sharing = main.get(SHAPE, {}).get("ep_size", 1) if experts and not stage else 0
+    if len(of_expert_ranks) < sharing:
+        raise UsageError(
+            f"{folder} is not whole: {len(of_expert_ranks)} expp_rank files, of {sharing} ranks that share the experts"
         )
 
 
@@ -155,13 +164,15 @@ def _of_flat(groups: Sequence[Shapes], shards: list[tuple[list[Tensor], dict[str
     """Out of flat tensors, one for each group; of each rank its float32 weights and its optimizer's state."""
     trained = _Trained()
     moe = {number: group for group in shards[0][1]["param_groups"] for number in group["params"] if group.get("moe")}
+    ranks = range(_ep_size(moe.values()))
+    # Of all groups at once: DeepSpeed cuts a large group of experts into several, through the middle of a mixture.
+    plain = [plain_names([name for shapes in groups for name in shapes], rank) for rank in ranks]
     for number, shapes in enumerate(groups):
         # Of experts there is a part for each of the ranks that share them out; the others are their copies, or shards.
-        parts = _ep_size([moe[number]]) if number in moe else 1
+        parts = len(ranks) if number in moe else 1
         trained.names[number] = []
         for part in range(parts):
-            names = plain_names(shapes, part)
-            named = {names[name]: shape for name, shape in shapes.items()}
+            named = {plain[part][name]: shape for name, shape in shapes.items()}
             owners = shards[part::parts] if stage else [shards[part]]
             trained.weights |= _whole([weights[number] for weights, _ in owners], named, stage)
             trained.names[number] += named
@@ -213,9 +224,10 @@ def _of_stage_0(
     param_groups = optimizers[0].get("optimizer_state_dict", optimizers[0])["param_groups"]
     optimizers = optimizers[: _ep_size(param_groups)]
     bases = [optimizer.get("optimizer_state_dict", optimizer) for optimizer in optimizers]
-    if GROUPS not in main:
+    if GROUPS not in main and len(param_groups) > 1:
         return _Trained(), param_groups
-    groups: list[list[str]] = main[GROUPS]
+    in_network = [name for name in main["module"] if name not in main["buffer_names"]]
+    groups: list[list[str]] = main.get(GROUPS, [in_network])
     if "fp32_groups_flat" in optimizers[0]:
         shapes = [{name: weights[name].shape for name in group} for group in groups]
         shards = [(own["fp32_groups_flat"], base) for own, base in zip(optimizers, bases, strict=True)]
@@ -226,10 +238,12 @@ def _of_stage_0(
         plain = plain_names(names, part)
         for number, name in enumerate(names):
             known = trained.names.setdefault(number, [])
-            known += [plain[name]] * (plain[name] not in known)
+            if plain[name] not in known:
+                known.append(plain[name])
             trained.state[plain[name]] = base["state"].get(number, {})
-        masters = [master for group in own.get("fp32_groups", []) for master in group]
-        trained.weights |= zip((plain[name] for name in names), masters, strict=False)
+        if "fp32_groups" in own:
+            masters = [master for group in own["fp32_groups"] for master in group]
+            trained.weights |= zip((plain[name] for name in names), masters, strict=True)
     return trained, param_groups
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -126,8 +127,14 @@ class Gate(nn.Module):
             return min(max(share, self.options.min_capacity, 1), tokens)
         if torch.compiler.is_exporting():  # an exported program cannot wait for a value
             return tokens
-        # A value of the device breaks a compiled graph anyhow; so without torch's report of it.
-        return torch.compiler.disable(self._largest)(masks.sum((0, 1)).max())  # pyright: ignore
+        return self._largest(masks.sum((0, 1)).max())
+
+    @property
+    def breaks_graph(self) -> bool:
+        """Whether the next pass is compiled, and has shapes that do not follow from those of its tokens: each of them
+        would be compiled anew."""
+        known = self.training or self.options.eval_capacity_factor > 0 or torch.compiler.is_exporting()
+        return torch.compiler.is_compiling() and not known
 
     def _largest(self, count: Tensor) -> int:
         """The most tokens that any expert is sent."""
@@ -167,6 +174,9 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The weighted outputs of each token's experts; of a dropped token zeros, or its residual alone."""
+        return outside_of_graph(self._forward, x) if self.gate.breaks_graph else self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
         routing = self.gate(tokens)
         places = len(self.experts) * routing.capacity
@@ -201,6 +211,12 @@ def share_of(rank: int) -> Generator[None, None, None]:
 def gates(net: nn.Module) -> tuple[Gate, ...]:
     """The gates of a network, in the order of its layers; spread over ranks or not."""
     return tuple(module for module in net.modules() if isinstance(module, Gate))
+
+
+def outside_of_graph(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Runs a layer between two graphs of torch.compile."""
+    disable: Any = torch.compiler.disable
+    return disable(forward)(x)
 
 
 def gumbel(like: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optim
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import Tensor, nn
 
-from models.moe import Gate, MixtureOfExperts
+from models.moe import Gate, MixtureOfExperts, outside_of_graph
 from strategies.norm import global_norm
 
 
@@ -83,6 +83,10 @@ class SpreadMixture(MoE):
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """As of the plain mixture."""
+        gate: Any = self.deepspeed_moe.gate
+        return outside_of_graph(self._forward, x) if gate.breaks_graph else self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
         output, _, _ = super().forward(x)
         return output
 
@@ -115,17 +119,14 @@ def mend_clipping(engine: Any) -> None:
     8475), and in a lower precision, without its fused Adam, it leaves the experts out (DeepSpeed pull request 8613).
     Can go with the release that has both. Stages 1 and 2 are right as they are.
     """
-    if not engine.has_moe_layers or engine.zero_optimization():
-        return
     limit = engine.gradient_clipping()
+    if not engine.has_moe_layers or engine.zero_optimization() or not limit:
+        return
 
     def clip_fp32_gradients() -> None:
         norm = global_norm(engine.module.parameters())
         if norm is not None:
-            share = (limit / (norm + 1e-6)).clamp(max=1)  # torch's clip_grad_norm_ adds the same
-            for parameter in engine.module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(share)
+            torch.nn.utils.clip_grads_with_norm_(engine.module.parameters(), limit, norm)
 
     engine.clip_fp32_gradients = clip_fp32_gradients
     if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
@@ -133,8 +134,6 @@ def mend_clipping(engine: Any) -> None:
         theirs = optimizer.unscale_and_clip_grads
 
         def unscale_and_clip_grads(total_norm: Any, apply_scale: bool = True) -> Any:
-            norm = global_norm(engine.module.parameters())
-            optimizer._global_grad_norm = norm
-            return theirs(norm, apply_scale)
+            return theirs(global_norm(engine.module.parameters()), apply_scale)
 
         optimizer.unscale_and_clip_grads = unscale_and_clip_grads

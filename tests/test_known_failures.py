@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 import cli
 import exits
 from batch import micro_batch_size
-from config import Config
+from config import Choice, Config
 from errors import RunError, UsageError
 from known_failures import TABLE, explain, explained
 from strategies import STRATEGIES
@@ -417,8 +417,12 @@ def advice(config: Config) -> str:
             "try in this order: --strategy deepspeed_stage_3, fewer --devices",
         ),
         (run("baseline", devices=1, accelerator="cpu", batch_size=1), "it takes a smaller network or more memory"),
+        (
+            run("deepspeed_stage_2", accumulate=32, model=Choice("vit_moe", {"ep_size": 1})),
+            "try in this order: a larger --model.ep_size (it is 1), --strategy deepspeed_stage_2_offload",
+        ),
     ],
-    ids=["two GPUs", "one GPU", "two CPUs", "one CPU"],
+    ids=["two GPUs", "one GPU", "two CPUs", "one CPU", "experts, which stage 3 does not know"],
 )
 def test_advice(config: Config, says: str):
     assert advice(config) == says

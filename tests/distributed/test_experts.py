@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ RECIPES = {
 }
 RECIPES["pr_moe"] += ["--optimizer.lr", "0.05"]
 # Adam enlarges the rounding of small gradients, until a token is sent elsewhere: fewer steps.
+RECIPES["top 2"] += ["--on_nan", "skip", "--model.eval_capacity_factor", "1.5"]
 RECIPES["top 2"] += ["--optimizer", "adam", "--accumulate", "2", "--max_steps", "12"]
 # Far below the norm of any step's gradient, so that every update depends on the norm over all experts.
 for flags in RECIPES.values():
@@ -40,7 +42,6 @@ for flags in RECIPES.values():
 
 STAGES = [f"deepspeed_stage_{stage}" for stage in range(3)]
 RUNS: list[Run] = [
-    *(("pr_moe", "baseline", 1, 1), ("pr_moe", "deepspeed_stage_2", 1, 1)),
     *(("pr_moe", "ddp", 2, 1), ("pr_moe", "deepspeed_stage_0", 2, 2), ("pr_moe", "deepspeed_stage_2", 2, 2)),
     *(("pr_moe", "ddp", 4, 1), ("pr_moe", "deepspeed_stage_1", 4, 2)),
     *(("top 2", "ddp", 2, 1), ("top 2", "deepspeed_stage_1_offload", 2, 2), ("top 2", "deepspeed_stage_2", 2, 2)),
@@ -61,7 +62,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> dic
     folder = tmp_path_factory.mktemp("runs")
     out = {run: folder / "-".join(map(str, run)) for run in RUNS}
     for ranks in (1, 2, 4):
-        train_all({out[run]: [*small_data, *flags_of(run)] for run in RUNS if run[2] == ranks}, timeout=3600)
+        if flags := {out[run]: [*small_data, *flags_of(run)] for run in RUNS if run[2] == ranks}:
+            train_all(flags, timeout=3600)
     return {run: run_folder_of(out[run]) for run in RUNS}
 
 
@@ -182,78 +184,67 @@ def test_fit_test_validate_save_refit(stage: int, small_data: list[str], tmp_pat
 
 
 BEFORE, AFTER = 20, 45
-Shape = tuple[str, int, int]
-"""Strategy, ranks, ep_size."""
+Shape = tuple[str, int, int, str]
+"""Strategy, ranks, ep_size, precision."""
+
+FP32, BF16 = "32-true", "bf16-mixed"
+UNINTERRUPTED: dict[str, Shape] = {FP32: ("baseline", 1, 1, FP32), BF16: ("deepspeed_stage_2", 2, 2, BF16)}
 
 PAIRS: list[tuple[Shape, Shape]] = [
-    (("deepspeed_stage_2", 2, 2), ("baseline", 1, 1)),
-    (("deepspeed_stage_0", 2, 2), ("deepspeed_stage_2", 2, 2)),
-    (("deepspeed_stage_0", 2, 2), ("deepspeed_stage_0", 2, 2)),
-    (("baseline", 1, 1), ("deepspeed_stage_1_offload", 2, 2)),
+    (("deepspeed_stage_2", 2, 2, FP32), ("baseline", 1, 1, FP32)),
+    (("deepspeed_stage_0", 2, 2, FP32), ("deepspeed_stage_2", 2, 1, FP32)),
+    (("deepspeed_stage_0", 2, 2, FP32), ("deepspeed_stage_0", 2, 2, FP32)),
+    (("baseline", 1, 1, FP32), ("deepspeed_stage_1_offload", 2, 2, FP32)),
+    (("deepspeed_stage_2", 2, 2, BF16), ("deepspeed_stage_0", 2, 1, BF16)),
 ]
 if WHOLE:
-    SPREAD = [(1, 1), (2, 2), (4, 2)]
-    SHAPES: list[Shape] = [("baseline", 1, 1), *((stage, ranks, ep) for stage in STAGES for ranks, ep in SPREAD)]
-    PAIRS = [(one, other) for one in SHAPES for other in SHAPES]
+    SPREAD = [(1, 1), (2, 1), (2, 2), (4, 2)]
+    SHAPES: list[Shape] = [UNINTERRUPTED[FP32], *((stage, *spread, FP32) for stage in STAGES for spread in SPREAD)]
+    PAIRS[:-1] = [(one, other) for one in SHAPES for other in SHAPES]
 
 RECIPE = [
-    *("--model", "net_moe", "--model.num_experts", "[2,4]", "--model.capacity_factor", "4", "--accelerator", "cpu"),
-    *("--model.load_balance", "0"),
-    *(
-        "--batch_size",
-        "16",
-        "--epochs",
-        "2",
-        "--data.val_fraction",
-        "0.1",
-        "--optimizer",
-        "adam",
-        "--log_interval",
-        "1",
-    ),
-    *("--schedule", "warmup_lr", "--schedule.warmup_num_steps", "30", "--gradient_clip_val", "0.5"),
+    *("--model", "net_moe", "--model.num_experts", "[2,4]", "--model.capacity_factor", "4"),
+    *("--model.load_balance", "0", "--accelerator", "cpu", "--batch_size", "16", "--epochs", "2"),
+    *("--data.val_fraction", "0.1", "--optimizer", "adam", "--log_interval", "1", "--gradient_clip_val", "0.5"),
+    *("--schedule", "warmup_lr", "--schedule.warmup_num_steps", "30"),
 ]
 """Without noise, drops and load-balancing loss, which are of each micro-batch; an epoch is 36 steps."""
 
 
 @pytest.fixture(scope="module")
-def continued(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> dict[tuple[Shape, Shape], Path]:
+def continued(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> dict[Any, Path]:
+    """By pair, the runs that went on in another shape; by precision, those that were never interrupted."""
     folder = tmp_path_factory.mktemp("continued")
-    begun = {shape: folder / "begun-{}-{}-{}".format(*shape) for shape, _ in PAIRS}
-    ended = {pair: folder / "ended-{}-{}-{}-{}-{}-{}".format(*pair[0], *pair[1]) for pair in PAIRS}
+    begun = {shape: folder / "begun-{}-{}-{}-{}".format(*shape) for shape, _ in PAIRS}
+    ended = {pair: folder / "ended-{}-{}-{}-{}-{}-{}-{}-{}".format(*pair[0], *pair[1]) for pair in PAIRS}
+    whole = {precision: folder / f"whole-{precision}" for precision in UNINTERRUPTED}
 
-    def flags(shape: Shape, *more: str) -> list[str]:
-        where = ["--strategy", shape[0], "--devices", str(shape[1]), "--model.ep_size", str(shape[2])]
-        return [*small_data, *RECIPE, *where, *more]
+    def flags(shape: Shape, steps: int, *more: str) -> list[str]:
+        strategy, ranks, ep_size, precision = shape
+        where = ["--strategy", strategy, "--devices", str(ranks), "--model.ep_size", str(ep_size)]
+        return [*small_data, *RECIPE, *where, "--precision", precision, "--max_steps", str(steps), *more]
 
     for ranks in (1, 2, 4) if WHOLE else (1, 2):
-        runs = {out: flags(shape, "--max_steps", str(BEFORE)) for shape, out in begun.items() if shape[1] == ranks}
+        runs = {out: flags(shape, BEFORE) for shape, out in begun.items() if shape[1] == ranks}
+        runs |= {whole[key]: flags(shape, AFTER) for key, shape in UNINTERRUPTED.items() if shape[1] == ranks}
         train_all(runs, timeout=3600)
     for ranks in (1, 2, 4) if WHOLE else (1, 2):
         runs = {
-            out: flags(pair[1], "--max_steps", str(AFTER), "--resume", str(begun[pair[0]]))
-            for pair, out in ended.items()
-            if pair[1][1] == ranks
+            out: flags(after, AFTER, "--resume", str(begun[before]))
+            for (before, after), out in ended.items()
+            if after[1] == ranks
         }
         train_all(runs, timeout=3600)
-    return {pair: run_folder_of(out) for pair, out in ended.items()}
+    return {key: run_folder_of(out) for key, out in {**ended, **whole}.items()}
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_goes_on_in_another_shape(
-    pair: tuple[Shape, Shape], continued: dict[tuple[Shape, Shape], Path], uninterrupted: dict[int, float]
-):
+def test_goes_on_in_another_shape(pair: tuple[Shape, Shape], continued: dict[Any, Path]):
     """Weights, optimizer state and schedule of every expert: Adam without its state would part at once."""
-    found = losses(continued[pair])
+    found, uninterrupted = losses(continued[pair]), losses(continued[pair[1][3]])
     assert [*found] == [*range(BEFORE + 1, AFTER + 1)]
-    assert max(abs(loss - uninterrupted[step]) for step, loss in found.items()) < 1e-4
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> dict[int, float]:
-    out = tmp_path_factory.mktemp("uninterrupted") / "run"
-    train_all({out: [*small_data, *RECIPE, "--max_steps", str(AFTER)]})
-    return losses(run_folder_of(out))
+    most = 1e-4 if pair[1][3] == FP32 else 1e-2
+    assert max(abs(loss - uninterrupted[step]) for step, loss in found.items()) < most
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -264,7 +255,7 @@ def losses(run: Path) -> dict[int, float]:
 
 def test_the_recipes_learn_the_digits(tmp_path: Path):
     stages = {"moe": STAGES, "pr_moe": STAGES} if WHOLE else {"moe": STAGES[1:2], "pr_moe": STAGES[2:]}
-    digits = ["--data.source", "digits", "--data.root", str(tmp_path), "--accelerator", "cpu", "--max_steps", "500"]
+    digits = ["--data.source", "digits", "--data.root", str(tmp_path), "--accelerator", "cpu", "--max_steps", "400"]
     recipes = {
         tmp_path / f"{recipe}-{stage}": ["--config", f"configs/{recipe}.yaml", "--strategy", stage, *digits]
         for recipe, of_recipe in stages.items()
@@ -274,4 +265,4 @@ def test_the_recipes_learn_the_digits(tmp_path: Path):
     for out in recipes:
         metrics = json.loads((run_folder_of(out) / "metrics.json").read_text())
         assert (metrics["world_size"], metrics["model"]) == (2, "net_moe")
-        assert metrics["test/acc"] > 0.4  # a tenth is chance
+        assert metrics["test/acc"] > 0.3  # a tenth is chance

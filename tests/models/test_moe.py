@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from types import ModuleType
@@ -326,3 +328,27 @@ def test_the_gate_is_float32_under_autocast():
 def test_gates_are_in_the_order_of_the_layers():
     net = models.build("net_moe", 10, num_experts=[2, 4, 8])
     assert [gate.num_experts for gate in moe.gates(net)] == [2, 4, 8]
+
+
+def test_compiled_an_evaluation_does_not_compile_each_capacity_anew():
+    graphs = 0
+
+    def count(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    torch.compiler.reset()
+    net = models.build("net_moe", 10, num_experts=[4, 8]).eval()
+    plain = copy.deepcopy(net)
+    net.compile(dynamic=False, backend=count)
+    capacities = set()
+    for seed in range(6):
+        torch.manual_seed(seed)
+        images = torch.randn(16, 3, 32, 32)
+        torch.testing.assert_close(net(images), plain(images))
+        capacities |= {gate.routing.capacity for gate in moe.gates(net) if gate.routing is not None}
+        if seed == 0:
+            first = graphs
+    assert len(capacities) > 3
+    assert graphs == first

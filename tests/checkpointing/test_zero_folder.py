@@ -1,0 +1,99 @@
+"""DeepSpeed's folders of networks with mixtures of experts, written by hand: what small runs do not come to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpointing.zero_folder import GROUPS, SHAPE, TAG, read_folder
+from errors import UsageError
+
+LOCAL, RANKS = 3, 2
+"""Experts of each rank; ranks that share them out."""
+
+
+def engine_name(number: int) -> str:
+    return f"net.deepspeed_moe.experts.deepspeed_experts.{number}.bias"
+
+
+def write(folder: Path, stage: int, groups: list[list[str]], optimizers: dict[str, Any]) -> Path:
+    """A checkpoint of a gate and six experts, each a number: of the gate -1, of an expert its place in the network."""
+    files = folder / TAG
+    files.mkdir()
+    gate = "net.deepspeed_moe.gate.wg.weight"
+    main = {"module": {gate: torch.tensor([-1.0])}, "buffer_names": [], "dp_world_size": RANKS, "num_experts": [6]}
+    main |= {"ds_config": {"zero_optimization": {"stage": stage}}, SHAPE: {"ep_size": RANKS}, "optimizer": None}
+    main |= {GROUPS: groups, "param_shapes": [{name: torch.Size([1]) for name in group} for group in groups]}
+    torch.save(main, files / "mp_rank_00_model_states.pt")
+    for number in range(LOCAL * RANKS):
+        expert = {engine_name(number): torch.tensor([float(number)])}
+        torch.save(expert, files / f"layer_0_expert_{number}_mp_rank_00_model_states.pt")
+    for name, content in optimizers.items():
+        torch.save(content, files / name)
+    return folder
+
+
+def adam_groups(groups: list[list[int]]) -> list[dict[str, Any]]:
+    return [
+        {"lr": 0.1, "params": params, **({"moe": True, "name": f"ep_size_{RANKS}"} if number else {"name": "dense"})}
+        for number, params in enumerate(groups)
+    ]
+
+
+def check(folder: Path, names: list[str]) -> None:
+    """Float32 weights are those of the files and 100; the optimizer's mean of the gradient is the weight."""
+    found = read_folder(folder)
+    assert [*found["state_dict"]] == names
+    expected = [-1.0, *map(float, range(LOCAL * RANKS))]
+    assert [value.item() for value in found["state_dict"].values()] == [100 + value for value in expected]
+    (optimizer,) = found["optimizer_states"]
+    assert [group["params"] for group in optimizer["param_groups"]] == [[*range(len(names))]]
+    assert [optimizer["state"][number]["exp_avg"].item() for number in range(len(names))] == expected
+
+
+NAMES = ["net.gate.wg.weight", *(f"net.experts.{number}.bias" for number in range(LOCAL * RANKS))]
+
+
+def test_experts_that_deepspeed_has_cut_into_two_groups(tmp_path: Path):
+    """It does so from 178,956,971 parameters on, in the middle of a mixture."""
+    groups = [["net.deepspeed_moe.gate.wg.weight"], [engine_name(0), engine_name(1)], [engine_name(2)]]
+    shards = {}
+    for rank in range(RANKS):
+        own = [float(LOCAL * rank + number) for number in range(LOCAL)]
+        gate = [-1.0] if rank == 0 else []  # sharded over both ranks, of which the second one has nothing
+        flat = [torch.tensor(values) for values in (gate, own[:2], own[2:])]
+        state = {number: {"exp_avg": values, "step": torch.tensor(7.0)} for number, values in enumerate(flat)}
+        base = {"state": state, "param_groups": adam_groups([[0], [1], [2]])}
+        shard = {"single_partition_of_fp32_groups": [values + 100 for values in flat], "base_optimizer_state": base}
+        shards[f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"] = {"optimizer_state_dict": shard}
+    check(write(tmp_path, 2, groups, shards), NAMES)
+
+
+def stage_0(folder: Path) -> Path:
+    groups = [["net.deepspeed_moe.gate.wg.weight"], *([engine_name(number)] for number in range(LOCAL))]
+    ranks = {}
+    for rank in range(RANKS):
+        values = [-1.0, *(float(LOCAL * rank + number) for number in range(LOCAL))]
+        state = {number: {"exp_avg": torch.tensor([value])} for number, value in enumerate(values)}
+        base = {"state": state, "param_groups": adam_groups([[0], [1, 2, 3]])}
+        masters = [[torch.tensor([values[0] + 100])], [torch.tensor([value + 100]) for value in values[1:]]]
+        optimizer = {"optimizer_state_dict": base, "fp32_groups": masters}
+        ranks[f"expp_rank_{rank}_mp_rank_00_optim_states.pt"] = {"optimizer": optimizer}
+    return write(folder, 0, groups, ranks)
+
+
+def test_stage_0_in_16_bits(tmp_path: Path):
+    check(stage_0(tmp_path), NAMES)
+
+
+@pytest.mark.parametrize(
+    "file", ["expp_rank_0_mp_rank_00_optim_states.pt", "layer_0_expert_4_mp_rank_00_model_states.pt"]
+)
+def test_a_missing_file(file: str, tmp_path: Path):
+    folder = stage_0(tmp_path)
+    (folder / TAG / file).unlink()
+    with pytest.raises(UsageError, match="is not whole"):
+        read_folder(folder)
