@@ -43,8 +43,7 @@ for flags in RECIPES.values():
 STAGES = [f"deepspeed_stage_{stage}" for stage in range(3)]
 RUNS: list[Run] = [
     *(("pr_moe", "ddp", 2, 1), ("pr_moe", "deepspeed_stage_0", 2, 2), ("pr_moe", "deepspeed_stage_2", 2, 2)),
-    *(("pr_moe", "ddp", 4, 1), ("pr_moe", "deepspeed_stage_1", 4, 2)),
-    *(("top 2", "ddp", 2, 1), ("top 2", "deepspeed_stage_1_offload", 2, 2), ("top 2", "deepspeed_stage_2", 2, 2)),
+    *(("top 2", "ddp", 2, 1), ("top 2", "deepspeed_stage_1_offload", 2, 2)),
     *(("bfloat16", "deepspeed_stage_0", 2, 2), ("bfloat16", "deepspeed_stage_2", 2, 2)),
 ]
 if WHOLE:
@@ -102,7 +101,7 @@ def test_stages_agree_in_bfloat16(runs: dict[Run, Path]):
 def test_optimizer_state_is_read_in_the_form_of_plain_pytorch(runs: dict[Run, Path]):
     plain, spread = (
         read(runs["top 2", strategy, 2, ep_size] / "checkpoints" / "last.ckpt")["optimizer_states"][0]
-        for strategy, ep_size in (("ddp", 1), ("deepspeed_stage_2", 2))
+        for strategy, ep_size in (("ddp", 1), ("deepspeed_stage_1_offload", 2))
     )
     assert [group["params"] for group in plain["param_groups"]] == [group["params"] for group in spread["param_groups"]]
     assert plain["state"].keys() == spread["state"].keys()
@@ -195,12 +194,13 @@ PAIRS: list[tuple[Shape, Shape]] = [
     (("deepspeed_stage_0", 2, 2, FP32), ("deepspeed_stage_2", 2, 1, FP32)),
     (("deepspeed_stage_0", 2, 2, FP32), ("deepspeed_stage_0", 2, 2, FP32)),
     (("baseline", 1, 1, FP32), ("deepspeed_stage_1_offload", 2, 2, FP32)),
-    (("deepspeed_stage_2", 2, 2, BF16), ("deepspeed_stage_0", 2, 1, BF16)),
 ]
 if WHOLE:
-    SPREAD = [(1, 1), (2, 1), (2, 2), (4, 2)]
+    SPREAD = [(1, 1), (2, 2), (4, 2)]
+    LOW = [("deepspeed_stage_0", 2, 2), ("deepspeed_stage_2", 2, 1), ("deepspeed_stage_1_offload", 2, 2)]
     SHAPES: list[Shape] = [UNINTERRUPTED[FP32], *((stage, *spread, FP32) for stage in STAGES for spread in SPREAD)]
-    PAIRS[:-1] = [(one, other) for one in SHAPES for other in SHAPES]
+    PAIRS = [(one, other) for one in SHAPES for other in SHAPES]
+    PAIRS += [((*one, BF16), (*other, BF16)) for one in LOW for other in LOW]
 
 RECIPE = [
     *("--model", "net_moe", "--model.num_experts", "[2,4]", "--model.capacity_factor", "4"),
@@ -217,7 +217,8 @@ def continued(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -
     folder = tmp_path_factory.mktemp("continued")
     begun = {shape: folder / "begun-{}-{}-{}-{}".format(*shape) for shape, _ in PAIRS}
     ended = {pair: folder / "ended-{}-{}-{}-{}-{}-{}-{}-{}".format(*pair[0], *pair[1]) for pair in PAIRS}
-    whole = {precision: folder / f"whole-{precision}" for precision in UNINTERRUPTED}
+    uninterrupted = [shape for shape in UNINTERRUPTED.values() if any(shape[3] == after[3] for _, after in PAIRS)]
+    whole = {shape[3]: folder / f"whole-{shape[3]}" for shape in uninterrupted}
 
     def flags(shape: Shape, steps: int, *more: str) -> list[str]:
         strategy, ranks, ep_size, precision = shape
@@ -226,7 +227,7 @@ def continued(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -
 
     for ranks in (1, 2, 4) if WHOLE else (1, 2):
         runs = {out: flags(shape, BEFORE) for shape, out in begun.items() if shape[1] == ranks}
-        runs |= {whole[key]: flags(shape, AFTER) for key, shape in UNINTERRUPTED.items() if shape[1] == ranks}
+        runs |= {whole[shape[3]]: flags(shape, AFTER) for shape in uninterrupted if shape[1] == ranks}
         train_all(runs, timeout=3600)
     for ranks in (1, 2, 4) if WHOLE else (1, 2):
         runs = {
@@ -254,8 +255,9 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def test_the_recipes_learn_the_digits(tmp_path: Path):
-    stages = {"moe": STAGES, "pr_moe": STAGES} if WHOLE else {"moe": STAGES[1:2], "pr_moe": STAGES[2:]}
+    stages = {"moe": STAGES, "pr_moe": STAGES} if WHOLE else {"pr_moe": STAGES[2:]}
     digits = ["--data.source", "digits", "--data.root", str(tmp_path), "--accelerator", "cpu", "--max_steps", "400"]
+    digits += ["--trainer.limit_test_batches", "2"]
     recipes = {
         tmp_path / f"{recipe}-{stage}": ["--config", f"configs/{recipe}.yaml", "--strategy", stage, *digits]
         for recipe, of_recipe in stages.items()
