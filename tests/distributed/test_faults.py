@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -34,13 +36,12 @@ class Run:
 
     def __init__(self, out: Path, *flags: str):
         self._out = out
-        self._temporary = out / "tmp"
-        self._temporary.mkdir()
+        self.temporary = Path(tempfile.mkdtemp())  # not under `out`: a socket's path has room for 107 characters
         with (out / "output.txt").open("w") as output:
             self.launcher = psutil.Popen(
                 [sys.executable, "train.py", *RECIPE, "--out", str(out), *flags],
                 cwd=ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._temporary)},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)},
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
@@ -74,7 +75,7 @@ class Run:
         shared = [path.name for path in Path("/dev/shm").iterdir()]
         assert [name for name in shared if set(re.split(r"\D+", name)) & set(owners)] == []
         cache = "torchinductor"  # torch's, which is kept
-        assert [path for path in self._temporary.iterdir() if not path.name.startswith(cache)] == []
+        assert [path for path in self.temporary.iterdir() if not path.name.startswith(cache)] == []
 
 
 @pytest.fixture
@@ -91,6 +92,7 @@ def begin(tmp_path: Path, small_data: list[str]) -> Iterator[Callable[..., Run]]
         for process in run.processes():
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+        shutil.rmtree(run.temporary, ignore_errors=True)
 
 
 def test_a_killed_rank_ends_the_run(begin: Callable[..., Run]):
