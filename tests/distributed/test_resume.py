@@ -24,7 +24,7 @@ from tests.helpers import ROOT, assert_ok, run_folder_of, run_program, train_all
 pytestmark = pytest.mark.distributed
 
 WHOLE = "FUZZ" in os.environ
-KILLS = 20 if WHOLE else 2
+KILLS = 20 if WHOLE else 1
 EXPERTS = ["--model", "net_moe", "--model.num_experts", "[2,4]", "--model.noisy_gate_policy", "RSample"]
 KILLED = [("baseline", 1, []), ("deepspeed_stage_3", 2, [])]
 if WHOLE:
@@ -39,7 +39,6 @@ ACCUMULATING: Shape = ("ddp", 2)
 """Takes two micro-batches a step, where the others take one: the middle of an epoch is the same step."""
 
 FEW_PAIRS: list[tuple[Shape, Shape]] = [
-    (("deepspeed_stage_3", 2), ("deepspeed_stage_2", 1)),
     (("deepspeed_stage_3", 2), ("baseline", 1)),
     (("baseline", 1), ("deepspeed_stage_3", 2)),
     (("baseline", 1), ("deepspeed_stage_1", 2)),
