@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -41,9 +42,22 @@ STEP_METHODS = (
 
 
 def install(trainer: Trainer) -> None:
-    """Gives a trainer this loop; to be called before `fit`."""
-    theirs = trainer.fit_loop.epoch_loop
-    trainer.fit_loop.epoch_loop = EpochLoop(trainer, theirs.min_steps, theirs.max_steps)
+    """Gives a trainer these loops; to be called before `fit`."""
+    theirs = trainer.fit_loop
+    trainer.fit_loop = FitLoop(trainer, theirs.min_epochs, theirs.max_epochs)
+    trainer.fit_loop.epoch_loop = EpochLoop(trainer, theirs.epoch_loop.min_steps, theirs.epoch_loop.max_steps)
+
+
+class FitLoop(_FitLoop):
+    """Trains epoch after epoch.
+
+    Where `max_steps` is set, Lightning 2.6.6 takes a checkpoint of an epoch's end for one of its middle, and a run that
+    goes on from it counts that epoch twice: it skips the next one's images, or ends at once. Here such a run goes on as
+    one without `max_steps` does. Can go when Lightning's issue 19617 is mended.
+    """
+
+    def _iteration_based_training(self) -> bool:
+        return False
 
 
 class EpochLoop(_TrainingEpochLoop):

@@ -132,6 +132,13 @@ TABLE = (
         "take fewer --data.workers, or --data.loader memory",
         f"{PYTORCH}/5040",
     ),
+    KnownFailure(  # torch is told of the signal once a process: Lightning takes its handler away at the end of `fit`
+        r"RuntimeError",
+        r"DataLoader worker .* exited unexpectedly",
+        "a worker of the loader has ended, most often for want of memory or of shared memory, /dev/shm",
+        "take fewer --data.workers, or --data.loader memory",
+        f"{PYTORCH}/5040",
+    ),
     KnownFailure(
         r"OSError|RuntimeError",
         r"Too many open files|received 0 items of ancdata",
@@ -263,13 +270,13 @@ TABLE = (
         f"{PYTORCH}/157648",
     ),
 )
-"""All known failures; the first row that matches is taken."""
+"""All known failures; the first row that matches is taken, so that causes stand above what follows from them."""
 
 
 def explain(error: BaseException, config: Config | None = None) -> str | None:
     """One line, `<cause>; <mend> (<link>)`, for a failure that is known; None for any other, and for errors of ours.
 
-    The exceptions that led to it are looked through as well, from the last to the first.
+    The exceptions that led to it are looked through as well: the first row that matches any of them is taken.
 
     Args:
         error: as it was caught.
@@ -277,7 +284,8 @@ def explain(error: BaseException, config: Config | None = None) -> str | None:
     """
     if isinstance(error, (UsageError, RunError, Stopped)):
         return None
-    lines = (known.line(link, config) for link in _chain(error) for known in TABLE)
+    chain = list(_chain(error))
+    lines = (known.line(link, config) for known in TABLE for link in chain)
     return next(filter(None, lines), None)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
@@ -74,26 +75,29 @@ class Recorder(Callback):
         return hook
 
 
-def fit(ours: bool, accumulate: int, folder: Path) -> tuple[Trainer, CIFARModule, Recorder, str]:
-    recorder = Recorder()
+def fit(
+    ours: bool, accumulate: int, folder: Path, more: Callback | None = None, **options: Any
+) -> tuple[Trainer, CIFARModule, Recorder, str]:
+    recorder, checkpoint = Recorder(), options.pop("ckpt_path", None)
     trainer = Trainer(
         accelerator="cpu",
         max_epochs=2,
         accumulate_grad_batches=accumulate,
         gradient_clip_val=0.5,
         logger=CSVLogger(folder, name="", version=""),
-        callbacks=[recorder],
+        callbacks=[recorder, *([more] if more else [])],
         log_every_n_steps=2,
         use_distributed_sampler=False,
-        enable_checkpointing=False,
+        enable_checkpointing=more is not None,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **options,
     )
     if ours:
         epoch_loop.install(trainer)
     schedule = Choice("warmup_lr", {"warmup_num_steps": 3})
     module = Logging(Choice("net"), Choice("adam"), schedule, num_classes=10)
-    trainer.fit(module, datamodule=Images(accumulate))
+    trainer.fit(module, datamodule=Images(accumulate), ckpt_path=checkpoint, weights_only=False)
     return trainer, module, recorder, (folder / "metrics.csv").read_text()
 
 
@@ -109,4 +113,18 @@ def test_it_is_lightnings_loop_to_hooks_counters_logs_and_weights(accumulate: in
     assert trainer.callback_metrics.keys() == theirs.callback_metrics.keys()
     assert trainer.fit_loop.state_dict() == theirs.fit_loop.state_dict()
     for one, other in zip(module.parameters(), their_module.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_run_of_so_many_steps_goes_on_after_an_epoch(tmp_path: Path) -> None:
+    """Lightning's own loop counts that epoch twice (its issue 19617)."""
+    each_epoch = ModelCheckpoint(tmp_path / "saved", "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    whole, module, recorder, _ = fit(True, 1, tmp_path / "whole", each_epoch, max_steps=8)
+    resumed, its_module, its_recorder, _ = fit(
+        True, 1, tmp_path / "resumed", ckpt_path=tmp_path / "saved" / "epoch=0.ckpt", max_steps=8
+    )
+    assert (resumed.global_step, resumed.current_epoch) == (whole.global_step, whole.current_epoch) == (8, 2)
+    steps = [seen for seen in recorder.seen if seen[0] == "on_train_batch_end"]
+    assert [seen for seen in its_recorder.seen if seen[0] == "on_train_batch_end"] == steps[5:]
+    for one, other in zip(module.parameters(), its_module.parameters(), strict=True):
         assert torch.equal(one, other)

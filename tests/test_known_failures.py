@@ -69,9 +69,18 @@ class Dying(Dataset[int]):
         return index
 
 
-def of_dying_worker(number: signal.Signals) -> Callable[[Path, Patch], object]:
-    """Loads a batch from such a worker."""
-    return lambda path, patch: list(DataLoader(Dying(number), num_workers=1))
+def of_dying_worker(number: signal.Signals, told: bool = True) -> Callable[[Path, Patch], object]:
+    """Loads a batch from such a worker; `told`: torch hears of its end by a signal, as in a process's first run."""
+
+    def load(path: Path, patch: Patch) -> None:
+        patch.setattr("torch.utils.data._utils.signal_handling._SIGCHLD_handler_set", not told)
+        before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        try:
+            list(DataLoader(Dying(number), num_workers=1))
+        finally:
+            signal.signal(signal.SIGCHLD, before)
+
+    return load
 
 
 def two_ranks() -> list[Any]:
@@ -229,6 +238,7 @@ PROVOKED: dict[str, tuple[Callable[[Path, Patch], object], str]] = {
     "python memory": (lambda path, patch: bytearray(1 << 60), "the machine's memory is full"),
     "shared memory": (of_dying_worker(signal.SIGBUS), "the loader's workers have filled the shared memory"),
     "killed worker": (of_dying_worker(signal.SIGKILL), "the system killed a worker"),
+    "ended worker": (of_dying_worker(signal.SIGKILL, told=False), "a worker of the loader has ended"),
     "many files": (many_files, "too many files are open"),
     "no rank 0": (lambda path, patch: dist.TCPStore(HOST, 1, 1, False, SHORT), "the ranks did not all come together"),
     "no rank 1": (lambda path, patch: dist.TCPStore(HOST, 0, 2, True, SHORT), "the ranks did not all come together"),
