@@ -51,8 +51,7 @@ def settle(config: Config) -> None:
     _settle_devices(config, gpus)
     micro_batch_size(config.batch_size, config.world_size, config.accumulate)
     sources.class_names(config.data)
-    if config.ds_config:
-        _check_raw_config(config.ds_config)
+    raw = _raw_config(config.ds_config) if config.ds_config else {}
     settle_resume(config)
     if config.accelerator == "cpu":
         _check_on_cpu(config)
@@ -60,7 +59,7 @@ def settle(config: Config) -> None:
         _check_cuda_graphs(config)
     _check_offload(config)
     if "ep_size" in config.model.options:
-        _check_experts(config)
+        _check_experts(config, raw)
 
 
 def _settle_devices(config: Config, gpus: int) -> None:
@@ -98,10 +97,14 @@ def _check_cuda_graphs(config: Config) -> None:
         raise UsageError(f"--cuda_graphs: {config.strategy_name} may move the parameters in every step: use --compile")
 
 
-def _check_experts(config: Config) -> None:
-    """What a network with mixtures of experts needs of the ranks and the strategy."""
+def _check_experts(config: Config, raw: dict[str, Any]) -> None:
+    """What a network with mixtures of experts needs of the ranks and the strategy.
+
+    Args:
+        config: of the run.
+        raw: the content of --ds_config, empty without one.
+    """
     ep_size, ranks = config.model.options["ep_size"], config.world_size
-    raw: dict[str, Any] = json.loads(Path(config.ds_config).read_text()) if config.ds_config else {}
     spec = STRATEGIES[config.strategy]
     given = f"--ds_config {config.ds_config}" if config.ds_config else f"--strategy {config.strategy}"
     stage = raw.get("zero_optimization", {}).get("stage", 0) if config.ds_config else spec.stage
@@ -151,7 +154,8 @@ def _check_nvme(path: str) -> None:
         )
 
 
-def _check_raw_config(file: str) -> None:
+def _raw_config(file: str) -> dict[str, Any]:
+    """What a raw DeepSpeed configuration holds, where a run can be given it."""
     try:
         raw: Any = json.loads(Path(file).read_text())
     except OSError as error:
@@ -169,3 +173,4 @@ def _check_raw_config(file: str) -> None:
     for key in ("offload_optimizer", "offload_param"):
         if not isinstance(zero.get(key, {}), dict):
             raise UsageError(f"--ds_config {file}: {key} must be an object with a device")
+    return raw

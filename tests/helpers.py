@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_SECONDS = 240
@@ -61,3 +63,16 @@ def run_folder_of(out: Path) -> Path:
     """The only run folder under an output directory."""
     (folder,) = out.glob("*/version_*")
     return folder
+
+
+def losses(run: Path) -> dict[int, float]:
+    """train/loss by optimizer step, as a run has logged it for TensorBoard."""
+    events = EventAccumulator(str(run))
+    events.Reload()
+    return {event.step: event.value for event in events.Scalars("train/loss")}
+
+
+def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Between any two elements of the same place in two state dictionaries, which have the same names in one order."""
+    assert [*one] == [*other]
+    return max((one[key] - other[key]).abs().max().item() for key in one)

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import models
-from checkpointing.read import read
+from checkpointing.read import RECORD, read
 from checkpointing.weights import network
-from tests.helpers import assert_ok, run_folder_of, run_program, train_all
+from tests.helpers import assert_ok, largest_difference, losses, run_folder_of, run_program, train_all
 
 pytestmark = pytest.mark.distributed
 
@@ -75,11 +74,6 @@ def state_dict(run: Path) -> dict[str, torch.Tensor]:
     return network(read(run / "checkpoints" / "last.ckpt"))
 
 
-def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    assert [*one] == [*other]
-    return max((one[key] - other[key]).abs().max().item() for key in one)
-
-
 @pytest.mark.parametrize("run", [run for run in RUNS if run[0] != "bfloat16" and "deepspeed" in run[1]], ids=str)
 def test_ends_with_the_weights_of_plain_pytorch(run: Run, runs: dict[Run, Path]):
     """With gate noise, dropped tokens, accumulation and clipping: each rank draws the same under every strategy."""
@@ -87,7 +81,7 @@ def test_ends_with_the_weights_of_plain_pytorch(run: Run, runs: dict[Run, Path])
     expected = state_dict(runs[recipe, "ddp" if ranks > 1 else "baseline", ranks, 1])
     assert largest_difference(state_dict(runs[run]), expected) < (1e-4 if recipe == "top 2" else 1e-5)
     torch.manual_seed(0)
-    options = read(runs[run] / "checkpoints" / "last.ckpt")["cifar_zero"]["config"]["model"]["options"]
+    options = read(runs[run] / "checkpoints" / "last.ckpt")[RECORD]["config"]["model"]["options"]
     start = dict(models.build("net_moe", 10, **options).state_dict())
     assert all(not torch.equal(expected[key], start[key]) for key in start if ".experts." in key)  # all were trained
 
@@ -128,9 +122,9 @@ def test_the_plain_network_scores_what_the_spread_one_was_tested_with(runs: dict
 
 ALL_PHASES = """
 import sys
+from pathlib import Path
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-import build, checks, cli, launch, run_folder
+import build, checks, cli, launch
 from checkpointing.read import read
 
 def same(one, other):
@@ -147,7 +141,7 @@ if not launch.is_rank():
     sys.exit(launch.run(2, on_cpu=True))
 module, datamodule = build.module(config), build.datamodule(config)
 datamodule.prepare_data()
-run = run_folder.Path(config.out)
+run = Path(config.out)
 run_dir = run if launch.global_rank() == 0 else None
 trainer = build.trainer(config, run_dir)
 trainer.fit(module, datamodule=datamodule)
@@ -245,12 +239,6 @@ def test_goes_on_in_another_shape(pair: tuple[Shape, Shape], continued: dict[Any
     assert [*found] == [*range(BEFORE + 1, AFTER + 1)]
     most = 1e-4 if pair[1][3] == FP32 else 1e-2
     assert max(abs(loss - uninterrupted[step]) for step, loss in found.items()) < most
-
-
-def losses(run: Path) -> dict[int, float]:
-    events = EventAccumulator(str(run))
-    events.Reload()
-    return {event.step: event.value for event in events.Scalars("train/loss")}
 
 
 @pytest.mark.skipif(not WHOLE, reason="a minute, of make fuzz")

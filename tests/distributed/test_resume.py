@@ -15,11 +15,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import run_folder
 from checkpointing.read import read
-from tests.helpers import ROOT, assert_ok, run_folder_of, run_program, train_all
+from tests.helpers import ROOT, assert_ok, losses, run_folder_of, run_program, train_all
 
 pytestmark = pytest.mark.distributed
 
@@ -91,12 +90,6 @@ def uninterrupted(folder: Path, small_data: list[str]) -> dict[int, float]:
     out = folder / "uninterrupted"
     train_all({out: [*small_data, *flags_of(("baseline", 1), STEPS, "--log_interval", "1")]})
     return losses(run_folder_of(out))
-
-
-def losses(run: Path) -> dict[int, float]:
-    events = EventAccumulator(str(run))
-    events.Reload()
-    return {event.step: event.value for event in events.Scalars("train/loss")}
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
