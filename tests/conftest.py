@@ -18,4 +18,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     side on two cores take four times as long. The others stay together by file, for their fixtures' sake."""
     for item in items:
         ranks = item.get_closest_marker("distributed") is not None
-        item.add_marker(pytest.mark.xdist_group("ranks" if ranks else str(item.path)))
+        item.add_marker(pytest.mark.xdist_group("ranks" if ranks else item.nodeid.split("::")[0]))
