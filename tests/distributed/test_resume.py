@@ -27,7 +27,11 @@ KILLS = 20 if WHOLE else 1
 EXPERTS = ["--model", "net_moe", "--model.num_experts", "[2,4]", "--model.noisy_gate_policy", "RSample"]
 KILLED = [("deepspeed_stage_3", 2, [])]
 if WHOLE:
-    KILLED += [("baseline", 1, []), ("deepspeed_stage_2", 2, []), ("deepspeed_stage_1", 2, [*EXPERTS, "--model.ep_size", "2"])]
+    KILLED += [
+        ("baseline", 1, []),
+        ("deepspeed_stage_2", 2, []),
+        ("deepspeed_stage_1", 2, [*EXPERTS, "--model.ep_size", "2"]),
+    ]
 """Strategy, ranks, more flags."""
 
 Shape = tuple[str, int]
