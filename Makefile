@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check bench fuzz clean
+.PHONY: help setup train test check recipes bench fuzz clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
@@ -26,6 +26,9 @@ check: setup  ## ruff and pyright
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+recipes: setup  ## train every recipe of configs/ for a few steps, on one rank and under ZeRO 2 on two: minutes
+	RECIPES=1 $(BIN)/pytest tests/distributed/test_recipes.py
 
 bench: setup  ## measure against the reference loops, in short: a few minutes (docs/performance.md)
 	for name in tutorial limit deepspeed startup data; do $(BIN)/python -m benchmarks.$$name --short || exit; done
