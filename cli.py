@@ -22,7 +22,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_s
 from config import AugmentConfig, Choice, Config, DataConfig, DeviceConfig, OutputConfig, TrainingConfig
 from errors import UsageError
 from models import MODELS
-from optimizers import OPTIMIZERS
+from optimizers import OFFLOADED_BY, OPTIMIZERS
 from schedules import SCHEDULES
 from strategies import STRATEGIES
 
@@ -65,7 +65,11 @@ examples:
   python train.py --config configs/deepspeed.yaml --strategy deepspeed_stage_2 --precision bf16-mixed
   python train.py --optimizer adam --optimizer.lr 3e-4 --help    the options of another optimizer
 
+optimizers:
+{optimizers}
+
 strategies:
+{strategies}
 """
 
 
@@ -134,13 +138,13 @@ def _short_forms() -> argparse.ArgumentParser:
 
 def _parser(names: dict[str, str]) -> ArgumentParser:
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    width = max(map(len, STRATEGIES))
-    strategies = "\n".join(f"  {name:<{width}}  {spec.summary}" for name, spec in STRATEGIES.items())
+    strategies = _listed({name: spec.summary for name, spec in STRATEGIES.items()})
+    optimizers = _listed({name: f"{_summary(entry)}; {_offload(name)}" for name, entry in OPTIMIZERS.items()})
     parser = ArgumentParser(
         prog="train.py",
         usage=USAGE,
         description="Trains and tests a CIFAR classifier under plain PyTorch, DDP or any DeepSpeed ZeRO stage.",
-        epilog=EPILOG + strategies,
+        epilog=EPILOG.format(optimizers=optimizers, strategies=strategies),
         formatter_class=_HelpFormatter,
         exit_on_error=False,
         allow_abbrev=False,
@@ -163,9 +167,22 @@ def _parser(names: dict[str, str]) -> ArgumentParser:
     return parser
 
 
+def _listed(lines: dict[str, str]) -> str:
+    width = max(map(len, lines))
+    return "\n".join(f"  {name:<{width}}  {line}" for name, line in lines.items())
+
+
+def _summary(entry: Any) -> str:
+    return (entry.__doc__ or "").splitlines()[0]
+
+
+def _offload(name: str) -> str:
+    return f"offloaded by {OFFLOADED_BY[name]}" if name in OFFLOADED_BY else "not under ZeRO 1, 2, 3"
+
+
 def _add_choice(parser: ArgumentParser, key: str, name: str, registry: Mapping[str, Any]) -> None:
     entry = registry[name]
-    group = parser.add_argument_group(f"{key} {name}", description=(entry.__doc__ or "").splitlines()[0])
+    group = parser.add_argument_group(f"{key} {name}", description=_summary(entry))
     group.add_argument(f"--{key}.name", default=name, help=f"Short: --{key} NAME, one of {', '.join(registry)}.")
     group.add_class_arguments(entry, key, as_group=False)
 
