@@ -10,16 +10,18 @@ import importlib.util
 import json
 import os
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import sources
 from batch import micro_batch_size
-from config import Config
+from config import Choice, Config
 from errors import UsageError
 from hardware import free_memory_bytes, gpu_count
 from optimizers import BY_DEEPSPEED, OFFLOADED_BY
 from resume import settle_resume
+from schedules import SCHEDULES
 from strategies import STRATEGIES
 
 CPU_RANK_BYTES = 1_000_000_000
@@ -56,6 +58,8 @@ def settle(config: Config) -> None:
     if config.ds_config:
         _check_raw_config(config.ds_config)
     settle_resume(config)
+    if config.find_lr and config.schedule.name != "range_test":
+        config.schedule = Choice("range_test", asdict(SCHEDULES["range_test"]()))
     if config.accelerator == "cpu":
         _check_on_cpu(config)
     if config.cuda_graphs:

@@ -31,7 +31,7 @@ REGISTRIES: dict[str, Mapping[str, Any]] = {"model": MODELS, "optimizer": OPTIMI
 # Sections of the configuration with fields of their own: --data.root, or data: {root: ...} in a recipe.
 SECTIONS = {"data": DataConfig, "augment": AugmentConfig}
 
-SWITCHES = ("compile", "cuda_graphs", "debug", "save_weights", "trust")
+SWITCHES = ("compile", "cuda_graphs", "debug", "find_lr", "save_weights", "trust")
 """Flags that may stand without a value."""
 
 # Lightning Trainer options that have a name of their own here, so that two owners can never disagree.
@@ -87,7 +87,7 @@ def parse(argv: list[str] | None = None) -> Config:
     for file in short.config:
         _overlay(tree, _read_yaml(file))
     _overlay(tree, {key: {"name": name} for key in REGISTRIES if (name := getattr(short, key)) is not None})
-    for key in ("logger", *SWITCHES):
+    for key in ("logger", "plot_schedule", *SWITCHES):
         if getattr(short, key) is not None:
             tree[key] = getattr(short, key)
     names = {key: _chosen(tree, key) for key in REGISTRIES}
@@ -130,6 +130,7 @@ def _short_forms() -> argparse.ArgumentParser:
     for key in REGISTRIES:
         parser.add_argument(f"--{key}", f"--{key}.name", dest=key)
     parser.add_argument("--logger", nargs="+")
+    parser.add_argument("--plot_schedule", nargs="?", const="schedule.png")
     for switch in SWITCHES:
         parser.add_argument(f"--{switch}", nargs="?", const="true", type=yaml.safe_load)
     parser.add_argument("--print_config", action="store_true")
@@ -271,8 +272,13 @@ def _check_values(config: Config) -> None:
         raise UsageError(f"--seed must be from 0 to 4294967295, not {config.seed}")
     if "none" in config.logger and len(config.logger) > 1:
         raise UsageError("--logger none stands alone")
-    if config.bench_steps and config.resume:
-        raise UsageError("--bench_steps counts from the first step: leave --resume out")
+    if config.bench_steps and config.find_lr:
+        raise UsageError("--find_lr and --bench_steps are two runs: leave one of them out")
+    if config.only_measures and config.resume:
+        flag = "find_lr" if config.find_lr else "bench_steps"
+        raise UsageError(f"--{flag} counts from the first step: leave --resume out")
+    if config.plot_schedule and Path(config.plot_schedule).suffix != ".png":
+        raise UsageError(f"--plot_schedule {config.plot_schedule}: give the name of a .png file")
     if config.ds_config and config.strategy != Config().strategy:
         raise UsageError("--ds_config stands in for a strategy: leave --strategy out")
     for key, registry in REGISTRIES.items():

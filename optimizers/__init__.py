@@ -11,7 +11,7 @@ from optimizers.muon import Muon
 from optimizers.ranges import Implementation
 from optimizers.sgd import SGD
 
-__all__ = ["BY_DEEPSPEED", "OFFLOADED_BY", "OPTIMIZERS", "OptimizerOptions", "Implementation"]
+__all__ = ["BY_DEEPSPEED", "OFFLOADED_BY", "OPTIMIZERS", "Implementation", "OptimizerOptions"]
 
 OptimizerOptions = SGD | Adam | RMSprop | Adagrad | Adadelta | Lion | Muon
 

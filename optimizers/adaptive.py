@@ -116,6 +116,4 @@ class Adadelta:
         """torch's Adadelta whatever the strategy: DeepSpeed has none of its own."""
         import torch
 
-        return torch.optim.Adadelta(
-            parameters, lr=self.lr, rho=self.rho, eps=self.eps, weight_decay=self.weight_decay
-        )
+        return torch.optim.Adadelta(parameters, lr=self.lr, rho=self.rho, eps=self.eps, weight_decay=self.weight_decay)

@@ -1,5 +1,6 @@
 """Schedules against their references."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -113,7 +114,7 @@ def test_torchs(schedule: Any, reference: Any):
 def test_range_test_runs_from_end_to_end():
     found = ours(RangeTest(1e-6, 1.0, 100), 100)
     assert (found[0], found[-1]) == (pytest.approx(1e-6), pytest.approx(1.0))
-    assert len({round(later / earlier, 9) for earlier, later in zip(found, found[1:], strict=False)}) == 1
+    assert len({round(later / earlier, 9) for earlier, later in pairwise(found)}) == 1
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
