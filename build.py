@@ -26,6 +26,7 @@ from callbacks.figures import TestFigures
 from callbacks.heartbeat import Heartbeat
 from callbacks.interrupt import Interrupt
 from callbacks.last_checkpoint import LastCheckpoint
+from callbacks.learning_rate_finder import FIND_LR_STEPS, LearningRateFinder
 from callbacks.memory import Memory
 from callbacks.progress import Progress
 from callbacks.resume import Resume
@@ -115,8 +116,8 @@ def trainer(config: Config, run_dir: Path | None) -> Trainer:
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,
     }
-    if config.bench_steps:
-        steps = BENCH_WARMUP_STEPS + config.bench_steps
+    if config.only_measures:
+        steps = FIND_LR_STEPS if config.find_lr else BENCH_WARMUP_STEPS + config.bench_steps
         options |= {"max_epochs": -1, "max_steps": steps, "limit_val_batches": 0, "enable_checkpointing": False}
     try:
         made = Trainer(**{**options, **config.trainer})
@@ -160,7 +161,7 @@ def callbacks(config: Config, run_dir: Path | None) -> list[Callback]:
     observers: list[Callback] = [
         Heartbeat(),
         curves,
-        Divergence(curves, run_dir),
+        LearningRateFinder(run_dir) if config.find_lr else Divergence(curves, run_dir),
         *([Experts(config.log_interval, run_dir)] if mixtures else []),
         Memory(config.log_interval),
         Progress(config, curves),
@@ -171,7 +172,7 @@ def callbacks(config: Config, run_dir: Path | None) -> list[Callback]:
     ]
     if config.accelerator == "cpu":
         observers.append(CPUKernels(flops, config.precision))
-    if not config.bench_steps:
+    if not config.only_measures:
         observers += [TestFigures(run_dir), *checkpoints(config, run_dir)]
     return observers
 

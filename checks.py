@@ -6,18 +6,22 @@ Nothing here imports torch, but on a machine with a GPU driver.
 from __future__ import annotations
 
 import ctypes.util
+import importlib.util
 import json
 import os
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import sources
 from batch import micro_batch_size
-from config import Config
+from config import Choice, Config
 from errors import UsageError
 from hardware import free_memory_bytes, gpu_count
+from optimizers import BY_DEEPSPEED, OFFLOADED_BY
 from resume import settle_resume
+from schedules import SCHEDULES
 from strategies import STRATEGIES
 
 CPU_RANK_BYTES = 1_000_000_000
@@ -53,10 +57,13 @@ def settle(config: Config) -> None:
     sources.class_names(config.data)
     raw = _raw_config(config.ds_config) if config.ds_config else {}
     settle_resume(config)
+    if config.find_lr and config.schedule.name != "range_test":
+        config.schedule = Choice("range_test", asdict(SCHEDULES["range_test"]()))
     if config.accelerator == "cpu":
         _check_on_cpu(config)
     if config.cuda_graphs:
         _check_cuda_graphs(config)
+    _check_optimizer(config)
     _check_offload(config)
     if "ep_size" in config.model.options:
         _check_experts(config, raw)
@@ -129,16 +136,39 @@ def _check_experts(config: Config, raw: dict[str, Any]) -> None:
         raise UsageError(f"--cuda_graphs cannot replay the routing of --model {config.model.name}: use --compile")
 
 
+def _check_optimizer(config: Config) -> None:
+    """What an optimizer needs of the machine and the strategy."""
+    name, spec = config.optimizer.name, STRATEGIES[config.strategy]
+    raw: dict[str, Any] = json.loads(Path(config.ds_config).read_text()) if config.ds_config else {}
+    zero = raw.get("zero_optimization", {})
+    stage = zero.get("stage", 0) if config.ds_config else spec.stage
+    if name not in OFFLOADED_BY and (stage or (spec.family == "fsdp" and not config.ds_config)):
+        raise UsageError(
+            f"--optimizer {name} needs whole tensors, and {config.strategy_name} cuts them: "
+            "use deepspeed_stage_0, ddp or baseline, or --optimizer adamw"
+        )
+    if name == "adam8bit":
+        _check_bitsandbytes(config)
+    offloads = zero.get("offload_optimizer", {}).get("device", "none") != "none" or spec.offload_optimizer
+    if offloads and OFFLOADED_BY[name] == BY_DEEPSPEED and not (shutil.which("g++") or shutil.which("c++")):
+        raise UsageError(
+            f"--strategy {config.strategy_name} compiles DeepSpeed's CPU {name}: install g++ or use --optimizer sgd"
+        )
+
+
+def _check_bitsandbytes(config: Config) -> None:
+    if config.accelerator != "gpu":
+        raise UsageError("--optimizer adam8bit needs a CUDA GPU: use --optimizer adam")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UsageError("--optimizer adam8bit needs bitsandbytes: pip install bitsandbytes, or use --optimizer adam")
+
+
 def _check_offload(config: Config) -> None:
     spec = STRATEGIES[config.strategy]
     if config.ds_config or not spec.offload_optimizer:
         return
     if spec.super_offload and config.optimizer.name not in ("adam", "adamw"):
         raise UsageError(f"--strategy {config.strategy} runs Adam alone: add --optimizer adam")
-    if config.optimizer.name in ("adam", "adamw") and not (shutil.which("g++") or shutil.which("c++")):
-        raise UsageError(
-            f"--strategy {config.strategy} compiles DeepSpeed's CPU Adam: install g++ or use --optimizer sgd"
-        )
     if spec.offload_optimizer == "nvme":
         _check_nvme(config.nvme_path)
 

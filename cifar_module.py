@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,13 +14,15 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 import models
+import optimizers.groups
+import strategies
 from config import Choice
 from models.moe import Gate, gates
-from optimizers import OPTIMIZERS, keep_own_options
-from schedules import SCHEDULES, Constant, Schedule
+from optimizers import OPTIMIZERS
+from optimizers.state import keep_own_options
+from schedules import SCHEDULES, Constant, Schedule, settled
 from sources.augment import memory_format, normalize
 from sources.split import IGNORED
-from strategies import optimizer_implementation, parameter_groups
 
 
 class CIFARModule(LightningModule):
@@ -147,10 +150,14 @@ class CIFARModule(LightningModule):
     def configure_optimizers(self) -> Any:
         """The optimizer in the strategy's implementation, and a schedule stepped with it unless it is constant."""
         strategy = self.trainer.strategy
-        optimizer = self.optimizer.build(parameter_groups(strategy, self), optimizer_implementation(strategy))
-        optimizer.register_load_state_dict_pre_hook(keep_own_options)
+        groups = optimizers.groups.parameter_groups(self.optimizer, dict(self.named_parameters()))
+        groups = strategies.parameter_groups(strategy, self, groups)
+        optimizer = self.optimizer.build(groups, strategies.optimizer_implementation(strategy))
+        order = [name for name, _ in self.named_parameters()]
+        optimizer.register_load_state_dict_pre_hook(partial(keep_own_options, order=order))
         if isinstance(self.schedule, Constant):
             return optimizer
+        self.schedule = settled(self.schedule, lambda: self.trainer.estimated_stepping_batches)
         scheduler = StepSchedule(optimizer, self.schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

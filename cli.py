@@ -22,7 +22,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_s
 from config import AugmentConfig, Choice, Config, DataConfig, DeviceConfig, OutputConfig, TrainingConfig
 from errors import UsageError
 from models import MODELS
-from optimizers import OPTIMIZERS
+from optimizers import OFFLOADED_BY, OPTIMIZERS
 from schedules import SCHEDULES
 from strategies import STRATEGIES
 
@@ -31,7 +31,7 @@ REGISTRIES: dict[str, Mapping[str, Any]] = {"model": MODELS, "optimizer": OPTIMI
 # Sections of the configuration with fields of their own: --data.root, or data: {root: ...} in a recipe.
 SECTIONS = {"data": DataConfig, "augment": AugmentConfig}
 
-SWITCHES = ("compile", "cuda_graphs", "debug", "save_weights", "trust")
+SWITCHES = ("compile", "cuda_graphs", "debug", "find_lr", "save_weights", "trust")
 """Flags that may stand without a value."""
 
 # Lightning Trainer options that have a name of their own here, so that two owners can never disagree.
@@ -65,7 +65,11 @@ examples:
   python train.py --config configs/deepspeed.yaml --strategy deepspeed_stage_2 --precision bf16-mixed
   python train.py --optimizer adam --optimizer.lr 3e-4 --help    the options of another optimizer
 
+optimizers:
+{optimizers}
+
 strategies:
+{strategies}
 """
 
 
@@ -83,7 +87,7 @@ def parse(argv: list[str] | None = None) -> Config:
     for file in short.config:
         _overlay(tree, _read_yaml(file))
     _overlay(tree, {key: {"name": name} for key in REGISTRIES if (name := getattr(short, key)) is not None})
-    for key in ("logger", *SWITCHES):
+    for key in ("logger", "plot_schedule", *SWITCHES):
         if getattr(short, key) is not None:
             tree[key] = getattr(short, key)
     names = {key: _chosen(tree, key) for key in REGISTRIES}
@@ -126,6 +130,7 @@ def _short_forms() -> argparse.ArgumentParser:
     for key in REGISTRIES:
         parser.add_argument(f"--{key}", f"--{key}.name", dest=key)
     parser.add_argument("--logger", nargs="+")
+    parser.add_argument("--plot_schedule", nargs="?", const="schedule.png")
     for switch in SWITCHES:
         parser.add_argument(f"--{switch}", nargs="?", const="true", type=yaml.safe_load)
     parser.add_argument("--print_config", action="store_true")
@@ -134,13 +139,13 @@ def _short_forms() -> argparse.ArgumentParser:
 
 def _parser(names: dict[str, str]) -> ArgumentParser:
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    width = max(map(len, STRATEGIES))
-    strategies = "\n".join(f"  {name:<{width}}  {spec.summary}" for name, spec in STRATEGIES.items())
+    strategies = _listed({name: spec.summary for name, spec in STRATEGIES.items()})
+    optimizers = _listed({name: f"{_summary(entry)}; {_offload(name)}" for name, entry in OPTIMIZERS.items()})
     parser = ArgumentParser(
         prog="train.py",
         usage=USAGE,
         description="Trains and tests a CIFAR classifier under plain PyTorch, DDP or any DeepSpeed ZeRO stage.",
-        epilog=EPILOG + strategies,
+        epilog=EPILOG.format(optimizers=optimizers, strategies=strategies),
         formatter_class=_HelpFormatter,
         exit_on_error=False,
         allow_abbrev=False,
@@ -163,9 +168,22 @@ def _parser(names: dict[str, str]) -> ArgumentParser:
     return parser
 
 
+def _listed(lines: dict[str, str]) -> str:
+    width = max(map(len, lines))
+    return "\n".join(f"  {name:<{width}}  {line}" for name, line in lines.items())
+
+
+def _summary(entry: Any) -> str:
+    return (entry.__doc__ or "").splitlines()[0]
+
+
+def _offload(name: str) -> str:
+    return f"offloaded by {OFFLOADED_BY[name]}" if name in OFFLOADED_BY else "not under ZeRO 1, 2, 3"
+
+
 def _add_choice(parser: ArgumentParser, key: str, name: str, registry: Mapping[str, Any]) -> None:
     entry = registry[name]
-    group = parser.add_argument_group(f"{key} {name}", description=(entry.__doc__ or "").splitlines()[0])
+    group = parser.add_argument_group(f"{key} {name}", description=_summary(entry))
     group.add_argument(f"--{key}.name", default=name, help=f"Short: --{key} NAME, one of {', '.join(registry)}.")
     group.add_class_arguments(entry, key, as_group=False)
 
@@ -254,8 +272,13 @@ def _check_values(config: Config) -> None:
         raise UsageError(f"--seed must be from 0 to 4294967295, not {config.seed}")
     if "none" in config.logger and len(config.logger) > 1:
         raise UsageError("--logger none stands alone")
-    if config.bench_steps and config.resume:
-        raise UsageError("--bench_steps counts from the first step: leave --resume out")
+    if config.bench_steps and config.find_lr:
+        raise UsageError("--find_lr and --bench_steps are two runs: leave one of them out")
+    if config.only_measures and config.resume:
+        flag = "find_lr" if config.find_lr else "bench_steps"
+        raise UsageError(f"--{flag} counts from the first step: leave --resume out")
+    if config.plot_schedule and Path(config.plot_schedule).suffix != ".png":
+        raise UsageError(f"--plot_schedule {config.plot_schedule}: give the name of a .png file")
     if config.ds_config and config.strategy != Config().strategy:
         raise UsageError("--ds_config stands in for a strategy: leave --strategy out")
     for key, registry in REGISTRIES.items():

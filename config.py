@@ -95,6 +95,10 @@ class TrainingConfig:
     bench_steps: int = 0
     """Measure: stop after this many timed steps (a warm-up goes before), print the figures, skip the test; 0: train."""
 
+    find_lr: bool = False
+    """Try learning rates out: 200 steps with ever larger ones in place of the schedule, from 1e-6 to 1 (--schedule
+    range_test has others); print a suggestion, draw the losses in lr_find.png in the run folder and end."""
+
 
 @dataclass
 class OutputConfig:
@@ -111,6 +115,9 @@ class OutputConfig:
 
     log_interval: int = 100
     """Optimizer steps between two points of the training curves."""
+
+    plot_schedule: str = ""
+    """Draw the learning rate over the run's steps into this PNG file, and end; without a value: schedule.png."""
 
     debug: bool = False
     """Show the traceback of an error."""
@@ -198,6 +205,11 @@ class Config(DeviceConfig, TrainingConfig, OutputConfig):
         """Ranks over all machines, once `checks.settle` has put a number for devices."""
         assert self.devices != "auto"
         return self.devices * self.num_nodes
+
+    @property
+    def only_measures(self) -> bool:
+        """Whether the run ends after a few steps, without a checkpoint and a test."""
+        return bool(self.bench_steps or self.find_lr)
 
     @property
     def strategy_name(self) -> str:

@@ -58,6 +58,8 @@ def check_same_run(config: Config, recipe: dict[str, Any]) -> None:
     now = asdict(config)
     for key in KEPT:
         before, wanted = _flat(key, recipe), _flat(key, now)
+        if before.get("optimizer.weight_decay"):
+            before.setdefault("optimizer.weight_decay_on", "all")  # before there was this option
         for option in before:
             if option not in MAY_CHANGE and option in wanted and before[option] != wanted[option]:
                 raise UsageError(

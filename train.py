@@ -31,6 +31,8 @@ def main() -> int:
     """Parses the command line and trains, in this process or in the ranks that it starts; returns the exit code."""
     config = cli.parse()
     checks.settle(config)
+    if config.plot_schedule:
+        return plot_schedule(config)
     if config.world_size > 1 and not launch.is_rank():
         if config.num_nodes > 1:
             raise UsageError(f"--num_nodes {config.num_nodes}: start it on each machine with {TORCHRUN}")
@@ -72,20 +74,33 @@ def train(config: Config) -> dict[str, Any]:
     if (signal := build.stopped_by(trainer)) is not None:
         leave(trainer)
         check_saved(trainer)
-        saved = run_dir is not None and not config.bench_steps
+        saved = run_dir is not None and not config.only_measures
         if saved and signal == SLURM_REQUEUE:
             requeue()
         raise Stopped(signal, f"the run goes on with --resume {run_dir}" if saved else "")
-    if not config.bench_steps:
+    if not config.only_measures:
         trainer.test(module, datamodule=datamodule, verbose=False)
     metrics = collect(trainer, module, datamodule, config)
     if run_dir is not None:
         write_json(run_dir / run_folder.METRICS, metrics)
         log_hparams(trainer, config, metrics)
-        print_summary(metrics, run_dir)
+        if not config.find_lr:
+            print_summary(metrics, run_dir)
     leave(trainer)
     check_saved(trainer)
     return metrics
+
+
+def plot_schedule(config: Config) -> int:
+    """Draws the learning rate over the steps of the run, on rank 0 where others were started beside it."""
+    from reports.learning_rate import draw_schedule
+    from run_steps import run_steps
+
+    if launch.global_rank() == 0:
+        file = Path(config.plot_schedule)
+        draw_schedule(config.schedule, config.optimizer, run_steps(config), file)
+        print(f"the learning rate of {config.schedule.name} is drawn in {file}")
+    return 0
 
 
 def write_config(config: Config, source: str, run_dir: Path) -> None:

@@ -43,6 +43,9 @@ DEEPSPEED_KEYS = {
 }
 """What of a model states file is DeepSpeed's, or for reading its files; the rest is Lightning's."""
 
+DEEPSPEED_GROUP_KEYS = {"params", "param_names", "step", "name", "moe"}
+"""What of a parameter group is an engine's, or is told anew."""
+
 Shapes = Mapping[str, torch.Size]
 
 State = dict[str, Any]
@@ -259,18 +262,18 @@ def _frozen(models: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def _as_torch(trained: _Trained, groups: list[dict[str, Any]], order: Iterable[str]) -> dict[str, Any]:
-    """The optimizer's state in torch's own form, experts in the group that they were taken from, the last before them.
+    """The optimizer's state in torch's own form, experts in the group that they were taken from: of the same options.
 
-    DeepSpeed's Adams count the steps as a number, or in the group.
+    DeepSpeed's Adams count the steps as a number, or in the group. Of several groups `param_names` tells the order.
     """
     places = {name: place for place, name in enumerate(order)}
     merged: list[tuple[dict[str, Any], list[str]]] = []
     for group in groups:
-        if not group.get("moe"):
-            options = {key: value for key, value in group.items() if key not in ("params", "step", "name")}
+        options = {key: value for key, value in group.items() if key not in DEEPSPEED_GROUP_KEYS}
+        if not group.get("moe") or options not in [before for before, _ in merged]:
             merged.append((options, []))
         own = [name for number in group["params"] for name in trained.names[number]]
-        merged[-1][1].extend(own)
+        next(names for before, names in reversed(merged) if before == options).extend(own)
         for entry in (trained.state.get(name) for name in own):
             if entry and (step := entry.get("step", group.get("step"))) is not None:
                 entry["step"] = torch.tensor(float(step))
@@ -280,5 +283,6 @@ def _as_torch(trained: _Trained, groups: list[dict[str, Any]], order: Iterable[s
         first = sum(len(group["params"]) for group in param_groups)
         numbered = dict(enumerate(sorted(names, key=places.__getitem__), first))
         state |= {number: trained.state[name] for number, name in numbered.items() if trained.state.get(name)}
-        param_groups.append({**options, "params": [*numbered]})
+        told = {"param_names": [*numbered.values()]} if len(merged) > 1 else {}
+        param_groups.append({**options, "params": [*numbered], **told})
     return {"state": state, "param_groups": param_groups}

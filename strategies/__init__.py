@@ -6,7 +6,6 @@ imports neither torch, Lightning nor DeepSpeed; `build` imports the one family t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
@@ -89,7 +88,7 @@ def optimizer_implementation(strategy: Strategy) -> Implementation:
     return getattr(strategy, "optimizer_implementation", "torch_fused" if fused else "torch")
 
 
-def parameter_groups(strategy: Strategy, module: Module) -> Iterable[Any]:
-    """What an optimizer is made for: all parameters, or groups of them where the strategy has to tell them apart."""
+def parameter_groups(strategy: Strategy, module: Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """An optimizer's groups of a network's parameters, split further where the strategy has to tell them apart."""
     own = getattr(strategy, "parameter_groups", None)
-    return own(module) if own is not None else module.parameters()
+    return own(module, groups) if own is not None else groups

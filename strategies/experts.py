@@ -6,7 +6,6 @@ Of a mixture each rank keeps its share of the experts, and tokens travel to them
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import redirect_stdout
 from io import StringIO
 from typing import Any
@@ -104,12 +103,18 @@ def ep_size(network: nn.Module) -> int:
     return next((module.ep_size for module in network.modules() if isinstance(module, MoE)), 1)
 
 
-def parameter_groups(network: nn.Module) -> Iterable[Any]:
-    """What the optimizer is made for: the experts in groups of their own, which DeepSpeed reduces among those ranks
-    that hold the same experts."""
+def parameter_groups(network: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """An optimizer's groups, the experts of each in groups of their own, which DeepSpeed reduces among those ranks that
+    hold the same experts."""
     if not any(isinstance(module, MoE) for module in network.modules()):
-        return network.parameters()
-    return split_params_into_different_moe_groups_for_optimizer({"params": [*network.parameters()], "name": "dense"})
+        return groups
+    dense = [{**group, "name": f"dense {number}"} for number, group in enumerate(groups)]
+    split = split_params_into_different_moe_groups_for_optimizer(dense)
+    names = {parameter: name for name, parameter in network.named_parameters()}
+    for group in split:
+        if "param_names" in group:
+            group["param_names"] = [names[parameter] for parameter in group["params"]]
+    return [group for group in split if group["params"]]
 
 
 def mend_clipping(engine: Any) -> None:

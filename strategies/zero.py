@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -137,9 +137,9 @@ class ZeROStrategy(DeepSpeedStrategy):
         experts.spread(self.model, self.global_rank)
         super().setup(trainer)
 
-    def parameter_groups(self, module: Module) -> Iterable[Any]:
-        """What an optimizer is made for."""
-        return experts.parameter_groups(module)
+    def parameter_groups(self, module: Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """An optimizer's groups, experts apart."""
+        return experts.parameter_groups(module, groups)
 
     @property
     def _casts_shards(self) -> bool:

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from checkpointing.expert_names import plain_names
 from checkpointing.io import failure_of, save
 from checkpointing.safe_load import load
+from optimizers.state import numbers_by_name
 from strategies.experts import ep_size
 
 Shard = Callable[[Sequence[Tensor]], Tensor]
@@ -72,19 +73,18 @@ def restore(engine: Any, checkpoint: dict[str, Any]) -> bool:
     else:
         engine.module.load_state_dict({name: weights[plain[name]] for name in plain})
     groups = [*_groups(engine)]
-    # As torch's optimizers number them: in the network's order, those of other ranks too.
+    # As torch's optimizers number them: those of other ranks too, group by group, a single one in the network's order.
     here = {names[parameter] for parameters, *_ in groups for parameter in parameters}
     fixed = {*plain.values()} - here
-    numbers = {name: number for number, name in enumerate(name for name in weights if name not in fixed)}
+    numbers = numbers_by_name(saved["param_groups"], [name for name in weights if name not in fixed])
     for parameters, target, shard in groups:
         wholes = [weights[names[parameter]] for parameter in parameters]
         target.data[: (part := shard(wholes)).numel()].copy_(part)
-        entries = [saved["state"].get(numbers[names[parameter]], {}) for parameter in parameters]
+        entries = [saved["state"].get(numbers.get(names[parameter]), {}) for parameter in parameters]
         _set_state(engine.basic_optimizer, target, entries, shard)
-    if carried:  # a group of experts has the options of the one that it was taken from
-        rates = [group["lr"] for group in saved["param_groups"]]
-        for number, group in enumerate(engine.basic_optimizer.param_groups):
-            group["lr"] = rates[min(number, len(rates) - 1)]
+    if carried:  # all groups have one rate
+        for group in engine.basic_optimizer.param_groups:
+            group["lr"] = saved["param_groups"][0]["lr"]
     if stage == 3:
         for parameter, name in names.items():
             part = _cut(weights[name], parameter)

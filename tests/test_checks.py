@@ -28,6 +28,8 @@ def refused(flags: str) -> str:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
+        ("--optimizer adam8bit", "needs a CUDA GPU"),
+        ("--optimizer muon --strategy deepspeed_stage_1", "use deepspeed_stage_0, ddp or baseline"),
         ("--accelerator gpu", "no GPU here"),
         ("--precision 16-mixed", "use bf16-mixed or 32-true"),
         ("--strategy fsdp", "deepspeed_stage_3"),
@@ -73,9 +75,25 @@ def test_nvme_without_libaio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert "libaio-dev" in refused(f"--strategy deepspeed_stage_3_offload_nvme --nvme_path {tmp_path}")
 
 
-def test_cpu_adam_without_a_compiler(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("optimizer", ["adam", "lion"])
+def test_cpu_adam_without_a_compiler(optimizer: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", "")
-    assert "install g++" in refused("--strategy deepspeed_stage_2_offload --optimizer adam")
+    assert "install g++" in refused(f"--strategy deepspeed_stage_2_offload --optimizer {optimizer}")
+
+
+def test_eight_bits_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checks, "gpu_count", lambda: 1)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert "pip install bitsandbytes" in refused("--optimizer adam8bit")
+
+
+def test_a_range_test_has_its_own_schedule():
+    config = cli.parse(["--find_lr", "--schedule", "cosine", "--accelerator", "cpu"])
+    checks.settle(config)
+    assert config.schedule.name == "range_test"
+    config = cli.parse(["--find_lr", "--schedule", "range_test", "--schedule.max_lr", "10", "--accelerator", "cpu"])
+    checks.settle(config)
+    assert config.schedule.options["max_lr"] == 10
 
 
 @pytest.mark.parametrize(

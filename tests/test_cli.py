@@ -19,7 +19,8 @@ RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 def test_bare_command_is_the_tutorial_with_a_validation_split():
     config = cli.parse([])
     assert (config.strategy, config.batch_size, config.epochs) == ("baseline", 4, 2)
-    assert config.optimizer.options == {"lr": 0.001, "momentum": 0.9, "weight_decay": 0.0, "nesterov": False}
+    options = {"lr": 0.001, "momentum": 0.9, "weight_decay": 0.0, "weight_decay_on": "matrices", "nesterov": False}
+    assert config.optimizer.options == options
     assert config.data.val_fraction == 0.1
 
 
@@ -35,7 +36,8 @@ def test_later_recipes_and_flags_win(tmp_path: Path):
 def test_another_optimizer_drops_the_options_of_the_first():
     config = cli.parse(["--config", "configs/tutorial.yaml", "--optimizer", "adam", "--optimizer.betas", "[0.8, 0.99]"])
     assert config.optimizer.name == "adam"
-    assert config.optimizer.options == {"lr": 0.001, "betas": (0.8, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+    options = {"eps": 1e-8, "weight_decay": 0.0, "weight_decay_on": "matrices"}
+    assert config.optimizer.options == {"lr": 0.001, "betas": (0.8, 0.99), **options}
 
 
 def test_augmentation_of_a_recipe_and_of_flags(tmp_path: Path):
@@ -99,6 +101,13 @@ def test_printed_configuration_is_the_same_run_again(recipe: Path, tmp_path: Pat
         ("--augment.flipp random", "did you mean --augment.flip?"),
         ("--augment.cutmix 1 --data.loader torch", "--augment.cutmix needs --data.loader memory"),
         ("--optimiser adam", "did you mean --optimizer?"),
+        ("--optimizer.weight_decay_on biases", "expected one of ['matrices', 'all'], not biases"),
+        ("--optimizer muon --optimizer.ns_steps 0", "--optimizer.ns_steps must be from 1 to 99"),
+        ("--schedule cosine --schedule.total_steps -1", "--schedule.total_steps must be finite and not negative"),
+        ("--schedule onecycle --schedule.pct_start 1", "--schedule.pct_start must be over 0 and under 1"),
+        ("--find_lr --bench_steps 5", "leave one of them out"),
+        ("--find_lr --resume last", "--find_lr counts from the first step"),
+        ("--plot_schedule a.pdf", "give the name of a .png file"),
         ("stray", "stray"),
     ],
 )

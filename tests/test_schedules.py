@@ -1,17 +1,38 @@
 """Schedules against their references."""
 
-from typing import Literal
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime import lr_schedules as deepspeeds
+from torch.optim import lr_scheduler as torchs
 
 from cifar_module import StepSchedule
-from schedules import Constant, WarmupLR
+from schedules import (
+    SCHEDULES,
+    Constant,
+    Cosine,
+    Exponential,
+    Linear,
+    OneCycle,
+    RangeTest,
+    Step,
+    WarmupCosine,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLinear,
+    WarmupLR,
+    settled,
+)
+
+BASE_LR = 0.001
 
 
-def rates(schedule, steps: int, base_lr: float = 0.001) -> list[float]:
+def rates(make: Any, steps: int, base_lr: float = BASE_LR) -> list[float]:
+    """Learning rate of each step under the scheduler that `make` makes for an optimizer."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=base_lr)
-    scheduler = StepSchedule(optimizer, schedule)
+    scheduler = make(optimizer)
     seen = []
     for _ in range(steps):
         seen.append(optimizer.param_groups[0]["lr"])
@@ -20,19 +41,92 @@ def rates(schedule, steps: int, base_lr: float = 0.001) -> list[float]:
     return seen
 
 
+def ours(schedule: Any, steps: int) -> list[float]:
+    return rates(lambda optimizer: StepSchedule(optimizer, schedule), steps)
+
+
 def test_constant():
-    assert rates(Constant(), 3, base_lr=0.25) == [0.25] * 3
+    assert ours(Constant(), 3) == [BASE_LR] * 3
 
 
 @pytest.mark.parametrize("warmup_type", ["log", "linear"])
-def test_warmup_is_deepspeeds_to_the_last_bit(warmup_type: Literal["log", "linear"]):
-    from deepspeed.runtime.lr_schedules import WarmupLR as Reference
+@pytest.mark.parametrize(
+    ("schedule", "reference"),
+    [
+        (
+            lambda kind: WarmupLR(0.0001, 1000, kind),
+            lambda optimizer, kind: deepspeeds.WarmupLR(optimizer, 0.0001, BASE_LR, 1000, kind),
+        ),
+        (
+            lambda kind: WarmupDecayLR(0.0001, 700, kind, 1900),
+            lambda optimizer, kind: deepspeeds.WarmupDecayLR(optimizer, 1900, 0.0001, BASE_LR, 700, kind),
+        ),
+        (
+            lambda kind: WarmupCosineLR(0.1, 700, 0.01, kind, 1900),
+            lambda optimizer, kind: deepspeeds.WarmupCosineLR(optimizer, 1900, 0.1, 700, 0.01, kind),
+        ),
+    ],
+    ids=["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"],
+)
+def test_deepspeeds_to_the_last_bit(schedule: Any, reference: Any, warmup_type: str):
+    expected = rates(lambda optimizer: reference(optimizer, warmup_type), 2000)
+    assert ours(schedule(warmup_type), 2000) == expected
 
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.001)
-    reference = Reference(optimizer, 0.0001, 0.001, 1000, warmup_type)
-    expected = []
-    for _ in range(2000):
-        expected.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        reference.step()
-    assert rates(WarmupLR(0.0001, 1000, warmup_type), 2000) == expected
+
+@pytest.mark.parametrize(
+    ("schedule", "reference"),
+    [
+        (Linear(0.5, 0.1, 150), lambda optimizer: torchs.LinearLR(optimizer, 0.5, 0.1, 150)),
+        (Exponential(0.97), lambda optimizer: torchs.ExponentialLR(optimizer, 0.97)),
+        (Cosine(0.0002, 200), lambda optimizer: torchs.CosineAnnealingLR(optimizer, 200, 0.0002)),
+        (Step(30, 0.2), lambda optimizer: torchs.StepLR(optimizer, 30, 0.2)),
+        (OneCycle(total_steps=201), lambda optimizer: torchs.OneCycleLR(optimizer, BASE_LR, 201)),
+        (
+            OneCycle(0.2, "linear", 10, 100, 201),
+            lambda optimizer: torchs.OneCycleLR(
+                optimizer, BASE_LR, 201, pct_start=0.2, anneal_strategy="linear", div_factor=10, final_div_factor=100
+            ),
+        ),
+        (
+            WarmupLinear(50, 180),
+            lambda optimizer: torchs.SequentialLR(
+                optimizer,
+                [torchs.LinearLR(optimizer, 1e-12, 1.0, 50), torchs.LinearLR(optimizer, 1.0, 0.0, 130)],
+                [50],
+            ),
+        ),
+        (
+            WarmupCosine(50, 0.0001, 200),
+            lambda optimizer: torchs.SequentialLR(
+                optimizer,
+                [torchs.LinearLR(optimizer, 1e-12, 1.0, 50), torchs.CosineAnnealingLR(optimizer, 150, 0.0001)],
+                [50],
+            ),
+        ),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_torchs(schedule: Any, reference: Any):
+    """Of 200 steps; torch's own go from each step to the next, and so round otherwise."""
+    assert ours(schedule, 200) == pytest.approx(rates(reference, 200), rel=1e-9, abs=1e-14)
+
+
+def test_range_test_runs_from_end_to_end():
+    found = ours(RangeTest(1e-6, 1.0, 100), 100)
+    assert (found[0], found[-1]) == (pytest.approx(1e-6), pytest.approx(1.0))
+    assert len({round(later / earlier, 9) for earlier, later in pairwise(found)}) == 1
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_end_is_the_runs_own(name: str):
+    """Where none is given; and every schedule has a rate after its end too."""
+    schedule: Any = settled(SCHEDULES[name](), lambda: 40)
+    assert getattr(schedule, "total_steps", 40) == 40
+    assert all(0 <= schedule.rate(step, BASE_LR) <= 1 for step in (0, 1, 39, 40, 41, 5000))
+    given = settled(SCHEDULES[name](**({"total_steps": 7} if hasattr(schedule, "total_steps") else {})), lambda: 40)
+    assert getattr(given, "total_steps", 7) == 7
+
+
+def test_a_run_without_an_end():
+    with pytest.raises(ValueError, match="total_steps must be given"):
+        settled(Cosine(), lambda: float("inf"))

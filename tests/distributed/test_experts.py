@@ -34,7 +34,16 @@ RECIPES = {
 RECIPES["pr_moe"] += ["--optimizer.lr", "0.05"]
 # Adam enlarges the rounding of small gradients, until a token is sent elsewhere: fewer steps.
 RECIPES["top 2"] += ["--on_nan", "skip", "--model.eval_capacity_factor", "1.5"]
-RECIPES["top 2"] += ["--optimizer", "adam", "--accumulate", "2", "--max_steps", "12"]
+RECIPES["top 2"] += [
+    "--optimizer",
+    "adam",
+    "--accumulate",
+    "2",
+    "--max_steps",
+    "12",
+    "--optimizer.weight_decay",
+    "0.01",
+]
 # Far below the norm of any step's gradient, so that every update depends on the norm over all experts.
 for flags in RECIPES.values():
     flags += ["--gradient_clip_val", "0.1"]
@@ -199,6 +208,7 @@ RECIPE = [
     *("--model", "net_moe", "--model.num_experts", "[2,4]", "--model.capacity_factor", "4"),
     *("--model.load_balance", "0", "--accelerator", "cpu", "--batch_size", "16", "--epochs", "2"),
     *("--data.val_fraction", "0.1", "--optimizer", "adam", "--log_interval", "1", "--gradient_clip_val", "0.5"),
+    *("--optimizer.weight_decay", "0.01"),
     *("--schedule", "warmup_lr", "--schedule.warmup_num_steps", "30"),
 ]
 """Without noise, drops and load-balancing loss, which are of each micro-batch; an epoch is 36 steps."""

@@ -54,7 +54,8 @@ PAIRS = [*FEW_PAIRS[-3:], *((one, other) for one in ALL_SHAPES for other in ALL_
 STOPPED_AT, STEPS = 20, 45
 RECIPE = [
     *("--batch_size", "16", "--accelerator", "cpu", "--epochs", "2", "--data.val_fraction", "0.1"),
-    *("--optimizer", "adam", "--optimizer.lr", "0.005", "--augment.flip", "random"),
+    *("--optimizer", "adam", "--optimizer.lr", "0.005", "--optimizer.weight_decay", "0.01"),
+    *("--augment.flip", "random"),
     *("--schedule", "warmup_lr", "--schedule.warmup_num_steps", "30"),
 ]
 """An epoch of 36 steps: both stops are in the middle of one, the first in the warm-up too."""

@@ -1,0 +1,46 @@
+"""An optimizer's state in a checkpoint, made to fit the optimizer that goes on with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+
+def keep_own_options(optimizer: Optimizer, state: dict[str, Any], order: Sequence[str]) -> dict[str, Any]:
+    """The state of another implementation, of another device or in other groups: this one's options and groups stay,
+    but the learning rate, which a schedule has moved, is the checkpoint's.
+
+    Args:
+        optimizer: that is to go on.
+        state: as torch's `Optimizer.state_dict` has it.
+        order: names of the parameters in the network's order, in which those of a single group are numbered.
+    """
+    if _names(state["param_groups"]) != _names(optimizer.param_groups):
+        state = _regrouped(state, [group.get("param_names", order) for group in optimizer.param_groups], order)
+    groups = [
+        {**own, **{key: saved[key] for key in ("lr", "initial_lr", "params") if key in saved}}
+        for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)
+    ]
+    return {**state, "param_groups": groups}
+
+
+def numbers_by_name(groups: Sequence[dict[str, Any]], order: Sequence[str]) -> dict[str, int]:
+    """The number that each parameter has in the groups of a checkpoint's optimizer; see `keep_own_options`."""
+    numbers = chain(*(group["params"] for group in groups))
+    return dict(zip(chain(*(group.get("param_names", order) for group in groups)), numbers, strict=True))
+
+
+def _names(groups: Sequence[dict[str, Any]]) -> list[Any]:
+    return [group.get("param_names") for group in groups]
+
+
+def _regrouped(state: dict[str, Any], wanted: list[Sequence[str]], order: Sequence[str]) -> dict[str, Any]:
+    before, saved = numbers_by_name(state["param_groups"], order), state["state"]
+    now = {name: number for number, name in enumerate(chain(*wanted))}
+    groups = [{**state["param_groups"][0], "params": [now[name] for name in names]} for names in wanted]
+    known = {number: saved[before[name]] for name, number in now.items() if before.get(name) in saved}
+    return {**state, "state": known, "param_groups": groups}

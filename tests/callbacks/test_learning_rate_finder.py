@@ -1,0 +1,39 @@
+"""What a range test makes of its losses."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from callbacks.learning_rate_finder import running_mean, steepest_fall
+
+RATES = [1e-6 * 10 ** (6 * step / 199) for step in range(200)]
+FALLING = [2.3 - 1.5 / (1 + (0.01 / rate) ** 2) for rate in RATES]
+"""Steepest, seen over a logarithmic axis, at 0.01."""
+
+
+def test_the_steepest_fall_of_a_smooth_curve():
+    assert steepest_fall(RATES, FALLING) == pytest.approx(0.01, rel=0.1)
+
+
+def test_the_running_mean_lags_by_less_than_its_length():
+    found = steepest_fall(RATES, running_mean(FALLING))
+    assert found is not None
+    assert 0.01 < found < 0.01 * 10 ** (6 * 10 / 199)
+
+
+def test_nothing_is_suggested_for_noise():
+    noise = [2.3 + 0.02 * math.sin(17.0 * step) for step in range(200)]
+    assert steepest_fall(RATES, running_mean(noise)) is None
+
+
+@pytest.mark.parametrize("end", [math.nan, math.inf, 1e6])
+def test_a_divergence_ends_the_curve(end: float):
+    means = running_mean([*FALLING[:150], end, 1.0])
+    assert len(means) == 150
+    assert all(math.isfinite(mean) for mean in means)
+
+
+def test_no_steps_no_suggestion():
+    assert steepest_fall(RATES, running_mean([math.nan])) is None

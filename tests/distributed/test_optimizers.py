@@ -1,0 +1,85 @@
+"""Every optimizer through train.py on two real ranks: the strategies agree, and a range test runs under ZeRO."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from checkpointing.read import read
+from checkpointing.weights import network
+from optimizers import OFFLOADED_BY, OPTIMIZERS
+from tests.helpers import run_folder_of, train_all
+
+pytestmark = pytest.mark.distributed
+
+WHOLE = "FUZZ" in os.environ
+STEPS = 12
+RATES = {"sgd": 0.05, "adadelta": 1.0, "adagrad": 0.01}
+STAGES = [f"deepspeed_stage_{stage}" for stage in range(4)]
+
+RUNS = [("muon", "deepspeed_stage_0"), ("lion", "deepspeed_stage_3"), ("adagrad", "deepspeed_stage_1")]
+"""Optimizer, strategy."""
+OFFLOADED: list[tuple[str, str]] = []
+if WHOLE:
+    RUNS = [("muon", "deepspeed_stage_0"), *((name, stage) for name in OFFLOADED_BY for stage in STAGES)]
+    OFFLOADED = [(name, f"deepspeed_stage_{stage}_offload") for name in OFFLOADED_BY for stage in (2, 3)]
+
+FOUND = Path("range test")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Path:
+    """The folder of all runs, and of a range test."""
+    folder = tmp_path_factory.mktemp("runs")
+    same = [*small_data, "--accelerator", "cpu", "--devices", "2", "--batch_size", "16", "--data.val_fraction", "0"]
+    same += ["--logger", "none"]
+    flags = {}
+    for name, strategy in [*RUNS, *OFFLOADED, *((name, "ddp") for name in OPTIMIZERS)]:
+        if any(name == used for used, _ in [*RUNS, *OFFLOADED]):
+            of_optimizer = ["--optimizer", name, "--optimizer.lr", str(RATES.get(name, 0.001))]
+            of_optimizer += ["--optimizer.weight_decay", "0.1", "--schedule", "cosine", "--max_steps", str(STEPS)]
+            flags[folder / f"{name}-{strategy}"] = [*same, *of_optimizer, "--strategy", strategy]
+    flags[folder / FOUND] = [*same, "--find_lr", "--accumulate", "2", "--strategy", "deepspeed_stage_3"]
+    train_all(flags, timeout=3600)
+    return folder
+
+
+def largest_difference(folder: Path, name: str, strategy: str) -> float:
+    """Of the weights after training from those under DDP; the optimizer's state is of the same form."""
+    found, expected = (
+        read(run_folder_of(folder / f"{name}-{used}") / "checkpoints" / "last.ckpt") for used in (strategy, "ddp")
+    )
+    for key in ("params", "param_names", "weight_decay", "lr"):
+        groups = [[group[key] for group in one["optimizer_states"][0]["param_groups"]] for one in (found, expected)]
+        assert groups[0] == groups[1]
+    # The schedule has come to the end of the run.
+    assert {group["lr"] for group in expected["optimizer_states"][0]["param_groups"]} == {0.0}
+    states = [one["optimizer_states"][0]["state"] for one in (found, expected)]
+    assert {number: state.keys() for number, state in states[0].items()} == {
+        number: state.keys() for number, state in states[1].items()
+    }
+    weights = network(found), network(expected)
+    assert weights[0].keys() == weights[1].keys()
+    return max((weights[0][key] - weights[1][key]).abs().max().item() for key in weights[0])
+
+
+@pytest.mark.parametrize(("name", "strategy"), RUNS)
+def test_strategies_agree(name: str, strategy: str, runs: Path):
+    """Bit for bit: each element has its own update, however the parameters are cut; Muon's are whole."""
+    assert largest_difference(runs, name, strategy) == 0
+
+
+@pytest.mark.parametrize(("name", "strategy"), OFFLOADED)
+def test_offloaded_ones_agree(name: str, strategy: str, runs: Path):
+    """DeepSpeed's C++ rounds in another way; of Lion that can turn a sign, which is a whole step of the learning rate."""
+    limit = 3e-3 if name == "lion" else 1e-4
+    assert largest_difference(runs, name, strategy) < limit
+
+
+def test_range_test_under_zero_3(runs: Path):
+    run = run_folder_of(runs / FOUND)
+    assert (run / "lr_find.png").read_bytes().startswith(b"\x89PNG")
+    assert not (run / "checkpoints").exists()
+    assert "name: range_test" in (run / "config.yaml").read_text()

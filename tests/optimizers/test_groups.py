@@ -1,0 +1,66 @@
+"""Parameter groups, and a checkpoint of other groups."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from optimizers import OPTIMIZERS
+from optimizers.groups import parameter_groups
+from optimizers.state import keep_own_options
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+
+
+def optimizer(net: nn.Module, name: str = "adam", **options: Any) -> torch.optim.Optimizer:
+    chosen = OPTIMIZERS[name](**options)
+    made = chosen.build(parameter_groups(chosen, dict(net.named_parameters())), "torch")
+    order = [name for name, _ in net.named_parameters()]
+    made.register_load_state_dict_pre_hook(partial(keep_own_options, order=order))
+    return made
+
+
+def test_norms_and_biases_do_not_decay():
+    decaying, others = optimizer(network(), weight_decay=0.1).param_groups
+    assert (decaying["weight_decay"], decaying["param_names"]) == (0.1, ["0.weight", "2.weight"])
+    assert (others["weight_decay"], others["param_names"]) == (0, ["0.bias", "1.weight", "1.bias", "2.bias"])
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1, "weight_decay_on": "all"}])
+def test_one_group_where_all_are_alike(options: dict[str, Any]):
+    net = network()
+    (group,) = optimizer(net, **options).param_groups
+    assert group["params"] == [*net.parameters()]
+    assert "param_names" not in group
+
+
+def test_the_shape_of_a_sharded_parameter():
+    """ZeRO-3 leaves an empty one and FSDP a flat one, each with the shape that it had."""
+    sharded: Any = [nn.Parameter(torch.empty(0)), nn.Parameter(torch.empty(5)), nn.Parameter(torch.empty(0))]
+    sharded[0].ds_shape, sharded[1].whole_shape, sharded[2].ds_shape = torch.Size([4, 3]), torch.Size([4, 3]), (4,)
+    named = {"0.weight": sharded[0], "1.weight": sharded[1], "1.bias": sharded[2]}
+    decaying, others = parameter_groups(OPTIMIZERS["adamw"](), named)
+    assert (decaying["param_names"], others["param_names"]) == (["0.weight", "1.weight"], ["1.bias"])
+
+
+@pytest.mark.parametrize("now", [0.1, 0.0])
+@pytest.mark.parametrize("before", [0.1, 0.0])
+def test_the_state_of_other_groups_is_taken_up(before: float, now: float):
+    """Of one group in two, of two in one: each parameter gets its own."""
+    net = network()
+    first, second = optimizer(net, weight_decay=before, lr=0.5), optimizer(net, weight_decay=now)
+    for number, parameter in enumerate(net.parameters()):
+        parameter.grad = torch.full_like(parameter, number + 1.0)
+    first.step()
+    second.load_state_dict(first.state_dict())
+    assert len(second.param_groups) == (2 if now else 1)
+    assert {group["lr"] for group in second.param_groups} == {0.5}
+    assert second.param_groups[0]["weight_decay"] == now
+    assert all(torch.equal(second.state[p]["exp_avg"], first.state[p]["exp_avg"]) for p in net.parameters())

@@ -1,0 +1,127 @@
+"""100 steps of each optimizer against its reference: torch's own class, or the paper's step written out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from optimizers import OPTIMIZERS
+from optimizers.groups import hidden_matrices, parameter_groups
+
+STEPS = 100
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3), nn.Conv2d(6, 4, 3), nn.Flatten(), nn.Linear(64, 8), nn.GELU(), nn.Linear(8, 5)
+    )
+
+
+def trained(make: Callable[[nn.Sequential], Callable[[], Any]]) -> list[Tensor]:
+    """The weights after 100 steps; `make` gives the step for a network."""
+    net = network()
+    step = make(net)
+    images, labels = torch.randn(16, 3, 8, 8), torch.randint(5, (16,))
+    for _ in range(STEPS):
+        net.zero_grad()
+        nn.functional.cross_entropy(net(images), labels).backward()
+        step()
+    return [parameter.detach() for parameter in net.parameters()]
+
+
+def ours(name: str, **options: Any) -> list[Tensor]:
+    def make(net: nn.Sequential) -> Callable[[], Any]:
+        chosen = OPTIMIZERS[name](**options)
+        return chosen.build(parameter_groups(chosen, dict(net.named_parameters())), "torch").step
+
+    return trained(make)
+
+
+def torchs(kind: Any, **options: Any) -> list[Tensor]:
+    """torch's class, with no weight decay on biases."""
+
+    def make(net: nn.Sequential) -> Callable[[], Any]:
+        matrices = [parameter for parameter in net.parameters() if parameter.dim() > 1]
+        biases = [parameter for parameter in net.parameters() if parameter.dim() == 1]
+        return kind([{"params": matrices}, {"params": biases, "weight_decay": 0.0}], **options).step
+
+    return trained(make)
+
+
+def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
+    assert all(torch.equal(own, theirs) for own, theirs in zip(one, other, strict=True))
+    assert not torch.equal(one[0], next(network().parameters()))  # it did train
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "options"),
+    [
+        ("sgd", torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+        ("adam", torch.optim.Adam, {"lr": 0.003, "betas": (0.8, 0.99)}),
+        ("adamw", torch.optim.AdamW, {"lr": 0.003}),
+        ("rmsprop", torch.optim.RMSprop, {"lr": 0.001, "alpha": 0.9, "momentum": 0.5, "centered": True}),
+        ("adagrad", torch.optim.Adagrad, {"lr": 0.01, "eps": 1e-9}),
+        ("adadelta", torch.optim.Adadelta, {"lr": 0.5, "rho": 0.8}),
+    ],
+)
+def test_is_torchs(name: str, kind: Any, options: dict[str, Any]):
+    expected = torchs(kind, weight_decay=0.1, **options)
+    assert_equal(ours(name, weight_decay=0.1, **options), expected)
+    everywhere = ours(name, weight_decay=0.1, weight_decay_on="all", **options)
+    assert not torch.equal(everywhere[1], expected[1])
+
+
+def test_lion_is_the_papers():
+    """Chen et al. 2023, algorithm 2, line by line."""
+    lr, first, second, decay = 0.001, 0.9, 0.99, 0.1
+
+    def make(net: nn.Sequential) -> Callable[[], Any]:
+        means = [torch.zeros_like(parameter) for parameter in net.parameters()]
+
+        @torch.no_grad()
+        def step() -> None:
+            for parameter, mean in zip(net.parameters(), means, strict=True):
+                gradient: Any = parameter.grad
+                update = (mean * first).add(gradient, alpha=1 - first).sign()
+                if parameter.dim() > 1:
+                    parameter.mul_(1 - lr * decay)
+                parameter.add_(update, alpha=-lr)
+                mean.mul_(second).add_(gradient, alpha=1 - second)
+
+        return step
+
+    assert_equal(ours("lion", lr=lr, betas=(first, second), weight_decay=decay), trained(make))
+
+
+def test_muon_is_torchs_beside_adamw():
+    """torch.optim.Muon on the hidden matrices, convolutions as matrices; torch.optim.AdamW on all else."""
+    common = {"lr": 0.002, "weight_decay": 0.1}
+
+    def make(net: nn.Sequential) -> Callable[[], Any]:
+        hidden: list[Any] = [net[1].weight, net[3].weight]
+        others = [net[0].weight, net[5].weight]
+        biases = [parameter for parameter in net.parameters() if parameter.dim() == 1]
+        flat = [nn.Parameter(weight.detach().view(len(weight), -1)) for weight in hidden]  # of the same memory
+        muon = torch.optim.Muon(flat, adjust_lr_fn="match_rms_adamw", momentum=0.95, **common)
+        adamw = torch.optim.AdamW([{"params": others}, {"params": biases, "weight_decay": 0.0}], **common)
+
+        def step() -> None:
+            for weight, matrix in zip(hidden, flat, strict=True):
+                matrix.grad = weight.grad.view_as(matrix)
+            muon.step()
+            adamw.step()
+
+        return step
+
+    assert_equal(ours("muon", **common), trained(make))
+
+
+def test_muon_leaves_the_ends_of_the_network_and_embeddings_alone():
+    names = {"net.positions": 2, "net.patches.weight": 4, "net.patches.bias": 1, "net.norm.weight": 1}
+    names |= {"net.qkv.weight": 2, "net.qkv.bias": 1, "net.out.weight": 2, "net.head.weight": 2, "net.head.bias": 1}
+    assert hidden_matrices(names) == {"net.qkv.weight", "net.out.weight"}
