@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import (
-    MulticlassAccuracy,
     MulticlassConfusionMatrix,
     MulticlassPrecisionRecallCurve,
     MulticlassROC,
@@ -48,7 +47,7 @@ class SplitMetrics:
         self.loss = MeanMetric()
         self.confusion = MulticlassConfusionMatrix(num_classes, **options)
         self.calibration = Calibration()
-        self.top = MulticlassAccuracy(num_classes, TOP, average="micro", **options) if num_classes > TOP else None
+        self.top = MeanMetric() if num_classes > TOP else None
 
     @property
     def update_called(self) -> bool:
@@ -58,11 +57,14 @@ class SplitMetrics:
     def update(self, scores: Tensor, labels: Tensor) -> None:
         """Counts a batch: scores (N, classes) in float32, before the softmax; labels (N,)."""
         losses = F.cross_entropy(scores, labels, reduction="none", ignore_index=IGNORED)
-        self.loss.update(losses, weight=(labels != IGNORED).float())
+        counted = (labels != IGNORED).float()
+        self.loss.update(losses, weight=counted)
         self.confusion.update(scores.argmax(dim=1), labels)
         self.calibration.update(scores, labels)
         if self.top is not None:
-            self.top.update(scores, labels)
+            # torchmetrics' MulticlassAccuracy(top_k=5) (1.9.0) goes by way of a one-hot matrix, several times as slow.
+            among = (scores.topk(TOP, dim=1).indices == labels[:, None]).any(dim=1)
+            self.top.update(among.float(), weight=counted)
 
     def per_class(self) -> dict[str, Tensor]:
         """Figures of each class, float64 (classes,) on the CPU; NaN of a class without images. Every rank calls it.
@@ -82,7 +84,9 @@ class SplitMetrics:
         precision, recall, f1 and what `per_class` has besides are macro averages: means over the classes with images;
         the *_weighted weigh each class with its images, for which the recall would be the accuracy once more.
         """
-        per_class = self.per_class()
+        return self._overall(self.per_class())
+
+    def _overall(self, per_class: dict[str, Tensor]) -> dict[str, float]:
         counts = self.confusion.compute().cpu().double()
         shares = counts.sum(dim=1) / counts.sum()
         top = {} if self.top is None else {f"acc_top{TOP}": self.top.compute().item()}
@@ -98,15 +102,16 @@ class SplitMetrics:
 
     def named(self, split: str, class_names: tuple[str, ...]) -> dict[str, float]:
         """<split>/<figure>, and <split>/<figure>_class/<name> of the classes with images. Every rank calls it."""
+        per_class = self.per_class()
         curves = ("acc", "precision", "f1") if self.num_classes <= CURVE_CLASSES else ("acc",)
         of_classes = {
             f"{split}/{figure}_class/{name}": value
-            for figure, values in self.per_class().items()
+            for figure, values in per_class.items()
             if figure in curves
             for name, value in zip(class_names, values.tolist(), strict=True)
             if math.isfinite(value)
         }
-        return {**{f"{split}/{figure}": value for figure, value in self.overall().items()}, **of_classes}
+        return {**{f"{split}/{figure}": value for figure, value in self._overall(per_class).items()}, **of_classes}
 
     def reset(self, device: torch.device) -> None:
         """Forgets all that was counted, and counts on `device` from now on."""

@@ -108,21 +108,19 @@ def _axes(x_name: str, y_name: str) -> tuple[Figure, Axes]:
 def _draw_classes(
     axes: Axes, ordinates: Sequence[NDArray[np.float64]], figures: NDArray[np.float64], class_names: Sequence[str]
 ) -> None:
-    drawn = np.flatnonzero(np.isfinite(figures))
-    ranked = drawn[np.argsort(-figures[drawn], kind="stable")]
-    if many := len(drawn) > 2 * SHOWN:
-        others = ranked[SHOWN:-SHOWN]
-        named = np.concatenate([ranked[:SHOWN], ranked[-SHOWN:]])
-        for label in others:
-            axes.plot(GRID, ordinates[label], color="tab:gray", linewidth=0.5, alpha=0.3)
-    else:
-        named = drawn
+    drawn: list[int] = np.flatnonzero(np.isfinite(figures)).tolist()
+    named, others = drawn, []
+    if len(drawn) > 2 * SHOWN:
+        ranked = sorted(drawn, key=lambda label: -figures[label])
+        named, others = [*ranked[:SHOWN], *ranked[-SHOWN:]], ranked[SHOWN:-SHOWN]
+    for label in others:
+        axes.plot(GRID, ordinates[label], color="tab:gray", linewidth=0.5, alpha=0.3)
     for place, label in enumerate(named):
         name = f"{class_names[label]} ({figures[label]:.3f})"
         axes.plot(GRID, ordinates[label], color=f"C{place}", linewidth=1.2, label=name)
-        if many and place == SHOWN - 1:
+        if others and place == SHOWN - 1:
             axes.plot([], [], color="tab:gray", linewidth=0.5, label=f"{len(others)} between")
-    if len(drawn):
+    if drawn:
         mean = np.mean([ordinates[label] for label in drawn], axis=0)
         axes.plot(GRID, mean, color="black", linewidth=2, label=f"macro mean ({_mean(figures):.3f})")
 

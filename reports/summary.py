@@ -132,8 +132,8 @@ def print_test_table(metrics: Mapping[str, Any], console: Console | None = None)
     grid.add_row("[dim]macro mean", f"precision {precision}, recall {recall}, F1 {f1}")
     if metrics["test/acc_top5"] is not None:
         grid.add_row("[dim]top-5", f"{_percent(metrics['test/acc_top5'])} accuracy")
-    areas = f"AUROC {metrics['test/auroc']:.4f}, average precision {metrics['test/average_precision']:.4f}, macro"
-    grid.add_row("[dim]curves", areas)
+    areas = f"{metrics['test/auroc']:.4f}, average precision {metrics['test/average_precision']:.4f}, macro means"
+    grid.add_row("[dim]AUROC", areas)
     grid.add_row("[dim]calibration", f"{_percent(metrics['test/calibration_error'])} error (ECE)")
     console.print(grid)
 

@@ -7,14 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sklearn.metrics as reference
+import sklearn.metrics
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 from metrics import BINS, CurveMetrics, SplitMetrics, calibration_error
 from sources.order import EvalOrder
 from sources.split import IGNORED
+
+reference: Any = sklearn.metrics  # whose docstrings, for want of annotations, pyright misreads
 
 ROWS = 2_999
 """Divided neither by two ranks nor by a batch."""
@@ -63,7 +65,7 @@ def measure_as_rank(rank: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(measure_as_rank, (folder,), nprocs=2)
+    spawn(measure_as_rank, (folder,), nprocs=2)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 

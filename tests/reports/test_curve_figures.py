@@ -22,7 +22,7 @@ def test_ten_classes_have_a_line_and_a_name_each_in_their_order() -> None:
     assert legend_of(figure) == [*named, "macro mean (0.725)", "chance"]
     lines = figure.axes[0].get_lines()
     assert len({line.get_color() for line in lines[:10]}) == 10
-    assert lines[0].get_ydata()[-1] == 1
+    assert np.asarray(lines[0].get_ydata())[-1] == 1
     assert figure.axes[0].get_title() == "ROC curves, macro AUROC 0.7250"
 
 
