@@ -63,7 +63,7 @@ def settle(config: Config) -> None:
         _check_on_cpu(config)
     if config.cuda_graphs:
         _check_cuda_graphs(config)
-    _check_optimizer(config)
+    _check_optimizer(config, raw)
     _check_offload(config)
     if "ep_size" in config.model.options:
         _check_experts(config, raw)
@@ -136,10 +136,9 @@ def _check_experts(config: Config, raw: dict[str, Any]) -> None:
         raise UsageError(f"--cuda_graphs cannot replay the routing of --model {config.model.name}: use --compile")
 
 
-def _check_optimizer(config: Config) -> None:
-    """What an optimizer needs of the machine and the strategy."""
+def _check_optimizer(config: Config, raw: dict[str, Any]) -> None:
+    """What an optimizer needs of the machine and the strategy; `raw` as in `_check_experts`."""
     name, spec = config.optimizer.name, STRATEGIES[config.strategy]
-    raw: dict[str, Any] = json.loads(Path(config.ds_config).read_text()) if config.ds_config else {}
     zero = raw.get("zero_optimization", {})
     stage = zero.get("stage", 0) if config.ds_config else spec.stage
     if name not in OFFLOADED_BY and (stage or (spec.family == "fsdp" and not config.ds_config)):

@@ -10,23 +10,21 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torchmetrics import MeanMetric
-from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 import models
 import optimizers.groups
 import strategies
 from config import Choice
+from metrics import CurveMetrics, SplitMetrics
 from models.moe import Gate, gates
 from optimizers import OPTIMIZERS
 from optimizers.state import keep_own_options
 from schedules import SCHEDULES, Constant, Schedule, settled
 from sources.augment import memory_format, normalize
-from sources.split import IGNORED
 
 
 class CIFARModule(LightningModule):
-    """Cross-entropy training of a network; loss and accuracy, overall and per class, on validation and test images.
+    """Cross-entropy training of a network; its figures (metrics.py) on validation and test images.
 
     A batch is (images, labels): images uint8 (N, 3, H, W), or float in [-1, 1]; labels int64 (N,), where IGNORED counts
     nowhere, or in training each class's share, float (N, classes).
@@ -68,7 +66,7 @@ class CIFARModule(LightningModule):
         self.gates: tuple[Gate, ...] = ()
         """Of the network's mixtures of experts, while it is trained."""
         self.val_metrics = SplitMetrics(num_classes)
-        self.test_metrics = SplitMetrics(num_classes)
+        self.test_metrics = CurveMetrics(num_classes)
 
     def configure_model(self) -> None:
         """Builds the network where the strategy wants it; ZeRO-3 shards each layer as it is made.
@@ -132,11 +130,11 @@ class CIFARModule(LightningModule):
         return self._evaluate(self.test_metrics, batch)
 
     def on_validation_epoch_end(self) -> None:
-        """Logs val/loss, val/acc and val/acc_class/<name>."""
+        """Logs val/loss, val/acc and the other figures, overall and per class."""
         self._log_metrics("val", self.val_metrics)
 
     def on_test_epoch_end(self) -> None:
-        """Logs test/loss, test/acc and test/acc_class/<name>; `test_metrics` stays readable until the next test."""
+        """Logs test/loss, test/acc and the others; `test_metrics` stays readable until the next test."""
         self._log_metrics("test", self.test_metrics)
 
     def on_test_epoch_start(self) -> None:
@@ -173,42 +171,6 @@ class CIFARModule(LightningModule):
         # Lightning takes a value named step for the curves' abscissa: optimizer steps done, as in the training curves.
         step = float(self.trainer.global_step)
         self.log_dict({**metrics.named(split, class_names), "step": step}, sync_dist=True)
-
-
-class SplitMetrics:
-    """Loss, accuracy and confusion matrix over one pass of a split, on all ranks.
-
-    Counts are int64 and the loss is summed in float32, whatever the precision of the engine. It is no nn.Module, and so
-    not among the layers that DeepSpeed goes through several times a step.
-    """
-
-    def __init__(self, num_classes: int):
-        self.loss = MeanMetric()
-        self.accuracy = MulticlassAccuracy(num_classes, average="micro", ignore_index=IGNORED)
-        self.class_accuracy = MulticlassAccuracy(num_classes, average=None, ignore_index=IGNORED)
-        self.confusion = MulticlassConfusionMatrix(num_classes, ignore_index=IGNORED)
-
-    def update(self, scores: Tensor, labels: Tensor) -> None:
-        """Counts a batch: scores (N, classes) in float32, labels (N,)."""
-        losses = F.cross_entropy(scores, labels, reduction="none", ignore_index=IGNORED)
-        self.loss.update(losses, weight=(labels != IGNORED).float())
-        predictions = scores.argmax(dim=1)
-        for metric in (self.accuracy, self.class_accuracy, self.confusion):
-            metric.update(predictions, labels)
-
-    def named(self, split: str, class_names: tuple[str, ...]) -> dict[str, Tensor]:
-        """<split>/loss, <split>/acc and <split>/acc_class/<name>, scalars over all ranks."""
-        per_class = self.class_accuracy.compute()
-        return {
-            f"{split}/loss": self.loss.compute(),
-            f"{split}/acc": self.accuracy.compute(),
-            **{f"{split}/acc_class/{name}": value for name, value in zip(class_names, per_class, strict=True)},
-        }
-
-    def reset(self, device: torch.device) -> None:
-        """Forgets all that was counted, and counts on `device` from now on."""
-        for metric in (self.loss, self.accuracy, self.class_accuracy, self.confusion):
-            metric.to(device).reset()
 
 
 class StepSchedule(LRScheduler):

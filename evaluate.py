@@ -77,7 +77,7 @@ def evaluate(config: Config, checkpoint: Path, precision: str) -> dict[str, obje
         precision: Lightning's name of the number format that the network runs in.
 
     Returns:
-        test/loss, test/acc and test/acc_per_class.
+        The test/* of metrics.json.
     """
     from lightning.pytorch import Trainer
 

@@ -1,4 +1,4 @@
-"""The figures of a test: the confusion matrix and the mistakes that the network was surest of."""
+"""The figures of a test: confusion matrix, surest mistakes, ROC and precision-recall curves, calibration."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
 from callbacks.ranks import gather
+from metrics import calibration_error
+from reports.curve_figures import calibration_figure, precision_recall_figure, roc_figure
 from reports.figures import MISTAKE_COLUMNS, MISTAKE_ROWS, confusion_figure, mistakes_figure
 from sources.augment import MEAN, STD
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from cifar_module import CIFARModule
+    from metrics import Curve
 
 SHOWN = MISTAKE_ROWS * MISTAKE_COLUMNS
 """Mistakes that the figure has room for; no more are kept."""
@@ -29,7 +32,7 @@ Mistakes = tuple["Tensor", "Tensor", "Tensor", "Tensor"]
 
 
 class TestFigures(Callback):
-    """Writes confusion_matrix.png and mistakes.png into the run folder and the loggers when a test ends.
+    """Writes the figures of a test into the run folder and the loggers when it ends.
 
     Args:
         run_dir: the run folder, on rank 0; None on the others.
@@ -60,7 +63,9 @@ class TestFigures(Callback):
         """Draws on rank 0 what all ranks have found."""
         assert self._mistakes is not None
         of_each_rank = gather(tuple(part.cpu() for part in self._mistakes))
-        counts = pl_module.test_metrics.confusion.compute()  # on every rank: it adds the ranks' counts up
+        tested = pl_module.test_metrics  # every rank asks it: it adds the ranks' counts up
+        counts, bins = tested.confusion.compute(), tested.calibration.compute().cpu()
+        per_class, roc, precision_recall = tested.per_class(), tested.roc(), tested.precision_recall()
         if self._run_dir is None:
             return
         class_names = trainer.datamodule.classes  # pyright: ignore[reportAttributeAccessIssue]
@@ -69,6 +74,15 @@ class TestFigures(Callback):
         matrix = confusion_figure(counts.cpu().numpy(), class_names)
         write_figure(trainer, matrix, "figures/confusion_matrix", self._run_dir / "confusion_matrix.png")
         write_figure(trainer, grid, "figures/most_confident_mistakes", self._run_dir / "mistakes.png")
+        curves = {
+            "roc": roc_figure(as_arrays(roc), per_class["auroc"].numpy(), class_names),
+            "precision_recall": precision_recall_figure(
+                as_arrays(precision_recall), per_class["average_precision"].numpy(), class_names
+            ),
+            "calibration": calibration_figure(bins.numpy(), calibration_error(bins)),
+        }
+        for name, figure in curves.items():
+            write_figure(trainer, figure, f"figures/{name}", self._run_dir / f"{name}.png")
 
 
 def surest_mistakes(scores: Tensor, images: Tensor, labels: Tensor) -> Mistakes:
@@ -96,6 +110,11 @@ def as_pixels(images: Tensor) -> np.ndarray:
     if images.is_floating_point():
         images = ((images.float() * STD + MEAN) * 255).round().clamp(0, 255).to(torch.uint8)
     return images.numpy()
+
+
+def as_arrays(curves: list[Curve]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Curves of metrics.py as those of reports/, which know no torch."""
+    return [(x.numpy(), y.numpy()) for x, y in curves]
 
 
 def write_figure(trainer: Trainer, figure: Figure, tag: str, file: Path) -> None:

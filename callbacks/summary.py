@@ -12,7 +12,7 @@ from callbacks.curves import TrainingCurves
 from callbacks.memory import Memory
 from callbacks.throughput import Throughput
 from hardware import cpu_name
-from reports.summary import metrics_json
+from reports.summary import MEASURED, metrics_json
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer
@@ -49,7 +49,7 @@ def collect(trainer: Trainer, module: CIFARModule, datamodule: CIFARDataModule, 
         "epochs": curves.last_epoch,
         "steps": trainer.global_step,
         "train/loss": curves.last_loss,
-        "val/acc": module.val_metrics.accuracy.compute().item() if module.val_metrics.accuracy.update_called else None,
+        "val/acc": module.val_metrics.overall()["acc"] if module.val_metrics.update_called else None,
         **test_metrics(module, datamodule),
         **throughput.totals,
         **memory.totals,
@@ -59,15 +59,17 @@ def collect(trainer: Trainer, module: CIFARModule, datamodule: CIFARDataModule, 
 
 
 def test_metrics(module: CIFARModule, datamodule: CIFARDataModule) -> dict[str, Any]:
-    """test/loss, test/acc and test/acc_per_class of the last test, None where there was none; every rank calls it."""
-    if not module.test_metrics.accuracy.update_called:
-        return {"test/loss": None, "test/acc": None, "test/acc_per_class": None}
-    per_class = module.test_metrics.class_accuracy.compute().tolist()
-    return {
-        "test/loss": module.test_metrics.loss.compute().item(),
-        "test/acc": module.test_metrics.accuracy.compute().item(),
-        "test/acc_per_class": dict(zip(datamodule.classes, per_class, strict=True)),
+    """The test/* of metrics.json; None where there was no test, or is no such figure. Every rank calls it."""
+    nothing = {key: None for key in MEASURED if key.startswith("test/")}
+    tested = module.test_metrics
+    if not tested.update_called:
+        return nothing
+    overall = {f"test/{figure}": value for figure, value in tested.overall().items()}
+    tables = {
+        f"test/{figure}_per_class": dict(zip(datamodule.classes, values.tolist(), strict=True))
+        for figure, values in tested.per_class().items()
     }
+    return {**nothing, **overall, **tables}
 
 
 def log_hparams(trainer: Trainer, config: Config, metrics: dict[str, Any]) -> None:

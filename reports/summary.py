@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from reports.bench import is_benchmark, print_bench_table
 
@@ -26,6 +26,9 @@ MEASURED = (
     *("dataset", "num_train", "num_test", "model", "parameters", "strategy", "world_size", "num_nodes"),
     *("accelerator", "device_name", "precision", "seed", "batch_size", "micro_batch_size", "accumulate"),
     *("epochs", "steps", "train/loss", "val/acc", "test/loss", "test/acc", "test/acc_per_class"),
+    *("test/acc_top5", "test/precision", "test/recall", "test/f1", "test/precision_weighted", "test/f1_weighted"),
+    *("test/auroc", "test/average_precision", "test/calibration_error", "test/precision_per_class"),
+    *("test/recall_per_class", "test/f1_per_class", "test/auroc_per_class", "test/average_precision_per_class"),
     *("perf/images_per_second", "perf/step_time_ms", "perf/step_time_min_ms", "perf/step_time_median_ms"),
     *("perf/step_time_max_ms", "perf/data_time_ms", "perf/tflops", "perf/mfu", "perf/seconds_to_first_step"),
     *("perf/fit_seconds",),
@@ -39,7 +42,7 @@ FALLBACK = "fallback"
 PACKAGES = ("torch", "lightning", "deepspeed", "torchmetrics")
 
 TABLE_ROWS = 25
-"""Most rows of the table of classes; more classes go beside one another."""
+"""Most rows of the table of classes; more classes go beside one another, where the terminal is wide enough."""
 
 
 def metrics_json(measured: Mapping[str, Any], fallback: str = "") -> dict[str, Any]:
@@ -112,27 +115,60 @@ def print_summary(metrics: Mapping[str, Any], run_dir: Path, console: Console | 
 
 
 def print_test_table(metrics: Mapping[str, Any], console: Console | None = None) -> None:
-    """Prints the accuracy of a test, of each class and of all; nothing where there was no test.
+    """Prints the figures of a test, of each class and of all; nothing where there was no test.
 
     Args:
-        metrics: test/loss, test/acc and test/acc_per_class, the accuracies from 0 to 1.
+        metrics: test/* of metrics.json; NaN where a figure is not defined.
         console: where to; the standard output by default.
     """
     console = console or Console(highlight=False)
     if metrics.get("test/acc") is None:
         return
-    classes = list(metrics["test/acc_per_class"].items())
-    columns = math.ceil(len(classes) / TABLE_ROWS)
+    few = len(metrics["test/acc_per_class"]) <= TABLE_ROWS
+    accuracies = metrics["test/acc_per_class"]
+    console.print(_class_table(metrics) if few else _accuracy_table(accuracies, metrics["test/acc"], console.width))
+    grid = Table.grid(padding=(0, 2))
+    precision, recall, f1 = (_percent(metrics[f"test/{name}"]) for name in ("precision", "recall", "f1"))
+    grid.add_row("[dim]macro mean", f"precision {precision}, recall {recall}, F1 {f1}")
+    if metrics["test/acc_top5"] is not None:
+        grid.add_row("[dim]top-5", f"{_percent(metrics['test/acc_top5'])} accuracy")
+    areas = f"{metrics['test/auroc']:.4f}, average precision {metrics['test/average_precision']:.4f}, macro means"
+    grid.add_row("[dim]AUROC", areas)
+    grid.add_row("[dim]calibration", f"{_percent(metrics['test/calibration_error'])} error (ECE)")
+    console.print(grid)
+
+
+def _class_table(metrics: Mapping[str, Any]) -> Table:
+    """A row for each class, and their mean weighed with their images, which makes the accuracy of the recall."""
+    table = Table("class", *(Column(name, justify="right") for name in ("accuracy (recall)", "precision", "F1")))
+    classes = list(metrics["test/acc_per_class"])
+    for name in classes:
+        figures = (metrics[f"test/{figure}_per_class"][name] for figure in ("acc", "precision", "f1"))
+        table.add_row(escape(name), *map(_percent, figures), end_section=name == classes[-1])
+    of_all = (metrics[f"test/{figure}"] for figure in ("acc", "precision_weighted", "f1_weighted"))
+    table.add_row("[bold]all", *(f"[bold]{_percent(value)}" for value in of_all))
+    return table
+
+
+def _accuracy_table(accuracies: Mapping[str, float], overall: float, width: int) -> Table:
+    """Many classes beside one another, with their accuracy alone, in a table of at most `width` characters."""
+    classes = list(accuracies.items())
+    pair = max(map(len, accuracies)) + len("accuracy") + 2 * len(" │ ")
+    columns = max(1, min(math.ceil(len(classes) / TABLE_ROWS), (width - 1) // pair))
     rows = math.ceil(len(classes) / columns)
     table = Table()
     for _ in range(columns):
         table.add_column("class")
         table.add_column("accuracy", justify="right")
     for row in range(rows):
-        cells = [(escape(name), f"{accuracy:.2%}") for name, accuracy in classes[row::rows]]
+        cells = [(escape(name), _percent(accuracy)) for name, accuracy in classes[row::rows]]
         table.add_row(*(text for cell in cells for text in cell), end_section=row == rows - 1)
-    table.add_row("[bold]all", f"[bold]{metrics['test/acc']:.2%}")
-    console.print(table)
+    table.add_row("[bold]all", f"[bold]{_percent(overall)}")
+    return table
+
+
+def _percent(share: float) -> str:
+    return "-" if math.isnan(share) else f"{share:.2%}"
 
 
 def _summary_lines(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -24,15 +24,20 @@ from tests.helpers import ROOT, assert_ok, run_folder_of, run_program, small_dis
 CLASSES = [f"class {number}" for number in range(10)]
 SCALARS = {
     *("train/loss", "train/epoch", "train/global_step", "train/learning_rate", "train/grad_norm"),
-    *(f"{split}/{name}" for split in ("val", "test") for name in ("loss", "acc")),
-    *(f"{split}/acc_class/{name}" for split in ("val", "test") for name in CLASSES),
+    *(f"{split}/{name}" for split in ("val", "test") for name in ("loss", "acc", "acc_top5", "precision", "recall")),
+    *(f"{split}/{name}" for split in ("val", "test") for name in ("f1", "calibration_error")),
+    *("test/auroc", "test/average_precision"),
+    *(f"{split}/{name}_class/{c}" for split in ("val", "test") for name in ("acc", "precision", "f1") for c in CLASSES),
     *("perf/step_time_ms", "perf/data_time_ms", "perf/images_per_second", "perf/tflops", "mem/peak_gb"),
 }
 # fmt: off
 KEYS = [
     "schema", "dataset", "num_train", "num_test", "model", "parameters", "strategy", "world_size", "num_nodes",
     "accelerator", "device_name", "precision", "seed", "batch_size", "micro_batch_size", "accumulate", "epochs",
-    "steps", "train/loss", "val/acc", "test/loss", "test/acc", "test/acc_per_class", "perf/images_per_second",
+    "steps", "train/loss", "val/acc", "test/loss", "test/acc", "test/acc_per_class", "test/acc_top5",
+    "test/precision", "test/recall", "test/f1", "test/precision_weighted", "test/f1_weighted", "test/auroc",
+    "test/average_precision", "test/calibration_error", "test/precision_per_class", "test/recall_per_class",
+    "test/f1_per_class", "test/auroc_per_class", "test/average_precision_per_class", "perf/images_per_second",
     "perf/step_time_ms", "perf/step_time_min_ms", "perf/step_time_median_ms", "perf/step_time_max_ms",
     "perf/data_time_ms", "perf/tflops", "perf/mfu", "perf/seconds_to_first_step", "perf/fit_seconds",
     "mem/peak_rank_bytes", "mem/model_state_rank_bytes", "versions", "git_commit",
@@ -65,7 +70,8 @@ def test_tensorboard_has_every_curve_and_figure(run: tuple[Path, str]):
     events = EventAccumulator(str(run[0]), size_guidance={"scalars": 0, "images": 0, "tensors": 0})
     events.Reload()
     assert set(events.Tags()["scalars"]) >= SCALARS
-    assert set(events.Tags()["images"]) >= {"figures/confusion_matrix", "figures/most_confident_mistakes"}
+    figures = ("confusion_matrix", "most_confident_mistakes", "roc", "precision_recall", "calibration")
+    assert set(events.Tags()["images"]) >= {f"figures/{name}" for name in figures}
     steps = [event.step for event in events.Scalars("train/loss")]
     assert steps == [10, 20, 30, 40, 50, 60, 70, 72]
     assert [event.value for event in events.Scalars("train/global_step")] == steps
@@ -91,6 +97,7 @@ def test_what_is_left_behind_and_printed(run: tuple[Path, str]):
     folder, output = run
     left = {path.name for path in folder.iterdir()}
     assert left >= {"config.yaml", "metrics.json", "checkpoints", "confusion_matrix.png", "mistakes.png"}
+    assert left >= {"roc.png", "precision_recall.png", "calibration.png"}
     metrics = json.loads((folder / "metrics.json").read_text())
     for expected in (*CLASSES, f"{metrics['test/acc']:.2%}", "images/s", str(folder), "tensorboard --logdir"):
         assert expected in output
@@ -132,11 +139,15 @@ def test_evaluate_prints_the_same_table_again(run: tuple[Path, str], tmp_path: P
     shutil.copyfile(run[0] / "checkpoints" / "last.ckpt", tmp_path / "net.ckpt")
     done = run_program("evaluate.py", str(tmp_path / "net.ckpt"))
     assert_ok(done)
-    expected = {
-        name: f"{value:.2%}" for name, value in (*metrics["test/acc_per_class"].items(), ("all", metrics["test/acc"]))
-    }
+    columns = [metrics[f"test/{figure}_per_class"] for figure in ("acc", "precision", "f1")]
+    expected = {name: [f"{column[name]:.2%}" for column in columns] for name in CLASSES}
+    expected["all"] = [f"{metrics[f'test/{figure}']:.2%}" for figure in ("acc", "precision_weighted", "f1_weighted")]
     table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if "│" in line]
-    assert dict(table) == expected
+    assert {name: cells for name, *cells in table} == expected
+    for figure in ("f1", "acc_top5", "calibration_error"):
+        assert f"{metrics[f'test/{figure}']:.2%}" in done.stdout
+    for figure in ("auroc", "average_precision"):
+        assert f"{metrics[f'test/{figure}']:.4f}" in done.stdout
 
 
 def test_bench_steps_times_so_many_steps_and_stops(small_data: list[str], tmp_path: Path):

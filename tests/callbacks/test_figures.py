@@ -39,13 +39,14 @@ def test_the_surest_mistakes_of_all_batches_are_kept(fit: Callable[..., Any], mo
     assert (drawn["true"] == labels[expected].numpy()).all()
     assert (drawn["predicted"] == predicted[expected].numpy()).all()
 
-    per_class = run.module.test_metrics.class_accuracy.compute()
+    per_class = run.module.test_metrics.per_class()["acc"]
     assert drawn["shares"].diagonal().tolist() == pytest.approx(per_class.tolist())
 
-    for name in ("confusion_matrix.png", "mistakes.png"):
+    for name in ("confusion_matrix.png", "mistakes.png", "roc.png", "precision_recall.png", "calibration.png"):
         assert (run.folder / name).read_bytes().startswith(b"\x89PNG")
     tags = run.read().events.Tags()["images"]
-    assert set(tags) == {"figures/confusion_matrix", "figures/most_confident_mistakes"}
+    names = ("confusion_matrix", "most_confident_mistakes", "roc", "precision_recall", "calibration")
+    assert set(tags) == {f"figures/{name}" for name in names}
 
 
 def test_normalised_images_become_pixels_again() -> None:

@@ -25,6 +25,9 @@ def test_what_a_run_came_to(fit: Callable[..., Any], tmp_path: Path) -> None:
     assert metrics["test/acc"] == pytest.approx(logged["test/acc"])
     assert metrics["test/loss"] == pytest.approx(logged["test/loss"])
     assert metrics["test/acc_per_class"]["cat"] == pytest.approx(logged["test/acc_class/cat"])
+    for figure in ("f1", "acc_top5", "auroc", "average_precision", "calibration_error"):
+        assert metrics[f"test/{figure}"] == pytest.approx(logged[f"test/{figure}"])
+    assert metrics["test/f1_per_class"]["cat"] == pytest.approx(logged["test/f1_class/cat"])
     assert metrics["train/loss"] == pytest.approx(run.points("train/loss")[10])
     assert metrics["val/acc"] == pytest.approx(list(run.points("val/acc").values())[-1])
     assert {key for key in MEASURED if metrics[key] is None} == NOT_HERE
@@ -39,7 +42,7 @@ def test_what_a_run_came_to(fit: Callable[..., Any], tmp_path: Path) -> None:
 def test_a_run_without_test_and_validation(fit: Callable[..., Any]) -> None:
     run = fit(Config(epochs=1, batch_size=8), 40, limit_val_batches=0)
     metrics = summary.collect(run.trainer, run.module, run.datamodule, run.config)
-    untested = {"val/acc", "test/loss", "test/acc", "test/acc_per_class"}
+    untested = {"val/acc", *(key for key in MEASURED if key.startswith("test/"))}
     assert {key for key in MEASURED if metrics[key] is None} == NOT_HERE | untested
 
 

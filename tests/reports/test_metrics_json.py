@@ -13,17 +13,22 @@ from reports.summary import MEASURED, git_commit, metrics_json, print_summary, p
 KEYS = [
     *("schema", "dataset", "num_train", "num_test", "model", "parameters", "strategy", "world_size", "num_nodes"),
     *("accelerator", "device_name", "precision", "seed", "batch_size", "micro_batch_size", "accumulate", "epochs"),
-    *("steps", "train/loss", "val/acc", "test/loss", "test/acc", "test/acc_per_class", "perf/images_per_second"),
+    *("steps", "train/loss", "val/acc", "test/loss", "test/acc", "test/acc_per_class", "test/acc_top5"),
+    *("test/precision", "test/recall", "test/f1", "test/precision_weighted", "test/f1_weighted", "test/auroc"),
+    *("test/average_precision", "test/calibration_error", "test/precision_per_class", "test/recall_per_class"),
+    *("test/f1_per_class", "test/auroc_per_class", "test/average_precision_per_class", "perf/images_per_second"),
     *("perf/step_time_ms", "perf/step_time_min_ms", "perf/step_time_median_ms", "perf/step_time_max_ms"),
     *("perf/data_time_ms", "perf/tflops", "perf/mfu", "perf/seconds_to_first_step", "perf/fit_seconds"),
     *("mem/peak_rank_bytes", "mem/model_state_rank_bytes", "versions", "git_commit"),
 ]
 
+TABLE = {"zero [0]": 0.25, "one": 0.75}
 RUN: dict[str, Any] = {
     **dict.fromkeys(MEASURED, 1),
+    **{key: TABLE for key in MEASURED if key.endswith("_per_class")},
     **{"dataset": "digits", "model": "net", "strategy": "baseline", "device_name": "a CPU", "precision": "32-true"},
     **{"num_train": 45_000, "num_test": 10_000, "steps": 22_500, "batch_size": 4, "epochs": 2.0},
-    **{"test/acc": 0.5432, "test/acc_per_class": {"zero [0]": 0.25, "one": 0.75}, "perf/images_per_second": 1234.5},
+    **{"test/acc": 0.5432, "perf/images_per_second": 1234.5},
     **{"mem/peak_rank_bytes": [10**9, 2 * 10**9], "mem/model_state_rank_bytes": [10**6, 10**6], "world_size": 2},
     **{"perf/step_time_ms": 1.2, "perf/data_time_ms": 0.05, "perf/step_time_median_ms": None},
 }
@@ -112,8 +117,23 @@ def test_the_table_of_a_benchmark() -> None:
     assert "MFU" not in printed(print_summary, {**metrics, "perf/mfu": None}, Path("runs/a/version_0"))
 
 
-def test_a_hundred_classes_stand_side_by_side() -> None:
-    accuracies = {f"class {label}": label / 100 for label in range(100)}
-    text = printed(print_test_table, {"test/acc": 0.495, "test/acc_per_class": accuracies})
-    assert all(f"class {label} " in text for label in range(100))
-    assert len(text.splitlines()) < 35
+def test_a_class_without_images_and_a_network_without_top_5() -> None:
+    """Of no class has the table a figure that it has not."""
+    nothing = {"zero [0]": float("nan"), "one": 0.75}
+    text = printed(print_test_table, {**RUN, "test/acc_per_class": nothing, "test/acc_top5": None})
+    assert [cell.strip() for cell in next(line for line in text.splitlines() if "zero" in line).split("│")[1:-1]] == [
+        *("zero [0]", "-", "25.00%", "25.00%")
+    ]
+    assert "top-5" not in text
+    assert "top-5" in printed(print_test_table, RUN)
+
+
+@pytest.mark.parametrize(("width", "lines"), [(120, 40), (80, 65)])
+def test_a_hundred_classes_stand_side_by_side(width: int, lines: int) -> None:
+    accuracies = {f"class {label:07d}": label / 100 for label in range(100)}
+    console = Console(width=width, record=True, force_terminal=False)
+    print_test_table({**RUN, "test/acc": 0.495, "test/acc_per_class": accuracies}, console)
+    text = console.export_text()
+    assert all(f" {name} │ {share:8.2%} " in text for name, share in accuracies.items())
+    assert len(text.splitlines()) < lines
+    assert "49.50%" in text

@@ -1,0 +1,204 @@
+"""Every figure of a split against scikit-learn's, on one rank and on two real ones, from the same seeded scores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sklearn.metrics
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+from metrics import BINS, CurveMetrics, SplitMetrics, calibration_error
+from sources.order import EvalOrder
+from sources.split import IGNORED
+
+reference: Any = sklearn.metrics  # whose docstrings, for want of annotations, pyright misreads
+
+ROWS = 2_999
+"""Divided neither by two ranks nor by a batch."""
+
+BATCH_SIZE = 400
+CASES = {"ten classes": 10, "three, of which one has no images": 3, "forty": 40}
+RANKS = [pytest.param(1, id="one rank"), pytest.param(2, id="two ranks", marks=pytest.mark.distributed)]
+
+
+def scores_and_labels(case: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a network that is often right and rather sure, (ROWS, classes) and (ROWS,)."""
+    generator, classes = torch.Generator().manual_seed(0), CASES[case]
+    labels = torch.randint(0, classes, (ROWS,), generator=generator)
+    labels[labels == 1] = 0 if classes == 3 else 1
+    scores = torch.randn(ROWS, classes, generator=generator)
+    scores[torch.arange(ROWS), labels] += 1.5
+    return 3 * scores, labels
+
+
+def measure(case: str, rank: int, ranks: int) -> dict[str, Any]:
+    """What a rank comes to, in padded batches as the data module gives them."""
+    scores, labels = scores_and_labels(case)
+    # The entry that fills up: it would change every figure, were it counted.
+    scores = torch.cat([scores, 50 * torch.ones(1, CASES[case]).cumsum(1)])
+    labels = torch.cat([labels, torch.tensor([IGNORED])])
+    metrics = CurveMetrics(CASES[case])
+    metrics.reset(torch.device("cpu"))
+    for positions in EvalOrder(ROWS, BATCH_SIZE, ranks, rank).positions():
+        metrics.update(scores[positions], labels[positions])
+    return {
+        **metrics.overall(),
+        "per_class": metrics.per_class(),
+        "confusion": metrics.confusion.compute(),
+        "bins": metrics.calibration.compute(),
+        "roc": metrics.roc(),
+        "precision_recall": metrics.precision_recall(),
+    }
+
+
+def measure_as_rank(rank: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    torch.save({case: measure(case, rank, 2) for case in CASES}, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    spawn(measure_as_rank, (folder,), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.fixture(params=RANKS)
+def measured(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    """What rank 0 of one rank, or of two, comes to in each case."""
+    if request.param == 1:
+        return {case: measure(case, 0, 1) for case in CASES}
+    return request.getfixturevalue("on_two_ranks")[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_figures_are_those_of_scikit_learn(case: str, measured: dict[str, dict[str, Any]]):
+    found, (scores, labels) = measured[case], scores_and_labels(case)
+    probabilities, predicted = scores.double().softmax(1).numpy(), scores.argmax(1)
+    present = labels.unique()
+    close = {"rel": 0, "abs": 1e-6}
+    assert (
+        found["confusion"].numpy() == reference.confusion_matrix(labels, predicted, labels=range(CASES[case]))
+    ).all()
+    assert found["loss"] == pytest.approx(
+        reference.log_loss(labels, probabilities, labels=range(CASES[case])), rel=1e-6, abs=0
+    )
+    assert found["acc"] == reference.accuracy_score(labels, predicted)
+    averages = {"macro": "", "weighted": "_weighted"}
+    for average, suffix in averages.items():
+        precision, recall, f1, _ = reference.precision_recall_fscore_support(
+            labels, predicted, labels=present, average=average, zero_division=0
+        )
+        assert found[f"precision{suffix}"] == pytest.approx(precision, **close)
+        assert found[f"f1{suffix}"] == pytest.approx(f1, **close)
+        assert found["acc" if suffix else "recall"] == pytest.approx(recall, **close)
+    if case == "three, of which one has no images":
+        assert "acc_top5" not in found
+    else:
+        top = reference.top_k_accuracy_score(labels, probabilities, k=5, labels=range(CASES[case]))
+        assert found["acc_top5"] == pytest.approx(top, **close)
+
+    precision, recall, f1, _ = reference.precision_recall_fscore_support(
+        labels, predicted, labels=present, zero_division=0
+    )
+    one_hot = (labels[:, None] == present).numpy()
+    of_present = probabilities[:, present]
+    expected = {
+        "acc": recall,
+        "precision": precision,
+        "recall": recall,
+        "f1": f1,
+        "auroc": reference.roc_auc_score(one_hot, of_present, average=None),
+        "average_precision": reference.average_precision_score(one_hot, of_present, average=None),
+    }
+    assert list(found["per_class"]) == list(expected)
+    absent = np.setdiff1d(range(CASES[case]), present)
+    for figure, values in expected.items():
+        assert found["per_class"][figure][present].numpy() == pytest.approx(values, **close), figure
+        assert found["per_class"][figure][absent].isnan().all()
+        if figure != "acc":
+            assert found[figure] == pytest.approx(np.mean(values), **close)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_curves_are_those_of_scikit_learn(case: str, measured: dict[str, dict[str, Any]]):
+    found, (scores, labels) = measured[case], scores_and_labels(case)
+    probabilities = scores.double().softmax(1).numpy()
+    for label in labels.unique().tolist():
+        expected = reference.roc_curve(labels == label, probabilities[:, label], drop_intermediate=False)[:2]
+        for values, right in zip(found["roc"][label], expected, strict=True):
+            np.testing.assert_allclose(values, right, rtol=0, atol=1e-6)
+        expected = reference.precision_recall_curve(labels == label, probabilities[:, label])[:2][::-1]
+        for values, right in zip(found["precision_recall"][label], expected, strict=True):
+            np.testing.assert_allclose(values, right, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_calibration_by_brute_force(case: str, measured: dict[str, dict[str, Any]]):
+    """The formula of Guo et al. 2017, bin by bin."""
+    scores, labels = scores_and_labels(case)
+    confidence, predicted = scores.double().softmax(1).max(1)
+    error = 0.0
+    for number in range(BINS):
+        inside = (confidence > number / BINS) & (confidence <= (number + 1) / BINS)
+        assert measured[case]["bins"][number, 0] == inside.sum()
+        if inside.any():
+            accuracy = (predicted == labels)[inside].double().mean()
+            error += inside.sum().item() / ROWS * abs(accuracy - confidence[inside].mean()).item()
+    assert measured[case]["calibration_error"] == pytest.approx(error, abs=1e-12)
+
+
+@pytest.mark.distributed
+def test_ranks_agree(on_two_ranks: list[dict[str, Any]]):
+    one, other = on_two_ranks
+    for case in CASES:
+        for name in ("acc", "precision", "recall", "f1", "auroc", "average_precision", "calibration_error", "loss"):
+            assert one[case][name] == other[case][name]
+
+
+def test_a_confidence_of_1_is_in_the_last_bin():
+    metrics = SplitMetrics(2)
+    metrics.update(torch.tensor([[100.0, 0.0], [100.0, 0.0], [2.2, 0.0]]), torch.tensor([0, 1, 0]))
+    bins = metrics.calibration.compute()
+    assert bins[-2:, 0].tolist() == [1, 2]
+    assert calibration_error(bins) == pytest.approx((2 * 0.5 + 1 - 1 / (1 + np.exp(-2.2))) / 3)
+
+
+def test_a_class_without_images_has_no_curve_and_many_have_the_accuracy_alone():
+    metrics = SplitMetrics(3)
+    metrics.update(torch.eye(3), torch.tensor([0, 2, 2]))
+    named = metrics.named("val", ("a", "b", "c"))
+    assert {name for name in named if "_class/" in name} == {
+        f"val/{figure}_class/{name}" for figure in ("acc", "precision", "f1") for name in "ac"
+    }
+    assert named["val/acc"] == pytest.approx(2 / 3)
+    assert named["val/precision_class/a"] == 1
+    many = SplitMetrics(31)
+    many.update(torch.eye(31), torch.arange(31))
+    figures = {name.split("/")[1] for name in many.named("val", tuple(map(str, range(31)))) if "_class/" in name}
+    assert figures == {"acc_class"}
+
+
+def test_scores_that_are_no_numbers_raise_nothing():
+    metrics = CurveMetrics(10)
+    metrics.update(torch.full((20, 10), torch.nan), torch.arange(20) % 10)
+    assert np.isnan(metrics.overall()["loss"])
+    assert np.isnan(metrics.overall()["calibration_error"])
+
+
+def test_a_reset_forgets_everything():
+    scores, labels = scores_and_labels("ten classes")
+    metrics = CurveMetrics(10)
+    metrics.update(-scores, labels)
+    metrics.overall()
+    metrics.reset(torch.device("cpu"))
+    assert not metrics.update_called
+    metrics.update(scores, labels)
+    assert metrics.overall()["acc"] == reference.accuracy_score(labels, scores.argmax(1))
+    assert len(metrics.roc()[0][0]) == ROWS + 1
