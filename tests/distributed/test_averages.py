@@ -1,5 +1,5 @@
-"""Averaged weights and early stopping through train.py on two ranks: the same under every strategy, exact when a run goes
-on, and what evaluate.py and export.py use. `make fuzz` has every stage, offload, experts and bfloat16."""
+"""Averaged weights and early stopping through train.py on two ranks: the same under every strategy, exact when a run
+goes on, and what evaluate.py and export.py use. `make fuzz` has every stage, offload, experts and bfloat16."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ pytestmark = pytest.mark.distributed
 
 WHOLE = "FUZZ" in os.environ
 RECIPE = [
-    *("--batch_size", "16", "--accelerator", "cpu", "--devices", "2", "--epochs", "4", "--logger", "none"),
-    *("--optimizer.lr", "0.05", "--label_smoothing", "0.1", "--early_stopping", "1"),
+    *("--batch_size", "64", "--accelerator", "cpu", "--devices", "2", "--epochs", "5", "--logger", "none"),
+    *("--optimizer.lr", "0.1", "--label_smoothing", "0.1", "--early_stopping", "1", "--seed", "1"),
 ]
-"""An epoch is 36 steps; val/acc is best after the first."""
+"""An epoch is 9 steps."""
 
-EMA, SWA = ["--ema", "0.9"], ["--swa_from", "0.25"]
+EMA, SWA = ["--ema", "0.9"], ["--swa_from", "0.2"]
 STAGE_3 = ["--strategy", "deepspeed_stage_3"]
-STOPPED_AT = 50
+STOPPED_AT = 13  # before any patience is over
 RUNS: dict[str, list[str]] = {
     "ddp": EMA,
     "stage 3": [*EMA, *STAGE_3],
     "stage 3, stopped": [*EMA, *STAGE_3, "--max_steps", str(STOPPED_AT)],
     "stage 3, continued": [*EMA, *STAGE_3, "--resume", "stage 3, stopped"],
     "stage 2, continued": [*EMA, "--strategy", "deepspeed_stage_2", "--resume", "stage 3, stopped"],
-    "swa": SWA,
-    "swa, stage 3": [*SWA, *STAGE_3],
 }
-SAME = [("stage 3", "ddp"), ("stage 2, continued", "ddp"), ("swa, stage 3", "swa")]
+SAME = [("stage 3", "ddp"), ("stage 2, continued", "ddp")]
 if WHOLE:
+    RUNS |= {"swa": SWA, "swa, stage 3": [*SWA, *STAGE_3]}
+    SAME += [("swa, stage 3", "swa")]
     for name in ("stage_0", "stage_1", "stage_1_offload", "stage_2_offload", "stage_3_offload"):
         RUNS |= {name: [*EMA, "--strategy", f"deepspeed_{name}"]}
         RUNS |= {f"{name}, continued": [*RUNS[name], "--resume", "stage 3, stopped"]}
@@ -65,6 +65,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> dic
     folder = tmp_path_factory.mktemp("runs")
     out = {name: folder / name.replace(", ", "-").replace(" ", "_") for name in RUNS}
     flags = {out[name]: [str(out.get(flag, flag)) for flag in flags] for name, flags in RUNS.items()}
+    for name in RUNS.keys() - {"stage 3"}:
+        flags[out[name]] += ["--trainer.limit_test_batches", "0"]
     train_all({path: [*small_data, *RECIPE, *more] for path, more in flags.items()}, timeout=3600)
     return {name: run_folder_of(path) for name, path in out.items()}
 
@@ -81,8 +83,8 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
 @pytest.mark.parametrize(("one", "other"), SAME)
 def test_the_average_is_the_same_under_every_strategy(one: str, other: str, runs: dict[str, Path]):
     mine, expected = last(runs[one]), last(runs[other])
-    assert mine["global_step"] == expected["global_step"] == 72  # no better than after the first of four epochs
-    assert mine[AVERAGE]["count"] == expected[AVERAGE]["count"] == (2 if "swa" in one else 72)
+    assert mine["global_step"] == expected["global_step"]
+    assert mine[AVERAGE]["count"] == expected[AVERAGE]["count"]
     assert largest_difference(network(mine), network(expected)) < 1e-6
     assert largest_difference(network(mine), network(mine, averaged=False)) > 1e-3
 
@@ -90,6 +92,8 @@ def test_the_average_is_the_same_under_every_strategy(one: str, other: str, runs
 def test_a_stopped_run_goes_on_exactly(runs: dict[str, Path]):
     stopped, continued, whole = (last(runs[f"stage 3{how}"]) for how in (", stopped", ", continued", ""))
     assert (stopped["global_step"], stopped[AVERAGE]["count"]) == (STOPPED_AT, STOPPED_AT)
+    assert continued["global_step"] == whole["global_step"]
+    assert STOPPED_AT < whole["global_step"] < 5 * 9  # it ended early
     for averaged in (True, False):
         assert largest_difference(network(continued, averaged), network(whole, averaged)) == 0
     keys = [next(key for key in checkpoint["callbacks"] if "EarlyStop" in key) for checkpoint in (continued, whole)]
@@ -109,7 +113,7 @@ def test_evaluate_and_export_use_the_average(runs: dict[str, Path], tmp_path: Pa
         return evaluate.evaluate(config, checkpoint, "32-true")
 
     assert tested()["test/loss"] == pytest.approx(metrics["test/loss"], rel=1e-6)
-    assert abs(tested("--ema", "0")["test/loss"] - metrics["test/loss"]) > 1e-3
+    assert tested("--ema", "0")["test/loss"] != pytest.approx(metrics["test/loss"], rel=1e-6)  # the newest
     file = tmp_path / "net.safetensors"
     export.export(checkpoint, file, "safetensors", "float32")
     assert largest_difference(read_safetensors(file)[0], network(last(run))) == 0
