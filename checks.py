@@ -67,6 +67,8 @@ def settle(config: Config) -> None:
     _check_offload(config)
     if "ep_size" in config.model.options:
         _check_experts(config, raw)
+    if config.ema or config.swa_from:
+        _check_averaging(config, raw)
 
 
 def _settle_devices(config: Config, gpus: int) -> None:
@@ -160,6 +162,18 @@ def _check_bitsandbytes(config: Config) -> None:
         raise UsageError("--optimizer adam8bit needs a CUDA GPU: use --optimizer adam")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UsageError("--optimizer adam8bit needs bitsandbytes: pip install bitsandbytes, or use --optimizer adam")
+
+
+def _check_averaging(config: Config, raw: dict[str, Any]) -> None:
+    """The average lies where the weights lie, and is taken after a step; `raw` as in `_check_experts`."""
+    flag = "--ema" if config.ema else "--swa_from"
+    spec, offloaded_to = STRATEGIES[config.strategy], STRATEGIES[config.strategy].offload_parameters
+    if config.ds_config:
+        offloaded_to = raw.get("zero_optimization", {}).get("offload_param", {}).get("device")
+    if offloaded_to == "nvme":
+        raise UsageError(f"{flag}: {config.strategy_name} keeps the weights on disk, use deepspeed_stage_3_offload")
+    if spec.family == "fsdp" and not config.ds_config:
+        raise UsageError(f"{flag}: fsdp's shards cannot be averaged here, use deepspeed_stage_3")
 
 
 def _check_offload(config: Config) -> None:

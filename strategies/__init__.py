@@ -6,6 +6,7 @@ imports neither torch, Lightning nor DeepSpeed; `build` imports the one family t
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
@@ -92,3 +93,9 @@ def parameter_groups(strategy: Strategy, module: Module, groups: list[dict[str, 
     """An optimizer's groups of a network's parameters, split further where the strategy has to tell them apart."""
     own = getattr(strategy, "parameter_groups", None)
     return own(module, groups) if own is not None else groups
+
+
+def rewriting(strategy: Strategy) -> AbstractContextManager[None]:
+    """Within it the weights that a rank holds may be given other values; to be entered by all ranks."""
+    own = getattr(strategy, "rewriting", None)
+    return own() if own is not None else nullcontext()

@@ -73,7 +73,7 @@ def test_strategies_agree(name: str, strategy: str, runs: Path):
 
 @pytest.mark.parametrize(("name", "strategy"), OFFLOADED)
 def test_offloaded_ones_agree(name: str, strategy: str, runs: Path):
-    """DeepSpeed's C++ rounds in another way; of Lion that can turn a sign, which is a whole step of the learning rate."""
+    """DeepSpeed's C++ rounds in another way; of Lion that can turn a sign, which is a whole step."""
     limit = 3e-3 if name == "lion" else 1e-4
     assert largest_difference(runs, name, strategy) < limit
 
