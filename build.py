@@ -17,10 +17,12 @@ import run_folder
 import sources
 import strategies
 from batch import micro_batch_size
+from callbacks.averaging import Averaging
 from callbacks.counts import parameter_count, training_flops
 from callbacks.cpu_kernels import CPUKernels
 from callbacks.curves import TrainingCurves
 from callbacks.divergence import Divergence
+from callbacks.early_stop import EarlyStop
 from callbacks.experts import Experts
 from callbacks.figures import TestFigures
 from callbacks.heartbeat import Heartbeat
@@ -67,6 +69,7 @@ def module(config: Config) -> CIFARModule:
         compile=config.compile,
         cuda_graphs=config.cuda_graphs,
         skip_nan=config.on_nan == "skip",
+        label_smoothing=config.label_smoothing,
     )
 
 
@@ -166,6 +169,7 @@ def callbacks(config: Config, run_dir: Path | None) -> list[Callback]:
         Progress(config, curves),
         Interrupt(),
         Resume(config),
+        *([Averaging(config.ema, config.swa_from)] if config.ema or config.swa_from else []),
         # After the others, whose work it would take for waiting.
         Throughput(config, flops * config.world_size * config.accumulate, warmup),
     ]
@@ -173,6 +177,7 @@ def callbacks(config: Config, run_dir: Path | None) -> list[Callback]:
         observers.append(CPUKernels(flops, config.precision))
     if not config.bench_steps:
         observers += [TestFigures(run_dir), *checkpoints(config, run_dir)]
+        observers += [EarlyStop(config.early_stopping)] if config.early_stopping else []
     return observers
 
 

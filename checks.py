@@ -61,6 +61,8 @@ def settle(config: Config) -> None:
     _check_offload(config)
     if "ep_size" in config.model.options:
         _check_experts(config)
+    if config.ema or config.swa_from:
+        _check_averaging(config)
 
 
 def _settle_devices(config: Config, gpus: int) -> None:
@@ -124,6 +126,19 @@ def _check_experts(config: Config) -> None:
         raise UsageError(f"{given} sets use_data_before_expert_parallelism: take it out, neighbours share experts here")
     if config.cuda_graphs:
         raise UsageError(f"--cuda_graphs cannot replay the routing of --model {config.model.name}: use --compile")
+
+
+def _check_averaging(config: Config) -> None:
+    """The average lies where the weights lie, and is taken after a step."""
+    flag = "--ema" if config.ema else "--swa_from"
+    spec, offloaded_to = STRATEGIES[config.strategy], STRATEGIES[config.strategy].offload_parameters
+    if config.ds_config:
+        raw: dict[str, Any] = json.loads(Path(config.ds_config).read_text())
+        offloaded_to = raw.get("zero_optimization", {}).get("offload_param", {}).get("device")
+    if offloaded_to == "nvme":
+        raise UsageError(f"{flag}: {config.strategy_name} keeps the weights on disk, use deepspeed_stage_3_offload")
+    if spec.family == "fsdp" and not config.ds_config:
+        raise UsageError(f"{flag}: fsdp's shards cannot be averaged here, use deepspeed_stage_3")
 
 
 def _check_offload(config: Config) -> None:

@@ -37,6 +37,7 @@ class CIFARModule(LightningModule):
         compile: whether the network runs through torch.compile.
         cuda_graphs: whether it does so as CUDA graphs.
         skip_nan: whether a micro-batch is left out whose loss is no number or infinite.
+        label_smoothing: share of each training label that is spread over all classes (Szegedy et al. 2016).
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class CIFARModule(LightningModule):
         compile: bool = False,
         cuda_graphs: bool = False,
         skip_nan: bool = False,
+        label_smoothing: float = 0.0,
     ):
         super().__init__()
         self.model = model
@@ -59,6 +61,7 @@ class CIFARModule(LightningModule):
         self.compiled = compile or cuda_graphs
         self.cuda_graphs = cuda_graphs
         self.skip_nan = skip_nan
+        self.label_smoothing = label_smoothing
         self.skipped = 0
         """Micro-batches that were left out."""
         self.net: nn.Module | None = None
@@ -108,7 +111,7 @@ class CIFARModule(LightningModule):
         return 0 * self._loss(grey, labels)
 
     def _loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        loss = F.cross_entropy(self.forward(images).float(), labels)
+        loss = F.cross_entropy(self.forward(images).float(), labels, label_smoothing=self.label_smoothing)
         for gate in self.gates:
             if gate.options.load_balance and gate.routing is not None:
                 loss = loss + gate.options.load_balance * gate.routing.load_balance_loss

@@ -19,7 +19,16 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
-from config import AugmentConfig, Choice, Config, DataConfig, DeviceConfig, OutputConfig, TrainingConfig
+from config import (
+    AugmentConfig,
+    Choice,
+    Config,
+    DataConfig,
+    DeviceConfig,
+    OutputConfig,
+    RegularizationConfig,
+    TrainingConfig,
+)
 from errors import UsageError
 from models import MODELS
 from optimizers import OPTIMIZERS
@@ -148,7 +157,7 @@ def _parser(names: dict[str, str]) -> ArgumentParser:
     recipes = parser.add_argument_group("recipes")
     recipes.add_argument("--config", metavar="FILE", help="YAML recipe; several may be given, the later wins.")
     recipes.add_argument("--print_config", action="store_true", help="Print the resulting recipe and exit.")
-    for section in (DeviceConfig, TrainingConfig, OutputConfig):
+    for section in (DeviceConfig, TrainingConfig, RegularizationConfig, OutputConfig):
         parser.add_class_arguments(section)
     for key, section in SECTIONS.items():
         parser.add_argument_group(section.__doc__).add_class_arguments(section, key, as_group=False)
@@ -271,6 +280,7 @@ def _check_values(config: Config) -> None:
     if config.data.synthetic_size < 10:
         raise UsageError(f"--data.synthetic_size must be at least 10, not {config.data.synthetic_size}")
     _check_augmentation(config)
+    _check_regularization(config)
     if config.name and (Path(config.name).name != config.name or config.name in (".", "..")):
         raise UsageError(f"--name {config.name} must be a plain name; --out is the directory")
 
@@ -289,6 +299,20 @@ def _check_augmentation(config: Config) -> None:
     for name in ("mixup", "cutmix"):
         if not 0 <= getattr(augment, name) < math.inf:
             raise UsageError(f"--augment.{name} must be at least 0 and finite, not {getattr(augment, name)}")
+
+
+def _check_regularization(config: Config) -> None:
+    for name in ("label_smoothing", "ema", "swa_from"):
+        if not 0 <= getattr(config, name) < 1:
+            raise UsageError(f"--{name} must be at least 0 and under 1, not {getattr(config, name)}")
+    if config.ema and config.swa_from:
+        raise UsageError("--ema and --swa_from are two ways to average the weights: leave one of them out")
+    if config.early_stopping < 0:
+        raise UsageError(f"--early_stopping must not be negative, not {config.early_stopping}")
+    if config.early_stopping and not config.data.val_fraction:
+        raise UsageError("--early_stopping needs validation images: set --data.val_fraction above 0")
+    if config.early_stopping and config.trainer.get("limit_val_batches") == 0:
+        raise UsageError("--early_stopping needs a validation: leave --trainer.limit_val_batches out")
 
 
 def _plain(value: Any) -> Any:

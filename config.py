@@ -97,6 +97,26 @@ class TrainingConfig:
 
 
 @dataclass
+class RegularizationConfig:
+    """against overfitting: nothing by default"""
+
+    label_smoothing: float = 0.0
+    """Share of each training label that is spread evenly over all classes, from 0 to under 1; 0: none. The loss of an
+    evaluation is of the labels as they are."""
+
+    early_stopping: int = 0
+    """End the training after this many validations in a row (one an epoch) without a better val/acc; 0: never."""
+
+    ema: float = 0.0
+    """Decay of an exponential moving average of the weights, over about 1 / (1 - decay) optimizer steps: 0.999 for a
+    thousand. Validation, test, the best checkpoint and exports use the average. 0: none."""
+
+    swa_from: float = 0.0
+    """Stochastic weight averaging: share of the training, from 0 to under 1, after which the weights at the end of each
+    epoch, and of the training, are averaged equally. Used as that of --ema, from its first epoch on. 0: none."""
+
+
+@dataclass
 class OutputConfig:
     """what is left behind"""
 
@@ -183,7 +203,7 @@ class Choice:
 
 
 @dataclass
-class Config(DeviceConfig, TrainingConfig, OutputConfig):
+class Config(DeviceConfig, TrainingConfig, RegularizationConfig, OutputConfig):
     """Everything that a run depends on. The defaults are the PyTorch tutorial's recipe with a validation split."""
 
     data: DataConfig = field(default_factory=DataConfig)

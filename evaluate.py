@@ -26,7 +26,8 @@ def main() -> int:
         usage="%(prog)s RUN_OR_CHECKPOINT [--<option of train.py> VALUE ...]",
         description="Tests a checkpoint of any strategy on one device.",
         epilog="Data, network and precision are the run's own; options of train.py override them, "
-        "for instance --data.root DIR or --accelerator cpu.",
+        "for instance --data.root DIR or --accelerator cpu. Of a run with averaged weights these are tested; "
+        "--ema 0 --swa_from 0 tests the newest.",
         allow_abbrev=False,
     )
     parser.add_argument("checkpoint", help="a run folder (its newest checkpoint), or a .ckpt file or folder")
@@ -91,7 +92,7 @@ def evaluate(config: Config, checkpoint: Path, precision: str) -> dict[str, obje
     module = build.module(config)
     module.configure_model()
     assert module.net is not None
-    load_weights(module.net, checkpoint, config.trust)
+    load_weights(module.net, checkpoint, config.trust, averaged=bool(config.ema or config.swa_from))
     trainer = Trainer(
         accelerator=config.accelerator,
         devices=1,

@@ -9,39 +9,47 @@ from typing import Any
 from torch import Tensor, nn
 
 from checkpointing.read import read
+from checkpointing.zero_folder import AVERAGE
 from errors import UsageError
 
 PREFIX = "net."
 """Where the network lies in the LightningModule."""
 
 
-def network(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The weights in a checkpoint that was read, by the network's own names."""
+def network(checkpoint: Mapping[str, Any], averaged: bool = True) -> dict[str, Tensor]:
+    """The weights in a checkpoint that was read, by the network's own names.
+
+    Args:
+        checkpoint: as `read.read` returns it.
+        averaged: whether the average of the weights is taken, where there is one, and not the newest.
+    """
+    average = checkpoint[AVERAGE]["weights"] if averaged and AVERAGE in checkpoint else {}
     state = checkpoint["state_dict"]
-    return {key.removeprefix(PREFIX): value for key, value in state.items() if key.startswith(PREFIX)}
+    return {key.removeprefix(PREFIX): average.get(key, value) for key, value in state.items() if key.startswith(PREFIX)}
 
 
-def load_weights(net: nn.Module, checkpoint: Path, trust: bool = False) -> None:
+def load_weights(net: nn.Module, checkpoint: Path, trust: bool = False, averaged: bool = True) -> None:
     """Puts a checkpoint's weights into a network, whose dtype stays.
 
     Raises:
         UsageError: as `read_weights` does.
     """
-    net.load_state_dict(read_weights(net, checkpoint, trust))
+    net.load_state_dict(read_weights(net, checkpoint, trust, averaged))
 
 
-def read_weights(net: nn.Module, checkpoint: Path, trust: bool = False) -> dict[str, Tensor]:
+def read_weights(net: nn.Module, checkpoint: Path, trust: bool = False, averaged: bool = True) -> dict[str, Tensor]:
     """The weights in a checkpoint, by the network's own names.
 
     Args:
         net: of the kind that the checkpoint was written for; one on torch's meta device will do.
         checkpoint: Lightning's file, or the folder that DeepSpeed writes, sharded or not.
         trust: see `safe_load.load`.
+        averaged: see `network`.
 
     Raises:
         UsageError: the checkpoint is damaged or of another network.
     """
-    found = network(read(checkpoint, trust))
+    found = network(read(checkpoint, trust), averaged)
     check_fits(net, found, str(checkpoint))
     return found
 

@@ -35,6 +35,10 @@ SHAPE = "zero_shape"
 GROUPS = "zero_groups"
 """Key of what it notes at stage 0: the names of the parameters of each group, which DeepSpeed does not write down."""
 
+AVERAGE = "average"
+"""Key of what callbacks/averaging.py adds to the checkpoints of every strategy: `kind` and `count`, and `weights`, the
+averages by the names of state_dict; `sharded` where these are this rank's parts, cut as stage 3 cuts the parameters."""
+
 DEEPSPEED_KEYS = {
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
     *("shared_params", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples"),
@@ -152,6 +156,8 @@ def _together(
     frozen = _frozen(models) if stage == 3 else {}
     state_dict = {**weights, **trained.weights, **frozen}
     progress = {key: value for key, value in main.items() if key not in DEEPSPEED_KEYS}
+    if AVERAGE in main:
+        progress[AVERAGE] = _averaged(models)
     optimizer_states = [_as_torch(trained, param_groups, order)] if trained.names else []
     return {**progress, "state_dict": {name: state_dict[name] for name in order}, "optimizer_states": optimizer_states}
 
@@ -256,6 +262,18 @@ def _frozen(models: list[dict[str, Any]]) -> dict[str, Tensor]:
         .reshape(shape)
         for name, shape in shapes.items()
     }
+
+
+def _averaged(models: list[dict[str, Any]]) -> dict[str, Any]:
+    """The averaged weights, put together where each rank has kept its own part."""
+    average: dict[str, Any] = models[0][AVERAGE]
+    if not average["sharded"]:
+        return average
+    weights: dict[str, Tensor] = dict(average["weights"])
+    for name, shape in (item for group in models[0]["param_shapes"] for item in group.items()):
+        parts = [model[AVERAGE]["weights"][name] for model in models]
+        weights[name] = torch.cat(parts).narrow(0, 0, math.prod(shape)).reshape(shape)
+    return {**average, "weights": weights, "sharded": False}
 
 
 def _as_torch(trained: _Trained, groups: list[dict[str, Any]], order: Iterable[str]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ imports neither torch, Lightning nor DeepSpeed; `build` imports the one family t
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
@@ -93,3 +94,9 @@ def parameter_groups(strategy: Strategy, module: Module) -> Iterable[Any]:
     """What an optimizer is made for: all parameters, or groups of them where the strategy has to tell them apart."""
     own = getattr(strategy, "parameter_groups", None)
     return own(module) if own is not None else module.parameters()
+
+
+def rewriting(strategy: Strategy) -> AbstractContextManager[None]:
+    """Within it the weights that a rank holds may be given other values; to be entered by all ranks."""
+    own = getattr(strategy, "rewriting", None)
+    return own() if own is not None else nullcontext()

@@ -22,6 +22,7 @@ from torch.nn import Module
 from torch.utils.cpp_extension import CUDA_HOME
 
 import atomic
+from checkpointing.expert_names import plain_names
 from checkpointing.io import AtomicCheckpointIO, failure_of
 from checkpointing.read import read
 from checkpointing.zero_folder import GROUPS, SHAPE, TAG, shape_of
@@ -30,7 +31,7 @@ from models.moe import share_of
 from optimizers import Implementation
 from sources.console import say
 from strategies import experts
-from strategies.zero_checkpoint import GuardedCheckpointEngine, group_names, restore
+from strategies.zero_checkpoint import GuardedCheckpointEngine, cut, group_names, restore
 
 ENGINE = "_deepspeed_engine"
 """Where a module keeps the engine that trained it: that one's hooks on the gradients must go before a second fit."""
@@ -140,6 +141,25 @@ class ZeROStrategy(DeepSpeedStrategy):
     def parameter_groups(self, module: Module) -> Iterable[Any]:
         """What an optimizer is made for."""
         return experts.parameter_groups(module)
+
+    @contextmanager
+    def rewriting(self) -> Generator[None, None, None]:
+        """See `strategies.rewriting`: stage 3 cuts the parameters that it keeps whole, and puts them together anew."""
+        optimizer: Any = self.deepspeed_engine.optimizer
+        if self.zero_stage_3:
+            optimizer.checkpoint_event_prologue()
+        yield
+        if self.zero_stage_3:
+            optimizer.checkpoint_event_epilogue()
+
+    def cut(self, whole: Tensor, parameter: Any) -> Tensor:
+        """This rank's flat part of what has the shape of a parameter that stage 3 has cut."""
+        return cut(whole, parameter)
+
+    def plain_names(self, names: Iterable[str]) -> dict[str, str]:
+        """For each name of a weight of the engine the plain network's: a rank's experts are some of all."""
+        engine: Any = self.deepspeed_engine
+        return plain_names(names, self.global_rank % experts.ep_size(engine.module))
 
     @property
     def _casts_shards(self) -> bool:

@@ -87,7 +87,7 @@ def restore(engine: Any, checkpoint: dict[str, Any]) -> bool:
             group["lr"] = rates[min(number, len(rates) - 1)]
     if stage == 3:
         for parameter, name in names.items():
-            part = _cut(weights[name], parameter)
+            part = cut(weights[name], parameter)
             parameter.ds_tensor.data[: part.numel()].copy_(part)  # pyright: ignore[reportAttributeAccessIssue]
         optimizer.checkpoint_event_epilogue()
     engine.global_steps = checkpoint["global_step"]
@@ -134,14 +134,14 @@ def _piece(rank: int, size: int, wholes: Sequence[Tensor]) -> Tensor:
 
 
 def _cuts(group: list[Parameter], wholes: Sequence[Tensor]) -> Tensor:
-    return torch.cat([*map(_cut, wholes, group)])
+    return torch.cat([*map(cut, wholes, group)])
 
 
 def _only(wholes: Sequence[Tensor]) -> Tensor:
     return wholes[0]
 
 
-def _cut(whole: Tensor, parameter: Any) -> Tensor:
+def cut(whole: Tensor, parameter: Any) -> Tensor:
     """This rank's part of a parameter at stage 3, filled up with zeros where it ends before."""
     size = parameter.ds_tensor.ds_numel
     rank = deepspeed.comm.get_rank(group=parameter.ds_process_group)

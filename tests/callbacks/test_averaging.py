@@ -1,0 +1,129 @@
+"""The averages of the weights against loops written out, on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+from torch.optim.swa_utils import update_bn
+
+from callbacks import figures
+from callbacks.averaging import Averaging, held
+from checkpointing.zero_folder import AVERAGE
+from cifar_module import CIFARModule
+from config import Choice, Config
+
+LR = Choice("sgd", {"lr": 0.05})
+STEPS = 8  # an epoch: 64 images in batches of 8
+
+
+class WithBatchNorm(CIFARModule):
+    """A network with statistics of its own, and dropout, which draws while it trains."""
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            torch.manual_seed(0)
+            convolution, head = nn.Conv2d(3, 4, 5, stride=4), nn.Linear(196, 10)
+            self.net = nn.Sequential(convolution, nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2), head)
+
+
+class Recorder(Callback):
+    """Keeps the weights after each step, and those that a validation sees."""
+
+    def __init__(self) -> None:
+        self.trained: list[dict[str, Tensor]] = []
+        self.validated: dict[str, Tensor] = {}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.fit_loop.epoch_loop._should_accumulate():
+            return
+        self.trained.append(copy(held(pl_module)))
+
+    def on_validation_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.validated = copy(held(pl_module))
+
+
+def copy(values: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in values.items()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def run(fit: Callable[..., Any], config: Config, *more: Callback) -> tuple[Any, Recorder]:
+    recorder = Recorder()
+    done = fit(config, STEPS * config.batch_size, *more, recorder, module_class=WithBatchNorm)
+    return done, recorder
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_exponential_average(accumulate: int, fit: Callable[..., Any]):
+    """The first 1 / (1 - 0.8) = 5 steps equally, from then on with weight 0.2."""
+    config = Config(optimizer=LR, batch_size=8, accumulate=accumulate, epochs=2)
+    done, recorder = run(fit, config, Averaging(0.8, 0))
+    assert len(recorder.trained) == 2 * STEPS
+    average = recorder.trained[0]
+    for count, newest in enumerate(recorder.trained[1:], start=2):
+        average = {name: value.lerp(newest[name], max(1 - 0.8, 1 / count)) for name, value in average.items()}
+    assert same(recorder.validated, average)
+    assert max((average[name] - newest[name]).abs().max() for name in average) > 1e-3
+    # What was trained, and what the test sees.
+    assert same(copy(held(done.module)), recorder.trained[-1])
+    assert same(recorder.trained[-1], run(fit, config)[1].trained[-1])
+    done.trainer.callbacks.remove(done.observer(figures.TestFigures))  # they take seconds
+    done.trainer.test(done.module, datamodule=done.datamodule, verbose=False)
+    assert same(copy(held(done.module)), recorder.trained[-1])
+    plain = deepcopy(done.module)
+    with torch.no_grad():
+        for name, value in held(plain).items():
+            value.copy_(recorder.validated[name])
+    scores = plain.eval()(done.datamodule.test_images[:-1])
+    expected = nn.functional.cross_entropy(scores, done.datamodule.test_labels[:-1])
+    torch.testing.assert_close(done.module.test_metrics.loss.compute(), expected, rtol=1e-5, atol=0)
+
+
+def test_equal_average_with_new_statistics(fit: Callable[..., Any]):
+    """Of the last three of four epochs; the batch norm's statistics are those of all training images."""
+    config = Config(optimizer=LR, batch_size=8, epochs=4)
+    done, recorder = run(fit, config, Averaging(0, 0.5))
+    ends = recorder.trained[2 * STEPS - 1 :: STEPS]
+    assert len(ends) == 3
+    net = deepcopy(done.module)
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            parameter.copy_(sum(end[name].double() for end in ends) / 3)
+    net.net[4].p = 0  # dropout comes after the batch norm
+    update_bn(done.datamodule.train_dataloader(), net)
+    for name, value in held(net).items():
+        torch.testing.assert_close(recorder.validated[name], value, rtol=0, atol=1e-6, msg=name)
+    assert not torch.allclose(recorder.validated["net.1.running_mean"], ends[-1]["net.1.running_mean"], atol=1e-4)
+    # The pass over the images draws numbers for its dropout: the training goes on as without it.
+    assert same(recorder.trained[-1], run(fit, config)[1].trained[-1])
+
+
+def test_bfloat16_weights_have_a_float32_average():
+    """Steps too small for the eight bits of bfloat16 add up."""
+    averaging = Averaging(0.999, 0)
+    module: Any = nn.Linear(1, 1, bias=False).bfloat16()
+    averaging._held = [module.weight]
+    trainer: Any = type("Trainer", (), {"accumulate_grad_batches": 1})()
+    for step, value in enumerate((1.0, 1.0, 1.0, 1.0078125)):
+        nn.init.constant_(module.weight, value)
+        averaging.on_train_batch_end(trainer, module, None, None, step)
+    assert averaging._averages[0].item() == 1 + 0.0078125 / 4
+
+
+def test_it_goes_on_from_a_checkpoint_of_its_own_kind_alone(fit: Callable[..., Any]):
+    done, _ = run(fit, Config(optimizer=LR, batch_size=8, epochs=1), Averaging(0.9, 0))
+    content: dict[str, Any] = {}
+    done.observer(Averaging).on_save_checkpoint(done.trainer, done.module, content)
+    assert (content[AVERAGE]["kind"], content[AVERAGE]["count"]) == ("ema", STEPS)
+    for again, count in ((Averaging(0.9, 0), STEPS), (Averaging(0, 0.5), 0)):
+        again.on_load_checkpoint(done.trainer, done.module, content)
+        assert again._count == count

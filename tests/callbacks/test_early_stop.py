@@ -1,0 +1,36 @@
+"""A training ends when val/acc gets no better."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from callbacks.early_stop import EarlyStop
+from config import Choice, Config
+
+STUCK = Config(optimizer=Choice("sgd", {"lr": 0.0}), batch_size=8, epochs=9)
+
+
+def test_it_ends_after_so_many_validations_and_says_so(fit: Callable[..., Any], capfd: pytest.CaptureFixture[str]):
+    done = fit(STUCK, 16, EarlyStop(2))
+    assert done.trainer.current_epoch == 3  # the first one is the best
+    accuracy = done.module.val_metrics.accuracy.compute().item()
+    message = f"has ended early, after epoch 3: val/acc has not been above {accuracy:.2%} in 2 validations"
+    assert message in capfd.readouterr().err
+
+
+def test_it_goes_on_counting_with_its_own_patience(fit: Callable[..., Any]):
+    before = fit(STUCK, 16, EarlyStop(2)).observer(EarlyStop).state_dict()
+    for patience, epochs in ((1, 0), (2, 0), (4, 2)):
+        again = EarlyStop(patience)
+        again.load_state_dict(before)
+        assert fit(STUCK, 16, again).trainer.current_epoch == epochs
+
+
+def test_a_better_accuracy_counts_anew():
+    again = EarlyStop(2)
+    for accuracy, stop in ((0.5, False), (0.5, False), (0.6, False), (0.4, False), (0.6, True)):
+        assert again._evaluate_stopping_criteria(torch.tensor(accuracy))[0] is stop

@@ -1,0 +1,119 @@
+"""Averaged weights and early stopping through train.py on two ranks: the same under every strategy, exact when a run
+goes on, and what evaluate.py and export.py use. `make fuzz` has every stage, offload, experts and bfloat16."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import checks
+import evaluate
+import export
+from checkpointing.read import read
+from checkpointing.safetensors_file import read_safetensors
+from checkpointing.weights import network
+from checkpointing.zero_folder import AVERAGE
+from tests.helpers import run_folder_of, train_all
+
+pytestmark = pytest.mark.distributed
+
+WHOLE = "FUZZ" in os.environ
+RECIPE = [
+    *("--batch_size", "64", "--accelerator", "cpu", "--devices", "2", "--epochs", "5", "--logger", "none"),
+    *("--optimizer.lr", "0.1", "--label_smoothing", "0.1", "--early_stopping", "1", "--seed", "1"),
+]
+"""An epoch is 9 steps."""
+
+EMA, SWA = ["--ema", "0.9"], ["--swa_from", "0.2"]
+STAGE_3 = ["--strategy", "deepspeed_stage_3"]
+STOPPED_AT = 13  # before any patience is over
+RUNS: dict[str, list[str]] = {
+    "ddp": EMA,
+    "stage 3": [*EMA, *STAGE_3],
+    "stage 3, stopped": [*EMA, *STAGE_3, "--max_steps", str(STOPPED_AT)],
+    "stage 3, continued": [*EMA, *STAGE_3, "--resume", "stage 3, stopped"],
+    "stage 2, continued": [*EMA, "--strategy", "deepspeed_stage_2", "--resume", "stage 3, stopped"],
+}
+SAME = [("stage 3", "ddp"), ("stage 2, continued", "ddp")]
+if WHOLE:
+    RUNS |= {"swa": SWA, "swa, stage 3": [*SWA, *STAGE_3]}
+    SAME += [("swa, stage 3", "swa")]
+    for name in ("stage_0", "stage_1", "stage_1_offload", "stage_2_offload", "stage_3_offload"):
+        RUNS |= {name: [*EMA, "--strategy", f"deepspeed_{name}"]}
+        RUNS |= {f"{name}, continued": [*RUNS[name], "--resume", "stage 3, stopped"]}
+        SAME += [(name, "ddp"), (f"{name}, continued", "ddp")]
+    experts = ["--model", "net_moe", "--model.num_experts", "[4]", "--model.capacity_factor", "4", *EMA]
+    spread = [*experts, "--strategy", "deepspeed_stage_2", "--model.ep_size", "2"]
+    RUNS |= {"experts": experts, "experts, spread": spread}
+    RUNS |= {"experts, stopped": [*spread, "--max_steps", str(STOPPED_AT)]}
+    RUNS |= {"experts, continued": [*spread, "--resume", "experts, stopped"]}
+    RUNS |= {"experts, together": [*experts, "--resume", "experts, stopped"]}
+    SAME += [(f"experts, {how}", "experts") for how in ("spread", "continued", "together")]
+    for stage in ("0", "2", "3"):
+        RUNS[f"bfloat16, stage {stage}"] = [*EMA, "--precision", "bf16-mixed", "--strategy", f"deepspeed_stage_{stage}"]
+    SAME += [(f"bfloat16, stage {stage}", "bfloat16, stage 2") for stage in ("0", "3")]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> dict[str, Path]:
+    """The run folder of each, all in the same processes."""
+    folder = tmp_path_factory.mktemp("runs")
+    out = {name: folder / name.replace(", ", "-").replace(" ", "_") for name in RUNS}
+    flags = {out[name]: [str(out.get(flag, flag)) for flag in flags] for name, flags in RUNS.items()}
+    for name in RUNS.keys() - {"stage 3"}:
+        flags[out[name]] += ["--trainer.limit_test_batches", "0"]
+    train_all({path: [*small_data, *RECIPE, *more] for path, more in flags.items()}, timeout=3600)
+    return {name: run_folder_of(path) for name, path in out.items()}
+
+
+def last(run: Path) -> dict[str, Any]:
+    return read(run / "checkpoints" / "last.ckpt")
+
+
+def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max((one[key] - other[key]).abs().max().item() for key in one)
+
+
+@pytest.mark.parametrize(("one", "other"), SAME)
+def test_the_average_is_the_same_under_every_strategy(one: str, other: str, runs: dict[str, Path]):
+    mine, expected = last(runs[one]), last(runs[other])
+    assert mine["global_step"] == expected["global_step"]
+    assert mine[AVERAGE]["count"] == expected[AVERAGE]["count"]
+    assert largest_difference(network(mine), network(expected)) < 1e-6
+    assert largest_difference(network(mine), network(mine, averaged=False)) > 1e-3
+
+
+def test_a_stopped_run_goes_on_exactly(runs: dict[str, Path]):
+    stopped, continued, whole = (last(runs[f"stage 3{how}"]) for how in (", stopped", ", continued", ""))
+    assert (stopped["global_step"], stopped[AVERAGE]["count"]) == (STOPPED_AT, STOPPED_AT)
+    assert continued["global_step"] == whole["global_step"]
+    assert STOPPED_AT < whole["global_step"] < 5 * 9  # it ended early
+    for averaged in (True, False):
+        assert largest_difference(network(continued, averaged), network(whole, averaged)) == 0
+    keys = [next(key for key in checkpoint["callbacks"] if "EarlyStop" in key) for checkpoint in (continued, whole)]
+    assert continued["callbacks"][keys[0]] == whole["callbacks"][keys[1]]
+
+
+def test_evaluate_and_export_use_the_average(runs: dict[str, Path], tmp_path: Path):
+    """The test at the end of a run does, whose figures they repeat."""
+    run = runs["stage 3"]
+    checkpoint = run / "checkpoints" / "last.ckpt"
+    metrics = json.loads((run / "metrics.json").read_text())
+
+    def tested(*flags: str) -> Any:
+        config = evaluate.configuration(checkpoint, ["--accelerator", "cpu", "--strategy", "baseline", *flags])
+        config.devices = 1
+        checks.settle(config)
+        return evaluate.evaluate(config, checkpoint, "32-true")
+
+    assert tested()["test/loss"] == pytest.approx(metrics["test/loss"], rel=1e-6)
+    assert tested("--ema", "0")["test/loss"] != pytest.approx(metrics["test/loss"], rel=1e-6)  # the newest
+    file = tmp_path / "net.safetensors"
+    export.export(checkpoint, file, "safetensors", "float32")
+    assert largest_difference(read_safetensors(file)[0], network(last(run))) == 0
