@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
@@ -15,6 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 import models
 from config import Choice
 from models.moe import Gate, gates
+from models.recomputation import checkpoint_blocks
 from optimizers import OPTIMIZERS, keep_own_options
 from schedules import SCHEDULES, Constant, Schedule
 from sources.augment import memory_format, normalize
@@ -37,6 +40,8 @@ class CIFARModule(LightningModule):
         compile: whether the network runs through torch.compile.
         cuda_graphs: whether it does so as CUDA graphs.
         skip_nan: whether a micro-batch is left out whose loss is no number or infinite.
+        activation_checkpointing: whether the backward pass computes the activations of each block again.
+        activation_offload: whether the activations wait for it in pinned memory of the CPU.
     """
 
     def __init__(
@@ -49,6 +54,8 @@ class CIFARModule(LightningModule):
         compile: bool = False,
         cuda_graphs: bool = False,
         skip_nan: bool = False,
+        activation_checkpointing: bool = False,
+        activation_offload: bool = False,
     ):
         super().__init__()
         self.model = model
@@ -59,6 +66,8 @@ class CIFARModule(LightningModule):
         self.compiled = compile or cuda_graphs
         self.cuda_graphs = cuda_graphs
         self.skip_nan = skip_nan
+        self.activation_checkpointing = activation_checkpointing
+        self.activation_offload = activation_offload
         self.skipped = 0
         """Micro-batches that were left out."""
         self.net: nn.Module | None = None
@@ -76,6 +85,8 @@ class CIFARModule(LightningModule):
             return
         torch.manual_seed(self.seed)
         self.net = models.build(self.model.name, self.num_classes, **self.model.options)
+        if self.activation_checkpointing:
+            checkpoint_blocks(self.net)
         if self.compiled:
             # dynamic=False: a micro-batch has one size, an evaluation batch another, and both are known.
             self.net.compile(dynamic=False, mode="reduce-overhead" if self.cuda_graphs else None)
@@ -108,7 +119,8 @@ class CIFARModule(LightningModule):
         return 0 * self._loss(grey, labels)
 
     def _loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        loss = F.cross_entropy(self.forward(images).float(), labels)
+        with save_on_cpu(pin_memory=True) if self.activation_offload else nullcontext():
+            loss = F.cross_entropy(self.forward(images).float(), labels)
         for gate in self.gates:
             if gate.options.load_balance and gate.routing is not None:
                 loss = loss + gate.options.load_balance * gate.routing.load_balance_loss

@@ -39,6 +39,7 @@ def refused(flags: str) -> str:
         ("--ds_config /nowhere.json", "cannot be read"),
         ("--devices 4096 --batch_size 4096", "a CPU rank takes about 1 GB"),
         ("--cuda_graphs", "needs a GPU"),
+        ("--activation_offload", "on the CPU --activation_checkpointing"),
         ("--model net_moe --strategy deepspeed_stage_3", "use deepspeed_stage_2"),
         ("--model vit_moe --strategy deepspeed_stage_3_offload", "use deepspeed_stage_2"),
         ("--model net_moe --model.ep_size 2", "add --model.ep_size 1"),
