@@ -43,7 +43,7 @@ class DeviceConfig:
 
     activation_checkpointing: bool = False
     """Of each block of the network keep the input alone in the forward pass, and compute its activations a second time
-    in the backward pass: less memory, about a third more time, the same result."""
+    in the backward pass: less memory, up to a third more computing, the same result."""
 
     activation_offload: bool = False
     """Keep what the forward pass saves for the backward pass in the CPU's memory (pinned) instead of the GPU's; with

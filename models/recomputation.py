@@ -69,10 +69,10 @@ def _pieces(layers: nn.Sequential) -> list[nn.Sequential]:
     return [nn.Sequential(*piece) for piece in pieces]
 
 
-def _through(pieces: list[nn.Sequential], x: Tensor) -> Tensor:
+def _through(pieces: list[nn.Sequential], input: Tensor) -> Tensor:
     for piece in pieces:
-        x = _checkpointed(piece, piece, x)
-    return x
+        input = _checkpointed(piece, piece, input)
+    return input
 
 
 def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

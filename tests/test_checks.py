@@ -69,6 +69,11 @@ def test_graphs_where_addresses_move(flags: str, monkeypatch: pytest.MonkeyPatch
     assert "use --compile" in refused(f"--cuda_graphs {flags}")
 
 
+def test_graphs_without_offloaded_activations(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checks, "gpu_count", lambda: 1)
+    assert "leave out --activation_offload" in refused("--cuda_graphs --activation_offload")
+
+
 def test_nvme_without_libaio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr("ctypes.util.find_library", lambda _: None)
     assert "libaio-dev" in refused(f"--strategy deepspeed_stage_3_offload_nvme --nvme_path {tmp_path}")
