@@ -71,6 +71,8 @@ def module(config: Config) -> CIFARModule:
         cuda_graphs=config.cuda_graphs,
         skip_nan=config.on_nan == "skip",
         label_smoothing=config.label_smoothing,
+        activation_checkpointing=config.activation_checkpointing,
+        activation_offload=config.activation_offload,
     )
 
 
@@ -159,7 +161,10 @@ def callbacks(config: Config, run_dir: Path | None) -> list[Callback]:
     """The observers of a run, the same on every rank."""
     curves = TrainingCurves(config.log_interval)
     warmup = BENCH_WARMUP_STEPS if config.bench_steps else WARMUP_STEPS
-    flops = training_flops(config.model, num_classes(config), micro_batch(config))
+    network_and_batch = config.model, num_classes(config), micro_batch(config)
+    flops = training_flops(*network_and_batch)
+    recomputed = training_flops(*network_and_batch, True) - flops if config.activation_checkpointing else 0
+    micro_batches = config.world_size * config.accumulate
     mixtures = issubclass(models.MODELS[config.model.name], MixtureOptions)
     observers: list[Callback] = [
         Heartbeat(),
@@ -172,7 +177,7 @@ def callbacks(config: Config, run_dir: Path | None) -> list[Callback]:
         Resume(config),
         *([Averaging(config.ema, config.swa_from)] if config.ema or config.swa_from else []),
         # After the others, whose work it would take for waiting.
-        Throughput(config, flops * config.world_size * config.accumulate, warmup),
+        Throughput(config, flops * micro_batches, warmup, recomputed * micro_batches),
     ]
     if config.accelerator == "cpu":
         observers.append(CPUKernels(flops, config.precision))

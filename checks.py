@@ -91,6 +91,8 @@ def _check_on_cpu(config: Config) -> None:
         raise UsageError("--precision 16-mixed needs a GPU: on the CPU use bf16-mixed or 32-true")
     if config.strategy == "fsdp" and not config.ds_config:
         raise UsageError("--strategy fsdp needs a GPU: on the CPU deepspeed_stage_3 shards in the same way")
+    if config.activation_offload:
+        raise UsageError("--activation_offload needs a GPU: on the CPU --activation_checkpointing saves activations")
     if STRATEGIES[config.strategy].super_offload and not config.ds_config:
         raise UsageError(f"--strategy {config.strategy} needs a CUDA GPU: on the CPU use deepspeed_stage_3_offload")
 
@@ -100,6 +102,10 @@ def _check_cuda_graphs(config: Config) -> None:
     spec = STRATEGIES[config.strategy]
     if config.accelerator == "cpu":
         raise UsageError("--cuda_graphs needs a GPU: --compile compiles the network on the CPU too")
+    if config.activation_offload:
+        raise UsageError(
+            "--cuda_graphs keeps the activations in the graph's own memory: leave out --activation_offload"
+        )
     if config.accumulate > 1:
         raise UsageError("--cuda_graphs cannot add gradients up over --accumulate micro-batches: use --compile")
     if spec.stage == 3 or spec.family == "fsdp" or config.ds_config:

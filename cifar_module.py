@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.optim.lr_scheduler import LRScheduler
 
 import models
@@ -17,6 +19,7 @@ import strategies
 from config import Choice
 from metrics import CurveMetrics, SplitMetrics
 from models.moe import Gate, gates
+from models.recomputation import checkpoint_blocks
 from optimizers import OPTIMIZERS
 from optimizers.state import keep_own_options
 from schedules import SCHEDULES, Constant, Schedule, settled
@@ -39,6 +42,8 @@ class CIFARModule(LightningModule):
         cuda_graphs: whether it does so as CUDA graphs.
         skip_nan: whether a micro-batch is left out whose loss is no number or infinite.
         label_smoothing: share of each training label that is spread over all classes (Szegedy et al. 2016).
+        activation_checkpointing: whether the backward pass computes the activations of each block again.
+        activation_offload: whether the activations wait for it in pinned memory of the CPU.
     """
 
     def __init__(
@@ -52,6 +57,8 @@ class CIFARModule(LightningModule):
         cuda_graphs: bool = False,
         skip_nan: bool = False,
         label_smoothing: float = 0.0,
+        activation_checkpointing: bool = False,
+        activation_offload: bool = False,
     ):
         super().__init__()
         self.model = model
@@ -63,6 +70,8 @@ class CIFARModule(LightningModule):
         self.cuda_graphs = cuda_graphs
         self.skip_nan = skip_nan
         self.label_smoothing = label_smoothing
+        self.activation_checkpointing = activation_checkpointing
+        self.activation_offload = activation_offload
         self.skipped = 0
         """Micro-batches that were left out."""
         self.net: nn.Module | None = None
@@ -80,6 +89,8 @@ class CIFARModule(LightningModule):
             return
         torch.manual_seed(self.seed)
         self.net = models.build(self.model.name, self.num_classes, **self.model.options)
+        if self.activation_checkpointing:
+            checkpoint_blocks(self.net)
         if self.compiled:
             # dynamic=False: a micro-batch has one size, an evaluation batch another, and both are known.
             self.net.compile(dynamic=False, mode="reduce-overhead" if self.cuda_graphs else None)
@@ -112,7 +123,8 @@ class CIFARModule(LightningModule):
         return 0 * self._loss(grey, labels)
 
     def _loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        loss = F.cross_entropy(self.forward(images).float(), labels, label_smoothing=self.label_smoothing)
+        with save_on_cpu(pin_memory=True) if self.activation_offload else nullcontext():
+            loss = F.cross_entropy(self.forward(images).float(), labels, label_smoothing=self.label_smoothing)
         for gate in self.gates:
             if gate.options.load_balance and gate.routing is not None:
                 loss = loss + gate.options.load_balance * gate.routing.load_balance_loss

@@ -40,7 +40,16 @@ REGISTRIES: dict[str, Mapping[str, Any]] = {"model": MODELS, "optimizer": OPTIMI
 # Sections of the configuration with fields of their own: --data.root, or data: {root: ...} in a recipe.
 SECTIONS = {"data": DataConfig, "augment": AugmentConfig}
 
-SWITCHES = ("compile", "cuda_graphs", "debug", "find_lr", "save_weights", "trust")
+SWITCHES = (
+    "activation_checkpointing",
+    "activation_offload",
+    "compile",
+    "cuda_graphs",
+    "debug",
+    "find_lr",
+    "save_weights",
+    "trust",
+)
 """Flags that may stand without a value."""
 
 # Lightning Trainer options that have a name of their own here, so that two owners can never disagree.

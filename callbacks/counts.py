@@ -11,6 +11,7 @@ from lightning.fabric.utilities.throughput import measure_flops
 
 import models
 from config import Choice
+from models.recomputation import checkpoint_blocks
 from sources.dataset import IMAGE_SHAPE
 
 
@@ -21,14 +22,19 @@ def parameter_count(model: Choice, num_classes: int) -> int:
     return sum(parameter.numel() for parameter in net.parameters())
 
 
-def training_flops(model: Choice, num_classes: int, batch_size: int) -> int:
+def training_flops(model: Choice, num_classes: int, batch_size: int, activation_checkpointing: bool = False) -> int:
     """FLOPs of one forward and one backward of `batch_size` images, a multiply-add being two.
 
-    Matrix products and convolutions are counted, as torch's FlopCounterMode does; a forward that activation
-    checkpointing repeats counts again.
+    Matrix products and convolutions are counted, as torch's FlopCounterMode does; with `activation_checkpointing` what
+    the backward pass computes again is in them.
+
+    Raises:
+        UsageError: activation checkpointing of a network without blocks.
     """
     with torch.device("meta"):
         net = models.build(model.name, num_classes, **model.options)
+        if activation_checkpointing:
+            checkpoint_blocks(net)
         images = torch.empty(batch_size, *IMAGE_SHAPE)
     with torch.autograd.set_detect_anomaly(False):  # it would look at values, and there are none
         return measure_flops(net, lambda: net(images), torch.Tensor.sum)

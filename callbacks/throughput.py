@@ -28,6 +28,7 @@ def rates(
     batch_size: int,
     flops_per_step: int,
     peak_flops_per_second: float | None = None,
+    recomputed_flops_per_step: int = 0,
 ) -> dict[str, float]:
     """perf/* of `steps` optimizer steps that took `seconds`; perf/mfu only where the peak is known.
 
@@ -36,20 +37,23 @@ def rates(
         data_seconds: of these, waiting for data.
         steps: at least one.
         batch_size: images per step, over all ranks.
-        flops_per_step: over all ranks.
+        flops_per_step: over all ranks, without recomputation.
         peak_flops_per_second: what all devices together can reach.
+        recomputed_flops_per_step: of activation checkpointing, over all ranks. perf/tflops counts them, as the hardware
+            works them off; perf/mfu does not (PaLM, Chowdhery et al. 2022, appendix B).
     """
     meter = Meter(window_size=2)
     meter.update(time=0.0, batches=0, samples=0, flops=0)
     meter.update(time=seconds, batches=steps, samples=steps * batch_size, flops=steps * flops_per_step)
     measured = meter.compute()
     flops_per_second = measured["device/flops_per_sec"]
+    hardware_flops_per_second = flops_per_second + recomputed_flops_per_step * measured["device/batches_per_sec"]
     utilisation = {} if peak_flops_per_second is None else {"perf/mfu": flops_per_second / peak_flops_per_second}
     return {
         "perf/step_time_ms": 1e3 / measured["device/batches_per_sec"],
         "perf/data_time_ms": 1e3 * data_seconds / steps,
         "perf/images_per_second": measured["device/samples_per_sec"],
-        "perf/tflops": flops_per_second / 1e12,
+        "perf/tflops": hardware_flops_per_second / 1e12,
         **utilisation,
     }
 
@@ -68,6 +72,7 @@ class Throughput(Callback):
         config: of the run.
         flops_per_step: over all ranks, see `callbacks.counts`.
         warmup_steps: optimizer steps left out at the start; half of the run where that is shorter, but for a benchmark.
+        recomputed_flops_per_step: of activation checkpointing, over all ranks, beside flops_per_step.
     """
 
     seconds_to_first_step: float | None = None
@@ -76,13 +81,14 @@ class Throughput(Callback):
     fit_seconds: float = 0.0
     """Wall-clock time of the whole fit, with all that the clock leaves out."""
 
-    def __init__(self, config: Config, flops_per_step: int, warmup_steps: int = 10):
+    def __init__(self, config: Config, flops_per_step: int, warmup_steps: int = 10, recomputed_flops_per_step: int = 0):
         self._interval = Interval(config.log_interval)
         self._batch_size = config.batch_size
         self._precision = config.precision
         self._benchmark = config.bench_steps > 0
         self._warmup_steps = warmup_steps
         self._flops_per_step = flops_per_step
+        self._recomputed_flops_per_step = recomputed_flops_per_step
         self._peak_flops: float | None = None
         self._fit_started = 0.0
         self._first_step = self._first_timed_step = 0
@@ -185,4 +191,9 @@ class Throughput(Callback):
         self._logged_data_seconds = self._data_seconds
 
     def _rates(self, seconds: float, data_seconds: float, steps: int) -> dict[str, float]:
-        return rates(seconds, data_seconds, steps, self._batch_size, self._flops_per_step, self._peak_flops)
+        flops = {
+            "flops_per_step": self._flops_per_step,
+            "peak_flops_per_second": self._peak_flops,
+            "recomputed_flops_per_step": self._recomputed_flops_per_step,
+        }
+        return rates(seconds, data_seconds, steps, self._batch_size, **flops)

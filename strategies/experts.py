@@ -86,7 +86,12 @@ class SpreadMixture(MoE):
         return outside_of_graph(self._forward, x) if gate.breaks_graph else self._forward(x)
 
     def _forward(self, x: Tensor) -> Tensor:
-        output, _, _ = super().forward(x)
+        try:
+            output, _, _ = super().forward(x)
+        finally:
+            # Its gate has the loss already. One that activation checkpointing computes again, and stops at its last
+            # activation by an exception, would keep all activations of the block.
+            self.deepspeed_moe.l_aux = None
         return output
 
 

@@ -41,6 +41,7 @@ def refused(flags: str) -> str:
         ("--ds_config /nowhere.json", "cannot be read"),
         ("--devices 4096 --batch_size 4096", "a CPU rank takes about 1 GB"),
         ("--cuda_graphs", "needs a GPU"),
+        ("--activation_offload", "on the CPU --activation_checkpointing"),
         ("--model net_moe --strategy deepspeed_stage_3", "use deepspeed_stage_2"),
         ("--model vit_moe --strategy deepspeed_stage_3_offload", "use deepspeed_stage_2"),
         ("--model net_moe --model.ep_size 2", "add --model.ep_size 1"),
@@ -68,6 +69,11 @@ def test_more_devices_than_there_are(monkeypatch: pytest.MonkeyPatch):
 def test_graphs_where_addresses_move(flags: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(checks, "gpu_count", lambda: 1)
     assert "use --compile" in refused(f"--cuda_graphs {flags}")
+
+
+def test_graphs_without_offloaded_activations(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checks, "gpu_count", lambda: 1)
+    assert "leave out --activation_offload" in refused("--cuda_graphs --activation_offload")
 
 
 def test_nvme_without_libaio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

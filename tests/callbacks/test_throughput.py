@@ -25,6 +25,9 @@ def test_rates_by_hand() -> None:
         **given, flops_per_step=3 * 10**12, peak_flops_per_second=2 * 12 * 10**12
     )  # two devices of 12 TFLOP/s
     assert measured == pytest.approx({**expected, "perf/mfu": 0.25})
+    # What activation checkpointing computes again is work of the device and none of the model.
+    again = rates(**given, flops_per_step=3 * 10**12, peak_flops_per_second=24e12, recomputed_flops_per_step=10**12)
+    assert again == pytest.approx({**measured, "perf/tflops": 8})
 
 
 def test_flops_of_the_net_by_hand() -> None:
