@@ -17,6 +17,7 @@ import run_folder
 import sources
 import strategies
 from batch import micro_batch_size
+from callbacks.batch_norm import BatchNormStatistics
 from callbacks.counts import parameter_count, training_flops
 from callbacks.cpu_kernels import CPUKernels
 from callbacks.curves import TrainingCurves
@@ -67,6 +68,7 @@ def module(config: Config) -> CIFARModule:
         compile=config.compile,
         cuda_graphs=config.cuda_graphs,
         skip_nan=config.on_nan == "skip",
+        init=config.init,
     )
 
 
@@ -159,6 +161,7 @@ def callbacks(config: Config, run_dir: Path | None) -> list[Callback]:
     mixtures = issubclass(models.MODELS[config.model.name], MixtureOptions)
     observers: list[Callback] = [
         Heartbeat(),
+        BatchNormStatistics(),
         curves,
         Divergence(curves, run_dir),
         *([Experts(config.log_interval, run_dir)] if mixtures else []),

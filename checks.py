@@ -1,6 +1,6 @@
 """What can be refused before anything is launched is refused here, in one line that says what to use instead.
 
-Nothing here imports torch, but on a machine with a GPU driver.
+Nothing here imports torch, but on a machine with a GPU driver, and for a network of torchvision or timm.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from batch import micro_batch_size
 from config import Config
 from errors import UsageError
 from hardware import free_memory_bytes, gpu_count
+from models import MODELS
 from resume import settle_resume
 from strategies import STRATEGIES
 
@@ -49,8 +50,8 @@ def settle(config: Config) -> None:
     if config.precision == "auto":
         config.precision = "16-mixed" if gpus else "32-true"
     _settle_devices(config, gpus)
-    micro_batch_size(config.batch_size, config.world_size, config.accumulate)
-    sources.class_names(config.data)
+    micro_batch = micro_batch_size(config.batch_size, config.world_size, config.accumulate)
+    num_classes = len(sources.class_names(config.data))
     if config.ds_config:
         _check_raw_config(config.ds_config)
     settle_resume(config)
@@ -61,6 +62,9 @@ def settle(config: Config) -> None:
     _check_offload(config)
     if "ep_size" in config.model.options:
         _check_experts(config)
+    _check_network(config, micro_batch, num_classes)
+    if config.trainer.get("sync_batchnorm"):
+        _check_sync_batch_norm(config)
 
 
 def _settle_devices(config: Config, gpus: int) -> None:
@@ -122,8 +126,33 @@ def _check_experts(config: Config) -> None:
             raise UsageError(f"{given} sets {key} to false: DeepSpeed needs it for mixtures of experts, take it out")
     if raw.get("use_data_before_expert_parallelism"):
         raise UsageError(f"{given} sets use_data_before_expert_parallelism: take it out, neighbours share experts here")
+    if config.init != "default" and ep_size > 1:
+        raise UsageError(f"--init {config.init} draws the experts of all ranks: add --model.ep_size 1")
     if config.cuda_graphs:
         raise UsageError(f"--cuda_graphs cannot replay the routing of --model {config.model.name}: use --compile")
+
+
+def _check_network(config: Config, micro_batch: int, num_classes: int) -> None:
+    if config.model.options.get("batch_norm") and micro_batch == 1:
+        raise UsageError("--model.batch_norm normalises over a micro-batch, which has one image here: raise --batch_size")
+    if ":" not in config.model.name:
+        return
+    from models.external import check
+    from sources.dataset import IMAGE_SHAPE
+
+    entry = MODELS[config.model.name](**config.model.options)
+    try:
+        check(entry, num_classes, (micro_batch, *IMAGE_SHAPE))
+    except ValueError as error:
+        raise UsageError(f"--model {config.model.name}: {error}") from error
+
+
+def _check_sync_batch_norm(config: Config) -> None:
+    """torch's SyncBatchNorm (2.15) is for GPUs, and Lightning's DeepSpeedStrategy (2.6.6) does not put it in."""
+    if config.accelerator == "cpu":
+        raise UsageError("--trainer.sync_batchnorm needs a GPU: on the CPU each rank normalises by its micro-batch")
+    if config.ds_config or STRATEGIES[config.strategy].family == "deepspeed":
+        raise UsageError(f"--trainer.sync_batchnorm is for ddp and fsdp: Lightning leaves it out of {config.strategy_name}")
 
 
 def _check_offload(config: Config) -> None:

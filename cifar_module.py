@@ -14,6 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 
 import models
 from config import Choice
+from models.initialization import initialize
 from models.moe import Gate, gates
 from optimizers import OPTIMIZERS, keep_own_options
 from schedules import SCHEDULES, Constant, Schedule
@@ -34,6 +35,7 @@ class CIFARModule(LightningModule):
         schedule: name and options of the learning-rate schedule.
         num_classes: width of the network's output.
         seed: of the initial weights.
+        init: how they are drawn, see `models.initialization`.
         compile: whether the network runs through torch.compile.
         cuda_graphs: whether it does so as CUDA graphs.
         skip_nan: whether a micro-batch is left out whose loss is no number or infinite.
@@ -49,6 +51,7 @@ class CIFARModule(LightningModule):
         compile: bool = False,
         cuda_graphs: bool = False,
         skip_nan: bool = False,
+        init: str = "default",
     ):
         super().__init__()
         self.model = model
@@ -56,6 +59,7 @@ class CIFARModule(LightningModule):
         self.schedule = SCHEDULES[schedule.name](**schedule.options)
         self.num_classes = num_classes
         self.seed = seed
+        self.init = init
         self.compiled = compile or cuda_graphs
         self.cuda_graphs = cuda_graphs
         self.skip_nan = skip_nan
@@ -76,6 +80,8 @@ class CIFARModule(LightningModule):
             return
         torch.manual_seed(self.seed)
         self.net = models.build(self.model.name, self.num_classes, **self.model.options)
+        torch.manual_seed(self.seed)  # whatever the network has drawn for itself, where it is sharded or not
+        initialize(self.net, self.init)
         if self.compiled:
             # dynamic=False: a micro-batch has one size, an evaluation batch another, and both are known.
             self.net.compile(dynamic=False, mode="reduce-overhead" if self.cuda_graphs else None)

@@ -215,7 +215,7 @@ def _refuse_unknown(parser: ArgumentParser, flags: list[str], tree: dict[str, An
     for key, value in tree.items():
         given += [f"{key}.{inner}" for inner in value] if isinstance(value, dict) else [key]
     for key in given:
-        if key.startswith("trainer.") or key in known:
+        if key.startswith("trainer.") or key in known or ("model.kwargs" in known and key.startswith("model.kwargs.")):
             if (option := key.removeprefix("trainer.")) != key and option in OWNED:
                 raise UsageError(f"--{key} is not passed on to the Trainer: use {OWNED[option]}")
             continue

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import models
 from strategies import STRATEGIES, Spec
 
 if TYPE_CHECKING:
@@ -103,12 +104,14 @@ def build(config: Config, on_cpu: bool, micro_batch_size: int, num_parameters: i
 
     ds_config = run_config(config, micro_batch_size, num_parameters)
     offload = ds_config.get("zero_optimization", {}).get("offload_param", {}).get("device")
-    return ZeROStrategy(
+    strategy = ZeROStrategy(
         config=ds_config,
         precision_plugin=ZeROPrecision(config.precision),  # pyright: ignore[reportArgumentType]
         remote_device="nvme" if offload == "nvme" else "cpu",
         process_group_backend="gloo" if on_cpu else None,
     )
+    strategy.shards_while_building = not issubclass(models.MODELS[config.model.name], models.External)
+    return strategy
 
 
 def _precision(dtype: Dtype, stage: int) -> dict[str, Any]:
