@@ -134,7 +134,7 @@ def _check_experts(config: Config) -> None:
 
 def _check_network(config: Config, micro_batch: int, num_classes: int) -> None:
     if config.model.options.get("batch_norm") and micro_batch == 1:
-        raise UsageError("--model.batch_norm normalises over a micro-batch, which has one image here: raise --batch_size")
+        raise UsageError("--model.batch_norm normalises over a micro-batch, here a single image: raise --batch_size")
     if ":" not in config.model.name:
         return
     from models.external import check
@@ -152,7 +152,7 @@ def _check_sync_batch_norm(config: Config) -> None:
     if config.accelerator == "cpu":
         raise UsageError("--trainer.sync_batchnorm needs a GPU: on the CPU each rank normalises by its micro-batch")
     if config.ds_config or STRATEGIES[config.strategy].family == "deepspeed":
-        raise UsageError(f"--trainer.sync_batchnorm is for ddp and fsdp: Lightning leaves it out of {config.strategy_name}")
+        raise UsageError(f"--trainer.sync_batchnorm is for ddp and fsdp, not for {config.strategy_name}")
 
 
 def _check_offload(config: Config) -> None:

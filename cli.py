@@ -64,6 +64,7 @@ examples:
   python train.py --strategy deepspeed_stage_3 --devices 2
   python train.py --config configs/deepspeed.yaml --strategy deepspeed_stage_2 --precision bf16-mixed
   python train.py --optimizer adam --optimizer.lr 3e-4 --help    the options of another optimizer
+  python train.py --model torchvision:resnet50 --model.image_size 64     a classifier of torchvision, or timm:NAME
 
 strategies:
 """

@@ -74,7 +74,7 @@ class TrainingConfig:
 
     init: Literal["default", "xavier", "he"] = "default"
     """Initial weights of convolutions and linear layers, whose biases become 0. xavier: uniform, for tanh and sigmoid
-    (Glorot and Bengio 2010). he: normal, for ReLU (He et al. 2015). default: as torch's layers or the network have it."""
+    (Glorot and Bengio 2010). he: normal, for ReLU (He et al. 2015). default: as torch's layers draw them."""
 
     resume: str = ""
     """Continue from a checkpoint: its path, a run's directory, or last (the newest run of this name). Another strategy

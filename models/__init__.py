@@ -203,11 +203,12 @@ class Models(dict[str, type[Model]]):
         if name not in self:
             raise KeyError(name)
         package, _, architecture = name.partition(":")
-        said = {"__doc__": f"{architecture} of {package}, with freshly initialised weights"}
-        return type("External", (External,), {**said, "package": package, "architecture": architecture})
+        said = f"{architecture} of {package}, with freshly initialised weights"
+        return type("External", (External,), {"__doc__": said, "package": package, "architecture": architecture})
 
     def __contains__(self, name: object) -> bool:
-        return super().__contains__(name) or (isinstance(name, str) and name.partition(":")[0] in PACKAGES and ":" in name)
+        external = isinstance(name, str) and name.startswith(tuple(f"{package}:" for package in PACKAGES))
+        return external or super().__contains__(name)
 
 
 MODELS = Models(

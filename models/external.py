@@ -86,7 +86,7 @@ def _torchvision(name: str, options: dict[str, Any]) -> nn.Module:
 def _timm(name: str, options: dict[str, Any]) -> nn.Module:
     if find_spec("timm") is None:
         raise ValueError("needs the package timm: pip install timm")
-    import timm
+    import timm  # pyright: ignore[reportMissingImports]  # optional
 
     _check_known(name, "timm", timm.list_models())
     return timm.create_model(name, pretrained=False, **options)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
-    # Uniform with variance 2 / (fan_in + fan_out): keeps the variance both of the activations and of the gradients, with
-    # a tanh between the layers (Glorot and Bengio 2010, equation 16).
+    # Uniform with variance 2 / (fan_in + fan_out): keeps the variance of activations and of gradients about the same,
+    # with a tanh between the layers (Glorot and Bengio 2010, equation 16).
     "xavier": nn.init.xavier_uniform_,
     # Normal with variance 2 / fan_in: a ReLU lets half of the variance pass (He et al. 2015, equation 10).
     "he": lambda weight: nn.init.kaiming_normal_(weight, nonlinearity="relu"),

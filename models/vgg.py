@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from models.width import scaled
 
-CONFIGURATION_D = (64, 64, "pool", 128, 128, "pool", 256, 256, 256, "pool", 512, 512, 512, "pool", 512, 512, 512, "pool")
-"""Channels of the 13 convolutions, and where the resolution is halved."""
+CONFIGURATION_D = ((64,) * 2, (128,) * 2, (256,) * 3, (512,) * 3, (512,) * 3)
+"""Channels of the 13 convolutions in their five stages, each of which halves the resolution at its end."""
 
 POOLED_SIDE = 7
 """Pixels to which the last feature map is brought, whatever the images' size: what 224 x 224 pixels come to."""
@@ -32,12 +32,11 @@ class VGG16(nn.Module):
         super().__init__()
         layers: list[nn.Module] = []
         channels = 3
-        for entry in CONFIGURATION_D:
-            if isinstance(entry, str):
-                layers.append(nn.MaxPool2d(2))
-            else:
-                before, channels = channels, scaled(entry, width)
+        for stage in CONFIGURATION_D:
+            for number in stage:
+                before, channels = channels, scaled(number, width)
                 layers += [nn.Conv2d(before, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU(inplace=True)]
+            layers.append(nn.MaxPool2d(2))
         self.features = nn.Sequential(*layers)
         self.avgpool = nn.AdaptiveAvgPool2d(POOLED_SIDE)
         hidden = scaled(HIDDEN, width)

@@ -56,7 +56,7 @@ class ViT(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each behind a norm and beside a residual."""
 
-    def __init__(self, shape: Shape, mlp: nn.Module, dropout: float):
+    def __init__(self, shape: Shape, mlp: nn.Module, dropout: float = 0.0):
         super().__init__()
         self.norm1 = nn.LayerNorm(shape.width)
         self.attention = Attention(shape.width, shape.heads)
@@ -92,7 +92,7 @@ class MLP(nn.Sequential):
         super().__init__(nn.Linear(width, MLP_RATIO * width), nn.GELU(), nn.Linear(MLP_RATIO * width, width))
 
 
-def vit(size: Size, num_classes: int, dropout: float) -> ViT:
+def vit(size: Size, num_classes: int, dropout: float = 0.0) -> ViT:
     """A dense vision transformer of one of the SHAPES."""
     return ViT(SHAPES[size], num_classes, dropout=dropout)
 
