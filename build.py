@@ -18,6 +18,7 @@ import sources
 import strategies
 from batch import micro_batch_size
 from callbacks.averaging import Averaging
+from callbacks.batch_norm import BatchNormStatistics
 from callbacks.counts import parameter_count, training_flops
 from callbacks.cpu_kernels import CPUKernels
 from callbacks.curves import TrainingCurves
@@ -73,6 +74,7 @@ def module(config: Config) -> CIFARModule:
         label_smoothing=config.label_smoothing,
         activation_checkpointing=config.activation_checkpointing,
         activation_offload=config.activation_offload,
+        init=config.init,
     )
 
 
@@ -168,6 +170,7 @@ def callbacks(config: Config, run_dir: Path | None) -> list[Callback]:
     mixtures = issubclass(models.MODELS[config.model.name], MixtureOptions)
     observers: list[Callback] = [
         Heartbeat(),
+        BatchNormStatistics(),
         curves,
         LearningRateFinder(run_dir) if config.find_lr else Divergence(curves, run_dir),
         *([Experts(config.log_interval, run_dir)] if mixtures else []),

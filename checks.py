@@ -1,6 +1,6 @@
 """What can be refused before anything is launched is refused here, in one line that says what to use instead.
 
-Nothing here imports torch, but on a machine with a GPU driver.
+Nothing here imports torch, but on a machine with a GPU driver, and for a network of torchvision or timm.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from batch import micro_batch_size
 from config import Choice, Config
 from errors import UsageError
 from hardware import free_memory_bytes, gpu_count
+from models import MODELS
 from optimizers import BY_DEEPSPEED, OFFLOADED_BY
 from resume import settle_resume
 from schedules import SCHEDULES
@@ -53,8 +54,8 @@ def settle(config: Config) -> None:
     if config.precision == "auto":
         config.precision = "16-mixed" if gpus else "32-true"
     _settle_devices(config, gpus)
-    micro_batch_size(config.batch_size, config.world_size, config.accumulate)
-    sources.class_names(config.data)
+    micro_batch = micro_batch_size(config.batch_size, config.world_size, config.accumulate)
+    num_classes = len(sources.class_names(config.data))
     raw = _raw_config(config.ds_config) if config.ds_config else {}
     settle_resume(config)
     if config.find_lr and config.schedule.name != "range_test":
@@ -69,6 +70,9 @@ def settle(config: Config) -> None:
         _check_experts(config, raw)
     if config.ema or config.swa_from:
         _check_averaging(config, raw)
+    _check_network(config, micro_batch, num_classes)
+    if config.trainer.get("sync_batchnorm"):
+        _check_sync_batch_norm(config)
 
 
 def _settle_devices(config: Config, gpus: int) -> None:
@@ -140,6 +144,8 @@ def _check_experts(config: Config, raw: dict[str, Any]) -> None:
             raise UsageError(f"{given} sets {key} to false: DeepSpeed needs it for mixtures of experts, take it out")
     if raw.get("use_data_before_expert_parallelism"):
         raise UsageError(f"{given} sets use_data_before_expert_parallelism: take it out, neighbours share experts here")
+    if config.init != "default" and ep_size > 1:
+        raise UsageError(f"--init {config.init} draws the experts of all ranks: add --model.ep_size 1")
     if config.cuda_graphs:
         raise UsageError(f"--cuda_graphs cannot replay the routing of --model {config.model.name}: use --compile")
 
@@ -180,6 +186,29 @@ def _check_averaging(config: Config, raw: dict[str, Any]) -> None:
         raise UsageError(f"{flag}: {config.strategy_name} keeps the weights on disk, use deepspeed_stage_3_offload")
     if spec.family == "fsdp" and not config.ds_config:
         raise UsageError(f"{flag}: fsdp's shards cannot be averaged here, use deepspeed_stage_3")
+
+
+def _check_network(config: Config, micro_batch: int, num_classes: int) -> None:
+    if config.model.options.get("batch_norm") and micro_batch == 1:
+        raise UsageError("--model.batch_norm normalises over a micro-batch, here a single image: raise --batch_size")
+    if ":" not in config.model.name:
+        return
+    from models.external import check
+    from sources.dataset import IMAGE_SHAPE
+
+    entry = MODELS[config.model.name](**config.model.options)
+    try:
+        check(entry, num_classes, (micro_batch, *IMAGE_SHAPE))
+    except ValueError as error:
+        raise UsageError(f"--model {config.model.name}: {error}") from error
+
+
+def _check_sync_batch_norm(config: Config) -> None:
+    """torch's SyncBatchNorm (2.15) is for GPUs, and Lightning's DeepSpeedStrategy (2.6.6) does not put it in."""
+    if config.accelerator == "cpu":
+        raise UsageError("--trainer.sync_batchnorm needs a GPU: on the CPU each rank normalises by its micro-batch")
+    if config.ds_config or STRATEGIES[config.strategy].family == "deepspeed":
+        raise UsageError(f"--trainer.sync_batchnorm is for ddp and fsdp, not for {config.strategy_name}")
 
 
 def _check_offload(config: Config) -> None:

@@ -18,6 +18,7 @@ import optimizers.groups
 import strategies
 from config import Choice
 from metrics import CurveMetrics, SplitMetrics
+from models.initialization import initialize
 from models.moe import Gate, gates
 from models.recomputation import checkpoint_blocks
 from optimizers import OPTIMIZERS
@@ -38,6 +39,7 @@ class CIFARModule(LightningModule):
         schedule: name and options of the learning-rate schedule.
         num_classes: width of the network's output.
         seed: of the initial weights.
+        init: how they are drawn, see `models.initialization`.
         compile: whether the network runs through torch.compile.
         cuda_graphs: whether it does so as CUDA graphs.
         skip_nan: whether a micro-batch is left out whose loss is no number or infinite.
@@ -59,6 +61,7 @@ class CIFARModule(LightningModule):
         label_smoothing: float = 0.0,
         activation_checkpointing: bool = False,
         activation_offload: bool = False,
+        init: str = "default",
     ):
         super().__init__()
         self.model = model
@@ -66,6 +69,7 @@ class CIFARModule(LightningModule):
         self.schedule = SCHEDULES[schedule.name](**schedule.options)
         self.num_classes = num_classes
         self.seed = seed
+        self.init = init
         self.compiled = compile or cuda_graphs
         self.cuda_graphs = cuda_graphs
         self.skip_nan = skip_nan
@@ -89,6 +93,8 @@ class CIFARModule(LightningModule):
             return
         torch.manual_seed(self.seed)
         self.net = models.build(self.model.name, self.num_classes, **self.model.options)
+        torch.manual_seed(self.seed)  # whatever the network has drawn for itself, where it is sharded or not
+        initialize(self.net, self.init)
         if self.activation_checkpointing:
             checkpoint_blocks(self.net)
         if self.compiled:

@@ -82,6 +82,7 @@ examples:
   python train.py --strategy deepspeed_stage_3 --devices 2
   python train.py --config configs/deepspeed.yaml --strategy deepspeed_stage_2 --precision bf16-mixed
   python train.py --optimizer adam --optimizer.lr 3e-4 --help    the options of another optimizer
+  python train.py --model torchvision:resnet50 --model.image_size 64     a classifier of torchvision, or timm:NAME
 
 optimizers:
 {optimizers}
@@ -251,7 +252,7 @@ def _refuse_unknown(parser: ArgumentParser, flags: list[str], tree: dict[str, An
     for key, value in tree.items():
         given += [f"{key}.{inner}" for inner in value] if isinstance(value, dict) else [key]
     for key in given:
-        if key.startswith("trainer.") or key in known:
+        if key.startswith("trainer.") or key in known or ("model.kwargs" in known and key.startswith("model.kwargs.")):
             if (option := key.removeprefix("trainer.")) != key and option in OWNED:
                 raise UsageError(f"--{key} is not passed on to the Trainer: use {OWNED[option]}")
             continue

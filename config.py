@@ -80,6 +80,10 @@ class TrainingConfig:
     seed: int = 0
     """Seed of the initial weights, the data order, the augmentation and the validation split."""
 
+    init: Literal["default", "xavier", "he"] = "default"
+    """Initial weights of convolutions and linear layers, whose biases become 0. xavier: uniform, for tanh and sigmoid
+    (Glorot and Bengio 2010). he: normal, for ReLU (He et al. 2015). default: as torch's layers draw them."""
+
     resume: str = ""
     """Continue from a checkpoint: its path, a run's directory, or last (the newest run of this name). Another strategy
     and number of ranks may go on with it."""
@@ -247,7 +251,8 @@ class Config(DeviceConfig, TrainingConfig, RegularizationConfig, OutputConfig):
     @property
     def run_name(self) -> str:
         """The run's name, made from the network and the strategy where none is given."""
-        return self.name or f"{self.model.name}-{self.strategy_name}"
+        network = self.model.name.replace(":", "-")  # torchvision:resnet50 is no name for a folder everywhere
+        return self.name or f"{network}-{self.strategy_name}"
 
 
 def config_of(tree: dict[str, Any]) -> Config:

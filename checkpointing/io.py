@@ -87,7 +87,7 @@ def weights_file(checkpoint: Path) -> Path:
 def write_weights(checkpoint: Path) -> None:
     """Writes the float32 weights of a checkpoint that was just saved, put together from all ranks, beside it."""
     content = read(checkpoint)
-    weights = {name: value.float() for name, value in network(content).items()}
+    weights = {name: value.float() if value.is_floating_point() else value for name, value in network(content).items()}
     write_safetensors(weights, weights_file(checkpoint), metadata_of(content, checkpoint.name))
 
 

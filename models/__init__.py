@@ -5,8 +5,9 @@ its network when it builds it, so that the command line knows every option witho
 """
 
 # No postponed annotations here: jsonargparse would execute the TYPE_CHECKING imports, torch, to resolve them.
+import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from models.mixture_options import MixtureOptions
 from models.vit_shapes import SHAPES, Size
@@ -46,16 +47,96 @@ class NetMoE(MixtureOptions):
 
 
 @dataclass
+class MLP:
+    """a multi-layer perceptron on the pixels; --model.hidden [] is softmax regression, one neuron for each class"""
+
+    hidden: list[int] = field(default_factory=lambda: [512])
+    """Neurons of each hidden layer, the first sees the pixels; []: none."""
+
+    activation: Literal["relu", "tanh", "sigmoid", "gelu"] = "relu"
+    """Non-linearity behind each hidden layer."""
+
+    dropout: float = 0.0
+    """Share of the hidden layers' outputs that is dropped in training (Srivastava et al. 2014)."""
+
+    batch_norm: bool = False
+    """Normalise what goes into each non-linearity over the micro-batch of a rank (Ioffe and Szegedy 2015)."""
+
+    def __post_init__(self) -> None:
+        if self.hidden and min(self.hidden) < 1:
+            raise ValueError(f"hidden must be numbers from 1, one for each layer, not {self.hidden}")
+        _check_dropout(self.dropout)
+
+    def build(self, num_classes: int) -> "nn.Module":
+        """See `Model`."""
+        from models.mlp import MLP
+
+        return MLP(num_classes, self.hidden, self.activation, self.dropout, self.batch_norm)
+
+
+@dataclass
+class VGG16:
+    """VGG-16 with batch normalisation (Simonyan and Zisserman 2015): 134 million parameters at width 1"""
+
+    width: float = 1.0
+    """Of all hidden layers, as a multiple of the paper's: 0.125 suits a CPU."""
+
+    dropout: float = 0.5
+    """Share of the two hidden linear layers' outputs that is dropped in training; the paper's is 0.5."""
+
+    def __post_init__(self) -> None:
+        _check_width(self.width)
+        _check_dropout(self.dropout)
+
+    def build(self, num_classes: int) -> "nn.Module":
+        """See `Model`."""
+        from models.vgg import VGG16
+
+        return VGG16(num_classes, self.width, self.dropout)
+
+
+@dataclass
+class ResNet:
+    """a residual network (He et al. 2016) with the first layer for images of 32 x 32 pixels"""
+
+    depth: ClassVar[int]
+
+    width: float = 1.0
+    """Of all hidden layers, as a multiple of the paper's: 0.25 suits a CPU."""
+
+    def __post_init__(self) -> None:
+        _check_width(self.width)
+
+    def build(self, num_classes: int) -> "nn.Module":
+        """See `Model`."""
+        from models.resnet import ResNet
+
+        return ResNet(self.depth, num_classes, self.width)
+
+
+def _resnet(depth: int, parameters: str) -> type[ResNet]:
+    """The entry of one depth."""
+    said = f"{ResNet.__doc__}: {parameters} parameters at width 1"
+    return type(f"ResNet{depth}", (ResNet,), {"__doc__": said, "depth": depth})
+
+
+@dataclass
 class ViT:
     """a vision transformer on patches of 4 x 4 pixels"""
 
     size: ClassVar[Size]
 
+    dropout: float = 0.0
+    """Share of the embedded patches, and of what each attention and MLP adds to them, that is dropped in training."""
+
+    def __post_init__(self) -> None:
+        _check_dropout(self.dropout)
+
     def build(self, num_classes: int) -> "nn.Module":
         """See `Model`."""
         from models.vit import vit
 
-        return vit(self.size, num_classes)
+        return vit(self.size, num_classes, self.dropout)
 
 
 def _vit(size: Size, parameters: str) -> type[ViT]:
@@ -87,24 +168,74 @@ class ViTMoE(MixtureOptions):
         return vit_moe(self.size, num_classes, self)
 
 
-MODELS: dict[str, type[Model]] = {
-    "net": Net,
-    "net_moe": NetMoE,
-    "vit_tiny": _vit("tiny", "5.4 million"),
-    "vit_small": _vit("small", "21 million"),
-    "vit_base": _vit("base", "85 million"),
-    "vit_large": _vit("large", "302 million"),
-    "vit_1b": _vit("1b", "1.3 billion"),
-    "vit_13b": _vit("13b", "13 billion"),
-    "vit_moe": ViTMoE,
-}
+@dataclass
+class External:
+    """an image classifier of another package, with freshly initialised weights"""
+
+    package: ClassVar[str]
+    architecture: ClassVar[str]
+
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Options of the function that builds it, for instance --model.kwargs.dropout 0.1."""
+
+    image_size: int = 0
+    """Pixels, to whose square the images are scaled for a network that needs larger ones; 0: they stay as they are."""
+
+    def __post_init__(self) -> None:
+        if self.image_size < 0:
+            raise ValueError(f"image_size must not be negative, not {self.image_size}")
+
+    def build(self, num_classes: int) -> "nn.Module":
+        """See `Model`."""
+        from models.external import external
+
+        return external(self.package, self.architecture, num_classes, self.kwargs, self.image_size)
+
+
+PACKAGES = ("torchvision", "timm")
+"""Whose classifiers have a name here too: torchvision:resnet50."""
+
+
+class Models(dict[str, type[Model]]):
+    """The registry by name. Listed are the networks of this folder; those of PACKAGES are entries too."""
+
+    def __missing__(self, name: str) -> type[Model]:
+        if name not in self:
+            raise KeyError(name)
+        package, _, architecture = name.partition(":")
+        said = f"{architecture} of {package}, with freshly initialised weights"
+        return type("External", (External,), {"__doc__": said, "package": package, "architecture": architecture})
+
+    def __contains__(self, name: object) -> bool:
+        external = isinstance(name, str) and name.startswith(tuple(f"{package}:" for package in PACKAGES))
+        return external or super().__contains__(name)
+
+
+MODELS = Models(
+    {
+        "mlp": MLP,
+        "net": Net,
+        "net_moe": NetMoE,
+        "vgg16": VGG16,
+        "resnet18": _resnet(18, "11.2 million"),
+        "resnet34": _resnet(34, "21.3 million"),
+        "resnet50": _resnet(50, "23.5 million"),
+        "vit_tiny": _vit("tiny", "5.4 million"),
+        "vit_small": _vit("small", "21 million"),
+        "vit_base": _vit("base", "85 million"),
+        "vit_large": _vit("large", "302 million"),
+        "vit_1b": _vit("1b", "1.3 billion"),
+        "vit_13b": _vit("13b", "13 billion"),
+        "vit_moe": ViTMoE,
+    }
+)
 
 
 def build(name: str, num_classes: int, **options: Any) -> "nn.Module":
     """Builds the network `name` with freshly initialised weights.
 
     Args:
-        name: a key of MODELS.
+        name: in MODELS.
         num_classes: width of the output.
         options: the network's own options, as in its registry entry.
 
@@ -112,3 +243,13 @@ def build(name: str, num_classes: int, **options: Any) -> "nn.Module":
         ValueError: the options make no sense.
     """
     return MODELS[name](**options).build(num_classes)
+
+
+def _check_width(width: float) -> None:
+    if not 0 < width < math.inf:
+        raise ValueError(f"width must be over 0 and finite, not {width}")
+
+
+def _check_dropout(dropout: float) -> None:
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be at least 0 and under 1, not {dropout}")

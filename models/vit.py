@@ -26,38 +26,48 @@ class ViT(nn.Module):
         shape: of the transformer.
         num_classes: width of the output.
         make_mlp: builds the MLP of a block, (N, tokens, width) -> (N, tokens, width), from the number of the block.
+        dropout: share of the embedded patches, and of what each attention and MLP adds to them, that is dropped in
+            training (Vaswani et al. 2017, section 5.4).
     """
 
-    def __init__(self, shape: Shape, num_classes: int, make_mlp: Callable[[int], nn.Module] | None = None):
+    def __init__(
+        self,
+        shape: Shape,
+        num_classes: int,
+        make_mlp: Callable[[int], nn.Module] | None = None,
+        dropout: float = 0.0,
+    ):
         super().__init__()
         make_mlp = make_mlp or (lambda block: MLP(shape.width))
         self.patches = nn.Conv2d(3, shape.width, PATCH_SIDE, stride=PATCH_SIDE)
         self.positions = nn.Parameter(0.02 * torch.randn((IMAGE_SIDE // PATCH_SIDE) ** 2, shape.width))
-        self.blocks = nn.Sequential(*(Block(shape, make_mlp(number)) for number in range(shape.depth)))
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.Sequential(*(Block(shape, make_mlp(number), dropout) for number in range(shape.depth)))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Class scores (N, num_classes) of images (N, 3, 32, 32) in [-1, 1]."""
         x = self.patches(x).flatten(2).transpose(1, 2)  # (N, 64, width)
-        x = self.blocks(x + self.positions)
+        x = self.blocks(self.dropout(x + self.positions))
         return self.head(self.norm(x).mean(dim=1))
 
 
 class Block(nn.Module):
     """Attention and MLP, each behind a norm and beside a residual."""
 
-    def __init__(self, shape: Shape, mlp: nn.Module):
+    def __init__(self, shape: Shape, mlp: nn.Module, dropout: float = 0.0):
         super().__init__()
         self.norm1 = nn.LayerNorm(shape.width)
         self.attention = Attention(shape.width, shape.heads)
         self.norm2 = nn.LayerNorm(shape.width)
         self.mlp = mlp
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens (N, tokens, width) in and out."""
-        x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        return x + self.dropout(self.mlp(self.norm2(x)))
 
 
 class Attention(nn.Module):
@@ -82,9 +92,9 @@ class MLP(nn.Sequential):
         super().__init__(nn.Linear(width, MLP_RATIO * width), nn.GELU(), nn.Linear(MLP_RATIO * width, width))
 
 
-def vit(size: Size, num_classes: int) -> ViT:
+def vit(size: Size, num_classes: int, dropout: float = 0.0) -> ViT:
     """A dense vision transformer of one of the SHAPES."""
-    return ViT(SHAPES[size], num_classes)
+    return ViT(SHAPES[size], num_classes, dropout=dropout)
 
 
 def vit_moe(size: Size, num_classes: int, options: MixtureOptions) -> ViT:

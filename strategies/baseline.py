@@ -14,4 +14,7 @@ def build(config: Config, on_cpu: bool, micro_batch_size: int, num_parameters: i
     """Lightning's DDP for several ranks or by its name, else its strategy for a single device."""
     if config.strategy == "baseline" and config.world_size == 1:
         return "auto"
-    return DDPStrategy(process_group_backend="gloo" if on_cpu else None, gradient_as_bucket_view=True)
+    # The one kind of buffers that changes, batch normalisation's, is callbacks/batch_norm.py's, under every strategy.
+    return DDPStrategy(
+        process_group_backend="gloo" if on_cpu else None, gradient_as_bucket_view=True, broadcast_buffers=False
+    )

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import models
 from strategies import STRATEGIES, Spec
 
 if TYPE_CHECKING:
@@ -84,12 +85,13 @@ def run_config(config: Config, micro_batch_size: int, num_parameters: int) -> di
         "zero_force_ds_cpu_optimizer": False,
     }
     if config.ds_config:
-        return {**json.loads(Path(config.ds_config).read_text()), **_precision(dtype, 0), **owned}
+        return {**_buffers(dtype), **json.loads(Path(config.ds_config).read_text()), **_precision(dtype, 0), **owned}
     spec = STRATEGIES[config.strategy]
     source = get_ds_config(spec.stage, dtype)
     return {
         **owned,
         **_precision(dtype, spec.stage),
+        **_buffers(dtype),
         "steps_per_print": source["steps_per_print"],
         "prescale_gradients": source["prescale_gradients"],
         "wall_clock_breakdown": source["wall_clock_breakdown"],
@@ -103,17 +105,25 @@ def build(config: Config, on_cpu: bool, micro_batch_size: int, num_parameters: i
 
     ds_config = run_config(config, micro_batch_size, num_parameters)
     offload = ds_config.get("zero_optimization", {}).get("offload_param", {}).get("device")
-    return ZeROStrategy(
+    strategy = ZeROStrategy(
         config=ds_config,
         precision_plugin=ZeROPrecision(config.precision),  # pyright: ignore[reportArgumentType]
         remote_device="nvme" if offload == "nvme" else "cpu",
         process_group_backend="gloo" if on_cpu else None,
     )
+    strategy.shards_while_building = not issubclass(models.MODELS[config.model.name], models.External)
+    return strategy
 
 
 def _precision(dtype: Dtype, stage: int) -> dict[str, Any]:
     source = get_ds_config(stage, dtype)
     return {key: source[key] for key in ("bf16", "fp16") if source[key]["enabled"]}
+
+
+def _buffers(dtype: Dtype) -> dict[str, Any]:
+    """Has the engine cast buffers as well as parameters: torch (2.15) takes the running statistics of a batch
+    normalisation in the format of its weights alone, and DeepSpeed (0.19.8) leaves them in float32."""
+    return {"data_types": {"buffer_dtype": dtype}} if dtype != "fp32" else {}
 
 
 def _zero_section(source: dict[str, Any], spec: Spec, config: Config, num_parameters: int) -> dict[str, Any]:

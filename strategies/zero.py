@@ -62,6 +62,11 @@ class ZeROStrategy(DeepSpeedStrategy):
       `save_checkpoint` fails or silently leaves the optimizer out. Here the trained engine serves the test too.
     """
 
+    shards_while_building = True
+    """Whether stage 3 shards each layer as it is made; else the engine does, when the whole network is there. Networks
+    of other packages draw the weights of their layers once more when they have them all, and zero.Init would let them
+    draw nothing: a sharded weight is empty."""
+
     _trained: Any = None
 
     @property
@@ -120,7 +125,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         config = {key: value for key, value in self.config.items() if key not in low}
         with (
             deepspeed.zero.Init(
-                enabled=self.zero_stage_3, remote_device=self.remote_device, config_dict_or_path=config
+                enabled=self._builds_sharded, remote_device=self.remote_device, config_dict_or_path=config
             ),
             share_of(self.global_rank),
         ):
@@ -162,8 +167,12 @@ class ZeROStrategy(DeepSpeedStrategy):
         return plain_names(names, self.global_rank % experts.ep_size(engine.module))
 
     @property
+    def _builds_sharded(self) -> bool:
+        return self.zero_stage_3 and self.shards_while_building
+
+    @property
     def _casts_shards(self) -> bool:
-        return self.zero_stage_3 and "mixed" in self.precision_plugin.precision and self.remote_device != "nvme"
+        return self._builds_sharded and "mixed" in self.precision_plugin.precision and self.remote_device != "nvme"
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Writes the folder, every rank its part, beside its place, and puts it there when all of it is on the disk.

@@ -70,6 +70,9 @@ def restore(engine: Any, checkpoint: dict[str, Any]) -> bool:
     names = {parameter: plain[name] for name, parameter in engine.module.named_parameters()}
     if stage == 3:
         optimizer.checkpoint_event_prologue()  # every parameter is cut, also those that are kept whole
+        buffers = dict(engine.module.named_buffers())  # no rank has a part of them only
+        for name in plain.keys() & buffers.keys():
+            buffers[name].copy_(weights[plain[name]])
     else:
         engine.module.load_state_dict({name: weights[plain[name]] for name in plain})
     groups = [*_groups(engine)]

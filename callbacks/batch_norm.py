@@ -1,0 +1,54 @@
+"""Running statistics of batch normalisation, one and the same on all ranks wherever they count."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+
+class BatchNormStatistics(Callback):
+    """Averages the running means and variances over the ranks before each validation, test and checkpoint.
+
+    In training a rank normalises by its own micro-batch, and its running statistics are of the images that it has seen.
+    No training step reads them, so that no step has to wait for the other ranks: torch's DistributedDataParallel would
+    send those of rank 0 to all others in every step, and DeepSpeed (0.19.8) would leave each rank its own, evaluate as
+    many networks as there are ranks and save the first. Their average has seen all images, under every strategy.
+    """
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Averages."""
+        average(pl_module, trainer.world_size)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Averages."""
+        average(pl_module, trainer.world_size)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Averages in place, and so in the checkpoint's own references too; called on every rank."""
+        average(pl_module, trainer.world_size)
+
+
+def average(network: torch.nn.Module, ranks: int) -> None:
+    """Puts the average over the ranks in place of each running mean and variance; to be called by every rank.
+
+    Numbers of batches are the same on all ranks, and other buffers no statistics: both stay.
+    """
+    own = _statistics(network)
+    if ranks == 1 or not own:
+        return
+    flat = torch.cat([statistic.float() for statistic in own])  # both (channels,), so one reduction serves all
+    torch.distributed.all_reduce(flat)
+    for statistic, mean in zip(own, (flat / ranks).split([len(statistic) for statistic in own]), strict=True):
+        statistic.copy_(mean)
+
+
+def _statistics(network: torch.nn.Module) -> list[Tensor]:
+    layers = [layer for layer in network.modules() if isinstance(layer, _BatchNorm)]
+    return [value for layer in layers for value in (layer.running_mean, layer.running_var) if value is not None]

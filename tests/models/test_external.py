@@ -1,0 +1,111 @@
+"""Networks of torchvision and timm by their names there."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+
+import checks
+import cli
+import models
+from callbacks.counts import parameter_count
+from config import Choice
+from errors import UsageError
+from tests.helpers import run_program
+
+
+def test_is_torchvisions_own():
+    torch.manual_seed(0)
+    net = models.build("torchvision:squeezenet1_1", 7, kwargs={"dropout": 0.1})
+    torch.manual_seed(0)
+    expected = torchvision.models.squeezenet1_1(num_classes=7, dropout=0.1)
+    assert all(torch.equal(value, net.state_dict()[name]) for name, value in expected.state_dict().items())
+    assert parameter_count(Choice("torchvision:squeezenet1_1"), 7) == sum(p.numel() for p in net.parameters())
+
+
+def test_images_are_scaled_for_it():
+    net = models.build("torchvision:alexnet", 3, image_size=64)
+    sizes = []
+    net.get_submodule("net").register_forward_pre_hook(lambda _, inputs: sizes.append(inputs[0].shape))
+    assert net(torch.zeros(2, 3, 32, 32)).shape == (2, 3)
+    assert sizes == [(2, 3, 64, 64)]
+
+
+def test_counts_one_whose_shapes_are_values():
+    """torchvision computes the widths of a RegNet with tensors, which the meta device has no values for."""
+    net = torchvision.models.regnet_y_400mf(num_classes=10)
+    assert parameter_count(Choice("torchvision:regnet_y_400mf"), 10) == sum(p.numel() for p in net.parameters())
+
+
+def test_is_a_run_like_any_other(tmp_path: Path):
+    flags = ["--model", "torchvision:resnet18", "--model.kwargs.zero_init_residual", "true", "--model.image_size", "64"]
+    config = cli.parse(flags)
+    assert config.model.options == {"kwargs": {"zero_init_residual": True}, "image_size": 64}
+    assert config.run_name == "torchvision-resnet18-baseline"
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(cli.dump(config))
+    assert cli.parse(["--config", str(recipe)]) == config
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("torchvision:resnot18", "torchvision has no classifier of that name, did you mean resnet18"),
+        ("torchvision:fasterrcnn_resnet50_fpn", "torchvision has no classifier of that name"),
+        ("torchvision:vit_b_16", "cannot train on 4 images of 32 x 32 pixels at a time"),
+        ("torchvision:resnet18 --model.kwargs.depth 3", "kwargs do not fit"),
+        ("torchvision:resnet18 --model.kwargs.weights DEFAULT", "kwargs do not fit"),
+        ("torchvision:resnet18 --model.kwargs.num_classes 7", "does not give 10 scores for an image"),
+        ("torchvision:resnet50 --batch_size 1", "cannot train on 1 image of 32 x 32 pixels at a time"),
+    ],
+)
+def test_mistakes_are_one_clear_line(flags: str, message: str):
+    config = cli.parse(["--data.source", "digits", "--accelerator", "cpu", "--model", *flags.split()])
+    with pytest.raises(UsageError) as error:
+        checks.settle(config)
+    assert str(error.value).startswith(f"--model {config.model.name}: ")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("mlp --model.batch_norm true --batch_size 1", "--model.batch_norm normalises over a micro-batch"),
+        ("resnet18 --trainer.sync_batchnorm true", "--trainer.sync_batchnorm needs a GPU"),
+        ("net_moe --model.ep_size 2 --devices 2 --strategy deepspeed_stage_2 --init he", "--init he draws the experts"),
+    ],
+)
+def test_what_cannot_be_normalised_or_drawn_is_refused(flags: str, message: str):
+    config = cli.parse(["--data.source", "digits", "--accelerator", "cpu", "--model", *flags.split()])
+    with pytest.raises(UsageError, match=message):
+        checks.settle(config)
+
+
+def test_without_timm_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(ValueError, match="needs the package timm: pip install timm"):
+        models.build("timm:vit_tiny_patch16_224", 10)
+
+
+def test_is_timms_own():
+    timm = pytest.importorskip("timm")
+    name, options = "vit_tiny_patch16_224", {"img_size": 32, "patch_size": 4, "depth": 1}
+    torch.manual_seed(0)
+    net = models.build(f"timm:{name}", 7, kwargs=options)
+    torch.manual_seed(0)
+    expected = timm.create_model(name, num_classes=7, **options)
+    assert all(torch.equal(value, net.state_dict()[key]) for key, value in expected.state_dict().items())
+    with pytest.raises(ValueError, match="timm has no classifier of that name, did you mean vit_tiny_patch16_224"):
+        models.build("timm:vit_tiny_patch16_225", 7)
+
+
+def test_help_and_usage_errors_need_no_torch():
+    done = run_program("-X", "importtime", "train.py", "--model", "torchvision:resnet18", "--help")
+    assert done.returncode == 0
+    assert "--model.image_size" in done.stdout
+    assert not {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()} & {"torch", "torchvision"}
