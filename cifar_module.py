@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
-import models
-from config import Choice
+from config import Choice, LoRAConfig
+from finetuning import network
+from finetuning.freeze import rest_statistics
+from finetuning.load import put
 from models.moe import Gate, gates
 from optimizers import OPTIMIZERS, keep_own_options
 from schedules import SCHEDULES, Constant, Schedule
@@ -37,6 +40,9 @@ class CIFARModule(LightningModule):
         compile: whether the network runs through torch.compile.
         cuda_graphs: whether it does so as CUDA graphs.
         skip_nan: whether a micro-batch is left out whose loss is no number or infinite.
+        trainable: patterns of the parameters that are trained; see `finetuning.freeze.freeze`.
+        lora: the adapters.
+        weights: to start from, by the plain network's names; what they lack is drawn.
     """
 
     def __init__(
@@ -49,6 +55,9 @@ class CIFARModule(LightningModule):
         compile: bool = False,
         cuda_graphs: bool = False,
         skip_nan: bool = False,
+        trainable: Sequence[str] = (),
+        lora: LoRAConfig = network.NO_LORA,
+        weights: Mapping[str, Tensor] | None = None,
     ):
         super().__init__()
         self.model = model
@@ -59,6 +68,8 @@ class CIFARModule(LightningModule):
         self.compiled = compile or cuda_graphs
         self.cuda_graphs = cuda_graphs
         self.skip_nan = skip_nan
+        self.trainable, self.lora = trainable, lora
+        self._weights = weights or {}
         self.skipped = 0
         """Micro-batches that were left out."""
         self.net: nn.Module | None = None
@@ -75,7 +86,9 @@ class CIFARModule(LightningModule):
         if self.net is not None:
             return
         torch.manual_seed(self.seed)
-        self.net = models.build(self.model.name, self.num_classes, **self.model.options)
+        self.net = network.build(self.model, self.num_classes, self.trainable, self.lora)
+        put(self.net, self._weights)
+        self._weights = {}
         if self.compiled:
             # dynamic=False: a micro-batch has one size, an evaluation batch another, and both are known.
             self.net.compile(dynamic=False, mode="reduce-overhead" if self.cuda_graphs else None)
@@ -84,6 +97,7 @@ class CIFARModule(LightningModule):
         """Looks up what the strategy has made of the network."""
         assert self.net is not None
         self.gates = gates(self.net)
+        rest_statistics(self.net)
 
     def forward(self, images: Tensor) -> Tensor:
         """Class scores (N, classes) of images (N, 3, H, W), uint8 or normalised.

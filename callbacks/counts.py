@@ -6,29 +6,39 @@ casts or offloads the real one is in the way.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from lightning.fabric.utilities.throughput import measure_flops
 
-import models
-from config import Choice
+from config import Choice, LoRAConfig
+from finetuning.network import NO_LORA, on_meta
 from sources.dataset import IMAGE_SHAPE
 
 
-def parameter_count(model: Choice, num_classes: int) -> int:
-    """Parameters of the network, in elements."""
-    with torch.device("meta"):
-        net = models.build(model.name, num_classes, **model.options)
-    return sum(parameter.numel() for parameter in net.parameters())
+def parameter_count(model: Choice, num_classes: int, lora: LoRAConfig = NO_LORA) -> int:
+    """Parameters of the network and its adapters, in elements."""
+    return sum(parameter.numel() for parameter in on_meta(model, num_classes, lora=lora).parameters())
 
 
-def training_flops(model: Choice, num_classes: int, batch_size: int) -> int:
+def trained_count(model: Choice, num_classes: int, trainable: Sequence[str], lora: LoRAConfig) -> int:
+    """Those of them that are not frozen; see `finetuning.network.build`."""
+    net = on_meta(model, num_classes, trainable, lora)
+    return sum(parameter.numel() for parameter in net.parameters() if parameter.requires_grad)
+
+
+def training_flops(
+    model: Choice, num_classes: int, batch_size: int, trainable: Sequence[str] = (), lora: LoRAConfig = NO_LORA
+) -> int:
     """FLOPs of one forward and one backward of `batch_size` images, a multiply-add being two.
+
+    The backward of what is frozen ends where nothing before it is trained.
 
     Matrix products and convolutions are counted, as torch's FlopCounterMode does; a forward that activation
     checkpointing repeats counts again.
     """
+    net = on_meta(model, num_classes, trainable, lora)
     with torch.device("meta"):
-        net = models.build(model.name, num_classes, **model.options)
         images = torch.empty(batch_size, *IMAGE_SHAPE)
     with torch.autograd.set_detect_anomaly(False):  # it would look at values, and there are none
         return measure_flops(net, lambda: net(images), torch.Tensor.sum)

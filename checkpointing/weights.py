@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from checkpointing.read import read
+from checkpointing.read import RECORD, read
 from errors import UsageError
+from finetuning.lora import merged
 
 PREFIX = "net."
 """Where the network lies in the LightningModule."""
@@ -19,6 +20,12 @@ def network(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
     """The weights in a checkpoint that was read, by the network's own names."""
     state = checkpoint["state_dict"]
     return {key.removeprefix(PREFIX): value for key, value in state.items() if key.startswith(PREFIX)}
+
+
+def plain_network(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The weights in a checkpoint that was read, with adapters merged: of a network of models/ as it stands there."""
+    lora = checkpoint.get(RECORD, {}).get("config", {}).get("lora", {})
+    return merged(network(checkpoint), lora.get("alpha", 0.0))
 
 
 def load_weights(net: nn.Module, checkpoint: Path, trust: bool = False) -> None:

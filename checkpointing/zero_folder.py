@@ -266,7 +266,7 @@ def _as_torch(trained: _Trained, groups: list[dict[str, Any]], order: Iterable[s
     places = {name: place for place, name in enumerate(order)}
     merged: list[tuple[dict[str, Any], list[str]]] = []
     for group in groups:
-        if not group.get("moe"):
+        if not group.get("moe") or not merged:  # experts alone are trained, where all else is frozen
             options = {key: value for key, value in group.items() if key not in ("params", "step", "name")}
             merged.append((options, []))
         own = [name for number in group["params"] for name in trained.names[number]]

@@ -90,6 +90,7 @@ def optimizer_implementation(strategy: Strategy) -> Implementation:
 
 
 def parameter_groups(strategy: Strategy, module: Module) -> Iterable[Any]:
-    """What an optimizer is made for: all parameters, or groups of them where the strategy has to tell them apart."""
+    """What an optimizer is made for: all parameters that are not frozen, or groups of them where the strategy has to
+    tell them apart."""
     own = getattr(strategy, "parameter_groups", None)
-    return own(module) if own is not None else module.parameters()
+    return own(module) if own is not None else filter(lambda own: own.requires_grad, module.parameters())

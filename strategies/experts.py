@@ -106,10 +106,12 @@ def ep_size(network: nn.Module) -> int:
 
 def parameter_groups(network: nn.Module) -> Iterable[Any]:
     """What the optimizer is made for: the experts in groups of their own, which DeepSpeed reduces among those ranks
-    that hold the same experts."""
+    that hold the same experts. What is frozen is left out."""
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     if not any(isinstance(module, MoE) for module in network.modules()):
-        return network.parameters()
-    return split_params_into_different_moe_groups_for_optimizer({"params": [*network.parameters()], "name": "dense"})
+        return trained
+    groups = split_params_into_different_moe_groups_for_optimizer({"params": trained, "name": "dense"})
+    return [group for group in groups if group["params"]]
 
 
 def mend_clipping(engine: Any) -> None:
