@@ -97,6 +97,10 @@ class CIFARModule(LightningModule):
         """Looks up what the strategy has made of the network."""
         assert self.net is not None
         self.gates = gates(self.net)
+
+    def on_train_start(self) -> None:
+        """Leaves the statistics of frozen batch norms as they are."""
+        assert self.net is not None
         rest_statistics(self.net)
 
     def forward(self, images: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from finetuning.network import on_meta
 
 DTYPES, RECIPE = "base_dtypes", "recipe"
 """Keys of the metadata beside those of `metadata_of`, both JSON objects: number format that each tensor of the base had
-in the run (DeepSpeed's mixed precision rounds what is frozen), and the run's configuration. BASE is of these tensors."""
+in the run (DeepSpeed's mixed precision rounds what is frozen), the run's configuration. BASE is of these tensors."""
 
 
 def write(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[str]:
@@ -97,5 +97,5 @@ def checksum(weights: Mapping[str, Tensor]) -> str:
     for name in sorted(weights):
         value = weights[name].detach().cpu().contiguous()
         found.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        found.update(memoryview(value.reshape(-1).view(torch.uint8).numpy()))
+        found.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()

@@ -92,7 +92,9 @@ def _linear_layers(net: nn.Module) -> dict[str, nn.Linear]:
 def _why_none(net: nn.Module, pattern: str, layers: list[str]) -> str:
     if not layers:
         return f"cannot have an adapter: {type(net).__name__} has no linear layers"
-    of_other_kinds = [module for name, module in net.named_modules() if name and fnmatchcase(name, pattern)]
-    if of_other_kinds:
-        return f"is {type(of_other_kinds[0]).__name__}, and adapters are for linear layers: {near(pattern, layers)}"
+    named = [module for name, module in net.named_modules() if name and fnmatchcase(name, pattern)]
+    if any(isinstance(module, nn.Linear) for module in named):
+        return f"is read by its weight alone, an adapter would be without effect: {near(pattern, layers)}"
+    if named:
+        return f"is {type(named[0]).__name__}, and adapters are for linear layers: {near(pattern, layers)}"
     return f"is no layer of the network: {near(pattern, layers)}"
