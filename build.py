@@ -6,7 +6,6 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
@@ -36,12 +35,16 @@ from callbacks.resume import Resume
 from callbacks.throughput import Throughput
 from checkpointing.io import AtomicCheckpointIO
 from checkpointing.read import RECORD, read
-from checkpointing.weights import check_fits, network
+from checkpointing.weights import check_fits, network, plain_network
 from cifar_module import CIFARModule
 from cli import OWNED, nearest
 from config import Config
 from datamodule import CIFARDataModule
 from errors import UsageError
+from finetuning.delta import together
+from finetuning.freeze import check_patterns
+from finetuning.load import Match, match, read_plain
+from finetuning.network import on_meta
 from models.mixture_options import MixtureOptions
 from resume import check_same_run
 from wandb_logger import wandb_logger
@@ -60,8 +63,13 @@ def datamodule(config: Config) -> CIFARDataModule:
     )
 
 
-def module(config: Config) -> CIFARModule:
-    """The network with its loss, optimizer and metrics; the network itself is built by the strategy."""
+def module(config: Config, start: Match | None = None) -> CIFARModule:
+    """The network with its loss, optimizer and metrics; the network itself is built by the strategy.
+
+    Args:
+        config: of the run.
+        start: weights that it starts from.
+    """
     return CIFARModule(
         config.model,
         config.optimizer,
@@ -75,6 +83,9 @@ def module(config: Config) -> CIFARModule:
         activation_checkpointing=config.activation_checkpointing,
         activation_offload=config.activation_offload,
         init=config.init,
+        trainable=config.trainable,
+        lora=config.lora,
+        weights=start.loaded if start else None,
     )
 
 
@@ -85,12 +96,29 @@ def check_resume(config: Config) -> None:
         UsageError: it is damaged, of another network, or cannot be trusted.
     """
     if config.resume:
-        with torch.device("meta"):
-            net = models.build(config.model.name, num_classes(config), **config.model.options)
+        net = on_meta(config.model, num_classes(config), config.trainable, config.lora)
         checkpoint = read(Path(config.resume), config.trust)
         check_fits(net, network(checkpoint), config.resume)
         if RECORD in checkpoint:
             check_same_run(config, checkpoint[RECORD]["config"])
+
+
+def finetuning(config: Config) -> Match | None:
+    """The weights to start from, None for fresh ones; before anything is made of the run.
+
+    Raises:
+        UsageError: they are damaged or of another network, or --trainable or --lora.target names nothing.
+    """
+    net = on_meta(config.model, num_classes(config), config.trainable, config.lora)
+    check_patterns(net, config.trainable, config.model.options.get("ep_size", 1))
+    if not config.weights or config.resume:  # a run that goes on has its own
+        return None
+    file = Path(config.weights)
+    if config.delta:
+        weights = plain_network(together(file, Path(config.delta), config.trust))
+    else:
+        weights = read_plain(file, config.trust)
+    return match(on_meta(config.model, num_classes(config)), weights, config.weights)
 
 
 def trainer(config: Config, run_dir: Path | None) -> Trainer:
@@ -163,7 +191,7 @@ def callbacks(config: Config, run_dir: Path | None) -> list[Callback]:
     """The observers of a run, the same on every rank."""
     curves = TrainingCurves(config.log_interval)
     warmup = BENCH_WARMUP_STEPS if config.bench_steps else WARMUP_STEPS
-    network_and_batch = config.model, num_classes(config), micro_batch(config)
+    network_and_batch = config.model, num_classes(config), micro_batch(config), config.trainable, config.lora
     flops = training_flops(*network_and_batch)
     recomputed = training_flops(*network_and_batch, True) - flops if config.activation_checkpointing else 0
     micro_batches = config.world_size * config.accumulate

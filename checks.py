@@ -14,9 +14,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import run_folder
 import sources
 from batch import micro_batch_size
-from config import Choice, Config
+from config import Choice, Config, LoRAConfig
 from errors import UsageError
 from hardware import free_memory_bytes, gpu_count
 from models import MODELS
@@ -60,6 +61,7 @@ def settle(config: Config) -> None:
     settle_resume(config)
     if config.find_lr and config.schedule.name != "range_test":
         config.schedule = Choice("range_test", asdict(SCHEDULES["range_test"]()))
+    _settle_finetuning(config)
     if config.accelerator == "cpu":
         _check_on_cpu(config)
     if config.cuda_graphs:
@@ -83,6 +85,25 @@ def _settle_devices(config: Config, gpus: int) -> None:
         config.devices = max(1, gpus)
     if gpus and config.devices > gpus:
         raise UsageError(f"--devices {config.devices}: this machine has {gpus} GPU{'s'[: gpus > 1]}")
+
+
+def _settle_finetuning(config: Config) -> None:
+    """Puts the file's own path for what --weights names."""
+    lora = config.lora
+    if lora != LoRAConfig() and lora.rank < 1:
+        raise UsageError(f"--lora.rank must be at least 1, not {lora.rank}")
+    if lora.rank and not lora.target:
+        raise UsageError("--lora.rank needs --lora.target, names of linear layers such as 'blocks.*.attention.qkv'")
+    if not 0 <= lora.dropout < 1:
+        raise UsageError(f"--lora.dropout must be at least 0 and under 1, not {lora.dropout}")
+    if config.delta and not config.weights:
+        raise UsageError(f"--delta {config.delta} needs --weights, what the run that wrote it started from")
+    if config.delta and not Path(config.delta).is_file():
+        raise UsageError(f"--delta {config.delta} is no file")
+    if config.weights:
+        file = Path(config.weights) if config.resume else run_folder.find_checkpoint(config.weights, "", "")
+        config.weights = str(file.absolute())
+        config.delta = config.delta and str(Path(config.delta).absolute())
 
 
 def _check_on_cpu(config: Config) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -13,12 +14,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.optim.lr_scheduler import LRScheduler
 
-import models
 import optimizers.groups
 import strategies
-from config import Choice
+from config import Choice, LoRAConfig
+from finetuning import network
+from finetuning.freeze import rest_statistics
+from finetuning.load import put
 from metrics import CurveMetrics, SplitMetrics
-from models.initialization import initialize
 from models.moe import Gate, gates
 from models.recomputation import checkpoint_blocks
 from optimizers import OPTIMIZERS
@@ -46,6 +48,9 @@ class CIFARModule(LightningModule):
         label_smoothing: share of each training label that is spread over all classes (Szegedy et al. 2016).
         activation_checkpointing: whether the backward pass computes the activations of each block again.
         activation_offload: whether the activations wait for it in pinned memory of the CPU.
+        trainable: patterns of the parameters that are trained; see `finetuning.freeze.freeze`.
+        lora: the adapters.
+        weights: to start from, by the plain network's names; what they lack is drawn.
     """
 
     def __init__(
@@ -62,6 +67,9 @@ class CIFARModule(LightningModule):
         activation_checkpointing: bool = False,
         activation_offload: bool = False,
         init: str = "default",
+        trainable: Sequence[str] = (),
+        lora: LoRAConfig = network.NO_LORA,
+        weights: Mapping[str, Tensor] | None = None,
     ):
         super().__init__()
         self.model = model
@@ -76,6 +84,8 @@ class CIFARModule(LightningModule):
         self.label_smoothing = label_smoothing
         self.activation_checkpointing = activation_checkpointing
         self.activation_offload = activation_offload
+        self.trainable, self.lora = trainable, lora
+        self._weights = weights or {}
         self.skipped = 0
         """Micro-batches that were left out."""
         self.net: nn.Module | None = None
@@ -92,9 +102,9 @@ class CIFARModule(LightningModule):
         if self.net is not None:
             return
         torch.manual_seed(self.seed)
-        self.net = models.build(self.model.name, self.num_classes, **self.model.options)
-        torch.manual_seed(self.seed)  # whatever the network has drawn for itself, where it is sharded or not
-        initialize(self.net, self.init)
+        self.net = network.build(self.model, self.num_classes, self.trainable, self.lora, self.init, self.seed)
+        put(self.net, self._weights)
+        self._weights = {}
         if self.activation_checkpointing:
             checkpoint_blocks(self.net)
         if self.compiled:
@@ -105,6 +115,11 @@ class CIFARModule(LightningModule):
         """Looks up what the strategy has made of the network."""
         assert self.net is not None
         self.gates = gates(self.net)
+
+    def on_train_start(self) -> None:
+        """Leaves the statistics of frozen batch norms as they are."""
+        assert self.net is not None
+        rest_statistics(self.net)
 
     def forward(self, images: Tensor) -> Tensor:
         """Class scores (N, classes) of images (N, 3, H, W), uint8 or normalised.
@@ -169,11 +184,11 @@ class CIFARModule(LightningModule):
     def configure_optimizers(self) -> Any:
         """The optimizer in the strategy's implementation, and a schedule stepped with it unless it is constant."""
         strategy = self.trainer.strategy
-        groups = optimizers.groups.parameter_groups(self.optimizer, dict(self.named_parameters()))
+        trained = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+        groups = optimizers.groups.parameter_groups(self.optimizer, trained)
         groups = strategies.parameter_groups(strategy, self, groups)
         optimizer = self.optimizer.build(groups, strategies.optimizer_implementation(strategy))
-        order = [name for name, _ in self.named_parameters()]
-        optimizer.register_load_state_dict_pre_hook(partial(keep_own_options, order=order))
+        optimizer.register_load_state_dict_pre_hook(partial(keep_own_options, order=[*trained]))
         if isinstance(self.schedule, Constant):
             return optimizer
         self.schedule = settled(self.schedule, lambda: self.trainer.estimated_stepping_batches)

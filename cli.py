@@ -25,6 +25,8 @@ from config import (
     Config,
     DataConfig,
     DeviceConfig,
+    FineTuneConfig,
+    LoRAConfig,
     OutputConfig,
     RegularizationConfig,
     TrainingConfig,
@@ -38,7 +40,7 @@ from strategies import STRATEGIES
 REGISTRIES: dict[str, Mapping[str, Any]] = {"model": MODELS, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
 
 # Sections of the configuration with fields of their own: --data.root, or data: {root: ...} in a recipe.
-SECTIONS = {"data": DataConfig, "augment": AugmentConfig}
+SECTIONS = {"lora": LoRAConfig, "data": DataConfig, "augment": AugmentConfig}
 
 SWITCHES = (
     "activation_checkpointing",
@@ -106,9 +108,11 @@ def parse(argv: list[str] | None = None) -> Config:
     for file in short.config:
         _overlay(tree, _read_yaml(file))
     _overlay(tree, {key: {"name": name} for key in REGISTRIES if (name := getattr(short, key)) is not None})
-    for key in ("logger", "plot_schedule", *SWITCHES):
+    for key in ("logger", "plot_schedule", "trainable", *SWITCHES):
         if getattr(short, key) is not None:
             tree[key] = getattr(short, key)
+    if short.lora_target is not None:
+        tree["lora"] = {**tree.get("lora", {}), "target": short.lora_target}
     names = {key: _chosen(tree, key) for key in REGISTRIES}
 
     parser = _parser(names)
@@ -150,6 +154,8 @@ def _short_forms() -> argparse.ArgumentParser:
         parser.add_argument(f"--{key}", f"--{key}.name", dest=key)
     parser.add_argument("--logger", nargs="+")
     parser.add_argument("--plot_schedule", nargs="?", const="schedule.png")
+    parser.add_argument("--trainable", nargs="+")
+    parser.add_argument("--lora.target", dest="lora_target", nargs="+")
     for switch in SWITCHES:
         parser.add_argument(f"--{switch}", nargs="?", const="true", type=yaml.safe_load)
     parser.add_argument("--print_config", action="store_true")
@@ -172,7 +178,7 @@ def _parser(names: dict[str, str]) -> ArgumentParser:
     recipes = parser.add_argument_group("recipes")
     recipes.add_argument("--config", metavar="FILE", help="YAML recipe; several may be given, the later wins.")
     recipes.add_argument("--print_config", action="store_true", help="Print the resulting recipe and exit.")
-    for section in (DeviceConfig, TrainingConfig, RegularizationConfig, OutputConfig):
+    for section in (DeviceConfig, TrainingConfig, RegularizationConfig, FineTuneConfig, OutputConfig):
         parser.add_class_arguments(section)
     for key, section in SECTIONS.items():
         parser.add_argument_group(section.__doc__).add_class_arguments(section, key, as_group=False)

@@ -133,6 +133,39 @@ class RegularizationConfig:
 
 
 @dataclass
+class FineTuneConfig:
+    """where the weights come from and which of them are trained"""
+
+    weights: str = ""
+    """Start from weights that are there: a run's directory, a checkpoint of any strategy, a safetensors file, or a
+    state_dict of torch. What differs in name or shape is initialised, and listed. Optimizer and steps begin anew."""
+
+    delta: str = ""
+    """Lay what another run has trained over --weights: a file that export.py --to delta wrote."""
+
+    trainable: list[str] = field(default_factory=list)
+    """Names of the parameters that are trained, one or more, with * and ? as for files ('blocks.11.*' 'head.*'); the
+    others are frozen. Empty: all of them; with LoRA the adapters alone."""
+
+
+@dataclass
+class LoRAConfig:
+    """LoRA: in place of a layer's weights, a product of two small matrices beside them is trained (Hu et al. 2022)"""
+
+    rank: int = 0
+    """Width between the two matrices of an adapter; 0: no adapters."""
+
+    alpha: float = 16.0
+    """What an adapter adds is multiplied by alpha / rank."""
+
+    target: list[str] = field(default_factory=list)
+    """Names of the linear layers that get an adapter, one or more, with * and ? ('blocks.*.attention.qkv')."""
+
+    dropout: float = 0.0
+    """Share of an adapter's inputs that is set to 0 in training."""
+
+
+@dataclass
 class OutputConfig:
     """what is left behind"""
 
@@ -222,9 +255,10 @@ class Choice:
 
 
 @dataclass
-class Config(DeviceConfig, TrainingConfig, RegularizationConfig, OutputConfig):
+class Config(DeviceConfig, TrainingConfig, RegularizationConfig, FineTuneConfig, OutputConfig):
     """Everything that a run depends on. The defaults are the PyTorch tutorial's recipe with a validation split."""
 
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     data: DataConfig = field(default_factory=DataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     model: Choice = field(default_factory=lambda: Choice("net"))
@@ -261,6 +295,6 @@ def config_of(tree: dict[str, Any]) -> Config:
     Raises:
         TypeError: it has fields that are not known here, of another version of the program.
     """
-    sections: dict[str, type] = {"data": DataConfig, "augment": AugmentConfig}
+    sections: dict[str, type] = {"lora": LoRAConfig, "data": DataConfig, "augment": AugmentConfig}
     sections |= dict.fromkeys(("model", "optimizer", "schedule"), Choice)
     return Config(**{key: sections[key](**value) if key in sections else value for key, value in tree.items()})

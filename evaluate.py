@@ -9,6 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import checks
 import cli
@@ -33,34 +34,43 @@ def main() -> int:
     parser.add_argument("checkpoint", help="a run folder (its newest checkpoint), or a .ckpt file or folder")
     if len(sys.argv) < 2 or (sys.argv[1].startswith("-") and sys.argv[1] not in ("-h", "--help")):
         raise UsageError("say first what to test, a run folder or a checkpoint: evaluate.py RUN_OR_CHECKPOINT ...")
+    parser.add_argument("--delta", metavar="FILE", help="what a run trained over it (export.py --to delta)")
     arguments, overrides = parser.parse_known_args()
     checkpoint = run_folder.find_checkpoint(arguments.checkpoint, out="", name="")
-    config = configuration(checkpoint, overrides)
+    content: dict[str, Any] | None = None
+    if arguments.delta:
+        from finetuning.delta import together
+
+        content = together(checkpoint, Path(arguments.delta), "--trust" in overrides)
+        checkpoint = Path(arguments.delta)
+    config = configuration(checkpoint, overrides, content)
     trained_by_deepspeed = bool(config.ds_config) or STRATEGIES[config.strategy].family == "deepspeed"
     # One device and one micro-batch, whatever the run had: its batch size need not divide here.
     config.strategy, config.ds_config, config.devices, config.num_nodes = "baseline", "", 1, 1
     config.accumulate, config.logger, config.resume = 1, ["none"], ""
+    config.weights = config.delta = ""  # the checkpoint has them
     if "ep_size" in config.model.options:
         config.model.options["ep_size"] = 1
     wanted = config.precision
     config.precision = "32-true"
     checks.settle(config)
-    evaluate(config, checkpoint, _precision(wanted, trained_by_deepspeed, on_cpu=config.accelerator == "cpu"))
+    precision = _precision(wanted, trained_by_deepspeed, on_cpu=config.accelerator == "cpu")
+    evaluate(config, checkpoint, precision, content)
     return 0
 
 
-def configuration(checkpoint: Path, overrides: list[str]) -> Config:
+def configuration(checkpoint: Path, overrides: list[str], content: dict[str, Any] | None = None) -> Config:
     """The run's own, of its folder or of what the checkpoint itself keeps of it, with train.py's flags laid over it.
 
     Raises:
         UsageError: there is neither.
     """
     recipe = run_folder.recipe_of(checkpoint)
-    if recipe is not None:
+    if recipe is not None and content is None:
         return cli.parse(["--config", str(recipe), *overrides])
     from checkpointing.read import RECORD, read
 
-    record = read(checkpoint, "--trust" in overrides).get(RECORD)
+    record = (content or read(checkpoint, "--trust" in overrides)).get(RECORD)
     if record is None:
         raise UsageError(f"{checkpoint} lies in no run folder, and was not written by train.py")
     with TemporaryDirectory() as folder:
@@ -69,13 +79,16 @@ def configuration(checkpoint: Path, overrides: list[str]) -> Config:
         return cli.parse(["--config", str(recipe), *overrides])
 
 
-def evaluate(config: Config, checkpoint: Path, precision: str) -> dict[str, object]:
+def evaluate(
+    config: Config, checkpoint: Path, precision: str, content: dict[str, Any] | None = None
+) -> dict[str, object]:
     """Tests a checkpoint and prints its table.
 
     Args:
         config: of the run, settled for one device.
         checkpoint: file or folder.
         precision: Lightning's name of the number format that the network runs in.
+        content: of the checkpoint, where it was read or put together already.
 
     Returns:
         The test/* of metrics.json.
@@ -84,7 +97,8 @@ def evaluate(config: Config, checkpoint: Path, precision: str) -> dict[str, obje
 
     import build
     from callbacks.summary import test_metrics
-    from checkpointing.weights import load_weights
+    from checkpointing.read import read
+    from checkpointing.weights import check_fits, network
     from quiet import quieten
     from reports.summary import print_test_table
 
@@ -92,7 +106,10 @@ def evaluate(config: Config, checkpoint: Path, precision: str) -> dict[str, obje
     module = build.module(config)
     module.configure_model()
     assert module.net is not None
-    load_weights(module.net, checkpoint, config.trust, averaged=bool(config.ema or config.swa_from))
+    averaged = bool(config.ema or config.swa_from)
+    weights = network(content or read(checkpoint, config.trust), averaged)
+    check_fits(module.net, weights, str(checkpoint))
+    module.net.load_state_dict(weights)
     trainer = Trainer(
         accelerator=config.accelerator,
         devices=1,

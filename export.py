@@ -1,6 +1,7 @@
 """Writes the network of any checkpoint as one plain file, which needs neither Lightning nor DeepSpeed.
 
 python export.py RUN_OR_CHECKPOINT --to safetensors|onnx|state_dict [--output FILE] [--dtype bfloat16]
+python export.py RUN_OR_CHECKPOINT --to delta    only what was trained, of a run that froze the rest
 """
 
 from __future__ import annotations
@@ -24,19 +25,39 @@ from quiet import quieten
 if TYPE_CHECKING:
     from exporting.classifier import Classifier
 
+DELTA, DELTA_SUFFIX = "delta", ".delta.safetensors"
+"""A format beside FORMATS: it is no network by itself."""
+
 
 def main() -> int:
     """Writes one export and says what it is; returns the exit code."""
     arguments = _parse()
     quieten()
     checkpoint = run_folder.find_checkpoint(arguments.checkpoint, out="", name="")
-    output = Path(arguments.output or checkpoint.with_suffix(FORMATS[arguments.to].suffix))
-    _check_output(output, FORMATS[arguments.to].suffix, checkpoint)
-    export(checkpoint, output, arguments.to, arguments.dtype, arguments.trust, check=not arguments.no_check)
+    suffix = DELTA_SUFFIX if arguments.to == DELTA else FORMATS[arguments.to].suffix
+    output = Path(arguments.output or checkpoint.with_suffix(suffix))
+    _check_output(output, Path(f"_{suffix}").suffix, checkpoint)
+    if arguments.to == DELTA:
+        export_delta(checkpoint, output, arguments.trust)
+    else:
+        check = not arguments.no_check
+        export(checkpoint, output, arguments.to, arguments.dtype, arguments.trust, check, arguments.delta)
     return 0
 
 
-def export(checkpoint: Path, output: Path, to: str, dtype: str, trust: bool = False, check: bool = True) -> None:
+def export_delta(checkpoint: Path, output: Path, trust: bool = False) -> None:
+    """Writes what a run has trained; see `finetuning.delta.write`."""
+    from checkpointing.read import read
+    from finetuning.delta import write
+
+    names = write(read(checkpoint, trust), output, checkpoint.name)
+    print(f"{output}: {len(names)} trained tensors, {output.stat().st_size / 1e6:,.2f} MB")
+    print(f"whole again with the weights that the run started from: BASE --delta {output}")
+
+
+def export(
+    checkpoint: Path, output: Path, to: str, dtype: str, trust: bool = False, check: bool = True, delta: str = ""
+) -> None:
     """Writes the file, reads it back, compares it with the checkpoint, and only then gives it its name.
 
     Args:
@@ -46,6 +67,7 @@ def export(checkpoint: Path, output: Path, to: str, dtype: str, trust: bool = Fa
         dtype: of the weights in the file, float32 or bfloat16.
         trust: see `checkpointing.safe_load.load`.
         check: whether the run's test images are compared too, where they are on this machine.
+        delta: what a run has trained over the checkpoint, which may then be any file of weights.
 
     Raises:
         UsageError: the checkpoint is damaged, or not of the network that it says.
@@ -60,10 +82,11 @@ def export(checkpoint: Path, output: Path, to: str, dtype: str, trust: bool = Fa
     from exporting import network
     from exporting.check import on_random_images
     from exporting.classifier import of_network
+    from finetuning.delta import together
 
-    content = read(checkpoint, trust)
+    content = together(checkpoint, Path(delta), trust) if delta else read(checkpoint, trust)
     metadata = metadata_of(content, checkpoint.name, dtype)
-    net, classes = network.build(weights.network(content), metadata, checkpoint)
+    net, classes = network.build(weights.plain_network(content), metadata, checkpoint)
     original = of_network(net, classes)
     tolerance = FORMATS[to].tolerance if dtype == "float32" else None  # bfloat16 has 8 bits: what it costs is shown
     staged = atomic.staged(output)
@@ -104,11 +127,13 @@ def _parse() -> Namespace:
     parser = Parser(
         prog="export.py",
         description="Writes the network of a checkpoint of any strategy as one plain file.",
-        epilog="formats:\n" + "\n".join(f"  {name:<{width}}  {format.summary}" for name, format in FORMATS.items()),
+        epilog="formats:\n"
+        + "\n".join(f"  {name:<{width}}  {format.summary}" for name, format in FORMATS.items())
+        + f"\n  {DELTA:<{width}}  what was trained, where the rest was frozen: read with BASE --delta FILE",
         formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument("checkpoint", help="a run folder (its newest checkpoint), or a .ckpt file or folder")
-    parser.add_argument("--to", required=True, choices=FORMATS, help="format of the file")
+    parser.add_argument("--to", required=True, choices=[*FORMATS, DELTA], help="format of the file")
     parser.add_argument("--output", metavar="FILE", help="file to write (default: beside the checkpoint)")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights (default: %(default)s)"
@@ -117,6 +142,10 @@ def _parse() -> Namespace:
         "--no_check", action="store_true", help="do not classify the run's test images with the file that was written"
     )
     arguments = parser.parse_args()
+    if arguments.to == DELTA:
+        if arguments.delta or arguments.dtype != "float32":
+            raise UsageError(f"--to {DELTA} stands without --{'delta' if arguments.delta else 'dtype'}")
+        return arguments
     if arguments.dtype not in FORMATS[arguments.to].dtypes:
         raise UsageError(
             f"--dtype {arguments.dtype} is not for --to {arguments.to}: onnxruntime cannot run it on a CPU"

@@ -16,6 +16,7 @@ from config import Config
 from errors import UsageError
 
 KEPT = ("model", "optimizer", "batch_size", "seed", "data.val_fraction")
+KEPT += ("trainable", "lora.rank", "lora.alpha", "lora.target")
 """What a run that goes on must have as it was: else it is another run, and trains on images held out before."""
 
 
@@ -55,9 +56,11 @@ def check_same_run(config: Config, recipe: dict[str, Any]) -> None:
     Raises:
         UsageError: names the first option that differs.
     """
-    now = asdict(config)
-    for key in KEPT:
-        before, wanted = _flat(key, recipe), _flat(key, now)
+    if config.weights and not Path(recipe.get("weights", "")).is_relative_to(Path(config.weights).absolute()):
+        raise UsageError(f"--resume {config.resume} goes on with the weights that it has: leave --weights out")
+    now, defaults = asdict(config), asdict(Config())
+    for key in KEPT:  # one of an older version lacks what has come since
+        before, wanted = _flat(key, {**defaults, **recipe}), _flat(key, now)
         if before.get("optimizer.weight_decay"):
             before.setdefault("optimizer.weight_decay_on", "all")  # before there was this option
         for option in before:

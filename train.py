@@ -56,10 +56,12 @@ def train(config: Config) -> dict[str, Any]:
     from callbacks.summary import collect, log_hparams
     from quiet import quieten
     from reports.summary import print_summary, write_json
+    from sources.console import say
 
     quieten()
     build.check_trainer_options(config)
     build.check_resume(config)
+    start = build.finetuning(config)
     datamodule = build.datamodule(config)
     run_dir: Path | None = None
     if launch.global_rank() == 0:
@@ -67,8 +69,10 @@ def train(config: Config) -> dict[str, Any]:
         fell_back = config.data.source == "auto" and datamodule.source == "digits"
         run_dir = run_folder.claim(config.out, config.run_name + run_folder.FALLBACK_SUFFIX * fell_back)
         write_config(config, datamodule.source, run_dir)
+        if start is not None:
+            say(start.told(run_dir))
     with run_folder.removed_on_failure(run_dir):
-        module = build.module(config)
+        module = build.module(config, start)
         trainer = build.trainer(config, run_dir)
     trainer.fit(module, datamodule=datamodule, ckpt_path=config.resume or None)
     if (signal := build.stopped_by(trainer)) is not None:

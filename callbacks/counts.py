@@ -6,33 +6,47 @@ casts or offloads the real one is in the way.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from lightning.fabric.utilities.throughput import measure_flops
 
-import models
-from config import Choice
+from config import Choice, LoRAConfig
+from finetuning.network import NO_LORA, on_meta
 from models.recomputation import checkpoint_blocks
 from sources.dataset import IMAGE_SHAPE
 
 
-def parameter_count(model: Choice, num_classes: int) -> int:
-    """Parameters of the network, in elements."""
-    with torch.device("meta"):
-        net = models.build(model.name, num_classes, **model.options)
-    return sum(parameter.numel() for parameter in net.parameters())
+def parameter_count(model: Choice, num_classes: int, lora: LoRAConfig = NO_LORA) -> int:
+    """Parameters of the network and its adapters, in elements."""
+    return sum(parameter.numel() for parameter in on_meta(model, num_classes, lora=lora).parameters())
 
 
-def training_flops(model: Choice, num_classes: int, batch_size: int, activation_checkpointing: bool = False) -> int:
+def trained_count(model: Choice, num_classes: int, trainable: Sequence[str], lora: LoRAConfig) -> int:
+    """Those of them that are not frozen; see `finetuning.network.build`."""
+    net = on_meta(model, num_classes, trainable, lora)
+    return sum(parameter.numel() for parameter in net.parameters() if parameter.requires_grad)
+
+
+def training_flops(
+    model: Choice,
+    num_classes: int,
+    batch_size: int,
+    trainable: Sequence[str] = (),
+    lora: LoRAConfig = NO_LORA,
+    activation_checkpointing: bool = False,
+) -> int:
     """FLOPs of one forward and one backward of `batch_size` images, a multiply-add being two.
 
-    Matrix products and convolutions are counted, as torch's FlopCounterMode does; with `activation_checkpointing` what
-    the backward pass computes again is in them.
+    The backward of what is frozen ends where nothing before it is trained. Matrix products and convolutions are
+    counted, as torch's FlopCounterMode does; with `activation_checkpointing` what the backward pass computes again is
+    in them.
 
     Raises:
         UsageError: activation checkpointing of a network without blocks.
     """
+    net = on_meta(model, num_classes, trainable, lora)
     with torch.device("meta"):
-        net = models.build(model.name, num_classes, **model.options)
         if activation_checkpointing:
             checkpoint_blocks(net)
         images = torch.empty(batch_size, *IMAGE_SHAPE)

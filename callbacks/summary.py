@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from callbacks.counts import parameter_count
+from callbacks.counts import parameter_count, trained_count
 from callbacks.curves import TrainingCurves
 from callbacks.memory import Memory
 from callbacks.throughput import Throughput
@@ -35,7 +35,8 @@ def collect(trainer: Trainer, module: CIFARModule, datamodule: CIFARDataModule, 
         "num_train": datamodule.num_train,
         "num_test": datamodule.num_test,
         "model": config.model.name,
-        "parameters": parameter_count(module.model, module.num_classes),
+        "parameters": parameter_count(module.model, module.num_classes, config.lora),
+        "trained_parameters": trained_count(module.model, module.num_classes, config.trainable, config.lora),
         "strategy": config.strategy_name,
         "world_size": trainer.world_size,
         "num_nodes": trainer.num_nodes,

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.io import CheckpointIO
 import atomic
 from checkpointing.read import read
 from checkpointing.safetensors_file import metadata_of, write_safetensors
-from checkpointing.weights import network
+from checkpointing.weights import plain_network
 from sources.console import say
 
 
@@ -87,7 +87,8 @@ def weights_file(checkpoint: Path) -> Path:
 def write_weights(checkpoint: Path) -> None:
     """Writes the float32 weights of a checkpoint that was just saved, put together from all ranks, beside it."""
     content = read(checkpoint)
-    weights = {name: value.float() if value.is_floating_point() else value for name, value in network(content).items()}
+    state = plain_network(content)
+    weights = {name: value.float() if value.is_floating_point() else value for name, value in state.items()}
     write_safetensors(weights, weights_file(checkpoint), metadata_of(content, checkpoint.name))
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from checkpointing.read import read
+from checkpointing.read import RECORD, read
 from checkpointing.zero_folder import AVERAGE
 from errors import UsageError
+from finetuning.lora import merged
 
 PREFIX = "net."
 """Where the network lies in the LightningModule."""
@@ -26,6 +27,12 @@ def network(checkpoint: Mapping[str, Any], averaged: bool = True) -> dict[str, T
     average = checkpoint[AVERAGE]["weights"] if averaged and AVERAGE in checkpoint else {}
     state = checkpoint["state_dict"]
     return {key.removeprefix(PREFIX): average.get(key, value) for key, value in state.items() if key.startswith(PREFIX)}
+
+
+def plain_network(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The weights in a checkpoint that was read, with adapters merged: of a network of models/ as it stands there."""
+    lora = checkpoint.get(RECORD, {}).get("config", {}).get("lora", {})
+    return merged(network(checkpoint), lora.get("alpha", 0.0))
 
 
 def load_weights(net: nn.Module, checkpoint: Path, trust: bool = False, averaged: bool = True) -> None:

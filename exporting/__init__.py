@@ -86,19 +86,25 @@ def exporter(name: str) -> Exporter:
     return cast(Exporter, import_module(FORMATS[name].module))
 
 
-def load(path: str, model: str = "", trust: bool = False) -> Classifier:
+def load(path: str, model: str = "", trust: bool = False, delta: str = "") -> Classifier:
     """What classifies images, from any checkpoint or export.
 
     Args:
         path: an export, or what `run_folder.find_checkpoint` understands.
         model: name of the network, for a file that does not say it.
         trust: see `checkpointing.safe_load.load`.
+        delta: what a run has trained over it, written by export.py --to delta.
 
     Raises:
         UsageError: there is none, it is damaged, of another network, or would need `model` or `trust`.
     """
     known = {"model": model} if model else {}
     file = find_checkpoint(path, out="", name="")
+    if delta:
+        from exporting import checkpoint
+        from finetuning.delta import together
+
+        return checkpoint.of_content(together(file, Path(delta), trust), Path(delta), known)
     of_suffix = {format.suffix: name for name, format in FORMATS.items()}
     if file.suffix in of_suffix:
         return exporter(of_suffix[file.suffix]).load(file, known, trust)

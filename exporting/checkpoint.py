@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from checkpointing import weights
 from checkpointing.read import RECORD, read
@@ -14,6 +15,10 @@ from exporting.classifier import Classifier, of_network
 
 def load(file: Path, known: Mapping[str, str] | None = None, trust: bool = False) -> Classifier:
     """See `exporting.load`."""
-    content = read(file, trust)
+    return of_content(read(file, trust), file, known)
+
+
+def of_content(content: Mapping[str, Any], file: Path, known: Mapping[str, str] | None = None) -> Classifier:
+    """The same of a checkpoint that was read."""
     metadata = metadata_of(content, file.name) if RECORD in content else {}
-    return of_network(*network.build(weights.network(content), metadata, file, known))
+    return of_network(*network.build(weights.plain_network(content), metadata, file, known))

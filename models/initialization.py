@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -15,20 +16,22 @@ SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def initialize(net: nn.Module, scheme: str) -> None:
+def initialize(net: nn.Module, scheme: str, seed: int) -> None:
     """Draws the weights of all convolutions and linear layers anew, and sets their biases to zero.
 
-    Drawn from torch's global random state, layer by layer in the network's order. DeepSpeed's zero.Init puts its own
-    `Module.apply` in place of torch's: a layer that it has sharded is put together, drawn and sharded again (DeepSpeed
-    0.19.8, deepspeed/runtime/zero/partition_parameters.py).
+    Drawn layer by layer in the network's order, whatever the network has drawn for itself before. DeepSpeed's zero.Init
+    puts its own `Module.apply` in place of torch's: a layer that it has sharded is put together, drawn and sharded
+    again (DeepSpeed 0.19.8, deepspeed/runtime/zero/partition_parameters.py).
 
     Args:
         net: of any kind; norms and other parameters stay as they are.
         scheme: key of SCHEMES, or `default`: all weights stay as torch's layers drew them.
+        seed: of torch's global random state, which draws them.
     """
     if scheme == "default":
         return
     draw = SCHEMES[scheme]
+    torch.manual_seed(seed)
 
     def initialize_layer(layer: nn.Module) -> None:
         if isinstance(layer, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):

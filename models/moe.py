@@ -163,6 +163,7 @@ class MixtureOfExperts(nn.Module):
         share, rank = num_experts // options.ep_size, _rank.get()
         first = 0 if rank is None else rank % options.ep_size * share
         kept = range(first, num_experts if rank is None else first + share)
+        self.first = first
         self.experts = nn.ModuleList()
         for number in range(num_experts):
             expert = make_expert()
@@ -206,6 +207,19 @@ def share_of(rank: int) -> Generator[None, None, None]:
         yield
     finally:
         _rank.reset(token)
+
+
+def whole_names(net: nn.Module) -> dict[str, str]:
+    """The name in the whole network for each parameter and buffer of one that was built within `share_of`."""
+    first = {name: module.first for name, module in net.named_modules() if isinstance(module, MixtureOfExperts)}
+    names = [name for name, _ in (*net.named_parameters(), *net.named_buffers())]
+
+    def numbered_through(name: str) -> str:
+        mixture, experts, rest = name.partition(".experts.")
+        number, _, inner = rest.partition(".")
+        return f"{mixture}.experts.{first[mixture] + int(number)}.{inner}" if experts and mixture in first else name
+
+    return {name: numbered_through(name) for name in names}
 
 
 def gates(net: nn.Module) -> tuple[Gate, ...]:

@@ -23,7 +23,8 @@ SCHEMA = 1
 """Of metrics.json; goes up when a key changes its meaning."""
 
 MEASURED = (
-    *("dataset", "num_train", "num_test", "model", "parameters", "strategy", "world_size", "num_nodes"),
+    *("dataset", "num_train", "num_test", "model", "parameters", "trained_parameters"),
+    *("strategy", "world_size", "num_nodes"),
     *("accelerator", "device_name", "precision", "seed", "batch_size", "micro_batch_size", "accumulate"),
     *("epochs", "steps", "train/loss", "val/acc", "test/loss", "test/acc", "test/acc_per_class"),
     *("test/acc_top5", "test/precision", "test/recall", "test/f1", "test/precision_weighted", "test/f1_weighted"),
@@ -180,6 +181,8 @@ def _summary_lines(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("steps", f"{metrics['steps']:,} of {metrics['batch_size']} images, {metrics['epochs']:.3g} epochs"),
         ("time", f"{metrics['perf/fit_seconds']:.1f} s"),
     ]
+    if metrics["trained_parameters"] < metrics["parameters"]:
+        lines.insert(1, ("parameters", f"{metrics['trained_parameters']:,} trained of {metrics['parameters']:,}"))
     if metrics["train/loss"] is not None:
         lines.append(("loss", f"{metrics['train/loss']:.4f} in training, mean of the last interval"))
     if is_benchmark(metrics):  # its table has the rest

@@ -66,7 +66,8 @@ def restore(engine: Any, checkpoint: dict[str, Any]) -> bool:
     saved = checkpoint["optimizer_states"][0] if carried else {"state": {}, "param_groups": []}
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
     rank = engine.global_rank % ep_size(engine.module)
-    plain = plain_names(engine.module.state_dict(), rank)  # a checkpoint has the experts of all ranks
+    state_dict = [*engine.module.state_dict()]
+    plain = plain_names(state_dict, rank)  # a checkpoint has the experts of all ranks
     names = {parameter: plain[name] for name, parameter in engine.module.named_parameters()}
     if stage == 3:
         optimizer.checkpoint_event_prologue()  # every parameter is cut, also those that are kept whole
@@ -78,7 +79,9 @@ def restore(engine: Any, checkpoint: dict[str, Any]) -> bool:
     groups = [*_groups(engine)]
     # As torch's optimizers number them: those of other ranks too, group by group, a single one in the network's order.
     here = {names[parameter] for parameters, *_ in groups for parameter in parameters}
-    fixed = {*plain.values()} - here
+    fixed_here = [name for name in state_dict if plain[name] not in here]
+    of_ranks = [plain_names(state_dict, other) for other in range(ep_size(engine.module))]
+    fixed = {of_rank[name] for of_rank in of_ranks for name in fixed_here}
     numbers = numbers_by_name(saved["param_groups"], [name for name in weights if name not in fixed])
     for parameters, target, shard in groups:
         wholes = [weights[names[parameter]] for parameter in parameters]

@@ -58,7 +58,7 @@ def start_of(name: str, init: str, **options: Any) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     net = models.build(name, 10, **options)
     torch.manual_seed(0)
-    initialize(net, init)
+    initialize(net, init, 0)
     return dict(net.state_dict())
 
 

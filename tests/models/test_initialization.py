@@ -28,7 +28,7 @@ def test_variances_are_those_of_the_papers(scheme: str):
     for layer in net:
         nn.init.constant_(layer.bias, 3.0)
     norm = {name: value.clone() for name, value in net[1].state_dict().items()}
-    initialize(net, scheme)
+    initialize(net, scheme, 0)
     for layer, fans in ((net[0], (16 * 9, 64 * 9)), (net[2], (300, 200))):
         weight = layer.weight
         variance = VARIANCES[scheme](*fans)
@@ -43,7 +43,7 @@ def test_default_leaves_the_weights_as_they_were_drawn():
     torch.manual_seed(0)
     net = models.build("net", 10)
     before = {name: value.clone() for name, value in net.state_dict().items()}
-    initialize(net, "default")
+    initialize(net, "default", 0)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
 
@@ -54,7 +54,7 @@ def test_deep_perceptrons_keep_their_signal(activation: str, scheme: str):
     images, spreads = torch.randn(16, 3, 32, 32), {}
     for drawn in ("default", scheme):
         net = models.build("mlp", 10, hidden=[256] * 20, activation=activation)
-        initialize(net, drawn)
+        initialize(net, drawn, 0)
         spreads[drawn] = net(images).std(dim=0).mean().item()  # over the images: what is left of their differences
     assert spreads["default"] < 1e-3
     assert 0.02 < spreads[scheme] < 10

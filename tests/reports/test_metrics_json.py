@@ -11,7 +11,8 @@ from rich.console import Console
 from reports.summary import MEASURED, git_commit, metrics_json, print_summary, print_test_table, write_json
 
 KEYS = [
-    *("schema", "dataset", "num_train", "num_test", "model", "parameters", "strategy", "world_size", "num_nodes"),
+    *("schema", "dataset", "num_train", "num_test", "model", "parameters", "trained_parameters"),
+    *("strategy", "world_size", "num_nodes"),
     *("accelerator", "device_name", "precision", "seed", "batch_size", "micro_batch_size", "accumulate", "epochs"),
     *("steps", "train/loss", "val/acc", "test/loss", "test/acc", "test/acc_per_class", "test/acc_top5"),
     *("test/precision", "test/recall", "test/f1", "test/precision_weighted", "test/f1_weighted", "test/auroc"),

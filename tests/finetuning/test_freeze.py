@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import models
+from cifar_module import CIFARModule
+from config import Choice
+from errors import UsageError
+from finetuning.freeze import check_patterns, freeze, trained_names
+from finetuning.network import on_meta
+from models.moe import share_of, whole_names
+
+
+def test_patterns_name_what_is_trained():
+    net = models.build("net", 10)
+    freeze(net, [])
+    assert all(parameter.requires_grad for parameter in net.parameters())
+    freeze(net, ["conv?.bias", "fc3.*"])
+    assert trained_names(net) == {"conv1.bias", "conv2.bias", "fc3.weight", "fc3.bias"}
+
+
+def test_a_pattern_that_names_nothing_is_refused():
+    net = on_meta(Choice("vit_tiny"), 10, ["head"])
+    with pytest.raises(UsageError, match=r"--trainable head is no parameter .* did you mean head\.\w+ or ") as error:
+        check_patterns(net, ["head"], ep_size=1)
+    assert "\n" not in str(error.value)
+
+
+def test_experts_that_ranks_share_out_are_trained_alike():
+    model = Choice("net_moe", {"num_experts": [4], "ep_size": 2})
+    one, all_of_them = ["fc3.0.experts.1.*"], ["fc3.0.experts.*"]
+    with pytest.raises(UsageError, match=r"all experts or none, as in fc3\.0\.experts\.\*\.weight"):
+        check_patterns(on_meta(model, 10, one), one, ep_size=2)
+    check_patterns(on_meta(model, 10, all_of_them), all_of_them, ep_size=2)
+    with share_of(1):
+        here = models.build("net_moe", 10, **model.options)
+    whole = whole_names(here)
+    assert whole["fc3.0.experts.0.weight"] == "fc3.0.experts.2.weight"
+    assert whole["fc3.0.gate.wg.weight"] == "fc3.0.gate.wg.weight"
+    assert whole.keys() == {name for name, _ in here.named_parameters()}
+
+
+class WithoutCurves(CIFARModule):
+    """Logs nothing, for there is no data module."""
+
+    def on_validation_epoch_end(self) -> None:
+        pass
+
+
+def test_frozen_batch_norms_keep_their_statistics():
+    """Through a fit with validations, after which Lightning puts the network back into training."""
+    module = WithoutCurves(Choice("net"), Choice("sgd"), Choice("constant"), 10)
+    norms = [nn.BatchNorm2d(4), nn.BatchNorm2d(4)]
+    net = module.net = nn.Sequential(nn.Conv2d(3, 4, 3), norms[0], norms[1], nn.Flatten(), nn.LazyLinear(10))
+    net.eval()(torch.zeros(1, 3, 32, 32))  # for the lazy layer's shape
+    net.train()
+    freeze(net, ["2.*", "4.*"])
+    images = torch.randint(0, 256, (16, 3, 32, 32), dtype=torch.uint8)
+    loader = DataLoader(TensorDataset(images, torch.arange(16) % 10), 4)
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        val_check_interval=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, loader, loader)
+    assert [int(norm.num_batches_tracked) for norm in norms] == [0, 8]  # pyright: ignore
+    assert torch.equal(norms[0].running_mean, torch.zeros(4))  # pyright: ignore
+    assert {"2.running_mean", "2.weight"} <= trained_names(net)
+    assert "1.running_mean" not in trained_names(net)

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import models
+from checkpointing.read import RECORD
+from config import Choice, Config, LoRAConfig
+from errors import UsageError
+from finetuning.load import FILE, match, put, read_plain
+from finetuning.network import build
+
+
+@pytest.fixture
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return models.build("net", 10)
+
+
+def test_every_kind_of_file(net: nn.Module, tmp_path: Path):
+    weights = dict(net.state_dict())
+    torch.save(weights, tmp_path / "plain.pt")
+    torch.save({"model": weights, "epoch": 3}, tmp_path / "torchvision.pth")
+    torch.save({"state_dict": weights}, tmp_path / "timm.pth.tar")
+    save_file(weights, tmp_path / "net.safetensors")
+    for file in tmp_path.iterdir():
+        found = read_plain(file)
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[name], value) for name, value in weights.items()), file
+
+
+def test_adapters_in_a_checkpoint_are_merged(net: nn.Module, tmp_path: Path):
+    lora = LoRAConfig(rank=2, alpha=4.0, target=["fc1"])
+    adapted = build(Choice("net"), 10, lora=lora)
+    put(adapted, net.state_dict())
+    nn.init.ones_(adapted.get_parameter("fc1.lora_b"))
+    state = {f"net.{name}": value for name, value in adapted.state_dict().items()}
+    torch.save({"state_dict": state, RECORD: {"config": asdict(Config(lora=lora))}}, tmp_path / "last.ckpt")
+    found = read_plain(tmp_path / "last.ckpt")
+    assert found.keys() == net.state_dict().keys()
+    added = 2.0 * torch.ones(120, 2) @ adapted.get_parameter("fc1.lora_a")
+    torch.testing.assert_close(found["fc1.weight"], net.state_dict()["fc1.weight"] + added)
+    assert torch.equal(found["fc2.weight"], net.state_dict()["fc2.weight"])
+
+
+def test_what_fits_is_loaded_and_the_rest_is_listed(net: nn.Module, tmp_path: Path):
+    weights = {**net.state_dict(), "ema.step": torch.tensor(1.0)}
+    torch.manual_seed(0)
+    wider = models.build("net", 100)
+    before = {name: value.clone() for name, value in wider.state_dict().items()}
+    found = match(wider, weights, "net.pt")
+    assert found.told(tmp_path) == (
+        "loaded 8 of 10 tensors; initialised: fc3.weight (100x84), fc3.bias (100); "
+        "not used: fc3.weight (10x84), fc3.bias (10), ema.step (scalar)"
+    )
+    assert not (tmp_path / FILE).exists()
+    put(wider, found.loaded)
+    for name, value in wider.state_dict().items():
+        assert torch.equal(value, before[name] if name.startswith("fc3") else weights[name])
+
+
+def test_long_lists_go_into_the_run_folder(net: nn.Module, tmp_path: Path):
+    few = {name: value for name, value in net.state_dict().items() if name.startswith("conv")}
+    line = match(net, few, "net.pt").told(tmp_path)
+    assert line.startswith("loaded 4 of 10 tensors; initialised: fc1.weight (120x400), ")
+    assert f" and 2 more; all names in {tmp_path / FILE}" in line
+    lines = (tmp_path / FILE).read_text().splitlines()
+    assert (lines[0], lines[5], lines[-1]) == ("loaded:", "initialised:", "not used:")
+    assert "  fc3.bias (10)" in lines
+
+
+def test_refused(net: nn.Module, tmp_path: Path):
+    torch.save({"lr": 0.1}, tmp_path / "other.pt")
+    with pytest.raises(UsageError, match="holds no weights"):
+        read_plain(tmp_path / "other.pt")
+    with pytest.raises(UsageError, match=r"--weights vit\.pt: no tensor has a name and shape of the network's"):
+        match(net, models.build("vit_tiny", 10).state_dict(), "vit.pt")
