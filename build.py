@@ -94,8 +94,9 @@ def trainer(config: Config, run_dir: Path | None) -> Trainer:
     """
     on_cpu = config.accelerator == "cpu"
     strategy = strategies.build(config, on_cpu, micro_batch(config), parameter_count(config.model, num_classes(config)))
-    # Under DeepSpeed the strategy brings its own precision.
-    precision = {} if hasattr(strategy, "config") else {"precision": config.precision}
+    # Under DeepSpeed the strategy brings its own precision, under fsdp2 its own mixed one.
+    own = hasattr(strategy, "config") or getattr(strategy, "casts", False)
+    precision = {} if own else {"precision": config.precision}
     options: dict[str, Any] = {
         "accelerator": config.accelerator,
         "devices": config.devices,
@@ -167,7 +168,7 @@ def callbacks(config: Config, run_dir: Path | None) -> list[Callback]:
         Interrupt(),
         Resume(config),
         # After the others, whose work it would take for waiting.
-        Throughput(config, flops * config.world_size * config.accumulate, warmup),
+        Throughput(config, flops * strategies.replicas(config) * config.accumulate, warmup),
     ]
     if config.accelerator == "cpu":
         observers.append(CPUKernels(flops, config.precision))
@@ -207,4 +208,4 @@ def num_classes(config: Config) -> int:
 
 def micro_batch(config: Config) -> int:
     """Images per rank and micro-batch."""
-    return micro_batch_size(config.batch_size, config.world_size, config.accumulate)
+    return micro_batch_size(config.batch_size, strategies.replicas(config), config.accumulate)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
@@ -19,7 +20,7 @@ from optimizers import OPTIMIZERS, keep_own_options
 from schedules import SCHEDULES, Constant, Schedule
 from sources.augment import memory_format, normalize
 from sources.split import IGNORED
-from strategies import optimizer_implementation, parameter_groups
+from strategies import data_group, optimizer_implementation, parameter_groups
 
 
 class CIFARModule(LightningModule):
@@ -138,11 +139,11 @@ class CIFARModule(LightningModule):
 
     def on_test_epoch_start(self) -> None:
         """Forgets the last test."""
-        self.test_metrics.reset(self.device)
+        self.test_metrics.reset(self.device, data_group(self.trainer.strategy))
 
     def on_validation_epoch_start(self) -> None:
         """Forgets the last validation."""
-        self.val_metrics.reset(self.device)
+        self.val_metrics.reset(self.device, data_group(self.trainer.strategy))
 
     def configure_optimizers(self) -> Any:
         """The optimizer in the strategy's implementation, and a schedule stepped with it unless it is constant."""
@@ -198,9 +199,10 @@ class SplitMetrics:
             **{f"{split}/acc_class/{name}": value for name, value in zip(class_names, per_class, strict=True)},
         }
 
-    def reset(self, device: torch.device) -> None:
-        """Forgets all that was counted, and counts on `device` from now on."""
+    def reset(self, device: torch.device, group: ProcessGroup | None = None) -> None:
+        """Forgets all that was counted, and counts on `device` from now on; `group`: ranks that see all images once."""
         for metric in (self.loss, self.accuracy, self.class_accuracy, self.confusion):
+            metric.process_group = group
             metric.to(device).reset()
 
 

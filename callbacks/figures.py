@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from callbacks.ranks import gather
 from reports.figures import MISTAKE_COLUMNS, MISTAKE_ROWS, confusion_figure, mistakes_figure
 from sources.augment import MEAN, STD
+from strategies import data_group
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -59,7 +60,7 @@ class TestFigures(Callback):
     def on_test_end(self, trainer: Trainer, pl_module: CIFARModule) -> None:  # pyright: ignore
         """Draws on rank 0 what all ranks have found."""
         assert self._mistakes is not None
-        of_each_rank = gather(tuple(part.cpu() for part in self._mistakes))
+        of_each_rank = gather(tuple(part.cpu() for part in self._mistakes), data_group(trainer.strategy))
         counts = pl_module.test_metrics.confusion.compute()  # on every rank: it adds the ranks' counts up
         if self._run_dir is None:
             return
