@@ -51,7 +51,6 @@ def refused(flags: str) -> str:
         ("--strategy tensor_parallel", "has no plan how to cut --model net: it has one for vit_tiny, vit_small"),
         ("--strategy pipeline --model vit_moe", "has no plan how to cut --model vit_moe"),
         ("--strategy tensor_parallel --model vit_tiny --devices 2", "cannot be shared out among 2: --devices 1 or 3"),
-        ("--strategy pipeline --model vit_tiny --devices 13", "12 at most"),
         ("--strategy pipeline --model vit_tiny --compile", "leave --compile out"),
         ("--strategy tensor_parallel --model vit_small --num_nodes 2", "is for the ranks of one machine"),
         ("--strategy tensor_parallel --model vit_small --devices 2 --batch_size 3 --accumulate 2", "batch_size 3"),
@@ -74,6 +73,11 @@ def test_more_devices_than_there_are(monkeypatch: pytest.MonkeyPatch):
 def test_graphs_where_addresses_move(flags: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(checks, "gpu_count", lambda: 1)
     assert "use --compile" in refused(f"--cuda_graphs {flags}")
+
+
+def test_more_ranks_than_blocks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checks, "gpu_count", lambda: 16)
+    assert "12 blocks for 13 ranks: --devices 12" in refused("--strategy pipeline --model vit_tiny --devices 13")
 
 
 def test_float16_needs_loss_scaling(monkeypatch: pytest.MonkeyPatch):
