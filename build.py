@@ -130,8 +130,9 @@ def trainer(config: Config, run_dir: Path | None) -> Trainer:
     """
     on_cpu = config.accelerator == "cpu"
     strategy = strategies.build(config, on_cpu, micro_batch(config), parameter_count(config.model, num_classes(config)))
-    # Under DeepSpeed the strategy brings its own precision.
-    precision = {} if hasattr(strategy, "config") else {"precision": config.precision}
+    # Under DeepSpeed the strategy brings its own precision, under fsdp2 its own mixed one.
+    own = hasattr(strategy, "config") or getattr(strategy, "casts", False)
+    precision = {} if own else {"precision": config.precision}
     options: dict[str, Any] = {
         "accelerator": config.accelerator,
         "devices": config.devices,
@@ -194,7 +195,7 @@ def callbacks(config: Config, run_dir: Path | None) -> list[Callback]:
     network_and_batch = config.model, num_classes(config), micro_batch(config), config.trainable, config.lora
     flops = training_flops(*network_and_batch)
     recomputed = training_flops(*network_and_batch, True) - flops if config.activation_checkpointing else 0
-    micro_batches = config.world_size * config.accumulate
+    micro_batches = strategies.replicas(config) * config.accumulate
     mixtures = issubclass(models.MODELS[config.model.name], MixtureOptions)
     observers: list[Callback] = [
         Heartbeat(),
@@ -249,4 +250,4 @@ def num_classes(config: Config) -> int:
 
 def micro_batch(config: Config) -> int:
     """Images per rank and micro-batch."""
-    return micro_batch_size(config.batch_size, config.world_size, config.accumulate)
+    return micro_batch_size(config.batch_size, strategies.replicas(config), config.accumulate)

@@ -20,11 +20,12 @@ from batch import micro_batch_size
 from config import Choice, Config, LoRAConfig
 from errors import UsageError
 from hardware import free_memory_bytes, gpu_count
-from models import MODELS
+from models import MODELS, ViT
+from models.vit_shapes import SHAPES
 from optimizers import BY_DEEPSPEED, OFFLOADED_BY
 from resume import settle_resume
 from schedules import SCHEDULES
-from strategies import STRATEGIES
+from strategies import STRATEGIES, replicas
 
 CPU_RANK_BYTES = 1_000_000_000
 """Memory of one CPU rank of the smallest run (measured: 0.9 to 1.1 GB resident, torch 2.15 with DeepSpeed 0.19)."""
@@ -55,7 +56,7 @@ def settle(config: Config) -> None:
     if config.precision == "auto":
         config.precision = "16-mixed" if gpus else "32-true"
     _settle_devices(config, gpus)
-    micro_batch = micro_batch_size(config.batch_size, config.world_size, config.accumulate)
+    micro_batch = micro_batch_size(config.batch_size, replicas(config), config.accumulate)
     num_classes = len(sources.class_names(config.data))
     raw = _raw_config(config.ds_config) if config.ds_config else {}
     settle_resume(config)
@@ -68,6 +69,8 @@ def settle(config: Config) -> None:
         _check_cuda_graphs(config)
     _check_optimizer(config, raw)
     _check_offload(config)
+    if not config.ds_config:
+        _check_parts(config)
     if "ep_size" in config.model.options:
         _check_experts(config, raw)
     if config.ema or config.swa_from:
@@ -133,8 +136,32 @@ def _check_cuda_graphs(config: Config) -> None:
         )
     if config.accumulate > 1:
         raise UsageError("--cuda_graphs cannot add gradients up over --accumulate micro-batches: use --compile")
-    if spec.stage == 3 or spec.family == "fsdp" or config.ds_config:
+    if spec.stage == 3 or spec.family not in ("baseline", "deepspeed") or config.ds_config:
         raise UsageError(f"--cuda_graphs: {config.strategy_name} may move the parameters in every step: use --compile")
+
+
+def _check_parts(config: Config) -> None:
+    """What a network whose tensors, or whose layers, lie on several ranks needs."""
+    spec, ranks, model = STRATEGIES[config.strategy], config.world_size, config.model.name
+    given = f"--strategy {config.strategy}"
+    if spec.family in ("fsdp2", "tensor_parallel", "pipeline") and config.precision == "16-mixed":
+        raise UsageError(f"{given} has no loss scaling for float16: use --precision bf16-mixed")
+    if not spec.one_replica:
+        return
+    entry = MODELS[model]
+    if not issubclass(entry, ViT):
+        known = ", ".join(name for name, other in MODELS.items() if issubclass(other, ViT))
+        raise UsageError(f"{given} has no plan how to cut --model {model}: it has one for {known}")
+    if config.num_nodes > 1:
+        raise UsageError(f"{given} is for the ranks of one machine: over several use fsdp2 or deepspeed_stage_3")
+    if config.compile:
+        raise UsageError(f"{given} exchanges tensors within the network: leave --compile out, or use fsdp2")
+    heads, depth = SHAPES[entry.size].heads, SHAPES[entry.size].depth
+    if spec.family == "tensor_parallel" and heads % ranks:
+        fit = " or ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+        raise UsageError(f"{given}: the {heads} heads of {model} cannot be shared out among {ranks}: --devices {fit}")
+    if spec.family == "pipeline" and ranks > depth:
+        raise UsageError(f"{given}: {model} has {depth} blocks for {ranks} ranks: --devices {depth} at most")
 
 
 def _check_experts(config: Config, raw: dict[str, Any]) -> None:

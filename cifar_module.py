@@ -175,11 +175,11 @@ class CIFARModule(LightningModule):
 
     def on_test_epoch_start(self) -> None:
         """Forgets the last test."""
-        self.test_metrics.reset(self.device)
+        self.test_metrics.reset(self.device, strategies.data_group(self.trainer.strategy))
 
     def on_validation_epoch_start(self) -> None:
         """Forgets the last validation."""
-        self.val_metrics.reset(self.device)
+        self.val_metrics.reset(self.device, strategies.data_group(self.trainer.strategy))
 
     def configure_optimizers(self) -> Any:
         """The optimizer in the strategy's implementation, and a schedule stepped with it unless it is constant."""

@@ -31,8 +31,8 @@ class DeviceConfig:
     """Where to train; auto: the GPU where there is one."""
 
     precision: Precision = "32-true"
-    """Number format. *-mixed under DeepSpeed: a network cast to that type with float32 master weights; elsewhere:
-    autocast. auto: 16-mixed where there is a GPU, else 32-true."""
+    """Number format. *-mixed under DeepSpeed and fsdp2: a network cast to that type with float32 master weights;
+    elsewhere: autocast. auto: 16-mixed where there is a GPU, else 32-true."""
 
     ds_config: str = ""
     """Raw DeepSpeed configuration (a JSON file) instead of a strategy; batch size, accumulation, clipping, precision

@@ -20,6 +20,7 @@ from sources.loader import MemoryLoader
 from sources.order import EvalOrder, Order, TrainOrder
 from sources.residence import Resident, Streamed, place
 from sources.split import Split
+from strategies import replica
 
 EVAL_BATCH_SIZE = 1000
 """Most images per rank in an evaluation batch: CIFAR-10's test set in ten equal batches, large enough to keep a GPU
@@ -66,7 +67,7 @@ class CIFARDataModule(LightningDataModule):
 
         Raises UsageError where the batch cannot be divided among the ranks.
         """
-        micro_batch_size(self._batch_size, self._world_size, self._accumulate)
+        micro_batch_size(self._batch_size, self._replicas, self._accumulate)
         if hasattr(self, "dataset"):
             return
         if self.trainer is None:
@@ -103,7 +104,7 @@ class CIFARDataModule(LightningDataModule):
     @property
     def micro_batch_size(self) -> int:
         """Images in one forward of this rank."""
-        return micro_batch_size(self._batch_size, self._world_size, self._accumulate)
+        return micro_batch_size(self._batch_size, self._replicas, self._accumulate)
 
     def train_dataloader(self) -> Any:
         """Shuffled micro-batches; whole optimizer steps only. Raises UsageError for fewer images than one batch."""
@@ -111,7 +112,7 @@ class CIFARDataModule(LightningDataModule):
         # Lightning's overfit_batches trains on the first batches of an epoch: they must be the same in every epoch.
         shuffle = not getattr(self.trainer, "overfit_batches", 0)
         order = TrainOrder(
-            split.count, self._batch_size, self._accumulate, self._world_size, self._rank, self._seed, shuffle
+            split.count, self._batch_size, self._accumulate, self._replicas, self._replica, self._seed, shuffle
         )
         asked = self._augment != AugmentConfig()
         augmentation = Augmentation(self._augment, split.count, len(self.classes), self._seed) if asked else None
@@ -130,7 +131,7 @@ class CIFARDataModule(LightningDataModule):
         return self._loader(split, self._eval_order(split))
 
     def _eval_order(self, split: Split) -> EvalOrder:
-        return EvalOrder(split.count, EVAL_BATCH_SIZE, self._world_size, self._rank)
+        return EvalOrder(split.count, EVAL_BATCH_SIZE, self._replicas, self._replica)
 
     def _loader(self, split: Split, order: Order, augmentation: Augmentation | None = None) -> Any:
         if self.config.loader == "memory":
@@ -147,12 +148,12 @@ class CIFARDataModule(LightningDataModule):
         return self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
 
     @property
-    def _world_size(self) -> int:
-        return self.trainer.world_size if self.trainer is not None else 1
+    def _replicas(self) -> int:
+        return replica(self.trainer.strategy)[0] if self.trainer is not None else 1
 
     @property
-    def _rank(self) -> int:
-        return self.trainer.global_rank if self.trainer is not None else 0
+    def _replica(self) -> int:
+        return replica(self.trainer.strategy)[1] if self.trainer is not None else 0
 
 
 def stratified_split(

@@ -18,7 +18,7 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import Tensor
 
 from sources.loader import MemoryLoader
@@ -106,7 +106,7 @@ class EpochLoop(_TrainingEpochLoop):
         progress.increment_completed()
 
     def _torch_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """A step of torch's optimizer, on one device or under DDP."""
+        """A step of torch's optimizer, on one device, under DDP, or on shards."""
         trainer: Any = self.trainer
         strategy = trainer.strategy
         optimizer, progress = trainer.optimizers[0], self.automatic_optimization.optim_progress.optimizer
@@ -181,7 +181,8 @@ class EpochLoop(_TrainingEpochLoop):
         plain = type(precision) in (Precision, HalfPrecision) or (
             type(precision) is MixedPrecision and precision.scaler is None
         )
-        if plain and type(strategy) in (SingleDeviceStrategy, DDPStrategy):
+        known = type(strategy) in (SingleDeviceStrategy, DDPStrategy) or isinstance(strategy, ModelParallelStrategy)
+        if plain and known:
             return self._torch_step
         return None
 

@@ -44,7 +44,7 @@ def main() -> int:
         content = together(checkpoint, Path(arguments.delta), "--trust" in overrides)
         checkpoint = Path(arguments.delta)
     config = configuration(checkpoint, overrides, content)
-    trained_by_deepspeed = bool(config.ds_config) or STRATEGIES[config.strategy].family == "deepspeed"
+    trained_cast = bool(config.ds_config) or STRATEGIES[config.strategy].family in ("deepspeed", "fsdp2")
     # One device and one micro-batch, whatever the run had: its batch size need not divide here.
     config.strategy, config.ds_config, config.devices, config.num_nodes = "baseline", "", 1, 1
     config.accumulate, config.logger, config.resume = 1, ["none"], ""
@@ -54,7 +54,7 @@ def main() -> int:
     wanted = config.precision
     config.precision = "32-true"
     checks.settle(config)
-    precision = _precision(wanted, trained_by_deepspeed, on_cpu=config.accelerator == "cpu")
+    precision = _precision(wanted, trained_cast, on_cpu=config.accelerator == "cpu")
     evaluate(config, checkpoint, precision, content)
     return 0
 
@@ -129,11 +129,12 @@ def evaluate(
     return metrics
 
 
-def _precision(precision: str, trained_by_deepspeed: bool, on_cpu: bool) -> str:
-    """DeepSpeed's mixed precision runs a network cast to the type, elsewhere it is autocast; the CPU has no float16."""
+def _precision(precision: str, trained_cast: bool, on_cpu: bool) -> str:
+    """DeepSpeed's and fsdp2's mixed precision runs a network cast to the type, elsewhere it is autocast; the CPU has no
+    float16."""
     if on_cpu and precision == "16-mixed":
         return "32-true"
-    return precision.replace("mixed", "true") if trained_by_deepspeed else precision
+    return precision.replace("mixed", "true") if trained_cast else precision
 
 
 if __name__ == "__main__":

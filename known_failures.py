@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from errors import RunError, Stopped, UsageError
-from strategies import STRATEGIES
+from strategies import STRATEGIES, replicas
 
 if TYPE_CHECKING:
     from config import Config
@@ -40,7 +40,7 @@ def less_memory(config: Config | None) -> str:
 
 def _smaller_micro_batch(config: Config) -> Iterator[str]:
     """The same global batch in more and smaller parts; usually twice as many."""
-    micro_batch = config.batch_size // (config.world_size * config.accumulate)
+    micro_batch = config.batch_size // (replicas(config) * config.accumulate)
     if micro_batch > 1 and not config.cuda_graphs:  # which cannot accumulate
         parts = next(number for number in range(2, micro_batch + 1) if micro_batch % number == 0)
         yield f"--accumulate {config.accumulate * parts} (a micro-batch of {micro_batch // parts}, not {micro_batch})"

@@ -10,6 +10,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import (
     MulticlassConfusionMatrix,
@@ -113,10 +114,11 @@ class SplitMetrics:
         }
         return {**{f"{split}/{figure}": value for figure, value in self._overall(per_class).items()}, **of_classes}
 
-    def reset(self, device: torch.device) -> None:
-        """Forgets all that was counted, and counts on `device` from now on."""
+    def reset(self, device: torch.device, group: ProcessGroup | None = None) -> None:
+        """Forgets all that was counted, and counts on `device` from now on; `group`: ranks that see all images once."""
         for metric in (self.loss, self.confusion, self.calibration, self.top):
             if metric is not None:
+                metric.process_group = group
                 metric.to(device).reset()
 
 
@@ -167,9 +169,11 @@ class CurveMetrics(SplitMetrics):
         precisions, recalls, _ = self.curves.compute()["precision_recall"]
         return _curves(recalls, precisions)
 
-    def reset(self, device: torch.device) -> None:
-        """Forgets all that was counted, and counts on `device` from now on."""
-        super().reset(device)
+    def reset(self, device: torch.device, group: ProcessGroup | None = None) -> None:
+        """See SplitMetrics."""
+        super().reset(device, group)
+        for curve in self.curves.values():
+            curve.process_group = group
         self.curves.to(device).reset()
 
 

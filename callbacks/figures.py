@@ -15,6 +15,7 @@ from metrics import calibration_error
 from reports.curve_figures import calibration_figure, precision_recall_figure, roc_figure
 from reports.figures import MISTAKE_COLUMNS, MISTAKE_ROWS, confusion_figure, mistakes_figure
 from sources.augment import MEAN, STD
+from strategies import data_group
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -62,7 +63,7 @@ class TestFigures(Callback):
     def on_test_end(self, trainer: Trainer, pl_module: CIFARModule) -> None:  # pyright: ignore
         """Draws on rank 0 what all ranks have found."""
         assert self._mistakes is not None
-        of_each_rank = gather(tuple(part.cpu() for part in self._mistakes))
+        of_each_rank = gather(tuple(part.cpu() for part in self._mistakes), data_group(trainer.strategy))
         tested = pl_module.test_metrics  # every rank asks it: it adds the ranks' counts up
         counts, bins = tested.confusion.compute(), tested.calibration.compute().cpu()
         per_class, roc, precision_recall = tested.per_class(), tested.roc(), tested.precision_recall()

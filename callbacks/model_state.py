@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -40,7 +41,7 @@ def model_state_bytes(module: Module, optimizer: Any) -> int:
     """
     storages = {}
     for tensor in _tensors(module, optimizer):
-        storage = tensor.untyped_storage()
+        storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
         storages[tensor.device, storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 

@@ -9,10 +9,11 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
-def gather(value: T) -> list[T]:
-    """The `value` of every rank, in the order of the ranks. Every rank must call it; values are pickled."""
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The `value` of every rank of the group, all ranks by default, in their order. Each of them must call it; values
+    are pickled."""
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
-    values: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values: list[T | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
     return values  # pyright: ignore[reportReturnType]

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Callback
 
 from checkpointing.read import RECORD
+from strategies import replica
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -24,7 +25,7 @@ SCHEMA = 1
 class Resume(Callback):
     """Keeps the configuration, the class names and the random state of every rank in each checkpoint, and takes a run
     up from there: on as many ranks with their random states. A run that begins, or goes on with other ranks, gets
-    states drawn from seed, step and rank: the noise of a network is to be another one on each rank.
+    states drawn from seed, step and rank: the noise of a network is to be another one on each replica.
 
     Args:
         config: of the run.
@@ -56,7 +57,7 @@ class Resume(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Sets the random state."""
-        here = [self._config.seed, trainer.global_step, trainer.global_rank]
+        here = [self._config.seed, trainer.global_step, replica(trainer.strategy)[1]]
         seed = int(np.random.SeedSequence(here).generate_state(1)[0])
         torch.manual_seed(seed)
         random.seed(seed)

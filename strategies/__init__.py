@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
+    from torch.distributed import ProcessGroup
     from torch.nn import Module
 
     from config import Config
@@ -30,14 +31,16 @@ class Spec:
         offload_optimizer: where the optimizer's state and update go when not on the rank's device.
         offload_parameters: where the parameters rest when not on the rank's device.
         super_offload: DeepSpeed's SuperOffload, for CPU-GPU links as fast as a GH200's.
+        one_replica: whether all ranks together hold one network and compute the same images.
     """
 
-    family: Literal["baseline", "fsdp", "deepspeed"]
+    family: Literal["baseline", "fsdp", "deepspeed", "fsdp2", "tensor_parallel", "pipeline"]
     summary: str
     stage: int = 0
     offload_optimizer: Literal["", "cpu", "nvme"] = ""
     offload_parameters: Literal["", "cpu", "nvme"] = ""
     super_offload: bool = False
+    one_replica: bool = False
 
 
 STRATEGIES: dict[str, Spec] = {
@@ -59,6 +62,13 @@ STRATEGIES: dict[str, Spec] = {
         "deepspeed", "ZeRO 3, SuperOffload to the CPU (CUDA)", 3, offload_optimizer="cpu", super_offload=True
     ),
     "fsdp": Spec("fsdp", "torch's FullyShardedDataParallel (CUDA)"),
+    "fsdp2": Spec("fsdp2", "torch's fully_shard (FSDP2): optimizer state, gradients and parameters sharded"),
+    "tensor_parallel": Spec(
+        "tensor_parallel", "each layer of a vit_* cut over the ranks, which compute the same images", one_replica=True
+    ),
+    "pipeline": Spec(
+        "pipeline", "the blocks of a vit_* shared out over the ranks, one after the other", one_replica=True
+    ),
 }
 
 
@@ -74,6 +84,31 @@ def build(config: Config, on_cpu: bool, micro_batch_size: int, num_parameters: i
     """
     family = "deepspeed" if config.ds_config else STRATEGIES[config.strategy].family
     return import_module(f"strategies.{family}").build(config, on_cpu, micro_batch_size, num_parameters)
+
+
+def replicas(config: Config) -> int:
+    """Networks that a run trains on images of their own: one a rank, or one in all.
+
+    Args:
+        config: of the run, its devices a number.
+    """
+    split = STRATEGIES[config.strategy].one_replica and not config.ds_config
+    return 1 if split else config.world_size
+
+
+def replica(strategy: Strategy) -> tuple[int, int]:
+    """How many replicas of the network train on images of their own, and which of them this rank is, or is a part of.
+
+    To be called when the ranks have found each other.
+    """
+    kwargs = getattr(strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0})
+    return kwargs["num_replicas"], kwargs["rank"]
+
+
+def data_group(strategy: Strategy) -> ProcessGroup | None:
+    """One rank of each replica, this one among them, which together see each image once; None for all ranks."""
+    mesh = getattr(strategy, "device_mesh", None)
+    return None if mesh is None else mesh["data_parallel"].get_group()
 
 
 def optimizer_implementation(strategy: Strategy) -> Implementation:

@@ -1,4 +1,4 @@
-"""The norm of gradients that may be of experts spread over ranks."""
+"""The norm of gradients of which a rank may hold a part: of experts spread over ranks, or of sharded tensors."""
 
 from __future__ import annotations
 
@@ -7,26 +7,38 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 def global_norm(parameters: Iterable[Any]) -> Tensor | None:
-    """L2 norm of all gradients, a float32 scalar, each expert counted once; None where there are no gradients.
+    """L2 norm of all gradients, a float32 scalar, each expert and each shard counted once; None where there are no
+    gradients.
 
     Args:
-        parameters: of the network; DeepSpeed (0.19.8) marks those of experts with `allreduce` and `group_name`. Where
-            experts are spread, to be called by all ranks.
+        parameters: of the network; DeepSpeed (0.19.8) marks those of experts with `allreduce` and `group_name`, the
+            pipeline those of a rank's own with `norm_group`. Where anything is spread over ranks, to be called by all.
     """
-    squares: dict[str, list[Tensor]] = {}
+    squares: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            group = "" if getattr(parameter, "allreduce", True) else parameter.group_name
+            group = getattr(parameter, "norm_group", None)
+            if not getattr(parameter, "allreduce", True):
+                group = parameter.group_name
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor):
+                # One sum over the ranks for all shards, where DTensor's own norm would take one for each.
+                whole = all(placement.is_replicate() for placement in gradient.placements)
+                group = None if whole else gradient.device_mesh.get_group()
+                gradient = gradient.to_local()
             # torch's get_total_norm would round the norm of each gradient to the gradient's type.
-            norm = torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)
+            norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
             squares.setdefault(group, []).append(norm.square())
     totals = {group: torch.stack(values).sum() for group, values in squares.items()}
     for group, total in totals.items():
-        if group:
+        if isinstance(group, str):
             from deepspeed.utils import groups
 
-            torch.distributed.all_reduce(total, group=groups._get_expert_parallel_group(group))
+            group = groups._get_expert_parallel_group(group)
+        if group is not None:
+            torch.distributed.all_reduce(total, group=group)
     return torch.stack([*totals.values()]).sum().sqrt() if totals else None

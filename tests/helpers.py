@@ -33,11 +33,11 @@ def run_program(
     )
 
 
-def train_all(runs: Mapping[Path, list[str]], timeout: float = 600) -> None:
+def train_all(runs: Mapping[Path, list[str]], timeout: float = 600, program: str = "tests.many_runs") -> None:
     """Trains several runs of one number of ranks in the same processes; `runs` are output directories and flags."""
     file = next(iter(runs)).with_suffix(".json")
     file.write_text(json.dumps([[*flags, "--out", str(out)] for out, flags in runs.items()]))
-    assert_ok(run_program("-m", "tests.many_runs", str(file), timeout=timeout))
+    assert_ok(run_program("-m", program, str(file), timeout=timeout))
 
 
 @contextmanager

@@ -51,6 +51,12 @@ def refused(flags: str) -> str:
             "--model net_moe --model.ep_size 2 --strategy deepspeed_stage_1 --devices 3 --batch_size 3",
             "does not divide the 3 ranks of --devices",
         ),
+        ("--strategy tensor_parallel", "has no plan how to cut --model net: it has one for vit_tiny, vit_small"),
+        ("--strategy pipeline --model vit_moe", "has no plan how to cut --model vit_moe"),
+        ("--strategy tensor_parallel --model vit_tiny --devices 2", "cannot be shared out among 2: --devices 1 or 3"),
+        ("--strategy pipeline --model vit_tiny --compile", "leave --compile out"),
+        ("--strategy tensor_parallel --model vit_small --num_nodes 2", "is for the ranks of one machine"),
+        ("--strategy tensor_parallel --model vit_small --devices 2 --batch_size 3 --accumulate 2", "batch_size 3"),
     ],
 )
 def test_without_a_gpu(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
@@ -64,7 +70,8 @@ def test_more_devices_than_there_are(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    "flags", ["--accumulate 2", "--strategy deepspeed_stage_3", "--strategy fsdp", "--model net_moe"]
+    "flags",
+    ["--accumulate 2", "--strategy deepspeed_stage_3", "--strategy fsdp", "--strategy fsdp2", "--model net_moe"],
 )
 def test_graphs_where_addresses_move(flags: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(checks, "gpu_count", lambda: 1)
@@ -74,6 +81,22 @@ def test_graphs_where_addresses_move(flags: str, monkeypatch: pytest.MonkeyPatch
 def test_graphs_without_offloaded_activations(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(checks, "gpu_count", lambda: 1)
     assert "leave out --activation_offload" in refused("--cuda_graphs --activation_offload")
+
+
+def test_more_ranks_than_blocks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checks, "gpu_count", lambda: 16)
+    assert "12 blocks for 13 ranks: --devices 12" in refused("--strategy pipeline --model vit_tiny --devices 13")
+
+
+def test_float16_needs_loss_scaling(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checks, "gpu_count", lambda: 1)
+    assert "use --precision bf16-mixed" in refused("--strategy fsdp2 --precision 16-mixed")
+
+
+def test_one_network_on_several_ranks_takes_the_whole_batch(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checks, "gpu_count", lambda: 0)
+    flags = ["--strategy", "tensor_parallel", "--model", "vit_small", "--devices", "3", "--batch_size", "4"]
+    checks.settle(cli.parse(flags))
 
 
 def test_nvme_without_libaio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -25,8 +25,12 @@ def config(tmp_path: Path) -> DataConfig:
 def make(config: DataConfig, batch_size: int = 8, accumulate: int = 1, world_size: int = 1) -> CIFARDataModule:
     """A data module after `setup`, as rank 0 of a trainer of `world_size` ranks sees it."""
     datamodule = CIFARDataModule(config, batch_size=batch_size, accumulate=accumulate, seed=7)
-    strategy = SimpleNamespace(broadcast=lambda value: value, root_device=torch.device("cpu", 0))
-    datamodule.trainer = cast(Any, SimpleNamespace(world_size=world_size, global_rank=0, strategy=strategy))
+    strategy = SimpleNamespace(
+        broadcast=lambda value: value,
+        root_device=torch.device("cpu", 0),
+        distributed_sampler_kwargs={"num_replicas": world_size, "rank": 0},
+    )
+    datamodule.trainer = cast(Any, SimpleNamespace(strategy=strategy))
     datamodule.prepare_data()
     datamodule.setup("fit")
     return datamodule

@@ -137,7 +137,9 @@ def test_memory_of_a_transformer() -> None:
 
 def test_flops_of_what_is_computed_again() -> None:
     """Of each block all but its last product, whose result nobody needs again."""
-    plain, checkpointed = (training_flops(Choice("vit_tiny"), 10, 2, switch) for switch in (False, activation_checkpointing=True))
+    plain, checkpointed = (
+        training_flops(Choice("vit_tiny"), 10, 2, activation_checkpointing=on) for on in (False, True)
+    )
     tokens, width = 2 * 64, 192
     products = tokens * width * width * (3 + 1 + 4) + 2 * 64 * tokens * width  # multiply-adds of one block
     assert checkpointed - plain == 12 * 2 * products

@@ -1,0 +1,91 @@
+"""Strategies that cut the network: fsdp2, tensor_parallel and pipeline, on two real ranks, go on with each other's
+checkpoints and end where DDP does.
+
+With `FUZZ` set, 50 steps of each against one device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import run_folder
+from checkpointing.read import read
+from tests.helpers import run_folder_of, train_all
+
+pytestmark = pytest.mark.distributed
+
+RELAY = ["ddp", "fsdp2", "tensor_parallel", "pipeline", "ddp"]
+"""Each goes on from the one before for a step."""
+
+SIZE = ["--data.source", "synthetic", "--data.synthetic_size", "16", "--data.val_fraction", "0", "--accelerator", "cpu"]
+RECIPE = [*SIZE, "--batch_size", "2", "--optimizer.lr", "0.05", "--gradient_clip_val", "0.5", "--log_interval", "1"]
+
+
+def finished(out: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The newest checkpoint, and metrics.json, of the only run under a folder."""
+    run = run_folder_of(out)
+    return read(run_folder.newest_checkpoint(run)), json.loads((run / "metrics.json").read_text())
+
+
+def largest_difference(one: Any, other: Any) -> float:
+    """Of weights and momentum; both have the same names in the same order."""
+    assert [*one["state_dict"]] == [*other["state_dict"]]
+    pairs = [*zip(one["state_dict"].values(), other["state_dict"].values(), strict=True)]
+    states = [checkpoint["optimizer_states"][0] for checkpoint in (one, other)]
+    assert states[0]["param_groups"] == states[1]["param_groups"]
+    assert states[0]["state"].keys() == states[1]["state"].keys()
+    for number, entry in states[0]["state"].items():
+        pairs += [(entry[key], states[1]["state"][number][key]) for key in entry]
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+def test_a_run_handed_from_one_to_the_other_ends_as_it_does_under_ddp(tmp_path: Path):
+    """Clipping is at work, so that every norm is over all ranks; the micro-batches differ, the batch does not."""
+    same = [*RECIPE, "--model", "vit_tiny", "--devices", "2", "--data.root", str(tmp_path / "data")]
+    outs = [tmp_path / f"{number}-{name}" for number, name in enumerate(RELAY)]
+    runs = {tmp_path / "whole": [*same, "--strategy", "ddp", "--max_steps", str(len(RELAY))]}
+    for number, (out, name) in enumerate(zip(outs, RELAY, strict=True)):
+        before = ["--resume", str(outs[number - 1])] if number else []
+        accumulate = ["--accumulate", "2"] if name == "tensor_parallel" else []
+        runs[out] = [*same, *before, *accumulate, "--strategy", name, "--max_steps", str(number + 1)]
+    train_all(runs, program="tests.small_vit_runs")
+
+    (whole, expected), (ended, found) = finished(tmp_path / "whole"), finished(outs[-1])
+    assert ended["global_step"] == whole["global_step"] == len(RELAY)
+    assert largest_difference(ended, whole) < 1e-5
+    assert found["test/loss"] == pytest.approx(expected["test/loss"], abs=1e-5)
+    for out, name in zip(outs[1:-1], RELAY[1:-1], strict=True):
+        content, metrics = finished(out)
+        assert {type(value) for value in content["state_dict"].values()} == {torch.Tensor}, name
+        assert metrics["num_test"] == 16
+        # Whole on every rank are at most norms, patches and positions: of so small a network a tenth.
+        assert sum(metrics["mem/model_state_rank_bytes"]) < 1.15 * expected["mem/model_state_rank_bytes"][0]
+
+
+@pytest.mark.skipif("FUZZ" not in os.environ, reason="minutes")
+@pytest.mark.parametrize(
+    ("model", "strategies"),
+    [
+        ("net", ["fsdp2", "deepspeed_stage_3"]),
+        ("vit_tiny", ["fsdp2", "deepspeed_stage_3", "pipeline"]),
+        ("vit_small", ["tensor_parallel"]),
+    ],
+)
+def test_fifty_steps_as_on_one_device(model: str, strategies: list[str], tmp_path: Path):
+    same = [*RECIPE[:-4], "--gradient_clip_val", "0.5", "--model", model, "--data.root", str(tmp_path / "data")]
+    same += ["--epochs", "10", "--max_steps", "50", "--optimizer.lr", "0.01", "--batch_size", "4"]
+    train_all({tmp_path / "one": [*same, "--devices", "1"]})
+    train_all({tmp_path / name: [*same, "--devices", "2", "--strategy", name] for name in strategies})
+    one, _ = finished(tmp_path / "one")
+    for name in strategies:
+        ended, _ = finished(tmp_path / name)
+        pairs = zip(one["state_dict"].items(), ended["state_dict"].values(), strict=True)
+        difference = max((weight - other).abs().max().item() for (_, weight), other in pairs)
+        print(f"{model} {name}: {difference:.1e}")
+        assert difference < 1e-5
