@@ -153,7 +153,9 @@ def trainer(config: Config, run_dir: Path | None) -> Trainer:
         "num_sanity_val_steps": 0,
     }
     if config.only_measures:
-        steps = FIND_LR_STEPS if config.find_lr else BENCH_WARMUP_STEPS + config.bench_steps
+        steps = BENCH_WARMUP_STEPS + config.bench_steps
+        if config.find_lr:
+            steps = FIND_LR_STEPS if config.max_steps == -1 else config.max_steps
         options |= {"max_epochs": -1, "max_steps": steps, "limit_val_batches": 0, "enable_checkpointing": False}
     try:
         made = Trainer(**{**options, **config.trainer})

@@ -108,8 +108,8 @@ class TrainingConfig:
     """Measure: stop after this many timed steps (a warm-up goes before), print the figures, skip the test; 0: train."""
 
     find_lr: bool = False
-    """Try learning rates out: 200 steps with ever larger ones in place of the schedule, from 1e-6 to 1 (--schedule
-    range_test has others); print a suggestion, draw the losses in lr_find.png in the run folder and end."""
+    """Try learning rates out: 200 steps (or --max_steps) with ever larger ones in place of the schedule, from 1e-6 to 1
+    (--schedule range_test has others); print a suggestion, draw the losses in lr_find.png in the run folder, end."""
 
 
 @dataclass

@@ -72,7 +72,7 @@ class LearningRateFinder(Callback):
         file = self._run_dir / "lr_find.png"
         draw_range_test(rates, losses, smooth, suggestion, file)
         if suggestion is None:
-            print(f"the loss fell under none of the learning rates, try a larger --batch_size: {file}")
+            print(f"the loss fell under none of the learning rates, give it more --max_steps: {file}")
         else:
             print(f"the loss fell most steeply at --optimizer.lr {suggestion:.2g}: {file}")
 

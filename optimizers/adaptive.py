@@ -78,7 +78,7 @@ class Adagrad:
 
     def build(self, parameters: Any, implementation: Implementation) -> "Optimizer":
         """The same update by torch, or by DeepSpeedCPUAdagrad."""
-        options = {"lr": self.lr, "eps": self.eps, "weight_decay": self.weight_decay}
+        options: dict[str, Any] = {"lr": self.lr, "eps": self.eps, "weight_decay": self.weight_decay}
         if implementation == "deepspeed_cpu":
             from optimizers.deepspeed_cpu import CPUAdagrad
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import _foreach_add_, _foreach_mul, _foreach_mul_, _foreach_sign_  # pyright: ignore[reportPrivateImportUsage]
 from torch.optim import Optimizer
 
 
@@ -35,12 +36,12 @@ class TorchLion(Optimizer):
                     self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
             means = [self.state[parameter]["exp_avg"] for parameter in parameters]
             direction, decay = group["betas"]
-            signs = torch._foreach_mul(means, direction)
-            torch._foreach_add_(signs, gradients, alpha=1 - direction)
-            torch._foreach_sign_(signs)
+            signs = _foreach_mul(means, direction)
+            _foreach_add_(signs, gradients, alpha=1 - direction)
+            _foreach_sign_(signs)
             if group["weight_decay"]:
-                torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(parameters, signs, alpha=-group["lr"])
-            torch._foreach_mul_(means, decay)
-            torch._foreach_add_(means, gradients, alpha=1 - decay)
+                _foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+            _foreach_add_(parameters, signs, alpha=-group["lr"])
+            _foreach_mul_(means, decay)
+            _foreach_add_(means, gradients, alpha=1 - decay)
         return loss

@@ -41,7 +41,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Pat
             of_optimizer = ["--optimizer", name, "--optimizer.lr", str(RATES.get(name, 0.001))]
             of_optimizer += ["--optimizer.weight_decay", "0.1", "--schedule", "cosine", "--max_steps", str(STEPS)]
             flags[folder / f"{name}-{strategy}"] = [*same, *of_optimizer, "--strategy", strategy]
-    flags[folder / FOUND] = [*same, "--find_lr", "--accumulate", "2", "--strategy", "deepspeed_stage_3"]
+    flags[folder / FOUND] = [
+        *same,
+        "--find_lr",
+        "--max_steps",
+        "20",
+        "--accumulate",
+        "2",
+        "--strategy",
+        "deepspeed_stage_3",
+    ]
     train_all(flags, timeout=3600)
     return folder
 

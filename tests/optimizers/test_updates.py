@@ -100,7 +100,7 @@ def test_lion_is_the_papers():
 
 def test_muon_is_torchs_beside_adamw():
     """torch.optim.Muon on the hidden matrices, convolutions as matrices; torch.optim.AdamW on all else."""
-    common = {"lr": 0.002, "weight_decay": 0.1}
+    common: dict[str, Any] = {"lr": 0.002, "weight_decay": 0.1}
 
     def make(net: nn.Sequential) -> Callable[[], Any]:
         hidden: list[Any] = [net[1].weight, net[3].weight]
