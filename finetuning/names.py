@@ -11,6 +11,6 @@ SHOWN = 3
 
 def near(pattern: str, names: Sequence[str]) -> str:
     """A half sentence with the names that are closest to a pattern, or the first ones where none is close."""
-    close = difflib.get_close_matches(pattern, names, n=SHOWN, cutoff=0.5)
+    close = difflib.get_close_matches(pattern, names, n=SHOWN, cutoff=0.3)
     more = ", ..." if len(names) > SHOWN else ""
     return f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(names[:SHOWN])}{more}"

@@ -27,7 +27,7 @@ WHOLE = "FUZZ" in os.environ
 RECIPES = {
     "lora": ["--lora.rank", "2", "--lora.target", "fc1", "fc2", "--trainable", "fc3.*"],
     "part": ["--trainable", "conv2.*", "fc3.bias"],
-    "experts": ["--model", "net_moe", "--model.num_experts", "[2]", "--trainable", "*.experts.*"],
+    "experts": ["--model", "net_moe", "--model.num_experts", "[2]", "--model.top_k", "2", "--trainable", "*.experts.*"],
 }
 TRAINED = {
     "lora": {"fc1.lora_a", "fc1.lora_b", "fc2.lora_a", "fc2.lora_b", "fc3.weight", "fc3.bias"},
@@ -69,7 +69,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def runs(bases: dict[str, Path], small_data: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     out = tmp_path_factory.mktemp("runs")
     same = [*small_data, "--accelerator", "cpu", "--devices", "2", "--batch_size", "16", "--logger", "none"]
-    same += ["--optimizer", "adam", "--trainer.limit_test_batches", "1"]
+    same += ["--optimizer", "adam", "--log_interval", "4", "--trainer.limit_test_batches", "1"]
     flags: dict[Path, list[str]] = {}
     for name, more in RUNS.items():
         recipe, strategy = name.split()[:2]
