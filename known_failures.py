@@ -53,7 +53,11 @@ def _less_on_a_rank(config: Config) -> Iterator[str]:
         yield f"a higher stage or offload in {config.ds_config}"
         return
     spec, on_gpu = STRATEGIES[config.strategy], config.accelerator == "gpu"
-    stage = 3 if spec.family == "fsdp" else spec.stage
+    if spec.one_replica:
+        if on_gpu:
+            yield "more --devices, among which the network is shared out"
+        return
+    stage = 3 if spec.family in ("fsdp", "fsdp2") else spec.stage
     offload = "_offload" if spec.offload_optimizer else ""
     experts = "ep_size" in config.model.options
     highest = 2 if experts else 3  # DeepSpeed knows no mixtures of experts at stage 3

@@ -34,7 +34,7 @@ from batch import micro_batch_size
 from config import Choice, Config
 from errors import RunError, UsageError
 from known_failures import TABLE, explain, explained
-from strategies import STRATEGIES
+from strategies import STRATEGIES, replicas
 from tests.helpers import run_program
 
 Patch = pytest.MonkeyPatch
@@ -443,10 +443,14 @@ def test_advice_can_be_followed(strategy: str):
     config, tried = run(strategy), [strategy]
     while found := re.search(r"--accumulate (\d+)", advice(config)):
         config.accumulate = int(found[1])
-        micro_batch_size(config.batch_size, config.world_size, config.accumulate)  # it divides
+        micro_batch_size(config.batch_size, replicas(config), config.accumulate)  # it divides
     while names := re.findall(r"--strategy (\w+)", advice(config)):
         assert {*names} <= {*STRATEGIES}
         config.strategy = names[0]
         assert config.strategy not in tried
         tried.append(config.strategy)
-    assert (config.accumulate, config.strategy) == (32, "deepspeed_stage_3_offload_nvme")
+    if STRATEGIES[strategy].one_replica:
+        assert (config.accumulate, config.strategy) == (64, strategy)
+        assert "more --devices" in advice(config)
+    else:
+        assert (config.accumulate, config.strategy) == (32, "deepspeed_stage_3_offload_nvme")

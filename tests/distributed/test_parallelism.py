@@ -69,6 +69,7 @@ def test_a_run_handed_from_one_to_the_other_ends_as_it_does_under_ddp(tmp_path: 
 
 
 @pytest.mark.skipif("FUZZ" not in os.environ, reason="minutes")
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize(
     ("model", "strategies"),
     [
@@ -78,11 +79,13 @@ def test_a_run_handed_from_one_to_the_other_ends_as_it_does_under_ddp(tmp_path: 
     ],
 )
 def test_fifty_steps_as_on_one_device(model: str, strategies: list[str], tmp_path: Path):
-    same = [*RECIPE[:-4], "--gradient_clip_val", "0.5", "--model", model, "--data.root", str(tmp_path / "data")]
-    same += ["--epochs", "10", "--max_steps", "50", "--optimizer.lr", "0.01", "--batch_size", "4"]
-    train_all({tmp_path / "one": [*same, "--devices", "1"]})
-    train_all({tmp_path / name: [*same, "--devices", "2", "--strategy", name] for name in strategies})
+    same = [*SIZE, "--data.synthetic_size", "100", "--batch_size", "4", "--max_steps", "50", "--log_interval", "10"]
+    same += ["--optimizer.lr", "0.01", "--gradient_clip_val", "0.5", "--model", model, "--data.root", str(tmp_path)]
+    train_all({tmp_path / "one": [*same, "--devices", "1"]}, timeout=3600)
+    runs = {tmp_path / name: [*same, "--devices", "2", "--strategy", name] for name in strategies}
+    train_all(runs, timeout=3600)
     one, _ = finished(tmp_path / "one")
+    assert one["global_step"] == 50
     for name in strategies:
         ended, _ = finished(tmp_path / name)
         pairs = zip(one["state_dict"].items(), ended["state_dict"].values(), strict=True)
