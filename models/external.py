@@ -42,7 +42,7 @@ def external(package: str, name: str, num_classes: int, kwargs: Mapping[str, Any
                 net = build()
             net.to(torch.get_default_device())
     except TypeError as error:
-        raise ValueError(f"kwargs do not fit: {error}") from error
+        raise ValueError(f"kwargs do not fit: {_short(error)}") from error
     if not image_size:
         return net
     scale = nn.Upsample(size=(image_size, image_size), mode="bilinear")
@@ -61,15 +61,20 @@ def check(entry: Model, num_classes: int, images: tuple[int, int, int, int]) -> 
         ValueError: it cannot be built, cannot take such images, or does not give (N, num_classes) scores.
     """
     count, _, *size = images
+    # Errors are of any kind: each network has its own way to say what it does not take.
     with torch.device("meta"):
-        net = entry.build(num_classes)
+        try:
+            net = entry.build(num_classes)
+        except ValueError:
+            raise
+        except Exception as error:
+            raise ValueError(f"cannot be built so: {_short(error)}") from error
         try:
             scores = net(torch.empty(images))
-        except Exception as error:  # of any kind, as each network has its own way to say it
-            why = textwrap.shorten(str(error), 120, placeholder=" ...")
+        except Exception as error:
             raise ValueError(
-                f"cannot train on {count} image{'s'[: count > 1]} of {size[0]} x {size[1]} pixels at a time ({why}): "
-                "--model.image_size scales them"
+                f"cannot train on {count} image{'s'[: count > 1]} of {size[0]} x {size[1]} pixels at a time "
+                f"({_short(error)}): --model.image_size scales them"
             ) from error
     if not isinstance(scores, Tensor) or scores.shape != (count, num_classes):
         raise ValueError(f"does not give {num_classes} scores for an image")
@@ -96,3 +101,7 @@ def _check_known(name: str, package: str, known: list[str]) -> None:
     if name not in known:
         close = difflib.get_close_matches(name, known, n=3, cutoff=0)
         raise ValueError(f"{package} has no classifier of that name, did you mean {', '.join(close)}?")
+
+
+def _short(error: Exception) -> str:
+    return textwrap.shorten(str(error), 120, placeholder=" ...")
