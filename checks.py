@@ -154,6 +154,8 @@ def _check_parts(config: Config) -> None:
         raise UsageError(f"{given} has no plan how to cut --model {model}: it has one for {known}")
     if config.num_nodes > 1:
         raise UsageError(f"{given} is for the ranks of one machine: over several use fsdp2 or deepspeed_stage_3")
+    if config.trainable or config.lora.rank:
+        raise UsageError(f"{given} trains whole networks alone: --trainable and --lora.rank go with fsdp2 or ZeRO")
     if config.compile:
         raise UsageError(f"{given} exchanges tensors within the network: leave --compile out, or use fsdp2")
     heads, depth = SHAPES[entry.size].heads, SHAPES[entry.size].depth
@@ -203,7 +205,8 @@ def _check_optimizer(config: Config, raw: dict[str, Any]) -> None:
     name, spec = config.optimizer.name, STRATEGIES[config.strategy]
     zero = raw.get("zero_optimization", {})
     stage = zero.get("stage", 0) if config.ds_config else spec.stage
-    if name not in OFFLOADED_BY and (stage or (spec.family == "fsdp" and not config.ds_config)):
+    cuts = spec.family not in ("baseline", "deepspeed") and not config.ds_config
+    if name not in OFFLOADED_BY and (stage or cuts):
         raise UsageError(
             f"--optimizer {name} needs whole tensors, and {config.strategy_name} cuts them: "
             "use deepspeed_stage_0, ddp or baseline, or --optimizer adamw"
@@ -232,8 +235,8 @@ def _check_averaging(config: Config, raw: dict[str, Any]) -> None:
         offloaded_to = raw.get("zero_optimization", {}).get("offload_param", {}).get("device")
     if offloaded_to == "nvme":
         raise UsageError(f"{flag}: {config.strategy_name} keeps the weights on disk, use deepspeed_stage_3_offload")
-    if spec.family == "fsdp" and not config.ds_config:
-        raise UsageError(f"{flag}: fsdp's shards cannot be averaged here, use deepspeed_stage_3")
+    if spec.family not in ("baseline", "deepspeed") and not config.ds_config:
+        raise UsageError(f"{flag}: the shards of {config.strategy} cannot be averaged here, use deepspeed_stage_3")
 
 
 def _check_network(config: Config, micro_batch: int, num_classes: int) -> None:

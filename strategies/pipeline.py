@@ -22,6 +22,7 @@ from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from optimizers.state import numbers_by_name
 from strategies.mesh import MeshStrategy, on_host
 
 if TYPE_CHECKING:
@@ -198,7 +199,8 @@ class PipelineStrategy(MeshStrategy):
         entries = {name: entry for part in reversed(parts) for name, entry in part.items()}
         numbers, groups = self._numbers(own), []
         for group, numbered in zip(state["param_groups"], numbers, strict=True):
-            groups.append({**group, "params": [*numbered.values()]})
+            told = {"param_names": [*numbered]} if "param_names" in group else {}
+            groups.append({**group, "params": [*numbered.values()], **told})
         by_name = {name: number for numbered in numbers for name, number in numbered.items()}
         return {"state": {by_name[name]: entries[name] for name in by_name if name in entries}, "param_groups": groups}
 
@@ -208,12 +210,13 @@ class PipelineStrategy(MeshStrategy):
             state: dict[int, Any] = {}
             groups: list[dict[str, Any]] = []
             number = 0
-            own_names = self._own_names(optimizer)
-            for names, numbers, group in zip(own_names, self._numbers(optimizer), whole["param_groups"], strict=True):
-                groups.append({**group, "params": [*range(number, number + len(names))]})
+            saved = numbers_by_name(whole["param_groups"], self._names)
+            rates = {key: value for key, value in whole["param_groups"][0].items() if key in ("lr", "initial_lr")}
+            for names, group in zip(self._own_names(optimizer), optimizer.param_groups, strict=True):
+                groups.append({**group, **rates, "params": [*range(number, number + len(names))]})
                 for name in names:
-                    if numbers[name] in whole["state"]:
-                        state[number] = whole["state"][numbers[name]]
+                    if saved[name] in whole["state"]:
+                        state[number] = whole["state"][saved[name]]
                     number += 1
             optimizer.load_state_dict({"state": state, "param_groups": groups})
 

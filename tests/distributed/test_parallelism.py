@@ -25,6 +25,7 @@ RELAY = ["ddp", "fsdp2", "tensor_parallel", "pipeline", "ddp"]
 
 SIZE = ["--data.source", "synthetic", "--data.synthetic_size", "16", "--data.val_fraction", "0", "--accelerator", "cpu"]
 RECIPE = [*SIZE, "--batch_size", "2", "--optimizer.lr", "0.05", "--gradient_clip_val", "0.5", "--log_interval", "1"]
+RECIPE += ["--optimizer.weight_decay", "0.01"]  # which makes two groups of parameters
 
 
 def finished(out: Path) -> tuple[dict[str, Any], dict[str, Any]]:
