@@ -27,8 +27,8 @@ check: setup  ## ruff and pyright
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-recipes: setup  ## train every recipe of configs/ for a few steps, on one rank and under ZeRO 2 on two: minutes
-	RECIPES=1 $(BIN)/pytest tests/distributed/test_recipes.py
+recipes: setup  ## a few steps of every recipe, on one rank and under ZeRO 2 on two, and of every command of the course: minutes
+	RECIPES=1 $(BIN)/pytest tests/distributed/test_recipes.py tests/test_readme.py
 
 bench: setup  ## measure against the reference loops, in short: a few minutes (docs/performance.md)
 	for name in tutorial limit deepspeed startup data; do $(BIN)/python -m benchmarks.$$name --short || exit; done

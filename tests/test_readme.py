@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import socket
@@ -36,6 +37,20 @@ def test_commands(small_data: list[str], tmp_path: Path):
         ran.append(arguments[0])
     assert ran.count("train.py") >= 5
     assert "evaluate.py" in ran
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif("RECIPES" not in os.environ, reason="some minutes, of make recipes")
+def test_commands_of_the_course(tmp_path: Path):
+    """One after the other, as later ones name the runs of earlier ones; trainings for a few steps."""
+    commands = re.findall(r"^\.venv/bin/python (.+)$", (ROOT / "docs" / "course.md").read_text(), re.MULTILINE)
+    small = ["--max_steps", "4", "--trainer.limit_test_batches", "2", "--out", str(tmp_path), "--accelerator", "cpu"]
+    assert len(commands) > 40
+    for command in commands:
+        arguments = shlex.split(command.replace("runs/", f"{tmp_path}/"))
+        done = run_program(*arguments, *(small if arguments[0] == "train.py" else []), timeout=600)
+        assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
 
 
 def test_tensorboard_command_serves_a_page(tmp_path: Path):
