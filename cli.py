@@ -169,7 +169,7 @@ def _parser(names: dict[str, str]) -> ArgumentParser:
     parser = ArgumentParser(
         prog="train.py",
         usage=USAGE,
-        description="Trains and tests a CIFAR classifier under plain PyTorch, DDP or any DeepSpeed ZeRO stage.",
+        description="Trains and tests a CIFAR classifier under plain PyTorch, DeepSpeed's ZeRO, FSDP, tensor or pipeline parallel.",
         epilog=EPILOG.format(optimizers=optimizers, strategies=strategies),
         formatter_class=_HelpFormatter,
         exit_on_error=False,
@@ -203,7 +203,11 @@ def _summary(entry: Any) -> str:
 
 
 def _offload(name: str) -> str:
-    return f"offloaded by {OFFLOADED_BY[name]}" if name in OFFLOADED_BY else "not under ZeRO 1, 2, 3"
+    return (
+        f"offloaded by {OFFLOADED_BY[name]}"
+        if name in OFFLOADED_BY
+        else "whole tensors: baseline, ddp, deepspeed_stage_0"
+    )
 
 
 def _add_choice(parser: ArgumentParser, key: str, name: str, registry: Mapping[str, Any]) -> None:

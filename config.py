@@ -43,7 +43,7 @@ class DeviceConfig:
 
     activation_checkpointing: bool = False
     """Of each block of the network keep the input alone in the forward pass, and compute its activations a second time
-    in the backward pass: less memory, up to a third more computing, the same result."""
+    in the backward pass: less memory, about a third more computing, the same result."""
 
     activation_offload: bool = False
     """Keep what the forward pass saves for the backward pass in the CPU's memory (pinned) instead of the GPU's; with
@@ -69,7 +69,8 @@ class TrainingConfig:
 
     batch_size: int = 4
     """Images per optimizer step, over all ranks and accumulated micro-batches (DeepSpeed's train_batch_size). The
-    micro-batch of a rank follows: batch_size / (ranks x accumulate)."""
+    micro-batch of a rank follows: batch_size / (ranks x accumulate), where ranks that hold one network together
+    (tensor_parallel, pipeline) count as one."""
 
     accumulate: int = 1
     """Micro-batches whose gradients are added up before an optimizer step."""

@@ -16,7 +16,7 @@ from config import Config
 from errors import UsageError
 
 KEPT = ("model", "optimizer", "batch_size", "seed", "data.val_fraction")
-KEPT += ("trainable", "lora.rank", "lora.alpha", "lora.target")
+KEPT += ("trainable", "lora.rank", "lora.alpha", "lora.target", "lora.dropout")
 """What a run that goes on must have as it was: else it is another run, and trains on images held out before."""
 
 

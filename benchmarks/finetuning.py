@@ -5,6 +5,7 @@ python -m benchmarks.finetuning
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import time
@@ -56,8 +57,10 @@ def measure(variant: str) -> str:
 
 def main() -> None:
     """Prints the table, or the one row that is named."""
-    if len(sys.argv) > 1:
-        print(measure(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("variant", nargs="?", choices=VARIANTS, help="one row alone")
+    if variant := parser.parse_args().variant:
+        print(measure(variant))
         return
     print("| trained | parameters | gradients and optimizer | peak of the process | GFLOP a step | a step |")
     print("|---|---|---|---|---|---|", flush=True)

@@ -81,8 +81,8 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     @property
     def optimizer_implementation(self) -> Implementation:
-        """DeepSpeedCPUAdam for an offloaded optimizer; FusedAdam on CUDA where nvcc can compile it; else torch's, fused
-        on CUDA."""
+        """DeepSpeed's C++ for an offloaded optimizer that it has; its fused Adam on CUDA where nvcc can compile it;
+        else torch's, fused on CUDA."""
         assert isinstance(self.config, dict)
         if self.config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none") != "none":
             return "deepspeed_cpu"

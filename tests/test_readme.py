@@ -21,13 +21,19 @@ COMMANDS = re.findall(r"^\.venv/bin/(.+)$", TEXT, re.MULTILINE)
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
+def in_folder(command: str, folder: Path) -> str:
+    """A command of a document with what it reads and writes in another folder."""
+    drawn = command.replace("--plot_schedule", f"--plot_schedule {folder}/schedule.png")
+    return drawn.replace("runs/", f"{folder}/")
+
+
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_commands(small_data: list[str], tmp_path: Path):
     small = ["--accelerator", "cpu", "--epochs", "1", "--max_steps", "4", "--batch_size", "16", "--out", str(tmp_path)]
     ran = []
     for command in COMMANDS:
-        program, *arguments = shlex.split(command.replace("runs/", f"{tmp_path}/"))
+        program, *arguments = shlex.split(in_folder(command, tmp_path))
         if program == "python" and arguments[0] == "train.py":
             assert_ok(run_program(*arguments, *small_data, *small))
         elif program == "python":
@@ -48,7 +54,7 @@ def test_commands_of_the_course(tmp_path: Path):
     small = ["--max_steps", "4", "--trainer.limit_test_batches", "2", "--out", str(tmp_path), "--accelerator", "cpu"]
     assert len(commands) > 40
     for command in commands:
-        arguments = shlex.split(command.replace("runs/", f"{tmp_path}/"))
+        arguments = shlex.split(in_folder(command, tmp_path))
         done = run_program(*arguments, *(small if arguments[0] == "train.py" else []), timeout=600)
         assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
 

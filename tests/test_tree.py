@@ -25,7 +25,7 @@ MODULES = sorted(
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 WITHOUT_TORCH = ["config", "cli", "checks", "launch", "hardware", "run_folder", "models", "sources", "strategies"]
 WITHOUT_TORCH += ["exporting", "export", "predict", "doctor", "diagnosis", "known_failures"]
-WITHOUT_TORCH += ["supervisor", "heartbeat", "optimizers", "schedules", "run_steps"]
+WITHOUT_TORCH += ["supervisor", "heartbeat", "optimizers", "schedules"]
 WITHOUT_TORCH += ["benchmarks.deepspeed", "benchmarks.startup"]  # wrong usage is answered at once
 
 

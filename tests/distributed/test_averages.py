@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import checks
 import evaluate
@@ -73,11 +72,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> dic
 
 def last(run: Path) -> dict[str, Any]:
     return read(run / "checkpoints" / "last.ckpt")
-
-
-def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    assert one.keys() == other.keys()
-    return max((one[key] - other[key]).abs().max().item() for key in one)
 
 
 @pytest.mark.parametrize(("one", "other"), SAME)
