@@ -17,7 +17,7 @@ from checkpointing.read import read
 from checkpointing.safetensors_file import read_safetensors
 from checkpointing.weights import network
 from checkpointing.zero_folder import AVERAGE
-from tests.helpers import run_folder_of, train_all
+from tests.helpers import largest_difference, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
 
