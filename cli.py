@@ -169,7 +169,7 @@ def _parser(names: dict[str, str]) -> ArgumentParser:
     parser = ArgumentParser(
         prog="train.py",
         usage=USAGE,
-        description="Trains and tests a CIFAR classifier under plain PyTorch, DeepSpeed's ZeRO, FSDP and others named below.",
+        description="Trains and tests a CIFAR classifier under plain PyTorch, DeepSpeed's ZeRO, FSDP and others.",
         epilog=EPILOG.format(optimizers=optimizers, strategies=strategies),
         formatter_class=_HelpFormatter,
         exit_on_error=False,
