@@ -78,7 +78,7 @@ def module(config: Config, start: Match | None = None) -> CIFARModule:
         seed=config.seed,
         compile=config.compile,
         cuda_graphs=config.cuda_graphs,
-        skip_nan=config.on_nan == "skip",
+        skip_nan=config.on_nan == "skip" and not config.find_lr,
         label_smoothing=config.label_smoothing,
         activation_checkpointing=config.activation_checkpointing,
         activation_offload=config.activation_offload,

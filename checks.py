@@ -156,6 +156,8 @@ def _check_parts(config: Config) -> None:
         raise UsageError(f"{given} is for the ranks of one machine: over several use fsdp2 or deepspeed_stage_3")
     if config.trainable or config.lora.rank:
         raise UsageError(f"{given} trains whole networks alone: --trainable and --lora.rank go with fsdp2 or ZeRO")
+    if spec.family == "tensor_parallel" and config.activation_offload:
+        raise UsageError(f"{given} cuts the activations: use --activation_checkpointing, or fsdp2")
     if config.compile:
         raise UsageError(f"{given} exchanges tensors within the network: leave --compile out, or use fsdp2")
     heads, depth = SHAPES[entry.size].heads, SHAPES[entry.size].depth
@@ -255,10 +257,10 @@ def _check_network(config: Config, micro_batch: int, num_classes: int) -> None:
 
 
 def _check_sync_batch_norm(config: Config) -> None:
-    """torch's SyncBatchNorm (2.15) is for GPUs, and Lightning's DeepSpeedStrategy (2.6.6) does not put it in."""
+    """torch's SyncBatchNorm (2.15) is for GPUs, and Lightning (2.6.6) puts it in for DDP and FSDP alone."""
     if config.accelerator == "cpu":
         raise UsageError("--trainer.sync_batchnorm needs a GPU: on the CPU each rank normalises by its micro-batch")
-    if config.ds_config or STRATEGIES[config.strategy].family == "deepspeed":
+    if config.ds_config or STRATEGIES[config.strategy].family not in ("baseline", "fsdp"):
         raise UsageError(f"--trainer.sync_batchnorm is for ddp and fsdp, not for {config.strategy_name}")
 
 

@@ -135,13 +135,18 @@ class CIFARModule(LightningModule):
         """Mean cross-entropy of one micro-batch with its labels, or its shares of them, a scalar in float32; and the
         load-balancing losses of the mixtures of experts, each with its weight."""
         images, labels = batch
+        buffers = [*self.buffers()] if self.skip_nan else []
+        before = [buffer.clone() for buffer in buffers]
         loss = self._loss(images, labels)
         if not self.skip_nan or self._finite_on_all_ranks(loss):
             return loss
         self.skipped += 1
         # A grey micro-batch of no weight: each engine takes part in it as ever, and its gradient is 0.
         grey = torch.zeros_like(images, dtype=torch.float32)
-        return 0 * self._loss(grey, labels)
+        loss = 0 * self._loss(grey, labels)
+        for buffer, value in zip(buffers, before, strict=True):  # a batch norm has counted both
+            buffer.data.copy_(value)
+        return loss
 
     def _loss(self, images: Tensor, labels: Tensor) -> Tensor:
         with save_on_cpu(pin_memory=True) if self.activation_offload else nullcontext():
@@ -184,11 +189,11 @@ class CIFARModule(LightningModule):
     def configure_optimizers(self) -> Any:
         """The optimizer in the strategy's implementation, and a schedule stepped with it unless it is constant."""
         strategy = self.trainer.strategy
-        trained = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
-        groups = optimizers.groups.parameter_groups(self.optimizer, trained)
+        trained = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
+        groups = optimizers.groups.parameter_groups(self.optimizer, dict(self.named_parameters()))
         groups = strategies.parameter_groups(strategy, self, groups)
         optimizer = self.optimizer.build(groups, strategies.optimizer_implementation(strategy))
-        optimizer.register_load_state_dict_pre_hook(partial(keep_own_options, order=[*trained]))
+        optimizer.register_load_state_dict_pre_hook(partial(keep_own_options, order=trained))
         if isinstance(self.schedule, Constant):
             return optimizer
         self.schedule = settled(self.schedule, lambda: self.trainer.estimated_stepping_batches)

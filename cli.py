@@ -295,6 +295,8 @@ def _check_values(config: Config) -> None:
     for name in ("save_every_n_steps", "save_every_minutes", "bench_steps", "gradient_clip_val"):
         if not getattr(config, name) >= 0:
             raise UsageError(f"--{name} must not be negative, not {getattr(config, name)}")
+    if config.plot_schedule and (config.find_lr or config.bench_steps):
+        raise UsageError("--plot_schedule draws the schedule of a training: leave out --find_lr and --bench_steps")
     if config.max_steps < -1 or config.max_steps == 0:
         raise UsageError(f"--max_steps must be at least 1, or -1 for no limit, not {config.max_steps}")
     if not 0 <= config.seed < 2**32:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,8 +16,9 @@ import checks
 import cli
 import exits
 import run_folder
-from config import Config, config_of
+from config import Choice, Config, config_of
 from errors import UsageError
+from optimizers import OPTIMIZERS
 from strategies import STRATEGIES
 
 
@@ -48,6 +50,10 @@ def main() -> int:
     # One device and one micro-batch, whatever the run had: its batch size need not divide here.
     config.strategy, config.ds_config, config.devices, config.num_nodes = "baseline", "", 1, 1
     config.accumulate, config.logger, config.resume = 1, ["none"], ""
+    # What is of the training alone need not be here.
+    config.activation_offload = config.activation_checkpointing = config.cuda_graphs = False
+    config.optimizer = Choice("sgd", asdict(OPTIMIZERS["sgd"]()))
+    config.trainer.pop("sync_batchnorm", None)
     config.weights = config.delta = ""  # the checkpoint has them
     if "ep_size" in config.model.options:
         config.model.options["ep_size"] = 1

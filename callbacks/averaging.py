@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import Callback
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim.swa_utils import get_swa_multi_avg_fn, update_bn
+from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 from callbacks.ranks import gather
 from checkpointing.zero_folder import AVERAGE
+from finetuning.freeze import rest_statistics, resting
 from strategies import rewriting
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ class Averaging(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Averages the newest weights in, after an optimizer step or at the end of an epoch."""
-        if (batch_idx + 1) % trainer.accumulate_grad_batches or (self._kind == "swa" and not self._is_end(trainer)):
+        accumulating = (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch
+        if accumulating or (self._kind == "swa" and not self._is_end(trainer)):
             return
         with torch.no_grad():
             values = [part if part.dtype == torch.float32 else part.float() for part in map(own_part, self._held)]
@@ -158,12 +160,23 @@ class Averaging(Callback):
 
     def _renew_statistics(self, trainer: Trainer, module: LightningModule) -> None:
         """Of the batch norms, for the averages that the network has now: on the training images of epoch 0."""
-        if not any(isinstance(layer, _BatchNorm) for layer in module.modules()):
+        rest = {*resting(module)}
+        norms: list[Any] = [layer for layer in module.modules() if isinstance(layer, _BatchNorm) and layer not in rest]
+        if not norms:
             return
         modes = [(layer, layer.training) for layer in module.modules()]
+        before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
+        module.train()
+        rest_statistics(module)
+        for norm in norms:
+            norm.num_batches_tracked = torch.zeros_like(norm.num_batches_tracked)  # the training goes on with its own
+            norm.reset_running_stats()
+            norm.momentum = None  # the plain mean over all batches, as torch's own update_bn has it
         with torch.random.fork_rng():  # the training goes on as if nothing had been drawn
-            loader = trainer.datamodule.train_dataloader()  # pyright: ignore[reportAttributeAccessIssue]
-            update_bn(loader, module, trainer.strategy.root_device)
+            for images, _ in trainer.datamodule.train_dataloader():  # pyright: ignore[reportAttributeAccessIssue]
+                module(images.to(trainer.strategy.root_device))
+        for norm, momentum, counted in before:
+            norm.momentum, norm.num_batches_tracked = momentum, counted
         for layer, training in modes:
             layer.training = training
         for buffer, average in self._statistics(module):
@@ -185,9 +198,12 @@ class Averaging(Callback):
 
 
 def held(module: LightningModule) -> dict[str, Any]:
-    """What of a network is averaged, by its names: the parameters that are trained, and buffers of real numbers."""
+    """What of a network is averaged, by its names: the parameters that are trained, and buffers of real numbers but the
+    statistics of frozen layers."""
     parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    return parameters | {name: buffer for name, buffer in module.named_buffers() if buffer.is_floating_point()}
+    fixed = {buffer for norm in resting(module) for buffer in norm.buffers()}
+    buffers = {name: buffer for name, buffer in module.named_buffers() if buffer not in fixed}
+    return parameters | {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
 
 
 def own_part(value: Any) -> Tensor:

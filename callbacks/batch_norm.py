@@ -9,6 +9,8 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from finetuning.freeze import resting
+
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
@@ -31,14 +33,19 @@ class BatchNormStatistics(Callback):
         average(pl_module, trainer.world_size)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Averages in place, and so in the checkpoint's own references too; called on every rank."""
+        """Averages in place, and in the checkpoint, where that has copies already; called on every rank."""
         average(pl_module, trainer.world_size)
+        saved = checkpoint.get("state_dict", {})
+        for name, buffer in pl_module.named_buffers():
+            if name in saved:
+                saved[name].copy_(buffer)
 
 
 def average(network: torch.nn.Module, ranks: int) -> None:
     """Puts the average over the ranks in place of each running mean and variance; to be called by every rank.
 
-    Numbers of batches are the same on all ranks, and other buffers no statistics: both stay.
+    Numbers of batches are the same on all ranks, other buffers are no statistics, and those of frozen layers do not
+    change: all of them stay.
     """
     own = _statistics(network)
     if ranks == 1 or not own:
@@ -50,5 +57,6 @@ def average(network: torch.nn.Module, ranks: int) -> None:
 
 
 def _statistics(network: torch.nn.Module) -> list[Tensor]:
-    layers = [layer for layer in network.modules() if isinstance(layer, _BatchNorm)]
+    rest = {*resting(network)}
+    layers = [layer for layer in network.modules() if isinstance(layer, _BatchNorm) and layer not in rest]
     return [value for layer in layers for value in (layer.running_mean, layer.running_var) if value is not None]

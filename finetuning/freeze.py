@@ -72,11 +72,16 @@ def trained_names(net: nn.Module) -> set[str]:
 def rest_statistics(net: nn.Module) -> None:
     """Has the batch norms without a trained parameter, in a network that has frozen ones, keep the statistics that they
     have, as torchvision's FrozenBatchNorm2d does: else frozen layers would not stay what they were."""
+    for norm in resting(net):
+        norm.eval()
+
+
+def resting(net: nn.Module) -> list[_BatchNorm]:
+    """The batch norms of `rest_statistics`."""
     if all(parameter.requires_grad for parameter in net.parameters()):
-        return
-    for module in net.modules():
-        if isinstance(module, _BatchNorm) and not any(own.requires_grad for own in module.parameters()):
-            module.eval()
+        return []
+    norms = [module for module in net.modules() if isinstance(module, _BatchNorm)]
+    return [norm for norm in norms if not any(parameter.requires_grad for parameter in norm.parameters())]
 
 
 def _buffers(module: nn.Module) -> Iterable[str]:

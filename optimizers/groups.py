@@ -16,13 +16,15 @@ def parameter_groups(optimizer: Any, parameters: Mapping[str, Any]) -> list[dict
 
     Args:
         optimizer: its options, a dataclass of the registry.
-        parameters: of the network, by name and in its order; sharded ones too.
+        parameters: of the network, by name and in its order; sharded ones too. Frozen ones are in no group.
     """
     dimensions = {name: _dimensions(parameter) for name, parameter in parameters.items()}
     decays_some = optimizer.weight_decay > 0 and optimizer.weight_decay_on == "matrices"
     hidden = hidden_matrices(dimensions) if isinstance(optimizer, Muon) else set()
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, parameter in parameters.items():
+        if not parameter.requires_grad:
+            continue
         options: dict[str, Any] = {}
         if decays_some and dimensions[name] < 2:
             options["weight_decay"] = 0.0
@@ -32,7 +34,7 @@ def parameter_groups(optimizer: Any, parameters: Mapping[str, Any]) -> list[dict
         group["params"].append(parameter)
         group["param_names"].append(name)
     if len(groups) == 1:
-        return [{"params": [*parameters.values()]}]
+        next(iter(groups.values())).pop("param_names")
     return [*groups.values()]
 
 

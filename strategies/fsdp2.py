@@ -39,6 +39,9 @@ def shard(net: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> Non
     Mixed precision gathers and computes in the low precision, and adds gradients up and updates weights in float32.
     """
     data_parallel = mesh["data_parallel"]
+    if policy.param_dtype is not None:
+        for buffer in net.buffers():  # a batch norm takes weights and statistics of one type
+            buffer.data = buffer.data.to(policy.param_dtype if buffer.is_floating_point() else buffer.dtype)
     blocks = getattr(net, "blocks", nn.Sequential())
     for block in blocks.children():
         fully_shard(block, mesh=data_parallel, mp_policy=policy)
