@@ -107,6 +107,25 @@ def test_equal_average_with_new_statistics(fit: Callable[..., Any]):
     assert same(recorder.trained[-1], run(fit, config)[1].trained[-1])
 
 
+class Frozen(WithBatchNorm):
+    """Whose first layers are not trained."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        net: Any = self.net
+        net[:2].requires_grad_(False)
+
+
+def test_a_frozen_batch_norm_keeps_its_statistics(fit: Callable[..., Any]):
+    """In the average too, whose statistics are otherwise computed anew."""
+    config = Config(optimizer=LR, batch_size=8, epochs=2)
+    done = fit(config, STEPS * 8, Averaging(0, 0.1), module_class=Frozen)
+    norm = done.module.net[1]
+    assert not norm.running_mean.any()
+    assert (norm.running_var == 1).all()
+    assert {*held(done.module)} == {"net.5.weight", "net.5.bias"}
+
+
 def test_bfloat16_weights_have_a_float32_average():
     """Steps too small for the eight bits of bfloat16 add up."""
     averaging = Averaging(0.999, 0)

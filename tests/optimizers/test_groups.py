@@ -41,6 +41,13 @@ def test_one_group_where_all_are_alike(options: dict[str, Any]):
     assert "param_names" not in group
 
 
+def test_biases_that_are_trained_alone_do_not_decay():
+    net: Any = network()
+    net[0].weight.requires_grad = net[2].weight.requires_grad = False
+    (group,) = optimizer(net, weight_decay=0.1).param_groups
+    assert (group["weight_decay"], len(group["params"])) == (0, 4)
+
+
 def test_the_shape_of_a_sharded_parameter():
     """ZeRO-3 leaves an empty one and FSDP a flat one, each with the shape that it had."""
     sharded: Any = [nn.Parameter(torch.empty(0)), nn.Parameter(torch.empty(5)), nn.Parameter(torch.empty(0))]
