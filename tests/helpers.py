@@ -14,6 +14,11 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+WHOLE = "FUZZ" in os.environ
+"""Whether `make fuzz` runs the tests: in their whole form, which takes hours, and all of them."""
+
+of_make_fuzz = pytest.mark.skipif(not WHOLE, reason="of make fuzz")
+
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_SECONDS = 240
 

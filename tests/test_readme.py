@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -14,6 +15,7 @@ from urllib.request import urlopen
 
 import pytest
 
+import cli
 from tests.helpers import ROOT, assert_ok, run_program
 
 TEXT = (ROOT / "README.md").read_text()
@@ -30,19 +32,30 @@ def in_folder(command: str, folder: Path) -> str:
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_commands(small_data: list[str], tmp_path: Path):
+    """Trainings for a few steps, those of one number of ranks one after the other in the same processes."""
     small = ["--accelerator", "cpu", "--epochs", "1", "--max_steps", "4", "--batch_size", "16", "--out", str(tmp_path)]
-    ran = []
+    trainings: dict[int, list[list[str]]] = {1: [], 2: []}
+    others: list[list[str]] = []
     for command in COMMANDS:
         program, *arguments = shlex.split(in_folder(command, tmp_path))
-        if program == "python" and arguments[0] == "train.py":
-            assert_ok(run_program(*arguments, *small_data, *small))
+        if program == "python" and arguments[0] == "train.py" and not {"--help", "--print_config"} & {*arguments}:
+            flags = [*arguments[1:], *small_data, *small]
+            if "--plot_schedule" in arguments:
+                others.append(["train.py", *flags])
+                continue
+            ranks = cli.parse(flags).devices
+            assert isinstance(ranks, int)
+            trainings[ranks].append(flags)
         elif program == "python":
-            assert_ok(run_program(*arguments))
-        else:
-            continue
-        ran.append(arguments[0])
-    assert ran.count("train.py") >= 5
-    assert "evaluate.py" in ran
+            others.append(arguments)
+    assert sum(map(len, trainings.values())) >= 6
+    assert {"evaluate.py", "export.py", "predict.py", "doctor.py"} <= {arguments[0] for arguments in others}
+    for ranks, flags in trainings.items():
+        file = tmp_path / f"{ranks}.json"
+        file.write_text(json.dumps(flags))
+        assert_ok(run_program("-m", "tests.many_runs", str(file)))
+    for arguments in others:
+        assert_ok(run_program(*arguments))
 
 
 @pytest.mark.distributed

@@ -19,7 +19,7 @@ import models
 import run_folder
 from checkpointing.read import read
 from checkpointing.weights import load_weights
-from tests.helpers import ROOT, assert_ok, run_folder_of, run_program, small_disk
+from tests.helpers import ROOT, assert_ok, of_make_fuzz, run_folder_of, run_program, small_disk
 
 CLASSES = [f"class {number}" for number in range(10)]
 SCALARS = {
@@ -32,8 +32,8 @@ SCALARS = {
 }
 # fmt: off
 KEYS = [
-    "schema", "dataset", "num_train", "num_test", "model", "parameters", "strategy", "world_size", "num_nodes",
-    "accelerator", "device_name", "precision", "seed", "batch_size", "micro_batch_size", "accumulate", "epochs",
+    "schema", "dataset", "num_train", "num_test", "model", "parameters", "trained_parameters", "strategy",
+    "world_size", "num_nodes", "accelerator", "device_name", "precision", "seed", "batch_size", "micro_batch_size", "accumulate", "epochs",
     "steps", "train/loss", "val/acc", "test/loss", "test/acc", "test/acc_per_class", "test/acc_top5",
     "test/precision", "test/recall", "test/f1", "test/precision_weighted", "test/f1_weighted", "test/auroc",
     "test/average_precision", "test/calibration_error", "test/precision_per_class", "test/recall_per_class",
@@ -274,7 +274,11 @@ def test_a_mistake_that_the_ranks_find_is_said_once(small_data: list[str], tmp_p
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("devices", "number", "name"),
-    [("1", signal.SIGUSR1, "SIGUSR1"), ("2", signal.SIGINT, "Ctrl-C"), ("2", signal.SIGTERM, "SIGTERM")],
+    [
+        ("1", signal.SIGUSR1, "SIGUSR1"),
+        ("2", signal.SIGINT, "Ctrl-C"),
+        pytest.param("2", signal.SIGTERM, "SIGTERM", marks=of_make_fuzz),
+    ],
 )
 def test_a_signal_saves_and_says_how_to_go_on(
     devices: str, number: signal.Signals, name: str, small_data: list[str], tmp_path: Path

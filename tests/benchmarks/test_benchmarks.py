@@ -27,7 +27,7 @@ from benchmarks.pss import mapped_bytes
 from benchmarks.spread import Spread, number, paired_ratios
 from config import DataConfig
 from errors import RunError
-from tests.helpers import assert_ok, run_program
+from tests.helpers import assert_ok, of_make_fuzz, run_program
 
 TWO_ROUNDS = Options(repeats=2, steps=None, short=True, accelerator="cpu")
 
@@ -158,6 +158,7 @@ def test_wrong_usage_is_one_line():
     assert (done.returncode, done.stderr) == (2, "error: --steps must be at least 10, not 5\n")
 
 
+@of_make_fuzz
 @pytest.mark.slow
 def test_tutorial_in_small():
     done = run_program("-m", "benchmarks.tutorial", "--repeats", "1", "--steps", "10", "--accelerator", "cpu")

@@ -4,7 +4,6 @@ train to the same weights, are saved, continued, tested and read back."""
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,22 @@ import torch
 import models
 from checkpointing.read import RECORD, read
 from checkpointing.weights import network
-from tests.helpers import assert_ok, largest_difference, losses, run_folder_of, run_program, train_all
+from tests.helpers import (
+    WHOLE,
+    assert_ok,
+    largest_difference,
+    losses,
+    of_make_fuzz,
+    run_folder_of,
+    run_program,
+    train_all,
+)
 
 pytestmark = pytest.mark.distributed
 
 Run = tuple[str, str, int, int]
 """Recipe, strategy, ranks, ep_size."""
 
-WHOLE = "FUZZ" in os.environ
 EP_SIZES = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
 
 SAME = ["--model", "net_moe", "--accelerator", "cpu", "--batch_size", "16", "--max_steps", "50"]
@@ -44,7 +51,6 @@ STAGES = [f"deepspeed_stage_{stage}" for stage in range(3)]
 RUNS: list[Run] = [
     *(("pr_moe", "ddp", 2, 1), ("pr_moe", "deepspeed_stage_0", 2, 2), ("pr_moe", "deepspeed_stage_2", 2, 2)),
     *(("top 2", "ddp", 2, 1), ("top 2", "deepspeed_stage_1_offload", 2, 2)),
-    *(("bfloat16", "deepspeed_stage_0", 2, 2), ("bfloat16", "deepspeed_stage_2", 2, 2)),
 ]
 if WHOLE:
     every = [*STAGES, "deepspeed_stage_1_offload", "deepspeed_stage_2_offload"]
@@ -87,6 +93,7 @@ def test_ends_with_the_weights_of_plain_pytorch(run: Run, runs: dict[Run, Path])
     assert all(not torch.equal(expected[key], start[key]) for key in start if ".experts." in key)  # all were trained
 
 
+@of_make_fuzz
 def test_stages_agree_in_bfloat16(runs: dict[Run, Path]):
     """In the float32 weights, clipped by the norm over all experts at stage 0 too."""
     stage_0, stage_2 = (state_dict(runs["bfloat16", STAGES[stage], 2, 2]) for stage in (0, 2))
@@ -170,6 +177,7 @@ if again.is_global_zero:
 after a test saves no optimizer state at stage 2 (Lightning issue 15247)."""
 
 
+@of_make_fuzz
 @pytest.mark.parametrize("stage", [0, 1, 2] if WHOLE else [2])
 def test_fit_test_validate_save_refit(stage: int, small_data: list[str], tmp_path: Path):
     flags = ["--strategy", f"deepspeed_stage_{stage}", "--devices", "2", "--model.ep_size", "2", "--accelerator", "cpu"]
@@ -185,7 +193,6 @@ FP32, BF16 = "32-true", "bf16-mixed"
 UNINTERRUPTED: dict[str, Shape] = {FP32: ("ddp", 2, 1, FP32), BF16: ("deepspeed_stage_2", 2, 2, BF16)}
 
 PAIRS: list[tuple[Shape, Shape]] = [
-    (("deepspeed_stage_2", 2, 2, FP32), ("ddp", 2, 1, FP32)),
     (("deepspeed_stage_2", 2, 2, FP32), ("deepspeed_stage_0", 2, 1, FP32)),
     (("ddp", 2, 1, FP32), ("deepspeed_stage_1_offload", 2, 2, FP32)),
 ]

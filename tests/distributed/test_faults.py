@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers import ROOT
+from tests.helpers import ROOT, of_make_fuzz
 
 pytestmark = pytest.mark.distributed
 
@@ -112,6 +112,7 @@ def test_a_stopped_rank_ends_the_run(begin: Callable[..., Run]):
     run.assert_nothing_left()
 
 
+@of_make_fuzz
 def test_all_processes_end_with_a_killed_launcher(begin: Callable[..., Run]):
     run = begin(*WITH_WORKERS)
     assert len(run.processes()) >= 5  # a launcher, two ranks, two workers

@@ -13,9 +13,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from checkpointing.read import read
 from checkpointing.weights import network
-from tests.helpers import run_folder_of, train_all
+from tests.helpers import of_make_fuzz, run_folder_of, train_all
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, of_make_fuzz]
 
 RECIPES = {
     "ddp": "--strategy ddp --batch_size 8 --accumulate 2 --max_steps 20",

@@ -11,7 +11,7 @@ import torch
 import models
 from checkpointing.weights import load_weights
 from strategies import STRATEGIES
-from tests.helpers import assert_ok, largest_difference, run_folder_of, run_program, train_all
+from tests.helpers import assert_ok, largest_difference, of_make_fuzz, run_folder_of, run_program, train_all
 
 pytestmark = pytest.mark.distributed
 
@@ -108,6 +108,7 @@ def test_ranks_do_not_change_the_maths(runs: Weights):
     assert largest_difference(one, two) < 1e-5
 
 
+@of_make_fuzz
 def test_bfloat16_trains_and_evaluates_to_the_same_figures(tmp_path: Path, small_data: list[str]):
     flags = [
         "--strategy",

@@ -58,7 +58,7 @@ def test_recipe_says_what_the_source_says():
     adam, warmup = source["optimizer"]["params"], source["scheduler"]["params"]
     assert config.batch_size == source["train_batch_size"]
     assert config.gradient_clip_val == source["gradient_clipping"]
-    assert config.optimizer.options == {**adam, "betas": tuple(adam["betas"])}
+    assert config.optimizer.options == {**adam, "betas": tuple(adam["betas"]), "weight_decay_on": "all"}
     assert config.optimizer.options["lr"] == warmup["warmup_max_lr"]
     assert config.schedule.options["warmup_num_steps"] == warmup["warmup_num_steps"]
     assert config.schedule.options["warmup_min_lr"] == warmup["warmup_min_lr"]
