@@ -49,7 +49,7 @@ def test_commands(small_data: list[str], tmp_path: Path):
         elif program == "python":
             others.append(arguments)
     assert sum(map(len, trainings.values())) >= 6
-    assert {"evaluate.py", "export.py", "predict.py", "doctor.py"} <= {arguments[0] for arguments in others}
+    assert {"evaluate.py", "export.py", "predict.py"} <= {arguments[0] for arguments in others}
     for ranks, flags in trainings.items():
         file = tmp_path / f"{ranks}.json"
         file.write_text(json.dumps(flags))

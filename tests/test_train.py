@@ -33,7 +33,8 @@ SCALARS = {
 # fmt: off
 KEYS = [
     "schema", "dataset", "num_train", "num_test", "model", "parameters", "trained_parameters", "strategy",
-    "world_size", "num_nodes", "accelerator", "device_name", "precision", "seed", "batch_size", "micro_batch_size", "accumulate", "epochs",
+    "world_size", "num_nodes", "accelerator", "device_name", "precision", "seed", "batch_size", "micro_batch_size",
+    "accumulate", "epochs",
     "steps", "train/loss", "val/acc", "test/loss", "test/acc", "test/acc_per_class", "test/acc_top5",
     "test/precision", "test/recall", "test/f1", "test/precision_weighted", "test/f1_weighted", "test/auroc",
     "test/average_precision", "test/calibration_error", "test/precision_per_class", "test/recall_per_class",

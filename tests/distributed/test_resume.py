@@ -46,15 +46,10 @@ FEW_PAIRS: list[tuple[Shape, Shape]] = [
     (("deepspeed_stage_2", 1), ("deepspeed_stage_0", 2)),
     (("deepspeed_stage_3", 2), ACCUMULATING),
 ]
-PAIRS = (
-    [
-        *FEW_PAIRS[-2:],
-        (("deepspeed_stage_2", 1), OFFLOADED),
-        *((one, other) for one in ALL_SHAPES for other in ALL_SHAPES),
-    ]
-    if WHOLE
-    else FEW_PAIRS
-)
+PAIRS = FEW_PAIRS
+if WHOLE:
+    OF_ALL = [(one, other) for one in ALL_SHAPES for other in ALL_SHAPES]
+    PAIRS = [*FEW_PAIRS[-2:], (("deepspeed_stage_2", 1), OFFLOADED), *OF_ALL]
 
 STOPPED_AT, STEPS = 20, 45
 RECIPE = [
