@@ -15,11 +15,11 @@ from tests.helpers import run_folder_of, train_all
 pytestmark = pytest.mark.distributed
 
 WHOLE = "FUZZ" in os.environ
-STEPS = 12
+STEPS = 8
 RATES = {"sgd": 0.05, "adadelta": 1.0, "adagrad": 0.01}
 STAGES = [f"deepspeed_stage_{stage}" for stage in range(4)]
 
-RUNS = [("muon", "deepspeed_stage_0"), ("lion", "deepspeed_stage_3"), ("adagrad", "deepspeed_stage_1")]
+RUNS = [("muon", "deepspeed_stage_0"), ("adagrad", "deepspeed_stage_3")]
 """Optimizer, strategy."""
 OFFLOADED: list[tuple[str, str]] = []
 if WHOLE:
@@ -34,23 +34,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Pat
     """The folder of all runs, and of a range test."""
     folder = tmp_path_factory.mktemp("runs")
     same = [*small_data, "--accelerator", "cpu", "--devices", "2", "--batch_size", "16", "--data.val_fraction", "0"]
-    same += ["--logger", "none"]
+    same += ["--logger", "none", "--trainer.limit_test_batches", "1"]
     flags = {}
     for name, strategy in [*RUNS, *OFFLOADED, *((name, "ddp") for name in OPTIMIZERS)]:
         if any(name == used for used, _ in [*RUNS, *OFFLOADED]):
             of_optimizer = ["--optimizer", name, "--optimizer.lr", str(RATES.get(name, 0.001))]
             of_optimizer += ["--optimizer.weight_decay", "0.1", "--schedule", "cosine", "--max_steps", str(STEPS)]
             flags[folder / f"{name}-{strategy}"] = [*same, *of_optimizer, "--strategy", strategy]
-    flags[folder / FOUND] = [
-        *same,
-        "--find_lr",
-        "--max_steps",
-        "20",
-        "--accumulate",
-        "2",
-        "--strategy",
-        "deepspeed_stage_3",
-    ]
+    range_test = ["--find_lr", "--max_steps", "12", "--accumulate", "2", "--strategy", "deepspeed_stage_3"]
+    flags[folder / FOUND] = [*same, *range_test]
     train_all(flags, timeout=3600)
     return folder
 
