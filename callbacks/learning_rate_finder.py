@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +30,10 @@ then falls late, and the suggestion is too large."""
 
 SETTLING_STEPS = 10
 """At the beginning, whose running mean is of few losses yet; Lightning's finder leaves out as many."""
+
+SPANS = 20
+"""Of a range test: a fall is looked for over a twentieth of the steps, as between two of them there is much chance. Its
+beginning counts, which makes up for the lag of the running mean."""
 
 LEAST_FALL = 0.02
 """Share of the loss by which it must have fallen; else what looks like a fall is the noise of the batches."""
@@ -90,14 +93,14 @@ def running_mean(losses: Sequence[float]) -> list[float]:
 
 
 def steepest_fall(rates: Sequence[float], losses: Sequence[float]) -> float | None:
-    """The learning rate at which a loss falls most from one step to the next; None where it does not fall.
+    """The learning rate from which a loss falls most over a span of the steps; None where it does not fall.
 
     Args:
         rates: growing by the same factor from step to step.
         losses: smoothed.
     """
-    settled = losses[SETTLING_STEPS:]
-    if not settled or min(settled) > (1 - LEAST_FALL) * settled[0]:
+    settled, span = losses[SETTLING_STEPS:], max(1, len(rates) // SPANS)
+    falls = [after - before for before, after in zip(settled, settled[span:], strict=False)]
+    if not falls or min(settled) > (1 - LEAST_FALL) * settled[0]:
         return None
-    falls = [after - before for before, after in pairwise(settled)]
     return rates[SETTLING_STEPS + min(range(len(falls)), key=falls.__getitem__)]

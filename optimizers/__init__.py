@@ -36,7 +36,7 @@ OFFLOADED_BY = {
     "rmsprop": "torch",
     "adagrad": BY_DEEPSPEED,
     "adadelta": "torch",
-    "lion": BY_DEEPSPEED,
+    "lion": "torch",
 }
 """Whose code updates on the CPU where a strategy offloads the optimizer. The others need whole tensors: no ZeRO stage
 from 1 on, which lays them end to end and cuts them, can run them."""

@@ -80,7 +80,7 @@ class Adagrad:
         """The same update by torch, or by DeepSpeedCPUAdagrad."""
         options: dict[str, Any] = {"lr": self.lr, "eps": self.eps, "weight_decay": self.weight_decay}
         if implementation == "deepspeed_cpu":
-            from optimizers.deepspeed_cpu import CPUAdagrad
+            from optimizers.cpu_adagrad import CPUAdagrad
 
             return CPUAdagrad(parameters, **options)
         from optimizers.torch_adagrad import TorchAdagrad

@@ -33,12 +33,11 @@ class Lion:
         check_range("weight_decay", self.weight_decay)
 
     def build(self, parameters: Any, implementation: Implementation) -> "Optimizer":
-        """A plain one of our own, as torch (2.15) has none, or DeepSpeedCPULion."""
-        options = {"lr": self.lr, "betas": tuple(self.betas), "weight_decay": self.weight_decay}
-        if implementation == "deepspeed_cpu":
-            from optimizers.deepspeed_cpu import CPULion
+        """A plain one of our own whatever the strategy: torch (2.15) has none.
 
-            return CPULion(parameters, **options)
+        DeepSpeed's (0.19.8, csrc/lion) know no sign of 0 but 1 or -1: a weight without a gradient, behind a dead ReLU
+        for instance, wanders off by the learning rate in each step.
+        """
         from optimizers.torch_lion import TorchLion
 
-        return TorchLion(parameters, **options)
+        return TorchLion(parameters, lr=self.lr, betas=(self.betas[0], self.betas[1]), weight_decay=self.weight_decay)

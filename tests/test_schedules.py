@@ -125,7 +125,7 @@ def test_the_end_is_the_runs_own(name: str):
     assert getattr(schedule, "total_steps", 4000) == 4000
     assert all(0 <= schedule.rate(step, BASE_LR) <= 1 for step in (0, 1, 3999, 4000, 4001, 5000))
     if hasattr(schedule, "total_steps"):
-        given = settled(replace(schedule, total_steps=2000), lambda: 4000)
+        given: Any = settled(replace(schedule, total_steps=2000), lambda: 4000)
         assert given.rate(2000, BASE_LR) == pytest.approx(schedule.rate(4000, BASE_LR), abs=1e-6)
 
 

@@ -9,17 +9,17 @@ import pytest
 
 from checkpointing.read import read
 from checkpointing.weights import network
-from optimizers import OFFLOADED_BY, OPTIMIZERS
+from optimizers import BY_DEEPSPEED, OFFLOADED_BY, OPTIMIZERS
 from tests.helpers import run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
 
 WHOLE = "FUZZ" in os.environ
-STEPS = 12
+STEPS = 8
 RATES = {"sgd": 0.05, "adadelta": 1.0, "adagrad": 0.01}
 STAGES = [f"deepspeed_stage_{stage}" for stage in range(4)]
 
-RUNS = [("lion", "deepspeed_stage_3")]
+RUNS = [("muon", "deepspeed_stage_0"), ("adagrad", "deepspeed_stage_3")]
 """Optimizer, strategy."""
 OFFLOADED: list[tuple[str, str]] = []
 if WHOLE:
@@ -34,23 +34,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Pat
     """The folder of all runs, and of a range test."""
     folder = tmp_path_factory.mktemp("runs")
     same = [*small_data, "--accelerator", "cpu", "--devices", "2", "--batch_size", "16", "--data.val_fraction", "0"]
-    same += ["--logger", "none"]
+    same += ["--logger", "none", "--trainer.limit_test_batches", "1"]
     flags = {}
     for name, strategy in [*RUNS, *OFFLOADED, *((name, "ddp") for name in OPTIMIZERS)]:
         if any(name == used for used, _ in [*RUNS, *OFFLOADED]):
             of_optimizer = ["--optimizer", name, "--optimizer.lr", str(RATES.get(name, 0.001))]
             of_optimizer += ["--optimizer.weight_decay", "0.1", "--schedule", "cosine", "--max_steps", str(STEPS)]
             flags[folder / f"{name}-{strategy}"] = [*same, *of_optimizer, "--strategy", strategy]
-    flags[folder / FOUND] = [
-        *same,
-        "--find_lr",
-        "--max_steps",
-        "20",
-        "--accumulate",
-        "2",
-        "--strategy",
-        "deepspeed_stage_3",
-    ]
+    range_test = ["--find_lr", "--max_steps", "12", "--accumulate", "2", "--strategy", "deepspeed_stage_3"]
+    flags[folder / FOUND] = [*same, *range_test]
     train_all(flags, timeout=3600)
     return folder
 
@@ -82,9 +74,9 @@ def test_strategies_agree(name: str, strategy: str, runs: Path):
 
 @pytest.mark.parametrize(("name", "strategy"), OFFLOADED)
 def test_offloaded_ones_agree(name: str, strategy: str, runs: Path):
-    """DeepSpeed's C++ rounds in another way; of Lion that can turn a sign, which is a whole step."""
-    limit = 3e-3 if name == "lion" else 1e-4
-    assert largest_difference(runs, name, strategy) < limit
+    """DeepSpeed's C++ rounds in another way than torch."""
+    limit = 1e-4 if OFFLOADED_BY[name] == BY_DEEPSPEED else 0
+    assert largest_difference(runs, name, strategy) <= limit
 
 
 def test_range_test_under_zero_3(runs: Path):
