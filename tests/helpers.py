@@ -78,6 +78,6 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Between any two elements of the same place in two state dictionaries, which have the same names in one order."""
-    assert [*one] == [*other]
+    """Between any two elements of the same place in two state dictionaries, which have the same names."""
+    assert one.keys() == other.keys()
     return max((one[key] - other[key]).abs().max().item() for key in one)

@@ -323,6 +323,7 @@ def test_a_full_disk_is_one_line(small_data: list[str], tmp_path: Path):
     assert "No space left" in done.stderr
 
 
+@of_make_fuzz
 @pytest.mark.distributed
 def test_the_checkpoint_before_the_disk_was_full_is_whole(small_data: list[str], tmp_path: Path):
     """A checkpoint of stage 2 takes 0.8 MB, and so does the next one before it takes its place."""

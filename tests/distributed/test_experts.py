@@ -194,7 +194,6 @@ UNINTERRUPTED: dict[str, Shape] = {FP32: ("ddp", 2, 1, FP32), BF16: ("deepspeed_
 
 PAIRS: list[tuple[Shape, Shape]] = [
     (("deepspeed_stage_2", 2, 2, FP32), ("deepspeed_stage_0", 2, 1, FP32)),
-    (("ddp", 2, 1, FP32), ("deepspeed_stage_1_offload", 2, 2, FP32)),
 ]
 if WHOLE:
     SPREAD = [(1, 1), (2, 2), (4, 2)]

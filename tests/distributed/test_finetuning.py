@@ -35,15 +35,17 @@ TRAINED = {
     "experts": {f"fc3.0.experts.{number}.{name}" for number in range(2) for name in ("weight", "bias")},
 }
 RUNS = {
-    **{"lora ddp": [], "lora deepspeed_stage_3": [], "part ddp": [], "part deepspeed_stage_2": []},
+    **{"lora ddp": [], "lora deepspeed_stage_3": []},
 }
 """Recipe and strategy, and more flags."""
 
-GONE_ON = [("lora deepspeed_stage_3", "deepspeed_stage_3"), ("lora deepspeed_stage_3", "ddp")]
+GONE_ON = [("lora deepspeed_stage_3", "ddp")]
 """From, and to another strategy."""
 
 if WHOLE:
     STAGES = [f"deepspeed_stage_{stage}" for stage in range(4)]
+    RUNS |= {"part ddp": []}
+    GONE_ON += [("lora deepspeed_stage_3", "deepspeed_stage_3")]
     RUNS |= {f"{recipe} {stage}": [] for recipe in ("lora", "part") for stage in STAGES}
     RUNS |= {"part deepspeed_stage_3_offload": []}
     RUNS |= {f"lora {stage} rounded": ["--precision", "bf16-mixed"] for stage in STAGES}
@@ -80,8 +82,6 @@ def runs(bases: dict[str, Path], small_data: list[str], tmp_path_factory: pytest
         recipe = start.split()[0]
         go_on = [*same, "--resume", str(out / start), *RECIPES[recipe], "--max_steps", str(MORE)]
         flags[out / f"{start} to {strategy}"] = [*go_on, "--strategy", strategy]
-    if not WHOLE:
-        del flags[out / "part uninterrupted"]
     train_all(flags, timeout=3600)
     return {folder.name: run_folder_of(folder) for folder in flags}
 
