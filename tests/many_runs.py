@@ -15,6 +15,7 @@ import cli
 import exits
 import launch
 import train
+from callbacks.figures import TestFigures
 
 
 def main() -> int:
@@ -23,6 +24,7 @@ def main() -> int:
     checks.settle(configs[0])
     if configs[0].world_size > 1 and not launch.is_rank():
         return launch.run(configs[0].world_size, on_cpu=True)
+    TestFigures.on_test_end = lambda self, trainer, pl_module: None  # most of a short run; tests/callbacks has them
     train.leave = lambda trainer: trainer.strategy.barrier()  # the process group stays for the next one
     environment = dict(os.environ)
     for config in configs:
