@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 from callbacks.ranks import gather
 from checkpointing.zero_folder import AVERAGE
-from finetuning.freeze import rest_statistics, resting
+from finetuning.freeze import counting, rest_statistics, resting
 from strategies import rewriting
 
 if TYPE_CHECKING:
@@ -160,8 +159,7 @@ class Averaging(Callback):
 
     def _renew_statistics(self, trainer: Trainer, module: LightningModule) -> None:
         """Of the batch norms, for the averages that the network has now: on the training images of epoch 0."""
-        rest = {*resting(module)}
-        norms: list[Any] = [layer for layer in module.modules() if isinstance(layer, _BatchNorm) and layer not in rest]
+        norms: list[Any] = counting(module)
         if not norms:
             return
         modes = [(layer, layer.training) for layer in module.modules()]

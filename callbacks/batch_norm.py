@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from finetuning.freeze import resting
+from finetuning.freeze import counting
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -57,6 +56,5 @@ def average(network: torch.nn.Module, ranks: int) -> None:
 
 
 def _statistics(network: torch.nn.Module) -> list[Tensor]:
-    rest = {*resting(network)}
-    layers = [layer for layer in network.modules() if isinstance(layer, _BatchNorm) and layer not in rest]
-    return [value for layer in layers for value in (layer.running_mean, layer.running_var) if value is not None]
+    pairs = ((layer.running_mean, layer.running_var) for layer in counting(network))
+    return [value for pair in pairs for value in pair if value is not None]

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback
 
+from callbacks.ranks import gather
 from checkpointing.read import RECORD
 from strategies import replica
 
@@ -37,15 +38,11 @@ class Resume(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Adds the record; called on every rank."""
-        states: list[Any] = [_random_state()]
-        if trainer.world_size > 1:
-            states = [None] * trainer.world_size
-            torch.distributed.all_gather_object(states, _random_state())
         checkpoint[RECORD] = {
             "schema": SCHEMA,
             "config": asdict(self._config),
             "classes": list(trainer.datamodule.classes),  # pyright: ignore[reportAttributeAccessIssue]
-            "random_states": states,
+            "random_states": gather(_random_state()),
         }
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -76,6 +76,12 @@ def rest_statistics(net: nn.Module) -> None:
         norm.eval()
 
 
+def counting(net: nn.Module) -> list[_BatchNorm]:
+    """The other batch norms: training changes their statistics."""
+    rest = {*resting(net)}
+    return [module for module in net.modules() if isinstance(module, _BatchNorm) and module not in rest]
+
+
 def resting(net: nn.Module) -> list[_BatchNorm]:
     """The batch norms of `rest_statistics`."""
     if all(parameter.requires_grad for parameter in net.parameters()):
