@@ -20,7 +20,7 @@ train: setup  ## train and test the tutorial's network on CIFAR-10, or on the em
 	$(BIN)/python train.py
 
 test: check  ## pass the checks and the tests
-	$(BIN)/pytest --numprocesses 2 --dist loadgroup
+	$(BIN)/pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 check: setup  ## ruff and pyright
 	$(BIN)/ruff check

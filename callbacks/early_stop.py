@@ -15,14 +15,15 @@ if TYPE_CHECKING:
 class EarlyStop(EarlyStopping):
     """Lightning's, on val/acc, by which the best checkpoint is chosen too; says in one line that it has ended the run.
 
-    A resumed run goes on counting, with its own patience, and ends at once where that is over already.
+    A resumed run goes on counting, with its own patience, and ends at once where that is over already. An epoch that
+    --max_steps cuts short has no validation and does not count.
 
     Args:
         patience: validations in a row without a better val/acc.
     """
 
     def __init__(self, patience: int):
-        super().__init__("val/acc", mode="max", patience=patience)
+        super().__init__("val/acc", mode="max", patience=patience, strict=False)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes up the count; Lightning's (2.6.6) would take the old run's patience too."""

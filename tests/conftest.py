@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+GIVE_WAY = 5
+"""Niceness of the tests of one process: they still get a quarter of a core that a rank wants."""
 
 
 @pytest.fixture(scope="session")
@@ -14,8 +19,22 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of several ranks follow one another in one worker of pytest-xdist (`--dist loadgroup`): two of them side by
-    side on two cores take four times as long. The others stay together by file, for their fixtures' sake."""
+    """Tests of several ranks come first and follow one another in one worker of pytest-xdist (`--dist loadgroup`): two
+    of them side by side on two cores take four times as long. The others stay together by file, for their fixtures'
+    sake."""
+    items.sort(key=lambda item: not _of_several_ranks(item))
     for item in items:
-        ranks = item.get_closest_marker("distributed") is not None
-        item.add_marker(pytest.mark.xdist_group("ranks" if ranks else item.nodeid.split("::")[0]))
+        item.add_marker(
+            pytest.mark.xdist_group("ranks" if _of_several_ranks(item) else item.nodeid.split("::", maxsplit=1)[0])
+        )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """In the other workers everything gives way to the ranks: each step of theirs waits for the slowest, so that one
+    process beside them on two cores makes them three times as slow."""
+    if "PYTEST_XDIST_WORKER" in os.environ and not _of_several_ranks(item):
+        os.nice(GIVE_WAY - os.nice(0))
+
+
+def _of_several_ranks(item: pytest.Item) -> bool:
+    return item.get_closest_marker("distributed") is not None

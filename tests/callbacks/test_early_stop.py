@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,6 +29,12 @@ def test_it_goes_on_counting_with_its_own_patience(fit: Callable[..., Any]):
         again = EarlyStop(patience)
         again.load_state_dict(before)
         assert fit(STUCK, 16, again).trainer.current_epoch == epochs
+
+
+def test_a_run_that_ends_before_its_first_validation(fit: Callable[..., Any]):
+    done = fit(replace(STUCK, max_steps=1), 16, EarlyStop(2))
+    assert done.trainer.global_step == 1
+    assert done.observer(EarlyStop).wait_count == 0
 
 
 def test_a_better_accuracy_counts_anew():
