@@ -8,7 +8,7 @@ from models import MODELS
 
 
 def check_network(config: Config, micro_batch: int, num_classes: int) -> None:
-    """Batch normalisation needs several images in a micro-batch; a classifier of another package has needs of its own."""
+    """Batch normalisation needs several images in a micro-batch; a classifier of another package is tried out."""
     if config.model.options.get("batch_norm") and micro_batch == 1:
         raise UsageError("--model.batch_norm normalises over a micro-batch, here a single image: raise --batch_size")
     if ":" not in config.model.name:
