@@ -37,7 +37,7 @@ from checkpointing.io import AtomicCheckpointIO
 from checkpointing.read import RECORD, read
 from checkpointing.weights import check_fits, network, plain_network
 from cifar_module import CIFARModule
-from cli import OWNED, nearest
+from cli import OWNED
 from config import Config
 from datamodule import CIFARDataModule
 from errors import UsageError
@@ -46,6 +46,7 @@ from finetuning.freeze import check_patterns
 from finetuning.load import Match, match, read_plain
 from finetuning.network import on_meta
 from models.mixture_options import MixtureOptions
+from names import nearest
 from resume import check_same_run
 from wandb_logger import wandb_logger
 

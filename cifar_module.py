@@ -215,7 +215,7 @@ class CIFARModule(LightningModule):
 
 
 class StepSchedule(LRScheduler):
-    """A schedule of schedules.py as torch knows them, stepped once an optimizer step."""
+    """A schedule of schedules/ as torch knows them, stepped once an optimizer step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule):
         self.schedule = schedule

@@ -7,11 +7,9 @@ The options of the chosen model, optimizer and schedule are typed flags like all
 from __future__ import annotations
 
 import argparse
-import difflib
-import math
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -32,12 +30,10 @@ from config import (
     TrainingConfig,
 )
 from errors import UsageError
-from models import MODELS
+from names import nearest, nearest_flag
 from optimizers import OFFLOADED_BY, OPTIMIZERS
-from schedules import SCHEDULES
 from strategies import STRATEGIES
-
-REGISTRIES: dict[str, Mapping[str, Any]] = {"model": MODELS, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
+from values import REGISTRIES, check_values
 
 # Sections of the configuration with fields of their own: --data.root, or data: {root: ...} in a recipe.
 SECTIONS = {"lora": LoRAConfig, "data": DataConfig, "augment": AugmentConfig}
@@ -123,7 +119,7 @@ def parse(argv: list[str] | None = None) -> Config:
     except (ArgumentError, argparse.ArgumentError, TypeError, ValueError) as error:
         raise UsageError(_one_line(error)) from error
     config = _config(namespace, names)
-    _check_values(config)
+    check_values(config)
     if short.print_config:
         print(dump(config), end="")
         raise SystemExit(0)
@@ -137,13 +133,6 @@ def dump(config: Config) -> str:
         choice: Choice = getattr(config, key)
         tree[key] = {"name": choice.name, **choice.options}
     return yaml.safe_dump(_plain(tree), sort_keys=False)
-
-
-def nearest(word: str, words: Iterable[str]) -> str:
-    """A half sentence that names the closest of `words`, or all of them where none is close."""
-    known = list(words)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}"
 
 
 def _short_forms() -> argparse.ArgumentParser:
@@ -266,12 +255,7 @@ def _refuse_unknown(parser: ArgumentParser, flags: list[str], tree: dict[str, An
             if (option := key.removeprefix("trainer.")) != key and option in OWNED:
                 raise UsageError(f"--{key} is not passed on to the Trainer: use {OWNED[option]}")
             continue
-        raise UsageError(f"unknown option --{key}: {_nearest_flag(key, known)}")
-
-
-def _nearest_flag(key: str, known: set[str]) -> str:
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    return f"did you mean --{close[0]}?" if close else "see --help for all options"
+        raise UsageError(f"unknown option --{key}: {nearest_flag(key, known)}")
 
 
 def _config(namespace: Namespace, names: dict[str, str]) -> Config:
@@ -281,83 +265,6 @@ def _config(namespace: Namespace, names: dict[str, str]) -> Config:
     for key, section in SECTIONS.items():
         values[key] = section(**values[key])
     return Config(**{field.name: values[field.name] for field in fields(Config)})
-
-
-def _check_values(config: Config) -> None:
-    """Values that have the right type and make no sense."""
-    if config.strategy not in STRATEGIES:
-        raise UsageError(f"unknown strategy {config.strategy!r}: {nearest(config.strategy, STRATEGIES)}")
-    for name in ("epochs", "batch_size", "accumulate", "num_nodes", "log_interval"):
-        if getattr(config, name) < 1:
-            raise UsageError(f"--{name} must be at least 1, not {getattr(config, name)}")
-    if config.devices != "auto" and config.devices < 1:
-        raise UsageError(f"--devices must be at least 1, not {config.devices}")
-    for name in ("save_every_n_steps", "save_every_minutes", "bench_steps", "gradient_clip_val"):
-        if not getattr(config, name) >= 0:
-            raise UsageError(f"--{name} must not be negative, not {getattr(config, name)}")
-    if config.plot_schedule and (config.find_lr or config.bench_steps):
-        raise UsageError("--plot_schedule draws the schedule of a training: leave out --find_lr and --bench_steps")
-    if config.max_steps < -1 or config.max_steps == 0:
-        raise UsageError(f"--max_steps must be at least 1, or -1 for no limit, not {config.max_steps}")
-    if not 0 <= config.seed < 2**32:
-        raise UsageError(f"--seed must be from 0 to 4294967295, not {config.seed}")
-    if "none" in config.logger and len(config.logger) > 1:
-        raise UsageError("--logger none stands alone")
-    if config.bench_steps and config.find_lr:
-        raise UsageError("--find_lr and --bench_steps are two runs: leave one of them out")
-    if config.only_measures and config.resume:
-        flag = "find_lr" if config.find_lr else "bench_steps"
-        raise UsageError(f"--{flag} counts from the first step: leave --resume out")
-    if config.plot_schedule and Path(config.plot_schedule).suffix != ".png":
-        raise UsageError(f"--plot_schedule {config.plot_schedule}: give the name of a .png file")
-    if config.ds_config and config.strategy != Config().strategy:
-        raise UsageError("--ds_config stands in for a strategy: leave --strategy out")
-    for key, registry in REGISTRIES.items():
-        choice: Choice = getattr(config, key)
-        try:
-            registry[choice.name](**choice.options)
-        except ValueError as error:
-            raise UsageError(f"--{key}.{error}") from error
-    if not 0 <= config.data.val_fraction < 1:
-        raise UsageError(f"--data.val_fraction must be at least 0 and under 1, not {config.data.val_fraction}")
-    if config.data.workers < 0:
-        raise UsageError(f"--data.workers must not be negative, not {config.data.workers}")
-    if config.data.synthetic_size < 10:
-        raise UsageError(f"--data.synthetic_size must be at least 10, not {config.data.synthetic_size}")
-    _check_augmentation(config)
-    _check_regularization(config)
-    if config.name and (Path(config.name).name != config.name or config.name in (".", "..")):
-        raise UsageError(f"--name {config.name} must be a plain name; --out is the directory")
-
-
-def _check_augmentation(config: Config) -> None:
-    augment = config.augment
-    if config.data.loader == "torch" and augment != AugmentConfig():
-        given = next(field.name for field in fields(augment) if getattr(augment, field.name) != field.default)
-        raise UsageError(
-            f"--augment.{given} needs --data.loader memory: the torch loader, the tutorial's own, does not augment"
-        )
-    # Images are 32 pixels wide: cropping with a border of 16 leaves a quarter of them in the worst case.
-    for name, most in (("crop", 16), ("cutout", 32)):
-        if not 0 <= getattr(augment, name) <= most:
-            raise UsageError(f"--augment.{name} must be from 0 to {most} pixels, not {getattr(augment, name)}")
-    for name in ("mixup", "cutmix"):
-        if not 0 <= getattr(augment, name) < math.inf:
-            raise UsageError(f"--augment.{name} must be at least 0 and finite, not {getattr(augment, name)}")
-
-
-def _check_regularization(config: Config) -> None:
-    for name in ("label_smoothing", "ema", "swa_from"):
-        if not 0 <= getattr(config, name) < 1:
-            raise UsageError(f"--{name} must be at least 0 and under 1, not {getattr(config, name)}")
-    if config.ema and config.swa_from:
-        raise UsageError("--ema and --swa_from are two ways to average the weights: leave one of them out")
-    if config.early_stopping < 0:
-        raise UsageError(f"--early_stopping must not be negative, not {config.early_stopping}")
-    if config.early_stopping and not config.data.val_fraction:
-        raise UsageError("--early_stopping needs validation images: set --data.val_fraction above 0")
-    if config.early_stopping and config.trainer.get("limit_val_batches") == 0:
-        raise UsageError("--early_stopping needs a validation: leave --trainer.limit_val_batches out")
 
 
 def _plain(value: Any) -> Any:

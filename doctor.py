@@ -107,7 +107,7 @@ def _parse() -> Namespace:
     arguments = parser.parse_intermixed_args()
     for name in arguments.checks:
         if name not in CHECKS:
-            from cli import nearest
+            from names import nearest
 
             raise UsageError(f"there is no check {name}: {nearest(name, CHECKS)}")
     if arguments.ranks < 1:

@@ -13,9 +13,9 @@ import torch
 from lightning.pytorch import Callback
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
-from callbacks.ranks import gather
 from checkpointing.zero_folder import AVERAGE
 from finetuning.freeze import counting, rest_statistics, resting
+from ranks import average_over_ranks, gather
 from strategies import rewriting
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Averaging(Callback):
         if self._stale:
             self._swap_in(trainer, pl_module)
             self._swap_out(trainer, pl_module)
-        self._agree(trainer, pl_module)
+        self._agree(pl_module)
         parts = held(pl_module)
         plain = plain_names(trainer, parts)
         weights = {plain[name]: value for name, value in zip(parts, self._averages, strict=True)}
@@ -137,7 +137,7 @@ class Averaging(Callback):
     def _swap_in(self, trainer: Trainer, module: LightningModule) -> None:
         if not self._count:
             return
-        self._agree(trainer, module)
+        self._agree(module)
         with rewriting(trainer.strategy):
             parts = [own_part(part) for part in held(module).values()]
             self._newest = [part.clone() for part in parts]
@@ -179,15 +179,13 @@ class Averaging(Callback):
             layer.training = training
         for buffer, average in self._statistics(module):
             average.copy_(buffer)
-        self._agree(trainer, module)
+        self._agree(module)
         for buffer, average in self._statistics(module):
             buffer.copy_(average)
 
-    def _agree(self, trainer: Trainer, module: LightningModule) -> None:
+    def _agree(self, module: LightningModule) -> None:
         """Takes the mean over the ranks of averaged statistics: each has those of the images that it has seen."""
-        for _, average in self._statistics(module) if trainer.world_size > 1 else ():
-            torch.distributed.all_reduce(average)
-            average /= trainer.world_size
+        average_over_ranks([average for _, average in self._statistics(module)])
 
     def _statistics(self, module: LightningModule) -> list[tuple[Tensor, Tensor]]:
         """The buffers of the network, each with its average."""

@@ -9,6 +9,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from finetuning.freeze import counting
+from ranks import average_over_ranks
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -25,34 +26,28 @@ class BatchNormStatistics(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Averages."""
-        average(pl_module, trainer.world_size)
+        average(pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Averages."""
-        average(pl_module, trainer.world_size)
+        average(pl_module)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Averages in place, and in the checkpoint, where that has copies already; called on every rank."""
-        average(pl_module, trainer.world_size)
+        average(pl_module)
         saved = checkpoint.get("state_dict", {})
         for name, buffer in pl_module.named_buffers():
             if name in saved:
                 saved[name].copy_(buffer)
 
 
-def average(network: torch.nn.Module, ranks: int) -> None:
+def average(network: torch.nn.Module) -> None:
     """Puts the average over the ranks in place of each running mean and variance; to be called by every rank.
 
     Numbers of batches are the same on all ranks, other buffers are no statistics, and those of frozen layers do not
     change: all of them stay.
     """
-    own = _statistics(network)
-    if ranks == 1 or not own:
-        return
-    flat = torch.cat([statistic.float() for statistic in own])  # both (channels,), so one reduction serves all
-    torch.distributed.all_reduce(flat)
-    for statistic, mean in zip(own, (flat / ranks).split([len(statistic) for statistic in own]), strict=True):
-        statistic.copy_(mean)
+    average_over_ranks(_statistics(network))
 
 
 def _statistics(network: torch.nn.Module) -> list[Tensor]:

@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
-from callbacks.ranks import gather
 from metrics import calibration_error
+from ranks import gather
 from reports.curve_figures import calibration_figure, precision_recall_figure, roc_figure
 from reports.figures import MISTAKE_COLUMNS, MISTAKE_ROWS, confusion_figure, mistakes_figure
 from sources.augment import MEAN, STD

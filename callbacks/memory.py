@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 
 from callbacks.interval import Interval, log_scalars
 from callbacks.model_state import model_state_bytes
-from callbacks.ranks import gather
+from ranks import gather
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

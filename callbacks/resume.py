@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback
 
-from callbacks.ranks import gather
 from checkpointing.read import RECORD
+from ranks import gather
 from strategies import replica
 
 if TYPE_CHECKING:

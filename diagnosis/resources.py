@@ -29,7 +29,7 @@ def memory(options: Options) -> Finding:
 
 def ranks_in_memory() -> int:
     """Ranks for which there is room, perhaps none."""
-    from checks import CPU_RANK_BYTES
+    from checks.devices import CPU_RANK_BYTES
     from hardware import free_memory_bytes
 
     return free_memory_bytes() // CPU_RANK_BYTES

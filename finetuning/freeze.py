@@ -11,8 +11,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from errors import UsageError
 from finetuning.lora import A, B, LoRALinear
-from finetuning.names import near
 from models.moe import whole_names
+from names import nearest_few
 
 EXPERT_NUMBER = re.compile(r"\.experts\.\d+\.")
 """In the name of an expert's parameter."""
@@ -48,7 +48,7 @@ def check_patterns(net: nn.Module, trainable: Sequence[str], ep_size: int) -> No
     names = [name for name, _ in net.named_parameters()]
     for pattern in trainable:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise UsageError(f"--trainable {pattern} is no parameter of the network: {near(pattern, names)}")
+            raise UsageError(f"--trainable {pattern} is no parameter of the network: {nearest_few(pattern, names)}")
     if ep_size > 1:
         of_experts: dict[str, set[bool]] = {}
         for name, parameter in net.named_parameters():

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from config import LoRAConfig
 from errors import UsageError
-from finetuning.names import near
 from models.moe import Gate
+from names import nearest_few
 
 A, B = ".lora_a", ".lora_b"
 """Ends of the adapters' names."""
@@ -94,7 +94,7 @@ def _why_none(net: nn.Module, pattern: str, layers: list[str]) -> str:
         return f"cannot have an adapter: {type(net).__name__} has no linear layers"
     named = [module for name, module in net.named_modules() if name and fnmatchcase(name, pattern)]
     if any(isinstance(module, nn.Linear) for module in named):
-        return f"is read by its weight alone, an adapter would be without effect: {near(pattern, layers)}"
+        return f"is read by its weight alone, an adapter would be without effect: {nearest_few(pattern, layers)}"
     if named:
-        return f"is {type(named[0]).__name__}, and adapters are for linear layers: {near(pattern, layers)}"
-    return f"is no layer of the network: {near(pattern, layers)}"
+        return f"is {type(named[0]).__name__}, and adapters are for linear layers: {nearest_few(pattern, layers)}"
+    return f"is no layer of the network: {nearest_few(pattern, layers)}"

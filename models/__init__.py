@@ -5,12 +5,12 @@ its network when it builds it, so that the command line knows every option witho
 """
 
 # No postponed annotations here: jsonargparse would execute the TYPE_CHECKING imports, torch, to resolve them.
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from models.mixture_options import MixtureOptions
 from models.vit_shapes import SHAPES, Size
+from ranges import check_over_zero, check_range
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,7 +65,7 @@ class MLP:
     def __post_init__(self) -> None:
         if self.hidden and min(self.hidden) < 1:
             raise ValueError(f"hidden must be numbers from 1, one for each layer, not {self.hidden}")
-        _check_dropout(self.dropout)
+        check_range("dropout", self.dropout, below=1)
 
     def build(self, num_classes: int) -> "nn.Module":
         """See `Model`."""
@@ -85,8 +85,8 @@ class VGG16:
     """Share of the two hidden linear layers' outputs that is dropped in training; the paper's is 0.5."""
 
     def __post_init__(self) -> None:
-        _check_width(self.width)
-        _check_dropout(self.dropout)
+        check_over_zero("width", self.width)
+        check_range("dropout", self.dropout, below=1)
 
     def build(self, num_classes: int) -> "nn.Module":
         """See `Model`."""
@@ -105,7 +105,7 @@ class ResNet:
     """Of all hidden layers, as a multiple of the paper's: 0.25 suits a CPU."""
 
     def __post_init__(self) -> None:
-        _check_width(self.width)
+        check_over_zero("width", self.width)
 
     def build(self, num_classes: int) -> "nn.Module":
         """See `Model`."""
@@ -130,7 +130,7 @@ class ViT:
     """Share of the embedded patches, and of what each attention and MLP adds to them, that is dropped in training."""
 
     def __post_init__(self) -> None:
-        _check_dropout(self.dropout)
+        check_range("dropout", self.dropout, below=1)
 
     def build(self, num_classes: int) -> "nn.Module":
         """See `Model`."""
@@ -243,13 +243,3 @@ def build(name: str, num_classes: int, **options: Any) -> "nn.Module":
         ValueError: the options make no sense.
     """
     return MODELS[name](**options).build(num_classes)
-
-
-def _check_width(width: float) -> None:
-    if not 0 < width < math.inf:
-        raise ValueError(f"width must be over 0 and finite, not {width}")
-
-
-def _check_dropout(dropout: float) -> None:
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout must be at least 0 and under 1, not {dropout}")

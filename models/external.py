@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import textwrap
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -12,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+from names import closest
 
 if TYPE_CHECKING:
     from models import Model
@@ -99,8 +100,7 @@ def _timm(name: str, options: dict[str, Any]) -> nn.Module:
 
 def _check_known(name: str, package: str, known: list[str]) -> None:
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=3, cutoff=0)
-        raise ValueError(f"{package} has no classifier of that name, did you mean {', '.join(close)}?")
+        raise ValueError(f"{package} has no classifier of that name, did you mean {', '.join(closest(name, known))}?")
 
 
 def _short(error: Exception) -> str:

@@ -5,6 +5,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ranges import check_over_zero
+
 
 @dataclass
 class MixtureOptions:
@@ -59,8 +61,7 @@ class MixtureOptions:
                 raise ValueError(f"top_k {self.top_k} needs as many experts, and num_experts has {number}")
         if self.top_k == 2 and self.noisy_gate_policy == "RSample":
             raise ValueError("noisy_gate_policy RSample is for top_k 1 alone: Jitter serves top_k 2 too")
-        if not 0 < self.capacity_factor < math.inf:
-            raise ValueError(f"capacity_factor must be over 0 and finite, not {self.capacity_factor}")
+        check_over_zero("capacity_factor", self.capacity_factor)
         for name in ("eval_capacity_factor", "min_capacity", "load_balance"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be at least 0 and finite, not {getattr(self, name)}")

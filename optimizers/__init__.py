@@ -8,7 +8,7 @@ from optimizers.adam import Adam, Adam8bit, AdamW
 from optimizers.adaptive import Adadelta, Adagrad, RMSprop
 from optimizers.lion import Lion
 from optimizers.muon import Muon
-from optimizers.ranges import Implementation
+from optimizers.options import Implementation
 from optimizers.sgd import SGD
 
 __all__ = ["BY_DEEPSPEED", "OFFLOADED_BY", "OPTIMIZERS", "Implementation", "OptimizerOptions"]

@@ -4,7 +4,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from optimizers.ranges import Decayed, Implementation, check_range
+from optimizers.options import Decayed, Implementation
+from ranges import check_range
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

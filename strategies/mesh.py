@@ -75,8 +75,7 @@ class MeshStrategy(ModelParallelStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's whole state in torch's own form, on rank 0; every rank takes part."""
-        own = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        state = own.state_dict()
+        state = unwrapped(optimizer).state_dict()
         return {**state, "state": {number: self._whole(entry) for number, entry in state["state"].items()}}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -109,6 +108,11 @@ class MeshStrategy(ModelParallelStrategy):
             if self.is_global_zero:
                 found |= on_host({name: whole})
         return found
+
+
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """torch's own optimizer, where Lightning (2.6.6) has put its wrapper around it."""
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def on_host(values: Mapping[str, Any]) -> dict[str, Any]:

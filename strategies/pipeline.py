@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from optimizers.state import numbers_by_name
-from strategies.mesh import MeshStrategy, on_host
+from ranks import gather
+from strategies.mesh import MeshStrategy, on_host, unwrapped
 
 if TYPE_CHECKING:
     from config import Config
@@ -192,7 +192,7 @@ class PipelineStrategy(MeshStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state of all ranks in torch's own form, on rank 0; every rank takes part."""
-        own = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        own = unwrapped(optimizer)
         state = own.state_dict()
         names = [name for group in self._own_names(own) for name in group]
         parts = self._gather({names[number]: on_host(entry) for number, entry in state["state"].items()})
@@ -228,8 +228,7 @@ class PipelineStrategy(MeshStrategy):
 
     def _numbers(self, optimizer: Optimizer) -> list[dict[str, int]]:
         """For each group of the optimizer the names of all ranks' parameters, and their numbers in the whole."""
-        of_ranks: list[Any] = [None] * self.world_size
-        dist.all_gather_object(of_ranks, self._own_names(optimizer), self._on_host)
+        of_ranks = gather(self._own_names(optimizer), self._on_host)
         places = {name: place for place, name in enumerate(self._names)}
         numbers: list[dict[str, int]] = []
         first = 0

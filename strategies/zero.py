@@ -29,6 +29,7 @@ from checkpointing.zero_folder import GROUPS, SHAPE, TAG, shape_of
 from errors import UsageError
 from models.moe import share_of
 from optimizers import Implementation
+from ranks import gather
 from sources.console import say
 from strategies import experts
 from strategies.zero_checkpoint import GuardedCheckpointEngine, cut, group_names, restore
@@ -198,9 +199,7 @@ class ZeROStrategy(DeepSpeedStrategy):
             save_latest=False,
             exclude_frozen_parameters=self.exclude_frozen_parameters,
         )
-        failures: list[str] = [""] * self.world_size
-        torch.distributed.all_gather_object(failures, guard.failure)
-        failure = next(filter(None, failures), "")
+        failure = next(filter(None, gather(guard.failure)), "")
         if self.is_global_zero:
             failure = failure or failure_of(lambda: self._finish(target, final))
             self._io.conclude(final, failure)

@@ -9,10 +9,15 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import models
+from checkpointing.read import read
+from checkpointing.weights import load_weights, network
 
 WHOLE = "FUZZ" in os.environ
 """Whether `make fuzz` runs the tests: in their whole form, which takes hours, and all of them."""
@@ -68,6 +73,23 @@ def run_folder_of(out: Path) -> Path:
     """The only run folder under an output directory."""
     (folder,) = out.glob("*/version_*")
     return folder
+
+
+def last_checkpoint(run: Path) -> dict[str, Any]:
+    """What a run's last checkpoint holds, whatever strategy wrote it."""
+    return read(run / "checkpoints" / "last.ckpt")
+
+
+def last_weights(run: Path) -> dict[str, torch.Tensor]:
+    """The weights in it by the network's own names, the average where there is one."""
+    return network(last_checkpoint(run))
+
+
+def weights_of_net(run: Path) -> dict[str, torch.Tensor]:
+    """The weights of Net once it has been given those of a run's last checkpoint, as evaluate.py does."""
+    net = models.build("net", 10)
+    load_weights(net, run / "checkpoints" / "last.ckpt")
+    return dict(net.state_dict())
 
 
 def losses(run: Path) -> dict[int, float]:

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import checks
 import cli
+from checks.averaging import check_averaging
 from cifar_module import CIFARModule
 from config import Choice, Config, config_of
 from errors import UsageError
@@ -59,7 +59,7 @@ def test_refused_by_the_command_line(flags: list[str], message: str):
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2", "pipeline", "deepspeed_stage_3_offload_nvme"])
 def test_weights_that_cannot_be_averaged_are_refused(strategy: str):
     with pytest.raises(UsageError, match=r"--swa_from: .*use deepspeed_stage_3"):
-        checks._check_averaging(Config(strategy=strategy, swa_from=0.5), raw={})
+        check_averaging(Config(strategy=strategy, swa_from=0.5), raw={})
 
 
 def test_the_configuration_of_an_older_run_has_none_of_it():

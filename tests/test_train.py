@@ -15,11 +15,9 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import models
 import run_folder
 from checkpointing.read import read
-from checkpointing.weights import load_weights
-from tests.helpers import ROOT, assert_ok, of_make_fuzz, run_folder_of, run_program, small_disk
+from tests.helpers import ROOT, assert_ok, of_make_fuzz, run_folder_of, run_program, small_disk, weights_of_net
 
 CLASSES = [f"class {number}" for number in range(10)]
 SCALARS = {
@@ -46,14 +44,8 @@ KEYS = [
 # fmt: on
 
 
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    net = models.build("net", 10)
-    load_weights(net, run / "checkpoints" / "last.ckpt")
-    return dict(net.state_dict())
-
-
 def assert_same_weights(one: Path, other: Path) -> None:
-    first, second = weights(one), weights(other)
+    first, second = weights_of_net(one), weights_of_net(other)
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 

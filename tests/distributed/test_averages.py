@@ -13,11 +13,10 @@ import pytest
 import checks
 import evaluate
 import export
-from checkpointing.read import read
 from checkpointing.safetensors_file import read_safetensors
 from checkpointing.weights import network
 from checkpointing.zero_folder import AVERAGE
-from tests.helpers import largest_difference, run_folder_of, train_all
+from tests.helpers import largest_difference, last_checkpoint, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
 
@@ -70,13 +69,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> dic
     return {name: run_folder_of(path) for name, path in out.items()}
 
 
-def last(run: Path) -> dict[str, Any]:
-    return read(run / "checkpoints" / "last.ckpt")
-
-
 @pytest.mark.parametrize(("one", "other"), SAME)
 def test_the_average_is_the_same_under_every_strategy(one: str, other: str, runs: dict[str, Path]):
-    mine, expected = last(runs[one]), last(runs[other])
+    mine, expected = last_checkpoint(runs[one]), last_checkpoint(runs[other])
     assert mine["global_step"] == expected["global_step"]
     assert mine[AVERAGE]["count"] == expected[AVERAGE]["count"]
     assert largest_difference(network(mine), network(expected)) < 1e-6
@@ -84,7 +79,7 @@ def test_the_average_is_the_same_under_every_strategy(one: str, other: str, runs
 
 
 def test_a_stopped_run_goes_on_exactly(runs: dict[str, Path]):
-    stopped, continued, whole = (last(runs[f"stage 3{how}"]) for how in (", stopped", ", continued", ""))
+    stopped, continued, whole = (last_checkpoint(runs[f"stage 3{how}"]) for how in (", stopped", ", continued", ""))
     assert (stopped["global_step"], stopped[AVERAGE]["count"]) == (STOPPED_AT, STOPPED_AT)
     assert continued["global_step"] == whole["global_step"]
     assert STOPPED_AT < whole["global_step"] < 5 * 9  # it ended early
@@ -110,4 +105,4 @@ def test_evaluate_and_export_use_the_average(runs: dict[str, Path], tmp_path: Pa
     assert tested("--ema", "0")["test/loss"] != pytest.approx(metrics["test/loss"], rel=1e-6)  # the newest
     file = tmp_path / "net.safetensors"
     export.export(checkpoint, file, "safetensors", "float32")
-    assert largest_difference(read_safetensors(file)[0], network(last(run))) == 0
+    assert largest_difference(read_safetensors(file)[0], network(last_checkpoint(run))) == 0

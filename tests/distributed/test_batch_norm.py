@@ -10,9 +10,7 @@ import pytest
 import torch
 
 import models
-from checkpointing.read import read
-from checkpointing.weights import network
-from tests.helpers import assert_ok, run_folder_of, run_program, train_all
+from tests.helpers import assert_ok, last_weights, run_folder_of, run_program, train_all
 
 pytestmark = pytest.mark.distributed
 
@@ -44,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> P
 
 
 def state_of(run: Path) -> dict[str, torch.Tensor]:
-    return network(read(run_folder_of(run) / "checkpoints" / "last.ckpt"))
+    return last_weights(run_folder_of(run))
 
 
 def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 import models
-from checkpointing.read import RECORD, read
-from checkpointing.weights import network
+from checkpointing.read import RECORD
 from tests.helpers import (
     WHOLE,
     assert_ok,
     largest_difference,
+    last_checkpoint,
+    last_weights,
     losses,
     of_make_fuzz,
     run_folder_of,
@@ -77,18 +78,14 @@ def flags_of(run: Run) -> list[str]:
     return [*SAME, *RECIPES[recipe], "--strategy", strategy, "--devices", str(ranks), "--model.ep_size", str(ep_size)]
 
 
-def state_dict(run: Path) -> dict[str, torch.Tensor]:
-    return network(read(run / "checkpoints" / "last.ckpt"))
-
-
 @pytest.mark.parametrize("run", [run for run in RUNS if run[0] != "bfloat16" and "deepspeed" in run[1]], ids=str)
 def test_ends_with_the_weights_of_plain_pytorch(run: Run, runs: dict[Run, Path]):
     """With gate noise, dropped tokens, accumulation and clipping: each rank draws the same under every strategy."""
     recipe, _, ranks, _ = run
-    expected = state_dict(runs[recipe, "ddp" if ranks > 1 else "baseline", ranks, 1])
-    assert largest_difference(state_dict(runs[run]), expected) < (1e-4 if recipe == "top 2" else 1e-5)
+    expected = last_weights(runs[recipe, "ddp" if ranks > 1 else "baseline", ranks, 1])
+    assert largest_difference(last_weights(runs[run]), expected) < (1e-4 if recipe == "top 2" else 1e-5)
     torch.manual_seed(0)
-    options = read(runs[run] / "checkpoints" / "last.ckpt")[RECORD]["config"]["model"]["options"]
+    options = last_checkpoint(runs[run])[RECORD]["config"]["model"]["options"]
     start = dict(models.build("net_moe", 10, **options).state_dict())
     assert all(not torch.equal(expected[key], start[key]) for key in start if ".experts." in key)  # all were trained
 
@@ -96,13 +93,13 @@ def test_ends_with_the_weights_of_plain_pytorch(run: Run, runs: dict[Run, Path])
 @of_make_fuzz
 def test_stages_agree_in_bfloat16(runs: dict[Run, Path]):
     """In the float32 weights, clipped by the norm over all experts at stage 0 too."""
-    stage_0, stage_2 = (state_dict(runs["bfloat16", STAGES[stage], 2, 2]) for stage in (0, 2))
+    stage_0, stage_2 = (last_weights(runs["bfloat16", STAGES[stage], 2, 2]) for stage in (0, 2))
     assert largest_difference(stage_0, stage_2) < 1e-7
 
 
 def test_optimizer_state_is_read_in_the_form_of_plain_pytorch(runs: dict[Run, Path]):
     plain, spread = (
-        read(runs["top 2", strategy, 2, ep_size] / "checkpoints" / "last.ckpt")["optimizer_states"][0]
+        last_checkpoint(runs["top 2", strategy, 2, ep_size])["optimizer_states"][0]
         for strategy, ep_size in (("ddp", 1), ("deepspeed_stage_1_offload", 2))
     )
     assert [group["params"] for group in plain["param_groups"]] == [group["params"] for group in spread["param_groups"]]
@@ -116,7 +113,7 @@ def test_the_plain_network_scores_what_the_spread_one_was_tested_with(runs: dict
     """Evaluated, and exported: without DeepSpeed and with the experts of all ranks."""
     run = runs["pr_moe", "deepspeed_stage_2", 2, 2]
     metrics = json.loads((run / "metrics.json").read_text())
-    assert metrics["parameters"] == sum(value.numel() for value in state_dict(run).values())
+    assert metrics["parameters"] == sum(value.numel() for value in last_weights(run).values())
     done = run_program("evaluate.py", str(run), "--accelerator", "cpu")
     assert_ok(done)
     assert f"test loss {metrics['test/loss']:.4f}" in done.stdout

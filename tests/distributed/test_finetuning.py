@@ -18,7 +18,7 @@ import run_folder
 from checkpointing.read import read
 from checkpointing.weights import network, plain_network
 from finetuning.delta import together, write
-from tests.helpers import run_folder_of, train_all
+from tests.helpers import last_weights, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
 
@@ -86,10 +86,6 @@ def runs(bases: dict[str, Path], small_data: list[str], tmp_path_factory: pytest
     return {folder.name: run_folder_of(folder) for folder in flags}
 
 
-def weights(run: Path) -> dict[str, Tensor]:
-    return network(read(run_folder.newest_checkpoint(run)))
-
-
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -100,13 +96,13 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], atol: fl
 def test_ends_with_the_weights_of_ddp(name: str, runs: dict[str, Path]):
     """Bit for bit, but DeepSpeed's own Adam, and experts, whose gradients are added up in another order."""
     tolerance = 1e-4 if name.endswith("offload") else 1e-6 if name.startswith("experts") else 0
-    assert_close(weights(runs[name]), weights(runs[f"{name.split()[0]} ddp"]), tolerance)
+    assert_close(last_weights(runs[name]), last_weights(runs[f"{name.split()[0]} ddp"]), tolerance)
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if not name.endswith("rounded")])
 def test_trains_what_is_named_and_nothing_else(name: str, bases: dict[str, Path], runs: dict[str, Path]):
     recipe = name.split()[0]
-    start, end = torch.load(bases[recipe]), weights(runs[name])
+    start, end = torch.load(bases[recipe]), last_weights(runs[name])
     assert end.keys() == start.keys() | TRAINED[recipe]
     for key, value in end.items():
         assert (key in TRAINED[recipe]) == (key not in start or not torch.equal(value, start[key])), key
@@ -118,8 +114,8 @@ def test_trains_what_is_named_and_nothing_else(name: str, bases: dict[str, Path]
 
 @pytest.mark.parametrize(("start", "strategy"), GONE_ON)
 def test_goes_on_in_any_shape(start: str, strategy: str, runs: dict[str, Path]):
-    expected = weights(runs[f"{start.split()[0]} uninterrupted"])
-    assert_close(weights(runs[f"{start} to {strategy}"]), expected, atol=1e-6)
+    expected = last_weights(runs[f"{start.split()[0]} uninterrupted"])
+    assert_close(last_weights(runs[f"{start} to {strategy}"]), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if not name.endswith("ddp")])

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from checkpointing.read import read
 from checkpointing.weights import network
 from optimizers import BY_DEEPSPEED, OFFLOADED_BY, OPTIMIZERS
-from tests.helpers import run_folder_of, train_all
+from tests.helpers import last_checkpoint, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
 
@@ -49,9 +48,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Pat
 
 def largest_difference(folder: Path, name: str, strategy: str) -> float:
     """Of the weights after training from those under DDP; the optimizer's state is of the same form."""
-    found, expected = (
-        read(run_folder_of(folder / f"{name}-{used}") / "checkpoints" / "last.ckpt") for used in (strategy, "ddp")
-    )
+    found, expected = (last_checkpoint(run_folder_of(folder / f"{name}-{used}")) for used in (strategy, "ddp"))
     for key in ("params", "param_names", "weight_decay", "lr"):
         groups = [[group[key] for group in one["optimizer_states"][0]["param_groups"]] for one in (found, expected)]
         assert groups[0] == groups[1]

@@ -11,9 +11,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from checkpointing.read import read
-from checkpointing.weights import network
-from tests.helpers import of_make_fuzz, run_folder_of, train_all
+from tests.helpers import last_weights, of_make_fuzz, run_folder_of, train_all
 
 pytestmark = [pytest.mark.distributed, of_make_fuzz]
 
@@ -61,4 +59,4 @@ def test_losses_and_weights_stay_the_same(name: str, runs: dict[str, list[Path]]
 def losses_and_weights(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
     events = EventAccumulator(str(folder)).Reload()
     losses = [event.value for event in events.Scalars("train/loss")]
-    return losses, network(read(folder / "checkpoints" / "last.ckpt", trust=False))
+    return losses, last_weights(folder)

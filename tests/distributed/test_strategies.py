@@ -9,9 +9,17 @@ import pytest
 import torch
 
 import models
-from checkpointing.weights import load_weights
 from strategies import STRATEGIES
-from tests.helpers import WHOLE, assert_ok, largest_difference, of_make_fuzz, run_folder_of, run_program, train_all
+from tests.helpers import (
+    WHOLE,
+    assert_ok,
+    largest_difference,
+    of_make_fuzz,
+    run_folder_of,
+    run_program,
+    train_all,
+    weights_of_net,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -65,9 +73,7 @@ def checked_weights(run: tuple[str, int, str], folder: Path) -> dict[str, torch.
     assert metrics["num_test"] == 640
     mean = sum(metrics["test/acc_per_class"].values()) / 10
     assert mean == pytest.approx(metrics["test/acc"], abs=0.05)  # classes are of nearly one size
-    net = models.build("net", 10)
-    load_weights(net, folder / "checkpoints" / "last.ckpt")
-    return dict(net.state_dict())
+    return weights_of_net(folder)
 
 
 @pytest.mark.parametrize(("strategy", "devices"), sorted({run[:2] for run in RUNS if run[2] == "plain"}))

@@ -1,6 +1,5 @@
-"""What the options of optimizers have in common: the values that they may take."""
+"""What the options of optimizers have in common."""
 
-import math
 from typing import Literal
 
 Implementation = Literal["torch", "torch_fused", "deepspeed_cpu", "deepspeed_fused"]
@@ -9,10 +8,3 @@ DeepSpeed's for an optimizer that is offloaded to the CPU, or DeepSpeed's fused 
 
 Decayed = Literal["matrices", "all"]
 """Which parameters a weight decay is for: those of two and more dimensions, or every one."""
-
-
-def check_range(name: str, value: float, below: float = math.inf) -> None:
-    """Raises ValueError where a value is negative, not a number, or not below a limit."""
-    if not 0 <= value < below:
-        limit = "" if below == math.inf else f" and under {below:g}"
-        raise ValueError(f"{name} must be at least 0{limit}, not {value}")

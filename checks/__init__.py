@@ -1,0 +1,62 @@
+"""What can be refused before anything is launched is refused here, in one line that says what to use instead.
+
+Nothing here imports torch, but on a machine with a GPU driver, and for a network of torchvision or timm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import sources
+from batch import micro_batch_size
+from checks.averaging import check_averaging
+from checks.devices import check_cuda_graphs, check_on_cpu, check_sync_batch_norm, settle_devices
+from checks.experts import check_experts
+from checks.finetuning import settle_finetuning
+from checks.network import check_network
+from checks.optimizer import check_offload, check_optimizer
+from checks.parts import check_parts
+from checks.raw_config import raw_config
+from config import Choice, Config
+from errors import UsageError
+from hardware import gpu_count
+from resume import settle_resume
+from schedules import SCHEDULES
+from strategies import replicas
+
+
+def settle(config: Config) -> None:
+    """Settles what the configuration leaves to the machine (accelerator, devices, precision); refuses what cannot run.
+
+    Raises:
+        UsageError: says what is wrong and what to use instead.
+    """
+    gpus = gpu_count() if config.accelerator != "cpu" else 0
+    if config.accelerator == "gpu" and gpus == 0:
+        raise UsageError("--accelerator gpu: no GPU here that torch can use; --accelerator cpu trains on the CPU")
+    config.accelerator = "gpu" if gpus else "cpu"
+    if config.precision == "auto":
+        config.precision = "16-mixed" if gpus else "32-true"
+    settle_devices(config, gpus)
+    micro_batch = micro_batch_size(config.batch_size, replicas(config), config.accumulate)
+    num_classes = len(sources.class_names(config.data))
+    raw = raw_config(config.ds_config) if config.ds_config else {}
+    settle_resume(config)
+    if config.find_lr and config.schedule.name != "range_test":
+        config.schedule = Choice("range_test", asdict(SCHEDULES["range_test"]()))
+    settle_finetuning(config)
+    if config.accelerator == "cpu":
+        check_on_cpu(config)
+    if config.cuda_graphs:
+        check_cuda_graphs(config)
+    check_optimizer(config, raw)
+    check_offload(config)
+    if not config.ds_config:
+        check_parts(config)
+    if "ep_size" in config.model.options:
+        check_experts(config, raw)
+    if config.ema or config.swa_from:
+        check_averaging(config, raw)
+    check_network(config, micro_batch, num_classes)
+    if config.trainer.get("sync_batchnorm"):
+        check_sync_batch_norm(config)

@@ -1,0 +1,28 @@
+"""What the weights that a run starts from, and its adapters, need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import run_folder
+from config import Config, LoRAConfig
+from errors import UsageError
+
+
+def settle_finetuning(config: Config) -> None:
+    """Refuses what does not go together, and puts the file's own path for what --weights names."""
+    lora = config.lora
+    if lora != LoRAConfig() and lora.rank < 1:
+        raise UsageError(f"--lora.rank must be at least 1, not {lora.rank}")
+    if lora.rank and not lora.target:
+        raise UsageError("--lora.rank needs --lora.target, names of linear layers such as 'blocks.*.attention.qkv'")
+    if not 0 <= lora.dropout < 1:
+        raise UsageError(f"--lora.dropout must be at least 0 and under 1, not {lora.dropout}")
+    if config.delta and not config.weights:
+        raise UsageError(f"--delta {config.delta} needs --weights, what the run that wrote it started from")
+    if config.delta and not Path(config.delta).is_file():
+        raise UsageError(f"--delta {config.delta} is no file")
+    if config.weights:
+        file = Path(config.weights) if config.resume else run_folder.find_checkpoint(config.weights, "", "")
+        config.weights = str(file.absolute())
+        config.delta = config.delta and str(Path(config.delta).absolute())
