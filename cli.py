@@ -30,6 +30,7 @@ from config import (
     TrainingConfig,
 )
 from errors import UsageError
+from models import PACKAGES
 from names import nearest, nearest_flag
 from optimizers import OFFLOADED_BY, OPTIMIZERS
 from strategies import STRATEGIES
@@ -202,7 +203,8 @@ def _offload(name: str) -> str:
 def _add_choice(parser: ArgumentParser, key: str, name: str, registry: Mapping[str, Any]) -> None:
     entry = registry[name]
     group = parser.add_argument_group(f"{key} {name}", description=_summary(entry))
-    group.add_argument(f"--{key}.name", default=name, help=f"Short: --{key} NAME, one of {', '.join(registry)}.")
+    names = [*registry, *(f"{package}:NAME" for package in PACKAGES if key == "model")]
+    group.add_argument(f"--{key}.name", default=name, help=f"Short: --{key} NAME, one of {', '.join(names)}.")
     group.add_class_arguments(entry, key, as_group=False)
 
 
