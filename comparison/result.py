@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from errors import UsageError
+
 SCHEMA = 1
 """Of comparison.json: keys may be added, none changes its meaning."""
 
@@ -129,6 +131,8 @@ class Comparison:
     variants: list[Variant]
     differences: list[Difference] = field(default_factory=list)
     target_accuracy: float | None = None
+    rounding: Curve | None = None
+    """What rounding may make of the loss of each step: the bounds behind the verdicts; None where unknown."""
 
     @property
     def passed(self) -> bool:
@@ -140,3 +144,22 @@ class Comparison:
 def write(comparison: Comparison, file: Path) -> None:
     """Writes comparison.json."""
     file.write_text(json.dumps({"schema": SCHEMA, "passed": comparison.passed, **asdict(comparison)}, indent=1))
+
+
+def read(file: Path) -> Comparison:
+    """Reads comparison.json; keys that are not known here are left out.
+
+    Raises:
+        UsageError: there is no such file, or it holds no comparison of this schema.
+    """
+    from pydantic import TypeAdapter, ValidationError  # takes 0.2 s, which only a reader should wait for
+
+    try:
+        content = json.loads(file.read_bytes())
+        if content["schema"] != SCHEMA:
+            raise UsageError(f"{file}: schema {content['schema']} is not known here, only {SCHEMA}")
+        return TypeAdapter(Comparison).validate_python(content)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, ValidationError) as error:
+        raise UsageError(f"{file} is not a comparison.json, as compare.py writes it") from error
