@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from comparison.result import Comparison, Curve, Run, Variant
-from reports.comparison.look import WIDTH, colors, legend, markers
+from reports.comparison.look import WIDTH, colors, legend, log_scale, markers
 from reports.comparison.text import kind_of
 
 POINTS = 200
@@ -99,7 +99,7 @@ def _draw_losses(axes: Axes, comparison: Comparison, variants: Sequence[Variant]
     lines, steps_a_point = [], 1
     for variant in variants:
         steps, values = _over_seeds([run.losses for run in variant.runs])
-        steps_a_point = math.ceil(len(steps) / POINTS)
+        steps_a_point = max(steps_a_point, math.ceil(len(steps) / POINTS))
         x, mean = _points(steps, np.mean(values, axis=0), np.mean)
         lines.append(_Line(variant.name, x, mean))
         if len(values) > 1:
@@ -110,12 +110,11 @@ def _draw_losses(axes: Axes, comparison: Comparison, variants: Sequence[Variant]
     _draw_over_one_another(axes, comparison, lines)
     finite = np.concatenate([line.y[np.isfinite(line.y)] for line in lines])
     if finite.size and finite.min() > 0 and finite.max() > SEVERAL_DECADES * finite.min():
-        axes.set_yscale("log")
-    averaged = [f"{steps_a_point:,} steps"] * (steps_a_point > 1) + ["the seeds"] * any(
-        len(variant.runs) > 1 for variant in variants
-    )
-    axes.set(ylabel="training loss")
-    axes.set_title(f"training loss of a step{', mean of ' * bool(averaged)}{' and '.join(averaged)}", loc="left")
+        log_scale(axes)
+    averaged = [f"{steps_a_point:,} steps"] if steps_a_point > 1 else []
+    averaged += ["the seeds"] if any(len(variant.runs) > 1 for variant in variants) else []
+    axes.set_title(f"training loss, mean of {' and '.join(averaged)}" if averaged else "training loss", loc="left")
+    axes.set(ylabel="loss of a step")
     axes.grid()
 
 
@@ -128,7 +127,7 @@ def _draw_differences(axes: Axes, comparison: Comparison, differences: Sequence[
         shown = np.where(largest > 0, largest, np.nan)
         axes.plot(x, shown, color=palette[line.name], linewidth=1.2, marker=".", markersize=3)
     _mark_partings(axes, comparison, [line.name for line in differences])
-    axes.set_yscale("log")
+    log_scale(axes)
     bottom = axes.get_ylim()[0]
     bounds = [verdict.loss_bound for verdict in verdicts.values() if verdict is not None and verdict.loss_bound]
     if comparison.rounding is not None and comparison.rounding.steps:

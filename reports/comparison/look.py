@@ -9,6 +9,7 @@ import matplotlib
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 
 from comparison.result import Comparison
 
@@ -49,6 +50,7 @@ def theme(dark: bool) -> AbstractContextManager[None]:
             "axes.spines.right": False,
             "grid.alpha": 0.15,
             "grid.color": ink,
+            "text.parse_math": False,  # a $ in a name is a $
             "image.cmap": DIVERGING[dark],
             "hatch.linewidth": 0.7,
         }
@@ -67,6 +69,13 @@ def markers(comparison: Comparison) -> dict[str, str]:
     others = [variant.name for variant in comparison.variants if variant.name != comparison.reference]
     found = {name: MARKERS[place // len(PALETTE) % len(MARKERS)] for place, name in enumerate(others)}
     return {comparison.reference: "", **found}
+
+
+def log_scale(axes: Axes) -> None:
+    """Of the ordinates, with 1e-05 and the like at the ticks: matplotlib's own are formulas, which the theme lacks."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(LogFormatter())
+    axes.yaxis.set_minor_formatter(LogFormatter())
 
 
 def name_rows(axes: Axes, comparison: Comparison) -> None:

@@ -112,4 +112,4 @@ def _base64(png: bytes) -> str:
 
 def _markdown(cell: str) -> str:
     """Text that is no markup to GitHub's Markdown, within a table too."""
-    return re.sub(r"([\\`*\[\]<>|#])", r"\\\1", " ".join(cell.split()))
+    return re.sub(r"([\\`*\[\]<>|#$])", r"\\\1", " ".join(cell.split()))

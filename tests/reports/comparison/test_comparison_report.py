@@ -23,8 +23,8 @@ from reports.comparison.look import PALETTE, theme
 from reports.comparison.text import difference_line, headline, number, size, spread
 
 STEPS = 30
-NASTY = '<script src="http://host/x.js">|`*&'
-"""A name that is markup to HTML and to Markdown."""
+NASTY = '<script src="http://host/x.js">|`*&$\\x$'
+"""A name that is markup to HTML, to Markdown and to matplotlib."""
 
 
 def trained(
@@ -122,7 +122,7 @@ def test_the_page_in_markdown(written: list[Path]):
     (row,) = (line for line in rows if "script" in line and "bit-identical" in line)
     header = next(line for line in rows if "verdict" in line)
     assert row.replace("\\|", "").count("|") == header.count("|")
-    assert row.startswith('| \\<script src="http://host/x.js"\\>\\|\\`\\*& |')
+    assert row.startswith('| \\<script src="http://host/x.js"\\>\\|\\`\\*&\\$\\\\x\\$ |')
     assert "- **fsdp**: error: \\<no\\> GPU" in text
     for picture in ("losses", "accuracy", "classes", "speed", "memory"):
         assert f"({picture}.png)" in text
