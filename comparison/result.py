@@ -131,6 +131,8 @@ class Comparison:
     variants: list[Variant]
     differences: list[Difference] = field(default_factory=list)
     target_accuracy: float | None = None
+    notes: list[str] = field(default_factory=list)
+    """What is to be known of the verdicts, a sentence each: where their bounds come from."""
     rounding: Curve | None = None
     """What rounding may make of the loss of each step: the bounds behind the verdicts; None where unknown."""
 

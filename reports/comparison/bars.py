@@ -24,7 +24,7 @@ def speed_figure(comparison: Comparison) -> Figure | None:
     panels = {
         "perf/images_per_second": "images per second",
         "perf/step_time_ms": "milliseconds a step",
-        "perf/seconds_to_first_step": "seconds from the command to the first step",
+        "perf/seconds_to_first_step": "seconds to the first step",
     }
     if comparison.target_accuracy is not None:
         panels["seconds_to_accuracy"] = f"seconds of training to {100 * comparison.target_accuracy:g} % accuracy"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,7 +43,7 @@ def loss_figure(comparison: Comparison) -> Figure | None:
     if not trained:
         return None
     differences = [line for variant in trained if (line := _difference(comparison, variant)) is not None]
-    figure = Figure(figsize=(WIDTH, (5.9 if differences else 3.8) + 0.1 * len(trained)), layout="constrained")
+    figure = Figure(figsize=(WIDTH, (5.9 if differences else 3.8) + 0.15 * len(trained)), layout="constrained")
     panels = figure.subplots(2 if differences else 1, 1, sharex=True, squeeze=False)[:, 0]
     _draw_losses(panels[0], comparison, trained)
     if differences:
@@ -120,16 +120,16 @@ def _draw_losses(axes: Axes, comparison: Comparison, variants: Sequence[Variant]
 
 def _draw_differences(axes: Axes, comparison: Comparison, differences: Sequence[_Line]) -> None:
     """On a log axis, which has no place for the steps that do not differ: they are gaps."""
-    palette = colors(comparison)
-    verdicts = {variant.name: variant.verdict for variant in comparison.variants}
+    lines = []
     for line in differences:
         x, largest = _points(line.x, line.y, np.fmax.reduce)
-        shown = np.where(largest > 0, largest, np.nan)
-        axes.plot(x, shown, color=palette[line.name], linewidth=1.2, marker=".", markersize=3)
+        lines.append(_Line(line.name, x, np.where(largest > 0, largest, np.nan)))
+    _draw_over_one_another(axes, comparison, lines, marker=".")
     _mark_partings(axes, comparison, [line.name for line in differences])
     log_scale(axes)
     bottom = axes.get_ylim()[0]
-    bounds = [verdict.loss_bound for verdict in verdicts.values() if verdict is not None and verdict.loss_bound]
+    verdicts = [variant.verdict for variant in comparison.variants if variant.verdict is not None]
+    bounds = [verdict.loss_bound for verdict in verdicts if verdict.loss_bound]
     if comparison.rounding is not None and comparison.rounding.steps:
         x, bound = _points(_array(comparison.rounding.steps), _array(comparison.rounding.values), np.fmax.reduce)
         axes.fill_between(x, bottom / 10, bound, color="tab:gray", alpha=0.2, linewidth=0, zorder=0)
@@ -214,7 +214,7 @@ def _over_seeds(curves: Sequence[Curve]) -> tuple[NDArray[np.float64], NDArray[n
 
 
 def _points(
-    steps: NDArray[np.float64], values: NDArray[np.float64], of_several
+    steps: NDArray[np.float64], values: NDArray[np.float64], of_several: Callable[[NDArray[np.float64]], float]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """At most POINTS of a curve, each made by `of_several` from the values of so many steps that follow one another."""
     parts = range(0, len(steps), math.ceil(len(steps) / POINTS) or 1)

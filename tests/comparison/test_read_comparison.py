@@ -43,6 +43,7 @@ def whole() -> Comparison:
         variants=[variant, failed],
         differences=[Difference("epochs", {"ddp": "2", "fsdp": "3"})],
         target_accuracy=0.5,
+        notes=["The bounds come from the precision alone."],
         rounding=Curve([1, 2], [1e-7, 2e-7]),
     )
 

@@ -97,7 +97,7 @@ class Page(HTMLParser):
 def written(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The files of a report with a bit of everything."""
     differing = Difference(NASTY, {"baseline": "1", NASTY: "2"})
-    whole = comparison(trained(NASTY), failed("fsdp"), differences=[differing], title=NASTY)
+    whole = comparison(trained(NASTY), failed("fsdp"), differences=[differing], title=NASTY, notes=["Bounds & all."])
     return write(whole, tmp_path_factory.mktemp("report"))
 
 
@@ -114,6 +114,7 @@ def test_the_page_asks_for_nothing_and_shows_names_as_they_are(written: list[Pat
     assert "@import" not in text
     assert NASTY in page.shown
     assert any("<no> GPU" in part for part in page.shown)
+    assert "Bounds & all." in page.shown
 
 
 def test_the_page_in_markdown(written: list[Path]):
@@ -123,6 +124,7 @@ def test_the_page_in_markdown(written: list[Path]):
     header = next(line for line in rows if "verdict" in line)
     assert row.replace("\\|", "").count("|") == header.count("|")
     assert row.startswith('| \\<script src="http://host/x.js"\\>\\|\\`\\*&\\$\\\\x\\$ |')
+    assert "\n\nBounds & all.\n" in text
     assert "- **fsdp**: error: \\<no\\> GPU" in text
     for picture in ("losses", "accuracy", "classes", "speed", "memory"):
         assert f"({picture}.png)" in text
