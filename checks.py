@@ -49,13 +49,7 @@ def settle(config: Config) -> None:
     Raises:
         UsageError: says what is wrong and what to use instead.
     """
-    gpus = gpu_count() if config.accelerator != "cpu" else 0
-    if config.accelerator == "gpu" and gpus == 0:
-        raise UsageError("--accelerator gpu: no GPU here that torch can use; --accelerator cpu trains on the CPU")
-    config.accelerator = "gpu" if gpus else "cpu"
-    if config.precision == "auto":
-        config.precision = "16-mixed" if gpus else "32-true"
-    _settle_devices(config, gpus)
+    settle_machine(config)
     micro_batch = micro_batch_size(config.batch_size, replicas(config), config.accumulate)
     num_classes = len(sources.class_names(config.data))
     raw = _raw_config(config.ds_config) if config.ds_config else {}
@@ -63,6 +57,33 @@ def settle(config: Config) -> None:
     if config.find_lr and config.schedule.name != "range_test":
         config.schedule = Choice("range_test", asdict(SCHEDULES["range_test"]()))
     _settle_finetuning(config)
+    check_strategy(config, raw)
+    _check_network(config, micro_batch, num_classes)
+    if config.trainer.get("sync_batchnorm"):
+        _check_sync_batch_norm(config)
+
+
+def settle_machine(config: Config) -> None:
+    """Settles what the configuration leaves to the machine: accelerator, devices, precision.
+
+    Raises:
+        UsageError: there are not so many devices.
+    """
+    gpus = gpu_count() if config.accelerator != "cpu" else 0
+    if config.accelerator == "gpu" and gpus == 0:
+        raise UsageError("--accelerator gpu: no GPU here that torch can use; --accelerator cpu trains on the CPU")
+    config.accelerator = "gpu" if gpus else "cpu"
+    if config.precision == "auto":
+        config.precision = "16-mixed" if gpus else "32-true"
+    _settle_devices(config, gpus)
+
+
+def check_strategy(config: Config, raw: dict[str, Any]) -> None:
+    """Refuses what the strategy cannot do; `raw` as in `_check_experts`.
+
+    Raises:
+        UsageError: names what to use instead.
+    """
     if config.accelerator == "cpu":
         _check_on_cpu(config)
     if config.cuda_graphs:
@@ -75,9 +96,6 @@ def settle(config: Config) -> None:
         _check_experts(config, raw)
     if config.ema or config.swa_from:
         _check_averaging(config, raw)
-    _check_network(config, micro_batch, num_classes)
-    if config.trainer.get("sync_batchnorm"):
-        _check_sync_batch_norm(config)
 
 
 def _settle_devices(config: Config, gpus: int) -> None:

@@ -35,7 +35,7 @@ from errors import UsageError
 from models import MODELS
 from optimizers import OFFLOADED_BY, OPTIMIZERS
 from schedules import SCHEDULES
-from strategies import STRATEGIES
+from strategies import AUTO, STRATEGIES
 
 REGISTRIES: dict[str, Mapping[str, Any]] = {"model": MODELS, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
 
@@ -285,8 +285,8 @@ def _config(namespace: Namespace, names: dict[str, str]) -> Config:
 
 def _check_values(config: Config) -> None:
     """Values that have the right type and make no sense."""
-    if config.strategy not in STRATEGIES:
-        raise UsageError(f"unknown strategy {config.strategy!r}: {nearest(config.strategy, STRATEGIES)}")
+    if config.strategy not in (*STRATEGIES, AUTO):
+        raise UsageError(f"unknown strategy {config.strategy!r}: {nearest(config.strategy, [*STRATEGIES, AUTO])}")
     for name in ("epochs", "batch_size", "accumulate", "num_nodes", "log_interval"):
         if getattr(config, name) < 1:
             raise UsageError(f"--{name} must be at least 1, not {getattr(config, name)}")
