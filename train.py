@@ -18,6 +18,8 @@ import start_time
 from config import Config, SourceName
 from errors import RunError, Stopped, UsageError
 from known_failures import explained
+from planning import automatic
+from strategies import AUTO
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -30,6 +32,8 @@ start_time.note()
 def main() -> int:
     """Parses the command line and trains, in this process or in the ranks that it starts; returns the exit code."""
     config = cli.parse()
+    if config.strategy == AUTO:
+        automatic.settle(config)
     checks.settle(config)
     if config.plot_schedule:
         return plot_schedule(config)

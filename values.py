@@ -15,7 +15,7 @@ from names import nearest
 from optimizers import OPTIMIZERS
 from ranges import check_range
 from schedules import SCHEDULES
-from strategies import STRATEGIES
+from strategies import AUTO, STRATEGIES
 
 REGISTRIES: dict[str, Mapping[str, Any]] = {"model": MODELS, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
 """Where a `Choice` of the configuration is looked up."""
@@ -27,8 +27,8 @@ def check_values(config: Config) -> None:
     Raises:
         UsageError: names the flag and what it may be.
     """
-    if config.strategy not in STRATEGIES:
-        raise UsageError(f"unknown strategy {config.strategy!r}: {nearest(config.strategy, STRATEGIES)}")
+    if config.strategy not in (*STRATEGIES, AUTO):
+        raise UsageError(f"unknown strategy {config.strategy!r}: {nearest(config.strategy, [*STRATEGIES, AUTO])}")
     for name in ("epochs", "batch_size", "accumulate", "num_nodes", "log_interval"):
         if getattr(config, name) < 1:
             raise UsageError(f"--{name} must be at least 1, not {getattr(config, name)}")

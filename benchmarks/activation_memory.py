@@ -8,34 +8,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import nullcontext
-from typing import NamedTuple
 
-import torch
-import torch.nn.functional as F
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
 
 import exits
 import models
-from models.moe import gates
 from models.recomputation import checkpoint_blocks
-from sources.dataset import IMAGE_SHAPE
+from planning import activations
 
 NUM_CLASSES = 10
-
-
-class Bytes(NamedTuple):
-    """Of one micro-batch."""
-
-    saved: int
-    """Held between the forward and the backward pass, beside parameters and their buffers."""
-
-    peak: int
-    """The most of all that is there at any time: parameters, gradients, activations, what an operation takes."""
 
 
 def main() -> int:
@@ -51,33 +35,19 @@ def main() -> int:
         for images in given.micro_batches:
             for precision in ("32-true", "bf16-mixed"):
                 plain, checkpointed = (counted(name, images, precision, switch) for switch in (False, True))
-                pairs = (*zip(plain, checkpointed, strict=True),)
+                pairs = (plain.saved, checkpointed.saved), (plain.peak, checkpointed.peak)
                 table.add_row(name, str(images), precision, *(f"{size / 1e6:,.1f}" for pair in pairs for size in pair))
     Console(width=120).print(table)
     return 0
 
 
-def counted(model: str, images: int, precision: str, activation_checkpointing: bool) -> Bytes:
+def counted(model: str, images: int, precision: str, activation_checkpointing: bool) -> activations.Bytes:
     """The bytes of one forward and one backward pass of so many images."""
-    tracker = MemTracker()
     with FakeTensorMode():
         net = models.build(model, NUM_CLASSES)
         if activation_checkpointing:
             checkpoint_blocks(net)
-        batch, labels = torch.empty(images, *IMAGE_SHAPE), torch.zeros(images, dtype=torch.int64)
-        tracker.track_external(net)
-        with tracker:
-            with torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else nullcontext():
-                scores = net(batch)
-            loss = F.cross_entropy(scores.float(), labels)
-            for gate in gates(net):
-                assert gate.routing is not None
-                loss = loss + gate.routing.load_balance_loss
-            saved = tracker.get_tracker_snapshot("current")[batch.device]
-            loss.backward()
-            peak = tracker.get_tracker_snapshot("peak")[batch.device]
-    names = {getattr(category, "name", category): size for category, size in saved.items()}
-    return Bytes(names["ACT"] + names["TEMP"], peak["Total"])
+        return activations.counted(net, images, "autocast" if precision == "bf16-mixed" else "float32")
 
 
 if __name__ == "__main__":

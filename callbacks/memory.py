@@ -11,12 +11,15 @@ import torch
 from lightning.pytorch import Callback
 
 from callbacks.interval import Interval, log_scalars
-from callbacks.model_state import model_state_bytes
+from callbacks.model_state import ModelStates, model_states
 from ranks import gather
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from torch.optim import Optimizer
+
+PARTS = ("mem/parameter_rank_bytes", "mem/gradient_rank_bytes", "mem/optimizer_rank_bytes")
+"""What mem/model_state_rank_bytes is the sum of."""
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -41,8 +44,9 @@ class Memory(Callback):
     def __init__(self, log_interval: int):
         self._interval = Interval(log_interval)
         self._state_step = 0
-        self._state_bytes = 0
+        self._states = ModelStates(0, 0, 0)
         self.totals: dict[str, list[int]] = {"mem/peak_rank_bytes": [], "mem/model_state_rank_bytes": []}
+        self.totals |= {key: [] for key in PARTS}
         """mem/* of metrics.json, one value a rank, after the fit."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -54,7 +58,7 @@ class Memory(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Measures the model states once, while the gradients are there."""
         if trainer.global_step == self._state_step:
-            self._state_bytes = model_state_bytes(pl_module, trainer.optimizers[0])
+            self._states = model_states(pl_module, trainer.optimizers[0])
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -69,5 +73,6 @@ class Memory(Callback):
         """Gathers the totals of all ranks."""
         self.totals = {
             "mem/peak_rank_bytes": gather(peak_bytes(pl_module.device)),
-            "mem/model_state_rank_bytes": gather(self._state_bytes),
+            "mem/model_state_rank_bytes": gather(sum(self._states)),
+            **{key: gather(part) for key, part in zip(PARTS, self._states, strict=True)},
         }

@@ -2,34 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
-ZERO_TENSORS = (
-    # deepspeed/runtime/zero/stage_1_and_2.py: float32 master weights of this rank, with the gradients of an offloaded
-    # optimizer on them; gradients of this rank's part
-    "single_partition_of_fp32_groups",
+ZERO_GRADIENTS = (
+    # deepspeed/runtime/zero/stage_1_and_2.py: of this rank's part
     "averaged_gradients",
     # deepspeed/runtime/zero/stage3.py: the same
-    "fp32_partitioned_groups_flat",
     "grad_partitions_flat_buffer",
-    # deepspeed/runtime/bf16_optimizer.py (stage 0): master weights and float32 gradients
-    "fp32_groups_flat_partition",
+    # deepspeed/runtime/bf16_optimizer.py: in float32
     "fp32_groups_gradients_flat",
-    # deepspeed/runtime/fp16/fused_optimizer.py and unfused_optimizer.py (stage 0): master weights
+)
+"""Where DeepSpeed 0.19.8's optimizers keep gradients beside the network's own tensors."""
+
+ZERO_MASTER_WEIGHTS = (
+    # deepspeed/runtime/zero/stage_1_and_2.py: of this rank, with the gradients of an offloaded optimizer on them
+    "single_partition_of_fp32_groups",
+    # deepspeed/runtime/zero/stage3.py: the same
+    "fp32_partitioned_groups_flat",
+    # deepspeed/runtime/bf16_optimizer.py
+    "fp32_groups_flat_partition",
+    # deepspeed/runtime/fp16/fused_optimizer.py and unfused_optimizer.py (stage 0)
     "fp32_groups_flat",
     "fp32_groups",
 )
-"""Where DeepSpeed 0.19.8's optimizers keep what they hold beside the network's own tensors."""
+"""Where they keep the float32 weights that the optimizer updates."""
 
 
-def model_state_bytes(module: Module, optimizer: Any) -> int:
+class ModelStates(NamedTuple):
+    """Bytes on this rank."""
+
+    parameters: int
+    """Those that the network computes with."""
+
+    gradients: int
+    optimizer: int
+    """The optimizer's state, and DeepSpeed's float32 master weights, which are there for the update."""
+
+
+def model_states(module: Module, optimizer: Any) -> ModelStates:
     """Bytes of parameters, gradients and optimizer state on this rank, on its device or offloaded to host memory.
 
     Measured from the tensors, memory that several share counted once, padding included. Not counted: communication
@@ -39,29 +57,29 @@ def model_state_bytes(module: Module, optimizer: Any) -> int:
         module: the network.
         optimizer: torch's, or the one of DeepSpeed that wraps it.
     """
-    storages = {}
-    for tensor in _tensors(module, optimizer):
+    parameters = [tensor for own in module.parameters() for tensor in (own, *_flat(getattr(own, "ds_tensor", None)))]
+    master = [*_of(optimizer, ZERO_MASTER_WEIGHTS)]
+    with_gradient = (tensor for tensor in (*parameters, *master) if tensor.is_leaf and tensor.grad is not None)
+    gradients = [*(cast(Tensor, tensor.grad) for tensor in with_gradient), *_of(optimizer, ZERO_GRADIENTS)]
+    state = [*master, *_flat(getattr(optimizer, "optimizer", optimizer).state)]
+    counted: set[tuple[torch.device, int]] = set()
+    return ModelStates(*(_bytes(tensors, counted) for tensors in (parameters, gradients, state)))
+
+
+def _bytes(tensors: Iterable[Tensor], counted: set[tuple[torch.device, int]]) -> int:
+    """Of the memory behind the tensors that is not yet in `counted`, where it is then."""
+    total = 0
+    for tensor in tensors:
         storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
-        storages[tensor.device, storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+        key = storage.device, storage.data_ptr()
+        total += 0 if key in counted else storage.nbytes()
+        counted.add(key)
+    return total
 
 
-def _tensors(module: Module, optimizer: Any) -> Iterator[Tensor]:
-    for parameter in module.parameters():
-        yield from _with_gradient(parameter)
-        # ZeRO-3: this rank's part; the parameter itself is empty while it rests.
-        yield from _flat(getattr(parameter, "ds_tensor", None))
-    for name in ZERO_TENSORS:
-        for tensor in _flat(getattr(optimizer, name, None)):
-            yield from _with_gradient(tensor)
-    wrapped = getattr(optimizer, "optimizer", optimizer)
-    yield from _flat(wrapped.state)
-
-
-def _with_gradient(tensor: Tensor) -> Iterator[Tensor]:
-    yield tensor
-    if tensor.is_leaf and tensor.grad is not None:
-        yield tensor.grad
+def _of(optimizer: Any, names: Iterable[str]) -> Iterator[Tensor]:
+    for name in names:
+        yield from _flat(getattr(optimizer, name, None))
 
 
 def _flat(value: Any) -> Iterator[Tensor]:

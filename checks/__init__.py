@@ -6,6 +6,7 @@ Nothing here imports torch, but on a machine with a GPU driver, and for a networ
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 import sources
 from batch import micro_batch_size
@@ -31,13 +32,7 @@ def settle(config: Config) -> None:
     Raises:
         UsageError: says what is wrong and what to use instead.
     """
-    gpus = gpu_count() if config.accelerator != "cpu" else 0
-    if config.accelerator == "gpu" and gpus == 0:
-        raise UsageError("--accelerator gpu: no GPU here that torch can use; --accelerator cpu trains on the CPU")
-    config.accelerator = "gpu" if gpus else "cpu"
-    if config.precision == "auto":
-        config.precision = "16-mixed" if gpus else "32-true"
-    settle_devices(config, gpus)
+    settle_machine(config)
     micro_batch = micro_batch_size(config.batch_size, replicas(config), config.accumulate)
     num_classes = len(sources.class_names(config.data))
     raw = raw_config(config.ds_config) if config.ds_config else {}
@@ -45,6 +40,37 @@ def settle(config: Config) -> None:
     if config.find_lr and config.schedule.name != "range_test":
         config.schedule = Choice("range_test", asdict(SCHEDULES["range_test"]()))
     settle_finetuning(config)
+    check_strategy(config, raw)
+    check_network(config, micro_batch, num_classes)
+    if config.trainer.get("sync_batchnorm"):
+        check_sync_batch_norm(config)
+
+
+def settle_machine(config: Config) -> None:
+    """Settles what the configuration leaves to the machine: accelerator, devices, precision.
+
+    Raises:
+        UsageError: there are not so many devices.
+    """
+    gpus = gpu_count() if config.accelerator != "cpu" else 0
+    if config.accelerator == "gpu" and gpus == 0:
+        raise UsageError("--accelerator gpu: no GPU here that torch can use; --accelerator cpu trains on the CPU")
+    config.accelerator = "gpu" if gpus else "cpu"
+    if config.precision == "auto":
+        config.precision = "16-mixed" if gpus else "32-true"
+    settle_devices(config, gpus)
+
+
+def check_strategy(config: Config, raw: dict[str, Any]) -> None:
+    """Refuses what the strategy cannot do.
+
+    Args:
+        config: of the run, its devices settled.
+        raw: the content of --ds_config, empty without one.
+
+    Raises:
+        UsageError: names what to use instead.
+    """
     if config.accelerator == "cpu":
         check_on_cpu(config)
     if config.cuda_graphs:
@@ -57,6 +83,3 @@ def settle(config: Config) -> None:
         check_experts(config, raw)
     if config.ema or config.swa_from:
         check_averaging(config, raw)
-    check_network(config, micro_batch, num_classes)
-    if config.trainer.get("sync_batchnorm"):
-        check_sync_batch_norm(config)

@@ -34,6 +34,7 @@ MEASURED = (
     *("perf/step_time_max_ms", "perf/data_time_ms", "perf/tflops", "perf/mfu", "perf/seconds_to_first_step"),
     *("perf/fit_seconds",),
     *("mem/peak_rank_bytes", "mem/model_state_rank_bytes"),
+    *("mem/parameter_rank_bytes", "mem/gradient_rank_bytes", "mem/optimizer_rank_bytes"),
 )
 """Keys of metrics.json that a run fills in, in their order; null where the run had none (a run without a test)."""
 

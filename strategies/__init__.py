@@ -71,6 +71,9 @@ STRATEGIES: dict[str, Spec] = {
     ),
 }
 
+AUTO = "auto"
+"""In place of a name: the one that planning recommends, which train.py puts there before anything is launched."""
+
 
 def build(config: Config, on_cpu: bool, micro_batch_size: int, num_parameters: int) -> Strategy | str:
     """Lightning's strategy for a run.

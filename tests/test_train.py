@@ -39,7 +39,8 @@ KEYS = [
     "test/f1_per_class", "test/auroc_per_class", "test/average_precision_per_class", "perf/images_per_second",
     "perf/step_time_ms", "perf/step_time_min_ms", "perf/step_time_median_ms", "perf/step_time_max_ms",
     "perf/data_time_ms", "perf/tflops", "perf/mfu", "perf/seconds_to_first_step", "perf/fit_seconds",
-    "mem/peak_rank_bytes", "mem/model_state_rank_bytes", "versions", "git_commit",
+    "mem/peak_rank_bytes", "mem/model_state_rank_bytes", "mem/parameter_rank_bytes", "mem/gradient_rank_bytes",
+    "mem/optimizer_rank_bytes", "versions", "git_commit",
 ]
 # fmt: on
 

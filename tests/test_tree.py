@@ -26,6 +26,7 @@ RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 WITHOUT_TORCH = ["config", "cli", "checks", "launch", "hardware", "run_folder", "models", "sources", "strategies"]
 WITHOUT_TORCH += ["exporting", "export", "predict", "doctor", "diagnosis", "known_failures"]
 WITHOUT_TORCH += ["supervisor", "heartbeat", "optimizers", "schedules"]
+WITHOUT_TORCH += ["plan", "planning.automatic", "planning.network", "planning.recommend", "reports.plan"]
 WITHOUT_TORCH += ["benchmarks.deepspeed", "benchmarks.startup"]  # wrong usage is answered at once
 
 
@@ -55,7 +56,7 @@ def test_nothing_imports_the_commands():
     for module in MODULES:
         path = ROOT / (module.replace(".", "/") + ".py")
         if path.exists():
-            assert not imports(path) & {"train", "evaluate", "export", "predict", "doctor"}, path
+            assert not imports(path) & {"train", "evaluate", "export", "predict", "doctor", "plan"}, path
 
 
 @pytest.mark.parametrize("module", WITHOUT_TORCH)

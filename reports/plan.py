@@ -1,0 +1,107 @@
+"""The plan of a run's memory: a table of the strategies, one over numbers of devices, and the same as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from planning.recommend import gigabytes
+from planning.survey import Need
+
+WIDE = 120
+"""Columns of a terminal from which the table has all its parts."""
+
+
+def print_plan(needs: Sequence[Need], console: Console) -> None:
+    """Prints a row for each strategy: GB (10^9 bytes) on the fullest rank.
+
+    Args:
+        needs: of the strategies.
+        console: where to; a narrow one gets the model states as one figure.
+    """
+    wide = console.width >= WIDE
+    parts = ("parameters", "gradients", "optimizer") if wide else ("states",)
+    headings = (*parts, "buckets", "activations", "device", "host", *(("disk",) if wide else ()), "fits", "images")
+    table = _table(headings)
+    for need in needs:
+        table.add_row(_short(need.strategy, console), *_cells(need, wide))
+    console.print(table)
+    console.print(_notes(needs, console))
+
+
+def _table(headings: Iterable[str]) -> Table:
+    table = Table("GB a rank", *headings, box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for column in table.columns:
+        column.no_wrap = True
+    return table
+
+
+def _short(strategy: str, console: Console) -> str:
+    return strategy if console.width >= WIDE else strategy.removeprefix("deepspeed_")
+
+
+def _notes(needs: Sequence[Need], console: Console) -> str:
+    """What the columns mean, and why strategies are left out."""
+    lines = [
+        "device: the most at any time, buckets and activations or what the update takes; images: the largest "
+        "micro-batch that fits"
+    ]
+    if console.width < WIDE:
+        lines.append("stage_*: deepspeed_stage_*")
+    reasons: dict[str, list[str]] = {}
+    for need in needs:
+        reason = need.refused.replace(f"--strategy {need.strategy}", "it")
+        reason = reason or ("no formula: layers are cut in its own way" if need.states is None else "")
+        if reason:
+            reasons.setdefault(reason, []).append(need.strategy)
+    lines += [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
+    return "\n".join(lines)
+
+
+def _cells(need: Need, wide: bool) -> list[str]:
+    if need.states is None:
+        return ["-"] * (9 if wide else 7)
+    device = need.states.device
+    parts = (device.parameters, device.gradients, device.optimizer) if wide else (device.total,)
+    sizes = [*parts, need.buckets, need.activations, need.device, need.host, *((need.disk,) if wide else ())]
+    fits = "no" if not need.fits else "yes" if not need.refused else "-"
+    images = "-" if need.most_images is None else f"{need.most_images:,}"
+    return ["-" if size is None else gigabytes(size) if size else "0" for size in sizes] + [fits, images]
+
+
+def print_scaling(by_devices: Mapping[int, Sequence[Need]], room: int, console: Console) -> None:
+    """Prints GB on the fullest rank by strategy and number of devices; what fits has a star.
+
+    Args:
+        by_devices: the needs for each number of devices, the micro-batch being the same.
+        room: bytes that a rank may take on its device.
+        console: where to.
+    """
+    table = _table(str(devices) for devices in by_devices)
+    for row in zip(*by_devices.values(), strict=True):
+        if row[0].states is not None:
+            cells = (f"{gigabytes(need.device)}{'*' if need.device <= room else ' '}" for need in row)
+            table.add_row(_short(row[0].strategy, console), *cells)
+    console.print(table)
+    console.print("*: fits the device" + ("; stage_*: deepspeed_stage_*" if console.width < WIDE else ""))
+
+
+def as_json(needs: Sequence[Need], about: Mapping[str, Any]) -> dict[str, Any]:
+    """The plan for programs, all sizes in bytes.
+
+    Args:
+        needs: of the strategies.
+        about: what it is a plan of, and what it comes to.
+    """
+    rows = []
+    for need in needs:
+        sums = {} if need.states is None else {"device": need.device, "host": need.host, "disk": need.disk}
+        rows.append({**asdict(need), **sums})
+    return {"schema": 1, **about, "strategies": rows}

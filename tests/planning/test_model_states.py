@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import cli
+from config import Choice
+from planning import network
+from planning.model_states import STATE_TENSORS, Weight, predicted
+from strategies import STRATEGIES
+
+ADAM = Choice("adam")
+MILLION = 10**6
+LARGE = [Weight(2_520 * 2_520, 2_520)] * 10
+"""63.5 million parameters: none that stage 3 keeps whole, cut evenly by 1 to 9 ranks."""
+ELEMENTS = 10 * 2_520 * 2_520
+
+
+def bytes_each(strategy: str, ranks: int, precision: str, optimizer: Choice = ADAM) -> float:
+    states = predicted(strategy, LARGE, ranks, precision, optimizer)
+    assert states is not None
+    return states.total / ELEMENTS
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, 60])
+def test_mixed_adam_takes_what_the_paper_says(ranks: int) -> None:
+    """Rajbhandari et al. 2020, section 3.1 and figure 1; of stage 1 the paper counts the gradients before they are
+    reduced, of which 2/N are left at the update."""
+    assert bytes_each("deepspeed_stage_0", ranks, "bf16-mixed") == 16
+    assert bytes_each("deepspeed_stage_1", ranks, "bf16-mixed") == pytest.approx(4 + 12 / ranks - (2 - 2 / ranks))
+    assert bytes_each("deepspeed_stage_2", ranks, "bf16-mixed") == pytest.approx(2 + 14 / ranks)
+    assert bytes_each("deepspeed_stage_3", ranks, "16-mixed") == pytest.approx(16 / ranks)
+
+
+def test_the_papers_example() -> None:
+    """Figure 1: 7.5 billion parameters on 64 GPUs take 120, 16.6 and 1.9 GB at stages 0, 2 and 3."""
+    network_of_figure_1 = network.of_size(7_500 * MILLION).weights
+    for stage, gigabytes in ((0, 120), (2, 16.6), (3, 1.9)):
+        states = predicted(f"deepspeed_stage_{stage}", network_of_figure_1, 64, "16-mixed", ADAM)
+        assert states is not None
+        assert states.total / 1e9 == pytest.approx(gigabytes, abs=0.06)
+
+
+def test_float32_has_master_weights_under_deepspeed_alone() -> None:
+    for name in ("baseline", "ddp", "deepspeed_stage_0"):
+        assert bytes_each(name, 2, "32-true") == 16
+    assert bytes_each("deepspeed_stage_1", 2, "32-true") == bytes_each("deepspeed_stage_2", 2, "32-true") == 4 + 16 / 2
+    assert bytes_each("deepspeed_stage_3", 2, "32-true") == 20 / 2
+    assert bytes_each("fsdp2", 2, "32-true") == bytes_each("fsdp2", 2, "bf16-mixed") == 16 / 2
+    assert bytes_each("baseline", 1, "bf16-mixed") == 16  # autocast
+    assert bytes_each("baseline", 1, "bf16-true") == 8
+
+
+def test_deepspeeds_estimators() -> None:
+    """Theirs count 4 bytes more a parameter and rank, the float32 copy of the gradients that the update takes (of stage
+    3 beside the largest layer, which is gathered), and for offloading what the host holds by an extra half."""
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
+    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
+
+    for ranks in (1, 2, 4):  # with more they count the whole float32 weights that each rank may load at the start
+        host, device = estimate_zero2_model_states_mem_needs(ELEMENTS, ranks, 1, cpu_offload=False)
+        assert device / ELEMENTS == pytest.approx(bytes_each("deepspeed_stage_2", ranks, "16-mixed") + 4 / ranks)
+        host, device = estimate_zero2_model_states_mem_needs(ELEMENTS, ranks, 1, additional_buffer_factor=1)
+        states = predicted("deepspeed_stage_2_offload", LARGE, ranks, "16-mixed", ADAM)
+        assert states is not None
+        assert states.device.total == device
+        assert states.host.total * ranks == host == 16 * ELEMENTS
+        _, device, layer = estimate_zero3_model_states_mem_needs(ELEMENTS, 6_350_400, ranks, 1, cpu_offload=False)
+        assert (device - layer) / ELEMENTS == pytest.approx(18 / ranks)  # 16 as the paper, and 2 of 4 for the update
+        host, _, _ = estimate_zero3_model_states_mem_needs(ELEMENTS, 6_350_400, ranks, 1, additional_buffer_factor=1)
+        states = predicted("deepspeed_stage_3_offload", LARGE, ranks, "16-mixed", ADAM)
+        assert states is not None
+        assert states.device.total == 0
+        # Ours has the gradients in both formats: 2 bytes for the parameter, 2 + 4 for its gradient, 12 for Adam.
+        assert states.host.total * ranks == host + 2 * ELEMENTS == 20 * ELEMENTS
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "tensors"),
+    [
+        *(("sgd", {"momentum": 0.0}, 0), ("sgd", {}, 1), ("adamw", {}, 2), ("lion", {}, 1), ("adagrad", {}, 1)),
+        *(("rmsprop", {"momentum": 0.9, "centered": True}, 3), ("rmsprop", {}, 1), ("adadelta", {}, 2)),
+    ],
+)
+def test_state_of_an_optimizer(name: str, options: dict[str, Any], tensors: int) -> None:
+    """As torch keeps it."""
+    import torch
+
+    from optimizers import OPTIMIZERS
+
+    parameter = torch.nn.Parameter(torch.ones(1_000))
+    parameter.grad = torch.ones(1_000)
+    optimizer = OPTIMIZERS[name](**options).build([parameter], "torch")
+    optimizer.step()
+    kept = [value for value in optimizer.state[parameter].values() if torch.is_tensor(value) and value.numel() == 1_000]
+    assert len(kept) == tensors
+    assert bytes_each("baseline", 1, "32-true", Choice(name, options)) == 8 + 4 * tensors
+
+
+def test_every_optimizer_but_8_bits_has_its_tensors() -> None:
+    from optimizers import OPTIMIZERS
+
+    assert {*STATE_TENSORS} == {*OPTIMIZERS} - {"adam8bit"}
+    assert bytes_each("baseline", 1, "32-true", Choice("adam8bit")) == 10
+
+
+def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
+    config = cli.parse(["--model", "vit_tiny", "--optimizer", "adam", "--trainable", "head.*"])
+    net = network.of(config)
+    assert (net.elements, net.trained) == (5_362_378, 1_930)
+    for ranks, strategy in ((1, "baseline"), (2, "deepspeed_stage_2")):
+        states = predicted(strategy, net.weights, ranks, "32-true", ADAM)
+        assert states is not None
+        assert states.parameters == net.elements * 4
+        assert states.gradients == net.trained * 4 // ranks
+    states = predicted("deepspeed_stage_3", [Weight(10**6, 1_000, trained=False)], 4, "32-true", ADAM)
+    assert states is not None
+    assert (states.parameters, states.gradients, states.optimizer) == (10**6, 0, 0)
+
+
+def test_small_layers_stay_whole_at_stage_3() -> None:
+    states = predicted("deepspeed_stage_3", [Weight(100_000, 100), Weight(100_002, 2)], 2, "bf16-mixed", ADAM)
+    assert states is not None
+    assert states.parameters == 2 * (100_000 + 100_002 // 2 + 100_000 // 2)
+
+
+def test_experts_are_shared_out() -> None:
+    def weights(ep_size: int) -> tuple[Weight, ...]:
+        flags = ["--model", "vit_moe", "--model.num_experts", "[4]", "--model.ep_size", str(ep_size)]
+        return network.of(cli.parse(flags)).weights
+
+    whole, shared = (predicted("deepspeed_stage_0", weights(size), 4, "32-true", ADAM) for size in (1, 4))
+    experts = sum(weight.elements for weight in weights(4) if weight.ranks_that_share == 4)
+    assert whole is not None
+    assert shared is not None
+    assert experts > 7 * MILLION
+    assert whole.total - shared.total == experts * 3 // 4 * 16
+
+
+def test_fsdp2_cuts_along_rows() -> None:
+    states = predicted("fsdp2", [Weight(65 * 10, 65), Weight(3, 3)], 4, "32-true", ADAM)
+    assert states is not None
+    assert states.parameters == 4 * (17 * 10 + 1)
+
+
+def test_only_what_cuts_layers_has_no_formula() -> None:
+    without = {name for name in STRATEGIES if predicted(name, LARGE, 2, "32-true", ADAM) is None}
+    assert without == {"tensor_parallel", "pipeline"}

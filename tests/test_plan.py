@@ -1,0 +1,110 @@
+"""plan.py as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import exits
+import plan
+from tests.helpers import ROOT, run_program
+
+LARGE = ["--parameters", "10e9", "--optimizer", "adam", "--precision", "bf16-mixed", "--device_memory", "80GB"]
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Runs it in this process; gives the exit code and what it printed."""
+
+    def run(*flags: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["plan.py", *flags])
+        code = exits.guarded(plan.main)
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+def test_thirteen_billion_parameters_take_little_memory() -> None:
+    """The peak of the process, which is mostly torch: 0.84 GB, where the weights alone would be 52."""
+    flags = ["--model", "vit_13b", "--devices", "8", "--device_memory", "80GB", "--optimizer", "adamw", "--json"]
+    code = "import resource, runpy, sys; sys.argv = sys.argv[1:]\n"
+    code += "try: runpy.run_path('plan.py', run_name='__main__')\n"
+    code += "finally: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "plan.py", *flags],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["parameters"] == 12_900_853_770
+    assert said["recommended"] == "deepspeed_stage_3"
+    assert said["command"].endswith("--strategy deepspeed_stage_3")
+    assert int(done.stderr.split()[-1]) * 1024 < 2e9
+
+
+def test_a_table_for_people(planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    for columns in ("80", "140"):
+        monkeypatch.setenv("COLUMNS", columns)
+        code, out, _ = planned("--model", "vit_tiny", "--devices", "2", "--device_memory", "80GB", "--batch_size", "64")
+        assert code == 0
+        assert "vit_tiny, 5,362,378 parameters, sgd, 32-true, 2 ranks, micro-batches of 32 images" in out
+        assert out.endswith(
+            "baseline: 0.38 of the 72.0 GB that a rank may take\n"
+            "python train.py --model vit_tiny --devices 2 --batch_size 64 --strategy baseline\n"
+        )
+        table = out.split("device: the most")[0]
+        assert "…" not in table
+        assert len([line for line in table.splitlines() if " yes " in line]) == 11
+
+
+def test_model_states_over_numbers_of_devices(planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    code, out, _ = planned(*LARGE, "--table", "--devices", "16")
+    assert code == 0
+    (row,) = [line.split() for line in out.splitlines() if line.split()[:1] == ["deepspeed_stage_2"]]
+    # 2 + 14/N bytes a parameter, and 4/N more in the update; the star is for what fits.
+    assert row[1:4] == ["200", "65.0*", "31.2*"]
+    assert "deepspeed_stage_1" in out.splitlines()[-1]
+
+
+def test_nothing_fits(planned) -> None:
+    code, out, _ = planned(*LARGE[:-1], "1GiB", "--json")
+    assert code == 1
+    assert json.loads(out)["recommended"] is None
+    assert json.loads(out)["reason"].startswith("nothing fits into the 0.97 GB that a rank may take")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model", "vit_lage"], "unknown model 'vit_lage': did you mean vit_large?"),
+        (["--devices", "3", "--batch_size", "64"], "the nearest that divide: 63 or 66"),
+        (["--device_memory", "80PB"], "--device_memory 80PB: give a size such as 80GB"),
+        (["--parameters", "many"], "--parameters many: give a number such as 100e9"),
+        (["--device_memry", "80GB"], "unknown option --device_memry"),
+        (["--ds_config", "some.json"], "--ds_config: a plan is of named strategies"),
+        (["--model", "vit_tiny", "--trainable", "nothing.*"], "--trainable nothing.* is no parameter of the network"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(planned, flags: list[str], message: str) -> None:
+    code, out, err = planned(*flags)
+    assert code == 2
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+
+
+def test_help_needs_no_torch() -> None:
+    done = run_program("-X", "importtime", "plan.py", "--help")
+    assert done.returncode == 0
+    assert "--device_memory" in done.stdout
+    assert " torch\n" not in done.stderr
