@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from callbacks.counts import trained_count, training_flops
 from callbacks.memory import peak_bytes
-from callbacks.model_state import model_state_bytes
+from callbacks.model_state import model_states
 from config import Choice, LoRAConfig
 from finetuning.network import build
 
@@ -48,7 +48,7 @@ def measure(variant: str) -> str:
         seconds.append(time.process_time() - begun)
     trained = trained_count(MODEL, NUM_CLASSES, trainable, lora)
     weights = sum(parameter.nbytes for parameter in net.parameters())
-    beside = model_state_bytes(net, optimizer) - weights
+    beside = sum(model_states(net, optimizer)) - weights
     flops = training_flops(MODEL, NUM_CLASSES, BATCH_SIZE, trainable, lora)
     figures = [f"{trained:,}", f"{beside / 1e6:.2f} MB", f"{peak_bytes(torch.device('cpu')) / 1e6:,.0f} MB"]
     figures += [f"{flops / 1e9:.1f}", f"{1000 * min(seconds[WARMUP_STEPS:]):,.0f} ms"]
