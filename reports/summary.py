@@ -34,6 +34,7 @@ MEASURED = (
     *("perf/step_time_max_ms", "perf/data_time_ms", "perf/tflops", "perf/mfu", "perf/seconds_to_first_step"),
     *("perf/fit_seconds",),
     *("mem/peak_rank_bytes", "mem/model_state_rank_bytes"),
+    *("compute_dtype", "parameter_dtype", "skipped_steps", "reduce_bucket_size", "allgather_bucket_size"),
 )
 """Keys of metrics.json that a run fills in, in their order; null where the run had none (a run without a test)."""
 

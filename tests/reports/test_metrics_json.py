@@ -20,7 +20,8 @@ KEYS = [
     *("test/f1_per_class", "test/auroc_per_class", "test/average_precision_per_class", "perf/images_per_second"),
     *("perf/step_time_ms", "perf/step_time_min_ms", "perf/step_time_median_ms", "perf/step_time_max_ms"),
     *("perf/data_time_ms", "perf/tflops", "perf/mfu", "perf/seconds_to_first_step", "perf/fit_seconds"),
-    *("mem/peak_rank_bytes", "mem/model_state_rank_bytes", "versions", "git_commit"),
+    *("mem/peak_rank_bytes", "mem/model_state_rank_bytes", "compute_dtype", "parameter_dtype", "skipped_steps"),
+    *("reduce_bucket_size", "allgather_bucket_size", "versions", "git_commit"),
 ]
 
 TABLE = {"zero [0]": 0.25, "one": 0.75}
