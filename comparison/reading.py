@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 EFFECTIVE = ("compute_dtype", "parameter_dtype", "skipped_steps", "reduce_bucket_size", "allgather_bucket_size")
 """Keys of metrics.json that say what the strategy made of the request."""
 
+ROUNDING = "rounding-"
+"""What the name of a run begins with that comparison.rounding made: the reference's, moved by little."""
+
 
 @dataclass
 class Loaded:

@@ -12,6 +12,9 @@ SCHEMA = 1
 
 VerdictKind = Literal["reference", "bit-identical", "within rounding", "different", "not trained"]
 
+GOOD: tuple[VerdictKind, ...] = ("reference", "bit-identical", "within rounding")
+"""Verdicts with which a comparison has passed."""
+
 
 @dataclass
 class Verdict:
@@ -129,12 +132,13 @@ class Comparison:
     variants: list[Variant]
     differences: list[Difference] = field(default_factory=list)
     target_accuracy: float | None = None
+    notes: list[str] = field(default_factory=list)
+    """What is to be known of the verdicts, a sentence each: where their bounds come from."""
 
     @property
     def passed(self) -> bool:
         """Whether every variant trained and agreed."""
-        good = ("reference", "bit-identical", "within rounding")
-        return all(variant.verdict is not None and variant.verdict.kind in good for variant in self.variants)
+        return all(variant.verdict is not None and variant.verdict.kind in GOOD for variant in self.variants)
 
 
 def write(comparison: Comparison, file: Path) -> None:
