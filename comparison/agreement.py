@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 from comparison.result import Curve, Verdict
 
@@ -27,10 +28,11 @@ FACTOR = 8.0
 """Times the drift of the second run of the reference; docs/comparison.md has the measurements that it is from."""
 
 FLOOR = 16.0
-"""Units of rounding of a loss, or of the largest weight, below which nothing is a difference."""
+"""Units of float32 of a loss, or of the largest weight, below which nothing is a difference: both are in float32."""
 
 GROWTH = 100.0
-"""Units of rounding a step of the loss, where there is no second run: the tutorial's network has parted by up to 50."""
+"""Units of float32 of the loss for each step so far, where there is no second run: the tutorial's network has parted by
+up to 50. One unit of a lower precision counts from the first step on."""
 
 
 @dataclass
@@ -94,14 +96,15 @@ def bound(pair: Pair, second: Pair | None, unit: float) -> Bound:
         unit: see `unit_of_rounding`.
     """
     losses = [abs(loss) for loss in pair.reference.values]
-    if second is None or second.identical:
-        grown = [GROWTH * unit * number * loss for number, loss in enumerate(losses, start=1)]
+    if second is None or second.identical or second.reference.steps != second.other.steps:
+        grown = [max(GROWTH * UNITS["32"] * number, unit) * loss for number, loss in enumerate(losses, start=1)]
         return Bound(grown, None)
-    drift, bounds = 0.0, []
-    for moved, loss in zip(second.differences, losses, strict=False):
-        drift = max(drift, moved)
-        bounds.append(FACTOR * drift + FLOOR * unit * loss)
-    return Bound(bounds, FACTOR * (second.weight_difference or 0.0) + FLOOR * unit * pair.largest_weight)
+    drifts = [*accumulate(second.differences, max)]
+    # A jump may befall one run some steps before another: what the second run has met after twice the steps counts.
+    ahead = [drifts[min(2 * index + 1, len(drifts) - 1)] for index in range(len(losses))]
+    floor = FLOOR * UNITS["32"]
+    bounds = [FACTOR * drift + floor * loss for drift, loss in zip(ahead, losses, strict=True)]
+    return Bound(bounds, FACTOR * (second.weight_difference or 0.0) + floor * pair.largest_weight)
 
 
 def judge(pair: Pair, allowed: Bound) -> Verdict:

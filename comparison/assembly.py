@@ -45,11 +45,14 @@ def grouped(runs: Sequence[Loaded]) -> tuple[list[Group], list[Loaded]]:
     """The variants of runs that are there: those that differ in nothing but the seed are one.
 
     Returns:
-        The variants, and what was a second run of a seed in them: of the reference it shows what rounding does.
+        The variants, and second runs of a seed: of the reference one shows what rounding does.
     """
     by_settings: dict[str, list[Loaded]] = {}
     again = []
-    for loaded in sorted(runs, key=lambda loaded: loaded.settings.get("name", "").startswith(ROUNDING)):
+    for loaded in runs:
+        if loaded.settings.get("name", "").startswith(ROUNDING):
+            again.append(loaded)
+            continue
         settings = {**shared_settings(loaded), **{key: loaded.metrics[key] for key in SHAPE}}
         settings |= {key: loaded.settings[key] for key in ("compile", "activation_checkpointing")}
         group = by_settings.setdefault(repr(sorted(settings.items(), key=repr)), [])

@@ -25,14 +25,17 @@ def print_comparison(comparison: Comparison, folder: Path, console: Console | No
     """
     console = console or _console()
     for difference in comparison.differences:
-        values = ", ".join(f"{name}: {value}" for name, value in difference.values.items())
-        console.print(f"[bold]not the same recipe: {escape(difference.setting)}[/] {escape(values)}", soft_wrap=True)
+        names: dict[str, list[str]] = {}
+        for name, value in difference.values.items():
+            names.setdefault(value, []).append(name)
+        values = "; ".join(f"{value} ({', '.join(having)})" for value, having in names.items())
+        console.print(f"[bold]not the same: {escape(difference.setting)}[/] {escape(values)}", soft_wrap=True)
     figures = ("images/s", "step (ms)", "memory (GB)", "accuracy")
-    columns = [Column(name, justify="right") for name in ("first step", *figures)]
+    columns = [Column(name, justify="right") for name in ("first step off", *figures)]
     table = Table("variant", "verdict", *columns)
     for variant in comparison.variants:
         style = "green" if variant.verdict is not None and variant.verdict.kind in GOOD else "red"
-        first = None if variant.verdict is None else variant.verdict.first_parting or variant.verdict.first_difference
+        first = None if variant.verdict is None else variant.verdict.first_difference
         peak = spread(variant, lambda run: max(run.metrics.get("mem/peak_rank_bytes") or [], default=None))
         table.add_row(
             escape(variant.name),
@@ -71,6 +74,8 @@ def verdict_line(variant: Variant, short: bool = False) -> str:
         parts.append(f"losses {verdict.loss_difference:.1e} of {verdict.loss_bound:.1e}")
     if verdict.weight_difference is not None and verdict.weight_bound is not None:
         parts.append(f"weights {verdict.weight_difference:.1e} of {verdict.weight_bound:.1e}")
+    if not short and verdict.first_difference is not None:
+        parts.append(f"from step {verdict.first_difference} on not equal")
     if not short and verdict.first_parting is not None:
         parts.append(f"parts at step {verdict.first_parting}")
     return f"{verdict.kind} ({', '.join(parts)})" if parts else verdict.kind

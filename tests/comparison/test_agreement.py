@@ -45,9 +45,9 @@ def test_what_a_second_run_shows_is_rounding() -> None:
 
 
 def test_the_bound_is_that_of_the_step() -> None:
-    """What is rounding after five steps is none after two; what came once may come again."""
+    """What is rounding after five steps is none after one; what comes after four may come after two."""
     allowed = bound(DRIFT, DRIFT, UNIT).losses
-    assert allowed[2] == pytest.approx(allowed[1], rel=0.05)
+    assert allowed[2] == pytest.approx(allowed[4], rel=0.1)
     assert allowed[1] == pytest.approx(FACTOR * 3e-6 + FLOOR * UNIT * LOSSES[1])
     early = pair(0, allowed[1] * 1.1, 0, 0, 0)
     verdict = judge(early, bound(early, DRIFT, UNIT))

@@ -119,7 +119,7 @@ def test_the_table_names_what_differs_first() -> None:
     console = Console(width=160, record=True, force_terminal=False)
     print_comparison(compared(group("[bold]other", made_up(settings={"epochs": 3}))), Path("there"), console)
     text = console.export_text()
-    assert text.startswith("not the same recipe: epochs")
+    assert text.startswith("not the same: epochs 2 (baseline); 3 ([bold]other)")
     assert "[bold]other" in text
     assert "no verdict" in text
 
