@@ -100,7 +100,7 @@ class Runner:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=launch.die_with_parent,
+                preexec_fn=_prepare,
             )
             try:
                 self._watch(child, label, name)
@@ -170,6 +170,12 @@ def _environment() -> dict[str, str]:
     inherited = {key: value for key, value in os.environ.items() if key != start_time.VARIABLE}
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**inherited, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _prepare() -> None:
+    """In the new process: it ends with this one, and SIGINT ends it even where a shell's background job ignores it."""
+    launch.die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
