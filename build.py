@@ -23,6 +23,7 @@ from callbacks.cpu_kernels import CPUKernels
 from callbacks.curves import TrainingCurves
 from callbacks.divergence import Divergence
 from callbacks.early_stop import EarlyStop
+from callbacks.effective import Effective
 from callbacks.experts import Experts
 from callbacks.figures import TestFigures
 from callbacks.heartbeat import Heartbeat
@@ -193,7 +194,7 @@ def loggers(config: Config, run_dir: Path | None) -> list[Logger]:
 
 def callbacks(config: Config, run_dir: Path | None) -> list[Callback]:
     """The observers of a run, the same on every rank."""
-    curves = TrainingCurves(config.log_interval)
+    curves = TrainingCurves(config.log_interval, None if config.only_measures else run_dir)
     warmup = BENCH_WARMUP_STEPS if config.bench_steps else WARMUP_STEPS
     network_and_batch = config.model, num_classes(config), micro_batch(config), config.trainable, config.lora
     flops = training_flops(*network_and_batch)
@@ -207,6 +208,7 @@ def callbacks(config: Config, run_dir: Path | None) -> list[Callback]:
         LearningRateFinder(run_dir) if config.find_lr else Divergence(curves, run_dir),
         *([Experts(config.log_interval, run_dir)] if mixtures else []),
         Memory(config.log_interval),
+        Effective(run_dir),
         Progress(config, curves),
         Interrupt(),
         Resume(config),

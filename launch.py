@@ -118,10 +118,15 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 def _prepare(cores: set[int]) -> None:
     """In the new process: on Linux it keeps to its cores, and is killed with its launcher however that ends."""
+    die_with_parent()
+    if _LIBC is not None and cores:
+        os.sched_setaffinity(0, cores)
+
+
+def die_with_parent() -> None:
+    """In a new process: on Linux it is killed when the one that started it ends, however that ends."""
     if _LIBC is not None:
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if cores:
-            os.sched_setaffinity(0, cores)
 
 
 def _free_port() -> int:

@@ -12,6 +12,8 @@ from errors import UsageError
 CHECKPOINTS = "checkpoints"
 CONFIG = "config.yaml"
 METRICS = "metrics.json"
+LOSSES = "losses.csv"
+DEEPSPEED_CONFIG = "deepspeed.json"
 
 FALLBACK_SUFFIX = "-digits-fallback"
 """Added to the name of a run whose CIFAR-10 could not be had: its figures are those of the embedded digits."""

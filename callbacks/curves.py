@@ -7,22 +7,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import Callback
 
+import run_folder
 from callbacks.gradient_norm import norm_after_step, norm_before_step
 from callbacks.interval import Interval, log_scalars
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lightning.pytorch import LightningModule, Trainer
     from torch import Tensor
     from torch.optim import Optimizer
 
 
 class TrainingCurves(Callback):
-    """Writes the train/* curves.
+    """Writes the train/* curves, and the loss of each optimizer step into `losses.csv`.
 
     Between two points it only keeps the losses, on the device, so that no step waits for a value to reach the host.
 
     Args:
         log_interval: optimizer steps between two points.
+        run_dir: the run folder, on rank 0 of a run that is to leave its losses there.
     """
 
     last_loss: float | None = None
@@ -40,9 +44,11 @@ class TrainingCurves(Callback):
     last_epoch: float = 0.0
     """train/epoch of the newest point: passes over the training images."""
 
-    def __init__(self, log_interval: int):
+    def __init__(self, log_interval: int, run_dir: Path | None = None):
         self._interval = Interval(log_interval)
+        self._file = None if run_dir is None else run_dir / run_folder.LOSSES
         self.losses = []
+        self._step_ends: list[int] = []
         self._logged_step = 0
         self._learning_rate: float | None = None
         self._gradient_norm: Tensor | None = None
@@ -51,7 +57,9 @@ class TrainingCurves(Callback):
         """Begins the first interval."""
         self._interval.start(trainer)
         self._logged_step = trainer.global_step
-        self.losses = []
+        self.losses, self._step_ends = [], []
+        if self._file is not None:
+            self._file.write_text("step,loss\n")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Before a step that is to be logged: its learning rate and gradient norm, which the step itself will change.
@@ -68,6 +76,8 @@ class TrainingCurves(Callback):
     ) -> None:
         """Keeps a micro-batch's loss, and writes the point that is due."""
         self.losses.append(outputs["loss"])
+        if trainer.global_step > self._logged_step + len(self._step_ends):
+            self._step_ends.append(len(self.losses))
         if self._interval.due(trainer.global_step):
             self._log(trainer)
 
@@ -79,8 +89,10 @@ class TrainingCurves(Callback):
     def _log(self, trainer: Trainer) -> None:
         # Lightning (2.6.6) hands out the loss divided by accumulate_grad_batches, under DeepSpeed too.
         self.logged_losses = torch.stack(self.losses) * trainer.accumulate_grad_batches
-        mean = self.logged_losses.mean()
-        self.last_loss = trainer.strategy.reduce(mean, reduce_op="mean").item()
+        # It reduces in place, and this rank's own are wanted too.
+        losses = trainer.strategy.reduce(self.logged_losses.clone(), reduce_op="mean").tolist()
+        self.last_loss = sum(losses) / len(losses)
+        self._write(losses)
         self.last_epoch = (trainer.fit_loop.total_batch_idx + 1) / trainer.num_training_batches
         self._logged_step = trainer.global_step
         scalars = {
@@ -95,5 +107,18 @@ class TrainingCurves(Callback):
             if norm is not None:
                 scalars["train/grad_norm"] = norm
         log_scalars(trainer, scalars)
-        self.losses = []
+        self.losses, self._step_ends = [], []
         self._learning_rate = self._gradient_norm = None
+
+    def _write(self, losses: list[float]) -> None:
+        """Appends the steps since the newest point; `losses` are of their micro-batches, means over all ranks.
+
+        A float is written as Python does, so that reading it gives the same bits.
+        """
+        if self._file is None:
+            return
+        starts = [0, *self._step_ends]
+        steps = [losses[start:end] for start, end in zip(starts, self._step_ends, strict=False)]
+        with self._file.open("a") as file:
+            for step, own in enumerate(steps, start=self._logged_step + 1):
+                file.write(f"{step},{sum(own) / len(own)!r}\n")

@@ -9,6 +9,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from callbacks.counts import parameter_count, trained_count
 from callbacks.curves import TrainingCurves
+from callbacks.effective import Effective
 from callbacks.memory import Memory
 from callbacks.throughput import Throughput
 from hardware import cpu_name
@@ -54,6 +55,7 @@ def collect(trainer: Trainer, module: CIFARModule, datamodule: CIFARDataModule, 
         **test_metrics(module, datamodule),
         **throughput.totals,
         **memory.totals,
+        **_observer(trainer, Effective).totals,
     }
     warning = "CIFAR-10 could not be had: these are the figures of the embedded handwritten digits"
     return metrics_json(measured, fallback=warning if fell_back else "")

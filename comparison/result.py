@@ -14,6 +14,9 @@ SCHEMA = 1
 
 VerdictKind = Literal["reference", "bit-identical", "within rounding", "different", "not trained"]
 
+GOOD: tuple[VerdictKind, ...] = ("reference", "bit-identical", "within rounding")
+"""Verdicts with which a comparison has passed."""
+
 
 @dataclass
 class Verdict:
@@ -139,8 +142,7 @@ class Comparison:
     @property
     def passed(self) -> bool:
         """Whether every variant trained and agreed."""
-        good = ("reference", "bit-identical", "within rounding")
-        return all(variant.verdict is not None and variant.verdict.kind in good for variant in self.variants)
+        return all(variant.verdict is not None and variant.verdict.kind in GOOD for variant in self.variants)
 
 
 def write(comparison: Comparison, file: Path) -> None:

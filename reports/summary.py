@@ -35,6 +35,7 @@ MEASURED = (
     *("perf/fit_seconds",),
     *("mem/peak_rank_bytes", "mem/model_state_rank_bytes"),
     *("mem/parameter_rank_bytes", "mem/gradient_rank_bytes", "mem/optimizer_rank_bytes"),
+    *("compute_dtype", "parameter_dtype", "skipped_steps", "reduce_bucket_size", "allgather_bucket_size"),
 )
 """Keys of metrics.json that a run fills in, in their order; null where the run had none (a run without a test)."""
 

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.counts import training_flops
 from callbacks.curves import TrainingCurves
+from callbacks.effective import Effective
 from callbacks.figures import TestFigures
 from callbacks.memory import Memory
 from callbacks.progress import Progress
@@ -103,9 +104,9 @@ def fit(tmp_path: Path) -> Callable[..., Run]:
     ) -> Run:
         folder = tmp_path / f"run_{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
-        curves = TrainingCurves(config.log_interval)
+        curves = TrainingCurves(config.log_interval, folder)
         flops = training_flops(config.model, len(CLASSES), config.batch_size)
-        observers = [curves, Throughput(config, flops, warmup_steps), Memory(config.log_interval)]
+        observers = [curves, Throughput(config, flops, warmup_steps), Memory(config.log_interval), Effective(folder)]
         figures = [Progress(config, curves, console), TestFigures(folder)]
         trainer = Trainer(
             accelerator="cpu",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 import os
 import socket
@@ -13,6 +14,9 @@ from lightning.pytorch import Callback
 
 import strategies
 from callbacks.curves import TrainingCurves
+from callbacks.effective import Effective
+from comparison.reading import read_losses
+from comparison.result import Curve
 from config import Choice, Config
 from schedules import WarmupLR
 
@@ -60,6 +64,8 @@ def test_the_curves_are_means_of_what_happened(fit: Fit) -> None:
     assert run.points("train/epoch") == pytest.approx({4: 0.8, 8: 1.6, 10: 2.0})
     assert run.points("train/global_step") == {4: 4, 8: 8, 10: 10}
     assert run.observer(TrainingCurves).last_loss == pytest.approx(losses[16:].mean().item(), rel=1e-6)
+    steps = losses.view(10, 2).mean(dim=1).tolist()
+    assert read_losses(run.folder / "losses.csv") == Curve([*range(1, 11)], steps)  # to the bit
     assert set(run.points("mem/peak_gb")) == {4, 8, 10}
     assert set(run.points("perf/step_time_ms")) == {4, 8, 10}
 
@@ -71,6 +77,16 @@ def test_a_run_that_is_stopped_early_writes_its_last_point(fit: Fit) -> None:
 
     run = fit(config(accumulate=1), 40, Stop())
     assert set(run.points("train/loss")) == {4, 6}
+    assert read_losses(run.folder / "losses.csv").steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_step_of_fewer_micro_batches_is_their_mean(fit: Fit) -> None:
+    """The last one of an epoch whose batches are not whole steps."""
+    witness = Witness()
+    run = fit(config(), 40, witness, limit_train_batches=5)
+    losses = witness.losses
+    steps = [sum(part) / len(part) for epoch in (losses[:5], losses[5:]) for part in (epoch[:2], epoch[2:4], epoch[4:])]
+    assert read_losses(run.folder / "losses.csv").values == steps
 
 
 @pytest.mark.distributed
@@ -89,6 +105,10 @@ def test_every_deepspeed_stage_logs_the_curves_of_the_baseline(fit: Fit, monkeyp
             run = fit(settings, 40, strategy=strategy)
             for tag in ("train/grad_norm", "train/loss", "train/learning_rate", "train/epoch"):
                 assert run.points(tag) == pytest.approx(baseline.points(tag), rel=1e-5), f"stage {stage}, {tag}"
+            effective = run.observer(Effective).totals
+            assert (effective["compute_dtype"], effective["skipped_steps"]) == ("float32", 0)
+            assert effective["reduce_bucket_size"] == (62006 if stage else None)
+            assert json.loads((run.folder / "deepspeed.json").read_text())["zero_optimization"]["stage"] == stage
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -11,7 +11,8 @@ from config import Config
 from reports.summary import MEASURED, write_json
 
 NOT_HERE = {"perf/mfu", *(f"perf/step_time_{name}_ms" for name in ("min", "median", "max"))}
-"""What a run on the CPU that is no benchmark has not."""
+NOT_HERE |= {"reduce_bucket_size", "allgather_bucket_size"}
+"""What a run on the CPU that is no benchmark has not; nor has one without DeepSpeed."""
 
 
 def test_what_a_run_came_to(fit: Callable[..., Any], tmp_path: Path) -> None:

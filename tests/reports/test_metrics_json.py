@@ -21,7 +21,9 @@ KEYS = [
     *("perf/step_time_ms", "perf/step_time_min_ms", "perf/step_time_median_ms", "perf/step_time_max_ms"),
     *("perf/data_time_ms", "perf/tflops", "perf/mfu", "perf/seconds_to_first_step", "perf/fit_seconds"),
     *("mem/peak_rank_bytes", "mem/model_state_rank_bytes"),
-    *("mem/parameter_rank_bytes", "mem/gradient_rank_bytes", "mem/optimizer_rank_bytes", "versions", "git_commit"),
+    *("mem/parameter_rank_bytes", "mem/gradient_rank_bytes", "mem/optimizer_rank_bytes"),
+    *("compute_dtype", "parameter_dtype", "skipped_steps"),
+    *("reduce_bucket_size", "allgather_bucket_size", "versions", "git_commit"),
 ]
 
 TABLE = {"zero [0]": 0.25, "one": 0.75}

@@ -1,0 +1,212 @@
+"""Trains one recipe under several strategies, or reads runs that are there, and says whether they agree.
+
+python compare.py --strategies NAME NAME ... [--devices N ...] [--accumulate N ...] [--seeds N] [any flag of train.py]
+python compare.py --runs RUN RUN ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import exits
+import run_folder
+from comparison import result
+from comparison.variants import Planned, Training, plan
+from config import Config
+from errors import Stopped, UsageError
+
+if TYPE_CHECKING:
+    from comparison.reading import Loaded
+    from comparison.result import Comparison
+    from comparison.running import Outcome, Runner
+
+EPILOG = """\
+exit code: 0 where every variant trained and agrees with the reference, 1 where one did not, 2 for wrong usage
+
+examples:
+  python compare.py --strategies baseline deepspeed_stage_1 deepspeed_stage_3_offload --devices 2 --max_steps 500
+  python compare.py --accumulate 1 4 --devices 1 2 --config configs/deepspeed.yaml --seeds 3
+  python compare.py --strategies baseline my_deepspeed.json --junit compare.xml
+  python compare.py --runs runs/net-baseline/version_0 runs/net-deepspeed_stage_2/version_3
+"""
+
+JSON = "comparison.json"
+
+
+def main() -> int:
+    """Prints the verdicts; returns the exit code, 1 where a variant did not train or does not agree."""
+    arguments, rest = _parse()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _stop)
+    if arguments.runs:
+        folder, comparison = of_runs(arguments, rest)
+    else:
+        folder, comparison = of_trainings(arguments, rest)
+    from comparison import junit, table
+    from reports import comparison as report
+
+    result.write(comparison, folder / JSON)
+    report.write(comparison, folder)
+    if arguments.junit:
+        junit.write(comparison, Path(arguments.junit))
+    table.print_comparison(comparison, folder)
+    return 0 if comparison.passed else 1
+
+
+def of_runs(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
+    """Compares runs that are there; returns the folder of the report too."""
+    axes = (arguments.strategies, arguments.devices, arguments.accumulate, arguments.seeds)
+    if rest or any(axis is not None for axis in axes):
+        raise UsageError("--runs compares what is there: leave out what is for training")
+    if len(arguments.runs) < 2:
+        raise UsageError("--runs needs two runs or more")
+    from comparison.assembly import assemble, grouped
+    from comparison.reading import load
+
+    groups, again = grouped([load(Path(run), arguments.target_accuracy) for run in arguments.runs])
+    if len(groups) < 2:
+        raise UsageError("--runs names runs of one strategy with one recipe: there is nothing to compare")
+    folder = run_folder.claim(arguments.out, arguments.name or "runs")
+    reference = {loaded.run.seed: loaded for loaded in groups[0].loaded}
+    second = [loaded for loaded in again if _same_shape(loaded, reference.get(loaded.run.seed))]
+    comparison = assemble(
+        groups, lambda seeds: second, f"{len(groups)} variants", _command(), arguments.target_accuracy, arguments.trust
+    )
+    return folder, comparison
+
+
+def of_trainings(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
+    """Trains and compares; returns the folder of the runs and of the report too."""
+    axes = (arguments.strategies or [], arguments.devices or [], arguments.accumulate or [])
+    rest = [*rest, *["--trust"] * arguments.trust]
+    planned = plan(*axes, 1 if arguments.seeds is None else arguments.seeds, rest)
+    config = planned[0].trainings[0].config
+    steps = _steps(config)
+    folder = run_folder.claim(arguments.out, arguments.name or config.model.name.replace(":", "-"))
+    from comparison.running import Runner
+
+    runs = sum(len(variant.trainings) for variant in planned)
+    runner = Runner(folder, runs, steps, config.batch_size)
+    try:
+        return folder, _trained(arguments, planned, runner, folder)
+    except (KeyboardInterrupt, Stopped) as stop:
+        number = signal.SIGINT if isinstance(stop, KeyboardInterrupt) else stop.exit_code - 128
+        raise Stopped(number, _what_is_there(folder)) from stop
+
+
+def _trained(arguments: Namespace, planned: Sequence[Planned], runner: Runner, folder: Path) -> Comparison:
+    from comparison.assembly import Group, assemble
+    from comparison.reading import ROUNDING, load
+    from comparison.running import MOVED, TRAIN
+
+    target, groups = arguments.target_accuracy, []
+    for variant in planned:
+        config = variant.trainings[0].config
+        group = Group(variant.name, variant.command)
+        group.strategy, group.world_size, group.accumulate = config.strategy_name, config.world_size, config.accumulate
+        for training in variant.trainings:
+            outcome = runner.run(_label(variant, training), training.name, TRAIN, training.flags)
+            if outcome.folder is not None:
+                group.loaded.append(load(outcome.folder, target))
+            group.error = group.error or outcome.error
+        groups.append(group)
+
+    def second(seeds: set[int]) -> list[Loaded]:
+        """The reference moved by one unit of rounding."""
+        trainings = [training for training in planned[0].trainings if training.seed in seeds]
+        runner.add(len(trainings))
+        outcomes: list[Outcome] = []
+        for training in trainings:
+            label, name = f"rounding of {_label(planned[0], training)}", ROUNDING + training.name
+            # It is no variant: its curves would lie among theirs.
+            outcomes.append(runner.run(label, name, MOVED, [*training.flags, "--logger", "none"]))
+        return [load(outcome.folder) for outcome in outcomes if outcome.folder is not None]
+
+    title = f"{planned[0].trainings[0].config.model.name}: {len(groups)} variants"
+    return assemble(groups, second, title, _command(), target, arguments.trust)
+
+
+def _steps(config: Config) -> int:
+    """Optimizer steps of a run; finds out whether the images can be had, before anything is trained."""
+    import build
+    from quiet import quieten
+    from run_steps import run_steps
+
+    quieten()
+    build.check_trainer_options(config)
+    build.datamodule(config).prepare_data()
+    return run_steps(config)
+
+
+def _label(variant: Planned, training: Training) -> str:
+    return variant.name + f", seed {training.seed}" * (len(variant.trainings) > 1)
+
+
+def _same_shape(loaded: Loaded, reference: Loaded | None) -> bool:
+    from comparison.assembly import SHAPE
+
+    return reference is not None and all(loaded.metrics[key] == reference.metrics[key] for key in SHAPE)
+
+
+def _what_is_there(folder: Path) -> str:
+    finished = sorted(str(file.parent) for file in folder.glob(f"*/version_*/{run_folder.METRICS}"))
+    if len(finished) < 2:
+        return f"what was trained is in {folder}"
+    return f"to compare what is finished: python compare.py --runs {shlex.join(finished)}"
+
+
+def _command() -> str:
+    return shlex.join(["python", "compare.py", *sys.argv[1:]])
+
+
+def _stop(number: int, frame: Any) -> None:
+    raise Stopped(number)
+
+
+def _parse() -> tuple[Namespace, list[str]]:
+    parser = exits.Parser(
+        prog="compare.py",
+        description="Trains one recipe under several strategies, numbers of ranks or micro-batches, or reads runs that "
+        "are there, and says whether they agree: bit by bit, within rounding, or not.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s --strategies NAME ... [--devices N ...] [--<option of train.py> VALUE ...] | --runs RUN ...",
+    )
+    parser.add_argument(
+        "--strategies",
+        nargs="+",
+        metavar="NAME",
+        help="names as for train.py, or raw DeepSpeed configurations (*.json)",
+    )
+    parser.add_argument("--devices", nargs="+", metavar="N", help="ranks, one or several numbers (default: train.py's)")
+    parser.add_argument("--accumulate", nargs="+", metavar="N", help="micro-batches of a step, one or several numbers")
+    parser.add_argument("--seeds", type=int, metavar="N", help="runs of each variant, from --seed on (default: 1)")
+    parser.add_argument("--runs", nargs="+", metavar="RUN", help="compare these run folders; nothing is trained")
+    parser.add_argument(
+        "--target_accuracy", type=float, metavar="SHARE", help="of val/acc: the time until then is told"
+    )
+    parser.add_argument("--junit", metavar="FILE", help="write the verdicts as JUnit XML, for CI systems")
+    parser.add_argument("--out", default="comparisons", metavar="DIR", help="of comparisons (default: %(default)s)")
+    parser.add_argument("--name", metavar="NAME", help="of this one (default: the network's, or runs)")
+    parser.add_argument(
+        "--trust", action="store_true", help="load checkpoints that could run code, of somebody you trust"
+    )
+    arguments, rest = parser.parse_known_args()
+    if arguments.target_accuracy is not None and not 0 < arguments.target_accuracy <= 1:
+        raise UsageError(f"--target_accuracy must be over 0 and at most 1, not {arguments.target_accuracy:g}")
+    if arguments.name and (Path(arguments.name).name != arguments.name or arguments.name in (".", "..")):
+        raise UsageError(f"--name {arguments.name} must be a plain name; --out is the directory")
+    if arguments.junit and not Path(arguments.junit).absolute().parent.is_dir():
+        raise UsageError(f"--junit {arguments.junit}: there is no such directory")
+    return arguments, rest
+
+
+if __name__ == "__main__":
+    sys.exit(exits.guarded(main))

@@ -1,0 +1,61 @@
+"""compare.py as a whole, on two real ranks, with a strategy that is broken on purpose."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import run_program
+
+pytestmark = pytest.mark.distributed
+
+BROKEN_STEP = 8
+BROKEN_DDP = f"""
+import os, sys
+
+if "RANK" in os.environ and "ddp" in sys.orig_argv:
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    forward, calls = DDP.forward, 0
+
+    def broken(self, *args, **options):
+        global calls
+        calls += 1
+        if calls != {BROKEN_STEP}:
+            return forward(self, *args, **options)
+        with self.no_sync():  # the ranks keep their own gradients
+            return forward(self, *args, **options)
+
+    DDP.forward = broken
+"""
+
+
+def test_a_lost_all_reduce_is_found_at_its_step(tmp_path: Path, small_data: list[str]) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(BROKEN_DDP)
+    flags = [*small_data, "--accelerator", "cpu", "--batch_size", "16", "--max_steps", "20", "--log_interval", "5"]
+    what = ["--strategies", "baseline", "ddp", "--devices", "2", "--optimizer.lr", "0.05"]
+    where = ["--out", str(tmp_path / "comparisons"), "--junit", str(tmp_path / "compare.xml")]
+    done = run_program("compare.py", *what, *flags, *where, env={"PYTHONPATH": str(tmp_path / "site")}, timeout=280)
+    assert done.returncode == 1, done.stderr
+    folder = tmp_path / "comparisons" / "net" / "version_0"
+    comparison = json.loads((folder / "comparison.json").read_text())
+    assert comparison["passed"] is False
+    reference, broken = comparison["variants"]
+    assert reference["verdict"]["kind"] == "reference"
+    # The step itself has its loss before; the next one is the first with other weights.
+    assert broken["verdict"]["kind"] == "different"
+    assert broken["verdict"]["first_difference"] == BROKEN_STEP + 1
+    assert BROKEN_STEP < broken["verdict"]["first_parting"] <= 20
+    assert broken["verdict"]["loss_difference"] > 2 * broken["verdict"]["loss_bound"]
+    assert broken["runs"][0]["losses"]["steps"] == [*range(1, 21)]
+    assert set(reference["runs"][0]["curves"]) >= {"train/loss", "train/learning_rate"}
+    assert reference["runs"][0]["checkpoint_bytes"] > 4 * 62_006
+    # One folder for TensorBoard: a run for each variant, and none of the run that rounding moved.
+    logged = {file.parent.relative_to(folder).parts[0] for file in folder.rglob("events.out.tfevents.*")}
+    assert logged == {"baseline", "ddp"}
+    (failure,) = ET.parse(tmp_path / "compare.xml").getroot().iter("failure")
+    assert f"from step {BROKEN_STEP + 1} on" in failure.attrib["message"]
