@@ -16,7 +16,7 @@ from urllib.request import urlopen
 import pytest
 
 import cli
-from tests.helpers import ROOT, assert_ok, run_program
+from tests.helpers import ROOT, WHOLE, assert_ok, run_program
 
 TEXT = (ROOT / "README.md").read_text()
 COMMANDS = re.findall(r"^\.venv/bin/(.+)$", TEXT, re.MULTILINE)
@@ -46,16 +46,19 @@ def test_commands(small_data: list[str], tmp_path: Path):
             ranks = cli.parse(flags).devices
             assert isinstance(ranks, int)
             trainings[ranks].append(flags)
+        elif program == "python" and arguments[0] == "compare.py":
+            others.append([*arguments, *small_data, *small])
         elif program == "python":
             others.append(arguments)
     assert sum(map(len, trainings.values())) >= 6
-    assert {"evaluate.py", "export.py", "predict.py"} <= {arguments[0] for arguments in others}
+    assert {"evaluate.py", "export.py", "predict.py", "plan.py", "compare.py"} <= {arguments[0] for arguments in others}
     for ranks, flags in trainings.items():
         file = tmp_path / f"{ranks}.json"
         file.write_text(json.dumps(flags))
         assert_ok(run_program("-m", "tests.many_runs", str(file)))
     for arguments in others:
-        assert_ok(run_program(*arguments))
+        if arguments[0] != "compare.py" or WHOLE:  # half a minute; tests/distributed/test_compare.py runs one
+            assert_ok(run_program(*arguments))
 
 
 @pytest.mark.distributed
