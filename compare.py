@@ -7,6 +7,7 @@ python compare.py --runs RUN RUN ...
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import signal
 import sys
@@ -16,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import exits
+import launch
 import run_folder
 from comparison import result
-from comparison.variants import Planned, Training, plan
-from config import Config
-from errors import Stopped, UsageError
+from comparison.variants import ROUNDING, Planned, Training, plan
+from errors import RunError, Stopped, UsageError
 
 if TYPE_CHECKING:
     from comparison.reading import Loaded
@@ -43,8 +44,13 @@ JSON = "comparison.json"
 def main() -> int:
     """Prints the verdicts; returns the exit code, 1 where a variant did not train or does not agree."""
     arguments, rest = _parse()
+    if launch.is_rank():
+        raise UsageError("compare.py starts the ranks itself: start it once, without torchrun or srun")
+    # A job that SLURM has started again compares from the start: its runs would look for a checkpoint of their own.
+    os.environ.pop("SLURM_RESTART_COUNT", None)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _stop)
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _stop)
     if arguments.runs:
         folder, comparison = of_runs(arguments, rest)
     else:
@@ -52,11 +58,11 @@ def main() -> int:
     from comparison import junit, table
     from reports import comparison as report
 
+    table.print_comparison(comparison, folder)
     result.write(comparison, folder / JSON)
-    report.write(comparison, folder)
     if arguments.junit:
         junit.write(comparison, Path(arguments.junit))
-    table.print_comparison(comparison, folder)
+    report.write(comparison, folder)
     return 0 if comparison.passed else 1
 
 
@@ -67,18 +73,21 @@ def of_runs(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison
         raise UsageError("--runs compares what is there: leave out what is for training")
     if len(arguments.runs) < 2:
         raise UsageError("--runs needs two runs or more")
-    from comparison.assembly import assemble, grouped
+    from comparison.assembly import assemble
+    from comparison.grouping import grouped, second_runs
     from comparison.reading import load
 
-    groups, again = grouped([load(Path(run), arguments.target_accuracy) for run in arguments.runs])
+    runs = [load(Path(run), arguments.target_accuracy) for run in arguments.runs]
+    if len({loaded.folder.resolve() for loaded in runs}) < len(runs):
+        raise UsageError(f"--runs names one twice: {' '.join(arguments.runs)}")
+    groups = grouped(runs)
     if len(groups) < 2:
-        raise UsageError("--runs names runs of one strategy with one recipe: there is nothing to compare")
+        raise UsageError("--runs names one variant, whose runs differ in nothing but the seed: nothing to compare")
+    second, notes = second_runs(runs, groups[0])
     folder = run_folder.claim(arguments.out, arguments.name or "runs")
-    reference = {loaded.run.seed: loaded for loaded in groups[0].loaded}
-    second = [loaded for loaded in again if _same_shape(loaded, reference.get(loaded.run.seed))]
-    comparison = assemble(
-        groups, lambda seeds: second, f"{len(groups)} variants", _command(), arguments.target_accuracy, arguments.trust
-    )
+    title = f"{len(groups)} variants"
+    comparison = assemble(groups, lambda _: second, title, _command(), arguments.target_accuracy, arguments.trust)
+    comparison.notes += notes
     return folder, comparison
 
 
@@ -88,7 +97,7 @@ def of_trainings(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compa
     rest = [*rest, *["--trust"] * arguments.trust]
     planned = plan(*axes, 1 if arguments.seeds is None else arguments.seeds, rest)
     config = planned[0].trainings[0].config
-    steps = _steps(config)
+    steps = _steps(planned)
     folder = run_folder.claim(arguments.out, arguments.name or config.model.name.replace(":", "-"))
     from comparison.running import Runner
 
@@ -99,60 +108,80 @@ def of_trainings(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compa
     except (KeyboardInterrupt, Stopped) as stop:
         number = signal.SIGINT if isinstance(stop, KeyboardInterrupt) else stop.exit_code - 128
         raise Stopped(number, _what_is_there(folder)) from stop
+    except OSError as error:
+        raise RunError(f"{error.strerror or error} ({error.filename}); {_what_is_there(folder)}") from error
 
 
 def _trained(arguments: Namespace, planned: Sequence[Planned], runner: Runner, folder: Path) -> Comparison:
-    from comparison.assembly import Group, assemble
-    from comparison.reading import ROUNDING, load
+    from comparison.assembly import assemble
+    from comparison.grouping import Group
     from comparison.running import MOVED, TRAIN
 
     target, groups = arguments.target_accuracy, []
+    notes: list[str] = []
     for variant in planned:
         config = variant.trainings[0].config
         group = Group(variant.name, variant.command)
         group.strategy, group.world_size, group.accumulate = config.strategy_name, config.world_size, config.accumulate
         for training in variant.trainings:
             outcome = runner.run(_label(variant, training), training.name, TRAIN, training.flags)
-            if outcome.folder is not None:
-                group.loaded.append(load(outcome.folder, target))
-            group.error = group.error or outcome.error
+            loaded, error = _loaded(outcome, target)
+            group.loaded += loaded
+            group.error = group.error or error
         groups.append(group)
 
     def second(seeds: set[int]) -> list[Loaded]:
         """The reference moved by one unit of rounding."""
         trainings = [training for training in planned[0].trainings if training.seed in seeds]
         runner.add(len(trainings))
-        outcomes: list[Outcome] = []
+        found: list[Loaded] = []
         for training in trainings:
             label, name = f"rounding of {_label(planned[0], training)}", ROUNDING + training.name
             # It is no variant: its curves would lie among theirs.
-            outcomes.append(runner.run(label, name, MOVED, [*training.flags, "--logger", "none"]))
-        return [load(outcome.folder) for outcome in outcomes if outcome.folder is not None]
+            loaded, error = _loaded(runner.run(label, name, MOVED, [*training.flags, "--logger", "none"]))
+            found += loaded
+            if error:
+                notes.append(f"The second run of the reference failed (seed {training.seed}): {error}.")
+        return found
 
     title = f"{planned[0].trainings[0].config.model.name}: {len(groups)} variants"
-    return assemble(groups, second, title, _command(), target, arguments.trust)
+    comparison = assemble(groups, second, title, _command(), target, arguments.trust)
+    comparison.notes += notes
+    if comparison.machine:
+        comparison.machine["cores"] = str(os.cpu_count())
+    return comparison
 
 
-def _steps(config: Config) -> int:
-    """Optimizer steps of a run; finds out whether the images can be had, before anything is trained."""
+def _loaded(outcome: Outcome, target_accuracy: float | None = None) -> tuple[list[Loaded], str]:
+    """The finished run, if it can be read, and else why not."""
+    from comparison.reading import load
+
+    if outcome.folder is None:
+        return [], outcome.error
+    try:
+        return [load(outcome.folder, target_accuracy)], ""
+    except UsageError as error:
+        return [], str(error)
+
+
+def _steps(planned: Sequence[Planned]) -> int:
+    """Optimizer steps of a run; finds out, before anything is trained, whether each variant's options are known to
+    Lightning and its weights and images can be had."""
     import build
     from quiet import quieten
     from run_steps import run_steps
 
     quieten()
-    build.check_trainer_options(config)
-    build.datamodule(config).prepare_data()
-    return run_steps(config)
+    configs = [variant.trainings[0].config for variant in planned]
+    for config in configs:
+        build.check_trainer_options(config)
+        build.finetuning(config)
+        build.datamodule(config).prepare_data()
+    return run_steps(configs[0])
 
 
 def _label(variant: Planned, training: Training) -> str:
     return variant.name + f", seed {training.seed}" * (len(variant.trainings) > 1)
-
-
-def _same_shape(loaded: Loaded, reference: Loaded | None) -> bool:
-    from comparison.assembly import SHAPE
-
-    return reference is not None and all(loaded.metrics[key] == reference.metrics[key] for key in SHAPE)
 
 
 def _what_is_there(folder: Path) -> str:
@@ -205,6 +234,8 @@ def _parse() -> tuple[Namespace, list[str]]:
         raise UsageError(f"--name {arguments.name} must be a plain name; --out is the directory")
     if arguments.junit and not Path(arguments.junit).absolute().parent.is_dir():
         raise UsageError(f"--junit {arguments.junit}: there is no such directory")
+    if arguments.junit and Path(arguments.junit).is_dir():
+        raise UsageError(f"--junit {arguments.junit} is a directory: name a file")
     return arguments, rest
 
 

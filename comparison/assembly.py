@@ -2,74 +2,29 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from numbers import Real
 
-import run_folder
-from comparison.agreement import Pair
 from comparison.differences import differences, hinder, shared_settings
+from comparison.grouping import Group
 from comparison.prediction import predicted
-from comparison.reading import ROUNDING, Loaded
+from comparison.reading import Loaded
 from comparison.result import Comparison, Curve, Difference, Run, Variant, Verdict
 from comparison.table import spread
-from comparison.variants import variant_name
-from comparison.verdicts import ALONE, MEASURED, Judged, judged
+from comparison.verdicts import SOURCES, Drift, Judged, Source, drifts_of, judged
+from reports.summary import FALLBACK
 
 RECIPE = ("model.name", "optimizer.name", "schedule.name", "precision", "batch_size", "epochs", "max_steps")
 """Options of config.yaml that a report begins with."""
 
-SHAPE = ("strategy", "world_size", "accumulate")
-"""Keys of metrics.json that make a variant."""
+SATURATION = (
+    "From step {step} on rounding alone moves the losses by more than a tenth: only the steps before are judged, and "
+    "of the later ones whether a loss is off by more than the largest so far."
+)
 
 Second = Callable[[set[int]], list[Loaded]]
 """Finds or makes a second run of the reference for each of some seeds."""
-
-
-@dataclass
-class Group:
-    """The runs of one variant."""
-
-    name: str
-    command: str
-    loaded: list[Loaded] = field(default_factory=list)
-    error: str = ""
-    strategy: str = ""
-    world_size: int = 1
-    accumulate: int = 1
-
-
-def grouped(runs: Sequence[Loaded]) -> tuple[list[Group], list[Loaded]]:
-    """The variants of runs that are there: those that differ in nothing but the seed are one.
-
-    Returns:
-        The variants, and second runs of a seed: of the reference one shows what rounding does.
-    """
-    by_settings: dict[str, list[Loaded]] = {}
-    again = []
-    for loaded in runs:
-        if loaded.settings.get("name", "").startswith(ROUNDING):
-            again.append(loaded)
-            continue
-        settings = {**shared_settings(loaded), **{key: loaded.metrics[key] for key in SHAPE}}
-        settings |= {key: loaded.settings[key] for key in ("compile", "activation_checkpointing")}
-        group = by_settings.setdefault(repr(sorted(settings.items(), key=repr)), [])
-        known = any(loaded.run.seed == other.run.seed for other in group)
-        (again if known else group).append(loaded)
-    shapes = [tuple(group[0].metrics[key] for key in SHAPE) for group in by_settings.values()]
-    several = [len({*values}) > 1 for values in zip(*shapes, strict=True)]
-    groups = []
-    for (strategy, ranks, accumulate), group in zip(shapes, by_settings.values(), strict=True):
-        name = variant_name(strategy, ranks, accumulate, several)
-        taken = sum(other.name == name or other.name.startswith(f"{name} (") for other in groups)
-        name += f" ({group[0].folder})" if taken else ""
-        command = f"python train.py --config {shlex.quote(str(group[0].folder / run_folder.CONFIG))}"
-        groups.append(Group(name, command, group, "", strategy, ranks, accumulate))
-    groups.sort(key=lambda group: group.strategy != "baseline")
-    return groups, again
 
 
 def assemble(
@@ -103,6 +58,7 @@ def assemble(
         variants=variants,
         differences=apart,
         target_accuracy=target_accuracy,
+        notes=_fallbacks(groups),
     )
     _judge(comparison, groups, second, trust)
     return comparison
@@ -116,35 +72,70 @@ def _judge(comparison: Comparison, groups: Sequence[Group], second: Second, trus
             variant.verdict = Verdict("not trained")
     if reference.error or not reference.loaded:
         comparison.notes.append(f"{reference.name}, the reference, has not trained: there are no verdicts.")
+        for variant in variants:
+            variant.unjudged = "the reference has not trained" if variant.verdict is None else ""
         return
     variants[0].verdict = Verdict("reference")
-    seeds = {loaded.run.seed for loaded in reference.loaded}
     wanted = []
     for group, variant in zip(groups[1:], variants[1:], strict=True):
-        if variant.verdict is not None:
-            continue
-        if any(hinder(difference, reference.name, group.name) for difference in comparison.differences):
-            continue
-        if {loaded.run.seed for loaded in group.loaded} - seeds:
-            comparison.notes.append(f"{group.name} has seeds that {reference.name} has not: these have no verdict.")
-        if seeds & {loaded.run.seed for loaded in group.loaded}:
-            wanted.append((group, variant))
+        if variant.verdict is None:
+            variant.unjudged = _hindrance(comparison, reference, group)
+            comparison.notes += _on_seeds(reference, group)
+            if not variant.unjudged:
+                wanted.append((group, variant))
     found = judged(reference.loaded, [group.loaded for group, _ in wanted], trust)
     open_seeds = {seed for each in found for seed in each.open_seeds}
-    drifts = _drifts(reference, second(open_seeds) if open_seeds else [], trust)
-    if open_seeds:
-        comparison.notes.append(MEASURED if open_seeds <= drifts.keys() else ALONE)
+    drifts = drifts_of(reference.loaded, second(open_seeds) if open_seeds else [], trust)
     for (_, variant), each in zip(wanted, found, strict=True):
-        variant.verdict = each.verdict(drifts)
-    bounds = [allowed.losses for each in found for allowed in each.bounds(drifts).values()]
-    if open_seeds and bounds:
-        lowest = [min(values) for values in zip(*bounds, strict=False)]
-        comparison.rounding = Curve(reference.loaded[0].run.losses.steps[: len(lowest)], lowest)
+        variant.unjudged = each.unjudged(drifts)
+        variant.verdict = None if variant.unjudged else each.verdict(drifts)
+    comparison.notes += dict.fromkeys(note for each in found for note in each.notes)
+    _tell_bounds(comparison, {variant.name: each for (_, variant), each in zip(wanted, found, strict=True)}, drifts)
 
 
-def _drifts(reference: Group, again: Sequence[Loaded], trust: bool) -> Mapping[int, Pair]:
-    found: list[Judged] = judged(reference.loaded, [again], trust)
-    return {seed: pair for seed, pair in found[0].pairs.items() if not pair.identical}
+def _hindrance(comparison: Comparison, reference: Group, group: Group) -> str:
+    """Why a variant that has trained cannot be judged; empty where it can."""
+    hindering = [each.setting for each in comparison.differences if hinder(each, reference.name, group.name)]
+    if hindering:
+        return f"another recipe than the reference's ({', '.join(hindering)})"
+    return "" if _seeds(reference) & _seeds(group) else "no seed that the reference has too"
+
+
+def _on_seeds(reference: Group, group: Group) -> Iterator[str]:
+    if more := _seeds(group) - _seeds(reference):
+        yield f"{group.name} has seeds that {reference.name} has not ({_list(more)}): these have no verdict."
+    if lacking := _seeds(reference) - _seeds(group):
+        yield f"{group.name} lacks seeds that {reference.name} has ({_list(lacking)}): its verdict is over the others."
+
+
+def _tell_bounds(comparison: Comparison, found: Mapping[str, Judged], drifts: Mapping[int, Sequence[Drift]]) -> None:
+    """Notes where the bounds are from and as far as they go, and draws the lowest."""
+    names: dict[Source, dict[str, None]] = {}
+    limits, undecided = [], []
+    for name, each in found.items():
+        for seed, (allowed, source) in each.bounds(drifts).items():
+            pair = each.pairs[seed]
+            if seed in each.open_seeds:
+                names.setdefault(source, {})[name] = None
+                undecided += [] if allowed.undecided is None else [allowed.undecided]
+                limits.append(dict(zip(pair.steps, allowed.losses, strict=True)))
+    for source, having in names.items():
+        before = f"{', '.join(having)}: " if len(names) > 1 else ""
+        comparison.notes.append(before + SOURCES[source])
+    if undecided:
+        comparison.notes.append(SATURATION.format(step=f"{min(undecided):,}"))
+    if limits:
+        steps = [step for step in limits[0] if all(step in limit for limit in limits)]
+        steps = [step for step in steps if not undecided or step < min(undecided)]
+        comparison.rounding = Curve(steps, [min(limit[step] for limit in limits) for step in steps])
+
+
+def _seeds(group: Group) -> set[int]:
+    return {loaded.run.seed for loaded in group.loaded}
+
+
+def _list(seeds: set[int]) -> str:
+    return ", ".join(map(str, sorted(seeds)))
 
 
 def _variant(group: Group) -> Variant:
@@ -155,8 +146,9 @@ def _variant(group: Group) -> Variant:
     figures: dict[str, Callable[[Run], float | None]] = {
         **{key: lambda run, key=key: run.metrics.get(key) for key in keys},
         "checkpoint_bytes": lambda run: run.checkpoint_bytes,
-        "seconds_to_accuracy": lambda run: run.seconds_to_accuracy,
     }
+    if all(run.seconds_to_accuracy is not None for run in runs):  # else the mean would be of the quickest seeds
+        figures["seconds_to_accuracy"] = lambda run: run.seconds_to_accuracy
     variant.figures = {key: found for key, figure in figures.items() if (found := spread(variant, figure)) is not None}
     variant.predicted = predicted(group.loaded[0]) if group.loaded else None
     return variant
@@ -167,7 +159,7 @@ def _machine(reference: Group) -> dict[str, str]:
         return {}
     metrics = reference.loaded[0].metrics
     versions = {name: str(version) for name, version in metrics.get("versions", {}).items()}
-    return {"device": str(metrics["device_name"]), "cores": str(os.cpu_count()), **versions}
+    return {"device": str(metrics["device_name"]), **versions}
 
 
 def _recipe(reference: Group, apart: Sequence[Difference]) -> dict[str, str]:
@@ -179,6 +171,12 @@ def _recipe(reference: Group, apart: Sequence[Difference]) -> dict[str, str]:
     settings = {"dataset": shared["dataset"], **{key: shared[key] for key in RECIPE}}
     settings["seeds"] = ", ".join(str(loaded.run.seed) for loaded in reference.loaded)
     return {key: str(value) for key, value in settings.items() if key not in named}
+
+
+def _fallbacks(groups: Sequence[Group]) -> list[str]:
+    """A note for each variant whose data is not what was asked for."""
+    fell_back = {group.name: loaded.metrics.get(FALLBACK) for group in groups for loaded in group.loaded}
+    return [f"{name}: {line}." for name, line in fell_back.items() if line]
 
 
 def _is_number(value: object) -> bool:

@@ -16,32 +16,40 @@ def causes(reference: Loaded, other: Loaded, normalises: bool) -> list[str]:
         other: a run of the same seed.
         normalises: whether the network has batch normalisations.
     """
+    ours, theirs = [*_of_deepspeed(reference)], [*_of_deepspeed(other)]
     return [
-        *_of_deepspeed(reference, other),
+        *(cause if cause not in ours else f"In both runs: {cause}" for cause in theirs),
+        *(f"In the reference: {cause}" for cause in ours if cause not in theirs),
+        *_of_casting(reference, other),
         *_of_the_shape(reference, other, normalises),
         *_of_the_schedule(reference, other),
     ]
 
 
-def _of_deepspeed(reference: Loaded, other: Loaded) -> Iterator[str]:
-    zero = other.deepspeed.get("zero_optimization", {})
+def _of_deepspeed(run: Loaded) -> Iterator[str]:
+    """What DeepSpeed does in another way than torch in one of both."""
+    zero = run.deepspeed.get("zero_optimization", {})
     stage = zero.get("stage", 0)
-    ranks = other.metrics["world_size"]
+    ranks = run.metrics["world_size"]
     if zero.get("overlap_comm") and ranks > 1:
         yield (
             "overlap_comm is on: gradients are sent while others are still being computed, which has a history of "
             "wrong losses (DeepSpeed issues 4298, 5347 and 8061); set it to false."
         )
-    if stage and other.settings["gradient_clip_val"]:
+    if stage and run.settings.get("gradient_clip_val"):
         yield "Clipping: ZeRO adds the gradients' norm up shard by shard, torch over whole gradients (about 1e-7)."
-    dtype = other.deepspeed.get("communication_data_type", "float32")
+    dtype = run.deepspeed.get("communication_data_type", "float32")
     if dtype != "float32" and ranks > 1:
         yield f"Gradients are added up over the ranks in {dtype}: communication_data_type fp32 adds them in float32."
-    if stage >= 2 and ranks > 1 and other.metrics["accumulate"] > 1:
+    if stage >= 2 and ranks > 1 and run.metrics["accumulate"] > 1:
         yield f"Accumulation: stage {stage} adds gradients up over the ranks before the micro-batches, DDP after."
     device = zero.get("offload_optimizer") or {}
-    if device.get("device", "none") != "none" and other.settings["optimizer"]["name"] != "sgd":
+    if device.get("device", "none") != "none" and run.settings["optimizer"]["name"] != "sgd":
         yield "The offloaded optimizer is DeepSpeed's own on the CPU, which rounds in another order than torch's."
+
+
+def _of_casting(reference: Loaded, other: Loaded) -> Iterator[str]:
+    """What the lower precisions do in other ways."""
     if "mixed" in other.metrics["precision"] and bool(other.deepspeed) != bool(reference.deepspeed):
         yield "Mixed precision: DeepSpeed casts the network, torch's autocast each operation that gains by it."
     skipped = [loaded.metrics.get("skipped_steps") or 0 for loaded in (reference, other)]

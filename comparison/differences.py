@@ -46,9 +46,9 @@ def differences(runs: Mapping[str, Loaded]) -> list[Difference]:
 
 def shared_settings(loaded: Loaded) -> dict[str, Any]:
     """All that a run ought to share with those that it is compared to, by dotted names."""
-    settings = {key: value for key, value in _flat(loaded.settings).items() if key not in FREE}
+    settings = {key: value for key, value in flat(loaded.settings).items() if key not in FREE}
     measured = {key: loaded.metrics.get(key) for key in MEASURED}
-    return {**settings, **measured, **_flat({"versions": loaded.metrics.get("versions", {})})}
+    return {**settings, **measured, **flat({"versions": loaded.metrics.get("versions", {})})}
 
 
 def hinder(difference: Difference, one: str, other: str) -> bool:
@@ -57,8 +57,9 @@ def hinder(difference: Difference, one: str, other: str) -> bool:
     return not harmless and difference.values[one] != difference.values[other]
 
 
-def _flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """A tree of options by dotted names."""
+    found: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= _flat(value, f"{before}{key}.") if isinstance(value, dict) else {before + key: value}
-    return flat
+        found |= flat(value, f"{before}{key}.") if isinstance(value, dict) else {before + key: value}
+    return found

@@ -5,11 +5,15 @@ The format is the one of Jenkins' xUnit plugin (https://github.com/testmoapp/jun
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 from comparison.result import GOOD, Comparison, Variant
 from comparison.table import verdict_line
+
+NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""Characters that XML 1.0 has not: the control characters of a log's colours, for one."""
 
 
 def write(comparison: Comparison, file: Path) -> None:
@@ -30,6 +34,9 @@ def write(comparison: Comparison, file: Path) -> None:
     suite.set("errors", "0")
     root = ET.Element("testsuites")
     root.append(suite)
+    for element in root.iter():
+        element.attrib = {name: _printable(value) for name, value in element.attrib.items()}
+        element.text = element.text and _printable(element.text)
     ET.indent(root)
     ET.ElementTree(root).write(file, encoding="utf-8", xml_declaration=True)
 
@@ -37,3 +44,7 @@ def write(comparison: Comparison, file: Path) -> None:
 def _details(variant: Variant) -> str:
     causes = variant.verdict.causes if variant.verdict is not None else []
     return "\n".join([verdict_line(variant), *causes, f"again: {variant.command}"])
+
+
+def _printable(text: str) -> str:
+    return NO_XML.sub("", text)

@@ -20,8 +20,14 @@ if TYPE_CHECKING:
 EFFECTIVE = ("compute_dtype", "parameter_dtype", "skipped_steps", "reduce_bucket_size", "allgather_bucket_size")
 """Keys of metrics.json that say what the strategy made of the request."""
 
-ROUNDING = "rounding-"
-"""What the name of a run begins with that comparison.rounding made: the reference's, moved by little."""
+MARK = "rounding.json"
+"""In the folder of a run that comparison.rounding has made, whatever it is called: its unit of rounding."""
+
+NEEDED = ("seed", "strategy", "world_size", "accumulate", "micro_batch_size", "precision", "accelerator", "device_name")
+"""Keys of metrics.json without which nothing can be compared."""
+
+NEEDED_SETTINGS = ("model", "optimizer", "schedule", "batch_size", "epochs", "max_steps", "precision")
+"""The same of config.yaml."""
 
 
 @dataclass
@@ -34,6 +40,8 @@ class Loaded:
     deepspeed: dict[str, Any]
     """DeepSpeed's configuration; empty for other strategies."""
     run: Run
+    rounding: float | None = None
+    """The unit of rounding of a run that comparison.rounding has moved by little; None for any other."""
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -74,33 +82,42 @@ def load(folder: Path, target_accuracy: float | None = None) -> Loaded:
         if not (folder / name).is_file():
             raise UsageError(f"{folder} has no {name}: it has not finished, or an older version or a benchmark made it")
     try:
-        settings = yaml.safe_load((folder / run_folder.CONFIG).read_text())
-        metrics = json.loads((folder / run_folder.METRICS).read_text())
-        deepspeed = folder / run_folder.DEEPSPEED_CONFIG
-        engine = json.loads(deepspeed.read_text()) if deepspeed.is_file() else {}
+        settings = _object(yaml.safe_load((folder / run_folder.CONFIG).read_text()), NEEDED_SETTINGS)
+        for part in ("model", "optimizer", "schedule"):
+            _object(settings[part], ("name",))
+        metrics = _object(json.loads((folder / run_folder.METRICS).read_text()), NEEDED)
+        engine = _optional(folder / run_folder.DEEPSPEED_CONFIG)
         losses = read_losses(folder / run_folder.LOSSES)
-    except (OSError, ValueError, KeyError, yaml.YAMLError) as error:
-        raise UsageError(f"{folder} cannot be read: {error}") from error
-    curves = read_curves(folder)
-    run = Run(str(folder), metrics["seed"], metrics, losses, curves)
-    run.effective = {key: metrics.get(key) for key in EFFECTIVE}
-    if engine:
-        run.effective["communication_data_type"] = engine["communication_data_type"]
-        run.effective["overlap_comm"] = engine["zero_optimization"]["overlap_comm"]
+        curves = read_curves(folder)
+        run = Run(str(folder), metrics["seed"], metrics, losses, curves)
+        run.effective = {key: metrics.get(key) for key in EFFECTIVE}
+        if engine:
+            run.effective["communication_data_type"] = engine["communication_data_type"]
+            run.effective["overlap_comm"] = engine["zero_optimization"]["overlap_comm"]
+        loaded = Loaded(folder, settings, engine, run, _optional(folder / MARK, ("unit",)).get("unit"))
+        if loaded.checkpoint.exists():
+            run.checkpoint_bytes = _bytes(loaded.checkpoint)
+    except KeyError as error:
+        raise UsageError(f"{folder} cannot be read: {error} is missing from what it holds") from error
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        raise UsageError(f"{folder} cannot be read: {' '.join(str(error).split())}") from error
     accuracy = curves.get("val/acc")
     if target_accuracy is not None and accuracy is not None:
         times = zip(accuracy.values, accuracy.seconds, strict=True)
         run.seconds_to_accuracy = next((time for value, time in times if value >= target_accuracy), None)
-    loaded = Loaded(folder, settings, engine, run)
-    if loaded.checkpoint.exists():
-        run.checkpoint_bytes = _bytes(loaded.checkpoint)
     return loaded
 
 
 def read_losses(file: Path) -> Curve:
-    """The loss of each optimizer step, to the bit."""
-    with file.open(newline="") as lines:
-        rows = [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(lines)]
+    """The loss of each optimizer step, to the bit.
+
+    Raises:
+        ValueError: it is none, or its end is cut off.
+    """
+    text = file.read_text()
+    if not text.endswith("\n"):
+        raise ValueError(f"the last line of {file.name} is cut off")
+    rows = [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(text.splitlines())]
     return Curve([step for step, _ in rows], [loss for _, loss in rows])
 
 
@@ -133,6 +150,21 @@ def _run_folder(given: Path) -> Path:
     if len(found) != 1:
         raise UsageError(f"{given} is no run folder: {len(found)} runs lie under it, name each of them")
     return found[0]
+
+
+def _object(content: Any, needed: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What YAML or JSON has read, if it is an object with these keys."""
+    if not isinstance(content, dict):
+        raise ValueError("its settings or figures are empty or no object")
+    missing = [key for key in needed if key not in content]
+    if missing:
+        raise KeyError(missing[0])
+    return content
+
+
+def _optional(file: Path, needed: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Of a JSON file; empty where there is none."""
+    return _object(json.loads(file.read_text()), needed) if file.is_file() else {}
 
 
 def _bytes(checkpoint: Path) -> int:

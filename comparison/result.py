@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from errors import UsageError
+from reports.summary import write_json
 
 SCHEMA = 1
 """Of comparison.json: keys may be added, none changes its meaning."""
@@ -24,18 +26,20 @@ class Verdict:
 
     kind: VerdictKind
     loss_difference: float | None = None
-    """Largest difference of the losses of one optimizer step."""
+    """Of the losses, at the step that uses most of its bound up."""
     loss_bound: float | None = None
     """What rounding may make of it, at that step."""
     weight_difference: float | None = None
-    """Largest difference of a weight after the last step."""
+    """Largest difference of a weight after the last step, in the tensor that uses most of its bound up."""
     weight_bound: float | None = None
     first_difference: int | None = None
     """First optimizer step (from 1) whose losses are not equal bit by bit; None where all are."""
     first_parting: int | None = None
-    """First optimizer step whose losses differ by more than rounding; None where none do."""
+    """First optimizer step whose losses differ by more than rounding, or that one run lacks; None for none."""
     causes: list[str] = field(default_factory=list)
     """Known causes that apply to this variant, a sentence each."""
+    remark: str = ""
+    """What the figures do not show: runs of unequal length, weights that are no numbers."""
 
 
 @dataclass
@@ -106,6 +110,8 @@ class Variant:
     error: str = ""
     """The line with which it failed."""
     verdict: Verdict | None = None
+    unjudged: str = ""
+    """Why there is no verdict."""
 
 
 @dataclass
@@ -146,8 +152,8 @@ class Comparison:
 
 
 def write(comparison: Comparison, file: Path) -> None:
-    """Writes comparison.json."""
-    file.write_text(json.dumps({"schema": SCHEMA, "passed": comparison.passed, **asdict(comparison)}, indent=1))
+    """Writes comparison.json, whole or not at all; what is no number becomes null, as JSON has it."""
+    write_json(file, {"schema": SCHEMA, "passed": comparison.passed, **asdict(comparison)})
 
 
 def read(file: Path) -> Comparison:
@@ -159,7 +165,7 @@ def read(file: Path) -> Comparison:
     from pydantic import TypeAdapter, ValidationError  # takes 0.2 s, which only a reader should wait for
 
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(file.read_bytes(), object_hook=_with_numbers)
         if content["schema"] != SCHEMA:
             raise UsageError(f"{file}: schema {content['schema']} is not known here, only {SCHEMA}")
         return TypeAdapter(Comparison).validate_python(content)
@@ -167,3 +173,10 @@ def read(file: Path) -> Comparison:
         raise UsageError(f"{file} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, ValidationError) as error:
         raise UsageError(f"{file} is not a comparison.json, as compare.py writes it") from error
+
+
+def _with_numbers(read: dict[str, Any]) -> dict[str, Any]:
+    """A curve's null is a value that was no number."""
+    if read.keys() >= {"steps", "values"}:
+        read["values"] = [math.nan if value is None else value for value in read["values"]]
+    return read

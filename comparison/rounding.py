@@ -1,13 +1,14 @@
 """A run of train.py whose initial weights and optimizer's constants are moved by little: what rounding can do to its
 recipe.
 
-`python -m comparison.rounding FLAGS`: as train.py has them.
+`python -P -m comparison.rounding FLAGS`: as train.py has them.
 """
 
 from __future__ import annotations
 
 import sys
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import checks
@@ -16,6 +17,8 @@ import exits
 import launch
 import train
 from comparison.agreement import LEAST_MOVE, UNITS, unit_of_rounding
+from comparison.reading import MARK
+from reports.summary import write_json
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -31,17 +34,17 @@ def main() -> int:
         return launch.run(config.world_size, on_cpu=config.accelerator == "cpu")
     import build
 
-    distance = max(unit_of_rounding(config.precision, config.accelerator), LEAST_MOVE)
-    build.CIFARModule = moved(build.CIFARModule, distance)
+    build.CIFARModule = moved(build.CIFARModule, config.precision, config.accelerator)
     train.train(config)
     return 0
 
 
-def moved(module_class: type[CIFARModule], distance: float) -> type[CIFARModule]:
+def moved(module_class: type[CIFARModule], precision: str, accelerator: str) -> type[CIFARModule]:
     """The module with its weights moved when they have been drawn, before the strategy copies, cuts or casts them, and
     with its optimizer's constants moved too.
 
     Those matter as much: DeepSpeed's Adam on the CPU holds beta2 in float32, and 1 - 0.999 is then off by up to 6e-5.
+    The run folder gets a file that tells this run from one of the user's, with the unit of rounding.
     """
 
     class Moved(module_class):
@@ -53,7 +56,10 @@ def moved(module_class: type[CIFARModule], distance: float) -> type[CIFARModule]
             drawn = self.net is None
             super().configure_model()
             if drawn and self.net is not None:
-                move(self.net, distance)
+                unit = unit_of_rounding(precision, accelerator, _convolves(self.net))
+                move(self.net, max(unit, LEAST_MOVE))
+                if self.trainer.is_global_zero:
+                    write_json(Path(self.trainer.default_root_dir) / MARK, {"unit": unit})
 
     return Moved
 
@@ -88,6 +94,12 @@ def move(net: Module, distance: float) -> None:
         signs = torch.randint(0, 2, tensor.shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
         with torch.no_grad():
             tensor.mul_((1 + distance * signs).to(tensor.dtype).to(tensor.device))
+
+
+def _convolves(net: Module) -> bool:
+    from torch.nn import Conv2d
+
+    return any(isinstance(module, Conv2d) for module in net.modules())
 
 
 if __name__ == "__main__":

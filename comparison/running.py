@@ -34,8 +34,8 @@ TAIL_BYTES = 100
 """Of losses.csv, that hold its last line: a step and a float."""
 
 TRAIN = (str(ROOT / "train.py"),)
-MOVED = ("-m", "comparison.rounding")
-"""What Python starts a run with."""
+MOVED = ("-P", "-m", "comparison.rounding")
+"""What Python starts a run with: from this repository, whatever modules lie in the user's directory."""
 
 
 @dataclass
@@ -64,9 +64,9 @@ class Runner:
         self._done = 0
         self._console = Console(stderr=True, highlight=False)
         self._bar = bars.Progress(
-            bars.TextColumn("{task.description}"),
+            bars.TextColumn("{task.description}", markup=False),
             bars.BarColumn(bar_width=24),
-            bars.TextColumn("{task.fields[detail]}"),
+            bars.TextColumn("{task.fields[detail]}", markup=False),
             bars.TimeElapsedColumn(),
             console=self._console,
             auto_refresh=False,
@@ -166,8 +166,9 @@ def steps_done(folder: Path) -> int:
 
 
 def _environment() -> dict[str, str]:
-    """Where this program's modules are found; a run takes the time of its own start."""
-    inherited = {key: value for key, value in os.environ.items() if key != start_time.VARIABLE}
+    """Where this program's modules are found; a run takes the time of its own start, and begins from there."""
+    left_out = (start_time.VARIABLE, "SLURM_RESTART_COUNT")  # with which a run would look for its checkpoint
+    inherited = {key: value for key, value in os.environ.items() if key not in left_out}
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**inherited, "PYTHONPATH": os.pathsep.join(paths)}
 
@@ -179,14 +180,19 @@ def _prepare() -> None:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Asks a run that has not ended to do so, as Ctrl-C would; what of its process group is left then is killed."""
-    if child.poll() is None:
-        child.send_signal(signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
-            child.wait(SAVING_SECONDS)
-    with suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
+    """Asks a run that has not ended to do so, as a terminal's Ctrl-C would: its launcher and all ranks.
+
+    What of its process group is left then is killed, at a second Ctrl-C at once.
+    """
+    try:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(SAVING_SECONDS)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
 
 
 def _failure(log: Path, code: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,7 +54,9 @@ def print_comparison(comparison: Comparison, folder: Path, console: Console | No
     for note in comparison.notes:
         console.print(escape(note), soft_wrap=True)
     console.print(f"[dim]report  [/]{escape(str(folder / 'report.html'))}", soft_wrap=True)
-    console.print(f"[dim]curves  [/]tensorboard --logdir {escape(str(folder))} --host localhost", soft_wrap=True)
+    if any(folder.glob("*/version_*/events.out.tfevents.*")):  # not where runs from elsewhere were compared
+        where = escape(shlex.quote(str(folder)))
+        console.print(f"[dim]curves  [/]tensorboard --logdir {where} --host localhost", soft_wrap=True)
 
 
 def verdict_line(variant: Variant, short: bool = False) -> str:
@@ -61,11 +64,11 @@ def verdict_line(variant: Variant, short: bool = False) -> str:
 
     Args:
         variant: of the comparison.
-        short: without the weights and the steps.
+        short: without the first step that is not equal, which has a column.
     """
     verdict = variant.verdict
     if verdict is None:
-        return "no verdict: another recipe than the reference's"
+        return f"no verdict: {variant.unjudged}"
     if verdict.kind == "not trained":
         return f"not trained: {variant.error}"
     if verdict.kind in ("reference", "bit-identical"):
@@ -77,8 +80,10 @@ def verdict_line(variant: Variant, short: bool = False) -> str:
         parts.append(f"weights {verdict.weight_difference:.1e} of {verdict.weight_bound:.1e}")
     if not short and verdict.first_difference is not None:
         parts.append(f"from step {verdict.first_difference} on not equal")
-    if not short and verdict.first_parting is not None:
+    if verdict.first_parting is not None:
         parts.append(f"parts at step {verdict.first_parting}")
+    if verdict.remark:
+        parts.append(verdict.remark)
     return f"{verdict.kind} ({', '.join(parts)})" if parts else verdict.kind
 
 

@@ -13,6 +13,9 @@ from config import Config
 from errors import UsageError
 from strategies import AUTO
 
+ROUNDING = "rounding-"
+"""What the name of the run begins with that comparison.rounding makes: the reference's, moved by little."""
+
 
 @dataclass
 class Training:
@@ -33,6 +36,11 @@ class Planned:
 
     name: str
     trainings: list[Training]
+
+    @property
+    def folder(self) -> str:
+        """Of its runs, less the seed."""
+        return self.name.replace(", ", "-").replace(" ", "_")
 
     @property
     def command(self) -> str:
@@ -72,9 +80,11 @@ def plan(
         own += ["--devices", ranks] if ranks else []
         own += ["--accumulate", parts] if parts else []
         planned.append(_planned([*rest, *own], seeds, several))
-    names = [variant.name for variant in planned]
-    if len({*names}) < len(names):
-        raise UsageError(f"--strategies: two DeepSpeed configurations have one name among {', '.join(names)}")
+    # Of the reference's name is the second run that shows what rounding does.
+    folders = [ROUNDING + planned[0].folder, *(variant.folder for variant in planned)]
+    if len({*folders}) < len(folders):
+        names = ", ".join(variant.name for variant in planned)
+        raise UsageError(f"two variants would share a folder, give no value twice and *.json other names: {names}")
     return planned
 
 
@@ -91,12 +101,12 @@ def variant_name(strategy: str, ranks: int, accumulate: int, several: Sequence[b
 def _planned(flags: list[str], seeds: int, several: Sequence[bool]) -> Planned:
     first = _config(flags)
     name = variant_name(first.strategy_name, first.world_size, first.accumulate, several)
-    folder = name.replace(", ", "-").replace(" ", "_")
-    trainings = []
+    planned = Planned(name, [])
     for seed in range(first.seed, first.seed + seeds):
         own = [*flags, "--seed", str(seed)]
-        trainings.append(Training(seed, folder + f"-seed_{seed}" * (seeds > 1), own, _config(own)))
-    return Planned(name, trainings)
+        run = planned.folder + f"-seed_{seed}" * (seeds > 1)
+        planned.trainings.append(Training(seed, run, own, _config(own)))
+    return planned
 
 
 def _config(flags: list[str]) -> Config:
@@ -105,6 +115,8 @@ def _config(flags: list[str]) -> Config:
         raise UsageError("compare.py trains and tests: leave out --bench_steps, --find_lr and --plot_schedule")
     if config.strategy == AUTO:
         raise UsageError("--strategies auto: plan.py says which one that is, name it")
+    if config.resume:
+        raise UsageError("compare.py trains from the start: leave --resume out")
     checks.settle(config)
     if config.num_nodes > 1:
         raise UsageError("compare.py starts the ranks of one machine: leave --num_nodes out")

@@ -32,9 +32,8 @@ LEAST_SCALE = 0.01
 
 
 def class_figure(comparison: Comparison) -> Figure | None:
-    """Numbers are accuracies in per cent, mean over the seeds; colours are differences to the reference.
-
-    None where no variant was tested.
+    """Numbers are accuracies in per cent, mean over the seeds; colours are differences to the reference, none where it
+    was not tested. None where no variant was.
     """
     found = {variant.name: accuracies for variant in comparison.variants if (accuracies := _of_classes(variant))}
     if not found:
@@ -42,8 +41,8 @@ def class_figure(comparison: Comparison) -> Figure | None:
     classes = list(dict.fromkeys(name for accuracies in found.values() for name in accuracies))
     table = np.array([[accuracies.get(name, np.nan) for accuracies in found.values()] for name in classes])
     names = list(found)
-    reference = table[:, [names.index(comparison.reference)]] if comparison.reference in names else table
-    difference = table - reference
+    tested = comparison.reference in names
+    difference = table - table[:, [names.index(comparison.reference)]] if tested else np.zeros_like(table)
     blocks = 1
     if len(classes) > FEW:
         room = int(WIDTH / (NAME_WIDTH + CELL_WIDTH * len(names)))
@@ -65,7 +64,9 @@ def class_figure(comparison: Comparison) -> Figure | None:
         axes.set_ylim(rows - 0.5, -0.5)
         axes.set_xticks(range(len(names)), names, rotation=90 if upright else 0)
     colored = (
-        f"no class differs from {comparison.reference}"
+        f"{comparison.reference} was not tested"
+        if not tested
+        else f"no class differs from {comparison.reference}"
         if not largest
         else f"blue above {comparison.reference}, red below, by {100 * largest:.2g} percentage points at most"
     )

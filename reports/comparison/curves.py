@@ -100,7 +100,8 @@ def _draw_losses(axes: Axes, comparison: Comparison, variants: Sequence[Variant]
     for variant in variants:
         steps, values = _over_seeds([run.losses for run in variant.runs])
         steps_a_point = max(steps_a_point, math.ceil(len(steps) / POINTS))
-        x, mean = _points(steps, np.mean(values, axis=0), np.mean)
+        # Of the seeds that have the step: one may have ended before the others.
+        x, mean = _points(steps, np.ma.masked_invalid(values).mean(axis=0).filled(np.nan), np.mean)
         lines.append(_Line(variant.name, x, mean))
         if len(values) > 1:
             low, high = (_points(steps, edge.reduce(values, axis=0), np.mean)[1] for edge in (np.fmin, np.fmax))

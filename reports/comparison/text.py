@@ -20,11 +20,15 @@ SIGNS: dict[VerdictKind, str] = {
 """Before the name of a verdict, so that it does not rest on its colour alone."""
 
 READING = (
-    ("= bit-identical", "every step's loss and every final weight equals the reference's to the last bit."),
+    (
+        "= bit-identical",
+        "every step's loss and every final weight that was compared equals the reference's to the last bit; weights "
+        "that were not compared are named below the table.",
+    ),
     (
         "≈ within rounding",
-        "the sums are added up in another order, no more: no loss and no weight is further from the reference's than "
-        "its bound, which comes from a second run of the reference and from the precision.",
+        "the sums are added up in another order, no more: no loss and no weight that decides is further from the "
+        "reference's than its bound, which comes from a second run of the reference and from the precision.",
     ),
     ("≠ different", "something else is computed: look first at the step that is named, and at the causes that apply."),
     ("✗ not trained", "the run failed; the line on top says with what."),
@@ -44,8 +48,10 @@ def kind_of(variant: Variant) -> VerdictKind | None:
 
 def verdict_name(variant: Variant) -> str:
     """Its verdict with the sign, or that there is none."""
-    kind = kind_of(variant)
-    return "not judged" if kind is None else f"{SIGNS[kind]} {kind}"
+    if variant.verdict is None:
+        return f"not judged: {variant.unjudged}" if variant.unjudged else "not judged"
+    kind, remark = variant.verdict.kind, variant.verdict.remark
+    return f"{SIGNS[kind]} {kind}" + f" ({remark})" * bool(remark)
 
 
 def headline(comparison: Comparison) -> str:

@@ -22,11 +22,18 @@ METRICS: dict[str, Any] = {
 
 
 def made_up(
-    losses: tuple[float, ...] = (2.0, 1.0), settings: Any = None, deepspeed: Any = None, rates: Any = (), **metrics: Any
+    losses: tuple[float, ...] = (2.0, 1.0),
+    settings: Any = None,
+    deepspeed: Any = None,
+    rates: Any = (),
+    rounding: float | None = None,
+    first: int = 1,
+    folder: str = "somewhere",
+    **metrics: Any,
 ) -> Loaded:
-    """A run, with what differs from the usual one."""
-    steps = list(range(1, len(losses) + 1))
+    """A run, with what differs from the usual one; `rounding` is the unit of one that was moved by it."""
+    steps = list(range(first, len(losses) + first))
     curves = {"train/learning_rate": Curve(list(range(1, len(rates) + 1)), list(rates))}
     measured = {**METRICS, **metrics}
-    run = Run("somewhere", measured["seed"], measured, Curve(steps, list(losses)), curves)
-    return Loaded(Path("somewhere"), {**SETTINGS, **(settings or {})}, deepspeed or {}, run)
+    run = Run(folder, measured["seed"], measured, Curve(steps, list(losses)), curves)
+    return Loaded(Path(folder), {**SETTINGS, **(settings or {})}, deepspeed or {}, run, rounding)

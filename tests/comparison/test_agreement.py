@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from comparison.agreement import FACTOR, FLOOR, UNITS, Pair, bound, judge, unit_of_rounding, worst
+from comparison.agreement import BROKEN, FACTOR, FLOOR, UNITS, Apart, Pair, bound, judge, unit_of_rounding, worst
 from comparison.result import Curve, Verdict
 
 UNIT = UNITS["32"]
@@ -13,11 +13,12 @@ LOSSES = [2.3, 2.2, 2.0, 1.9, 1.7]
 
 def pair(*moved: float, weights: float | None = 0.0) -> Pair:
     """A run whose losses are off the reference's by so much at each step."""
-    return Pair(curve(LOSSES), curve([loss + by for loss, by in zip(LOSSES, moved, strict=True)]), weights, 0.5)
+    other = curve([loss + by for loss, by in zip(LOSSES, moved, strict=True)])
+    return Pair(curve(LOSSES), other, None if weights is None else {"w": Apart(weights, 0.5)})
 
 
-def curve(losses: list[float]) -> Curve:
-    return Curve(list(range(1, len(losses) + 1)), losses)
+def curve(losses: list[float], first: int = 1) -> Curve:
+    return Curve(list(range(first, len(losses) + first)), losses)
 
 
 DRIFT = pair(1e-6, 3e-6, 2e-6, 2e-6, 8e-6, weights=1e-5)
@@ -64,14 +65,97 @@ def test_without_a_second_run_the_format_decides() -> None:
 
 
 def test_no_number_is_no_rounding() -> None:
-    broken = Pair(curve(LOSSES), curve([*LOSSES[:3], math.nan, math.nan]), math.nan, 0.5)
+    weights = {"w": Apart(math.inf, 0.5)}
+    broken = Pair(curve(LOSSES), curve([*LOSSES[:3], math.nan, math.nan]), weights)
     verdict = judge(broken, bound(broken, DRIFT, UNIT))
     assert (verdict.kind, verdict.first_parting, verdict.loss_difference) == ("different", 4, None)
 
 
 def test_a_run_that_ended_early_is_different() -> None:
-    short = Pair(curve(LOSSES), curve(LOSSES[:3]), 0.0, 0.5)
-    assert judge(short, bound(short, DRIFT, UNIT)).kind == "different"
+    short = Pair(curve(LOSSES), curve(LOSSES[:3]), {})
+    verdict = judge(short, bound(short, DRIFT, UNIT))
+    assert (verdict.kind, verdict.first_difference, verdict.first_parting) == ("different", None, 4)
+    assert verdict.remark == "ran 3 steps, the reference 5"
+
+
+def test_a_run_that_began_later_is_judged_from_there_on() -> None:
+    resumed = Pair(curve(LOSSES), curve([*LOSSES[2:4], LOSSES[4] + 1e-6], first=3), {"w": Apart(1e-6, 0.5)})
+    verdict = judge(resumed, bound(resumed, DRIFT, UNIT))
+    assert (verdict.kind, verdict.first_difference, verdict.first_parting) == ("within rounding", 5, None)
+    far = Pair(curve(LOSSES), curve([*LOSSES[2:4], 2.0], first=3), {"w": Apart(1e-6, 0.5)})
+    assert judge(far, bound(far, DRIFT, UNIT)).first_parting == 5
+
+
+def test_a_second_run_counts_at_the_steps_that_it_has() -> None:
+    """One that began later shows nothing of the steps before."""
+    second = Pair(curve(LOSSES), curve([LOSSES[3], LOSSES[4] + 1e-6], first=4), {})
+    allowed = bound(DRIFT, second, UNIT).losses
+    assert allowed[1] == pytest.approx(FLOOR * UNIT * LOSSES[1])
+    assert allowed[2] == pytest.approx(FACTOR * 1e-6, rel=0.6)
+
+
+def long(*others: tuple[int, float], weights: float = 0.0) -> Pair:
+    """500 steps of loss 2.3, off by so much from such a step on."""
+    other = [2.3 + sum(by for step, by in others if number >= step) for number in range(1, 501)]
+    return Pair(curve([2.3] * 500), curve(other), {"w": Apart(weights, 0.5)})
+
+
+SATURATED = long((1, 1e-6), (201, 0.3), weights=1.0)
+"""What rounding did where a training has left its path."""
+
+
+@pytest.mark.parametrize("by", [1.0, 2.2])
+def test_where_drift_is_saturated_nothing_is_judged(by: float) -> None:
+    late = long((301, by), weights=2.0)
+    allowed = bound(late, SATURATED, UNIT)
+    verdict = judge(late, allowed)
+    assert (verdict.kind, allowed.undecided, allowed.weights) == ("within rounding", 101, None)
+    assert verdict.loss_difference == 0.0, "of the steps that were judged"
+
+
+def test_before_drift_is_saturated_a_fault_is_found_and_after_it_a_gross_one() -> None:
+    early, gross = long((50, 1e-3)), long((301, 2.4))
+    assert judge(early, bound(early, SATURATED, UNIT)).first_parting == 50
+    assert judge(gross, bound(gross, SATURATED, UNIT)).first_parting == 301
+    nan = long((301, math.nan))
+    assert judge(nan, bound(nan, SATURATED, UNIT)).first_parting == 301
+
+
+def test_a_drift_that_is_no_number_decides_nothing() -> None:
+    allowed = bound(long((301, 1.0)), long((1, 1e-6), (201, math.nan), weights=math.inf), UNIT)
+    assert allowed.undecided == 101
+    assert all(map(math.isfinite, allowed.losses))
+
+
+def test_each_tensor_has_its_own_bound() -> None:
+    """A large drift of one layer is no licence for another."""
+    second = Pair(curve(LOSSES), DRIFT.other, {"first": Apart(1e-2, 0.5), "last": Apart(1e-6, 0.5)})
+    other = Pair(curve(LOSSES), DRIFT.other, {"first": Apart(2e-2, 0.5), "last": Apart(1e-3, 0.5)})
+    verdict = judge(other, bound(other, second, UNIT))
+    assert (verdict.kind, verdict.first_parting, verdict.weight_difference) == ("different", None, 1e-3)
+
+
+@pytest.mark.parametrize("second", [None, DRIFT])
+@pytest.mark.parametrize("moved", [0.0, 1e-7])
+def test_broken_weights_always_fail(second: Pair | None, moved: float) -> None:
+    broken = pair(0, 0, 0, 0, moved, weights=math.inf)
+    verdict = judge(broken, bound(broken, second, UNIT))
+    assert (verdict.kind, verdict.weight_difference, verdict.remark) == ("different", None, BROKEN)
+
+
+def test_where_all_losses_are_equal_but_one_step_can_have_moved_weights() -> None:
+    wrong, little = pair(0, 0, 0, 0, 0, weights=1e-3), pair(0, 0, 0, 0, 0, weights=1e-6)
+    assert judge(wrong, bound(wrong, None, UNIT)).kind == "different"
+    assert judge(little, bound(little, None, UNIT)).kind == "within rounding"
+
+
+def test_the_figures_are_those_of_the_step_that_parts() -> None:
+    """A large difference may be rounding, late, and a small one none, early."""
+    drift = pair(1e-7, 1e-7, 1e-7, 1e-3, 1e-3)
+    found = pair(1e-4, 0, 0, 0, 5e-3)
+    verdict = judge(found, bound(found, drift, UNIT))
+    assert (verdict.kind, verdict.first_parting) == ("different", 1)
+    assert verdict.loss_difference == pytest.approx(1e-4)
 
 
 def test_the_worst_seed_counts() -> None:
@@ -85,5 +169,10 @@ def test_units_are_those_of_torch() -> None:
     import torch
 
     for precision, dtype in (("32-true", torch.float32), ("bf16-mixed", torch.bfloat16), ("16-mixed", torch.float16)):
-        assert unit_of_rounding(precision, "cpu") == torch.finfo(dtype).eps
-    assert unit_of_rounding("32-true", "gpu") == 2**-10
+        assert unit_of_rounding(precision, "cpu", convolves=True) == torch.finfo(dtype).eps
+    assert unit_of_rounding("32-true", "gpu", convolves=True) == 2**-10
+
+
+def test_only_convolutions_are_in_tf32() -> None:
+    """torch multiplies matrices of float32 in full float32 unless it is told otherwise."""
+    assert unit_of_rounding("32-true", "gpu", convolves=False) == 2**-23

@@ -38,6 +38,13 @@ def test_accumulation_under_zero_2_is_in_another_order() -> None:
     assert "stage 2 adds gradients up over the ranks before" in cause
 
 
+def test_a_cause_may_lie_in_the_reference_or_in_both() -> None:
+    (cause,) = causes(made_up(deepspeed=OVERLAPPING), made_up(), normalises=False)
+    assert cause.startswith("In the reference: overlap_comm")
+    (cause,) = causes(made_up(deepspeed=OVERLAPPING), made_up(deepspeed=OVERLAPPING), normalises=False)
+    assert cause.startswith("In both runs: overlap_comm")
+
+
 def test_batch_norms_see_micro_batches() -> None:
     reference, other = made_up(), made_up(micro_batch_size=4)
     assert causes(reference, other, normalises=False) == []

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+from rich.progress import TextColumn
 
+from comparison import running
 from comparison.running import Runner, steps_done
 
 PROGRAM = "import signal, sys, time; print('error: the first'); {what}"
@@ -29,25 +30,68 @@ def test_a_run_that_says_nothing_is_told_by_its_signal(tmp_path: Path) -> None:
     assert runner(tmp_path).run("a variant", "a", ("-c", what), []).error == "signal SIGKILL"
 
 
-def test_ctrl_c_ends_the_run_and_what_it_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run is asked, and may save; a process that it leaves behind is killed."""
-    child = (
-        f"import subprocess, sys; child = subprocess.Popen([{sys.executable!r}, '-c', 'import time; time.sleep(99)'])"
-    )
-    what = f"{child}\ntry: print(child.pid, flush=True); time.sleep(99)\nexcept KeyboardInterrupt: print('saved')"
+RANKS = """
+import signal, subprocess, sys, time
+rank = "import time\\ntry: print('ready', flush=True); time.sleep(99)\\nexcept KeyboardInterrupt: print('saved')"
+stubborn = "from signal import *; import time; signal(SIGINT, SIG_IGN); print('ready', flush=True); time.sleep(99)"
+signal.signal(signal.SIGINT, lambda *_: None)
+ranks = [subprocess.Popen([sys.executable, "-I", "-S", "-c", code]) for code in (rank, stubborn)]
+print(ranks[1].pid, flush=True)
+ranks[0].wait()
+"""
+"""A launcher that passes nothing on, as supervisor.py does with Ctrl-C: a terminal tells its ranks by itself."""
 
-    def interrupted(self: Runner, process: subprocess.Popen[bytes], *_: str) -> None:
-        while "\n" not in (tmp_path / "a.log").read_text():
+
+def interrupted(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
+    """What a run of RANKS has written that Ctrl-C ended when both were ready; the stubborn process is gone."""
+
+    def interrupt(self: Runner, process: subprocess.Popen[bytes], *_: str) -> None:
+        while (folder / "a.log").read_text().count("\n") < 3:
             time.sleep(0.02)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Runner, "_watch", interrupted)
+    monkeypatch.setattr(Runner, "_watch", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        runner(tmp_path).run("a variant", "a", ("-c", f"import time\n{what}"), [])
-    pid, saved = (tmp_path / "a.log").read_text().split()
-    assert saved == "saved"
-    psutil.wait_procs([psutil.Process(int(pid))] if psutil.pid_exists(int(pid)) else [], timeout=5)
-    assert not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
+        runner(folder).run("a variant", "a", ("-I", "-S", "-c", RANKS), [])
+    words = (folder / "a.log").read_text().split()
+    pid = next(int(word) for word in words if word.isdigit())
+    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=5)
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return words
+
+
+def test_ctrl_c_asks_all_ranks_and_ends_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "saved" in interrupted(monkeypatch, tmp_path)
+
+
+def test_a_second_ctrl_c_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = subprocess.Popen.wait
+
+    def impatient(self: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if timeout == running.SAVING_SECONDS:
+            raise KeyboardInterrupt
+        return wait(self, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", impatient)
+    interrupted(monkeypatch, tmp_path)
+
+
+def test_a_run_begins_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert "SLURM_RESTART_COUNT" not in running._environment()
+
+
+def test_a_run_finds_this_repository_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what the user's directory has of the same name."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checks.py").write_text("print('error: the wrong one'); raise SystemExit(3)")
+    outcome = runner(tmp_path).run("a variant", "a", running.MOVED, ["--devices", "none"])
+    assert "--devices" in outcome.error
+
+
+def test_a_label_is_no_markup(tmp_path: Path) -> None:
+    columns = [column for column in runner(tmp_path)._bar.columns if isinstance(column, TextColumn)]
+    assert [column.markup for column in columns] == [False, False]
 
 
 def test_how_far_a_run_is(tmp_path: Path) -> None:

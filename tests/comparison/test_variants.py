@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from comparison.variants import plan
@@ -29,6 +31,15 @@ def test_a_training_for_each_seed() -> None:
     assert other.trainings[1].config.world_size == 2
 
 
+@pytest.mark.parametrize("names", [("a b", "a_b"), ("a", "rounding-a")])
+def test_two_variants_never_share_a_folder(tmp_path: Path, names: tuple[str, str]) -> None:
+    files = [tmp_path / f"{name}.json" for name in names]
+    for file in files:
+        file.write_text('{"zero_optimization": {"stage": 1}}')
+    with pytest.raises(UsageError, match="would share a folder"):
+        plan([*map(str, files)], [], [], 1, SMALL)
+
+
 @pytest.mark.parametrize(
     ("axes", "rest", "message"),
     [
@@ -40,6 +51,8 @@ def test_a_training_for_each_seed() -> None:
         ((["baseline", "ddp"], [], []), ["--strategy", "ddp"], "--strategies"),
         ((["baseline", "ddp"], [], []), ["--bench_steps", "5"], "--bench_steps"),
         ((["baseline", "ddp"], [], []), ["--num_nodes", "2"], "--num_nodes"),
+        ((["baseline", "ddp"], [], []), ["--resume", "last"], "leave --resume out"),
+        (([], ["1", "01"], []), [], "would share a folder"),
     ],
 )
 def test_a_mistake_is_told_before_anything_runs(

@@ -20,7 +20,7 @@ from reports.comparison.bars import memory_figure, speed_figure
 from reports.comparison.classes import class_figure
 from reports.comparison.curves import POINTS, accuracy_figure, loss_figure
 from reports.comparison.look import PALETTE, theme
-from reports.comparison.text import difference_line, headline, number, size, spread
+from reports.comparison.text import difference_line, headline, number, size, spread, verdict_name
 
 STEPS = 30
 NASTY = '<script src="http://host/x.js">|`*&$\\x$'
@@ -275,6 +275,32 @@ def test_every_class_has_a_cell_for_each_variant(classes: int, others: int, text
     assert cells == [text] * classes * (1 + others)
     names = [label.get_text() for axes in figure.axes for label in axes.get_yticklabels()]
     assert names == [f"class {label}" for label in range(classes)]
+
+
+def test_classes_are_not_compared_with_a_reference_that_was_not_tested():
+    untested = comparison(trained("ddp"))
+    untested.variants[0].runs[0].metrics.pop("test/acc_per_class")
+    figure = class_figure(untested)
+    assert figure is not None
+    assert figure.get_supxlabel() == "accuracy in the test (%); baseline was not tested"
+
+
+def test_the_mean_is_over_the_seeds_that_have_the_step():
+    variant = trained("baseline", "reference", seeds=2)
+    variant.runs[1].losses = Curve([1, 2], [9.0, 9.0])
+    figure = loss_figure(Comparison("", "", "", {}, {}, "baseline", [variant]))
+    assert figure is not None
+    line = np.asarray(figure.axes[0].lines[0].get_ydata(), dtype=float)
+    assert np.isclose(line[1], (1.98 + 9.0) / 2)
+    assert np.isclose(line[-1], variant.runs[0].losses.values[-1])
+
+
+def test_what_was_not_judged_says_why():
+    late = trained("ddp")
+    late.verdict, late.unjudged = None, "no optimizer step that the reference has too"
+    short = Variant("fsdp2", "fsdp2", 2, 1, "", verdict=Verdict("different", remark="ran 3 steps, the reference 5"))
+    assert verdict_name(late) == "not judged: no optimizer step that the reference has too"
+    assert verdict_name(short) == "≠ different (ran 3 steps, the reference 5)"
 
 
 def test_a_class_that_one_variant_lacks_has_no_number():

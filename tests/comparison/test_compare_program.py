@@ -1,0 +1,159 @@
+"""compare.py's own part: what it refuses, and what is left of a comparison in which something failed."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import compare
+from comparison.reading import Loaded
+from comparison.running import Outcome
+from comparison.variants import Planned, plan
+from errors import RunError, UsageError
+from tests.comparison.made_up import made_up
+
+SMALL = ["--data.source", "synthetic", "--accelerator", "cpu", "--batch_size", "16"]
+
+
+class Runner:
+    """Whose runs are made up; a name that is not there has failed."""
+
+    def __init__(self, **losses: tuple[float, ...]):
+        self.losses = losses
+
+    def add(self, runs: int) -> None:
+        """Nothing to show."""
+
+    def run(self, label: str, name: str, program: tuple[str, ...], flags: list[str]) -> Outcome:
+        """Its folder has the name."""
+        name = name.replace("-", "_")
+        return Outcome(Path(name)) if name in self.losses else Outcome(None, "out of memory")
+
+    def load(self, folder: Path, target: float | None = None) -> Loaded:
+        """As reading.load."""
+        if not self.losses[str(folder)]:
+            raise UsageError(f"{folder} cannot be read")
+        return made_up(self.losses[str(folder)], strategy=str(folder))
+
+
+@pytest.fixture
+def planned() -> list[Planned]:
+    return plan(["baseline", "ddp"], ["1"], [], 1, SMALL)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def trained(monkeypatch: pytest.MonkeyPatch, runner: Any, planned: list[Planned]) -> Any:
+    monkeypatch.setattr("comparison.reading.load", runner.load)
+    monkeypatch.setattr(Loaded, "weights", lambda self, trust: {})
+    return compare._trained(Namespace(target_accuracy=None, trust=False), planned, runner, Path())
+
+
+def test_a_run_that_cannot_be_read_has_not_trained(monkeypatch: pytest.MonkeyPatch, planned: list[Planned]) -> None:
+    comparison = trained(monkeypatch, Runner(baseline=(2.0,), ddp=()), planned)
+    assert [variant.error for variant in comparison.variants] == ["", "ddp cannot be read"]
+    assert comparison.variants[0].verdict.kind == "reference"
+    assert "cores" in comparison.machine
+
+
+def test_a_second_run_that_failed_is_said(monkeypatch: pytest.MonkeyPatch, planned: list[Planned]) -> None:
+    comparison = trained(monkeypatch, Runner(baseline=(2.0,), ddp=(2.1,)), planned)
+    assert "The second run of the reference failed (seed 0): out of memory." in comparison.notes
+
+
+def test_a_full_disk_ends_with_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device", "a.log")
+
+    monkeypatch.setattr(compare, "_trained", full)
+    monkeypatch.setattr(compare, "_steps", lambda planned: 1)
+    arguments = Namespace(
+        strategies=["baseline", "ddp"],
+        devices=["1"],
+        accumulate=None,
+        seeds=None,
+        trust=False,
+        out=str(tmp_path),
+        name="n",
+    )
+    with pytest.raises(RunError, match=r"No space left on device \(a.log\); what was trained is in"):
+        compare.of_trainings(arguments, SMALL)
+
+
+def test_every_variant_is_checked(monkeypatch: pytest.MonkeyPatch, planned: list[Planned]) -> None:
+    """Weights of one variant that are not there would else be found after the others have trained."""
+    seen: list[tuple[str, str]] = []
+    checks = {
+        "check_trainer_options": lambda config: seen.append(("options", config.strategy)),
+        "finetuning": lambda config: seen.append(("weights", config.strategy)),
+        "datamodule": lambda config: Namespace(prepare_data=lambda: seen.append(("images", config.strategy))),
+    }
+    for name, module in {
+        "build": checks,
+        "quiet": {"quieten": lambda: None},
+        "run_steps": {"run_steps": lambda config: 7},
+    }.items():
+        monkeypatch.setitem(sys.modules, name, Namespace(**module))  # they take seconds to import
+    assert compare._steps(planned) == 7
+    assert seen == [(what, name) for name in ("baseline", "ddp") for what in ("options", "weights", "images")]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
+    monkeypatch.setattr("sys.argv", ["compare.py", *flags])
+    return compare.main()
+
+
+def test_it_is_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(UsageError, match="start it once"):
+        run(monkeypatch, "--strategies", "baseline", "ddp")
+
+
+def test_nohup_is_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with pytest.raises(UsageError):
+        run(monkeypatch, "--runs", "one")
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    assert signal.getsignal(signal.SIGTERM) is compare._stop
+
+
+def test_a_directory_is_no_junit_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is a directory"):
+        run(monkeypatch, "--runs", "one", "two", "--junit", str(tmp_path))
+
+
+def test_runs_that_are_one_variant_or_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("comparison.reading.load", lambda run, target: made_up(folder=str(run), seed=len(str(run))))
+    with pytest.raises(UsageError, match="names one twice"):
+        run(monkeypatch, "--runs", "one", "one")
+    with pytest.raises(UsageError, match="nothing but the seed"):
+        run(monkeypatch, "--runs", "one", "three")
+
+
+def test_the_verdicts_outlive_a_report_that_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: Any) -> None:
+        raise OSError("no fonts")
+
+    monkeypatch.setattr("comparison.reading.load", lambda run, target: made_up(strategy=str(run), folder=str(run)))
+    monkeypatch.setattr(Loaded, "weights", lambda self, trust: {})
+    monkeypatch.setattr("reports.comparison.write", broken)
+    with pytest.raises(OSError, match="no fonts"):
+        run(monkeypatch, "--runs", "baseline", "ddp", "--out", str(tmp_path), "--junit", str(tmp_path / "compare.xml"))
+    assert "bit-identical" in capsys.readouterr().out
+    assert (tmp_path / "compare.xml").is_file()
+    assert (tmp_path / "runs" / "version_0" / "comparison.json").is_file()

@@ -1,0 +1,57 @@
+"""Run folders that are damaged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from comparison.reading import load
+from errors import UsageError
+from tests.comparison.made_up import METRICS, SETTINGS
+
+WHOLE: dict[str, str] = {
+    "config.yaml": yaml.safe_dump(SETTINGS),
+    "metrics.json": json.dumps(METRICS),
+    "losses.csv": "step,loss\n1,2.5\n2,1.25\n",
+}
+
+
+def folder(path: Path, **changes: Any) -> Path:
+    """A run folder with other files; dots in their names are __."""
+    for name, text in {**WHOLE, **{name.replace("__", "."): text for name, text in changes.items()}}.items():
+        (path / name).write_text(text)
+    return path
+
+
+def test_a_run_is_read_with_its_mark(tmp_path: Path) -> None:
+    loaded = load(folder(tmp_path))
+    assert (loaded.run.losses.values, loaded.rounding, loaded.deepspeed) == ([2.5, 1.25], None, {})
+    assert load(folder(tmp_path, rounding__json='{"unit": 0.5}')).rounding == 0.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"losses__csv": "step,loss\n1,2.5\n2,1.2"}, "cut off"),
+        ({"losses__csv": "step,loss\n1,2.5\n2,\n"}, "cannot be read"),
+        ({"losses__csv": "step,loss\n1,2.5\n2\n"}, "cannot be read"),
+        ({"losses__csv": "time,loss\n1,2.5\n"}, "'step' is missing"),
+        ({"config__yaml": ""}, "no object"),
+        ({"config__yaml": "model: net"}, "is missing"),
+        ({"config__yaml": yaml.safe_dump({**SETTINGS, "model": "net"})}, "no object"),
+        ({"metrics__json": '{"seed": 1}'}, "'strategy' is missing"),
+        ({"metrics__json": '{"seed"'}, "cannot be read"),
+        ({"deepspeed__json": '{"zero_optimization": {}}'}, "is missing"),
+        ({"rounding__json": "{}"}, "'unit' is missing"),
+        ({"events__out__tfevents__1": ""}, "cannot be read"),
+    ],
+)
+def test_what_is_damaged_is_said_in_one_line(tmp_path: Path, changes: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as refused:
+        load(folder(tmp_path, **changes))
+    assert "\n" not in str(refused.value)
+    assert str(tmp_path) in str(refused.value)
