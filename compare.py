@@ -82,7 +82,7 @@ def of_runs(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison
         raise UsageError(f"--runs names one twice: {' '.join(arguments.runs)}")
     groups = grouped(runs)
     if len(groups) < 2:
-        raise UsageError("--runs names one variant, whose runs differ in nothing but the seed: nothing to compare")
+        raise UsageError("--runs names one variant: runs that differ in the seed alone, or in what rounding moved")
     second, notes = second_runs(runs, groups[0])
     folder = run_folder.claim(arguments.out, arguments.name or "runs")
     title = f"{len(groups)} variants"
@@ -104,7 +104,7 @@ def of_trainings(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compa
     runs = sum(len(variant.trainings) for variant in planned)
     runner = Runner(folder, runs, steps, config.batch_size)
     try:
-        return folder, _trained(arguments, planned, runner, folder)
+        return folder, _trained(arguments, planned, runner)
     except (KeyboardInterrupt, Stopped) as stop:
         number = signal.SIGINT if isinstance(stop, KeyboardInterrupt) else stop.exit_code - 128
         raise Stopped(number, _what_is_there(folder)) from stop
@@ -112,7 +112,7 @@ def of_trainings(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compa
         raise RunError(f"{error.strerror or error} ({error.filename}); {_what_is_there(folder)}") from error
 
 
-def _trained(arguments: Namespace, planned: Sequence[Planned], runner: Runner, folder: Path) -> Comparison:
+def _trained(arguments: Namespace, planned: Sequence[Planned], runner: Runner) -> Comparison:
     from comparison.assembly import assemble
     from comparison.grouping import Group
     from comparison.running import MOVED, TRAIN

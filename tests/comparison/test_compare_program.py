@@ -58,7 +58,7 @@ def handlers() -> Iterator[None]:
 def trained(monkeypatch: pytest.MonkeyPatch, runner: Any, planned: list[Planned]) -> Any:
     monkeypatch.setattr("comparison.reading.load", runner.load)
     monkeypatch.setattr(Loaded, "weights", lambda self, trust: {})
-    return compare._trained(Namespace(target_accuracy=None, trust=False), planned, runner, Path())
+    return compare._trained(Namespace(target_accuracy=None, trust=False), planned, runner)
 
 
 def test_a_run_that_cannot_be_read_has_not_trained(monkeypatch: pytest.MonkeyPatch, planned: list[Planned]) -> None:
@@ -139,7 +139,7 @@ def test_runs_that_are_one_variant_or_one_run(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("comparison.reading.load", lambda run, target: made_up(folder=str(run), seed=len(str(run))))
     with pytest.raises(UsageError, match="names one twice"):
         run(monkeypatch, "--runs", "one", "one")
-    with pytest.raises(UsageError, match="nothing but the seed"):
+    with pytest.raises(UsageError, match="one variant"):
         run(monkeypatch, "--runs", "one", "three")
 
 
