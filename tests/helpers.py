@@ -6,6 +6,7 @@ import atexit
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -77,14 +78,16 @@ class Ranks:
         over = time.monotonic() + timeout
         while not request.with_suffix(".done").exists():
             if self.process.poll() is not None or time.monotonic() > over:
+                output = (self.folder / "output").read_text()
                 self.end()
-                raise AssertionError((self.folder / "output").read_text()[-6000:])
+                raise AssertionError(output[-6000:])
             time.sleep(0.02)
 
     def end(self) -> None:
         """Ends the launcher, which ends its ranks."""
         self.process.terminate()
         self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 _RANKS: dict[tuple[str, int], Ranks] = {}
