@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +20,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import cli
 import models
 from checkpointing.read import read
 from checkpointing.weights import load_weights, network
@@ -43,11 +49,62 @@ def run_program(
     )
 
 
+class Ranks:
+    """Processes that train one run after the other, for all tests of this process of pytest.
+
+    Args:
+        program: tests.many_runs, or one that is it with something else in place.
+        ranks: how many.
+    """
+
+    def __init__(self, program: str, ranks: int):
+        self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self.numbers = itertools.count()
+        with (self.folder / "output").open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", program, str(self.folder), str(ranks)],
+                cwd=ROOT,
+                env={"OMP_NUM_THREADS": "1", **os.environ},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        atexit.register(self.end)
+
+    def train(self, runs: list[list[str]], timeout: float) -> None:
+        """Trains them, and shows the end of the output where one fails."""
+        request = self.folder / f"{next(self.numbers)}.json"
+        request.with_suffix(".part").write_text(json.dumps(runs))
+        request.with_suffix(".part").rename(request)
+        over = time.monotonic() + timeout
+        while not request.with_suffix(".done").exists():
+            if self.process.poll() is not None or time.monotonic() > over:
+                output = (self.folder / "output").read_text()
+                self.end()
+                raise AssertionError(output[-6000:])
+            time.sleep(0.02)
+
+    def end(self) -> None:
+        """Ends the launcher, which ends its ranks."""
+        self.process.terminate()
+        self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+_RANKS: dict[tuple[str, int], Ranks] = {}
+
+
 def train_all(runs: Mapping[Path, list[str]], timeout: float = 600, program: str = "tests.many_runs") -> None:
-    """Trains several runs of one number of ranks in the same processes; `runs` are output directories and flags."""
-    file = next(iter(runs)).with_suffix(".json")
-    file.write_text(json.dumps([[*flags, "--out", str(out)] for out, flags in runs.items()]))
-    assert_ok(run_program("-m", program, str(file), timeout=timeout))
+    """Trains several runs of one number of ranks; `runs` are output directories and flags."""
+    flags = [[*own, "--out", str(out)] for out, own in runs.items()]
+    train_in_ranks(flags, cli.parse(flags[0]).world_size, timeout, program)
+
+
+def train_in_ranks(runs: list[list[str]], ranks: int, timeout: float = 600, program: str = "tests.many_runs") -> None:
+    """Trains command lines of so many ranks in processes that are there already, or are started now."""
+    key = (program, ranks)
+    if key not in _RANKS or _RANKS[key].process.poll() is not None:
+        _RANKS[key] = Ranks(program, ranks)
+    _RANKS[key].train(runs, timeout)
 
 
 @contextmanager

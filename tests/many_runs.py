@@ -1,13 +1,17 @@
-"""Several runs of train.py one after the other in the same ranks: what takes a run seconds is its start.
+"""Runs of train.py one after the other in the same ranks, for as long as there are some: what takes a run seconds is
+its start.
 
-`python -m tests.many_runs FILE`: a JSON list of command lines, all of the same number of ranks.
+`python -m tests.many_runs FOLDER RANKS`: each N.json in the folder, from 0 on, is a list of command lines of so many
+ranks; N.done says that they have ended.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import checks
@@ -17,20 +21,33 @@ import launch
 import train
 from callbacks.figures import TestFigures
 
+POLL_SECONDS = 0.02
+IDLE_SECONDS = 900.0
+"""Without anything to do they end by themselves: whoever started them was killed."""
+
 
 def main() -> int:
     """Runs them all; returns the exit code."""
-    configs = [cli.parse(flags) for flags in json.loads(Path(sys.argv[1]).read_text())]
-    checks.settle(configs[0])
-    if configs[0].world_size > 1 and not launch.is_rank():
-        return launch.run(configs[0].world_size, on_cpu=True)
+    folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
+    if ranks > 1 and not launch.is_rank():
+        return launch.run(ranks, on_cpu=True)
     TestFigures.on_test_end = lambda self, trainer, pl_module: None  # most of a short run; tests/callbacks has them
     train.leave = lambda trainer: trainer.strategy.barrier()  # the process group stays for the next one
     environment = dict(os.environ)
-    for config in configs:
-        os.environ.update(environment)  # Lightning takes WORLD_SIZE away at the end of a run
-        checks.settle(config)
-        train.train(config)
+    for number in itertools.count():
+        file = folder / f"{number}.json"
+        waited = time.monotonic()
+        while not file.exists():
+            if time.monotonic() - waited > IDLE_SECONDS:
+                return 0
+            time.sleep(POLL_SECONDS)
+        for flags in json.loads(file.read_text()):
+            os.environ.update(environment)  # Lightning takes WORLD_SIZE away at the end of a run
+            config = cli.parse(flags)
+            checks.settle(config)
+            train.train(config)
+        if launch.global_rank() == 0:
+            file.with_suffix(".done").touch()
     return 0
 
 

@@ -39,7 +39,7 @@ FLAGS = ["--accelerator", "cpu", "--logger", "none", "--max_steps", "6", "--batc
 @pytest.fixture(scope="module")
 def baseline(small_data: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("baseline")
-    assert_ok(run_program("train.py", *FLAGS, *small_data, "--out", str(out)))
+    train_all({out: [*FLAGS, *small_data]})
     return run_folder.newest_checkpoint(out)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -16,7 +15,7 @@ from urllib.request import urlopen
 import pytest
 
 import cli
-from tests.helpers import ROOT, WHOLE, assert_ok, run_program
+from tests.helpers import ROOT, WHOLE, assert_ok, run_program, train_in_ranks
 
 TEXT = (ROOT / "README.md").read_text()
 COMMANDS = re.findall(r"^\.venv/bin/(.+)$", TEXT, re.MULTILINE)
@@ -53,9 +52,7 @@ def test_commands(small_data: list[str], tmp_path: Path):
     assert sum(map(len, trainings.values())) >= 6
     assert {"evaluate.py", "export.py", "predict.py", "plan.py", "compare.py"} <= {arguments[0] for arguments in others}
     for ranks, flags in trainings.items():
-        file = tmp_path / f"{ranks}.json"
-        file.write_text(json.dumps(flags))
-        assert_ok(run_program("-m", "tests.many_runs", str(file)))
+        train_in_ranks(flags, ranks)
     for arguments in others:
         if arguments[0] != "compare.py" or WHOLE:  # half a minute; tests/distributed/test_compare.py runs one
             assert_ok(run_program(*arguments))

@@ -50,7 +50,7 @@ for flags in RECIPES.values():
 
 STAGES = [f"deepspeed_stage_{stage}" for stage in range(3)]
 RUNS: list[Run] = [
-    *(("pr_moe", "ddp", 2, 1), ("pr_moe", "deepspeed_stage_0", 2, 2), ("pr_moe", "deepspeed_stage_2", 2, 2)),
+    *(("pr_moe", "ddp", 2, 1), ("pr_moe", "deepspeed_stage_2", 2, 2)),
     *(("top 2", "ddp", 2, 1), ("top 2", "deepspeed_stage_1_offload", 2, 2)),
 ]
 if WHOLE:

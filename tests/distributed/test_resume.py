@@ -43,13 +43,12 @@ ACCUMULATING: Shape = ("ddp", 2)
 FEW_PAIRS: list[tuple[Shape, Shape]] = [
     (("deepspeed_stage_3", 2), ("baseline", 1)),
     (("baseline", 1), ("deepspeed_stage_1", 2)),
-    (("deepspeed_stage_2", 1), ("deepspeed_stage_0", 2)),
     (("deepspeed_stage_3", 2), ACCUMULATING),
 ]
 PAIRS = FEW_PAIRS
 if WHOLE:
     OF_ALL = [(one, other) for one in ALL_SHAPES for other in ALL_SHAPES]
-    PAIRS = [*FEW_PAIRS[-2:], (("deepspeed_stage_2", 1), OFFLOADED), *OF_ALL]
+    PAIRS = [FEW_PAIRS[-1], (("deepspeed_stage_2", 1), OFFLOADED), *OF_ALL]
 
 STOPPED_AT, STEPS = 20, 45
 RECIPE = [
@@ -115,7 +114,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_weights(
     strategy: str, devices: int, more: list[str], folder: Path, small_data: list[str]
 ):
     flags = [*small_data, *flags_of((strategy, devices), STEPS), *more]
-    assert_ok(run_program("train.py", *flags, "--out", str(folder / f"whole-{strategy}")))
+    train_all({folder / f"whole-{strategy}": flags})
     whole = weights(run_folder_of(folder / f"whole-{strategy}"))
     rng = random.Random(0)
     out, name = folder / f"killed-{strategy}", f"net-{strategy}"
