@@ -68,7 +68,8 @@ def test_commands_of_the_course(tmp_path: Path):
     assert len(commands) > 40
     for command in commands:
         arguments = shlex.split(in_folder(command, tmp_path))
-        done = run_program(*arguments, *(small if arguments[0] == "train.py" else []), timeout=600)
+        trains = arguments[0] in ("train.py", "compare.py")
+        done = run_program(*arguments, *(small if trains else []), timeout=600)
         assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
 
 
