@@ -30,7 +30,7 @@ def least(needs: Iterable[Need]) -> Need | None:
 
 def why(need: Need, needs: Iterable[Need], room: Room) -> str:
     """The figures of a recommendation in half a sentence."""
-    took = need.device + (need.host if room.shared else 0)
+    took = need.both if room.shared else need.device
     said = f"{gigabytes(took)} of the {gigabytes(room.device)} GB that a rank may take"
     known = (other for other in needs if other.states is not None and not other.refused and not other.fits)
     tighter = [other.strategy for other in known if other.moved <= need.moved]

@@ -5,7 +5,7 @@ import pytest
 import cli
 from errors import UsageError
 from planning import network
-from planning.activations import Line
+from planning.activations import Line, Lines
 from planning.machine import size_in_bytes
 from planning.recommend import nothing_fits, recommended, why
 from planning.survey import Need, Room, survey
@@ -16,7 +16,8 @@ GB = 10**9
 def plan(room: Room, *flags: str, elements: int = 10 * GB) -> list[Need]:
     config = cli.parse(["--optimizer", "adam", "--precision", "bf16-mixed", "--batch_size", "64", *flags])
     config.accelerator = "gpu"
-    return survey(config, network.of_size(elements), room, {kind: Line(0, GB) for kind in ("autocast", "cast")})
+    lines = Lines(Line(0, GB), Line(0, GB))
+    return survey(config, network.of_size(elements), room, {"autocast": lines, "cast": lines})
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,11 @@ def plan(room: Room, *flags: str, elements: int = 10 * GB) -> list[Need]:
         (300, 0, "baseline"),  # 160 GB of model states, 8 images on each of 8 ranks: 168
         (80, 0, "deepspeed_stage_1"),  # 20 + 140/8 = 37.5, and 20.1 of whole gradients
         (50, 0, "deepspeed_stage_2"),  # 37.5, 8.1 of activations and the bucket
-        (40, 0, "deepspeed_stage_3"),  # 160/8 = 20, 5 for the update or 1.1 of gathered layers with 8.1
+        (
+            40,
+            5,
+            "deepspeed_stage_3",
+        ),  # 160/8 = 20, 5 for the update or 1.1 of gathered layers with 8.1; 40/8 to begin with
         (20, 30, "deepspeed_stage_3_offload"),  # 9.2, and of the host 20 * 10/8 = 25
     ],
 )
