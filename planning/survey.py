@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import checks
 from batch import micro_batch_size
@@ -56,12 +57,14 @@ class Need:
     moved: Moved = Moved()
     refused: str = ""
     """Why train.py would not run it."""
+    wanted: str = ""
+    """What it needs that this machine lacks, where another one is planned for."""
     fits: bool = False
 
     @property
     def device(self) -> int:
         """The most on the device."""
-        return max(self.starting, self._device_in_training)
+        return max(self.starting, self.in_training)
 
     @property
     def host(self) -> int:
@@ -71,7 +74,7 @@ class Need:
     @property
     def both(self) -> int:
         """The most of the two together, where they are one memory."""
-        return max(self.starting + self.host_starting, self._device_in_training + self._host_in_training)
+        return max(self.starting + self.host_starting, self.in_training + self._host_in_training)
 
     @property
     def disk(self) -> int:
@@ -80,8 +83,9 @@ class Need:
         return self.states.disk.total
 
     @property
-    def _device_in_training(self) -> int:
-        """The backward pass has activations and buckets, the update neither."""
+    def in_training(self) -> int:
+        """The most on the device once training goes: the backward pass has activations and buckets, the update
+        neither."""
         assert self.states is not None
         return self.states.device.total + self.average + max(self.buckets + (self.activations or 0), self.passing)
 
@@ -102,6 +106,8 @@ class Room:
     """Whether the device is the CPU, so that what is offloaded takes of the same memory."""
     disk: int | None = None
     """Of --nvme_path; None as above."""
+    elsewhere: bool = False
+    """Whether it is another machine's: then what this one lacks is told, and refuses nothing."""
 
     def lacking(self, need: Need) -> list[str]:
         """What is too small for it, in words; empty where it fits."""
@@ -126,7 +132,7 @@ def survey(config: Config, network: Network, room: Room, lines: dict[str, Lines]
         UsageError: the batch does not divide, or activation checkpointing finds no blocks.
     """
     runs = [replace(config, strategy=name, ds_config="") for name in STRATEGIES]
-    refusals = [_refusal(run) for run in runs]
+    refusals = [_refusal(run, here=not room.elsewhere) for run in runs]
     if lines is not None:
         _measure([run for run, refused in zip(runs, refusals, strict=True) if not refused], lines)
     return [_need(run, refused, network, room, lines) for run, refused in zip(runs, refusals, strict=True)]
@@ -151,7 +157,8 @@ def _need(config: Config, refused: str, network: Network, room: Room, lines: dic
     spec = STRATEGIES[config.strategy]
     states = predicted(config.strategy, network.weights, config.world_size, config.precision, config.optimizer)
     if states is None:
-        return Need(config.strategy, None, refused=refused)
+        # What cuts layers asks which network it is.
+        return Need(config.strategy, None, refused=refused if lines is not None else "")
     line = _line(spec, config, lines)
     activations = None if line is None else line.at(micro_batch(config))
     on_device, on_host = beside.average(spec, config, network)
@@ -170,6 +177,7 @@ def _need(config: Config, refused: str, network: Network, room: Room, lines: dic
         host_starting=first_on_host,
         moved=_moved(spec, config, network),
         refused=refused,
+        wanted=_said_by(checks.check_here, config) if room.elsewhere else "",
     )
     most = None if line is None or refused else _most_images(need, line, room)
     return replace(need, fits=not room.lacking(need), most_images=most)
@@ -220,9 +228,13 @@ def _moved(spec: Spec, config: Config, network: Network) -> Moved:
     return Moved(on_disk, parameters + update, over_network * (ranks - 1) // ranks)
 
 
-def _refusal(config: Config) -> str:
+def _refusal(config: Config, here: bool) -> str:
+    return _said_by(checks.check_strategy if here else checks.check_possible, config)
+
+
+def _said_by(check: Callable[[Config, dict[str, Any]], None], config: Config) -> str:
     try:
-        checks.check_strategy(config, {})
+        check(config, {})
     except UsageError as error:
         return str(error)
     return ""
