@@ -200,3 +200,10 @@ def test_a_network_that_looks_at_its_values_as_it_is_built(monkeypatch: pytest.M
     with FakeTensorMode():
         net = activations._fake(cli.parse([]), torch.bfloat16)
         assert net(torch.empty(2, 3, dtype=torch.bfloat16)).shape == (2, 10)
+
+
+def test_offloaded_activations_need_room_on_the_host() -> None:
+    """Of 62 GB on the device and 10 on the host, one for each image."""
+    needs = plan(Room(100 * GB, 10 * GB), "--devices", "8", "--activation_offload")
+    need = next(need for need in needs if need.strategy == "deepspeed_stage_2")
+    assert (need.activations, need.host, need.most_images) == (8 * GB, 8 * GB, 10)
