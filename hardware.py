@@ -9,6 +9,9 @@ import psutil
 DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 """Present where a GPU driver is loaded: NVIDIA on Linux, NVIDIA under WSL 2, AMD ROCm."""
 
+CGROUPS = Path("/sys/fs/cgroup")
+"""Where Linux shows control groups, version 2."""
+
 
 def gpu_count() -> int:
     """GPUs that torch can use; torch is only imported where a driver is there at all."""
@@ -20,8 +23,25 @@ def gpu_count() -> int:
 
 
 def free_memory_bytes() -> int:
-    """Memory that new processes can have without swapping."""
-    return psutil.virtual_memory().available
+    """Memory that new processes can have without swapping, nor being killed for it by a control group (Linux, v2)."""
+    return max(0, min([psutil.virtual_memory().available, *map(_left_in_group, _limiting_groups())]))
+
+
+def _limiting_groups() -> list[Path]:
+    """The folders of this process's control groups that have a limit of memory, a container's for instance."""
+    own = Path("/proc/self/cgroup")
+    lines = own.read_text().splitlines() if own.exists() else []
+    names = [line.removeprefix("0::/") for line in lines if line.startswith("0::/")]
+    folders = {folder for name in names for folder in (CGROUPS / name, *(CGROUPS / name).parents)}
+    limited = (folder for folder in folders if folder.is_relative_to(CGROUPS) and (folder / "memory.max").exists())
+    return [folder for folder in limited if (folder / "memory.max").read_text().strip() != "max"]
+
+
+def _left_in_group(folder: Path) -> int:
+    """Its limit less what it has; what of that caches files is given up first (kernel.org, admin-guide/cgroup-v2)."""
+    limit, current = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
+    counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    return limit - current + int(counts.get("inactive_file", 0))
 
 
 def cores() -> list[int]:

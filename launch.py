@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,9 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: a
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 """Linux's prctl: be killed with the parent; be the parent of all descendants whose own has died (linux/prctl.h)."""
+
+TORCHRUN = "torchrun --nnodes N --nproc_per_node M --rdzv_backend c10d --rdzv_endpoint HOST:PORT train.py"
+"""What starts a run over several machines, on each of them."""
 
 ADDRESS = "127.0.0.1"
 """Where the ranks of one machine meet."""
@@ -55,7 +58,7 @@ def global_rank() -> int:
     return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
 
 
-def run(ranks: int, on_cpu: bool, watch: heartbeat.Watch | None = None) -> int:
+def run(ranks: int, on_cpu: bool, watch: heartbeat.Watch | None = None, told: Mapping[str, str] | None = None) -> int:
     """Runs this process's own command line again as so many ranks on this machine, and ends with them.
 
     On Linux whatever processes the ranks leave behind are ended too.
@@ -64,6 +67,7 @@ def run(ranks: int, on_cpu: bool, watch: heartbeat.Watch | None = None) -> int:
         ranks: how many.
         on_cpu: whether they compute there, and so share the cores out.
         watch: decides when ranks hang, if not with the limits of its own.
+        told: further environment variables of the ranks.
 
     Returns:
         The exit code: 0 where all ranks ended well, else that of the first that failed; 1 where they hung.
@@ -75,16 +79,16 @@ def run(ranks: int, on_cpu: bool, watch: heartbeat.Watch | None = None) -> int:
     started: list[Rank] = []
     try:
         for number in range(ranks):
-            started.append(_start(number, ranks, port, on_cpu, board))
+            started.append(_start(number, ranks, port, on_cpu, board, told or {}))
         return supervise(started, board, watch or heartbeat.Watch())
     finally:
         _clean_up(started, port)
 
 
-def _start(number: int, ranks: int, port: int, on_cpu: bool, board: heartbeat.Board) -> Rank:
+def _start(number: int, ranks: int, port: int, on_cpu: bool, board: heartbeat.Board, told: Mapping[str, str]) -> Rank:
     log, stack = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - until _clean_up
     ticket, descriptors = board.ticket(number, stack)
-    environment = _environment(number, ranks, port) | {heartbeat.VARIABLE: ticket}
+    environment = _environment(number, ranks, port) | {**told, heartbeat.VARIABLE: ticket}
     cores: set[int] = set()
     if on_cpu and "OMP_NUM_THREADS" not in os.environ:  # who sets it has shared the cores out himself
         # Two ranks that each take all cores were measured 5 times slower than with a share each.

@@ -14,13 +14,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
+import checks
 import cli
 import exits
+import launch
 from config import Config
 from errors import UsageError
 from hardware import gpu_count
 from planning import machine
-from planning.recommend import RULE, gigabytes, nothing_fits, recommended, why
+from planning.recommend import RULE, gigabytes, nothing_fits, recommended, refuse_if_none_runs, why
 from planning.survey import Need, Room, micro_batch, survey
 
 if TYPE_CHECKING:
@@ -40,6 +44,9 @@ All other options are those of train.py (train.py --help).
 IMAGES = 32
 """Micro-batch of each rank where no batch size is given."""
 
+OF_A_NETWORK = ("--model.", "--lora.", "--trainable", "--activation_")
+"""Options that make no sense beside --parameters begin so."""
+
 DEVICES = tuple(4**power for power in range(8))
 """Columns of --table: 1 to 16,384."""
 
@@ -49,8 +56,7 @@ def main() -> int:
     arguments, flags = _parse()
     config = cli.parse(flags)
     room, where = _settle(config, arguments)
-    named = any(flag.split("=")[0] == "--batch_size" for flag in flags)
-    if not named and config.batch_size == Config().batch_size:
+    if not _names_batch_size(flags):
         config.batch_size = IMAGES * config.world_size * config.accumulate
         flags += ["--batch_size", str(config.batch_size)]
     micro_batch(config)  # refused as train.py does
@@ -64,21 +70,28 @@ def _plan(config: Config, arguments: Namespace, flags: list[str], room: Room, wh
     from reports.plan import as_json, print_plan, print_scaling
 
     of_size = arguments.parameters is not None
+    if not of_size:
+        checks.check_model(config)
     net = network.of_size(arguments.parameters) if of_size else network.of(config)
     lines = None if of_size else {}
     needs = survey(config, net, room, lines)
+    refuse_if_none_runs(needs)
     choice = recommended(needs)
     verdict = nothing_fits(needs, room) if choice is None else f"{choice.strategy}: {why(choice, needs, room)}"
     command = ""
     if choice is not None and not of_size:
-        command = shlex.join(["python", "train.py", *flags, "--strategy", choice.strategy])
+        program = launch.TORCHRUN if config.num_nodes > 1 else "python train.py"
+        program = program.replace(
+            "--nnodes N --nproc_per_node M", f"--nnodes {config.num_nodes} --nproc_per_node {config.devices}"
+        )
+        command = f"{program} {shlex.join([*flags, '--strategy', choice.strategy])}"
     if arguments.json is not None:
         about = {
             "parameters": net.elements,
             "trained_parameters": net.trained,
             "ranks": config.world_size,
             "micro_batch": None if of_size else micro_batch(config),
-            "room": {"device": room.device, "host": room.host},
+            "room": {"device": room.device, "host": room.host, "disk": room.disk},
             "recommended": choice and choice.strategy,
             "reason": verdict,
             "command": command,
@@ -135,6 +148,9 @@ def _parse() -> tuple[Namespace, list[str]]:
     arguments, flags = parser.parse_known_args()
     if arguments.parameters is not None:
         arguments.parameters = _count(arguments.parameters)
+        for flag in (flag.split("=")[0] for flag in flags):
+            if flag == "--model" or flag.startswith(OF_A_NETWORK):
+                raise UsageError(f"{flag}: of a network of --parameters nothing else is known, leave one of both out")
     return arguments, [*flags, *(["--debug"] if arguments.debug else [])]
 
 
@@ -148,13 +164,24 @@ def _count(text: str) -> int:
     return round(count)
 
 
+def _names_batch_size(flags: list[str]) -> bool:
+    """Whether a flag or a recipe says it, though it were the default."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--batch_size")
+    parser.add_argument("--config", action="extend", nargs="+", default=[])
+    given, _ = parser.parse_known_args(flags)
+    recipes = (yaml.safe_load(Path(file).read_text()) for file in given.config)  # read by cli.parse already
+    return given.batch_size is not None or any("batch_size" in recipe for recipe in recipes)
+
+
 def _settle(config: Config, arguments: Namespace) -> tuple[Room, str]:
     """Settles devices, accelerator and precision for the machine that is planned for; what a rank may take there, and
     in words whose memory that is."""
     if config.ds_config:
         raise UsageError("--ds_config: a plan is of named strategies, leave it out")
+    elsewhere = arguments.device_memory is not None
     gpus = gpu_count() if config.accelerator != "cpu" else 0
-    on_gpu = config.accelerator != "cpu" and bool(arguments.device_memory or gpus)
+    on_gpu = config.accelerator != "cpu" and (elsewhere or gpus > 0)
     if config.accelerator == "gpu" and not on_gpu:
         raise UsageError("--accelerator gpu: there is no GPU here to take the memory of, give --device_memory")
     config.strategy = Config().strategy  # all are looked at
@@ -162,18 +189,22 @@ def _settle(config: Config, arguments: Namespace) -> tuple[Room, str]:
     config.devices = max(1, gpus) if config.devices == "auto" else config.devices
     if config.precision == "auto":
         config.precision = "16-mixed" if on_gpu else "32-true"
-    host = arguments.host_memory and machine.size_in_bytes(arguments.host_memory, "--host_memory") // config.devices
-    if arguments.device_memory:
+    disk = None if elsewhere else machine.disk_bytes(config.nvme_path, config.devices)
+    host = None
+    if arguments.host_memory is not None:
+        host = machine.size_in_bytes(arguments.host_memory, "--host_memory") // config.devices
+        host = max(0, host - machine.CPU_RANK_BYTES)
+    if elsewhere:
         size, whose = machine.size_in_bytes(arguments.device_memory, "--device_memory"), "each device"
     elif on_gpu:
-        size, whose = machine.gpu_bytes(), "this machine's GPU"
+        size, whose = machine.gpu_bytes(config.devices), "this machine's GPU"
     else:
         size = machine.cpu_rank_bytes(config.devices)
         where = f"{gigabytes(size)} GB of this machine's free memory for each CPU rank (--device_memory: another)"
-        return Room(size, None, shared=True), where
-    usable = round(machine.USABLE * size) if on_gpu else size
+        return Room(size, None, shared=True, disk=disk), where
+    usable = round(machine.USABLE * size) if on_gpu else max(0, size - machine.CPU_RANK_BYTES)
     where = f"{gigabytes(usable)} GB of the {gigabytes(size)} GB of {whose}"
-    return Room(usable, host or None, shared=not on_gpu), where
+    return Room(usable, host, shared=not on_gpu, disk=disk, elsewhere=elsewhere), where
 
 
 def _heading(config: Config, net: Network, of_size: bool, where: str) -> str:

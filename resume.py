@@ -30,20 +30,30 @@ def settle_resume(config: Config) -> None:
     Raises:
         UsageError: there is none, it is not whole, or it is of a run that cannot be continued with this configuration.
     """
-    if not config.resume and int(os.environ.get("SLURM_RESTART_COUNT", "0")):
-        config.resume = "last"
+    settle_requeue(config)
     if not config.resume:
         return
-    for folder in (Path(config.resume), Path(config.out) / config.run_name):
-        if folder.is_dir():
-            atomic.recover(folder)
-    checkpoint = run_folder.find_checkpoint(config.resume, config.out, config.run_name)
+    checkpoint = find_recovered(config.resume, config.out, config.run_name)
     for file in sorted(checkpoint.rglob("*.pt")) if checkpoint.is_dir() else [checkpoint]:
         check_records(file)
     recipe = run_folder.recipe_of(checkpoint)
     if recipe is not None:
         check_same_run(config, yaml.safe_load(recipe.read_text()))
     config.resume = str(checkpoint)
+
+
+def settle_requeue(config: Config) -> None:
+    """Has a job that SLURM has started again go on, where nothing else is said."""
+    if not config.resume and int(os.environ.get("SLURM_RESTART_COUNT", "0")):
+        config.resume = "last"
+
+
+def find_recovered(path: str, out: str, name: str) -> Path:
+    """What `run_folder.find_checkpoint` finds when checkpoints that a crash has left aside are back in place."""
+    for folder in (Path(path), Path(out) / name):
+        if folder.is_dir():
+            atomic.recover(folder)
+    return run_folder.find_checkpoint(path, out, name)
 
 
 def check_same_run(config: Config, recipe: dict[str, Any]) -> None:

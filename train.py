@@ -24,8 +24,6 @@ from strategies import AUTO
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-TORCHRUN = "torchrun --nnodes N --nproc_per_node M --rdzv_backend c10d --rdzv_endpoint HOST:PORT train.py ..."
-
 start_time.note()
 
 
@@ -39,8 +37,9 @@ def main() -> int:
         return plot_schedule(config)
     if config.world_size > 1 and not launch.is_rank():
         if config.num_nodes > 1:
-            raise UsageError(f"--num_nodes {config.num_nodes}: start it on each machine with {TORCHRUN}")
-        return launch.run(config.world_size, on_cpu=config.accelerator == "cpu")
+            raise UsageError(f"--num_nodes {config.num_nodes}: start it on each machine with {launch.TORCHRUN} ...")
+        told = {automatic.VARIABLE: config.strategy}  # what auto has come to
+        return launch.run(config.world_size, on_cpu=config.accelerator == "cpu", told=told)
     with explained(config):
         train(config)
     return 0

@@ -28,14 +28,17 @@ RECIPE = ["--optimizer", "adamw", "--accelerator", "cpu", "--data.source", "synt
 RECIPE += ["--data.val_fraction", "0", "--find_lr", "--max_steps", "3", "--logger", "none"]
 """Three steps without a checkpoint and a test, which would take most of the time."""
 
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+"""Those that a CPU trains in."""
+
 
 def main() -> int:
     """Measures; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.model_states", description=__doc__)
+    parser = exits.Parser(prog="python -m benchmarks.model_states", description=__doc__)
     parser.add_argument("--model", default="vit_small", help="network (default: %(default)s)")
     parser.add_argument("--strategies", nargs="+", default=STAGES, choices=STRATEGIES, metavar="NAME")
-    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4], help="numbers of ranks (default: 1 2 4)")
-    parser.add_argument("--precisions", nargs="+", default=["32-true", "bf16-mixed"])
+    parser.add_argument("--ranks", nargs="+", type=_ranks, default=[1, 2, 4], help="numbers of ranks (default: 1 2 4)")
+    parser.add_argument("--precisions", nargs="+", default=["32-true", "bf16-mixed"], choices=PRECISIONS)
     given = parser.parse_args()
     table = Table("strategy", "precision", "ranks", "predicted, MB", "measured, MB", "difference", box=box.MARKDOWN)
     progress = Console(stderr=True, highlight=False)
@@ -50,6 +53,12 @@ def main() -> int:
                 table.add_row(strategy, precision, str(ranks), *figures)
     Console(width=120).print(table)
     return 0
+
+
+def _ranks(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number of ranks")
+    return int(text)
 
 
 def _predicted(flags: list[str]) -> int:

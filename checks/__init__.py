@@ -13,7 +13,8 @@ from batch import micro_batch_size
 from checks.averaging import check_averaging
 from checks.devices import check_cuda_graphs, check_on_cpu, check_sync_batch_norm, settle_devices
 from checks.experts import check_experts
-from checks.finetuning import settle_finetuning
+from checks.finetuning import check_finetuning, settle_finetuning
+from checks.here import check_here
 from checks.network import check_network
 from checks.optimizer import check_offload, check_optimizer
 from checks.parts import check_parts
@@ -61,6 +62,20 @@ def settle_machine(config: Config) -> None:
     settle_devices(config, gpus)
 
 
+def check_model(config: Config) -> None:
+    """Refuses what a network cannot be, under whatever strategy.
+
+    Args:
+        config: of the run, its devices settled and its strategy one that spreads images over all ranks, or none yet.
+
+    Raises:
+        UsageError: names the option.
+    """
+    check_finetuning(config)
+    micro_batch = micro_batch_size(config.batch_size, config.world_size, config.accumulate)
+    check_network(config, micro_batch, len(sources.class_names(config.data)))
+
+
 def check_strategy(config: Config, raw: dict[str, Any]) -> None:
     """Refuses what the strategy cannot do.
 
@@ -71,6 +86,12 @@ def check_strategy(config: Config, raw: dict[str, Any]) -> None:
     Raises:
         UsageError: names what to use instead.
     """
+    check_possible(config, raw)
+    check_here(config, raw)
+
+
+def check_possible(config: Config, raw: dict[str, Any]) -> None:
+    """Refuses what the strategy can do on no machine; see `check_strategy`."""
     if config.accelerator == "cpu":
         check_on_cpu(config)
     if config.cuda_graphs:

@@ -25,12 +25,7 @@ def settle_devices(config: Config, gpus: int) -> None:
 
 
 def check_on_cpu(config: Config) -> None:
-    """What a run on the CPU has no memory for, and what only a GPU can do."""
-    assert config.devices != "auto"
-    launched = "LOCAL_WORLD_SIZE" in os.environ  # the ranks have taken their memory already
-    if config.devices > 1 and not launched and config.devices * CPU_RANK_BYTES > (free := free_memory_bytes()):
-        fit = max(1, free // CPU_RANK_BYTES)
-        raise UsageError(f"--devices {config.devices}: a CPU rank takes about 1 GB, and there is room for {fit} here")
+    """What only a GPU can do."""
     if config.precision == "16-mixed":
         raise UsageError("--precision 16-mixed needs a GPU: on the CPU use bf16-mixed or 32-true")
     if config.strategy == "fsdp" and not config.ds_config:
@@ -39,6 +34,15 @@ def check_on_cpu(config: Config) -> None:
         raise UsageError("--activation_offload needs a GPU: on the CPU --activation_checkpointing saves activations")
     if STRATEGIES[config.strategy].super_offload and not config.ds_config:
         raise UsageError(f"--strategy {config.strategy} needs a CUDA GPU: on the CPU use deepspeed_stage_3_offload")
+
+
+def check_cpu_memory(config: Config) -> None:
+    """What ranks on the CPU have no memory for."""
+    assert config.devices != "auto"
+    launched = "LOCAL_WORLD_SIZE" in os.environ  # the ranks have taken their memory already
+    if config.devices > 1 and not launched and config.devices * CPU_RANK_BYTES > (free := free_memory_bytes()):
+        fit = max(1, free // CPU_RANK_BYTES)
+        raise UsageError(f"--devices {config.devices}: a CPU rank takes about 1 GB, and there is room for {fit} here")
 
 
 def check_cuda_graphs(config: Config) -> None:

@@ -11,6 +11,15 @@ from errors import UsageError
 
 def settle_finetuning(config: Config) -> None:
     """Refuses what does not go together, and puts the file's own path for what --weights names."""
+    check_finetuning(config)
+    if config.weights:
+        file = Path(config.weights) if config.resume else run_folder.find_checkpoint(config.weights, "", "")
+        config.weights = str(file.absolute())
+        config.delta = config.delta and str(Path(config.delta).absolute())
+
+
+def check_finetuning(config: Config) -> None:
+    """Refuses what does not go together."""
     lora = config.lora
     if lora != LoRAConfig() and lora.rank < 1:
         raise UsageError(f"--lora.rank must be at least 1, not {lora.rank}")
@@ -22,7 +31,3 @@ def settle_finetuning(config: Config) -> None:
         raise UsageError(f"--delta {config.delta} needs --weights, what the run that wrote it started from")
     if config.delta and not Path(config.delta).is_file():
         raise UsageError(f"--delta {config.delta} is no file")
-    if config.weights:
-        file = Path(config.weights) if config.resume else run_folder.find_checkpoint(config.weights, "", "")
-        config.weights = str(file.absolute())
-        config.delta = config.delta and str(Path(config.delta).absolute())

@@ -9,23 +9,25 @@ modules of the network: 24 seconds for one size of vit_large, where this takes 2
 
 from __future__ import annotations
 
+import textwrap
 import weakref
-from collections.abc import Generator, MutableMapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import MutableMapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, UntypedStorage, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 import sources
 from config import Config
-from finetuning.network import build
+from errors import UsageError
+from finetuning.network import on_meta
 from models.moe import gates
 from models.recomputation import checkpoint_blocks
 from sources.dataset import IMAGE_SHAPE
@@ -51,7 +53,7 @@ class Bytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Line:
-    """Bytes of activations by the number of images: linear, measured at two sizes."""
+    """Bytes by the number of images: linear, measured at two sizes."""
 
     base: float
     per_image: float
@@ -61,8 +63,16 @@ class Line:
         return max(0, round(self.base + self.per_image * images))
 
     def most_images(self, room: int) -> int:
-        """The largest micro-batch whose activations fit into so many bytes."""
+        """The largest micro-batch whose bytes fit into so many."""
         return max(0, int((room - self.base) // self.per_image)) if self.per_image > 0 else 0
+
+
+class Lines(NamedTuple):
+    """What a network takes in one format beside its parameters, by images."""
+
+    activations: Line
+    with_gradients: Line
+    """The most of both, where whole gradients lie beside the activations that are left."""
 
 
 class Held(TorchDispatchMode):
@@ -111,7 +121,7 @@ def counted(net: nn.Module, images: int, computes: Computes) -> Bytes:
         computes: its format; "cast" needs a network that is cast already.
     """
     held = Held(net)
-    own = sum(tensor.nbytes for tensor in (*net.parameters(), *net.buffers()))
+    own = _own_bytes(net)
     hooks = [
         parameter.register_post_accumulate_grad_hook(held.is_gradient)
         for parameter in net.parameters()
@@ -133,25 +143,93 @@ def counted(net: nn.Module, images: int, computes: Computes) -> Bytes:
     return Bytes(saved, own + held.peak, held.peak_of_activations)
 
 
-def line(config: Config, micro_batch: int, computes: Computes) -> Line:
+def measure(config: Config, micro_batch: int, computes: Computes) -> Lines:
     """The activations of a run, by images.
 
     Args:
         config: of the run.
-        micro_batch: images about which it is measured.
+        micro_batch: images about which they are measured.
         computes: the format.
 
     Raises:
-        UsageError: activation checkpointing of a network without blocks.
+        UsageError: activation checkpointing of a network without blocks, or a network that cannot be counted.
     """
+    few = max(2, micro_batch)  # batch normalisation takes no single image
     with FakeTensorMode():
-        with _default_dtype(torch.bfloat16 if computes == "cast" else torch.float32):
-            net = build(config.model, len(sources.class_names(config.data)), config.trainable, config.lora)
+        net = _fake(config, torch.bfloat16 if computes == "cast" else torch.float32)
         if config.activation_checkpointing:
             checkpoint_blocks(net)
-        few = max(2, micro_batch)  # batch normalisation takes no single image
-        small, large = (counted(net, images, computes) for images in (few, 2 * few))
-    return Line(2 * small.activations - large.activations, (large.activations - small.activations) / few)
+        try:
+            small, large = (_of_all_blocks(net, images, computes) for images in (few, 2 * few))
+        except Exception as error:  # of any kind: what a network of another package does without values is its own
+            if ":" not in config.model.name:
+                raise
+            raise UsageError(
+                f"--model {config.model.name}: what it holds in training cannot be counted without values "
+                f"({textwrap.shorten(str(error), 120, placeholder=' ...')}): name a strategy and try"
+            ) from error
+        own = _own_bytes(net)
+    return Lines(
+        _through(few, small.activations, large.activations),
+        # Of blocks that are counted as two and three the gradients may be the most, where of all the activations are.
+        _through(few, *(max(count.peak - own, count.activations) for count in (small, large))),
+    )
+
+
+def _own_bytes(net: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in (*net.parameters(), *net.buffers()))
+
+
+def _through(images: int, small: int, large: int) -> Line:
+    """The line through the bytes of so many images and of twice as many."""
+    return Line(2 * small - large, (large - small) / images)
+
+
+def _fake(config: Config, dtype: torch.dtype) -> nn.Module:
+    """The run's network on a CPU without values, in a format; to be called in a FakeTensorMode.
+
+    It is built on the meta device: some networks of other packages look at values as they are built, which a
+    FakeTensorMode refuses (torch 2.15).
+    """
+    with unset_fake_temporarily():
+        net = on_meta(config.model, len(sources.class_names(config.data)), config.trainable, config.lora)
+    made: dict[int, Tensor] = {}
+
+    def of(tensor: Tensor) -> Tensor:
+        """One for each, those that layers share too."""
+        if id(tensor) not in made:
+            empty = torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
+            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+        return made[id(tensor)]
+
+    for module in net.modules():
+        for tensors in (module._parameters, module._buffers):
+            tensors.update({name: of(tensor) for name, tensor in tensors.items() if tensor is not None})  # pyright: ignore
+    return net
+
+
+def _of_all_blocks(net: nn.Module, images: int, computes: Computes) -> Bytes:
+    """As `counted`, but blocks that are all alike are counted as two and as three of them: each further one adds as
+    much (to the byte for vit_13b, whose 41 take 15 times as long)."""
+    blocks = getattr(net, "blocks", None)
+    if not isinstance(blocks, nn.Sequential) or len(blocks) <= 3 or len({*map(_kind, blocks)}) > 1:
+        return counted(net, images, computes)
+    try:
+        net.blocks = blocks[:2]
+        two = counted(net, images, computes)
+        net.blocks = blocks[:3]
+        three = counted(net, images, computes)
+    finally:
+        net.blocks = blocks
+    return Bytes(
+        *(at_two + (len(blocks) - 2) * (at_three - at_two) for at_two, at_three in zip(two, three, strict=True))
+    )
+
+
+def _kind(block: nn.Module) -> tuple[Any, ...]:
+    """What two blocks must have in common to hold the same."""
+    modules = tuple((type(module), module.extra_repr()) for module in block.modules())
+    return modules, tuple((parameter.shape, parameter.requires_grad) for parameter in block.parameters())
 
 
 def format_of(spec: Spec, precision: str) -> Computes:
@@ -159,14 +237,3 @@ def format_of(spec: Spec, precision: str) -> Computes:
     if precision == "32-true":
         return "float32"
     return "cast" if precision == "bf16-true" or spec.family in ("deepspeed", "fsdp2") else "autocast"
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
-    """Has networks built in a format: those of a FakeTensorMode cannot be cast afterwards (torch 2.15)."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

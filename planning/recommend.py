@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from errors import UsageError
 from planning.survey import Need, Room
 from strategies import STRATEGIES
 
@@ -28,25 +29,44 @@ def least(needs: Iterable[Need]) -> Need | None:
     return min(runs, key=lambda need: need.device, default=None)
 
 
+def refuse_if_none_runs(needs: Sequence[Need]) -> None:
+    """Refuses what no strategy can do, with the words of the simplest; raises UsageError."""
+    if least(needs) is None:
+        raise UsageError(needs[0].refused)
+
+
 def why(need: Need, needs: Iterable[Need], room: Room) -> str:
-    """The figures of a recommendation in half a sentence."""
-    took = need.device + (need.host if room.shared else 0)
+    """The figures of a recommendation in half a sentence; `needs` in the registry's order."""
+    took = need.both if room.shared else need.device
     said = f"{gigabytes(took)} of the {gigabytes(room.device)} GB that a rank may take"
-    known = (other for other in needs if other.states is not None and not other.refused and not other.fits)
-    tighter = [other.strategy for other in known if other.moved <= need.moved]
+    order = [*STRATEGIES]
+    tighter = [
+        other.strategy
+        for other in needs
+        if other.states is not None
+        and not (other.refused or other.fits)
+        and (other.moved, order.index(other.strategy)) < (need.moved, order.index(need.strategy))
+    ]
     return f"{said}; faster ones need more: {', '.join(tighter)}" if tighter else said
 
 
-def nothing_fits(needs: Iterable[Need], room: Room) -> str:
-    """What to do where no strategy fits."""
-    nearest = least(needs)
-    if nearest is None:
-        return "no strategy can run this"
-    return (
-        f"nothing fits into the {gigabytes(room.device)} GB that a rank may take: {nearest.strategy}, which needs the "
-        f"least, needs {gigabytes(nearest.device)} GB there and {gigabytes(nearest.host)} GB of the CPU's memory; "
-        "take more devices, a smaller --batch_size, more --accumulate or --activation_checkpointing"
+def nothing_fits(needs: Sequence[Need], room: Room) -> str:
+    """What lacks, and what to do, where no strategy fits of those that run."""
+    on_device = [need for need in needs if need.states is not None and "the device" not in room.lacking(need)]
+    nearest = least(on_device) or least(needs)
+    assert nearest is not None
+    sizes = {
+        "the device": (nearest.both if room.shared else nearest.device, room.device),
+        "the CPU's memory": (nearest.host, room.host or 0),
+        "the disk": (nearest.disk, room.disk or 0),
+    }
+    lacking = {name: sizes[name] for name in room.lacking(nearest)}
+    parts = (
+        f"{gigabytes(size)} GB of {name}, where it may take {gigabytes(most)}" for name, (size, most) in lacking.items()
     )
+    said = f"nothing fits: a rank of {nearest.strategy}, which needs the least, needs {' and '.join(parts)}"
+    batch = ", a smaller --batch_size, more --accumulate or --activation_checkpointing"
+    return f"{said}; take more devices{'' if nearest.activations is None else batch}"
 
 
 def gigabytes(size: int) -> str:

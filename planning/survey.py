@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import checks
 from batch import micro_batch_size
 from config import Config
 from errors import UsageError
-from planning.model_states import FLOAT32, Prediction, parameter_size, predicted
+from planning import beside
+from planning.model_states import Prediction, predicted
 from planning.network import Network
 from strategies import STRATEGIES, Spec, replicas
-from strategies.deepspeed import BUCKET_ELEMENTS
 
 if TYPE_CHECKING:
-    from planning.activations import Line
-
-REUSE_ELEMENTS = 10**9
-"""ZeRO-3 keeps a gathered parameter whose next use lies within so many elements: stage3_max_reuse_distance (DeepSpeed
-0.19.8, zero/config.py and partitioned_param_coordinator.py). At the end of a forward pass that is true of the last
-half of them, through which the backward pass goes in the opposite direction."""
-
-PREFETCH_ELEMENTS = 50_000_000
-"""ZeRO-3 gathers so many elements ahead: stage3_prefetch_bucket_size (zero/config.py)."""
-
-
-SWAPPED_ELEMENTS = 5 * 10**8
-"""Parameters on a disk pass through so much of the CPU's memory: 5 buffers of 10^8 (buffer_count and buffer_size of
-offload_param in DeepSpeed 0.19.8, zero/offload_config.py)."""
-
-SUB_GROUP_ELEMENTS = 10**9
-"""What ZeRO-3 updates at a time, on a disk too: sub_group_size (zero/config.py)."""
+    from planning.activations import Line, Lines
 
 
 @dataclass(frozen=True, order=True)
@@ -56,37 +40,59 @@ class Need:
     states: Prediction | None
     """None where there is no formula; then nothing else is told either."""
     passing: int = 0
-    """Gradients that are whole in the backward pass only, or in float32 in the update only: the larger of both."""
+    """Gradients that are whole in the backward pass only, or copies in the update only: the larger of both."""
     buckets: int = 0
     """Communication buckets, and parameters that are gathered for a while."""
     activations: int | None = None
-    """Of the run's micro-batch; None where only the number of parameters is known."""
+    """Of the run's micro-batch, at stage 1 with the whole gradients beside them; None where they were not counted."""
+    average: int = 0
+    """Of the weights: --ema, --swa_from."""
+    starting: int = 0
+    """The network as it is built, before the strategy has cast and cut it."""
     host_buffers: int = 0
     host_activations: int = 0
+    host_starting: int = 0
     most_images: int | None = None
     """The largest micro-batch that fits."""
     moved: Moved = Moved()
     refused: str = ""
     """Why train.py would not run it."""
+    wanted: str = ""
+    """What it needs that this machine lacks, where another one is planned for."""
     fits: bool = False
 
     @property
     def device(self) -> int:
-        """All of it on the device: the backward pass has activations and buckets, the update neither."""
-        assert self.states is not None
-        return self.states.device.total + max(self.buckets + (self.activations or 0), self.passing)
+        """The most on the device."""
+        return max(self.starting, self.in_training)
 
     @property
     def host(self) -> int:
-        """All of it in the CPU's memory, beside the process itself."""
-        assert self.states is not None
-        return self.states.host.total + self.host_buffers + self.host_activations
+        """The most in the CPU's memory, beside the process itself."""
+        return max(self.host_starting, self._host_in_training)
+
+    @property
+    def both(self) -> int:
+        """The most of the two together, where they are one memory."""
+        return max(self.starting + self.host_starting, self.in_training + self._host_in_training)
 
     @property
     def disk(self) -> int:
         """All of it on the NVMe disk."""
         assert self.states is not None
         return self.states.disk.total
+
+    @property
+    def in_training(self) -> int:
+        """The most on the device once training goes: the backward pass has activations and buckets, the update
+        neither."""
+        assert self.states is not None
+        return self.states.device.total + self.average + max(self.buckets + (self.activations or 0), self.passing)
+
+    @property
+    def _host_in_training(self) -> int:
+        assert self.states is not None
+        return self.states.host.total + self.host_buffers + self.host_activations
 
 
 @dataclass(frozen=True)
@@ -98,29 +104,38 @@ class Room:
     """None: not known, and so not looked at."""
     shared: bool = False
     """Whether the device is the CPU, so that what is offloaded takes of the same memory."""
+    disk: int | None = None
+    """Of --nvme_path; None as above."""
+    elsewhere: bool = False
+    """Whether it is another machine's: then what this one lacks is told, and refuses nothing."""
+
+    def lacking(self, need: Need) -> list[str]:
+        """What is too small for it, in words; empty where it fits."""
+        sizes = [("the device", need.both if self.shared else need.device, self.device)]
+        sizes += [
+            ("the CPU's memory", need.host, None if self.shared else self.host),
+            ("the disk", need.disk, self.disk),
+        ]
+        return [name for name, size, room in sizes if room is not None and size > room]
 
 
-def survey(config: Config, network: Network, room: Room, lines: dict[str, Line] | None) -> list[Need]:
+def survey(config: Config, network: Network, room: Room, lines: dict[str, Lines] | None) -> list[Need]:
     """The needs of a run under each strategy, in the registry's order.
 
     Args:
         config: of the run, its devices a number, accelerator and precision settled; its strategy does not matter.
         network: of the run.
         room: of a rank.
-        lines: the activations by format, filled in as they are measured; None: they are not told.
+        lines: the activations by format of computing, filled in as they are measured; None: they are not told.
 
     Raises:
         UsageError: the batch does not divide, or activation checkpointing finds no blocks.
     """
-    needs: list[Need] = []
-    for name in STRATEGIES:
-        run = replace(config, strategy=name, ds_config="")
-        states = predicted(name, network.weights, run.world_size, run.precision, run.optimizer)
-        if states is None:
-            needs.append(Need(name, None, refused=_refusal(run)))
-        else:
-            needs.append(_need(run, states, network, room, None if lines is None else _line(run, lines)))
-    return needs
+    runs = [replace(config, strategy=name, ds_config="") for name in STRATEGIES]
+    refusals = [_refusal(run, here=not room.elsewhere) for run in runs]
+    if lines is not None:
+        _measure([run for run, refused in zip(runs, refusals, strict=True) if not refused], lines)
+    return [_need(run, refused, network, room, lines) for run, refused in zip(runs, refusals, strict=True)]
 
 
 def micro_batch(config: Config) -> int:
@@ -128,83 +143,74 @@ def micro_batch(config: Config) -> int:
     return micro_batch_size(config.batch_size, replicas(config), config.accumulate)
 
 
-def _line(config: Config, lines: dict[str, Line]) -> Line:
-    """Of the activations, measured once for each format."""
-    from planning.activations import format_of, line
+def _measure(runs: list[Config], lines: dict[str, Lines]) -> None:
+    """Counts what the formats of some runs take beside parameters, each once."""
+    from planning.activations import format_of, measure
 
-    kind = format_of(STRATEGIES[config.strategy], config.precision)
-    if kind not in lines:
-        lines[kind] = line(config, micro_batch(config), kind)
-    return lines[kind]
+    for run in runs:
+        spec = STRATEGIES[run.strategy]
+        if not spec.one_replica and (kind := format_of(spec, run.precision)) not in lines:
+            lines[kind] = measure(run, micro_batch(run), kind)
 
 
-def _need(config: Config, states: Prediction, network: Network, room: Room, line: Line | None) -> Need:
+def _need(config: Config, refused: str, network: Network, room: Room, lines: dict[str, Lines] | None) -> Need:
     spec = STRATEGIES[config.strategy]
+    states = predicted(config.strategy, network.weights, config.world_size, config.precision, config.optimizer)
+    if states is None:
+        # What cuts layers asks which network it is.
+        return Need(config.strategy, None, refused=refused if lines is not None else "")
+    line = _line(spec, config, lines)
     activations = None if line is None else line.at(micro_batch(config))
+    on_device, on_host = beside.average(spec, config, network)
+    first, first_on_host = beside.starting(spec, config, network)
     need = Need(
         config.strategy,
         states,
-        passing=_passing(spec, config, network),
-        buckets=_buckets(spec, config, network),
+        passing=beside.passing(spec, config, network),
+        buckets=beside.buckets(spec, config, network),
         activations=activations,
-        host_buffers=_host_buffers(spec, config, network),
+        average=on_device,
+        starting=first,
+        host_buffers=beside.host_buffers(spec, config, network) + on_host,
+        # On the device too: what of them is not saved stays there, and no less is known of it.
+        host_activations=(activations or 0) if config.activation_offload else 0,
+        host_starting=first_on_host,
         moved=_moved(spec, config, network),
-        refused=_refusal(config),
+        refused=refused,
+        wanted=_said_by(checks.check_here, config) if room.elsewhere else "",
     )
-    if config.activation_offload and activations:
-        need = replace(need, activations=0, host_activations=activations)
-    # The CPU's memory is one, wherever a strategy would have it.
-    most = room.device - need.host if room.shared else room.device
-    fits = need.device <= most and (room.shared or room.host is None or need.host <= room.host)
-    images = None
-    if line is not None and not config.activation_offload:
-        states_fit = states.device.total + need.passing <= most
-        images = line.most_images(most - states.device.total - need.buckets) if states_fit else 0
-    return replace(need, fits=fits, most_images=images)
+    most = None if line is None or refused else _most_images(need, line, room)
+    return replace(need, fits=not room.lacking(need), most_images=most)
 
 
-def _buckets(spec: Spec, config: Config, network: Network) -> int:
-    """What lies beside the activations in the backward pass."""
-    size = parameter_size(spec, config.precision)
-    bucket = min(BUCKET_ELEMENTS, network.elements) * size
-    if spec.stage == 1:  # whole gradients, from one micro-batch to the next
-        return bucket + (network.trained * size if config.accumulate > 1 else 0)
-    if spec.stage == 2:
-        return bucket
-    if spec.stage == 3:
-        return bucket + min(REUSE_ELEMENTS // 2 + PREFETCH_ELEMENTS, network.elements) * size
-    computed_in = 2 if config.precision != "32-true" else FLOAT32
-    if spec.family == "fsdp2":  # a block, the one that is gathered ahead, and the gradients of one
-        return 3 * network.largest_block * computed_in
-    if spec.family == "fsdp":  # the whole network is one unit here, and so are its gradients
-        return (network.elements + network.trained) * computed_in
-    return 0
+def _line(spec: Spec, config: Config, lines: dict[str, Lines] | None) -> Line | None:
+    """Of what the backward pass holds; None where it has not been counted.
+
+    Stage 1 reduces its gradients at the end of the last backward pass (DeepSpeed 0.19.8, zero/stage_1_and_2.py, without
+    overlap_comm); of several micro-batches all of them are counted as buckets.
+    """
+    if not lines:
+        return None
+    from planning.activations import format_of
+
+    measured = lines.get(format_of(spec, config.precision))
+    if measured is None:
+        return None
+    return measured.with_gradients if spec.stage == 1 and config.accumulate == 1 else measured.activations
 
 
-def _passing(spec: Spec, config: Config, network: Network) -> int:
-    """What is there after the activations are gone: whole gradients that are sent in one piece or wait for it, or the
-    float32 copy of the gradients that the update takes."""
-    if spec.family != "deepspeed":
+def _most_images(need: Need, line: Line, room: Room) -> int:
+    empty = replace(need, activations=0, host_activations=0)
+    if room.lacking(empty):
         return 0
-    ranks, size = config.world_size, parameter_size(spec, config.precision)
-    if spec.stage == 0:
-        flat = network.trained * size if ranks > 1 else 0
-        return max(flat, network.trained * FLOAT32 if size < FLOAT32 else 0)
-    part = math.ceil(network.trained / ranks)
-    updated_at_once = min(part, SUB_GROUP_ELEMENTS) if spec.stage == 3 else part
-    copy = 0 if spec.offload_optimizer else updated_at_once * FLOAT32
-    whole = min(BUCKET_ELEMENTS, network.elements) + network.trained if spec.stage == 1 else 0
-    return max(copy, whole * size)
-
-
-def _host_buffers(spec: Spec, config: Config, network: Network) -> int:
-    """What an offloaded optimizer or parameters take beside themselves."""
-    part, size = math.ceil(network.trained / config.world_size), parameter_size(spec, config.precision)
-    if spec.offload_optimizer == "nvme":
-        return SWAPPED_ELEMENTS * size + min(part, SUB_GROUP_ELEMENTS) * 4 * FLOAT32
-    if spec.offload_optimizer and spec.stage < 3:
-        return part * size  # updated weights on their way back (param_buffer_of_bit16_for_cpu_offload_groups)
-    return 0
+    assert empty.states is not None
+    taken = empty.states.device.total + empty.average + empty.buckets
+    if room.shared:
+        return line.most_images(room.device - taken - empty.states.host.total - empty.host_buffers)
+    most = line.most_images(room.device - taken)
+    if not need.host_activations or room.host is None:
+        return most
+    return min(most, line.most_images(room.host - empty.states.host.total - empty.host_buffers))
 
 
 def _moved(spec: Spec, config: Config, network: Network) -> Moved:
@@ -222,9 +228,13 @@ def _moved(spec: Spec, config: Config, network: Network) -> Moved:
     return Moved(on_disk, parameters + update, over_network * (ranks - 1) // ranks)
 
 
-def _refusal(config: Config) -> str:
+def _refusal(config: Config, here: bool) -> str:
+    return _said_by(checks.check_strategy if here else checks.check_possible, config)
+
+
+def _said_by(check: Callable[[Config, dict[str, Any]], None], config: Config) -> str:
     try:
-        checks.check_strategy(config, {})
+        check(config, {})
     except UsageError as error:
         return str(error)
     return ""

@@ -25,17 +25,27 @@ def print_plan(needs: Sequence[Need], console: Console) -> None:
         console: where to; a narrow one gets the model states as one figure.
     """
     wide = console.width >= WIDE
+    disk = any(need.disk for need in needs if need.states is not None and not need.refused)
     parts = ("parameters", "gradients", "optimizer") if wide else ("states",)
-    headings = (*parts, "buckets", "activations", "device", "host", *(("disk",) if wide else ()), "fits", "images")
-    table = _table(headings)
+    headings = (
+        *parts,
+        "buckets",
+        "activations" if wide else "activ.",
+        "device",
+        "host",
+        *(("disk",) if disk else ()),
+        "fits",
+        "images",
+    )
+    table = _table(headings, wide)
     for need in needs:
-        table.add_row(_short(need.strategy, console), *_cells(need, wide))
+        table.add_row(_short(need.strategy, console), *_cells(need, wide, disk))
     console.print(table)
     console.print(_notes(needs, console))
 
 
-def _table(headings: Iterable[str]) -> Table:
-    table = Table("GB a rank", *headings, box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+def _table(headings: Iterable[str], wide: bool) -> Table:
+    table = Table("GB a rank", *headings, box=box.SIMPLE, padding=(0, int(wide), 0, 0), pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
     for column in table.columns:
@@ -54,7 +64,7 @@ def _notes(needs: Sequence[Need], console: Console) -> str:
         "micro-batch that fits"
     ]
     if console.width < WIDE:
-        lines.append("stage_*: deepspeed_stage_*")
+        lines.append("stage_*: deepspeed_stage_*; activ.: activations")
     reasons: dict[str, list[str]] = {}
     for need in needs:
         reason = need.refused.replace(f"--strategy {need.strategy}", "it")
@@ -62,15 +72,21 @@ def _notes(needs: Sequence[Need], console: Console) -> str:
         if reason:
             reasons.setdefault(reason, []).append(need.strategy)
     lines += [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
+    wanted = dict.fromkeys(need.wanted for need in needs if need.wanted and not need.refused)
+    lines += [f"lacking on this machine: {want}" for want in wanted]
+    begun = [need for need in needs if need.states is not None and not need.refused]
+    largest = [need.strategy for need in begun if need.device == need.starting > 0 and need.device > need.in_training]
+    if largest:
+        lines.append(f"device of {', '.join(largest)}: the network as it is built, which is more than training takes")
     return "\n".join(lines)
 
 
-def _cells(need: Need, wide: bool) -> list[str]:
+def _cells(need: Need, wide: bool, disk: bool) -> list[str]:
     if need.states is None:
-        return ["-"] * (9 if wide else 7)
+        return ["-"] * (6 + (3 if wide else 1) + disk)
     device = need.states.device
     parts = (device.parameters, device.gradients, device.optimizer) if wide else (device.total,)
-    sizes = [*parts, need.buckets, need.activations, need.device, need.host, *((need.disk,) if wide else ())]
+    sizes = [*parts, need.buckets, need.activations, need.device, need.host, *((need.disk,) if disk else ())]
     fits = "no" if not need.fits else "yes" if not need.refused else "-"
     images = "-" if need.most_images is None else f"{need.most_images:,}"
     return ["-" if size is None else gigabytes(size) if size else "0" for size in sizes] + [fits, images]
@@ -84,7 +100,7 @@ def print_scaling(by_devices: Mapping[int, Sequence[Need]], room: int, console: 
         room: bytes that a rank may take on its device.
         console: where to.
     """
-    table = _table(str(devices) for devices in by_devices)
+    table = _table(map(str, by_devices), console.width >= WIDE)
     for row in zip(*by_devices.values(), strict=True):
         if row[0].states is not None:
             cells = (f"{gigabytes(need.device)}{'*' if need.device <= room else ' '}" for need in row)

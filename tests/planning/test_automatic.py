@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 import cli
+from config import Config
 from errors import UsageError
 from planning import automatic, machine
 
@@ -41,15 +43,35 @@ def test_less_memory_takes_another(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr("checks.devices.free_memory_bytes", lambda: 10**11)
     assert settled(*flags) == "fsdp2"  # of 16 bytes a parameter
     assert "faster ones need more: baseline, ddp" in capsys.readouterr().err
-    monkeypatch.delenv(automatic.VARIABLE)
     monkeypatch.setattr(machine, "cpu_rank_bytes", lambda ranks: 10**6)
-    with pytest.raises(UsageError, match=r"--strategy auto: nothing fits into the 0\.00 GB that a rank may take"):
+    with pytest.raises(
+        UsageError, match=r"--strategy auto: nothing fits: .* GB of the device, where it may take 0\.00"
+    ):
         settled(*flags)
 
 
 def test_a_rank_takes_what_its_launcher_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert os.environ.get(automatic.VARIABLE) is None
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
     monkeypatch.setenv(automatic.VARIABLE, "deepspeed_stage_2")
     assert settled() == "deepspeed_stage_2"
+    assert automatic.VARIABLE not in os.environ
+
+
+@pytest.mark.parametrize("told", ["foo", "deepspeed_stage_2"])
+def test_nobody_else_is_told_what_to_take(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(automatic.VARIABLE, told)
+    assert settled("--model", "mlp") == "baseline"
+
+
+def test_what_no_strategy_can_run_is_refused_as_such() -> None:
+    with pytest.raises(UsageError, match="--precision 16-mixed needs a GPU"):
+        settled("--precision", "16-mixed")
+    with pytest.raises(UsageError, match=r"--lora\.rank must be at least 1"):
+        settled("--lora.rank", "-1", "--lora.target", "fc1")
+    with pytest.raises(UsageError, match=r"--lora\.rank needs --lora\.target"):
+        settled("--lora.rank", "4")
 
 
 def test_ranks_of_torchrun_take_what_rank_0_chose(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +87,17 @@ def test_ranks_of_torchrun_take_what_rank_0_chose(monkeypatch: pytest.MonkeyPatc
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         assert settled() == "deepspeed_stage_3"
-        monkeypatch.delenv(automatic.VARIABLE)
+
+    def refuse(config: Config) -> str:
+        assert rank == "0", "it waits for rank 0"
+        raise UsageError("nothing fits")
+
+    monkeypatch.setattr(automatic, "_chosen", refuse)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(UsageError, match=r"^nothing fits$"):
+            settled()
 
 
 def test_ranks_that_cannot_agree_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,9 +116,25 @@ def test_a_run_that_goes_on_keeps_its_strategy(tmp_path: Path, capsys: pytest.Ca
     for resume in (["--resume", str(run)], ["--resume", "last", "--name", "mine", "--out", str(tmp_path)]):
         assert settled(*resume) == "deepspeed_stage_2"
         assert "deepspeed_stage_2, as the run that goes on" in capsys.readouterr().err
-        automatic.os.environ.pop(automatic.VARIABLE)
+    (run / "config.yaml").write_text("strategy: deepspeed_stage_2\nds_config: some.json\n")
+    assert settled("--resume", str(checkpoint)) == "baseline"
     (run / "config.yaml").unlink()
     assert settled("--resume", str(checkpoint)) == "baseline"
+
+
+@pytest.mark.parametrize("requeued", [False, True])
+def test_the_last_run_is_the_networks_newest(requeued: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for a job that SLURM has started again, and where a crash came between two renames."""
+    for second, strategy in enumerate(("fsdp2", "deepspeed_stage_2", "ddp")):
+        run = tmp_path / f"{'net' if strategy != 'ddp' else 'mlp'}-{strategy}"
+        (run / "version_0" / "checkpoints").mkdir(parents=True)
+        (run / "version_0" / "checkpoints" / ("last.ckpt.old" if strategy == "fsdp2" else "last.ckpt")).touch()
+        (run / "version_0" / "config.yaml").write_text(f"strategy: {strategy}\n")
+        os.utime(run, (second, second))
+    if requeued:
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert settled("--out", str(tmp_path), *([] if requeued else ["--resume", "last"])) == "deepspeed_stage_2"
+    assert settled("--out", str(tmp_path), "--resume", "last", "--name", "net-fsdp2") == "fsdp2"
 
 
 def test_no_raw_configuration_beside_it() -> None:

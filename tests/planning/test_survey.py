@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cli
 from errors import UsageError
-from planning import network
-from planning.activations import Line
+from planning import activations, beside, network
+from planning.activations import Line, Lines
 from planning.machine import size_in_bytes
+from planning.model_states import Weight
 from planning.recommend import nothing_fits, recommended, why
 from planning.survey import Need, Room, survey
+from strategies import STRATEGIES
 
 GB = 10**9
 
@@ -16,7 +22,8 @@ GB = 10**9
 def plan(room: Room, *flags: str, elements: int = 10 * GB) -> list[Need]:
     config = cli.parse(["--optimizer", "adam", "--precision", "bf16-mixed", "--batch_size", "64", *flags])
     config.accelerator = "gpu"
-    return survey(config, network.of_size(elements), room, {kind: Line(0, GB) for kind in ("autocast", "cast")})
+    lines = Lines(Line(0, GB), Line(0, GB))
+    return survey(config, network.of_size(elements), room, {"autocast": lines, "cast": lines})
 
 
 @pytest.mark.parametrize(
@@ -25,7 +32,11 @@ def plan(room: Room, *flags: str, elements: int = 10 * GB) -> list[Need]:
         (300, 0, "baseline"),  # 160 GB of model states, 8 images on each of 8 ranks: 168
         (80, 0, "deepspeed_stage_1"),  # 20 + 140/8 = 37.5, and 20.1 of whole gradients
         (50, 0, "deepspeed_stage_2"),  # 37.5, 8.1 of activations and the bucket
-        (40, 0, "deepspeed_stage_3"),  # 160/8 = 20, 5 for the update or 1.1 of gathered layers with 8.1
+        (
+            40,
+            5,
+            "deepspeed_stage_3",
+        ),  # 160/8 = 20, 5 for the update or 1.1 of gathered layers with 8.1; 40/8 to begin with
         (20, 30, "deepspeed_stage_3_offload"),  # 9.2, and of the host 20 * 10/8 = 25
     ],
 )
@@ -50,7 +61,11 @@ def test_nothing_fits() -> None:
     room = Room(5 * GB, None)
     needs = plan(room, "--devices", "2")
     assert recommended(needs) is None
-    assert "deepspeed_stage_3_offload, which needs the least, needs 33.2 GB there" in nothing_fits(needs, room)
+    assert "deepspeed_stage_3_offload, which needs the least, needs 33.2 GB of the device" in nothing_fits(needs, room)
+    room = Room(50 * GB, 4 * GB)
+    said = nothing_fits(plan(room, "--devices", "8"), room)
+    assert "GB of the CPU's memory, where it may take 4.0" in said
+    assert "of the device" not in said
 
 
 def test_the_largest_micro_batch_fits_and_one_image_more_does_not() -> None:
@@ -109,3 +124,86 @@ def test_sizes(text: str, size: int) -> None:
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(UsageError, match=r"--device_memory .*give a size such as 80GB"):
         size_in_bytes(text, "--device_memory")
+
+
+def named(strategy: str, *flags: str) -> Need:
+    return next(need for need in plan(Room(GB, None), *flags) if need.strategy == strategy)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "device", "host"),
+    [
+        ("deepspeed_stage_0", 40, 0),
+        ("deepspeed_stage_2_offload", 40, 0),  # 4 bytes a parameter in float32, as much in bfloat16 and laid flat
+        ("deepspeed_stage_3", 0, 20),  # cut as it is made
+        ("fsdp2", 0, 40),
+    ],
+)
+def test_the_network_is_there_before_it_is_cast_and_cut(strategy: str, device: int, host: int) -> None:
+    need = named(strategy, "--devices", "2")
+    assert (need.starting, need.host_starting) == (device * GB, host * GB)
+    assert need.device >= need.starting
+    assert need.host >= need.host_starting
+
+
+def test_an_average_of_the_weights_takes_its_place() -> None:
+    for strategy, average, host in (("ddp", 40, 0), ("deepspeed_stage_3", 20, 0), ("deepspeed_stage_3_offload", 0, 40)):
+        without, averaged = (named(strategy, "--devices", "2", *more) for more in ([], ["--ema", "0.9"]))
+        assert averaged.average == average * GB
+        assert averaged.host_buffers - without.host_buffers == host * GB
+
+
+def test_what_the_update_takes() -> None:
+    assert named("deepspeed_stage_2", "--devices", "4").passing == 6 * 10 * GB // 4
+    assert named("deepspeed_stage_2", "--devices", "4", "--precision", "32-true").passing == 4 * 10 * GB // 4
+    assert named("deepspeed_stage_0", "--devices", "4").passing == 8 * 10 * GB
+
+
+def test_offloaded_gradients_of_several_micro_batches() -> None:
+    one, two = (named("deepspeed_stage_2_offload", "--devices", "2", *more) for more in ([], ["--accumulate", "2"]))
+    assert two.host - one.host == 2 * 10 * GB // 2
+
+
+def test_fsdp2_reduces_in_float32() -> None:
+    spec = STRATEGIES["fsdp2"]
+    for blocks, mixed, whole in ((100, 10, 12), (1_000, 6, 8)):  # without blocks all of it is the largest
+        net = network.Network((Weight(1_000, 10),), blocks)
+        for precision, each in (("bf16-mixed", mixed), ("32-true", whole)):
+            config = cli.parse(["--strategy", "fsdp2", "--precision", precision, "--devices", "2"])
+            assert beside.buckets(spec, config, net) == each * blocks
+
+
+def test_what_lacks_is_named() -> None:
+    need = named("deepspeed_stage_3_offload_nvme", "--devices", "2")
+    assert Room(100 * GB, 100 * GB, disk=GB).lacking(need) == ["the disk"]
+    assert Room(GB, GB).lacking(need) == ["the device", "the CPU's memory"]
+    assert not Room(100 * GB, None).lacking(need)
+
+
+def test_alike_blocks_are_counted_as_three() -> None:
+    """To the byte, as all of them."""
+    config = cli.parse(["--model", "vit_tiny", "--activation_checkpointing"])
+    with FakeTensorMode():
+        net = activations._fake(config, torch.bfloat16)
+        whole = activations.counted(net, 4, "cast")
+        assert activations._of_all_blocks(net, 4, "cast") == whole
+    assert len(net.blocks) == 12  # pyright: ignore[reportArgumentType]
+
+
+def test_a_network_that_looks_at_its_values_as_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchvision:swin_t does."""
+
+    def build(*args: Any) -> torch.nn.Module:
+        return torch.nn.Linear(3, int(torch.arange(11).max())).to("meta")
+
+    monkeypatch.setattr(activations, "on_meta", build)
+    with FakeTensorMode():
+        net = activations._fake(cli.parse([]), torch.bfloat16)
+        assert net(torch.empty(2, 3, dtype=torch.bfloat16)).shape == (2, 10)
+
+
+def test_offloaded_activations_need_room_on_the_host() -> None:
+    """Of 62 GB on the device and 10 on the host, one for each image."""
+    needs = plan(Room(100 * GB, 10 * GB), "--devices", "8", "--activation_offload")
+    need = next(need for need in needs if need.strategy == "deepspeed_stage_2")
+    assert (need.activations, need.host, need.most_images) == (8 * GB, 8 * GB, 10)
