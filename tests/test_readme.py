@@ -49,7 +49,7 @@ def test_commands(small_data: list[str], tmp_path: Path):
             others.append([*arguments, *small_data, *small])
         elif program == "python":
             others.append(arguments)
-    assert sum(map(len, trainings.values())) >= 6
+    assert sum(map(len, trainings.values())) >= 5
     assert {"evaluate.py", "export.py", "predict.py", "plan.py", "compare.py"} <= {arguments[0] for arguments in others}
     for ranks, flags in trainings.items():
         train_in_ranks(flags, ranks)
