@@ -22,6 +22,8 @@ import run_folder
 from comparison import result
 from comparison.variants import ROUNDING, Planned, Training, plan
 from errors import RunError, Stopped, UsageError
+from hardware import core_count
+from values import check_plain_name
 
 if TYPE_CHECKING:
     from comparison.reading import Loaded
@@ -148,7 +150,7 @@ def _trained(arguments: Namespace, planned: Sequence[Planned], runner: Runner) -
     comparison = assemble(groups, second, title, _command(), target, arguments.trust)
     comparison.notes += notes
     if comparison.machine:
-        comparison.machine["cores"] = str(os.cpu_count())
+        comparison.machine["cores"] = str(core_count())
     return comparison
 
 
@@ -223,15 +225,14 @@ def _parse() -> tuple[Namespace, list[str]]:
     )
     parser.add_argument("--junit", metavar="FILE", help="write the verdicts as JUnit XML, for CI systems")
     parser.add_argument("--out", default="comparisons", metavar="DIR", help="of comparisons (default: %(default)s)")
-    parser.add_argument("--name", metavar="NAME", help="of this one (default: the network's, or runs)")
+    parser.add_argument("--name", default="", metavar="NAME", help="of this one (default: the network's, or runs)")
     parser.add_argument(
         "--trust", action="store_true", help="load checkpoints that could run code, of somebody you trust"
     )
     arguments, rest = parser.parse_known_args()
     if arguments.target_accuracy is not None and not 0 < arguments.target_accuracy <= 1:
         raise UsageError(f"--target_accuracy must be over 0 and at most 1, not {arguments.target_accuracy:g}")
-    if arguments.name and (Path(arguments.name).name != arguments.name or arguments.name in (".", "..")):
-        raise UsageError(f"--name {arguments.name} must be a plain name; --out is the directory")
+    check_plain_name(arguments.name)
     if arguments.junit and not Path(arguments.junit).absolute().parent.is_dir():
         raise UsageError(f"--junit {arguments.junit}: there is no such directory")
     if arguments.junit and Path(arguments.junit).is_dir():

@@ -67,8 +67,17 @@ def check_values(config: Config) -> None:
         raise UsageError(f"--data.synthetic_size must be at least 10, not {config.data.synthetic_size}")
     _check_augmentation(config)
     _check_regularization(config)
-    if config.name and (Path(config.name).name != config.name or config.name in (".", "..")):
-        raise UsageError(f"--name {config.name} must be a plain name; --out is the directory")
+    check_plain_name(config.name)
+
+
+def check_plain_name(name: str) -> None:
+    """Refuses a --name that leads to another directory; none at all is fine.
+
+    Raises:
+        UsageError: says what --name and --out are for.
+    """
+    if name and (Path(name).name != name or name in (".", "..")):
+        raise UsageError(f"--name {name} must be a plain name; --out is the directory")
 
 
 def _check_augmentation(config: Config) -> None:

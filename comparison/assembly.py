@@ -87,8 +87,11 @@ def _judge(comparison: Comparison, groups: Sequence[Group], second: Second, trus
     open_seeds = {seed for each in found for seed in each.open_seeds}
     drifts = drifts_of(reference.loaded, second(open_seeds) if open_seeds else [], trust)
     for (_, variant), each in zip(wanted, found, strict=True):
-        variant.unjudged = each.unjudged(drifts)
-        variant.verdict = None if variant.unjudged else each.verdict(drifts)
+        outcome = each.verdict(drifts)
+        if isinstance(outcome, str):
+            variant.unjudged = outcome
+        else:
+            variant.verdict = outcome
     comparison.notes += dict.fromkeys(note for each in found for note in each.notes)
     _tell_bounds(comparison, {variant.name: each for (_, variant), each in zip(wanted, found, strict=True)}, drifts)
 

@@ -61,24 +61,21 @@ class Judged:
         """Those that are not bit-identical: their verdict needs a bound."""
         return {seed for seed, pair in self.pairs.items() if pair.steps and not pair.identical}
 
-    def verdict(self, drifts: Mapping[int, Sequence[Drift]]) -> Verdict:
-        """Over all seeds."""
-        verdicts = []
-        for seed, (allowed, _) in self.bounds(drifts).items():
-            verdicts.append(judge(self.pairs[seed], allowed))
-            if not self.pairs[seed].identical:
-                verdicts[-1].causes = causes(self.reference[seed], self.others[seed], self.normalises)
-        return worst(verdicts)
-
-    def unjudged(self, drifts: Mapping[int, Sequence[Drift]]) -> str:
-        """Why there can be no verdict; empty where there can."""
+    def verdict(self, drifts: Mapping[int, Sequence[Drift]]) -> Verdict | str:
+        """Over all seeds, or why there can be none."""
         if not all(pair.steps for pair in self.pairs.values()):
             return "no optimizer step that the reference has too"
-        verdict = self.verdict(drifts)
-        for seed in self.open_seeds:
-            if verdict.kind != "different" and self.bounds(drifts)[seed][0].undecided == self.pairs[seed].steps[0]:
-                return "rounding alone moves the losses by more than a tenth, from the first step on"
-        return ""
+        verdicts, blind = [], False
+        for seed, (allowed, _) in self.bounds(drifts).items():
+            pair = self.pairs[seed]
+            verdicts.append(judge(pair, allowed))
+            if not pair.identical:
+                verdicts[-1].causes = causes(self.reference[seed], self.others[seed], self.normalises)
+                blind = blind or allowed.undecided == pair.steps[0]
+        found = worst(verdicts)
+        if blind and found.kind != "different":
+            return "rounding alone moves the losses by more than a tenth, from the first step on"
+        return found
 
     def bounds(self, drifts: Mapping[int, Sequence[Drift]]) -> dict[int, tuple[Bound, Source]]:
         """What rounding may make of each seed's run, and where that is from: no run is its own second one."""

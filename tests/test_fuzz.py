@@ -26,7 +26,7 @@ from tests.sources.archives import cifar_files, tar_gz
 
 pytestmark = pytest.mark.distributed
 
-MUTATIONS = 200 if "FUZZ" in os.environ else 15
+MUTATIONS = 200 if WHOLE else 15
 """Of each kind of file."""
 
 SECONDS = 30

@@ -4,7 +4,6 @@ goes on, and what evaluate.py and export.py use. `make fuzz` has every stage, of
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,10 @@ import export
 from checkpointing.safetensors_file import read_safetensors
 from checkpointing.weights import network
 from checkpointing.zero_folder import AVERAGE
-from tests.helpers import largest_difference, last_checkpoint, run_folder_of, train_all
+from tests.helpers import WHOLE, largest_difference, last_checkpoint, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
 
-WHOLE = "FUZZ" in os.environ
 RECIPE = [
     *("--batch_size", "64", "--accelerator", "cpu", "--devices", "2", "--epochs", "5", "--logger", "none"),
     *("--optimizer.lr", "0.1", "--label_smoothing", "0.1", "--early_stopping", "1", "--seed", "1"),

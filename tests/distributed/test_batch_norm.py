@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
 import models
-from tests.helpers import assert_ok, last_weights, run_folder_of, run_program, train_all
+from tests.helpers import WHOLE, assert_ok, last_weights, run_folder_of, run_program, train_all
 
 pytestmark = pytest.mark.distributed
 
-FUZZ = "FUZZ" in os.environ
 CHAIN = ["deepspeed_stage_3", "ddp", "deepspeed_stage_3"]
-if FUZZ:
+if WHOLE:
     CHAIN += ["deepspeed_stage_0", "deepspeed_stage_1", "deepspeed_stage_3", "deepspeed_stage_2", "ddp"]
 """Strategies that take one another's checkpoints up, each for an optimizer step."""
 
@@ -35,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> P
         resume = ["--resume", str(out / str(number - 1))] if number else []
         runs[out / str(number)] = [*same, *RESNET, "--strategy", strategy, "--max_steps", str(number + 1), *resume]
     flags = ["--model", OTHER, "--optimizer.lr", "0", "--max_steps", "1", "--strategy", "deepspeed_stage_3"]
-    if FUZZ:
+    if WHOLE:
         runs[out / "other"] = [*same, *flags]
     train_all(runs)
     return out
@@ -70,14 +68,14 @@ def test_all_ranks_have_the_same_statistics(folder: Path):
     assert one["net.bn1.running_mean"].any()
 
 
-@pytest.mark.skipif(not FUZZ, reason="make fuzz")
+@pytest.mark.skipif(not WHOLE, reason="make fuzz")
 def test_stage_3_starts_from_the_weights_that_another_package_draws(folder: Path):
     """It draws those of its layers once more when it has them all; trained with a learning rate of 0."""
     torch.manual_seed(0)
     assert differing(state_of(folder / "other"), dict(models.build(OTHER, 10).state_dict())) == []
 
 
-@pytest.mark.skipif(not FUZZ, reason="make fuzz")
+@pytest.mark.skipif(not WHOLE, reason="make fuzz")
 @pytest.mark.parametrize("number", range(len(CHAIN)), ids=CHAIN.__getitem__)
 def test_evaluate_and_export_do_what_the_run_did(number: int, folder: Path):
     run = run_folder_of(folder / str(number))

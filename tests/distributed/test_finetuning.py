@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -18,11 +17,10 @@ import run_folder
 from checkpointing.read import read
 from checkpointing.weights import network, plain_network
 from finetuning.delta import together, write
-from tests.helpers import last_weights, run_folder_of, train_all
+from tests.helpers import WHOLE, last_weights, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
 
-WHOLE = "FUZZ" in os.environ
 
 RECIPES = {
     "lora": ["--lora.rank", "2", "--lora.target", "fc1", "fc2", "--trainable", "fc3.*"],

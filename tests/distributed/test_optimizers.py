@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 from checkpointing.weights import network
 from optimizers import BY_DEEPSPEED, OFFLOADED_BY, OPTIMIZERS
-from tests.helpers import last_checkpoint, run_folder_of, train_all
+from tests.helpers import WHOLE, last_checkpoint, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
 
-WHOLE = "FUZZ" in os.environ
 STEPS = 8
 RATES = {"sgd": 0.05, "adadelta": 1.0, "adagrad": 0.01}
 STAGES = [f"deepspeed_stage_{stage}" for stage in range(4)]

@@ -4,14 +4,13 @@ layer is sharded and gathered again for the second forward pass; among many (FUZ
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.helpers import last_weights, of_make_fuzz, run_folder_of, train_all
+from tests.helpers import WHOLE, last_weights, of_make_fuzz, run_folder_of, train_all
 
 pytestmark = [pytest.mark.distributed, of_make_fuzz]
 
@@ -19,7 +18,7 @@ RECIPES = {
     "ddp": "--strategy ddp --batch_size 8 --accumulate 2 --max_steps 20",
     "every layer sharded": "--ds_config {everything} --batch_size 8 --accumulate 2 --max_steps 20",
 }
-if "FUZZ" in os.environ:
+if WHOLE:
     names = [*(f"deepspeed_stage_{stage}" for stage in range(4)), "deepspeed_stage_3_offload"]
     RECIPES |= {name: f"--strategy {name} --model vit_tiny --batch_size 8 --max_steps 20" for name in names}
     experts = "--model vit_moe --model.ep_size 2 --batch_size 4 --max_steps 4"
