@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import json
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -33,11 +36,18 @@ of_make_fuzz = pytest.mark.skipif(not WHOLE, reason="of make fuzz")
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_SECONDS = 240
 
+WARM = ("train.py", "evaluate.py", "export.py", "predict.py")
+"""Programs that take five seconds to import what they need. Those that import little start as ever."""
+
 
 def run_program(
     *command: str, cwd: Path = ROOT, timeout: float = TIMEOUT_SECONDS, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `python <command>` from the repository and returns what it printed and its exit code."""
+    """Runs `python <command>` from the repository and returns what it printed and its exit code.
+
+    The programs of one process that nothing more is asked of come from tests.warm_start."""
+    if command[0] in WARM and cwd == ROOT and env is None:
+        return _warm_start().run(command, timeout)
     clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     return subprocess.run(
         [sys.executable, *command],
@@ -47,6 +57,54 @@ def run_program(
         text=True,
         timeout=timeout,
     )
+
+
+class WarmStart:
+    """tests.warm_start, for all tests of this process of pytest."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="warm-start-"))
+        clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.warm_start", str(self.folder / "socket")],
+            cwd=ROOT,
+            env={"OMP_NUM_THREADS": "1", **clean},
+            stdin=subprocess.DEVNULL,
+        )
+        atexit.register(self.end)
+        while not (self.folder / "socket").exists():
+            assert self.process.poll() is None, "tests.warm_start ended"
+            time.sleep(0.02)
+
+    def run(self, command: tuple[str, ...], timeout: float) -> subprocess.CompletedProcess[str]:
+        """What a program printed, and its exit code."""
+        with (
+            socket.socket(socket.AF_UNIX) as connection,
+            tempfile.TemporaryFile("w+") as output,
+            tempfile.TemporaryFile("w+") as errors,
+        ):
+            connection.connect(str(self.folder / "socket"))
+            socket.send_fds(connection, [json.dumps(command).encode()], [output.fileno(), errors.fileno()])
+            with connection.makefile() as answers:
+                process = int(answers.readline())
+                connection.settimeout(timeout)
+                try:
+                    code = int(answers.readline())
+                except TimeoutError as error:
+                    os.killpg(process, signal.SIGKILL)
+                    raise subprocess.TimeoutExpired(command, timeout) from error
+            output.seek(0)
+            errors.seek(0)
+            return subprocess.CompletedProcess(command, code, output.read(), errors.read())
+
+    def end(self) -> None:
+        """Ends it, when all programs have."""
+        self.process.kill()
+        self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+_warm_start = functools.cache(WarmStart)
 
 
 class Ranks:
