@@ -167,7 +167,7 @@ TABLE = (
     ),
     KnownFailure(
         r"RuntimeError",
-        r"Connection (closed|reset) by peer|Connection was likely closed|remote process exit",
+        r"Connection (closed|reset) by peer|Application timeout caused pair closure|Connection was likely closed|remote process exit",
         "another rank has ended, and this one lost its connection",
         "look for the first error in the other ranks' lines",
         f"{PYTORCH}/75512",
