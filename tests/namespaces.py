@@ -56,6 +56,13 @@ class Host:
         """Runs a command in this host to its end; `options` are subprocess.run's."""
         return subprocess.run(self.command(*command), capture_output=True, text=True, **options)
 
+    def end_all(self) -> None:
+        """Kills whatever runs in this host."""
+        running = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True).stdout
+        for process in map(int, running.split()):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
 
 @dataclass(frozen=True)
 class Hosts:
@@ -101,7 +108,7 @@ def two_hosts() -> Iterator[Hosts]:
         yield hosts
     finally:
         for host in (hosts.a, hosts.b):
-            _remove(host.name)
+            _remove(host)
 
 
 def _make(hosts: Hosts) -> None:
@@ -125,17 +132,14 @@ def _remove_leftovers() -> None:
     """The hosts of tests that were killed."""
     for line in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.splitlines():
         if (found := re.match(rf"{PREFIX}-(\d+)-[ab]\b", line)) and not psutil.pid_exists(int(found[1])):
-            _remove(found[0])
+            _remove(Host(found[0], ""))
 
 
-def _remove(name: str) -> None:
+def _remove(host: Host) -> None:
     """Ends what runs in a host and removes it; nothing where there is none. Its end of the link goes with it."""
-    running = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout
-    for process in map(int, running.split()):
-        with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
-    subprocess.run(["ip", "netns", "delete", name], capture_output=True)
-    shutil.rmtree(HOSTS_FILES / name, ignore_errors=True)
+    host.end_all()
+    subprocess.run(["ip", "netns", "delete", host.name], capture_output=True)
+    shutil.rmtree(HOSTS_FILES / host.name, ignore_errors=True)
 
 
 def _run(*command: str) -> None:
