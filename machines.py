@@ -3,6 +3,7 @@ from, and disks that the machines do not share."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Sequence
@@ -89,7 +90,9 @@ def introduce(config: Config, places: Sequence[Place], run_dir: Path | None) -> 
         return
     text = json.dumps([asdict(place) for place in places], indent=1) + "\n"
     if run_dir is not None:
-        (run_dir / run_folder.RANKS).write_text(text)
+        file = run_dir / run_folder.RANKS
+        atomic.staged(file).write_text(text)
+        atomic.put_in_place(file)
     if config.num_nodes == 1:
         return
     if run_dir is not None:
@@ -119,18 +122,26 @@ def _appears(file: Path, text: str) -> bool:
 
 
 def _bring(checkpoint: Path, places: Sequence[Place]) -> None:
-    """Gives a checkpoint of one file to the machines that lack it, at its own place there."""
-    seen = gather(checkpoint.exists())
-    lacking = sorted({place.host for place in places if not seen[place.rank]})
+    """Gives a checkpoint of one file to the machines that lack it, or have another run's there, at its own place."""
+    seen = gather(_digest(checkpoint))
+    lacking = sorted({place.host for place in places if seen[place.rank] != seen[0]})
     if not lacking:
         return
     content = by_rank_0(lambda: _content(checkpoint, lacking))
     mine = places[dist.get_rank()]
-    if not seen[mine.rank] and mine.local_rank == 0:
+    if seen[mine.rank] != seen[0] and mine.local_rank == 0:
         checkpoint.parent.mkdir(parents=True, exist_ok=True)
         atomic.staged(checkpoint).write_bytes(content)
         atomic.put_in_place(checkpoint)
     dist.barrier()
+
+
+def _digest(checkpoint: Path) -> str:
+    """Of a file; whether it is there, of a folder."""
+    if not checkpoint.is_file():
+        return str(checkpoint.exists())
+    with checkpoint.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _content(checkpoint: Path, lacking: Sequence[str]) -> bytes:

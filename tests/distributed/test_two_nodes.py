@@ -29,7 +29,7 @@ TIMEOUT_SECONDS = 8
 PATIENCE_SECONDS = 300
 """With what takes 10 to 30 s: the machine may be busy."""
 
-RENDEZVOUS = {"2": "keep_alive_max_attempt=12", "1:2": "last_call_timeout=3"}
+RENDEZVOUS = {"2": "keep_alive_max_attempt=12", "1:2": "last_call_timeout=15"}
 """By the numbers of hosts. torchrun counts a host as gone after 3 signs of life that it misses, 5 s apart: when the
 link is mended both would start their ranks anew, and again when the other one is found to be there. One that is left
 alone would wait for others to join for 30 s."""
