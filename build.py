@@ -6,11 +6,14 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
 import epoch_loop
+import launchers
 import models
 import run_folder
 import sources
@@ -148,7 +151,7 @@ def trainer(config: Config, run_dir: Path | None) -> Trainer:
         "logger": loggers(config, run_dir),
         "callbacks": callbacks(config, run_dir),
         "default_root_dir": run_dir,
-        "plugins": [AtomicCheckpointIO(config.trust, config.save_weights)],
+        "plugins": [AtomicCheckpointIO(config.trust, config.save_weights), *environment()],
         "use_distributed_sampler": False,  # the loaders shard by themselves, whatever the strategy
         "log_every_n_steps": config.log_interval,
         "enable_model_summary": False,
@@ -165,6 +168,15 @@ def trainer(config: Config, run_dir: Path | None) -> Trainer:
         raise UsageError(f"Lightning's Trainer refuses an option of --trainer: {error}") from error
     epoch_loop.install(made)
     return made
+
+
+def environment() -> list[ClusterEnvironment]:
+    """Where Lightning reads the ranks: in torchrun's variables, which `launchers.adopt` has set whoever started them.
+
+    By itself (2.6.6) it would take SLURM's wherever there are any: in a job with one task, ranks that this program has
+    started there would all be rank 0 of 1.
+    """
+    return [] if launchers.by_torchrun() else [LightningEnvironment()]
 
 
 def check_trainer_options(config: Config) -> None:

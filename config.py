@@ -26,7 +26,11 @@ class DeviceConfig:
     """Ranks on this machine: GPUs, or processes on the CPU. auto: every GPU, or one CPU process."""
 
     num_nodes: int = 1
-    """Machines; more than one is started by torchrun or SLURM on each of them."""
+    """Machines; more than one is started by torchrun, DeepSpeed's launcher or SLURM on each of them."""
+
+    timeout: float = 600.0
+    """Seconds that a rank waits for the others in a collective before it ends with an error: more than one of them may
+    be busy by itself with downloading, compiling or writing a checkpoint."""
 
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     """Where to train; auto: the GPU where there is one."""

@@ -167,7 +167,8 @@ TABLE = (
     ),
     KnownFailure(
         r"RuntimeError",
-        r"Connection (closed|reset) by peer|Connection was likely closed|remote process exit",
+        r"Connection (closed|reset) by peer|Application timeout caused pair closure|"
+        r"Connection was likely closed|remote process exit",
         "another rank has ended, and this one lost its connection",
         "look for the first error in the other ranks' lines",
         f"{PYTORCH}/75512",
@@ -175,7 +176,7 @@ TABLE = (
     KnownFailure(
         r"RuntimeError",
         r"Timed out waiting \d+ms|wait timeout after \d+ms|Watchdog caught collective operation timeout",
-        "this rank has waited for the others in vain: one of them hangs, or has ended",
+        "this rank has waited for the others in vain: one of them hangs, has ended or cannot be reached",
         "look for the first error in the other ranks' lines",
         f"{LIGHTNING}/19487",
     ),

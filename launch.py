@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 
 import heartbeat
+import launchers
 from hardware import share_of_cores
 from supervisor import Rank, supervise
 
@@ -44,18 +45,18 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def is_rank() -> bool:
-    """Whether this process is one rank, started by our launcher, torchrun or SLURM."""
-    by_torchrun = all(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    # A shell inside an allocation has SLURM_PROCID too: only srun with several tasks has started ranks.
-    by_slurm = "SLURM_PROCID" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1
-    return by_torchrun or by_slurm
+    """Whether this process is one rank, started by our launcher, torchrun, DeepSpeed's launcher or SLURM."""
+    return bool(launchers.variables())
 
 
 def global_rank() -> int:
     """The rank of this process over all machines, 0 where there is only one."""
-    if not is_rank():
-        return 0
-    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+    return int(launchers.variables().get("RANK", "0"))
+
+
+def local_rank() -> int:
+    """The rank of this process on its machine, 0 where there is only one."""
+    return int(launchers.variables().get("LOCAL_RANK", "0"))
 
 
 def run(ranks: int, on_cpu: bool, watch: heartbeat.Watch | None = None, told: Mapping[str, str] | None = None) -> int:

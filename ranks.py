@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from errors import UsageError
 
 T = TypeVar("T")
 
@@ -20,6 +22,24 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     values: list[T | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values  # pyright: ignore[reportReturnType]
+
+
+def by_rank_0(ask: Callable[[], T]) -> T:
+    """What rank 0 finds, on every rank. Each of them must call it.
+
+    Raises:
+        UsageError: rank 0 has; raised on every rank.
+    """
+    found: T | UsageError | None = None
+    if not _has_others() or dist.get_rank() == 0:
+        try:
+            found = ask()
+        except UsageError as error:
+            found = error
+    told = gather(found)[0]
+    if isinstance(told, UsageError):
+        raise told
+    return told  # pyright: ignore[reportReturnType]
 
 
 def average_over_ranks(values: Sequence[Tensor]) -> None:

@@ -14,6 +14,7 @@ CONFIG = "config.yaml"
 METRICS = "metrics.json"
 LOSSES = "losses.csv"
 DEEPSPEED_CONFIG = "deepspeed.json"
+RANKS = "ranks.json"
 
 FALLBACK_SUFFIX = "-digits-fallback"
 """Added to the name of a run whose CIFAR-10 could not be had: its figures are those of the embedded digits."""
@@ -59,10 +60,15 @@ def newest_checkpoint(folder: Path) -> Path:
     Raises:
         UsageError: there is none.
     """
-    found = [path for path in folder.rglob("*.ckpt") if path.is_file() or is_checkpoint_folder(path)]
+    found = checkpoints(folder)
     if not found:
         raise UsageError(f"no checkpoint under {folder}: give a run folder, or a .ckpt file or folder")
-    return max(found, key=_written)
+    return max(found, key=written)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """All whole checkpoints under a folder."""
+    return [path for path in folder.rglob("*.ckpt") if path.is_file() or is_checkpoint_folder(path)]
 
 
 def find_checkpoint(path: str, out: str, name: str) -> Path:
@@ -95,7 +101,7 @@ def is_checkpoint_folder(path: Path) -> bool:
     return (path / "latest").is_file()
 
 
-def _written(checkpoint: Path) -> tuple[int, str]:
+def written(checkpoint: Path) -> tuple[int, str]:
     """When a checkpoint was finished; of two at the same moment last.ckpt is the newer."""
     finished = checkpoint / "latest" if checkpoint.is_dir() else checkpoint  # written last
     return finished.stat().st_mtime_ns, checkpoint.name

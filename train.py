@@ -13,6 +13,7 @@ import checks
 import cli
 import exits
 import launch
+import launchers
 import run_folder
 import start_time
 from config import Config, SourceName
@@ -29,7 +30,8 @@ start_time.note()
 
 def main() -> int:
     """Parses the command line and trains, in this process or in the ranks that it starts; returns the exit code."""
-    config = cli.parse()
+    launchers.adopt()
+    config = cli.parse(launchers.arguments(sys.argv[1:]))
     if config.strategy == AUTO:
         automatic.settle(config)
     checks.settle(config)
@@ -55,6 +57,8 @@ def train(config: Config) -> dict[str, Any]:
         What metrics.json holds, on every rank.
     """
     import build
+    import machines
+    import meeting
     from callbacks.interrupt import SLURM_REQUEUE
     from callbacks.summary import collect, log_hparams
     from quiet import quieten
@@ -63,18 +67,22 @@ def train(config: Config) -> dict[str, Any]:
 
     quieten()
     build.check_trainer_options(config)
+    places = meeting.meet(config)
+    machines.settle_resume(config, places)
     build.check_resume(config)
     start = build.finetuning(config)
     datamodule = build.datamodule(config)
     run_dir: Path | None = None
-    if launch.global_rank() == 0:
+    if launch.local_rank() == 0:
         datamodule.prepare_data()  # before the run is named: auto may have fallen back to the digits
+    if launch.global_rank() == 0:
         fell_back = config.data.source == "auto" and datamodule.source == "digits"
         run_dir = run_folder.claim(config.out, config.run_name + run_folder.FALLBACK_SUFFIX * fell_back)
         write_config(config, datamodule.source, run_dir)
         if start is not None:
             say(start.told(run_dir))
     with run_folder.removed_on_failure(run_dir):
+        machines.introduce(config, places, run_dir)
         module = build.module(config, start)
         trainer = build.trainer(config, run_dir)
     trainer.fit(module, datamodule=datamodule, ckpt_path=config.resume or None)

@@ -34,6 +34,8 @@ def check_values(config: Config) -> None:
             raise UsageError(f"--{name} must be at least 1, not {getattr(config, name)}")
     if config.devices != "auto" and config.devices < 1:
         raise UsageError(f"--devices must be at least 1, not {config.devices}")
+    if not 0 < config.timeout < math.inf:
+        raise UsageError(f"--timeout must be over 0 and finite, in seconds, not {config.timeout}")
     for name in ("save_every_n_steps", "save_every_minutes", "bench_steps", "gradient_clip_val"):
         if not getattr(config, name) >= 0:
             raise UsageError(f"--{name} must not be negative, not {getattr(config, name)}")

@@ -15,9 +15,11 @@ CPU_RANK_BYTES = 1_000_000_000
 
 def settle_devices(config: Config, gpus: int) -> None:
     """Puts the number of ranks for `auto`, or what the launcher says; `gpus` are those that torch can use."""
-    if "LOCAL_WORLD_SIZE" in os.environ:  # started by torchrun, or by our own launcher: the ranks are there already
+    if "LOCAL_WORLD_SIZE" in os.environ:  # the ranks are there already, whoever has started them
         config.devices = int(os.environ["LOCAL_WORLD_SIZE"])
-        config.num_nodes = int(os.environ["WORLD_SIZE"]) // config.devices
+        config.num_nodes, left = divmod(int(os.environ["WORLD_SIZE"]), config.devices)
+        if left:
+            raise UsageError(f"{os.environ['WORLD_SIZE']} ranks, {config.devices} here: give each machine as many")
     elif config.devices == "auto":
         config.devices = max(1, gpus)
     if gpus and config.devices > gpus:

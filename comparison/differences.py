@@ -10,7 +10,7 @@ from comparison.result import Difference
 
 FREE = (
     # What is compared, and where it runs: none of it may change the maths.
-    *("strategy", "ds_config", "nvme_path", "devices", "num_nodes", "accumulate"),
+    *("strategy", "ds_config", "nvme_path", "devices", "num_nodes", "timeout", "accumulate"),
     *("activation_checkpointing", "activation_offload", "compile", "cuda_graphs", "model.ep_size"),
     # Seeds are compared one with the same one.
     "seed",

@@ -1,0 +1,205 @@
+"""Runs over two hosts with addresses of their own, which torchrun starts on each: they train as one host does, end when
+the link between them is cut, and go on.
+
+`make fuzz` also loses a host for good, has hosts whose disks are apart, and starts the ranks in other ways.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import run_folder
+from tests.helpers import ROOT, largest_difference, last_weights, of_make_fuzz, run_folder_of, train_all
+from tests.namespaces import Host, Hosts, two_hosts
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 45
+TIMEOUT_SECONDS = 8
+"""Of a collective: long enough for two busy cores."""
+
+PATIENCE_SECONDS = 300
+"""With what takes 10 to 30 s: the machine may be busy."""
+
+RENDEZVOUS = {"2": "keep_alive_max_attempt=12", "1:2": "last_call_timeout=15"}
+"""By the numbers of hosts. torchrun counts a host as gone after 3 signs of life that it misses, 5 s apart: when the
+link is mended both would start their ranks anew, and again when the other one is found to be there. One that is left
+alone would wait for others to join for 30 s."""
+
+RECIPE = [
+    *("--accelerator", "cpu", "--batch_size", "16", "--data.val_fraction", "0", "--epochs", "2"),
+    *("--max_steps", str(STEPS), "--optimizer.lr", "0.05", "--augment.flip", "random", "--logger", "none"),
+]
+"""An epoch of 40 steps."""
+
+SLOW = "20mbit"
+"""About a tenth of a second for the gradients of a step of Net, so that there is time to cut the link in one."""
+
+
+class Node:
+    """torchrun on a host, and what it has printed."""
+
+    def __init__(self, host: Host, folder: Path, nodes: str, endpoint: Host, *flags: str, cwd: Path = ROOT):
+        self.log = folder / f"{host.name}.log"
+        rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{endpoint.name}:29400"]
+        torchrun = ["--nnodes", nodes, *rendezvous, "--rdzv_conf", RENDEZVOUS[nodes], "--max_restarts", "3"]
+        program = ["--nproc_per_node", "1", "-m", "tests.without_figures", *flags, "--timeout", str(TIMEOUT_SECONDS)]
+        self.process = host.start(
+            *(sys.executable, "-m", "torch.distributed.run", *torchrun, *program),
+            cwd=cwd,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            stdout=self.log.open("w"),
+            stderr=subprocess.STDOUT,
+        )
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def wait_for(self, happens: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:
+        over = time.monotonic() + seconds
+        while not happens():
+            assert time.monotonic() < over, self.output[-4000:]
+            assert self.process.poll() in (None, 0), self.output[-4000:]
+            time.sleep(0.02)
+
+    def end_well(self) -> None:
+        self.wait_for(lambda: self.process.poll() is not None)
+        assert self.process.returncode == 0, self.output[-4000:]
+
+    def says_that_it_lost_the_other(self) -> bool:
+        """In one line, without a traceback."""
+        lost = "error: this rank has waited" in self.output or "error: another rank has ended" in self.output
+        return lost and "Traceback (most recent call last)" not in self.output
+
+
+def nodes_of(hosts: Hosts, folder: Path, nodes: str, *flags: str) -> tuple[Node, Node]:
+    a, b = (Node(host, folder, nodes, hosts.a, *flags) for host in (hosts.a, hosts.b))
+    return a, b
+
+
+@pytest.fixture(scope="module")
+def on_one_host(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> dict[str, torch.Tensor]:
+    """The weights of two ranks of one host, never interrupted."""
+    out = tmp_path_factory.mktemp("one")
+    train_all({out: [*small_data, *RECIPE, "--strategy", "ddp", "--devices", "2"]})
+    return last_weights(run_folder_of(out))
+
+
+def test_cut_off_in_mid_epoch_it_goes_on_and_ends_as_on_one_host(
+    tmp_path: Path, small_data: list[str], on_one_host: dict[str, torch.Tensor]
+):
+    """Bit for bit; and what it had saved by then goes on with one rank."""
+    out = tmp_path / "out"
+    flags = [*small_data, *RECIPE, "--save_every_n_steps", "10", "--out", str(out), "--name", "two"]
+    with two_hosts() as hosts:
+        hosts.slow(SLOW)
+        a, b = nodes_of(hosts, tmp_path, "2", *flags, "--strategy", "deepspeed_stage_2")
+        a.wait_for(lambda: list(out.glob("two/*/checkpoints/epoch*.ckpt")))
+        hosts.cut()
+        cut = time.monotonic()
+        for node in (a, b):
+            node.wait_for(node.says_that_it_lost_the_other, TIMEOUT_SECONDS + 40)
+        assert time.monotonic() - cut > TIMEOUT_SECONDS - 2
+        hosts.mend()
+        for node in (a, b):
+            node.end_well()
+    assert hosts.b.address in a.output  # of the table
+    assert "Started anew by torchrun: the run goes on from" in a.output
+    begun, *_, ended = sorted(out.glob("two/version_*"))  # torchrun may have started it anew more than once
+    assert largest_difference(last_weights(ended), on_one_host) == 0
+    alone = tmp_path / "alone"
+    train_all({alone: [*small_data, *RECIPE, "--resume", str(run_folder.newest_checkpoint(begun))]})
+    assert largest_difference(last_weights(run_folder_of(alone)), on_one_host) < 1e-5
+
+
+@of_make_fuzz
+def test_the_host_that_is_left_goes_on_alone(
+    tmp_path: Path, small_data: list[str], on_one_host: dict[str, torch.Tensor]
+):
+    """The global batch stays, and the checkpoint is cut anew."""
+    out = tmp_path / "out"
+    flags = [*small_data, *RECIPE, "--save_every_n_steps", "10", "--out", str(out), "--name", "two"]
+    with two_hosts() as hosts:
+        hosts.slow(SLOW)
+        a, b = nodes_of(hosts, tmp_path, "1:2", *flags, "--strategy", "deepspeed_stage_3")
+        a.wait_for(lambda: list(out.glob("two/*/checkpoints/epoch*.ckpt")))
+        assert hosts.b.address in a.output, "the hosts have not waited for each other"
+        hosts.b.end_all()
+        b.process.wait()
+        a.end_well()
+    assert "Started anew by torchrun: the run goes on from" in a.output
+    assert largest_difference(last_weights(sorted(out.glob("two/version_*"))[-1]), on_one_host) < 1e-5
+
+
+@of_make_fuzz
+def test_hosts_whose_disks_are_apart(tmp_path: Path, small_data: list[str], on_one_host: dict[str, torch.Tensor]):
+    """One file of rank 0 is brought to the others when they go on; shards would lie in pieces, and are refused."""
+    own = [tmp_path / name for name in "ab"]
+    for folder in own:
+        folder.mkdir()
+    flags = [*small_data, *RECIPE, "--out", "runs", "--name", "apart"]
+    with two_hosts() as hosts:
+
+        def run(*more: str) -> tuple[Node, Node]:
+            a, b = (
+                Node(host, folder, "2", hosts.a, *flags, *more, cwd=folder)
+                for host, folder in zip((hosts.a, hosts.b), own, strict=True)
+            )
+            for node in (a, b):
+                node.process.wait(timeout=PATIENCE_SECONDS)
+            return a, b
+
+        first, _ = run("--strategy", "ddp", "--max_steps", "20")
+        assert f"{hosts.b.name} cannot see runs/apart/version_0. What the run leaves behind is on" in first.output
+        assert not (own[1] / "runs").exists()
+        run("--strategy", "ddp", "--resume", "last")
+        assert (own[1] / "runs/apart/version_0/checkpoints/last.ckpt").exists()
+        refused = run("--strategy", "deepspeed_stage_1")
+    assert largest_difference(last_weights(own[0] / "runs/apart/version_1"), on_one_host) == 0
+    for node in refused:
+        assert "error: --out runs is not one directory for all machines" in node.output
+        assert "Traceback" not in node.output
+    assert not (own[0] / "runs/apart/version_2").exists()
+
+
+@of_make_fuzz
+@pytest.mark.parametrize("launcher", ["deepspeed", "srun"])
+def test_other_launchers(launcher: str, tmp_path: Path, small_data: list[str], on_one_host: dict[str, torch.Tensor]):
+    """DeepSpeed's own, without ssh, and what srun sets for its tasks; two hosts, one rank each."""
+    train = [*small_data, *RECIPE, "--out", str(tmp_path), "--strategy", "deepspeed_stage_1", "--num_nodes", "2"]
+    program = str(ROOT / "tests" / "without_figures.py")
+    with two_hosts() as hosts:
+        (tmp_path / "hostfile").write_text(f"{hosts.a.name} slots=1\n{hosts.b.name} slots=1\n")
+        processes: list[subprocess.Popen[str]] = []
+        for number, host in enumerate((hosts.a, hosts.b)):
+            without_ssh = ["--no_ssh", "--node_rank", str(number), "--master_addr", hosts.a.address]
+            hostfile = ["--hostfile", str(tmp_path / "hostfile"), *without_ssh]
+            deepspeed = ["-m", "deepspeed.launcher.runner", *hostfile]
+            task = {"SLURM_PROCID": str(number), "SLURM_NODEID": str(number), "SLURM_LOCALID": "0", "SLURM_NTASKS": "2"}
+            job = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": f"{hosts.a.name},{hosts.b.name}"}
+            processes.append(
+                host.start(
+                    *(sys.executable, *(deepspeed if launcher == "deepspeed" else []), program, *train),
+                    cwd=ROOT,
+                    env={
+                        **os.environ,
+                        **({**task, **job} if launcher == "srun" else {}),
+                        **{"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+                    },
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        outputs = [process.communicate(timeout=PATIENCE_SECONDS)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)[-6000:]
+    assert largest_difference(last_weights(run_folder_of(tmp_path)), on_one_host) == 0
