@@ -1,0 +1,142 @@
+"""Two hosts on one machine: Linux network namespaces, each with its own name and address, and a link between them.
+
+What runs in them reaches nothing but each other. As on Debian a host's own name is an address of its loopback,
+127.0.1.1 (Debian policy, "hostname resolution"), at which no other host can reach it. Needs root and iproute2.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+PREFIX = "cifar-zero"
+"""Namespaces are called `<PREFIX>-<process id of the tests>-<a or b>`, so that leftovers of killed tests are known."""
+
+HOSTS_FILES = Path("/etc/netns")
+"""`ip netns exec NAME` puts the files of NAME's folder in here in place of those in /etc (man ip-netns)."""
+
+DEVICE = "eth0"
+"""The end of the link in each host."""
+
+SUBNET = "10.77.0"
+
+AS_HOST = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
+"""Shell: takes the host's name in a UTS namespace of its own, then becomes the command."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """One of the two."""
+
+    name: str
+    """Of its namespace, and what its programs hear as the host's name; the other host finds its address by it."""
+
+    address: str
+
+    def command(self, *command: str) -> list[str]:
+        """The same command, run in this host; the process that is started becomes the command itself."""
+        return ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", AS_HOST, self.name, *command]
+
+    def start(self, *command: str, **options: Any) -> subprocess.Popen[Any]:
+        """Starts a command in this host; `options` are Popen's. It is killed at the latest when the hosts go."""
+        return subprocess.Popen(self.command(*command), **options)
+
+    def run(self, *command: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Runs a command in this host to its end; `options` are subprocess.run's."""
+        return subprocess.run(self.command(*command), capture_output=True, text=True, **options)
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Two hosts and their link."""
+
+    a: Host
+    b: Host
+
+    def slow(self, rate: str) -> None:
+        """Lets no more than so many bits a second through in either direction (`10mbit`), by a token bucket.
+
+        netem, which could delay packets too, is a module that many kernels of virtual machines and containers lack.
+        """
+        for host in (self.a, self.b):
+            limits = ("tbf", "rate", rate, "burst", "32kbit", "latency", "400ms")  # tc-tbf(8)
+            _run("tc", "-n", host.name, "qdisc", "replace", "dev", DEVICE, "root", *limits)
+
+    def cut(self) -> None:
+        """Takes the link down: packets are lost, and nobody is told so."""
+        _run("ip", "-n", self.b.name, "link", "set", DEVICE, "down")
+
+    def mend(self) -> None:
+        """Takes the link up again, as fast as it was made."""
+        _run("ip", "-n", self.b.name, "link", "set", DEVICE, "up")
+        for host in (self.a, self.b):  # none is there where the link was not slowed
+            subprocess.run(["tc", "-n", host.name, "qdisc", "del", "dev", DEVICE, "root"], capture_output=True)
+
+
+@contextmanager
+def two_hosts() -> Iterator[Hosts]:
+    """Two linked hosts for a while; the test is skipped, with the reason, where they cannot be made."""
+    for tool in ("ip", "tc", "unshare"):
+        if not shutil.which(tool):
+            pytest.skip(f"two hosts on one machine need `{tool}` (Debian: apt-get install iproute2 util-linux)")
+    _remove_leftovers()
+    hosts = Hosts(*(Host(f"{PREFIX}-{os.getpid()}-{end}", f"{SUBNET}.{at}") for at, end in enumerate("ab", start=1)))
+    try:
+        try:
+            _make(hosts)
+        except (subprocess.CalledProcessError, OSError) as error:
+            reason = getattr(error, "stderr", "") or str(error)
+            pytest.skip(f"network namespaces cannot be made here, they need root: {reason.strip()}")
+        yield hosts
+    finally:
+        for host in (hosts.a, hosts.b):
+            _remove(host.name)
+
+
+def _make(hosts: Hosts) -> None:
+    for host, other in ((hosts.a, hosts.b), (hosts.b, hosts.a)):
+        _run("ip", "netns", "add", host.name)
+        folder = HOSTS_FILES / host.name
+        folder.mkdir(parents=True)
+        names = f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n{other.address} {other.name}\n"
+        (folder / "hosts").write_text(names)
+    a, b = hosts.a.name, hosts.b.name
+    _run("ip", "link", "add", DEVICE, "netns", a, "type", "veth", "peer", "name", DEVICE, "netns", b)
+    for host in (hosts.a, hosts.b):
+        _run("ip", "-n", host.name, "address", "add", f"{host.address}/24", "dev", DEVICE)
+        for device in ("lo", DEVICE):
+            _run("ip", "-n", host.name, "link", "set", device, "up")
+    if (done := hosts.a.run("true")).returncode:
+        raise OSError(done.stderr)
+
+
+def _remove_leftovers() -> None:
+    """The hosts of tests that were killed."""
+    for line in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.splitlines():
+        if (found := re.match(rf"{PREFIX}-(\d+)-[ab]\b", line)) and not psutil.pid_exists(int(found[1])):
+            _remove(found[0])
+
+
+def _remove(name: str) -> None:
+    """Ends what runs in a host and removes it; nothing where there is none. Its end of the link goes with it."""
+    running = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout
+    for process in map(int, running.split()):
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+    shutil.rmtree(HOSTS_FILES / name, ignore_errors=True)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
