@@ -38,7 +38,9 @@ def print_network(network: Network) -> None:
     for name, finding in network.findings.items():
         report.print_line(name, finding, max(map(len, network.findings)))
     steps = table(f"all-reduce of {len(network.machines)} ranks ({network.backend})", "time", "algorithm", "bus")
-    for step in network.ladder:
+    latency, *others = network.ladder
+    steps.add_row(_size(latency.size), _time(latency.seconds), "-", "-")
+    for step in others:
         steps.add_row(_size(step.size), _time(step.seconds), gigabytes(step.algorithm), gigabytes(step.bus))
     for node, within in network.within.items():
         label = f"{_size(within.size)} within {names[nodes.index(node)]}"

@@ -4,6 +4,8 @@ the operator sets."""
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,7 +18,7 @@ import yaml
 from torch.distributed.run import parse_args
 
 import cli
-from tests.helpers import ROOT, WHOLE
+from tests.helpers import ROOT, WHOLE, run_program
 
 FOLDER = ROOT / "configs" / "cluster"
 
@@ -148,3 +150,35 @@ def test_the_manifests_command_is_one_that_torchrun_and_train_py_understand(monk
     paths = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert {config.data.root, config.out} <= paths
     assert config.batch_size % (int(told.nproc_per_node) * elastic["maxReplicas"]) == 0
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif("RECIPES" not in os.environ, reason="some minutes, of make recipes")
+def test_commands_of_the_page(small_data: list[str], tmp_path: Path) -> None:
+    """As they are written, torchrun's on two machines that are one, for a few steps."""
+    page = (ROOT / "docs" / "cluster.md").read_text()
+    commands = re.findall(r"^\.venv/bin/(.+)$", page, re.MULTILINE)
+    assert {command.split()[0] for command in commands} == {"torchrun", "python", "deepspeed"}
+    small = ["--accelerator", "cpu", "--max_steps", "4", "--out", str(tmp_path), *small_data]
+    for command in commands:
+        program, *arguments = shlex.split(command.replace("network.json", str(tmp_path / "network.json")))
+        if program == "python":
+            assert run_program(*arguments).returncode in (0, 1)  # 1: nothing fits this machine
+            continue
+        trains = "train.py" in arguments
+        line = [str(Path(sys.executable).parent / program), *arguments, *(small if trains else [])]
+        machines = [
+            subprocess.Popen(
+                line,
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for _ in range(2 if program == "torchrun" else 1)
+        ]
+        for machine in machines:
+            said = machine.communicate(timeout=300)[0]
+            assert machine.returncode == 0, f"{command}\n{said[-3000:]}"
