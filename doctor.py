@@ -1,15 +1,18 @@
 """Is this machine fit to train? Looks at everything that a run needs and says how to mend what is missing.
 
 python doctor.py [CHECK ...] [--ranks N] [--build] [--json]
+torchrun --nnodes N --nproc_per_node M ... doctor.py --nodes [--save FILE] [--json]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import exits
 from config import DataConfig, OutputConfig
@@ -25,6 +28,9 @@ examples:
   python doctor.py                          everything, in about ten seconds
   python doctor.py all-reduce --ranks 8     one check, for eight ranks
   python doctor.py ops --build              compile DeepSpeed's operators now, not in the first run that needs them
+
+  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29400 doctor.py --nodes
+                                            on each of two machines: what is between them
 
 checks:
 """
@@ -42,6 +48,8 @@ def main() -> int:
         build=arguments.build,
         timeout=arguments.timeout,
     )
+    if arguments.nodes:
+        return between_machines(arguments, options)
     findings: dict[str, Finding] = {}
     try:
         for name, finding in examine(names, options):
@@ -52,6 +60,22 @@ def main() -> int:
         raise RunError(f"{error.name} is not installed: pip install -r requirements.txt") from error
     print(report.as_json(findings) if arguments.json else report.summary(findings))
     return int(any(finding.status == "failed" for finding in findings.values()))
+
+
+def between_machines(arguments: Namespace, options: Options) -> int:
+    """Measures with the other ranks; rank 0 prints what came of it."""
+    from diagnosis import nodes, nodes_report
+
+    network = nodes.examine(options)
+    if network is None:
+        return 0
+    if arguments.json:
+        print(json.dumps(nodes_report.as_json(network), indent=2))
+    else:
+        nodes_report.print_network(network)
+    if arguments.save is not None:
+        nodes_report.save(network, Path(arguments.save))
+    return int(any(finding.status == "failed" for finding in network.findings.values()))
 
 
 def examine(names: Iterable[str], options: Options) -> Iterator[tuple[str, Finding]]:
@@ -103,6 +127,12 @@ def _parse() -> Namespace:
         default=20.0,
         help="without any answer, after which a rank is given up (default: %(default)g)",
     )
+    parser.add_argument(
+        "--nodes",
+        action="store_true",
+        help="measure between the ranks of several machines instead; started by torchrun or srun on each of them",
+    )
+    parser.add_argument("--save", metavar="FILE", help="with --nodes: write what was measured, for plan.py --network")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead, for programs")
     arguments = parser.parse_intermixed_args()
     for name in arguments.checks:
@@ -114,6 +144,10 @@ def _parse() -> Namespace:
         raise UsageError(f"--ranks must be at least 1, not {arguments.ranks}")
     if not 0 < arguments.timeout < math.inf:
         raise UsageError(f"--timeout must be a number of seconds above 0, not {arguments.timeout:g}")
+    if arguments.nodes and (arguments.checks or arguments.build):
+        raise UsageError("--nodes measures between machines: leave the names of checks and --build to a run without it")
+    if arguments.save is not None and not arguments.nodes:
+        raise UsageError("--save is of what --nodes measures: add it, or --json for the checks of this machine")
     if arguments.build and arguments.checks and "ops" not in arguments.checks:
         raise UsageError("--build is for the check ops: name it, or no check at all")
     return arguments

@@ -23,7 +23,8 @@ import launch
 from config import Config
 from errors import UsageError
 from hardware import gpu_count
-from planning import machine
+from planning import link, machine
+from planning.communication import Link
 from planning.recommend import RULE, gigabytes, nothing_fits, recommended, refuse_if_none_runs, why
 from planning.survey import Need, Room, micro_batch, survey
 
@@ -36,6 +37,7 @@ exit code: 0 where a strategy fits, 1 where none does, 2 for wrong usage
 examples:
   python plan.py --model vit_large --devices 8 --device_memory 80GB --precision bf16-mixed --optimizer adamw
   python plan.py --model vit_13b --devices 8 --num_nodes 4 --device_memory 80GB --host_memory 1TB --batch_size 256
+  python plan.py --model vit_large --devices 8 --num_nodes 2 --device_memory 80GB --bandwidth 100Gbit/s
   python plan.py --parameters 100e9 --optimizer adamw --precision bf16-mixed --device_memory 80GB --table
 
 All other options are those of train.py (train.py --help).
@@ -60,14 +62,16 @@ def main() -> int:
         config.batch_size = IMAGES * config.world_size * config.accumulate
         flags += ["--batch_size", str(config.batch_size)]
     micro_batch(config)  # refused as train.py does
-    return _plan(config, arguments, flags, room, where)
+    return _plan(config, arguments, flags, room, where, _link(arguments))
 
 
-def _plan(config: Config, arguments: Namespace, flags: list[str], room: Room, where: str) -> int:
+def _plan(
+    config: Config, arguments: Namespace, flags: list[str], room: Room, where: str, over: Link | None = None
+) -> int:
     from rich.console import Console
 
     from planning import network
-    from reports.plan import as_json, print_plan, print_scaling
+    from reports.plan import as_json, print_communication, print_plan, print_scaling
 
     of_size = arguments.parameters is not None
     if not of_size:
@@ -96,7 +100,7 @@ def _plan(config: Config, arguments: Namespace, flags: list[str], room: Room, wh
             "reason": verdict,
             "command": command,
         }
-        _write_json(as_json(needs, about), arguments.json)
+        _write_json(as_json(needs, about, over, arguments.step_time), arguments.json)
         return int(choice is None)
     console = Console(highlight=False)
     console.print(_heading(config, net, of_size, where), soft_wrap=True)
@@ -104,6 +108,8 @@ def _plan(config: Config, arguments: Namespace, flags: list[str], room: Room, wh
         print_scaling({count: _at(config, count, net, room, lines) for count in DEVICES}, room.device, console)
     else:
         print_plan(needs, console)
+        if config.num_nodes > 1 or over is not None:
+            print_communication(needs, over, arguments.step_time, console)
     console.print(f"recommended, {RULE}:", soft_wrap=True)
     console.print(verdict, soft_wrap=True)
     if command:
@@ -120,7 +126,8 @@ def _at(config: Config, devices: int, net: Network, room: Room, lines: Any) -> l
 def _parse() -> tuple[Namespace, list[str]]:
     parser = exits.Parser(
         prog="plan.py",
-        usage="%(prog)s [--device_memory SIZE] [--host_memory SIZE] [--table] [--json [FILE]] [--<option> VALUE ...]",
+        usage="%(prog)s [--device_memory SIZE] [--host_memory SIZE] [--bandwidth RATE | --network FILE] "
+        "[--step_time SECONDS] [--table] [--json [FILE]] [--<option> VALUE ...]",
         description="The memory that a run needs of a rank under each strategy, before anything is launched, and which "
         "one to take.",
         epilog=EPILOG,
@@ -143,15 +150,42 @@ def _parse() -> tuple[Namespace, list[str]]:
         metavar="N",
         help="plan the model states of a network of so many parameters, 100e9, in place of --model",
     )
+    rate = parser.add_mutually_exclusive_group()
+    rate.add_argument(
+        "--bandwidth",
+        metavar="RATE",
+        help="what the slowest link carries in each direction, such as 100Gbit/s or 12.5GB/s: tells how long each "
+        "strategy communicates in a step",
+    )
+    rate.add_argument(
+        "--network", metavar="FILE", help="the same, and the latency, as doctor.py --nodes --save FILE has measured it"
+    )
+    parser.add_argument(
+        "--step_time",
+        metavar="SECONDS",
+        type=float,
+        help="of a step without communication (train.py --devices 1 --batch_size MICRO_BATCH --bench_steps 20 prints "
+        "it): tells how long a step takes with it",
+    )
     parser.add_argument("--table", action="store_true", help="over 1 to 16,384 devices, their micro-batch the same")
     parser.add_argument("--json", metavar="FILE", nargs="?", const="-", help="print JSON, or write it to a file")
     arguments, flags = parser.parse_known_args()
+    if arguments.step_time is not None and not 0 < arguments.step_time < float("inf"):
+        raise UsageError(f"--step_time must be a number of seconds above 0, not {arguments.step_time:g}")
+    if arguments.step_time is not None and not (arguments.bandwidth or arguments.network):
+        raise UsageError("--step_time is of a step without communication: add --bandwidth or --network")
     if arguments.parameters is not None:
         arguments.parameters = _count(arguments.parameters)
         for flag in (flag.split("=")[0] for flag in flags):
             if flag == "--model" or flag.startswith(OF_A_NETWORK):
                 raise UsageError(f"{flag}: of a network of --parameters nothing else is known, leave one of both out")
     return arguments, [*flags, *(["--debug"] if arguments.debug else [])]
+
+
+def _link(arguments: Namespace) -> Link | None:
+    if arguments.network is not None:
+        return link.read(Path(arguments.network))
+    return None if arguments.bandwidth is None else Link(link.bytes_per_second(arguments.bandwidth, "--bandwidth"))
 
 
 def _count(text: str) -> int:

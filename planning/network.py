@@ -16,6 +16,8 @@ class Network:
     weights: tuple[Weight, ...]
     largest_block: int
     """Elements of the largest of its blocks, as fsdp2 shards them; all where it has none."""
+    blocks: tuple[int, ...] = ()
+    """Elements of each of its blocks."""
 
     @property
     def elements(self) -> int:
@@ -58,7 +60,7 @@ def of(config: Config) -> Network:
     total = sum(weight.elements for weight in weights)
     children = getattr(net, "blocks", net).children() if hasattr(net, "blocks") else ()
     blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in children]
-    return Network(weights, max(blocks, default=total))
+    return Network(weights, max(blocks, default=total), tuple(blocks))
 
 
 def of_size(parameters: int) -> Network:

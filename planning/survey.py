@@ -11,6 +11,7 @@ from batch import micro_batch_size
 from config import Config
 from errors import UsageError
 from planning import beside
+from planning.communication import Link, Traffic, traffic
 from planning.model_states import Prediction, predicted
 from planning.network import Network
 from strategies import STRATEGIES, Spec, replicas
@@ -55,6 +56,8 @@ class Need:
     most_images: int | None = None
     """The largest micro-batch that fits."""
     moved: Moved = Moved()
+    traffic: Traffic | None = None
+    """What it sends to other ranks; None where there is no formula."""
     refused: str = ""
     """Why train.py would not run it."""
     wanted: str = ""
@@ -81,6 +84,10 @@ class Need:
         """All of it on the NVMe disk."""
         assert self.states is not None
         return self.states.disk.total
+
+    def seconds(self, link: Link | None) -> float | None:
+        """How long it communicates in an optimizer step; None where link or formula lacks."""
+        return None if link is None or self.traffic is None else self.traffic.seconds(link)
 
     @property
     def in_training(self) -> int:
@@ -176,6 +183,7 @@ def _need(config: Config, refused: str, network: Network, room: Room, lines: dic
         host_activations=(activations or 0) if config.activation_offload else 0,
         host_starting=first_on_host,
         moved=_moved(spec, config, network),
+        traffic=traffic(spec, config, network),
         refused=refused,
         wanted=_said_by(checks.check_here, config) if room.elsewhere else "",
     )

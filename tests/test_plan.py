@@ -86,6 +86,26 @@ def test_several_machines_are_started_by_torchrun(planned) -> None:
     assert out.splitlines()[-1].startswith("torchrun --nnodes 2 --nproc_per_node 4 --rdzv_backend c10d")
 
 
+def test_what_several_machines_send(planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 200 Mbit/s the 21.4 MB of an all-reduce among two ranks take 0.86 seconds."""
+    monkeypatch.setenv("COLUMNS", "100")
+    flags = ["--model", "vit_tiny", "--num_nodes", "2", "--batch_size", "8", "--accelerator", "cpu"]
+    code, out, _ = planned(*flags, "--bandwidth", "200Mbit/s", "--step_time", "0.2")
+    assert code == 0
+    table = out.split(" communication ")[1]
+    assert "…" not in table
+    rows = {row[0]: row[1:] for row in map(str.split, table.splitlines()) if len(row) == 5}
+    assert rows["ddp"] == ["21.4", "1", "0.858", "1.06"]
+    assert rows["stage_2"] == ["32.2", "2", "1.29", "1.49"]
+    assert "tensor_parallel" not in rows
+    _, out, _ = planned(*flags)
+    assert "sent, MB a rank and step  calls \n" in out
+    _, out, _ = planned(*flags, "--json", "--bandwidth", "200Mbit/s")
+    (row,) = [row for row in json.loads(out)["strategies"] if row["strategy"] == "ddp"]
+    assert row["traffic"] == {"sent_bytes": 21449512, "collectives": 1}
+    assert row["communication_seconds"] == pytest.approx(21449512 / 25e6)
+
+
 def test_what_this_machine_lacks_refuses_nothing_of_another(planned, tmp_path: Path) -> None:
     recipe = tmp_path / "small.yaml"
     recipe.write_text("batch_size: 4\n")
@@ -112,6 +132,10 @@ def test_nothing_fits(planned) -> None:
         (["--devices", "3", "--batch_size", "64"], "the nearest that divide: 63 or 66"),
         (["--device_memory", "80PB"], "--device_memory 80PB: give a size such as 80GB"),
         (["--parameters", "many"], "--parameters many: give a number such as 100e9"),
+        (["--step_time", "1"], "--step_time is of a step without communication: add --bandwidth or --network"),
+        (["--step_time", "0", "--bandwidth", "1GB"], "--step_time must be a number of seconds above 0"),
+        (["--bandwidth", "100Gb"], "--bandwidth 100Gb: give a rate such as 100Gbit/s"),
+        (["--bandwidth", "1GB", "--network", "net.json"], "not allowed with argument --bandwidth"),
         (["--device_memry", "80GB"], "unknown option --device_memry"),
         (["--device_memory", ""], "--device_memory : give a size such as 80GB"),
         (["--host_memory", "0.0000000001"], "--host_memory 0.0000000001: give a size"),
