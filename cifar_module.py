@@ -223,7 +223,9 @@ class StepSchedule(LRScheduler):
 
     def get_lr(self) -> list[float]:
         """Learning rate of each parameter group at the step that comes next."""
-        return [self.schedule.rate(self.last_epoch, float(base_lr)) for base_lr in self.base_lrs]
+        shares = [group.get("schedule_share", 1) for group in self.optimizer.param_groups]  # of optimizers/groups.py
+        rates = zip(shares, self.base_lrs, strict=True)
+        return [self.schedule.rate(round(self.last_epoch / share), float(base_lr)) for share, base_lr in rates]
 
     def state_dict(self) -> dict[str, Any]:
         """The step alone: the formula comes from the configuration, and the parameter groups from the strategy."""
