@@ -12,6 +12,8 @@ from typing import Any, Literal
 SourceName = Literal["auto", "cifar10", "cifar100", "folder", "digits", "synthetic"]
 Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "auto"]
 LoggerName = Literal["tensorboard", "wandb", "none"]
+Padding = Literal["black", "reflect"]
+Views = Literal["none", "mirror", "mirror_translate"]
 
 
 @dataclass
@@ -234,7 +236,10 @@ class AugmentConfig:
     of them in even epochs, the other half in odd ones. none: never."""
 
     crop: int = 0
-    """Black pixels put around each side of an image, out of which its size is cut at random; 0: no cropping."""
+    """Pixels put around each side of an image, out of which its size is cut at random; 0: no cropping."""
+
+    padding: Padding = "black"
+    """What the pixels of crop are: black, or the image mirrored at its edges (reflect)."""
 
     cutout: int = 0
     """Side in pixels of a square anywhere in the image that is blanked out (mean grey); 0: none."""
@@ -254,6 +259,12 @@ class Choice:
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
+
+    brightness: float = 0.0
+    """Add a number from -BRIGHTNESS to BRIGHTNESS to all pixels of an image, which lie between -1 and 1; 0: none."""
+
+    contrast: float = 0.0
+    """Multiply all pixels of an image, 0 being grey, by a number from 1 - CONTRAST to 1 + CONTRAST; 0: none."""
 
 
 @dataclass
