@@ -14,7 +14,7 @@ from sources.augment import normalize
 def averaged_scores(network: Callable[[Tensor], Tensor], images: Tensor, views: Views) -> Tensor:
     """Class scores (N, classes) in float32, one pass of the network for each view.
 
-    Those of airbench (Jordan 2024, arXiv 2404.00498, section 3.5; github.com/KellerJordan/cifar10-airbench, `infer`).
+    Those of airbench (Jordan 2024, arXiv 2404.00498; github.com/KellerJordan/cifar10-airbench, `infer`).
 
     Args:
         network: gives class scores of normalised images.
