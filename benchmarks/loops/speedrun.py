@@ -8,7 +8,7 @@ configs/speedrun.yaml that it needs, and none of the others.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -65,7 +65,7 @@ def train(config: Config, dataset: Dataset, device: torch.device) -> list[float]
     return seconds
 
 
-def muon_step(filters: list[Tensor], momentum: float, iterations: int) -> Callable[[float], None]:
+def muon_step(filters: Sequence[Tensor], momentum: float, iterations: int) -> Callable[[float], None]:
     """Muon with normalised filters, one after the other; gives the step for a learning rate."""
     sums = [torch.zeros_like(weight) for weight in filters]
 
