@@ -90,6 +90,8 @@ def module(config: Config, start: Match | None = None) -> CIFARModule:
         init=config.init,
         trainable=config.trainable,
         lora=config.lora,
+        channels_last=config.channels_last,
+        tta=config.tta,
         weights=start.loaded if start else None,
     )
 

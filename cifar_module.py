@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import optimizers.groups
 import strategies
-from config import Choice, LoRAConfig
+from config import Choice, LoRAConfig, Views
 from finetuning import network
 from finetuning.freeze import rest_statistics
 from finetuning.load import put
@@ -27,6 +27,10 @@ from optimizers import OPTIMIZERS
 from optimizers.state import keep_own_options
 from schedules import SCHEDULES, Constant, Schedule, settled
 from sources.augment import memory_format, normalize
+from views import averaged_scores
+
+STARTING_IMAGES = 1000
+"""Training images from which a network computes weights that it starts with: 961,000 patches for 78 covariances."""
 
 
 class CIFARModule(LightningModule):
@@ -50,6 +54,8 @@ class CIFARModule(LightningModule):
         activation_offload: whether the activations wait for it in pinned memory of the CPU.
         trainable: patterns of the parameters that are trained; see `finetuning.freeze.freeze`.
         lora: the adapters.
+        channels_last: whether the network gets its images so on a GPU too; see `sources.augment.memory_format`.
+        tta: views of a test image whose scores are averaged, see `views.averaged_scores`.
         weights: to start from, by the plain network's names; what they lack is drawn.
     """
 
@@ -69,6 +75,8 @@ class CIFARModule(LightningModule):
         init: str = "default",
         trainable: Sequence[str] = (),
         lora: LoRAConfig = network.NO_LORA,
+        channels_last: bool = False,
+        tta: Views = "none",
         weights: Mapping[str, Tensor] | None = None,
     ):
         super().__init__()
@@ -85,6 +93,8 @@ class CIFARModule(LightningModule):
         self.activation_checkpointing = activation_checkpointing
         self.activation_offload = activation_offload
         self.trainable, self.lora = trainable, lora
+        self.channels_last = channels_last
+        self.tta: Views = tta
         self._weights = weights or {}
         self.skipped = 0
         """Micro-batches that were left out."""
@@ -103,13 +113,21 @@ class CIFARModule(LightningModule):
             return
         torch.manual_seed(self.seed)
         self.net = network.build(self.model, self.num_classes, self.trainable, self.lora, self.init, self.seed)
-        put(self.net, self._weights)
+        put(self.net, {**self.starting_weights(), **self._weights})
         self._weights = {}
         if self.activation_checkpointing:
             checkpoint_blocks(self.net)
         if self.compiled:
             # dynamic=False: a micro-batch has one size, an evaluation batch another, and both are known.
             self.net.compile(dynamic=False, mode="reduce-overhead" if self.cuda_graphs else None)
+
+    def starting_weights(self) -> Mapping[str, Tensor]:
+        """What the network computes from training images, where it does so and a training is to begin."""
+        compute = getattr(self.net, "starting_weights", None)
+        datamodule: Any = getattr(self._trainer, "datamodule", None)
+        if compute is None or datamodule is None:
+            return {}
+        return compute(normalize(datamodule.sample(STARTING_IMAGES)))
 
     def on_fit_start(self) -> None:
         """Looks up what the strategy has made of the network."""
@@ -129,7 +147,7 @@ class CIFARModule(LightningModule):
         """
         assert self.net is not None
         images = normalize(images, next(self.net.parameters()).dtype)
-        return self.net(images.contiguous(memory_format=memory_format(images.device)))
+        return self.net(images.contiguous(memory_format=memory_format(images.device, self.channels_last)))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Mean cross-entropy of one micro-batch with its labels, or its shares of them, a scalar in float32; and the
@@ -168,7 +186,7 @@ class CIFARModule(LightningModule):
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Counts one batch of test images; returns the class scores (N, classes) for the callbacks."""
-        return self._evaluate(self.test_metrics, batch)
+        return self._evaluate(self.test_metrics, batch, self.tta)
 
     def on_validation_epoch_end(self) -> None:
         """Logs val/loss, val/acc and the other figures, overall and per class."""
@@ -200,9 +218,9 @@ class CIFARModule(LightningModule):
         scheduler = StepSchedule(optimizer, self.schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    def _evaluate(self, metrics: SplitMetrics, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def _evaluate(self, metrics: SplitMetrics, batch: tuple[Tensor, Tensor], tta: Views = "none") -> Tensor:
         images, labels = batch
-        scores = self.forward(images).float()
+        scores = averaged_scores(self.forward, images, tta)
         metrics.update(scores, labels)
         return scores
 
@@ -223,7 +241,9 @@ class StepSchedule(LRScheduler):
 
     def get_lr(self) -> list[float]:
         """Learning rate of each parameter group at the step that comes next."""
-        return [self.schedule.rate(self.last_epoch, float(base_lr)) for base_lr in self.base_lrs]
+        shares = [group.get("schedule_share", 1) for group in self.optimizer.param_groups]  # of optimizers/groups.py
+        rates = zip(shares, self.base_lrs, strict=True)
+        return [self.schedule.rate(round(self.last_epoch / share), float(base_lr)) for share, base_lr in rates]
 
     def state_dict(self) -> dict[str, Any]:
         """The step alone: the formula comes from the configuration, and the parameter groups from the strategy."""

@@ -42,6 +42,7 @@ SECTIONS = {"lora": LoRAConfig, "data": DataConfig, "augment": AugmentConfig}
 SWITCHES = (
     "activation_checkpointing",
     "activation_offload",
+    "channels_last",
     "compile",
     "cuda_graphs",
     "debug",

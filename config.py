@@ -12,6 +12,8 @@ from typing import Any, Literal
 SourceName = Literal["auto", "cifar10", "cifar100", "folder", "digits", "synthetic"]
 Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "auto"]
 LoggerName = Literal["tensorboard", "wandb", "none"]
+Padding = Literal["black", "reflect"]
+Views = Literal["none", "mirror", "mirror_translate"]
 
 
 @dataclass
@@ -56,6 +58,9 @@ class DeviceConfig:
 
     compile: bool = False
     """Compile the network with torch.compile."""
+
+    channels_last: bool = False
+    """On a GPU too give the network its images with channels last in memory, for convolutions in half precision."""
 
     cuda_graphs: bool = False
     """Compile the network and replay its forward and backward as CUDA graphs, one launch each: for small networks,
@@ -136,6 +141,11 @@ class RegularizationConfig:
     swa_from: float = 0.0
     """Stochastic weight averaging: share of the training, from 0 to under 1, after which the weights at the end of each
     epoch, and of the training, are averaged equally. Used as that of --ema, from its first epoch on. 0: none."""
+
+    tta: Views = "none"
+    """Test-time augmentation: average the scores of several views of each image in the test, not in validation. mirror:
+    of the image and its mirror image. mirror_translate: 6 views, these also moved by a pixel up and left, and down and
+    right, the unmoved ones counting half."""
 
 
 @dataclass
@@ -238,7 +248,10 @@ class AugmentConfig:
     of them in even epochs, the other half in odd ones. none: never."""
 
     crop: int = 0
-    """Black pixels put around each side of an image, out of which its size is cut at random; 0: no cropping."""
+    """Pixels put around each side of an image, out of which its size is cut at random; 0: no cropping."""
+
+    padding: Padding = "black"
+    """What the pixels of crop are: black, or the image mirrored at its edges (reflect)."""
 
     cutout: int = 0
     """Side in pixels of a square anywhere in the image that is blanked out (mean grey); 0: none."""
@@ -250,6 +263,12 @@ class AugmentConfig:
     cutmix: float = 0.0
     """Paste a rectangle of another image into each image: its share of the area is drawn from Beta(ALPHA, ALPHA), what
     sticks out is cut off, and the labels are shared as the pixels are; 0: no pasting."""
+
+    brightness: float = 0.0
+    """Add a number from -BRIGHTNESS to BRIGHTNESS to all pixels of an image, which lie between -1 and 1; 0: none."""
+
+    contrast: float = 0.0
+    """Multiply all pixels of an image, 0 being grey, by a number from 1 - CONTRAST to 1 + CONTRAST; 0: none."""
 
 
 @dataclass

@@ -106,6 +106,12 @@ class CIFARDataModule(LightningDataModule):
         """Images in one forward of this rank."""
         return micro_batch_size(self._batch_size, self._replicas, self._accumulate)
 
+    def sample(self, count: int) -> torch.Tensor:
+        """Training images from all over the split, so of all classes: uint8 (n, 3, 32, 32), n at most `count`; the same
+        on every rank."""
+        rows = self._train[np.linspace(0, self.num_train - 1, min(count, self.num_train)).astype(np.int64)]
+        return torch.from_numpy(self.dataset.train_images[rows])
+
     def train_dataloader(self) -> Any:
         """Shuffled micro-batches; whole optimizer steps only. Raises UsageError for fewer images than one batch."""
         split = Split(self.dataset.train_images, self.dataset.train_labels, self._train)

@@ -93,6 +93,10 @@ def _check_augmentation(config: Config) -> None:
     for name, most in (("crop", 16), ("cutout", 32)):
         if not 0 <= getattr(augment, name) <= most:
             raise UsageError(f"--augment.{name} must be from 0 to {most} pixels, not {getattr(augment, name)}")
+    for name in ("brightness", "contrast"):
+        _check_share(f"--augment.{name}", getattr(augment, name))
+    if augment.padding == "reflect" and not augment.crop:
+        raise UsageError("--augment.padding reflect is for the pixels of --augment.crop: give a number of them")
     for name in ("mixup", "cutmix"):
         if not 0 <= getattr(augment, name) < math.inf:
             raise UsageError(f"--augment.{name} must be at least 0 and finite, not {getattr(augment, name)}")

@@ -12,6 +12,7 @@ FREE = (
     # What is compared, and where it runs: none of it may change the maths.
     *("strategy", "ds_config", "nvme_path", "devices", "num_nodes", "timeout", "accumulate"),
     *("activation_checkpointing", "activation_offload", "compile", "cuda_graphs", "model.ep_size"),
+    "channels_last",
     # Seeds are compared one with the same one.
     "seed",
     # What is read, in which way, and left behind.

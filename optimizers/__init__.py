@@ -8,12 +8,13 @@ from optimizers.adam import Adam, Adam8bit, AdamW
 from optimizers.adaptive import Adadelta, Adagrad, RMSprop
 from optimizers.lion import Lion
 from optimizers.muon import Muon
+from optimizers.muon_sgd import MuonSGD
 from optimizers.options import Implementation
 from optimizers.sgd import SGD
 
 __all__ = ["BY_DEEPSPEED", "OFFLOADED_BY", "OPTIMIZERS", "Implementation", "OptimizerOptions"]
 
-OptimizerOptions = SGD | Adam | RMSprop | Adagrad | Adadelta | Lion | Muon
+OptimizerOptions = SGD | Adam | RMSprop | Adagrad | Adadelta | Lion | Muon | MuonSGD
 
 OPTIMIZERS: dict[str, type[OptimizerOptions]] = {
     "sgd": SGD,
@@ -24,6 +25,7 @@ OPTIMIZERS: dict[str, type[OptimizerOptions]] = {
     "adadelta": Adadelta,
     "lion": Lion,
     "muon": Muon,
+    "muon_sgd": MuonSGD,
     "adam8bit": Adam8bit,
 }
 

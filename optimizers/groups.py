@@ -1,4 +1,4 @@
-"""The parameter groups of an optimizer: who decays, and who is Muon's."""
+"""The parameter groups of an optimizer: who decays, who is Muon's, who has a learning rate of its own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from optimizers.muon import Muon
+from optimizers.muon_sgd import MuonSGD
 
 
 def parameter_groups(optimizer: Any, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -30,12 +31,16 @@ def parameter_groups(optimizer: Any, parameters: Mapping[str, Any]) -> list[dict
             options["weight_decay"] = 0.0
         if name in hidden:
             options["muon"] = True
+        if isinstance(optimizer, MuonSGD):
+            options = muon_sgd_options(optimizer, name, dimensions, decays="weight_decay" not in options)
         group = groups.setdefault((*options.items(),), {**options, "params": [], "param_names": []})
         group["params"].append(parameter)
         group["param_names"].append(name)
     if len(groups) == 1:
         next(iter(groups.values())).pop("param_names")
-    return [*groups.values()]
+    return sorted(
+        groups.values(), key=lambda group: "lr" in group
+    )  # the curves show the first one's rate: --optimizer.lr
 
 
 def hidden_matrices(dimensions: Mapping[str, int]) -> set[str]:
@@ -49,6 +54,29 @@ def hidden_matrices(dimensions: Mapping[str, int]) -> set[str]:
     """
     weights = [name for name, number in dimensions.items() if number in (2, 4) and name.endswith("weight")]
     return {*weights[1:-1]}
+
+
+def muon_sgd_options(
+    optimizer: MuonSGD, name: str, dimensions: Mapping[str, int], decays: bool
+) -> dict[str, bool | float]:
+    """Options of the group of a parameter: Muon for all weights of layers but the last one's, SGD for the others.
+
+    Args:
+        optimizer: its options.
+        name: of the parameter.
+        dimensions: of all parameters, by name and in the network's order.
+        decays: whether the weight decay is for this one.
+    """
+    weights = [other for other, number in dimensions.items() if number in (2, 4) and other.endswith("weight")]
+    if name in weights[:-1]:
+        return {"muon": True}
+    rate = optimizer.head_lr if name in weights else optimizer.bias_lr
+    options: dict[str, bool | float] = {"lr": rate}
+    if decays and rate:
+        options["weight_decay"] = optimizer.weight_decay / rate
+    if weights and name == weights[0].removesuffix("weight") + "bias" and optimizer.first_bias_share < 1:
+        options["schedule_share"] = optimizer.first_bias_share
+    return options
 
 
 def _dimensions(parameter: Any) -> int:

@@ -37,6 +37,7 @@ STATE_TENSORS: dict[str, Callable[[dict[str, Any]], int]] = {
     "adadelta": lambda options: 2,
     "lion": lambda options: 1,
     "muon": lambda options: 2,  # of what is AdamW's; of a hidden matrix, `Weight.muon`, 1
+    "muon_sgd": lambda options: 1,
 }
 """Numbers that an optimizer keeps of each parameter, from its options: torch.optim's classes, and ours in optimizers/,
 whose state DeepSpeed's C++ forms have too. adam8bit is apart: its two numbers take a byte each (Dettmers et al. 2022;

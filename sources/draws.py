@@ -43,6 +43,12 @@ class Draws(NamedTuple):
     weight: Tensor | None = None
     """Share of the partner in that box, 1 for cutmix: float32 (n,)."""
 
+    brightness: Tensor | None = None
+    """What is added to all pixels, normalised: float32 (n,)."""
+
+    contrast: Tensor | None = None
+    """What they are multiplied by: float32 (n,)."""
+
     def each(self, change: Callable[[Tensor], Tensor]) -> Draws:
         """The same with every column changed."""
         return Draws(*(None if column is None else change(column) for column in self))
@@ -68,6 +74,10 @@ def draw(config: AugmentConfig, count: int, seed: int, epoch: int) -> Draws:
     if config.mixup or config.cutmix:
         drawn["partner"] = rng.permutation(count)
         drawn["box"], drawn["weight"] = _mixing(config, rng, count)
+    if config.brightness:  # what has come last is drawn last: the draws of older recipes stay what they were
+        drawn["brightness"] = rng.uniform(-config.brightness, config.brightness, count).astype(np.float32)
+    if config.contrast:
+        drawn["contrast"] = rng.uniform(1 - config.contrast, 1 + config.contrast, count).astype(np.float32)
     return Draws(**{name: torch.from_numpy(column) for name, column in drawn.items()})
 
 

@@ -1,0 +1,285 @@
+"""configs/speedrun.yaml again and again in one process: mean accuracy, time, FLOPs, and what each trick is worth.
+
+python -m benchmarks.speedrun --runs 5 [--loop] [--table] [--<option of train.py> VALUE ...]
+On a CPU, for instance: --accelerator cpu --precision 32-true --model.width 0.25 --epochs 2 --batch_size 500
+--optimizer.bias_lr 26.5 --optimizer.head_lr 335
+
+The clock is that of the records (airbench94_muon.py): the whitening, the training, and the test with its views, on
+images that lie on the device already; a short run before the first, which warms up, is left out. The whole command's
+time is printed beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from statistics import fmean, median, stdev
+from typing import get_args
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+import build
+import checks
+import cli
+import epoch_loop
+import exits
+import start_time
+from benchmarks.loops import speedrun as eager
+from benchmarks.others import Others
+from callbacks.batch_norm import BatchNormStatistics
+from callbacks.counts import training_flops
+from callbacks.cpu_kernels import CPUKernels
+from config import Config, Views
+from errors import UsageError
+from quiet import quieten
+
+RECIPE = ["--config", "configs/speedrun.yaml", "--logger", "none"]
+
+WHOLE = "the recipe"
+"""Its row in the table."""
+
+VIEWS: tuple[Views, ...] = get_args(Views)
+
+TRICKS: dict[str, list[str]] = {
+    "whitened first layer": ["--model.whitening", "false"],
+    "identity at first": ["--model.identity_init", "false"],
+    "statistics of the last few batches": ["--model.norm_momentum", "0.1"],
+    "orthogonal steps (Muon)": ["--optimizer.ns_steps", "0"],
+    "filters of one length": ["--optimizer.normalize", "false"],
+    "the head's own learning rate": ["--optimizer.head_lr", "106"],
+    "whitening bias for 3/8 of the steps": ["--optimizer.first_bias_share", "1"],
+    "weight decay": ["--optimizer.weight_decay", "0"],
+    "linear schedule": ["--schedule", "constant", "--optimizer.first_bias_share", "1"],
+    "label smoothing": ["--label_smoothing", "0"],
+    "alternating flip, not random": ["--augment.flip", "random"],
+    "any flip": ["--augment.flip", "none"],
+    "translation": ["--augment.crop", "0", "--augment.padding", "black"],
+    "reflected border, not black": ["--augment.padding", "black"],
+}
+"""What switches each of them off."""
+
+ADDED: dict[str, list[str]] = {
+    "brightness 0.14 and contrast 0.13": ["--augment.brightness", "0.14", "--augment.contrast", "0.13"],
+}
+"""What is not in the recipe: its flags switch it on, with the rounded values of github.com/hiverge/cifar10-speedrun."""
+
+
+@dataclass
+class Result:
+    """Of one run."""
+
+    accuracy: dict[Views, float]
+    """On the test images, by views: those of the recipe, and with --table all others."""
+    seconds: float
+    """By the records' clock."""
+    epochs: list[float]
+    """Seconds of each epoch."""
+    steps: int
+    """Optimizer steps."""
+
+
+@dataclass
+class Variant:
+    """The recipe as it is, or with something switched off or on."""
+
+    config: Config
+    results: list[Result] = field(default_factory=list)
+
+    @property
+    def accuracies(self) -> list[float]:
+        """With the recipe's views, in percent."""
+        return [100 * result.accuracy[self.config.tta] for result in self.results]
+
+
+class Clock(Callback):
+    """Notes when what matters begins and ends, on a GPU with the work that was queued before."""
+
+    def __init__(self) -> None:
+        self.epochs: list[float] = []
+        """Seconds of each epoch."""
+        self.test = 0.0
+        """Seconds of the last test."""
+        self._begun = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The first epoch begins."""
+        self._begun = now(pl_module.device)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """An epoch ends, and another may begin."""
+        ended = now(pl_module.device)
+        self.epochs.append(ended - self._begun)
+        self._begun = ended
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A test begins."""
+        self._begun = now(pl_module.device)
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """It ends."""
+        self.test = now(pl_module.device) - self._begun
+
+
+def main() -> int:
+    """Measures and prints; returns the exit code."""
+    given, flags = options()
+    quieten()
+    variants = {WHOLE: flags}
+    if given.table:
+        variants |= {f"- {name}": [*flags, *off] for name, off in TRICKS.items()}
+        variants |= {f"+ {name}": [*flags, *on] for name, on in ADDED.items()}
+    measured = {name: Variant(settled(own)) for name, own in variants.items()}
+    config = measured[WHOLE].config
+    run(replace(config, max_steps=3, epochs=1))  # warms up: allocation, autotuning, the compiler
+    others, loops = Others(), list[list[float]]()
+    for number, (name, variant) in itertools.product(range(given.runs), measured.items()):
+        result = run(replace(variant.config, seed=config.seed + number), given.table and name == WHOLE)
+        variant.results.append(result)
+        figures = f"{variant.accuracies[-1]:.2f} %, {result.seconds:.2f} s"
+        print(f"run {number + 1} of {given.runs}: {name}: {figures}", file=sys.stderr, flush=True)
+        if given.loop and name == WHOLE:
+            loops.append(loop_of(replace(config, seed=config.seed + number)))
+    tell(measured[WHOLE], loops)
+    if given.table:
+        print(table(measured))
+    print(f"the whole command: {time.time() - start_time.command_given():.1f} s")
+    print(f"other programs took {100 * others.share():.0f} % of the cores meanwhile")
+    return 0
+
+
+def options() -> tuple[argparse.Namespace, list[str]]:
+    """What this program is told, and what train.py would be."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.speedrun",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--runs", type=int, default=5, help="timed runs, with seeds one after the other (default: 5)")
+    parser.add_argument("--loop", action="store_true", help="beside each run an eager loop over the same network")
+    parser.add_argument("--table", action="store_true", help="what each trick is worth: each switched off in turn")
+    given, flags = parser.parse_known_args()
+    if given.runs < 1:
+        raise UsageError(f"--runs must be at least 1, not {given.runs}")
+    return given, [*RECIPE, *flags]
+
+
+def settled(flags: list[str]) -> Config:
+    """The configuration of a run on one device, checked as train.py does it."""
+    config = cli.parse(flags)
+    checks.settle(config)
+    if config.strategy != "baseline" or config.world_size > 1:
+        raise UsageError("the records are of one device: leave --strategy and --devices out")
+    return config
+
+
+def run(config: Config, every_view: bool = False) -> Result:
+    """Trains and tests once, with train.py's module, images and loop, and nothing that writes files."""
+    module, images, clock = build.module(config), build.datamodule(config), Clock()
+    callbacks: list[Callback] = [BatchNormStatistics(), clock]
+    if config.accelerator == "cpu":
+        flops = training_flops(config.model, build.num_classes(config), build.micro_batch(config))
+        callbacks.append(CPUKernels(flops, config.precision))
+    trainer = Trainer(
+        accelerator=config.accelerator,
+        devices=1,
+        precision=config.precision,  # pyright: ignore[reportArgumentType]
+        max_epochs=config.epochs,
+        max_steps=config.max_steps,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        **config.trainer,
+    )
+    epoch_loop.install(trainer)
+    trainer.fit(module, datamodule=images)
+    begun = now(module.device)
+    module.starting_weights()  # once more: the run's own came before its first hook
+    seconds = now(module.device) - begun + sum(clock.epochs)
+    accuracy: dict[Views, float] = {}
+    own: Views = config.tta
+    others: list[Views] = [views for views in VIEWS if views != own and every_view]
+    tested: list[Views] = [own, *others]
+    for views in tested:
+        module.tta = views
+        trainer.test(module, datamodule=images, verbose=False)
+        accuracy[views] = float(trainer.callback_metrics["test/acc"])
+        seconds += clock.test if views == own else 0.0
+    return Result(accuracy, seconds, clock.epochs, trainer.global_step)
+
+
+def loop_of(config: Config) -> list[float]:
+    """Seconds of each epoch of the eager loop."""
+    images = build.datamodule(config)
+    images.setup()
+    return eager.train(config, images.dataset, torch.device("cuda" if config.accelerator == "gpu" else "cpu"))
+
+
+def tell(variant: Variant, loops: list[list[float]]) -> None:
+    """Prints the figures of the recipe."""
+    config, results = variant.config, variant.results
+    images = build.datamodule(config)
+    images.setup()
+    per_step = training_flops(config.model, len(images.classes), config.batch_size)
+    steps = results[0].steps
+    print(f"{len(results)} runs on {device_name(config)}, {config.precision}, torch {torch.__version__}")
+    print(f"{images.dataset.name}: {images.num_train:,} images to train, {images.num_test:,} to test")
+    print(f"{steps} steps of {config.batch_size} images, {per_step * steps:.3g} FLOPs of training")
+    print(f"accuracy {spread(variant.accuracies)} %")
+    print(f"time {spread([result.seconds for result in results])} s: whitening, training and test")
+    print(f"an epoch {median(itertools.chain(*(result.epochs for result in results))):.3f} s, the median")
+    if loops:
+        # The first epoch of a run allocates; the same ones of both sides, in one run of this program.
+        ratios = [
+            theirs / ours
+            for result, loop in zip(results, loops, strict=True)
+            for ours, theirs in zip(result.epochs, loop, strict=True)
+        ]
+        bounds = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        print(f"an epoch of the eager loop takes {median(ratios):.2f} times as long ({bounds})")
+
+
+def table(measured: dict[str, Variant]) -> str:
+    """What each trick is worth, in Markdown: accuracy, and time against the recipe's run of the same round."""
+    whole = measured[WHOLE]
+    lines = ["| | test accuracy, % | difference | time |", "|---|---|---|---|"]
+    for name, variant in measured.items():
+        differences = [own - base for own, base in zip(variant.accuracies, whole.accuracies, strict=True)]
+        ratios = [own.seconds / base.seconds for own, base in zip(variant.results, whole.results, strict=True)]
+        lines.append(f"| {name} | {spread(variant.accuracies)} | {fmean(differences):+.2f} | {median(ratios):.2f} |")
+    for views in whole.results[0].accuracy:
+        seen = [100 * result.accuracy[views] for result in whole.results]
+        difference = fmean(seen) - fmean(whole.accuracies)
+        lines.append(f"| the recipe, --tta {views} | {spread(seen)} | {difference:+.2f} | |")
+    return "\n".join(lines)
+
+
+def spread(values: list[float]) -> str:
+    """Mean and standard deviation."""
+    return f"{fmean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
+
+
+def device_name(config: Config) -> str:
+    """Of the one that trains."""
+    return (
+        torch.cuda.get_device_name() if config.accelerator == "gpu" else f"the CPU, {torch.get_num_threads()} threads"
+    )
+
+
+def now(device: torch.device) -> float:
+    """The time in seconds when all that was queued is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+if __name__ == "__main__":
+    sys.exit(exits.guarded(main))

@@ -1,0 +1,105 @@
+"""The network of the speed records against a second formulation of it, and what it begins with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import cli
+import models
+from errors import UsageError
+from models.speednet import WHITENING_EPS, IdentityConv, whitening_filters
+
+
+def images(count: int = 64) -> Tensor:
+    """Smooth ones, as their neighbouring pixels agree more or less: float32 (count, 3, 32, 32), between -1 and 1."""
+    noise = torch.randn(count, 3, 9, 9, generator=torch.Generator().manual_seed(0))
+    return F.interpolate(noise, (32, 32), mode="bilinear").tanh() * torch.tensor([1.0, 0.5, 0.25])[:, None, None]
+
+
+def test_parameters_are_the_references():
+    """Counted from airbench94_muon.py: 24 filters of 2 x 2 pixels, six convolutions, six batch norms, one matrix."""
+    convolutions = [(24, 64), (64, 64), (64, 256), (256, 256), (256, 256), (256, 256)]
+    count = 24 * 12 + 24 + sum(9 * before * after + 2 * after for before, after in convolutions) + 256 * 10
+    net = models.build("speednet", 10)
+    assert sum(parameter.numel() for parameter in net.parameters()) == count == 1_972_792
+    frozen = {name for name, parameter in net.named_parameters() if not parameter.requires_grad}
+    assert frozen == {"whiten.weight", *(f"blocks.{i}.norm{j}.weight" for i in range(3) for j in (1, 2))}
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_scores_are_those_of_a_second_formulation(training: bool):
+    torch.manual_seed(0)
+    net = models.build("speednet", 7, width=0.25).train(training)
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    for name in state:
+        if name.endswith(("running_mean", "running_var", "bias")):
+            state[name] = torch.rand_like(state[name]) + 0.5
+    net.load_state_dict(state)
+
+    def normed(x: Tensor, name: str) -> Tensor:
+        mean, var = state[f"{name}.running_mean"], state[f"{name}.running_var"]
+        if training:
+            var, mean = torch.var_mean(x, dim=(0, 2, 3), correction=0)
+        x = (x - mean[:, None, None]) / (var[:, None, None] + 1e-12).sqrt() + state[f"{name}.bias"][:, None, None]
+        return x * 0.5 * (1 + torch.erf(x / 2**0.5))  # GELU
+
+    x = F.conv2d(images(), state["whiten.weight"], state["whiten.bias"])
+    x = x * 0.5 * (1 + torch.erf(x / 2**0.5))
+    for i in range(3):
+        x = F.conv2d(x, state[f"blocks.{i}.conv1.weight"], padding=1)
+        side = x.shape[2] // 2
+        x = x[:, :, : 2 * side, : 2 * side].unflatten(3, (side, 2)).unflatten(2, (side, 2)).amax((3, 5))
+        x = normed(x, f"blocks.{i}.norm1")
+        x = normed(F.conv2d(x, state[f"blocks.{i}.conv2.weight"], padding=1), f"blocks.{i}.norm2")
+    assert x.shape == (64, 64, 3, 3)
+    expected = x.amax((2, 3)) @ state["head.weight"].T / 128  # 256 / sqrt(256 / 64)
+    assert torch.allclose(net(images()), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_patches_are_whitened(scale: float):
+    """Their covariance about 0 is the identity, but for what keeps noise from being blown up."""
+    filters = whitening_filters(scale * images())
+    assert filters.shape == (24, 3, 2, 2)
+    assert torch.equal(filters[12:], -filters[:12])
+    whitened = F.conv2d(scale * images(), filters[:12]).transpose(0, 1).flatten(1).double()
+    covariance = whitened @ whitened.T / whitened.shape[1]
+    patches = F.unfold(scale * images(), 2).transpose(0, 1).flatten(1).double()
+    variances = torch.linalg.eigvalsh(patches @ patches.T / patches.shape[1])
+    expected = variances / (variances + WHITENING_EPS * variances.mean())
+    assert torch.allclose(covariance, torch.diag(expected), atol=1e-4)
+    assert expected.max() > 0.99
+
+
+def test_convolutions_pass_their_input_through_at_first():
+    net: Any = models.build("speednet", 10, width=0.5)
+    x = torch.randn(2, 24, 7, 7)
+    assert torch.allclose(net.blocks[0].conv1(x)[:, :24], x, atol=1e-6)
+    assert all(isinstance(conv, IdentityConv) for block in net.blocks for conv in (block.conv1, block.conv2))
+    other: Any = models.build("speednet", 10, width=0.5, identity_init=False)
+    assert not torch.allclose(other.blocks[0].conv1(x)[:, :24], x, atol=0.1)
+    assert net.head.weight.std().item() == pytest.approx(1, abs=1e-5)
+
+
+def test_without_whitening_the_first_layer_is_one_like_all_others():
+    net: Any = models.build("speednet", 10, whitening=False)
+    assert net.whiten.weight.requires_grad
+    assert net.starting_weights(images()) == {}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--model.width 0", "--model.width must be over 0 and finite, not 0.0"),
+        ("--model.norm_momentum 0", "--model.norm_momentum must be over 0 and at most 1, not 0.0"),
+    ],
+)
+def test_mistakes_are_one_clear_line(flags: str, message: str):
+    with pytest.raises(UsageError) as error:
+        cli.parse(["--model", "speednet", *flags.split()])
+    assert str(error.value) == message

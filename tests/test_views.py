@@ -1,0 +1,36 @@
+"""Test-time augmentation against the average of views that are made one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from config import Views
+from sources.augment import normalize
+from views import averaged_scores
+
+
+def network(images: Tensor) -> Tensor:
+    """Scores to which each pixel of each image counts in its own way."""
+    weights = torch.randn(images[0].numel(), 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return (images.double().flatten(1) @ weights).tanh()
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_averages(stored: bool):
+    images = torch.randint(256, (5, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    seen = normalize(images)
+    before, after = [1, *range(31)], [*range(1, 32), 30]  # the pixel next to the border comes in from outside
+    views = {
+        "none": [(seen, 1.0)],
+        "mirror": [(seen, 0.5), (seen.flip(3), 0.5)],
+    }
+    up_left, down_right = seen[:, :, before][:, :, :, before], seen[:, :, after][:, :, :, after]
+    moved = [(view, 0.125) for image in (up_left, down_right) for view in (image, image.flip(3))]
+    views["mirror_translate"] = [(seen, 0.25), (seen.flip(3), 0.25), *moved]
+    kinds: tuple[Views, ...] = ("none", "mirror", "mirror_translate")
+    for kind in kinds:
+        given = images if stored and kind != "none" else seen
+        expected = torch.stack([weight * network(view) for view, weight in views[kind]]).sum(0).float()
+        assert torch.allclose(averaged_scores(network, given, kind), expected, atol=1e-6), kind
