@@ -44,6 +44,11 @@ def check_metric(metric: str, config: Config) -> None:
         raise UsageError(f"--metric {VALIDATION} needs a validation: leave --trainer.limit_val_batches out")
 
 
+def shown(value: float) -> str:
+    """For a table: accuracies and losses with four decimals, images and milliseconds with one."""
+    return f"{value:.4f}" if abs(value) < 10 else f"{value:,.1f}"
+
+
 def read(folders: Sequence[Path], metric: str) -> float:
     """The metric of a finished run.
 

@@ -31,7 +31,7 @@ RECORD, RUNS, ERROR = "record", "runs", "error"
 
 
 class Study:
-    """The trials of a sweep, each a setting, in SQLite.
+    """The trials of a sweep, each a setting, in SQLite: a kill or a full disk leaves its last transaction whole.
 
     Args:
         folder: of the sweep.
@@ -106,9 +106,9 @@ class Study:
 
     def prunes(self, number: int, values: list[float]) -> bool:
         """Whether a trial whose first seed has these validations so far is behind the others."""
-        trial = self._trial(number)
-        for epoch, value in enumerate(values, start=1):
-            trial.report(value, epoch)  # what has been reported before is left as it is
+        trial, told = self._trial(number), self._study.trials[number].intermediate_values
+        for epoch in range(len(told), len(values)):
+            trial.report(values[epoch], epoch)
         return trial.should_prune()
 
     def finish(self, number: int, runs: list[Run]) -> None:

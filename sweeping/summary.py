@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from sweeping.metric import shown
 from sweeping.planned import short
 from sweeping.result import Result
 
@@ -36,8 +37,8 @@ def print_summary(results: Sequence[Result], metric: str, best: str, folder: Pat
         finished = result.state == "finished"
         style = {"failed": "red", "finished": ""}.get(result.state, "dim")
         values = [escape(short(value)) for value in result.setting.values()]
-        shown = _figures(result) if finished else [result.state, *[""] * (len(figures) - 1)]
-        table.add_row(str(place) if finished else "", *values, *shown, style=style)
+        figured = _figures(result) if finished else [result.state, *[""] * (len(figures) - 1)]
+        table.add_row(str(place) if finished else "", *values, *figured, style=style)
     console.print(table)
     for result in (result for result in results if result.state == "failed"):
         setting = ", ".join(f"{name} {value}" for name, value in result.setting.items())
@@ -54,9 +55,9 @@ def _figures(result: Result) -> list[str]:
     several = len(values) > 1
     seconds = sum(run.seconds for run in result.runs)
     return [
-        f"{result.mean:.4g}",
-        f"{min(values):.4g}-{max(values):.4g}" if several else "-",
-        "-" if result.deviation is None else f"{result.deviation:.2g}",
+        shown(result.mean),
+        f"{shown(min(values))}-{shown(max(values))}" if several else "-",
+        "-" if result.deviation is None else shown(result.deviation),
         str(len(values)),
         f"{seconds:,.0f}",
     ]

@@ -170,7 +170,7 @@ class Trials:
                 value = metric.read(folders, self._metric)
                 seconds = metric.fit_seconds(folders[-1])
                 trial.runs.append(Run(job.planned.seed, value, str(folders[-1]), seconds))
-                self._progress.ended(job.label, f"{self._metric} {value:.4g}")
+                self._progress.ended(job.label, f"{self._metric} {metric.shown(value)}")
             except UsageError as missing:
                 error = str(missing)
         if trial.pruned:

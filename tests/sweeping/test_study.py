@@ -80,6 +80,7 @@ def test_a_setting_behind_the_median_is_pruned(tmp_path: Path) -> None:
     study = opened(tmp_path, RANGE)
     for _ in range(5):  # of so many that have finished the median is taken
         number, _ = study.ask() or (-1, {})
+        assert not study.prunes(number, [0.5])
         assert not study.prunes(number, [0.5, 0.6])
         study.finish(number, [run(0.6)])
     behind, _ = study.ask() or (-1, {})
