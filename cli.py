@@ -106,7 +106,7 @@ def parse(argv: list[str] | None = None) -> Config:
     for file in short.config:
         _overlay(tree, _read_yaml(file))
     _overlay(tree, {key: {"name": name} for key in REGISTRIES if (name := getattr(short, key)) is not None})
-    for key in ("logger", "plot_schedule", "trainable", *SWITCHES):
+    for key in ("logger", "hparams", "plot_schedule", "trainable", *SWITCHES):
         if getattr(short, key) is not None:
             tree[key] = getattr(short, key)
     if short.lora_target is not None:
@@ -144,6 +144,7 @@ def _short_forms() -> argparse.ArgumentParser:
     for key in REGISTRIES:
         parser.add_argument(f"--{key}", f"--{key}.name", dest=key)
     parser.add_argument("--logger", nargs="+")
+    parser.add_argument("--hparams", nargs="+")
     parser.add_argument("--plot_schedule", nargs="?", const="schedule.png")
     parser.add_argument("--trainable", nargs="+")
     parser.add_argument("--lora.target", dest="lora_target", nargs="+")

@@ -117,7 +117,8 @@ def of_trainings(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compa
 def _trained(arguments: Namespace, planned: Sequence[Planned], runner: Runner) -> Comparison:
     from comparison.assembly import assemble
     from comparison.grouping import Group
-    from comparison.running import MOVED, TRAIN
+    from comparison.running import MOVED
+    from run_process import TRAIN
 
     target, groups = arguments.target_accuracy, []
     notes: list[str] = []
@@ -169,16 +170,13 @@ def _loaded(outcome: Outcome, target_accuracy: float | None = None) -> tuple[lis
 def _steps(planned: Sequence[Planned]) -> int:
     """Optimizer steps of a run; finds out, before anything is trained, whether each variant's options are known to
     Lightning and its weights and images can be had."""
-    import build
     from quiet import quieten
-    from run_steps import run_steps
+    from run_steps import prepare, run_steps
 
     quieten()
     configs = [variant.trainings[0].config for variant in planned]
     for config in configs:
-        build.check_trainer_options(config)
-        build.finetuning(config)
-        build.datamodule(config).prepare_data()
+        prepare(config)
     return run_steps(configs[0])
 
 

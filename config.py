@@ -194,6 +194,10 @@ class OutputConfig:
     logger: list[LoggerName] = field(default_factory=lambda: ["tensorboard"])
     """Where the curves go, one or more: tensorboard, wandb; none: nowhere."""
 
+    hparams: list[str] = field(default_factory=list)
+    """More options of this run for TensorBoard's HPARAMS table, one or more, beside those that it always has
+    (optimizer.momentum model.width)."""
+
     log_interval: int = 100
     """Optimizer steps between two points of the training curves."""
 

@@ -1,9 +1,20 @@
-"""How many optimizer steps a run will take, told without starting it."""
+"""What a run needs and how many optimizer steps it will take, told without starting it."""
 
 from __future__ import annotations
 
 import build
 from config import Config
+
+
+def prepare(config: Config) -> None:
+    """Has the images in their cache, before a run is started in another process.
+
+    Raises:
+        UsageError: an option of --trainer is not known to Lightning, or the weights or images cannot be had.
+    """
+    build.check_trainer_options(config)
+    build.finetuning(config)
+    build.datamodule(config).prepare_data()
 
 
 def run_steps(config: Config) -> int:

@@ -11,8 +11,9 @@ from typing import Any
 from config import AugmentConfig, Choice, Config
 from errors import UsageError
 from models import MODELS
-from names import nearest
+from names import nearest, nearest_flag
 from optimizers import OPTIMIZERS
+from options import flat
 from ranges import check_range
 from schedules import SCHEDULES
 from strategies import AUTO, STRATEGIES
@@ -70,6 +71,9 @@ def check_values(config: Config) -> None:
     _check_augmentation(config)
     _check_regularization(config)
     check_plain_name(config.name)
+    options = flat(config)
+    for name in (name for name in config.hparams if name not in options):
+        raise UsageError(f"--hparams {name} is no option of this run: {nearest_flag(name, options)}")
 
 
 def check_plain_name(name: str) -> None:

@@ -13,6 +13,7 @@ from callbacks.effective import Effective
 from callbacks.memory import Memory
 from callbacks.throughput import Throughput
 from hardware import cpu_name
+from options import flat
 from reports.summary import MEASURED, metrics_json
 
 if TYPE_CHECKING:
@@ -87,7 +88,9 @@ def log_hparams(trainer: Trainer, config: Config, metrics: dict[str, Any]) -> No
     hparams = {name: metrics[name] for name in settings}
     hparams |= {"optimizer": config.optimizer.name, "schedule": config.schedule.name}
     hparams["lr"] = config.optimizer.options.get("lr")
-    results = {name: metrics[name] for name in ("test/acc", "test/loss", "perf/images_per_second")}
+    options = flat(config)
+    hparams |= {name: options[name] for name in config.hparams}
+    results = {name: metrics[name] for name in ("val/acc", "test/acc", "test/loss", "perf/images_per_second")}
     results["mem/peak_gb"] = max(metrics["mem/peak_rank_bytes"], default=0) / 1e9
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):

@@ -16,7 +16,7 @@ FREE = (
     # Seeds are compared one with the same one.
     "seed",
     # What is read, in which way, and left behind.
-    *("out", "name", "logger", "log_interval", "plot_schedule", "debug", "trust", "resume"),
+    *("out", "name", "logger", "hparams", "log_interval", "plot_schedule", "debug", "trust", "resume"),
     *("save_every_n_steps", "save_every_minutes", "save_weights", "on_nan"),
     *("data.root", "data.cache", "data.loader", "data.workers", "data.url", "data.md5"),
 )

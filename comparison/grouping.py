@@ -15,7 +15,7 @@ from comparison.variants import variant_name
 SHAPE = ("strategy", "world_size", "accumulate")
 """Keys of metrics.json that make a variant."""
 
-OWN = ("out", "name", "logger")
+OWN = ("out", "name", "logger", "hparams")
 """Options of config.yaml that say nothing of what was trained, and how."""
 
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -15,27 +11,11 @@ from pathlib import Path
 from rich import progress as bars
 from rich.console import Console
 
-import launch
-import run_folder
-import start_time
+import run_process
+from run_process import PLAIN_SECONDS, POLL_SECONDS, Run, steps_done
 
-ROOT = Path(__file__).resolve().parents[1]
-
-POLL_SECONDS = 0.25
-"""Between two looks at a run."""
-
-PLAIN_SECONDS = 10.0
-"""Between two lines of progress where the output is not a terminal."""
-
-SAVING_SECONDS = 45.0
-"""How long a run that is asked to end may take: supervisor.py gives its ranks 30 s to write a checkpoint."""
-
-TAIL_BYTES = 100
-"""Of losses.csv, that hold its last line: a step and a float."""
-
-TRAIN = (str(ROOT / "train.py"),)
 MOVED = ("-P", "-m", "comparison.rounding")
-"""What Python starts a run with: from this repository, whatever modules lie in the user's directory."""
+"""What Python starts the second run of the reference with, as run_process.TRAIN any other."""
 
 
 @dataclass
@@ -92,31 +72,22 @@ class Runner:
             KeyboardInterrupt, Stopped: after the run has been ended.
         """
         log = self._folder / f"{name}.log"
-        command = [sys.executable, *program, *flags, "--out", str(self._folder), "--name", name]
-        with log.open("w") as output:
-            child = subprocess.Popen(
-                command,
-                env=_environment(),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=_prepare,
-            )
-            try:
-                self._watch(child, label, name)
-            finally:
-                _end(child)
+        child = run_process.start(program, [*flags, "--out", str(self._folder), "--name", name], log)
+        try:
+            self._watch(child, label, name)
+        finally:
+            run_process.end([child])
         self._done += 1
         found = self._run_folder(name)
         if child.returncode == 0 and found is not None:
             outcome = Outcome(found)
         else:
-            outcome = Outcome(None, _failure(log, child.returncode))
+            outcome = Outcome(None, run_process.failure(log, child.returncode))
         self._bar.update(self._task, completed=self._done * self._steps)
         self._say(f"{self._count(self._done)} {label}: {outcome.error or 'trained'}")
         return outcome
 
-    def _watch(self, child: subprocess.Popen[bytes], label: str, name: str) -> None:
+    def _watch(self, child: Run, label: str, name: str) -> None:
         """Shows how far a run is until it has ended; its losses.csv grows at each point of its curves."""
         next_line = time.monotonic() + PLAIN_SECONDS
         description, last, speed = f"{self._count(self._done + 1)} {label}", (0, 0.0), ""
@@ -145,59 +116,10 @@ class Runner:
         return f", {timedelta(seconds=int(seconds))} left"
 
     def _run_folder(self, name: str) -> Path | None:
-        names = (name, name + run_folder.FALLBACK_SUFFIX)
-        return next((found for each in names for found in (self._folder / each).glob("version_*")), None)
+        return next(iter(run_process.folders(self._folder, name)), None)
 
     def _count(self, number: int) -> str:
         return f"[{number}/{self._runs}]"
 
     def _say(self, line: str) -> None:
         self._console.print(line, markup=False, soft_wrap=True)
-
-
-def steps_done(folder: Path) -> int:
-    """Optimizer steps up to the newest point of a run's curves."""
-    try:
-        with (folder / run_folder.LOSSES).open("rb") as file:
-            file.seek(-min(TAIL_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
-            return int(file.read().splitlines()[-1].split(b",")[0])
-    except (OSError, IndexError, ValueError):  # not there yet, or no step in it yet
-        return 0
-
-
-def _environment() -> dict[str, str]:
-    """Where this program's modules are found; a run takes the time of its own start, and begins from there."""
-    left_out = (start_time.VARIABLE, "SLURM_RESTART_COUNT")  # with which a run would look for its checkpoint
-    inherited = {key: value for key, value in os.environ.items() if key not in left_out}
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**inherited, "PYTHONPATH": os.pathsep.join(paths)}
-
-
-def _prepare() -> None:
-    """In the new process: it ends with this one, and SIGINT ends it even where a shell's background job ignores it."""
-    launch.die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """Asks a run that has not ended to do so, as a terminal's Ctrl-C would: its launcher and all ranks.
-
-    What of its process group is left then is killed, at a second Ctrl-C at once.
-    """
-    try:
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGINT)
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(SAVING_SECONDS)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-
-
-def _failure(log: Path, code: int) -> str:
-    """The last line of a run that begins with error:, else its last line, else how it ended."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-    return errors[-1] if errors else f"{how}: {lines[-1]}" if lines else how

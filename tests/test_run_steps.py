@@ -11,7 +11,8 @@ import build
 import checks
 import cli
 import train
-from run_steps import run_steps
+from errors import UsageError
+from run_steps import prepare, run_steps
 from schedules import Cosine
 
 
@@ -56,3 +57,8 @@ def test_plot_schedule_draws_and_does_not_train(
     assert "schedule.png" in capsys.readouterr().out
     assert (tmp_path / "schedule.png").read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "runs").exists()
+
+
+def test_what_cannot_be_had_is_found_before_the_run(small_data: list[str]):
+    with pytest.raises(UsageError, match=r"--trainer.limit_train_batch is no option .* limit_train_batches"):
+        prepare(cli.parse([*small_data, "--trainer.limit_train_batch", "5"]))

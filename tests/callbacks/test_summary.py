@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import cli
 from callbacks import summary
 from config import Config
 from reports.summary import MEASURED, write_json
@@ -16,7 +17,7 @@ NOT_HERE |= {"reduce_bucket_size", "allgather_bucket_size"}
 
 
 def test_what_a_run_came_to(fit: Callable[..., Any], tmp_path: Path) -> None:
-    run = fit(Config(epochs=2, batch_size=8, accumulate=2, log_interval=4), 40)
+    run = fit(cli.parse(["--batch_size", "8", "--accumulate", "2", "--log_interval", "4"]), 40)
     run.trainer.test(run.module, datamodule=run.datamodule, verbose=False)
     logged = {name: value.item() for name, value in run.trainer.callback_metrics.items()}
     metrics = summary.collect(run.trainer, run.module, run.datamodule, run.config)
@@ -34,9 +35,11 @@ def test_what_a_run_came_to(fit: Callable[..., Any], tmp_path: Path) -> None:
     assert {key for key in MEASURED if metrics[key] is None} == NOT_HERE
     write_json(tmp_path / "metrics.json", metrics)  # nothing in it that JSON lacks
 
+    run.config.hparams = ["optimizer.momentum"]
     summary.log_hparams(run.trainer, run.config, metrics)
     hparams = run.read().events.summary_metadata["_hparams_/session_start_info"]
     assert b"baseline" in hparams.plugin_data.content
+    assert b"optimizer.momentum" in hparams.plugin_data.content
     assert run.events.Scalars("test/acc")[-1].value == pytest.approx(metrics["test/acc"])
 
 

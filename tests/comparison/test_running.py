@@ -9,7 +9,7 @@ import pytest
 from rich.progress import TextColumn
 
 from comparison import running
-from comparison.running import Runner, steps_done
+from comparison.running import Runner
 
 PROGRAM = "import signal, sys, time; print('error: the first'); {what}"
 
@@ -68,17 +68,12 @@ def test_a_second_ctrl_c_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     wait = subprocess.Popen.wait
 
     def impatient(self: subprocess.Popen[bytes], timeout: float | None = None) -> int:
-        if timeout == running.SAVING_SECONDS:
+        if timeout is not None:
             raise KeyboardInterrupt
         return wait(self, timeout)
 
     monkeypatch.setattr(subprocess.Popen, "wait", impatient)
     interrupted(monkeypatch, tmp_path)
-
-
-def test_a_run_begins_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert "SLURM_RESTART_COUNT" not in running._environment()
 
 
 def test_a_run_finds_this_repository_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,12 +87,3 @@ def test_a_run_finds_this_repository_first(tmp_path: Path, monkeypatch: pytest.M
 def test_a_label_is_no_markup(tmp_path: Path) -> None:
     columns = [column for column in runner(tmp_path)._bar.columns if isinstance(column, TextColumn)]
     assert [column.markup for column in columns] == [False, False]
-
-
-def test_how_far_a_run_is(tmp_path: Path) -> None:
-    assert steps_done(tmp_path) == 0
-    file = tmp_path / "losses.csv"
-    file.write_text("step,loss\n")
-    assert steps_done(tmp_path) == 0
-    file.write_text("step,loss\n" + "".join(f"{step},2.302585092994046\n" for step in range(1, 31)))
-    assert steps_done(tmp_path) == 30
