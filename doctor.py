@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import exits
+import launchers
 from config import DataConfig, OutputConfig
 from diagnosis import CHECKS, report
 from diagnosis.examination import Examination
@@ -134,7 +135,7 @@ def _parse() -> Namespace:
     )
     parser.add_argument("--save", metavar="FILE", help="with --nodes: write what was measured, for plan.py --network")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead, for programs")
-    arguments = parser.parse_intermixed_args()
+    arguments = parser.parse_intermixed_args(launchers.arguments(sys.argv[1:]))
     for name in arguments.checks:
         if name not in CHECKS:
             from names import nearest

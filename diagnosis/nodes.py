@@ -15,7 +15,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import interface
 import launch
+import launchers
 from diagnosis.deadline import Deadline
 from diagnosis.finding import Finding, Options, ok, warning
 from diagnosis.finding import failed as fail
@@ -79,10 +81,12 @@ def examine(options: Options) -> Network | None:
     Raises:
         UsageError: this process is not one of several ranks.
     """
+    launchers.adopt()
     if not launch.is_rank() or int(os.environ.get("WORLD_SIZE", "1")) < 2:
         raise UsageError(
             f"--nodes measures between ranks that are there already: start it on each machine with {START}"
         )
+    interface.settle(os.environ["MASTER_ADDR"])
     import torch
     import torch.distributed as dist
 
