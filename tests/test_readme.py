@@ -47,14 +47,16 @@ def test_commands(small_data: list[str], tmp_path: Path):
             trainings[ranks].append(flags)
         elif program == "python" and arguments[0] == "compare.py":
             others.append([*arguments, *small_data, *small])
+        elif program == "python" and arguments[0] == "sweep.py":  # a validation is at the end of an epoch
+            others.append([*arguments, *small_data, *small[:4], "--batch_size", "16", "--out", str(tmp_path / "sweeps")])
         elif program == "python":
             others.append(arguments)
     assert sum(map(len, trainings.values())) >= 5
-    assert {"evaluate.py", "export.py", "predict.py", "plan.py", "compare.py"} <= {arguments[0] for arguments in others}
+    assert {"evaluate.py", "export.py", "predict.py", "plan.py", "compare.py", "sweep.py"} <= {arguments[0] for arguments in others}
     for ranks, flags in trainings.items():
         train_in_ranks(flags, ranks)
     for arguments in others:
-        if arguments[0] != "compare.py" or WHOLE:  # half a minute; tests/distributed/test_compare.py runs one
+        if arguments[0] not in ("compare.py", "sweep.py") or WHOLE:  # half a minute each; others are run elsewhere
             assert_ok(run_program(*arguments))
 
 
