@@ -155,13 +155,14 @@ class ZeROStrategy(DeepSpeedStrategy):
     @contextmanager
     def rewriting(self) -> Generator[None, None, None]:
         """See `strategies.rewriting`: stage 3 cuts the parameters that it keeps whole, and puts them together anew."""
-        optimizer: Any = self.deepspeed_engine.optimizer
+        engine: Any = self.deepspeed_engine
+        optimizer = engine.optimizer
         if self.zero_stage_3:
             optimizer.checkpoint_event_prologue()
         yield
         if self.zero_stage_3:
             optimizer.checkpoint_event_epilogue()
-            forget_second_copies(self.deepspeed_engine.module)
+            forget_second_copies(engine.module)
 
     def cut(self, whole: Tensor, parameter: Any) -> Tensor:
         """This rank's flat part of what has the shape of a parameter that stage 3 has cut."""
@@ -190,7 +191,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         if self.is_global_zero:
             failure_of(lambda: atomic.discard(target))
         self.barrier()
-        engine = self.deepspeed_engine
+        engine: Any = self.deepspeed_engine
         guard = engine.checkpoint_engine = GuardedCheckpointEngine()
         engine._copy_recovery_script = lambda save_path: None  # it writes outside the guard
         client_state = {key: checkpoint[key] for key in checkpoint if key not in ("state_dict", "optimizer_states")}

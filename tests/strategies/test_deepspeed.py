@@ -120,7 +120,7 @@ def test_without_switches_deepspeeds_own_values_stay():
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     made = run_config(cli.parse(["--strategy", "deepspeed_stage_3_superoffload"]), 8, 62_006)["zero_optimization"]
-    read, default = DeepSpeedZeroConfig(**made), DeepSpeedZeroConfig(offload_optimizer={})
+    read, default = DeepSpeedZeroConfig(**made), DeepSpeedZeroConfig.model_validate({"offload_optimizer": {}})
     for name in ("sub_group_size", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"):
         assert getattr(read, name) == getattr(default, name)
     assert read.offload_optimizer is not None
