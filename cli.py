@@ -25,9 +25,11 @@ from config import (
     DeviceConfig,
     FineTuneConfig,
     LoRAConfig,
+    OffloadConfig,
     OutputConfig,
     RegularizationConfig,
     TrainingConfig,
+    ZeROConfig,
 )
 from errors import UsageError
 from models import PACKAGES
@@ -37,7 +39,8 @@ from strategies import STRATEGIES
 from values import REGISTRIES, check_values
 
 # Sections of the configuration with fields of their own: --data.root, or data: {root: ...} in a recipe.
-SECTIONS = {"lora": LoRAConfig, "data": DataConfig, "augment": AugmentConfig}
+SECTIONS = {"lora": LoRAConfig, "zero": ZeROConfig, "offload": OffloadConfig}
+SECTIONS |= {"data": DataConfig, "augment": AugmentConfig}
 
 SWITCHES = (
     "activation_checkpointing",

@@ -182,6 +182,40 @@ class LoRAConfig:
 
 
 @dataclass
+class ZeROConfig:
+    """DeepSpeed's switches for ZeRO 3, by the names of its configuration"""
+
+    sub_group_size: int = 1_000_000_000
+    """Elements that the optimizer updates at a time; a smaller number gives the update that overlaps with the backward
+    pass (SuperOffload) and the share of --offload.ratio a finer grain."""
+
+    hpz_partition_size: int = 1
+    """ZeRO++: each so many ranks keep a second copy of the parameters among them, from which the backward pass gathers;
+    the GPUs of a machine, for less traffic between machines (Wang et al. 2023, arXiv 2306.10209). 1: no copy."""
+
+    quantized_weights: bool = False
+    """ZeRO++: gather parameters as 8-bit integers. CUDA, two ranks or more; it changes the maths."""
+
+    quantized_gradients: bool = False
+    """ZeRO++: reduce gradients as 4-bit integers. CUDA, two machines or more; it changes the maths."""
+
+
+@dataclass
+class OffloadConfig:
+    """how the strategies that offload to the CPU do it, by the names of DeepSpeed's configuration"""
+
+    ratio: float = 1.0
+    """Share of the optimizer that is on the CPU, the rest staying on the GPU (Twin-Flow of ZeRO-Offload++), in whole
+    sub-groups of --zero.sub_group_size; for ZeRO 3, AdamW and a constant learning rate."""
+
+    pin_memory: bool = False
+    """Keep what is offloaded in page-locked memory, to and from which a GPU copies faster, and beside computing."""
+
+    cpuadam_cores_perc: float = 0.8
+    """Share of the process's cores, over 0 to 1, on which SuperOffload's optimizer runs, in a process of its own."""
+
+
+@dataclass
 class OutputConfig:
     """what is left behind"""
 
@@ -288,6 +322,8 @@ class Config(DeviceConfig, TrainingConfig, RegularizationConfig, FineTuneConfig,
     """Everything that a run depends on. The defaults are the PyTorch tutorial's recipe with a validation split."""
 
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    zero: ZeROConfig = field(default_factory=ZeROConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     data: DataConfig = field(default_factory=DataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     model: Choice = field(default_factory=lambda: Choice("net"))
@@ -325,5 +361,6 @@ def config_of(tree: dict[str, Any]) -> Config:
         TypeError: it has fields that are not known here, of another version of the program.
     """
     sections: dict[str, type] = {"lora": LoRAConfig, "data": DataConfig, "augment": AugmentConfig}
+    sections |= {"zero": ZeROConfig, "offload": OffloadConfig}
     sections |= dict.fromkeys(("model", "optimizer", "schedule"), Choice)
     return Config(**{key: sections[key](**value) if key in sections else value for key, value in tree.items()})

@@ -68,6 +68,7 @@ def check_values(config: Config) -> None:
         raise UsageError(f"--data.workers must not be negative, not {config.data.workers}")
     if config.data.synthetic_size < 10:
         raise UsageError(f"--data.synthetic_size must be at least 10, not {config.data.synthetic_size}")
+    _check_switches(config)
     _check_augmentation(config)
     _check_regularization(config)
     check_plain_name(config.name)
@@ -84,6 +85,18 @@ def check_plain_name(name: str) -> None:
     """
     if name and (Path(name).name != name or name in (".", "..")):
         raise UsageError(f"--name {name} must be a plain name; --out is the directory")
+
+
+def _check_switches(config: Config) -> None:
+    for name in ("sub_group_size", "hpz_partition_size"):
+        if getattr(config.zero, name) < 1:
+            raise UsageError(f"--zero.{name} must be at least 1, not {getattr(config.zero, name)}")
+    if not 0 <= config.offload.ratio <= 1:
+        raise UsageError(f"--offload.ratio must be from 0 to 1, not {config.offload.ratio}")
+    if not 0 < config.offload.cpuadam_cores_perc <= 1:
+        raise UsageError(
+            f"--offload.cpuadam_cores_perc must be over 0 and at most 1, not {config.offload.cpuadam_cores_perc}"
+        )
 
 
 def _check_augmentation(config: Config) -> None:

@@ -7,7 +7,9 @@ DeepSpeed (0.19.8) writes, in the folder TAG:
   the optimizer's state, as flat tensors, one for each parameter group (at stage 3 each sub-group);
 - of a network with mixtures of experts, `layer_<mixture>_expert_<number>_mp_rank_00_model_states.pt` for each expert,
   and at stage 0 `expp_rank_<rank>_mp_rank_00_optim_states.pt`: the optimizer of each of the ranks that share a
-  mixture's experts out. At stages 1 and 2 a group of experts is sharded over the ranks that hold the same ones.
+  mixture's experts out. At stages 1 and 2 a group of experts is sharded over the ranks that hold the same ones;
+- of an optimizer on NVMe, `offloaded_tensors/rank<rank>/`: in a file each of the flat tensors that are empty among the
+  others, `<group>.tensor.swp` of the weights and `<key>-<group>.tensor.swp` of the state, in float32.
 """
 
 from __future__ import annotations
@@ -35,6 +37,9 @@ SHAPE = "zero_shape"
 GROUPS = "zero_groups"
 """Key of what it notes at stage 0: the names of the parameters of each group, which DeepSpeed does not write down."""
 
+ON_DISK = "zero_on_disk"
+"""Key of what it notes of an optimizer on NVMe: the names that DeepSpeed's files have for this rank's groups."""
+
 AVERAGE = "average"
 """Key of what callbacks/averaging.py adds to the checkpoints of every strategy: `kind` and `count`, and `weights`, the
 averages by the names of state_dict; `sharded` where these are this rank's parts, cut as stage 3 cuts the parameters."""
@@ -43,7 +48,7 @@ DEEPSPEED_KEYS = {
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
     *("shared_params", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples"),
     *("dp_world_size", "mp_world_size", "ds_checkpoint_parallel_dims", "ds_config", "ds_version"),
-    *("num_experts", "ds_autoep_layers", GROUPS),
+    *("num_experts", "ds_autoep_layers", GROUPS, ON_DISK),
 }
 """What of a model states file is DeepSpeed's, or for reading its files; the rest is Lightning's."""
 
@@ -86,12 +91,30 @@ def read_folder(folder: Path, trust: bool = False) -> dict[str, Any]:
         _check_whole(folder, models, experts, shards, of_expert_ranks)
         if shards:
             optimizers = [shard["optimizer_state_dict"] for shard in shards]
+            for rank, model in enumerate(models if ON_DISK in models[0] else []):
+                _fill_from_disk(optimizers[rank], folder / TAG / "offloaded_tensors", rank, model[ON_DISK])
         else:
             optimizers = [states["optimizer"] for states in of_expert_ranks or models]
         return _together(models, experts, optimizers)
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         why = f"{type(error).__name__}: {error}"
         raise UsageError(f"{folder} is no checkpoint of DeepSpeed that is known here: {why}") from error
+
+
+def _fill_from_disk(optimizer: dict[str, Any], folder: Path, rank: int, names: Sequence[str]) -> None:
+    """Puts into a rank's shard what DeepSpeed has left on its NVMe disk, and copied from there into the checkpoint."""
+    (files,) = (found for found in folder.glob("rank*") if int(found.name.removeprefix("rank")) == rank)
+
+    def read(stem: str) -> Tensor:
+        file = files / f"{stem}.tensor.swp"
+        return torch.from_file(str(file), size=file.stat().st_size // 4, dtype=torch.float32)
+
+    weights, state = optimizer["fp32_flat_groups"], optimizer["optimizer_state_dict"]["state"]
+    for number, name in enumerate(names):
+        if not weights[number].numel():
+            weights[number] = read(name)
+            empty = [key for key, value in state[number].items() if isinstance(value, Tensor) and value.shape == (0,)]
+            state[number] |= {key: read(f"{key}-{name}") for key in empty}
 
 
 def shape_of(folder: Path, trust: bool = False) -> Any:

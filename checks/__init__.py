@@ -16,6 +16,7 @@ from checks.experts import check_experts
 from checks.finetuning import check_finetuning, settle_finetuning
 from checks.here import check_here
 from checks.network import check_network
+from checks.offload import check_switches
 from checks.optimizer import check_offload, check_optimizer
 from checks.parts import check_parts
 from checks.raw_config import raw_config
@@ -99,6 +100,7 @@ def check_possible(config: Config, raw: dict[str, Any]) -> None:
         check_cuda_graphs(config)
     check_optimizer(config, raw)
     check_offload(config)
+    check_switches(config)
     if not config.ds_config:
         check_parts(config)
     if "ep_size" in config.model.options:

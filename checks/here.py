@@ -31,10 +31,11 @@ def check_here(config: Config, raw: dict[str, Any]) -> None:
             f"--strategy {config.strategy_name} compiles DeepSpeed's CPU {name}: install g++ or use --optimizer sgd"
         )
     if spec.offload_optimizer == "nvme" and not config.ds_config:
-        _check_nvme(config.nvme_path)
+        check_nvme(config.nvme_path)
 
 
-def _check_nvme(path: str) -> None:
+def check_nvme(path: str) -> None:
+    """Refuses a directory that is none, and a machine without libaio, against which DeepSpeed compiles its I/O."""
     if not path:
         raise UsageError("--strategy deepspeed_stage_3_offload_nvme needs --nvme_path DIRECTORY on a local disk")
     if not os.access(path, os.W_OK | os.X_OK):

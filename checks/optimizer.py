@@ -32,3 +32,6 @@ def check_offload(config: Config) -> None:
         return
     if spec.super_offload and config.optimizer.name not in ("adam", "adamw"):
         raise UsageError(f"--strategy {config.strategy} runs Adam alone: add --optimizer adam")
+    if spec.super_offload and config.optimizer.name == "adam" and config.optimizer.options["weight_decay"]:
+        # Its process makes a DeepSpeedCPUAdam without adamw_mode=False (DeepSpeed 0.19.8, superoffload_utils.py).
+        raise UsageError(f"--strategy {config.strategy} takes weight decay as AdamW does: use --optimizer adamw")

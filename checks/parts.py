@@ -5,7 +5,6 @@ from __future__ import annotations
 from config import Config
 from errors import UsageError
 from models import MODELS, ViT
-from models.vit_shapes import SHAPES
 from strategies import STRATEGIES
 
 
@@ -29,7 +28,8 @@ def check_parts(config: Config) -> None:
         raise UsageError(f"{given} cuts the activations: use --activation_checkpointing, or fsdp2")
     if config.compile:
         raise UsageError(f"{given} exchanges tensors within the network: leave --compile out, or use fsdp2")
-    heads, depth = SHAPES[entry.size].heads, SHAPES[entry.size].depth
+    shape = entry(**config.model.options).shape
+    heads, depth = shape.heads, shape.depth
     if spec.family == "tensor_parallel" and heads % ranks:
         fit = " or ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
         raise UsageError(f"{given}: the {heads} heads of {model} cannot be shared out among {ranks}: --devices {fit}")

@@ -73,7 +73,7 @@ def operators(options: Options) -> Finding:
 
     builders = {name: builder for name, builder in ALL_OPS.items() if name != NOT_AN_OPERATOR}
     possible = {name for name, builder in builders.items() if _compatible(builder)}
-    missing = [name for name in _needed() if name in possible and not _is_built(name)]
+    missing = [name for name in _needed() if name in possible and not is_built(name)]
     if options.build and missing:
         if blocking(build_root(), waits_for_existence()):
             return failed("not built: a lock is in the way", "python doctor.py locks")
@@ -84,8 +84,8 @@ def operators(options: Options) -> Finding:
                 return failed(f"{name} cannot be built ({_reason(error)})", "mend what the compiler names")
         missing = []
     lists = {
-        "built": [name for name in builders if _is_built(name)],
-        "can be built": [name for name in builders if name in possible and not _is_built(name)],
+        "built": [name for name in builders if is_built(name)],
+        "can be built": [name for name in builders if name in possible and not is_built(name)],
         "cannot be": [name for name in builders if name not in possible],
     }
     found = "; ".join(f"{what}: {', '.join(names)}" for what, names in lists.items() if names)
@@ -110,7 +110,8 @@ def _compatible(builder: Any) -> bool:
         return False
 
 
-def _is_built(name: str) -> bool:
+def is_built(name: str) -> bool:
+    """Whether an operator of DeepSpeed's is compiled: a run that needs it does not wait for that."""
     from deepspeed.git_version_info import installed_ops
 
     return bool(installed_ops.get(name)) or (build_root() / name / f"{name}.so").exists()

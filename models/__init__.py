@@ -5,11 +5,11 @@ its network when it builds it, so that the command line knows every option witho
 """
 
 # No postponed annotations here: jsonargparse would execute the TYPE_CHECKING imports, torch, to resolve them.
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from models.mixture_options import MixtureOptions
-from models.vit_shapes import SHAPES, Size
+from models.vit_shapes import SHAPES, Shape, Size
 from ranges import check_over_zero, check_range
 
 if TYPE_CHECKING:
@@ -155,17 +155,28 @@ class ViT:
 
     size: ClassVar[Size]
 
+    depth: int = 0
+    """Blocks of attention and MLP; 0: as many as a network of this size has."""
+
     dropout: float = 0.0
     """Share of the embedded patches, and of what each attention and MLP adds to them, that is dropped in training."""
 
     def __post_init__(self) -> None:
+        if self.depth < 0:
+            raise ValueError(f"depth must not be negative, not {self.depth}")
         check_range("dropout", self.dropout, below=1)
+
+    @property
+    def shape(self) -> Shape:
+        """Of the transformer, with its depth."""
+        shape = SHAPES[self.size]
+        return replace(shape, depth=self.depth or shape.depth)
 
     def build(self, num_classes: int) -> "nn.Module":
         """See `Model`."""
         from models.vit import vit
 
-        return vit(self.size, num_classes, self.dropout)
+        return vit(self.shape, num_classes, self.dropout)
 
 
 def _vit(size: Size, parameters: str) -> type[ViT]:

@@ -92,9 +92,9 @@ class MLP(nn.Sequential):
         super().__init__(nn.Linear(width, MLP_RATIO * width), nn.GELU(), nn.Linear(MLP_RATIO * width, width))
 
 
-def vit(size: Size, num_classes: int, dropout: float = 0.0) -> ViT:
-    """A dense vision transformer of one of the SHAPES."""
-    return ViT(SHAPES[size], num_classes, dropout=dropout)
+def vit(shape: Shape, num_classes: int, dropout: float = 0.0) -> ViT:
+    """A dense vision transformer."""
+    return ViT(shape, num_classes, dropout=dropout)
 
 
 def vit_moe(size: Size, num_classes: int, options: MixtureOptions) -> ViT:

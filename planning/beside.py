@@ -24,9 +24,6 @@ SWAPPED_ELEMENTS = 5 * 10**8
 """Parameters on a disk pass through so much of the CPU's memory: 5 buffers of 10^8 (buffer_count and buffer_size of
 offload_param in DeepSpeed 0.19.8, zero/offload_config.py)."""
 
-SUB_GROUP_ELEMENTS = 10**9
-"""What ZeRO-3 updates at a time, on a disk too: sub_group_size (zero/config.py)."""
-
 
 def buckets(spec: Spec, config: Config, network: Network) -> int:
     """Communication buckets and gathered parameters: what lies beside the activations in the backward pass."""
@@ -37,7 +34,9 @@ def buckets(spec: Spec, config: Config, network: Network) -> int:
     if spec.stage == 2:
         return bucket
     if spec.stage == 3:
-        return bucket + min(REUSE_ELEMENTS // 2 + PREFETCH_ELEMENTS, network.elements) * size
+        ranks_with_a_copy = config.zero.hpz_partition_size
+        copy = math.ceil(network.elements / ranks_with_a_copy) * size if ranks_with_a_copy > 1 else 0
+        return bucket + copy + min(REUSE_ELEMENTS // 2 + PREFETCH_ELEMENTS, network.elements) * size
     computed_in = 2 if config.precision != "32-true" else FLOAT32
     if spec.family == "fsdp2":
         return _gathered_by_fsdp2(config, network, computed_in)
@@ -76,7 +75,7 @@ def _gradients(spec: Spec, config: Config, network: Network) -> int:
     if spec.offload_optimizer:
         copies = 0
     elif spec.stage == 3:
-        copies = min(part, SUB_GROUP_ELEMENTS) * FLOAT32
+        copies = min(part, config.zero.sub_group_size) * FLOAT32
     else:  # flat, and in float32 where they are not yet (zero/stage_1_and_2.py, step)
         copies = part * (size + (FLOAT32 if size < FLOAT32 else 0))
     whole = min(BUCKET_ELEMENTS, network.elements) + network.trained if spec.stage == 1 else 0
@@ -106,7 +105,7 @@ def host_buffers(spec: Spec, config: Config, network: Network) -> int:
     """What an offloaded optimizer or parameters take beside themselves."""
     part, size = math.ceil(network.trained / config.world_size), parameter_size(spec, config.precision)
     if spec.offload_optimizer == "nvme":
-        return SWAPPED_ELEMENTS * size + min(part, SUB_GROUP_ELEMENTS) * 4 * FLOAT32
+        return SWAPPED_ELEMENTS * size + min(part, config.zero.sub_group_size) * 4 * FLOAT32
     if spec.offload_optimizer and spec.stage < 3:
         # Updated weights on their way back (param_buffer_of_bit16_for_cpu_offload_groups), and the gradients of several
         # micro-batches in the network's format (accumulated_grads_in_cpu, zero/stage_1_and_2.py).

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from config import Config
 from errors import UsageError
 from planning import beside
 from planning.communication import Link, Traffic, traffic
-from planning.model_states import Prediction, predicted
+from planning.model_states import FLOAT32, Prediction, parameter_size, predicted
 from planning.network import Network
 from strategies import STRATEGIES, Spec, replicas
 
@@ -126,7 +127,13 @@ class Room:
         return [name for name, size, room in sizes if room is not None and size > room]
 
 
-def survey(config: Config, network: Network, room: Room, lines: dict[str, Lines] | None) -> list[Need]:
+def survey(
+    config: Config,
+    network: Network,
+    room: Room,
+    lines: dict[str, Lines] | None,
+    strategies: Iterable[str] = STRATEGIES,
+) -> list[Need]:
     """The needs of a run under each strategy, in the registry's order.
 
     Args:
@@ -134,11 +141,12 @@ def survey(config: Config, network: Network, room: Room, lines: dict[str, Lines]
         network: of the run.
         room: of a rank.
         lines: the activations by format of computing, filled in as they are measured; None: they are not told.
+        strategies: those that are looked at.
 
     Raises:
         UsageError: the batch does not divide, or activation checkpointing finds no blocks.
     """
-    runs = [replace(config, strategy=name, ds_config="") for name in STRATEGIES]
+    runs = [replace(config, strategy=name, ds_config="") for name in strategies]
     refusals = [_refusal(run, here=not room.elsewhere) for run in runs]
     if lines is not None:
         _measure([run for run, refused in zip(runs, refusals, strict=True) if not refused], lines)
@@ -166,6 +174,8 @@ def _need(config: Config, refused: str, network: Network, room: Room, lines: dic
     if states is None:
         # What cuts layers asks which network it is.
         return Need(config.strategy, None, refused=refused if lines is not None else "")
+    if spec.offload_optimizer == "cpu" and config.offload.ratio < 1:
+        states = _twin_flow(states, spec, config, network)
     line = _line(spec, config, lines)
     activations = None if line is None else line.at(micro_batch(config))
     on_device, on_host = beside.average(spec, config, network)
@@ -189,6 +199,21 @@ def _need(config: Config, refused: str, network: Network, room: Room, lines: dic
     )
     most = None if line is None or refused else _most_images(need, line, room)
     return replace(need, fits=not room.lacking(need), most_images=most)
+
+
+def _twin_flow(states: Prediction, spec: Spec, config: Config, network: Network) -> Prediction:
+    """What --offload.ratio leaves on the device: the first sub-groups of the optimizer, as many as come out whole, with
+    the float32 gradients of their update (DeepSpeed 0.19.8, `_create_fp32_partitions` in zero/stage3.py)."""
+    sub_groups = math.ceil(network.trained / config.world_size / config.zero.sub_group_size)
+    share = int((1 - config.offload.ratio) * sub_groups) / sub_groups
+    float32 = FLOAT32 / (FLOAT32 + parameter_size(spec, config.precision))
+    optimizer = round(share * states.host.optimizer)
+    gradients = round(share * float32 * states.host.gradients)
+    device, host = states.device, states.host
+    return Prediction(
+        replace(device, gradients=device.gradients + gradients, optimizer=device.optimizer + optimizer),
+        replace(host, gradients=host.gradients - gradients, optimizer=host.optimizer - optimizer),
+    )
 
 
 def _line(spec: Spec, config: Config, lines: dict[str, Lines] | None) -> Line | None:

@@ -136,13 +136,27 @@ def _zero_section(source: dict[str, Any], spec: Spec, config: Config, num_parame
         # change the maths; a raw configuration can turn it on.
         "overlap_comm": False,
     }
+    offload, pinned = config.offload, {"pin_memory": config.offload.pin_memory}
+    if spec.stage == 3:
+        zero |= _switches(config)
     if spec.offload_optimizer:
-        zero["offload_optimizer"] = {"device": spec.offload_optimizer, "pin_memory": False}
+        zero["offload_optimizer"] = {"device": spec.offload_optimizer, **pinned, "ratio": offload.ratio}
     if spec.offload_parameters:
-        zero["offload_param"] = {"device": spec.offload_parameters, "pin_memory": False}
+        zero["offload_param"] = {"device": spec.offload_parameters, **pinned}
     if spec.super_offload:
-        zero["offload_optimizer"]["super_offload"] = True
+        zero["offload_optimizer"] |= {"super_offload": True, "cpuadam_cores_perc": offload.cpuadam_cores_perc}
     for section in ("offload_optimizer", "offload_param"):
         if zero.get(section, {}).get("device") == "nvme":
             zero[section]["nvme_path"] = config.nvme_path
     return zero
+
+
+def _switches(config: Config) -> dict[str, Any]:
+    """Of stage 3, those of --zero."""
+    switches = config.zero
+    return {
+        "sub_group_size": switches.sub_group_size,
+        "zero_hpz_partition_size": switches.hpz_partition_size,
+        "zero_quantized_weights": switches.quantized_weights,
+        "zero_quantized_gradients": switches.quantized_gradients,
+    }

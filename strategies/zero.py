@@ -11,7 +11,7 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.utils import zero_to_fp32
+from deepspeed.utils import groups, zero_to_fp32
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
@@ -25,14 +25,14 @@ import atomic
 from checkpointing.expert_names import plain_names
 from checkpointing.io import AtomicCheckpointIO, failure_of
 from checkpointing.read import read
-from checkpointing.zero_folder import GROUPS, SHAPE, TAG, shape_of
+from checkpointing.zero_folder import GROUPS, ON_DISK, SHAPE, TAG, shape_of
 from errors import UsageError
 from models.moe import share_of
 from optimizers import Implementation
 from ranks import gather
 from sources.console import say
 from strategies import experts
-from strategies.zero_checkpoint import GuardedCheckpointEngine, cut, group_names, restore
+from strategies.zero_checkpoint import GuardedCheckpointEngine, cut, forget_second_copies, group_names, restore
 
 ENGINE = "_deepspeed_engine"
 """Where a module keeps the engine that trained it: that one's hooks on the gradients must go before a second fit."""
@@ -124,10 +124,13 @@ class ZeROStrategy(DeepSpeedStrategy):
         assert isinstance(self.config, dict)
         low = ("bf16", "fp16") if self._casts_shards else ()
         config = {key: value for key, value in self.config.items() if key not in low}
+        # That of --zero.hpz_partition_size, which DeepSpeed (0.19.8, utils/groups.py) makes once in a process: the test
+        # after a fit builds a network too.
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+        second_copy = config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1) > 1
+        place = "none" if second_copy else self.remote_device  # on the device, where that copy is to be
         with (
-            deepspeed.zero.Init(
-                enabled=self._builds_sharded, remote_device=self.remote_device, config_dict_or_path=config
-            ),
+            deepspeed.zero.Init(enabled=self._builds_sharded, remote_device=place, config_dict_or_path=config),
             share_of(self.global_rank),
         ):
             yield
@@ -141,6 +144,7 @@ class ZeROStrategy(DeepSpeedStrategy):
             for parameter in parameters:
                 parameter.data = parameter.data.to(dtype)
                 parameter.ds_tensor.data = parameter.ds_tensor.data.to(dtype)
+            forget_second_copies(self.model)
         experts.spread(self.model, self.global_rank)
         super().setup(trainer)
 
@@ -151,12 +155,14 @@ class ZeROStrategy(DeepSpeedStrategy):
     @contextmanager
     def rewriting(self) -> Generator[None, None, None]:
         """See `strategies.rewriting`: stage 3 cuts the parameters that it keeps whole, and puts them together anew."""
-        optimizer: Any = self.deepspeed_engine.optimizer
+        engine: Any = self.deepspeed_engine
+        optimizer = engine.optimizer
         if self.zero_stage_3:
             optimizer.checkpoint_event_prologue()
         yield
         if self.zero_stage_3:
             optimizer.checkpoint_event_epilogue()
+            forget_second_copies(engine.module)
 
     def cut(self, whole: Tensor, parameter: Any) -> Tensor:
         """This rank's flat part of what has the shape of a parameter that stage 3 has cut."""
@@ -185,13 +191,15 @@ class ZeROStrategy(DeepSpeedStrategy):
         if self.is_global_zero:
             failure_of(lambda: atomic.discard(target))
         self.barrier()
-        engine = self.deepspeed_engine
+        engine: Any = self.deepspeed_engine
         guard = engine.checkpoint_engine = GuardedCheckpointEngine()
         engine._copy_recovery_script = lambda save_path: None  # it writes outside the guard
         client_state = {key: checkpoint[key] for key in checkpoint if key not in ("state_dict", "optimizer_states")}
         client_state[SHAPE] = self._shape
         if not engine.zero_optimization():
             client_state[GROUPS] = group_names(engine)
+        if engine.zero_nvme_offload_optimizer():
+            client_state[ON_DISK] = [flat.ds_id for flat in engine.optimizer.fp32_partitioned_groups_flat]
         engine.save_checkpoint(
             str(target),
             tag=TAG,
@@ -217,11 +225,11 @@ class ZeROStrategy(DeepSpeedStrategy):
         One of this very shape is loaded by DeepSpeed itself, each rank its own shard, any other from the whole.
         """
         path = Path(checkpoint_path)
+        if self.remote_device == "nvme":
+            raise UsageError(f"--resume {path}: not with parameters on NVMe, go on with them in the CPU's memory")
         if path.is_dir() and shape_of(path, self._io.trust) == self._shape:
             self.deepspeed_engine.checkpoint_engine = GuardedCheckpointEngine(self._io.trust)
             return super().load_checkpoint(checkpoint_path)
-        if self.remote_device == "nvme":
-            raise UsageError(f"--resume {path}: parameters on NVMe are continued by the same strategy and ranks alone")
         checkpoint = read(path, self._io.trust)
         carried = restore(self.deepspeed_engine, checkpoint)
         if self.is_global_zero and not carried:

@@ -96,6 +96,7 @@ def restore(engine: Any, checkpoint: dict[str, Any]) -> bool:
             part = cut(weights[name], parameter)
             parameter.ds_tensor.data[: part.numel()].copy_(part)  # pyright: ignore[reportAttributeAccessIssue]
         optimizer.checkpoint_event_epilogue()
+        forget_second_copies(engine.module)
     engine.global_steps = checkpoint["global_step"]
     engine.global_samples = engine.global_steps * engine.train_batch_size()
     return carried
@@ -153,6 +154,13 @@ def cut(whole: Tensor, parameter: Any) -> Tensor:
     rank = deepspeed.comm.get_rank(group=parameter.ds_process_group)
     part = whole.flatten()[rank * size : (rank + 1) * size]
     return torch.nn.functional.pad(part, (0, size - part.numel()))
+
+
+def forget_second_copies(module: torch.nn.Module) -> None:
+    """To be called when stage 3's parameters have got other values: those that --zero.hpz_partition_size lays beside
+    them would be gathered in their place until the next step (DeepSpeed 0.19.8, partition_parameters.py)."""
+    for parameter in module.parameters():
+        parameter.ds_secondary_tensor = None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _set_state(base: Any, target: Tensor, entries: list[dict[str, Any]], shard: Shard) -> None:

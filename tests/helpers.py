@@ -27,6 +27,7 @@ import cli
 import models
 from checkpointing.read import read
 from checkpointing.weights import load_weights, network
+from config import OffloadConfig, ZeROConfig
 
 WHOLE = "FUZZ" in os.environ
 """Whether `make fuzz` runs the tests: in their whole form, which takes hours, and all of them."""
@@ -177,6 +178,15 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
         yield disk
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def on_a_small_cpu(recipe: Path) -> list[str]:
+    """What a recipe is told besides to be tried out here: those for one large GPU are made small, and trained."""
+    if not recipe.stem.endswith("offload_vit"):
+        return []
+    small = ["--model", "vit_tiny", "--strategy", "baseline", "--bench_steps", "0", "--batch_size", "16"]
+    switches = ["--zero.sub_group_size", str(ZeROConfig().sub_group_size), "--offload.pin_memory", "false"]
+    return [*small, *switches, "--offload.cpuadam_cores_perc", str(OffloadConfig().cpuadam_cores_perc)]
 
 
 def assert_ok(done: subprocess.CompletedProcess[str]) -> None:

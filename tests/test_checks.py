@@ -99,6 +99,68 @@ def test_one_network_on_several_ranks_takes_the_whole_batch(monkeypatch: pytest.
     checks.settle(cli.parse(flags))
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--zero.hpz_partition_size 2", "is for ZeRO 3, not for baseline"),
+        ("--strategy deepspeed_stage_2 --zero.hpz_partition_size 2 --devices 2", "is for ZeRO 3"),
+        ("--strategy deepspeed_stage_2_offload --optimizer adamw --offload.ratio 0.5", "is for ZeRO 3"),
+        ("--strategy deepspeed_stage_3 --zero.hpz_partition_size 2", "does not divide the 1 rank of --devices"),
+        ("--strategy deepspeed_stage_3_offload --zero.hpz_partition_size 2 --devices 2", "use deepspeed_stage_3"),
+        ("--strategy deepspeed_stage_3 --offload.ratio 0.5", "offloads nothing"),
+        (
+            "--strategy deepspeed_stage_3_offload --offload.cpuadam_cores_perc 0.5",
+            "is for deepspeed_stage_3_superoffload",
+        ),
+        ("--strategy deepspeed_stage_3 --zero.quantized_weights true", "raise --devices"),
+        ("--strategy deepspeed_stage_3 --zero.quantized_gradients true --devices 2", "needs two machines or more"),
+        (
+            "--strategy deepspeed_stage_3 --zero.quantized_gradients true --devices 1 --num_nodes 2",
+            "needs all 2 GPUs of each machine: --devices 2",
+        ),
+        ("--strategy deepspeed_stage_3_offload --optimizer adam --offload.ratio 0.5", "add --optimizer adamw"),
+        (
+            "--strategy deepspeed_stage_3_offload --optimizer adamw --offload.ratio 0.5 --schedule cosine",
+            "use --schedule constant",
+        ),
+        ("--strategy deepspeed_stage_3_superoffload --optimizer adam --optimizer.weight_decay 0.1", "as AdamW does"),
+        ("--strategy deepspeed_stage_3_superoffload --optimizer adamw --resume last", "begin with --weights"),
+        ("--strategy deepspeed_stage_3_offload_nvme --resume last", "use --strategy deepspeed_stage_3_offload"),
+    ],
+)
+def test_switches_of_zero_and_offload(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checks, "gpu_count", lambda: 2)
+    monkeypatch.setattr("checks.offload.gpu_count", lambda: 2)
+    monkeypatch.setattr(checks, "settle_resume", lambda config: None)
+    assert expected in refused(f"{flags} --batch_size 4")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--strategy deepspeed_stage_3 --zero.quantized_weights true --devices 2", "needs CUDA"),
+        ("--strategy deepspeed_stage_3_offload --optimizer adamw --offload.ratio 0.5", "--offload.ratio needs a GPU"),
+        ("--strategy deepspeed_stage_2_offload --offload.pin_memory true", "--offload.pin_memory needs a GPU"),
+    ],
+)
+def test_switches_that_need_a_gpu(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checks, "gpu_count", lambda: 0)
+    assert expected in refused(flags)
+
+
+def test_switches_beside_a_raw_configuration():
+    raw = "--ds_config configs/deepspeed/stage_2_overlap.json"
+    assert "--zero.sub_group_size goes into configs/deepspeed" in refused(f"{raw} --zero.sub_group_size 1000")
+
+
+@pytest.mark.parametrize(
+    "flags", ["--zero.hpz_partition_size 0", "--offload.ratio 1.5", "--offload.cpuadam_cores_perc 0"]
+)
+def test_switches_without_sense(flags: str):
+    with pytest.raises(UsageError, match=flags.split()[0]):
+        cli.parse(flags.split())
+
+
 def test_nvme_without_libaio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr("ctypes.util.find_library", lambda _: None)
     assert "libaio-dev" in refused(f"--strategy deepspeed_stage_3_offload_nvme --nvme_path {tmp_path}")

@@ -13,7 +13,7 @@ import pytest
 import build
 import checks
 import cli
-from tests.helpers import ROOT
+from tests.helpers import ROOT, on_a_small_cpu
 
 MODULES = sorted(
     path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
@@ -85,7 +85,7 @@ def test_the_baseline_does_not_import_deepspeed():
 def test_recipes_build(recipe: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    config = cli.parse(["--config", str(recipe), "--accelerator", "cpu"])
+    config = cli.parse(["--config", str(recipe), "--accelerator", "cpu", *on_a_small_cpu(recipe)])
     checks.settle(config)
     assert config.data.source != "auto"  # a recipe names its source
     module, trainer = build.module(config), build.trainer(config, None)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, run_folder_of, train_all
+from tests.helpers import ROOT, on_a_small_cpu, run_folder_of, train_all
 
 pytestmark = [
     pytest.mark.distributed,
@@ -32,7 +32,10 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     strategy: str = request.param
     folder = tmp_path_factory.mktemp(strategy)
     where = ["--strategy", strategy, "--devices", str(SHAPES[strategy])]
-    flags = {folder / recipe.stem: [*flags_of(recipe, strategy), *small_data, *where, *SHORT] for recipe in RECIPES}
+    flags = {
+        folder / recipe.stem: [*flags_of(recipe, strategy), *on_a_small_cpu(recipe), *small_data, *where, *SHORT]
+        for recipe in RECIPES
+    }
     train_all(flags, timeout=1800)
     return strategy, {out.name: run_folder_of(out) for out in flags}
 

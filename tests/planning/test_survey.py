@@ -173,6 +173,26 @@ def test_fsdp2_reduces_in_float32() -> None:
             assert beside.buckets(spec, config, net) == each * blocks
 
 
+def test_second_copy_of_parameters() -> None:
+    """Among each two of eight ranks: half of the network in bfloat16."""
+    plain, copied = (
+        named("deepspeed_stage_3", "--devices", "8", *more) for more in ([], ["--zero.hpz_partition_size", "2"])
+    )
+    assert copied.buckets - plain.buckets == 2 * 10 * GB // 2
+
+
+def test_a_share_of_the_optimizer_stays_on_the_device() -> None:
+    """In whole sub-groups: of ten of them two at a ratio of 0.75, with master weights, moments and gradients; of the
+    one of a large sub_group_size none."""
+    flags = ["--devices", "1", "--optimizer", "adamw", "--offload.ratio", "0.75"]
+    all_on_host = named("deepspeed_stage_3_superoffload", "--devices", "1", "--optimizer", "adamw")
+    shared = named("deepspeed_stage_3_superoffload", *flags)
+    assert shared.device - all_on_host.device == all_on_host.host - shared.host == 2 * GB * 16
+    assert (
+        named("deepspeed_stage_3_superoffload", *flags, "--zero.sub_group_size", str(20 * GB)).host == all_on_host.host
+    )
+
+
 def test_what_lacks_is_named() -> None:
     need = named("deepspeed_stage_3_offload_nvme", "--devices", "2")
     assert Room(100 * GB, 100 * GB, disk=GB).lacking(need) == ["the disk"]

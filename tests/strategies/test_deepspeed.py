@@ -90,3 +90,40 @@ def test_raw_configuration_keeps_what_is_not_ours(tmp_path: Path):
     made = run_config(config, micro_batch_size=4, num_parameters=10)
     assert made["zero_optimization"] == {"stage": 2, "overlap_comm": True}
     assert (made["steps_per_print"], made["gradient_clipping"], made["train_micro_batch_size_per_gpu"]) == (7, 2.0, 4)
+
+
+def test_switches_key_by_key():
+    """As DeepSpeed itself reads them."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    flags = ["--strategy", "deepspeed_stage_3_superoffload", "--zero.sub_group_size", "1000"]
+    flags += [
+        "--zero.hpz_partition_size",
+        "2",
+        "--zero.quantized_weights",
+        "true",
+        "--zero.quantized_gradients",
+        "true",
+    ]
+    flags += ["--offload.ratio", "0.75", "--offload.pin_memory", "true", "--offload.cpuadam_cores_perc", "0.5"]
+    read = DeepSpeedZeroConfig(**run_config(cli.parse(flags), 8, 62_006)["zero_optimization"])
+    assert (read.stage, read.sub_group_size, read.zero_hpz_partition_size) == (3, 1000, 2)
+    assert (read.zero_quantized_weights, read.zero_quantized_gradients) == (True, True)
+    offload = read.offload_optimizer
+    assert offload is not None
+    assert (offload.device, offload.pin_memory, offload.super_offload) == ("cpu", True, True)
+    assert (offload.ratio, offload.cpuadam_cores_perc) == (0.75, 0.5)
+    assert read.offload_param is None
+
+
+def test_without_switches_deepspeeds_own_values_stay():
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    made = run_config(cli.parse(["--strategy", "deepspeed_stage_3_superoffload"]), 8, 62_006)["zero_optimization"]
+    read, default = DeepSpeedZeroConfig(**made), DeepSpeedZeroConfig.model_validate({"offload_optimizer": {}})
+    for name in ("sub_group_size", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"):
+        assert getattr(read, name) == getattr(default, name)
+    assert read.offload_optimizer is not None
+    assert default.offload_optimizer is not None
+    for name in ("ratio", "cpuadam_cores_perc"):
+        assert getattr(read.offload_optimizer, name) == getattr(default.offload_optimizer, name)

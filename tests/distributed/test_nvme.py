@@ -1,0 +1,55 @@
+"""Offloading to a disk: trains as offloading to the CPU's memory does, which goes on from its checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from checks.here import check_nvme
+from diagnosis.ops import is_built
+from errors import UsageError
+from tests.helpers import WHOLE, largest_difference, last_weights, run_folder_of, train_all
+
+
+def lacking() -> str:
+    """What this machine lacks for it; empty where it has all."""
+    try:
+        check_nvme("/tmp")
+    except UsageError as error:
+        return str(error)
+    return "" if is_built("async_io") else "compiling DeepSpeed's async_io takes minutes: python doctor.py ops --build"
+
+
+pytestmark = [pytest.mark.distributed, pytest.mark.skipif(bool(lacking()), reason=lacking() or "there is all")]
+
+STEPS = 6
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module", params=[1, *([2] if WHOLE else [])])
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, small_data: list[str]):
+    """The weights of a run on the disk, of one in memory, and of one in memory that goes on from half of the first."""
+    folder, ranks = tmp_path_factory.mktemp("nvme"), request.param
+    disk = folder / "disk"
+    disk.mkdir()
+    # 1.6 million parameters in one matrix: what is smaller than 1 MiB DeepSpeed leaves in memory.
+    same = [*small_data, "--accelerator", "cpu", "--devices", str(ranks), "--batch_size", "16", "--model", "mlp"]
+    same += ["--optimizer", "adamw", "--data.val_fraction", "0", "--trainer.limit_test_batches", "1"]
+    nvme = [*same, "--strategy", "deepspeed_stage_3_offload_nvme", "--nvme_path", str(disk)]
+    length = ["--max_steps", str(STEPS)]
+    half = ["--max_steps", str(STEPS // 2)]
+    in_memory = [*same, "--strategy", "deepspeed_stage_3_offload"]
+    train_all(
+        {folder / "half": [*nvme, *half], folder / "nvme": [*nvme, *length], folder / "cpu": [*in_memory, *length]}
+    )
+    train_all({folder / "resumed": [*in_memory, *length, "--resume", str(run_folder_of(folder / "half"))]})
+    assert any(disk.rglob("*.swp"))
+    return {name: last_weights(run_folder_of(folder / name)) for name in ("cpu", "nvme", "resumed")}
+
+
+def test_trains_as_in_the_memory_of_the_cpu(runs: dict[str, Weights]):
+    assert largest_difference(runs["nvme"], runs["cpu"]) == 0
+
+
+def test_goes_on_in_the_memory_of_the_cpu(runs: dict[str, Weights]):
+    assert largest_difference(runs["resumed"], runs["nvme"]) == 0
