@@ -48,11 +48,13 @@ def test_commands(small_data: list[str], tmp_path: Path):
         elif program == "python" and arguments[0] == "compare.py":
             others.append([*arguments, *small_data, *small])
         elif program == "python" and arguments[0] == "sweep.py":  # a validation is at the end of an epoch
-            others.append([*arguments, *small_data, *small[:4], "--batch_size", "16", "--out", str(tmp_path / "sweeps")])
+            out = str(tmp_path / "sweeps")
+            others.append([*arguments, *small_data, *small[:4], "--batch_size", "16", "--out", out])
         elif program == "python":
             others.append(arguments)
     assert sum(map(len, trainings.values())) >= 5
-    assert {"evaluate.py", "export.py", "predict.py", "plan.py", "compare.py", "sweep.py"} <= {arguments[0] for arguments in others}
+    programs = {"evaluate.py", "export.py", "predict.py", "plan.py", "compare.py", "sweep.py"}
+    assert programs <= {arguments[0] for arguments in others}
     for ranks, flags in trainings.items():
         train_in_ranks(flags, ranks)
     for arguments in others:
