@@ -111,10 +111,19 @@ def _compatible(builder: Any) -> bool:
 
 
 def is_built(name: str) -> bool:
-    """Whether an operator of DeepSpeed's is compiled: a run that needs it does not wait for that."""
-    from deepspeed.git_version_info import installed_ops
+    """Whether an operator of DeepSpeed's is compiled: a run that needs it does not wait for that.
 
-    return bool(installed_ops.get(name)) or (build_root() / name / f"{name}.so").exists()
+    All environments of a Python version share one folder of them, and each compiles anew what another one has: ninja
+    does whenever the command is another, and it names torch's headers.
+    """
+    from deepspeed.git_version_info import installed_ops
+    from torch.utils.cpp_extension import include_paths
+
+    folder = build_root() / name
+    if installed_ops.get(name):
+        return True
+    commands = folder / "build.ninja"
+    return (folder / f"{name}.so").exists() and commands.exists() and include_paths()[0] in commands.read_text()
 
 
 def _held(file: Path) -> bool:
