@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 BUCKET_ELEMENTS = 50_000_000  # DeepSpeedExamples, training/cifar/cifar10_deepspeed.py
 """Largest communication bucket, in elements."""
 
+NVME_BUFFER_ELEMENTS = 100_000_000
+"""Of a buffer for parameters on NVMe at most, in elements: DeepSpeed's default (runtime/zero/offload_config.py)."""
+
 Dtype = Literal["fp32", "bf16", "fp16"]
 
 
@@ -148,6 +151,9 @@ def _zero_section(source: dict[str, Any], spec: Spec, config: Config, num_parame
     for section in ("offload_optimizer", "offload_param"):
         if zero.get(section, {}).get("device") == "nvme":
             zero[section]["nvme_path"] = config.nvme_path
+    if spec.offload_parameters == "nvme":
+        # Of a parameter each, five of them, and memory from the start: none is larger than the network.
+        zero["offload_param"]["buffer_size"] = min(NVME_BUFFER_ELEMENTS, num_parameters)
     return zero
 
 
