@@ -163,6 +163,8 @@ def test_the_manifests_command_is_one_that_torchrun_and_train_py_understand(monk
     config = cli.parse(told.training_script_args)
     paths = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert {config.data.root, config.out} <= paths
+    # Without worker-0, which holds the rendezvous, every container starts its command again.
+    assert (config.resume, config.name) == ("auto", job["metadata"]["name"])
     assert config.batch_size % (int(told.nproc_per_node) * elastic["maxReplicas"]) == 0
 
 
