@@ -32,7 +32,7 @@ PAIR_SECONDS = 0.2
 """For the data of a pair of machines."""
 
 ROUNDS = 16
-"""Of pairs, half a second each, in which a machine meets so many others, or one fewer: of up to 16 machines all pairs."""
+"""Of pairs, half a second each, in which a machine meets so many others, or one fewer: of 16 machines all."""
 
 
 @dataclass(frozen=True)
