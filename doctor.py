@@ -67,15 +67,16 @@ def between_machines(arguments: Namespace, options: Options) -> int:
     """Measures with the other ranks; rank 0 prints what came of it."""
     from diagnosis import nodes, nodes_report
 
-    network = nodes.examine(options)
+    file = None if arguments.save is None else Path(arguments.save)
+    network = nodes.examine(options, lambda: "" if file is None else nodes_report.cannot_save(file))
     if network is None:
         return 0
     if arguments.json:
         print(json.dumps(nodes_report.as_json(network), indent=2))
     else:
         nodes_report.print_network(network)
-    if arguments.save is not None:
-        nodes_report.save(network, Path(arguments.save))
+    if file is not None:
+        nodes_report.save(network, file)
     return int(any(finding.status == "failed" for finding in network.findings.values()))
 
 

@@ -167,13 +167,17 @@ def _parse() -> tuple[Namespace, list[str]]:
         help="of a step without communication (train.py --devices 1 --batch_size MICRO_BATCH --bench_steps 20 prints "
         "it): tells how long a step takes with it",
     )
-    parser.add_argument("--table", action="store_true", help="over 1 to 16,384 devices, their micro-batch the same")
+    parser.add_argument(
+        "--table", action="store_true", help="memory over 1 to 16,384 devices, their micro-batch the same"
+    )
     parser.add_argument("--json", metavar="FILE", nargs="?", const="-", help="print JSON, or write it to a file")
     arguments, flags = parser.parse_known_args()
     if arguments.step_time is not None and not 0 < arguments.step_time < float("inf"):
         raise UsageError(f"--step_time must be a number of seconds above 0, not {arguments.step_time:g}")
     if arguments.step_time is not None and not (arguments.bandwidth or arguments.network):
         raise UsageError("--step_time is of a step without communication: add --bandwidth or --network")
+    if arguments.table and (arguments.bandwidth or arguments.network or arguments.step_time is not None):
+        raise UsageError("--table is of memory: leave it, or --bandwidth, --network and --step_time, out")
     if arguments.parameters is not None:
         arguments.parameters = _count(arguments.parameters)
         for flag in (flag.split("=")[0] for flag in flags):

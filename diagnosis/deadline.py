@@ -32,6 +32,10 @@ class Deadline:
         """Begins another step, in words that go on from `while`."""
         self.doing, self._since = doing, time.monotonic()
 
+    def again(self) -> None:
+        """What is under way has come further: as much time once more."""
+        self._since = time.monotonic()
+
     def over(self) -> None:
         """Nothing is waited for any more."""
         self._ended.set()

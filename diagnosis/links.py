@@ -31,6 +31,9 @@ REPETITIONS = 20
 PAIR_SECONDS = 0.2
 """For the data of a pair of machines."""
 
+ROUNDS = 16
+"""Of pairs, half a second each, in which a machine meets so many others, or one fewer: of 16 machines all."""
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -67,40 +70,78 @@ class Pair:
     bus: float
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How a rank shows that it has not been forgotten by the others.
+
+    Attributes:
+        step: begins another step, of which the other ranks hear.
+        again: the step has come further.
+        longest: seconds that one collective may be expected to take.
+    """
+
+    step: Callable[[str], None]
+    again: Callable[[], None]
+    longest: float
+
+
+def together(device: torch.device) -> None:
+    """Returns on all ranks at the same time, but for the latency of a collective."""
+    for _ in range(2):  # the first one connects
+        dist.all_reduce(torch.zeros(1, device=device))
+        _synchronize(device)
+
+
 def ladder(
-    device: torch.device, group: dist.ProcessGroup | None = None, sizes: Sequence[int] = SIZES
+    device: torch.device,
+    whose: str,
+    progress: Progress,
+    group: dist.ProcessGroup | None = None,
+    sizes: Sequence[int] = SIZES,
 ) -> list[Measured]:
     """All-reduces of growing sizes within a group of at least two ranks, in about a second each.
 
     Stops before a size that would take too long; the ranks agree on that, and on how often each is repeated.
+
+    Args:
+        device: of this rank.
+        whose: the group, in words.
+        progress: told of each size and each repetition.
+        group: of the ranks, all by default.
+        sizes: in bytes.
     """
     found: list[Measured] = []
     ranks = dist.get_world_size(group)
     for size in sizes:
-        if found and found[-1].seconds * size / max(found[-1].size, 2**16) > LONGEST_SECONDS:
+        if found and found[-1].seconds * size / max(found[-1].size, 2**16) > progress.longest:
             break
+        progress.step(f"measuring all-reduces of {size:,} bytes of {whose}")
         data = torch.ones(max(1, size // 4), device=device)
-        times = _repeated(lambda data=data: dist.all_reduce(data, group=group), device, group)
+        times = _repeated(lambda data=data: dist.all_reduce(data, group=group), device, group, progress)
         seconds = statistics.median(times)
         found.append(Measured(size, seconds, size / seconds * 2 * (ranks - 1) / ranks))
     return found
 
 
-def pairs(device: torch.device, node: int, leaders: Sequence[int], size: int) -> list[Pair]:
-    """Latency and bandwidth between any two machines, in as many rounds as there are others, half of them in each.
+def pairs(device: torch.device, node: int, leaders: Sequence[int], size: int, progress: Progress) -> list[Pair]:
+    """Latency and bandwidth between machines, each in one pair in each of `ROUNDS` rounds; of few machines any two.
 
     Args:
         device: of this rank.
         node: its machine.
         leaders: the rank of each machine that takes part; others only wait.
         size: bytes that are sent in each direction.
+        progress: told of each round.
 
     Returns:
         What this rank measured, as a member of each pair.
     """
     found: list[Pair] = []
-    for matches in rounds(len(leaders)):
+    tables = rounds(len(leaders))[:ROUNDS]
+    for number, matches in enumerate(tables, 1):
+        progress.step(f"measuring between pairs of machines, round {number} of {len(tables)}")
         dist.barrier()
+        progress.again()
         for match in matches:
             if node in match and dist.get_rank() == leaders[node]:
                 other = leaders[match[0] if node == match[1] else match[1]]
@@ -108,6 +149,7 @@ def pairs(device: torch.device, node: int, leaders: Sequence[int], size: int) ->
                 small, large = torch.ones(1, device=device), torch.ones(size // 4, device=device)
                 _exchange(small, other, first, device)  # connects
                 latency = min(_exchange(small, other, first, device) for _ in range(5)) / 2
+                progress.again()
                 seconds = min(_both_ways(large, other, device) for _ in range(2))
                 found.append(Pair(match, latency, size / seconds))
     return found
@@ -125,12 +167,19 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
     return tables
 
 
-def _repeated(call: Callable[[], object], device: torch.device, group: dist.ProcessGroup | None) -> list[float]:
+def _repeated(
+    call: Callable[[], object], device: torch.device, group: dist.ProcessGroup | None, progress: Progress
+) -> list[float]:
     """Seconds of each repetition, on the slowest rank, after one that connects and one that tells how often."""
-    call()
-    first = _slowest(_timed(call, device), device, group)
-    count = max(1, min(REPETITIONS, int(SECONDS / max(first, 1e-9))))
-    return [_slowest(_timed(call, device), device, group) for _ in range(count)]
+
+    def once() -> float:
+        seconds = _slowest(_timed(call, device), device, group)
+        progress.again()
+        return seconds
+
+    once()
+    count = max(1, min(REPETITIONS, int(SECONDS / max(once(), 1e-9))))
+    return [once() for _ in range(count)]
 
 
 def _timed(call: Callable[[], object], device: torch.device) -> float:

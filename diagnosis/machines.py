@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,12 +41,10 @@ class Machine:
     clock: float
 
 
-def look(rank: int, node: int, device: str, options: Options) -> Machine:
-    """What there is to tell, now."""
+def look(rank: int, node: int, device: str, clock: float, options: Options) -> Machine:
+    """What there is to tell; the clock was read before, since looking takes each machine another time."""
     images = data(options)
-    return Machine(
-        rank, node, socket.gethostname(), device, versions(), images.found, images.status == "ok", time.time()
-    )
+    return Machine(rank, node, socket.gethostname(), device, versions(), images.found, images.status == "ok", clock)
 
 
 def versions() -> dict[str, str]:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import interface
 import launch
@@ -25,9 +25,9 @@ from errors import UsageError
 
 if TYPE_CHECKING:
     from torch import device
-    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-    from diagnosis.links import Measured, Pair
+    from diagnosis.gathering import Arrival
+    from diagnosis.links import Measured, Pair, Progress
     from diagnosis.machines import Machine
 
 START = launch.TORCHRUN.replace("train.py", "doctor.py --nodes")
@@ -36,19 +36,15 @@ CLOCK_SECONDS = 1.0
 """Clocks further apart than this are a warning: --resume last takes the checkpoint that the clock calls the newest."""
 
 SLOW = 0.5
-"""A pair of machines with less than this of the median pair's bandwidth is named."""
+"""A pair of machines with less than this of the fastest pair's bandwidth is named: of three machines, one of which is
+slow, the middle pair is slow too."""
 
 SHARED_SECONDS = 3.0
 """How long a machine looks for a file that another has just written, as Lightning's is_shared_filesystem does
 (2.6.6, lightning/fabric/utilities/distributed.py)."""
 
-STORE_SECONDS = 2.0
-"""How long a rank that gives up asks who is behind."""
-
-MEETING = "meeting the others"
-"""The step in which a rank waits for all others to be there."""
-
-T = TypeVar("T")
+NAMED = 8
+"""Slow pairs that are named at most."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,7 @@ class Network:
         findings: by name.
         ladder: all-reduces of all ranks.
         within: the largest all-reduce within each machine, by node; none where each has one rank.
-        pairs: of machines.
+        pairs: of machines, those that were measured.
     """
 
     backend: str
@@ -72,14 +68,19 @@ class Network:
     pairs: list[Pair]
 
 
-def examine(options: Options) -> Network | None:
+def examine(options: Options, refused: Callable[[], str] = str) -> Network | None:
     """Measures with all other ranks; what came of it on rank 0, None on the others.
 
     Ends the process, with one line from the first rank of each machine, where a rank does not answer for
     `options.timeout` seconds.
 
+    Args:
+        options: of the command line.
+        refused: asked on rank 0 before anything is measured; a reason ends all ranks.
+
     Raises:
         UsageError: this process is not one of several ranks.
+        RunError: there is a reason, or some machines lack the GPUs that others have.
     """
     launchers.adopt()
     if not launch.is_rank() or int(os.environ.get("WORLD_SIZE", "1")) < 2:
@@ -90,38 +91,36 @@ def examine(options: Options) -> Network | None:
     import torch
     import torch.distributed as dist
 
-    from diagnosis import links
+    from diagnosis import gathering, links
+    from ranks import gather
 
     local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     node = int(os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", str(launch.global_rank() // local_ranks))))
-    on_gpu = torch.cuda.device_count() >= local_ranks
-    if on_gpu:
-        torch.cuda.set_device(local_rank)
-    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
-    deadline = Deadline(options.timeout, _Presence().behind, speaks=local_rank == 0)
-    store = _meet(options, deadline, on_gpu)
-    presence = _Presence(store.clone())
-    deadline.lacking = presence.behind
+    deadline = Deadline(options.timeout, lambda doing: "this machine", speaks=local_rank == 0)
+    deadline.step("trying its GPUs")
+    gpus, why = gathering.usable_gpus(local_rank)
+    refusal = refused() if launch.global_rank() == 0 else ""
+    arrival = gathering.Arrival(socket.gethostname(), local_ranks, gpus, why, refusal)
+    device = torch.device("cuda", local_rank) if arrival.on_gpu else torch.device("cpu")
+    presence, arrivals = gathering.meet(options.timeout, deadline, arrival)
 
     def step(doing: str) -> None:
         presence.at(doing)
         deadline.step(doing)
 
     step("telling the others about its machine")
-    dist.all_reduce(torch.zeros(1, device=device))  # all are there
-    machines = _told(_look(node, local_rank, on_gpu, options))
+    links.together(device)
+    machines = gather(_look(node, local_rank, arrival.on_gpu, time.time(), options))
     step("looking for the files of the others")
     shared = {name: _shared(Path(folder)) for name, folder in (("out", options.out), ("data", options.data_root))}
-    step("measuring all-reduces of all ranks")
-    ladder = links.ladder(device)
-    step("measuring all-reduces within each machine")
-    within = _within(machines, device, ladder[-1].size)
-    step("measuring between pairs of machines")
+    progress = links.Progress(step, deadline.again, min(links.LONGEST_SECONDS, options.timeout / 4))
+    ladder = links.ladder(device, "all ranks", progress)
+    within = _within(machines, device, ladder[-1].size, progress)
     leaders = [next(m.rank for m in machines if m.node == at) for at in sorted({m.node for m in machines})]
     nodes = sorted({machine.node for machine in machines})
     size = int(min(2**26, max(2**16, ladder[-1].bus * links.PAIR_SECONDS))) // 4 * 4
-    mine = links.pairs(device, nodes.index(machines[dist.get_rank()].node), leaders, size)
-    pairs = sorted({pair.nodes: pair for told in _told(mine) for pair in told}.values(), key=lambda pair: pair.nodes)
+    mine = links.pairs(device, nodes.index(machines[dist.get_rank()].node), leaders, size, progress)
+    pairs = sorted({pair.nodes: pair for told in gather(mine) for pair in told}.values(), key=lambda pair: pair.nodes)
     step("leaving")
     dist.barrier()
     dist.destroy_process_group()
@@ -131,113 +130,44 @@ def examine(options: Options) -> Network | None:
     findings = {
         "versions": versions(machines),
         "clock": clock(machines),
+        "devices": devices(arrivals),
         "links": slow_links(pairs, machines),
         "out": on_one_disk(Path(options.out), shared["out"], machines),
         "data": images(Path(options.data_root), shared["data"], machines),
     }
-    return Network("nccl" if on_gpu else "gloo", machines, findings, ladder, within, pairs)
+    return Network("nccl" if arrival.on_gpu else "gloo", machines, findings, ladder, within, pairs)
 
 
-class _Presence:
-    """Where each rank is, in the store through which they have found each other.
-
-    Args:
-        store: one of this object's own, since another thread asks it; none before there is one.
-    """
-
-    def __init__(self, store: Store | None = None):
-        self._store = store
-        self._ranks = int(os.environ["WORLD_SIZE"])
-        if store is not None:
-            store.set_timeout(timedelta(seconds=STORE_SECONDS))
-
-    def at(self, doing: str) -> None:
-        """Notes that this rank has come so far."""
-        assert self._store is not None
-        self._store.set(self.key(launch.global_rank(), doing), "")
-
-    def key(self, rank: int, doing: str) -> str:
-        """Of a rank that has come so far; torchrun's store is the same one after a restart."""
-        return f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{rank}/{doing}"
-
-    def behind(self, doing: str) -> str:
-        """The ranks that have not come so far; those that cannot be asked about are behind the store's own machine."""
-        master = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        if self._store is None:
-            return f"MASTER_ADDR {master}"
-        try:
-            missing = [rank for rank in range(self._ranks) if not self._store.check([self.key(rank, doing)])]
-        except RuntimeError:
-            return f"the machine of rank 0 ({master})"
-        return f"rank {', '.join(map(str, missing))}" if missing else "another rank"
-
-
-def _meet(options: Options, deadline: Deadline, on_gpu: bool) -> Store:
-    """Starts the process group; returns the store by which the ranks found each other."""
-    import torch.distributed as dist
-    from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
-    rank, ranks = launch.global_rank(), int(os.environ["WORLD_SIZE"])
-    patience = timedelta(seconds=3 * options.timeout)  # the deadline speaks first
-    deadline.step("looking for rank 0")
-    # torch's own "env://" has rank 0 wait for all others, and does not say for whom.
-    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=rank == 0 and not by_torchrun,
-        timeout=patience,
-        wait_for_workers=False,
-    )
-    presence = _Presence(store.clone())
-    deadline.lacking = presence.behind
-    presence.at(MEETING)
-    deadline.step(MEETING)
-    store.wait([presence.key(other, MEETING) for other in range(ranks)], patience)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        store=PrefixStore("group", store),
-        rank=rank,
-        world_size=ranks,
-        timeout=patience,
-    )
-    return store
-
-
-def _look(node: int, local_rank: int, on_gpu: bool, options: Options) -> Machine:
+def _look(node: int, local_rank: int, on_gpu: bool, clock: float, options: Options) -> Machine:
     from diagnosis import machines
 
-    return machines.look(launch.global_rank(), node, machines.device_name(local_rank, on_gpu), options)
+    return machines.look(launch.global_rank(), node, machines.device_name(local_rank, on_gpu), clock, options)
 
 
-def _told(mine: T) -> list[T]:
-    """What every rank has, in their order."""
-    import torch.distributed as dist
-
-    told: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, mine)
-    return told  # pyright: ignore[reportReturnType]
-
-
-def _within(machines: Sequence[Machine], device: device, size: int) -> dict[int, Measured]:
+def _within(machines: Sequence[Machine], device: device, size: int, progress: Progress) -> dict[int, Measured]:
     """The all-reduce of each machine's ranks, all machines at once; each rank makes all groups, as torch wants it."""
     import torch.distributed as dist
 
     from diagnosis import links
+    from ranks import gather
 
     mine: dict[int, Measured] = {}
     for node in sorted({machine.node for machine in machines}):
         ranks = [machine.rank for machine in machines if machine.node == node]
+        progress.step(f"making the group of machine {node}")
         group = dist.new_group(ranks)
         if len(ranks) > 1 and isinstance(group, dist.ProcessGroup):  # that of another machine's ranks is a number
-            mine[node] = links.ladder(device, group, [size])[0]
-    return {node: measured for told in _told(mine) for node, measured in told.items()}
+            mine[node] = links.ladder(device, "each machine", progress, group, [size])[0]
+    progress.step("waiting for the other machines")
+    return {node: measured for told in gather(mine) for node, measured in told.items()}
 
 
 def _shared(folder: Path) -> list[bool]:
     """For each rank, whether it sees a file that rank 0 writes for a moment into a folder, or beside it before it is
     made."""
     import torch.distributed as dist
+
+    from ranks import gather
 
     probe = ""
     if dist.get_rank() == 0:
@@ -248,11 +178,11 @@ def _shared(folder: Path) -> list[bool]:
             file = there / f".doctor-{secrets.token_hex(8)}"
             file.touch()
             probe = str(file)
-    probe = _told(probe)[0]
+    probe = gather(probe)[0]
     over = time.monotonic() + SHARED_SECONDS
     while not (seen := bool(probe) and Path(probe).exists()) and probe and time.monotonic() < over:
         time.sleep(0.1)
-    told = _told(seen)
+    told = gather(seen)
     if dist.get_rank() == 0 and probe:
         Path(probe).unlink(missing_ok=True)
     return told
@@ -288,21 +218,50 @@ def clock(machines: Sequence[Machine]) -> Finding:
     return ok(f"{apart * 1e3:.0f} ms apart at most")
 
 
+def devices(arrivals: Sequence[Arrival]) -> Finding:
+    """Whether GPUs that are there are used."""
+    first = arrivals[0]
+    if first.on_gpu:
+        return ok("a GPU for each rank")
+    idle = dict.fromkeys(
+        f"{arrival.host} {arrival.why or f'has {arrival.gpus} for {arrival.ranks}'}"
+        for arrival in arrivals
+        if arrival.gpus or arrival.why
+    )
+    if idle:
+        return warning(
+            f"measured over gloo between CPUs, no machine has a GPU for each rank: {', '.join(idle)}",
+            "fewer ranks; under SLURM --gpus-per-node, not --gpus-per-task: each task has to see all GPUs",
+        )
+    return ok("no GPUs, ranks run on the CPU")
+
+
 def slow_links(pairs: Sequence[Pair], machines: Sequence[Machine]) -> Finding:
-    """Whether one pair of machines is slower than the others."""
+    """Whether some pairs of machines are slower than others."""
     if not pairs:
         return ok("one machine only")
     names = hosts(machines)
-    rates = sorted(pair.bus for pair in pairs)
-    usual = rates[len(rates) // 2]
-    slow = [pair for pair in pairs if pair.bus < SLOW * usual]
+    by_rate = sorted(pairs, key=lambda pair: pair.bus)
+    fastest = by_rate[-1].bus
+    measured = of_how_many(len(pairs), len(names))
+    slow = [pair for pair in by_rate if pair.bus < SLOW * fastest]
     if slow:
-        named = ", ".join(f"{' - '.join(names[at] for at in pair.nodes)} {gigabytes(pair.bus)}" for pair in slow)
+        named = ", ".join(
+            f"{' - '.join(names[at] for at in pair.nodes)} {gigabytes(pair.bus)}" for pair in slow[:NAMED]
+        )
+        named += f" and {len(slow) - NAMED} other pairs" if len(slow) > NAMED else ""
         return warning(
-            f"{named}, where the middle pair of machines has {gigabytes(usual)}",
+            f"{named}, where the fastest pair of machines has {gigabytes(fastest)}{measured}",
             "look at the cable, the port and the interface there (NCCL_SOCKET_IFNAME, NCCL_IB_HCA)",
         )
-    return ok(f"{gigabytes(rates[0])} to {gigabytes(rates[-1])} in each direction between any two machines")
+    rates = f"{gigabytes(by_rate[0].bus)} to {gigabytes(fastest)}"
+    return ok(f"{rates} in each direction between any two machines{measured}")
+
+
+def of_how_many(measured: int, machines: int) -> str:
+    """Says that not every pair of so many machines was measured; empty where every one was."""
+    pairs = machines * (machines - 1) // 2
+    return f" ({measured:,} of {pairs:,} pairs measured)" if measured < pairs else ""
 
 
 def on_one_disk(folder: Path, seen: Sequence[bool], machines: Sequence[Machine]) -> Finding:

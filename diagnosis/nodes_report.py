@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diagnosis import report
-from diagnosis.nodes import gigabytes, hosts
+from diagnosis.nodes import gigabytes, hosts, of_how_many
 from errors import RunError
 from planning.link import SCHEMA
 
 if TYPE_CHECKING:
     from diagnosis.nodes import Network
+
+ROWS = 66
+"""Pairs that are printed at most, those of 12 machines; of more the slowest."""
 
 
 def print_network(network: Network) -> None:
@@ -47,8 +50,10 @@ def print_network(network: Network) -> None:
         steps.add_row(label, _time(within.seconds), gigabytes(within.algorithm), gigabytes(within.bus))
     console.print(steps)
     if network.pairs:
-        between = table("between machines", "latency", "each way")
-        for pair in network.pairs:
+        shown = network.pairs if len(network.pairs) <= ROWS else sorted(network.pairs, key=lambda pair: pair.bus)[:ROWS]
+        heading = "between machines" + (f", the slowest {ROWS}" if len(shown) < len(network.pairs) else "")
+        between = table(heading + of_how_many(len(network.pairs), len(names)), "latency", "each way")
+        for pair in shown:
             label = " - ".join(names[at] for at in pair.nodes)
             between.add_row(label, _time(pair.seconds), gigabytes(pair.bus))
         console.print(between)
@@ -68,6 +73,19 @@ def as_json(network: Network) -> dict[str, Any]:
         "within": {str(node): asdict(within) for node, within in network.within.items()},
         "pairs": [asdict(pair) for pair in network.pairs],
     }
+
+
+def cannot_save(file: Path) -> str:
+    """Why a file cannot be written; empty where it can. It is left as it was."""
+    there = file.exists()
+    try:
+        with file.open("a"):
+            pass
+        if not there:
+            file.unlink()
+    except OSError as error:
+        return f"--save {file} cannot be written: {error.strerror}"
+    return ""
 
 
 def save(network: Network, file: Path) -> None:

@@ -104,7 +104,8 @@ def _of_fsdp2(config: Config, network: Network) -> Traffic:
     gathered = FLOAT32 if config.precision == "32-true" else 2
     reduced = 2 if config.precision == "bf16-true" else FLOAT32
     whole = _sent(network, ranks, lambda weight: True)
-    in_blocks = whole * sum(network.blocks) / network.elements
+    # Without blocks nothing is gathered twice; of a network of --parameters they are not known (largest_block is 0).
+    in_blocks = whole if not network.largest_block else whole * sum(network.blocks) / network.elements
     trained = _scatter(config) * _sent(network, ranks, lambda weight: weight.trained)
     calls = 3 * len(network.blocks) + 2
     return Traffic(round(micro_batches * ((whole + in_blocks) * gathered + trained * reduced)), micro_batches * calls)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -32,11 +33,18 @@ def read(file: Path) -> Link:
     """The link that doctor.py --nodes has measured.
 
     Raises:
-        UsageError: the file cannot be read, or is not of the doctor's.
+        UsageError: the file cannot be read, or is not of the doctor's, or of another version of it.
     """
     try:
         measured = json.loads(file.read_text())
-        return Link(float(measured["bus_bytes_per_second"]), float(measured["latency_seconds"]))
+        if (schema := measured["schema"]) != SCHEMA:
+            raise UsageError(
+                f"--network {file} is of schema {schema}, and {SCHEMA} is read here: measure again with this doctor.py"
+            )
+        link = Link(float(measured["bus_bytes_per_second"]), float(measured["latency_seconds"]))
+        if not (0 < link.bytes_per_second < math.inf and 0 <= link.latency_seconds < math.inf):
+            raise ValueError
+        return link
     except OSError as error:
         raise UsageError(f"--network {file} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:

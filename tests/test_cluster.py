@@ -3,6 +3,7 @@ the operator sets."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -23,10 +24,12 @@ from tests.helpers import ROOT, WHOLE, run_program
 FOLDER = ROOT / "configs" / "cluster"
 
 SRUN = f"""#!{sys.executable}
-import os, signal, subprocess, sys
-command = sys.argv[1:]
+import json, os, signal, subprocess, sys, time
+command, flags = sys.argv[1:], []
 while command[0].startswith("-"):
-    command.pop(0)
+    flags.append(command.pop(0))
+with open(os.environ["SRUN_FLAGS"], "w") as file:
+    json.dump(flags, file)
 tasks = []
 for number in range(int(os.environ["SLURM_NTASKS"])):
     place = {{"SLURM_PROCID": number, "SLURM_LOCALID": 0, "SLURM_NODEID": number, "SLURM_STEP_NUM_NODES": 2}}
@@ -34,10 +37,17 @@ for number in range(int(os.environ["SLURM_NTASKS"])):
     environment |= {{"SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}}
     tasks.append(subprocess.Popen(command, env=environment))
 signal.signal(signal.SIGUSR1, lambda *_: [task.send_signal(signal.SIGUSR1) for task in tasks])
-codes = [task.wait() for task in tasks]
-sys.exit(max(codes, key=abs))
+bad = 0
+while any(task.poll() is None for task in tasks):
+    bad = bad or next((task.returncode for task in tasks if task.returncode), 0)
+    if bad and "--kill-on-bad-exit=1" in flags:
+        [task.kill() for task in tasks if task.returncode is None]
+    time.sleep(0.005)
+bad = bad or next((task.returncode for task in tasks if task.returncode), 0)
+sys.exit(bad if bad >= 0 else 128 - bad)
 """
-"""Starts the tasks as two nodes with one each, and hands the signal of --signal on to them, as slurmstepd does."""
+"""Starts the tasks as two nodes with one each, hands the signal of --signal on to them, as slurmstepd does, and with
+--kill-on-bad-exit=1 ends the others when one fails: at once, where SLURM gives them some seconds."""
 
 SCONTROL = """#!/bin/sh
 if [ "$1" = show ]; then echo localhost; else echo "$@" >> "$REQUESTS"; fi
@@ -53,6 +63,7 @@ JOB = {
     "SLURM_NTASKS": "2",
     "SLURM_NTASKS_PER_NODE": "1",
     "SLURM_TASKS_PER_NODE": "1(x2)",
+    "SLURM_CPUS_PER_TASK": "8",
 }
 
 Submit = Callable[..., subprocess.Popen[str]]
@@ -69,7 +80,8 @@ def submit(tmp_path: Path, small_data: list[str]) -> Submit:
 
     def start(*flags: str, **more: str) -> subprocess.Popen[str]:
         places = {"RUNS": str(tmp_path / "runs"), "DATA": small_data[-1], "PYTHON": sys.executable}
-        places |= {"REQUESTS": str(tmp_path / "requests"), "PATH": f"{programs}:{os.environ['PATH']}"}
+        places |= {"REQUESTS": str(tmp_path / "requests"), "SRUN_FLAGS": str(tmp_path / "flags.json")}
+        places |= {"PATH": f"{programs}:{os.environ['PATH']}"}
         command = ["bash", str(FOLDER / "slurm.sbatch"), *small_data[:-2], "--batch_size", "16", *flags]
         return subprocess.Popen(
             command,
@@ -98,6 +110,8 @@ def test_a_slurm_job_is_queued_again_and_goes_on(submit: Submit, tmp_path: Path)
     assert (tmp_path / "requests").read_text() == "requeue 4217\n"
     assert (runs / "version_0" / "checkpoints" / "last.ckpt").exists()
     assert f"the run goes on with --resume {runs}" in said
+    flags_of_srun = json.loads((tmp_path / "flags.json").read_text())
+    assert flags_of_srun == ["--kill-on-bad-exit=1", "--cpus-per-task=8"]
     if WHOLE:
         again = submit(*flags, "--max_steps", "100000", "--epochs", "10000", SLURM_RESTART_COUNT="1")
         while not [*runs.glob("version_1/checkpoints/*.ckpt")] and again.poll() is None and time.monotonic() < over:
@@ -149,6 +163,8 @@ def test_the_manifests_command_is_one_that_torchrun_and_train_py_understand(monk
     config = cli.parse(told.training_script_args)
     paths = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert {config.data.root, config.out} <= paths
+    # Without worker-0, which holds the rendezvous, every container starts its command again.
+    assert (config.resume, config.name) == ("auto", job["metadata"]["name"])
     assert config.batch_size % (int(told.nproc_per_node) * elastic["maxReplicas"]) == 0
 
 

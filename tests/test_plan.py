@@ -136,6 +136,10 @@ def test_nothing_fits(planned) -> None:
         (["--step_time", "0", "--bandwidth", "1GB"], "--step_time must be a number of seconds above 0"),
         (["--bandwidth", "100Gb"], "--bandwidth 100Gb: give a rate such as 100Gbit/s"),
         (["--bandwidth", "1GB", "--network", "net.json"], "not allowed with argument --bandwidth"),
+        (
+            ["--table", "--bandwidth", "1GB"],
+            "--table is of memory: leave it, or --bandwidth, --network and --step_time, out",
+        ),
         (["--device_memry", "80GB"], "unknown option --device_memry"),
         (["--device_memory", ""], "--device_memory : give a size such as 80GB"),
         (["--host_memory", "0.0000000001"], "--host_memory 0.0000000001: give a size"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from errors import UsageError
 from planning import link
 from planning.communication import Link, Traffic, traffic
 from planning.model_states import Weight
-from planning.network import Network
+from planning.network import Network, of_size
 from strategies import STRATEGIES
 
 LARGE = Network((Weight(10**9, 10**9),), 0)
@@ -53,6 +55,8 @@ def test_formats() -> None:
     assert sent("deepspeed_stage_0", LARGE, precision="32-true") == pytest.approx(8)
     # fsdp2 gathers in bfloat16, the blocks twice, and adds up in float32.
     assert sent("fsdp2", SMALL) == pytest.approx(2 * (1 + 9e5 / 1.05e6) + 4)
+    assert sent("fsdp2", of_size(10**9)) == pytest.approx(2 * 2 + 4)  # plan.py --parameters: all in blocks
+    assert sent("fsdp2", Network((Weight(10**6, 10**6),), 10**6)) == pytest.approx(2 + 4)  # a network without any
 
 
 def test_parameters_that_stay_whole_are_gathered_once_in_a_step() -> None:
@@ -99,7 +103,16 @@ def test_what_is_no_rate_is_refused(text: str) -> None:
 def test_files_that_the_doctor_has_not_written(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read: No such file"):
         link.read(tmp_path / "none")
-    for text in ("", "[]", '{"bus_bytes_per_second": "x", "latency_seconds": 1}', '{"latency_seconds": 1}'):
-        (tmp_path / "network.json").write_text(text)
+    whole = {"schema": link.SCHEMA, "bus_bytes_per_second": 1e9, "latency_seconds": 1e-5}
+    file = tmp_path / "network.json"
+    file.write_text(json.dumps(whole))
+    assert link.read(file) == Link(1e9, 1e-5)
+    broken: list[object] = [[], {}, *({**whole, "bus_bytes_per_second": rate} for rate in ("x", None, 0, -1, math.nan))]
+    broken += [{**whole, "bus_bytes_per_second": math.inf}, {**whole, "latency_seconds": -1}]
+    for text in ("", *map(json.dumps, broken)):
+        file.write_text(text)
         with pytest.raises(UsageError, match=r"is not what doctor\.py --nodes --save writes"):
-            link.read(tmp_path / "network.json")
+            link.read(file)
+    file.write_text(json.dumps({**whole, "schema": 99}))
+    with pytest.raises(UsageError, match="is of schema 99, and 1 is read here"):
+        link.read(file)
