@@ -1,4 +1,4 @@
-"""How the ranks of a run find each other, and how long they wait for each other from then on."""
+"""How the ranks of a run find each other, and how long they wait for each other."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import interface
 import launch
+import launchers
 from ranks import gather
 
 if TYPE_CHECKING:
@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
 
 START = timedelta(minutes=30)
-"""How long ranks wait for each other at the start at least, as torch does over gloo: machines come up minutes apart."""
+"""How long ranks wait for each other at the start, as torch does over gloo: machines come up minutes apart. And, at
+least, until the images are there: rank 0 downloads and decodes them while the others wait."""
+
+AFTER_AGENTS = timedelta(minutes=5)
+"""How long ranks of torchrun wait to meet: its agents have met, so what is left is the slowest import. A rank that ends
+before it comes, for want of a GPU say, leaves the others of its machine to torchrun, those elsewhere to this limit."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +43,11 @@ class Place:
     threads: int
     """Of torch, for operations on the CPU."""
     starter: str
-    """What has started it: process and start time on its host, the same for as long as that starts it anew."""
+    """What has started it, see `launchers.starter`."""
 
 
 def meet(config: Config) -> list[Place]:
-    """Starts the process group; returns where every rank is, in their order.
+    """Starts the process group; returns where every rank is, in their order. `limit` ends the beginning.
 
     Here and not in the strategies, so that one limit holds for whatever they do: Lightning's and DeepSpeed's own
     groups, which their `timeout` does not reach (DeepSpeed 0.19.8 hands none to torch.distributed.new_group).
@@ -56,17 +61,35 @@ def meet(config: Config) -> list[Place]:
         on_gpu = config.accelerator == "gpu"
         if on_gpu:
             torch.cuda.set_device(launch.local_rank())
-        limit = timedelta(seconds=config.timeout)
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=max(limit, START))
-        dist.set_timeout(limit)
-        # And of groups that are made later without one; torch (2.15) has no public way to say it.
-        for default in ("default_pg_timeout", "default_pg_nccl_timeout"):
-            setattr(distributed_c10d, default, limit)
+        patience = AFTER_AGENTS if launchers.by_torchrun() else START
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=patience)
+        places = gather(_place(config))
+        _set_timeout(max(timedelta(seconds=config.timeout), START))
+        return places
     return gather(_place(config))
 
 
+def limit(config: Config) -> None:
+    """From here on, where the images are prepared and all ranks have come, they wait for each other for --timeout.
+
+    Args:
+        config: of the run.
+    """
+    if config.world_size > 1:
+        dist.barrier()
+        _set_timeout(timedelta(seconds=config.timeout))
+
+
+def _set_timeout(limit: timedelta) -> None:
+    """Of the group of all ranks, and of those that are made later without one, for which torch (2.15) has no public
+    way to say it."""
+    set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # before torch 2.15
+    set_timeout(limit)
+    for default in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        setattr(distributed_c10d, default, limit)
+
+
 def _place(config: Config) -> Place:
-    parent = psutil.Process().parent()  # None for the first process of a container
     local_rank = launch.local_rank()
     return Place(
         rank=launch.global_rank(),
@@ -75,5 +98,5 @@ def _place(config: Config) -> Place:
         local_rank=local_rank,
         device=f"cuda:{local_rank}" if config.accelerator == "gpu" else "cpu",
         threads=torch.get_num_threads(),
-        starter=f"{socket.gethostname()}:{parent.pid}:{parent.create_time()}" if parent else "",
+        starter=launchers.starter(),
     )
