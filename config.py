@@ -32,7 +32,8 @@ class DeviceConfig:
 
     timeout: float = 600.0
     """Seconds that a rank waits for the others in a collective before it ends with an error: more than one of them may
-    be busy by itself with downloading, compiling or writing a checkpoint."""
+    be busy by itself with compiling or writing a checkpoint. Until the images are there it waits for 30 minutes at
+    least, for torchrun's ranks to meet for 5."""
 
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     """Where to train; auto: the GPU where there is one."""
@@ -96,8 +97,8 @@ class TrainingConfig:
     (Glorot and Bengio 2010). he: normal, for ReLU (He et al. 2015). default: as torch's layers draw them."""
 
     resume: str = ""
-    """Continue from a checkpoint: its path, a run's directory, or last (the newest run of this name). Another strategy
-    and number of ranks may go on with it."""
+    """Continue from a checkpoint: its path, a run's directory, last (the newest run of this name), or auto (last where
+    there is a checkpoint of this name, else from the start). Another strategy and number of ranks may go on with it."""
 
     trust: bool = False
     """Load a checkpoint that could run code, of somebody you trust."""

@@ -1,8 +1,10 @@
 """The network interface through which the ranks of several machines reach each other; no torch.
 
 gloo listens where the machine's own name leads: on Debian to 127.0.1.1, where no other machine reaches it. NCCL takes
-the first interface but lo and docker*, which may be another program's bridge (NCCL's documentation,
-NCCL_SOCKET_IFNAME).
+an interface that begins with ib, else the first one but lo and docker*, which may be another program's bridge; what it
+is told is a list of beginnings of names, `=eth1` where eth10 is not meant; the environment outweighs the files of the
+administrator and the user, /etc/nccl.conf and what NCCL_CONF_FILE names or else ~/.nccl.conf (NVIDIA's user guide of
+NCCL, "Environment Variables"). So NCCL is told nothing where it knows better.
 """
 
 from __future__ import annotations
@@ -10,11 +12,18 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+from pathlib import Path
 
 import psutil
 
-VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """Name the interface of gloo and of NCCL; whoever has set one knows better."""
+
+INFINIBAND = "ib"
+"""Begins the names of interfaces that NCCL prefers by itself."""
+
+SYSTEM_WIDE = Path("/etc/nccl.conf")
+"""Where an administrator sets NCCL's variables."""
 
 ELSEWHERE = "192.0.2.1"
 """An address of no machine, kept for documentation (RFC 5737): the default route leads there."""
@@ -29,8 +38,21 @@ def settle(master: str) -> None:
         master: its name or address, MASTER_ADDR.
     """
     if master not in HERE and (name := towards(master)):
-        for variable in VARIABLES:
-            os.environ.setdefault(variable, name)
+        os.environ.setdefault(GLOO, name)
+        if not _nccl_knows():
+            os.environ.setdefault(NCCL, f"={name}")
+
+
+def _nccl_knows() -> bool:
+    """Whether a file names NCCL's interface, or there is one that it prefers."""
+    own = os.environ.get("NCCL_CONF_FILE")
+    for file in (SYSTEM_WIDE, Path(own) if own else Path("~/.nccl.conf").expanduser()):
+        try:
+            if any(line.strip().startswith(NCCL) for line in file.read_text().splitlines()):
+                return True
+        except (OSError, ValueError):  # there is none, or none that can be read
+            continue
+    return any(name.startswith(INFINIBAND) and stats.isup for name, stats in psutil.net_if_stats().items())
 
 
 def towards(master: str) -> str:
@@ -62,7 +84,7 @@ def own_address(target: str) -> str:
 
 def address() -> str:
     """That of the interface that gloo has been given; empty where none has."""
-    name = os.environ.get(VARIABLES[0], "")
+    name = os.environ.get(GLOO, "")
     return next((of.address for of in psutil.net_if_addrs().get(name, ()) if of.family == socket.AF_INET), "")
 
 

@@ -5,21 +5,28 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import atomic
+import checks
 import launchers
 import run_folder
-from errors import UsageError
+from errors import RunError, UsageError
 from meeting import Place
 from ranks import by_rank_0, gather
 from reports.ranks import print_ranks
+from resume import newest_of
 from resume import settle_resume as settle_resume_here
 from sources.console import say
 from strategies import STRATEGIES
@@ -29,6 +36,12 @@ if TYPE_CHECKING:
 
 PATIENCE_SECONDS = 3.0
 """How long a machine looks for a file that another has just written; Lightning's is_shared_filesystem waits as long."""
+
+ENDS_BYTES = 2**20
+"""Of the beginning and of the end of a checkpoint, by which machines tell whether theirs is the same."""
+
+PIECE_BYTES = 64 * 2**20
+"""In which a checkpoint is sent."""
 
 
 def settle_resume(config: Config, places: Sequence[Place]) -> None:
@@ -48,31 +61,17 @@ def settle_resume(config: Config, places: Sequence[Place]) -> None:
         return
 
     def settled() -> str:
-        if launchers.by_torchrun() and (own := newest_of_these(config, places)):
+        starters = {place.starter for place in places}
+        if launchers.by_torchrun() and (own := newest_of(starters, config.out, [config.run_name])):
             config.resume = str(own)
             say(f"Started anew by torchrun: the run goes on from {own}.")
         settle_resume_here(config)
         return config.resume
 
     config.resume = by_rank_0(settled)
-    if config.resume:
+    checks.settle_resumed(config)
+    if config.resume and config.num_nodes > 1:
         _bring(Path(config.resume), places)
-
-
-def newest_of_these(config: Config, places: Sequence[Place]) -> Path | None:
-    """The newest checkpoint that the same launchers' earlier ranks have written; None before there is one.
-
-    A launcher is known by its process: torchrun's restart count stays as it was when a machine joins, and is 0 on one
-    that has just come.
-    """
-    starters = {place.starter for place in places if place.starter}
-    found: list[Path] = []
-    for suffix in ("", run_folder.FALLBACK_SUFFIX):
-        for file in Path(config.out, config.run_name + suffix).glob(f"version_*/{run_folder.RANKS}"):
-            if starters & {place["starter"] for place in json.loads(file.read_text())}:
-                atomic.recover(file.parent)
-                found += run_folder.checkpoints(file.parent)
-    return max(found, key=run_folder.written, default=None)
 
 
 def introduce(config: Config, places: Sequence[Place], run_dir: Path | None) -> None:
@@ -123,31 +122,88 @@ def _appears(file: Path, text: str) -> bool:
 
 def _bring(checkpoint: Path, places: Sequence[Place]) -> None:
     """Gives a checkpoint of one file to the machines that lack it, or have another run's there, at its own place."""
-    seen = gather(_digest(checkpoint))
-    lacking = sorted({place.host for place in places if seen[place.rank] != seen[0]})
+    mine = places[dist.get_rank()]
+    seen = gather(_fingerprint(checkpoint) if mine.local_rank == 0 else None)
+    lacking = sorted({place.host for place in places if seen[place.rank] not in (None, seen[0])})
     if not lacking:
         return
-    content = by_rank_0(lambda: _content(checkpoint, lacking))
-    mine = places[dist.get_rank()]
-    if seen[mine.rank] != seen[0] and mine.local_rank == 0:
-        checkpoint.parent.mkdir(parents=True, exist_ok=True)
-        atomic.staged(checkpoint).write_bytes(content)
-        atomic.put_in_place(checkpoint)
-    dist.barrier()
+    size = by_rank_0(lambda: _size(checkpoint, lacking))
+    receives = mine.local_rank == 0 and seen[mine.rank] != seen[0]
+    failures = gather(_send(checkpoint, size, receives))
+    if failure := next(filter(None, failures), ""):
+        raise RunError(failure)
 
 
-def _digest(checkpoint: Path) -> str:
-    """Of a file; whether it is there, of a folder."""
+def _fingerprint(checkpoint: Path) -> str:
+    """Of a file its size, its beginning and its end, where torch's zip file has the checksums of all records; of a
+    folder whether it is there."""
     if not checkpoint.is_file():
         return str(checkpoint.exists())
     with checkpoint.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        digest = hashlib.sha256(file.read(ENDS_BYTES))
+        file.seek(max(0, size - ENDS_BYTES))
+        digest.update(file.read())
+    return f"{size} {digest.hexdigest()}"
 
 
-def _content(checkpoint: Path, lacking: Sequence[str]) -> bytes:
+def _size(checkpoint: Path, lacking: Sequence[str]) -> int:
     if checkpoint.is_dir():
         raise UsageError(
             f"--resume {checkpoint}: {', '.join(lacking)} cannot see it, and it is a folder with a part of each rank: "
             "copy all parts to one place that all machines share"
         )
-    return checkpoint.read_bytes()
+    return checkpoint.stat().st_size
+
+
+def _send(checkpoint: Path, size: int, receives: bool) -> str:
+    """Sends a file of rank 0, in pieces, so that no rank holds all of it. Each rank must call it.
+
+    Args:
+        checkpoint: its path, the same everywhere.
+        size: bytes.
+        receives: whether this rank writes it.
+
+    Returns:
+        What failed here; empty where nothing did. The pieces go on all the same: the others wait for them.
+    """
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    staged, failures = atomic.staged(checkpoint), list[str]()
+
+    def attempt(act: Callable[[], object]) -> None:
+        if failures:
+            return
+        try:
+            act()
+        except OSError as error:
+            failures.append(f"{checkpoint} cannot be brought to all machines: {socket.gethostname()} says {error}")
+
+    if receives:
+        attempt(lambda: checkpoint.parent.mkdir(parents=True, exist_ok=True))
+        attempt(lambda: staged.write_bytes(b""))
+    for begin in range(0, size, PIECE_BYTES):
+        piece = torch.zeros(min(PIECE_BYTES, size - begin), dtype=torch.uint8)
+        if dist.get_rank() == 0:
+            attempt(partial(_read, checkpoint, begin, piece))
+        piece = piece.to(device)
+        dist.broadcast(piece, 0)
+        if receives:
+            attempt(partial(_append, staged, piece.cpu()))
+    if receives:
+        attempt(lambda: atomic.put_in_place(checkpoint))
+    return "".join(failures)
+
+
+def _read(file: Path, begin: int, piece: Tensor) -> None:
+    with file.open("rb", buffering=0) as opened:
+        opened.seek(begin)
+        part = opened.read(len(piece))
+    if len(part) != len(piece):
+        raise OSError(f"it has become shorter than {begin + len(piece)} bytes")
+    piece.copy_(torch.frombuffer(bytearray(part), dtype=torch.uint8))
+
+
+def _append(file: Path, piece: Tensor) -> None:
+    with file.open("ab") as opened:
+        opened.write(piece.numpy().data)

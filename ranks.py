@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from errors import UsageError
+from errors import RunError, UsageError
 
 T = TypeVar("T")
 
@@ -29,17 +29,26 @@ def by_rank_0(ask: Callable[[], T]) -> T:
 
     Raises:
         UsageError: rank 0 has; raised on every rank.
+        RunError: rank 0 has failed otherwise, with its line; rank 0 itself raises what it was.
     """
-    found: T | UsageError | None = None
-    if not _has_others() or dist.get_rank() == 0:
+    if not _has_others():
+        return ask()
+    told: list[Any] = [None]
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
         try:
-            found = ask()
+            told = [ask()]
         except UsageError as error:
-            found = error
-    told = gather(found)[0]
-    if isinstance(told, UsageError):
-        raise told
-    return told  # pyright: ignore[reportReturnType]
+            told = [error]
+        except Exception as error:  # or the others would wait for an answer
+            failure = error
+            told = [RunError(f"rank 0: {type(error).__name__}: {error}")]
+    dist.broadcast_object_list(told)
+    if failure is not None:
+        raise failure
+    if isinstance(told[0], (UsageError, RunError)):
+        raise told[0]
+    return told[0]
 
 
 def average_over_ranks(values: Sequence[Tensor]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Collection, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,18 +21,20 @@ KEPT = ("model", "optimizer", "batch_size", "seed", "data.val_fraction")
 KEPT += ("trainable", "lora.rank", "lora.alpha", "lora.target", "lora.dropout")
 """What a run that goes on must have as it was: else it is another run, and trains on images held out before."""
 
+IF_ANY = "auto"
+"""For --resume: as last, but a run of which nothing is there begins."""
 
 MAY_CHANGE = ("model.ep_size",)
 """Options among them that say where the run is, not what it is."""
 
 
 def settle_resume(config: Config) -> None:
-    """Puts the checkpoint's own path for what --resume names; in a job that SLURM has started again, for nothing too.
+    """Puts the checkpoint's own path for what --resume names, or means in a job that SLURM has started again.
 
     Raises:
         UsageError: there is none, it is not whole, or it is of a run that cannot be continued with this configuration.
     """
-    settle_requeue(config)
+    settle_restart(config, config.run_name)
     if not config.resume:
         return
     checkpoint = find_recovered(config.resume, config.out, config.run_name)
@@ -42,10 +46,47 @@ def settle_resume(config: Config) -> None:
     config.resume = str(checkpoint)
 
 
-def settle_requeue(config: Config) -> None:
-    """Has a job that SLURM has started again go on, where nothing else is said."""
-    if not config.resume and int(os.environ.get("SLURM_RESTART_COUNT", "0")):
+def settle_restart(config: Config, name: str) -> None:
+    """Puts `last` for auto, and in a job that SLURM has started again for whatever it was submitted with: it goes on
+    from where it was itself. Before there is a checkpoint of the name: nothing for auto, else what --resume says.
+
+    Args:
+        config: of the run.
+        name: of the run.
+    """
+    restarted = int(os.environ.get("SLURM_RESTART_COUNT", "0")) and not config.only_measures
+    if not restarted and config.resume != IF_ANY:
+        return
+    try:
+        find_recovered("last", config.out, name)
+    except UsageError:
+        config.resume = "" if config.resume == IF_ANY else config.resume
+    else:
         config.resume = "last"
+
+
+def newest_of(starters: Collection[str], out: str, names: Iterable[str]) -> Path | None:
+    """The newest checkpoint that earlier ranks of the same launchers have written; None before there is one.
+
+    A launcher is known by its process: torchrun's restart count stays as it was when a machine joins, and is 0 on one
+    that has just come.
+
+    Args:
+        starters: of this run's ranks, see `launchers.starter`.
+        out: directory of the runs.
+        names: of the run; several where they follow from the strategy and auto chooses it.
+    """
+    found: list[Path] = []
+    folders = (Path(out, name + suffix) for name in names for suffix in ("", run_folder.FALLBACK_SUFFIX))
+    for file in (file for folder in folders for file in folder.glob(f"version_*/{run_folder.RANKS}")):
+        try:
+            earlier = {place["starter"] for place in json.loads(file.read_text())}
+        except (OSError, ValueError, TypeError, KeyError):  # damaged by a disk that was full, or by hand
+            continue
+        if earlier.intersection(starters) - {""}:
+            atomic.recover(file.parent)
+            found += run_folder.checkpoints(file.parent)
+    return max(found, key=run_folder.written, default=None)
 
 
 def find_recovered(path: str, out: str, name: str) -> Path:

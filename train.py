@@ -83,15 +83,17 @@ def train(config: Config) -> dict[str, Any]:
             say(start.told(run_dir))
     with run_folder.removed_on_failure(run_dir):
         machines.introduce(config, places, run_dir)
+        meeting.limit(config)
         module = build.module(config, start)
         trainer = build.trainer(config, run_dir)
     trainer.fit(module, datamodule=datamodule, ckpt_path=config.resume or None)
     if (signal := build.stopped_by(trainer)) is not None:
-        leave(trainer)
+        trainer.strategy.barrier()
         check_saved(trainer)
         saved = run_dir is not None and not config.only_measures
         if saved and signal == SLURM_REQUEUE:
-            requeue()
+            requeue()  # while the others wait: srun --kill-on-bad-exit ends the step with the first rank that leaves
+        leave(trainer)
         raise Stopped(signal, f"the run goes on with --resume {run_dir}" if saved else "")
     if not config.only_measures:
         trainer.test(module, datamodule=datamodule, verbose=False)

@@ -21,6 +21,9 @@ from strategies import AUTO, STRATEGIES
 REGISTRIES: dict[str, Mapping[str, Any]] = {"model": MODELS, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
 """Where a `Choice` of the configuration is looked up."""
 
+LONGEST_TIMEOUT = 7 * 24 * 3600
+"""Of --timeout, in seconds; many more are no length of time for Python or torch."""
+
 
 def check_values(config: Config) -> None:
     """Refuses values that have the right type and make no sense.
@@ -35,8 +38,10 @@ def check_values(config: Config) -> None:
             raise UsageError(f"--{name} must be at least 1, not {getattr(config, name)}")
     if config.devices != "auto" and config.devices < 1:
         raise UsageError(f"--devices must be at least 1, not {config.devices}")
-    if not 0 < config.timeout < math.inf:
-        raise UsageError(f"--timeout must be over 0 and finite, in seconds, not {config.timeout}")
+    if not 0 < config.timeout <= LONGEST_TIMEOUT:
+        raise UsageError(
+            f"--timeout must be over 0 and at most {LONGEST_TIMEOUT}, a week in seconds, not {config.timeout}"
+        )
     for name in ("save_every_n_steps", "save_every_minutes", "bench_steps", "gradient_clip_val"):
         if not getattr(config, name) >= 0:
             raise UsageError(f"--{name} must not be negative, not {getattr(config, name)}")

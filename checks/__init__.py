@@ -16,7 +16,7 @@ from checks.experts import check_experts
 from checks.finetuning import check_finetuning, settle_finetuning
 from checks.here import check_here
 from checks.network import check_network
-from checks.offload import check_switches
+from checks.offload import check_resume, check_switches
 from checks.optimizer import check_offload, check_optimizer
 from checks.parts import check_parts
 from checks.raw_config import raw_config
@@ -42,11 +42,21 @@ def settle(config: Config) -> None:
         settle_resume(config)
     if config.find_lr and config.schedule.name != "range_test":
         config.schedule = Choice("range_test", asdict(SCHEDULES["range_test"]()))
-    settle_finetuning(config)
+    settle_resumed(config)
     check_strategy(config, raw)
     check_network(config, micro_batch, num_classes)
     if config.trainer.get("sync_batchnorm"):
         check_sync_batch_norm(config)
+
+
+def settle_resumed(config: Config) -> None:
+    """Settles and refuses what depends on whether the run goes on; again where several machines find that out late.
+
+    Raises:
+        UsageError: the strategy cannot go on, or the weights to begin with are not there.
+    """
+    check_resume(config)
+    settle_finetuning(config)
 
 
 def settle_machine(config: Config) -> None:

@@ -7,6 +7,7 @@ from dataclasses import fields
 from config import Config, OffloadConfig, ZeROConfig
 from errors import UsageError
 from hardware import gpu_count
+from resume import IF_ANY
 from strategies import STRATEGIES, Spec
 
 
@@ -19,8 +20,7 @@ def check_switches(config: Config) -> None:
         for field in fields(chosen)
         if getattr(chosen, field.name) != getattr(default, field.name)
     ]
-    if not config.ds_config:
-        _check_resume(config)
+    check_resume(config)
     if not given:
         return
     if config.ds_config:
@@ -39,12 +39,14 @@ def check_switches(config: Config) -> None:
         _check_offload(config, spec)
 
 
-def _check_resume(config: Config) -> None:
-    """DeepSpeed 0.19.8 has the state of Adam in SuperOffload's process, or in the `backup_optimizer` of a ratio, and
+def check_resume(config: Config) -> None:
+    """Refuses --resume where nothing could go on.
+
+    DeepSpeed 0.19.8 has the state of Adam in SuperOffload's process, or in the `backup_optimizer` of a ratio, and
     writes that of neither into a checkpoint (superoffload_utils.py, zero/stage3.py). Of a checkpoint of an optimizer on
     NVMe it loads neither the parameters nor the groups that are too small for the disk (engine.py, `load_checkpoint`).
     """
-    if not config.resume:
+    if config.resume in ("", IF_ANY) or config.ds_config:
         return
     spec = STRATEGIES[config.strategy]
     if spec.super_offload or config.offload.ratio < 1:

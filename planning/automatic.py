@@ -4,7 +4,8 @@ to choose."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,10 +13,11 @@ import yaml
 
 import checks
 import launch
+import launchers
 import run_folder
 from config import Config
 from errors import UsageError
-from resume import find_recovered, settle_requeue
+from resume import find_recovered, newest_of, settle_restart
 from sources.console import say
 from strategies import AUTO, STRATEGIES
 
@@ -39,12 +41,17 @@ def settle(config: Config) -> None:
         UsageError: nothing fits, or the ranks have no way to agree.
     """
     told = os.environ.pop(VARIABLE, "") if launch.is_rank() else ""
-    config.strategy = told if told in STRATEGIES else _agreed(lambda: _chosen(config))
+    config.strategy = told if told in STRATEGIES else _agreed(lambda starters: _chosen(config, starters))
 
 
-def _chosen(config: Config) -> str:
+def _chosen(config: Config, starters: Collection[str] = ()) -> str:
     checks.settle_machine(config)
-    settle_requeue(config)
+    config = replace(config)  # what it goes on from is settled again when it has its name
+    names = [config.name] if config.name else [config.run_name.removesuffix(AUTO) + name for name in STRATEGIES]
+    if own := newest_of(starters, config.out, names):
+        config.resume = str(own)
+    else:
+        settle_restart(config, config.name or _newest(config) or config.run_name)
     if config.resume and (kept := _of_the_run(config)):
         say(f"--strategy auto: {kept}, as the run that goes on")
         return kept
@@ -103,14 +110,17 @@ def _newest(config: Config) -> str:
     return max(runs, default=(0, ""))[1]
 
 
-def _agreed(choose: Callable[[], str]) -> str:
+def _agreed(choose: Callable[[Collection[str]], str]) -> str:
     """What rank 0 chooses, on each rank: two that chose by themselves could differ, and would wait for each other.
+
+    Args:
+        choose: told what torchrun has started the ranks with, as a run that it starts anew keeps its strategy.
 
     Raises:
         UsageError: rank 0 has refused, or the ranks have no store before they have found each other.
     """
     if not launch.is_rank():
-        return choose()
+        return choose(())
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise UsageError(
             "--strategy auto: ranks that are there already agree on one through the store of torchrun's agent, and "
@@ -120,9 +130,12 @@ def _agreed(choose: Callable[[], str]) -> str:
 
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     key = f"{KEY}/{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    store.set(f"{key}/starter/{launch.global_rank()}", launchers.starter())
     if launch.global_rank() == 0:
+        ranks = range(int(launchers.variables()["WORLD_SIZE"]))
+        starters = {store.get(f"{key}/starter/{rank}").decode() for rank in ranks}
         try:
-            store.set(key, choose())
+            store.set(key, choose(starters))
         except UsageError as error:
             store.set(key, f"{REFUSED}{error}")
             raise

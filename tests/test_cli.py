@@ -89,6 +89,7 @@ def test_printed_configuration_is_the_same_run_again(recipe: Path, tmp_path: Pat
         ("--max_steps 0", "--max_steps must be at least 1"),
         ("--seed -1", "--seed must be from 0"),
         ("--timeout 0", "--timeout must be over 0"),
+        ("--timeout 1e16", "at most 604800, a week"),
         ("--logger tensorboard none", "stands alone"),
         ("--bench_steps 5 --resume last", "leave --resume out"),
         ("--optimizer.lr -1", "--optimizer.lr must be at least 0"),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 import interface
@@ -32,3 +35,26 @@ def test_whoever_has_set_one_knows_better(monkeypatch: pytest.MonkeyPatch):
     assert os.environ == {"NCCL_SOCKET_IFNAME": "ib0"}
     interface.settle("host")
     assert os.environ == {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "eth7"}
+
+
+def test_nccl_is_told_where_it_does_not_know_better(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    up: list[str] = ["eth7"]
+    file = tmp_path / "nccl.conf"
+
+    def told() -> str | None:
+        monkeypatch.setattr(os, "environ", {"HOME": str(tmp_path), "NCCL_CONF_FILE": str(file)})
+        interface.settle("host")
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+        return os.environ.get("NCCL_SOCKET_IFNAME")
+
+    monkeypatch.setattr(interface, "towards", lambda master: "eth7")
+    monkeypatch.setattr(interface, "SYSTEM_WIDE", tmp_path / "none")
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: {name: SimpleNamespace(isup=True) for name in up})
+    assert told() == "=eth7"  # alone it would mean eth70 too
+    file.write_text("NCCL_DEBUG=WARN\n")
+    assert told() == "=eth7"
+    file.write_text("NCCL_DEBUG=WARN\nNCCL_SOCKET_IFNAME=ens\n")
+    assert told() is None
+    file.unlink()
+    up.append("ib0")
+    assert told() is None

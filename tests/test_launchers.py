@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 import launchers
 from errors import UsageError
+from tests.helpers import ROOT
 
 SRUN = {
     "SLURM_PROCID": "3",
@@ -15,13 +20,18 @@ SRUN = {
     "SLURM_LOCALID": "1",
     "SLURM_JOB_ID": "1234567",
     "SLURM_JOB_NODELIST": "gpu[03-04]",
+    "SLURM_STEP_NODELIST": "gpu[03-04]",
+    "SLURM_STEP_NUM_TASKS": "4",
     "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
 }
 
 
 def test_of_torchrun():
     set_by_it = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-    assert launchers.variables({**set_by_it, "HOME": "/", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}) == set_by_it
+    assert launchers.variables({**set_by_it, "HOME": "/", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}) == {
+        **set_by_it,
+        "NODE_RANK": "1",  # Lightning takes 0 where neither this nor GROUP_RANK is set
+    }
 
 
 def test_of_deepspeed(monkeypatch: pytest.MonkeyPatch):
@@ -53,12 +63,31 @@ def test_of_slurm():
 @pytest.mark.parametrize("tasks", ["3", "4"])
 def test_slurm_with_another_number_on_each_machine_is_refused(tasks: str):
     with pytest.raises(UsageError, match="--ntasks-per-node"):
-        launchers.variables({**SRUN, "SLURM_NTASKS": tasks, "SLURM_STEP_TASKS_PER_NODE": f"{int(tasks) - 1},1"})
+        launchers.variables({**SRUN, "SLURM_STEP_NUM_TASKS": tasks, "SLURM_STEP_TASKS_PER_NODE": f"{int(tasks) - 1},1"})
 
 
 def test_a_shell_in_an_allocation_is_no_rank():
-    assert launchers.variables({**SRUN, "SLURM_NTASKS": "1"}) == {}
+    batch = {name: value for name, value in SRUN.items() if "STEP" not in name}
+    assert launchers.variables({**batch, "SLURM_PROCID": "0", "SLURM_TASKS_PER_NODE": "2(x2)"}) == {}
+    assert launchers.variables({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}) == {}  # salloc's, where SLURM_NTASKS is the job's
     assert launchers.variables({"RANK": "0", "WORLD_SIZE": "2"}) == {}  # of a Kubernetes pod, for torchrun
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [({"SLURM_HET_SIZE": "2"}, "heterogeneous"), ({"SLURM_LOCALID": "2"}, "number 2 of machine 1, where 2 machines")],
+)
+def test_tasks_that_are_not_counted_through_are_refused(more: dict[str, str], line: str):
+    with pytest.raises(UsageError, match=line):
+        launchers.variables({**SRUN, **more})
+
+
+def test_the_starter_is_the_same_for_all_that_it_starts():
+    of_a_child = "import launchers; print(launchers.starter())"
+    ours = [subprocess.check_output([sys.executable, "-c", of_a_child], cwd=ROOT, text=True) for _ in range(2)]
+    assert ours[0] == ours[1]
+    assert f":{os.getpid()}:" in ours[0]
+    assert launchers.starter() != ours[0].strip()
 
 
 @pytest.mark.parametrize(

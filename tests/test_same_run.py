@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
+import torch
 
+import checks
 import cli
+from checks.offload import check_resume
 from errors import UsageError
-from resume import check_same_run
+from resume import check_same_run, newest_of, settle_resume
 
 
 def test_a_run_of_before_there_was_weight_decay_on():
@@ -21,3 +26,65 @@ def test_a_run_of_before_there_was_weight_decay_on():
     check_same_run(cli.parse([*adam, "0.1", "--optimizer.weight_decay_on", "all"]), recipe)
     recipe["optimizer"]["options"]["weight_decay"] = 0.0
     check_same_run(cli.parse([*adam, "0"]), recipe)
+
+
+def resumed(out: Path, *flags: str) -> str:
+    config = cli.parse(["--out", str(out), "--name", "mine", *flags])
+    settle_resume(config)
+    return config.resume
+
+
+def checkpoint_of(out: Path, name: str) -> Path:
+    """Of a run, for those who look at no more than whether it is there."""
+    file = out / name / "version_0" / "checkpoints" / "last.ckpt"
+    file.parent.mkdir(parents=True)
+    torch.save({}, file)
+    return file
+
+
+@pytest.mark.parametrize("more", [(), ("--resume", "auto"), ("--resume", "another")])
+def test_a_job_of_slurm_goes_on_from_where_it_was_itself(
+    more: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Started again before its first checkpoint, it begins as it did the first time."""
+    another = checkpoint_of(tmp_path, "another")
+    flags = [str(another) if flag == "another" else flag for flag in more]
+    as_submitted = str(another) if "another" in more else ""
+    assert resumed(tmp_path, *flags) == as_submitted
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert resumed(tmp_path, *flags) == as_submitted
+    (tmp_path / "mine" / "version_0").mkdir(parents=True)
+    assert resumed(tmp_path, *flags) == as_submitted
+    (tmp_path / "mine" / "version_0").rmdir()
+    own = checkpoint_of(tmp_path, "mine")
+    os.utime(own, (0, 0))
+    assert resumed(tmp_path, *flags) == str(own)
+    monkeypatch.delenv("SLURM_RESTART_COUNT")
+    assert resumed(tmp_path, *flags) == (str(own) if "auto" in more else as_submitted)
+
+
+def test_a_measurement_begins_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    checkpoint_of(tmp_path, "mine")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert resumed(tmp_path, "--bench_steps", "1") == ""
+
+
+@pytest.mark.parametrize("damaged", ["", "[1]", "{", '[{"rank": 0}]', "\udcff"])
+def test_a_damaged_note_of_the_ranks_is_passed_over(damaged: str, tmp_path: Path):
+    own = checkpoint_of(tmp_path, "mine")
+    note = own.parent.parent / "ranks.json"
+    note.write_bytes(damaged.encode(errors="surrogateescape"))
+    assert newest_of({"ours"}, str(tmp_path), ["mine"]) is None
+    note.write_text('[{"starter": "theirs"}, {"starter": "ours"}]')
+    assert newest_of({"ours"}, str(tmp_path), ["other", "mine"]) == own
+    note.write_text('[{"starter": ""}]')
+    assert newest_of({""}, str(tmp_path), ["mine"]) is None
+
+
+def test_what_cannot_go_on_is_refused_when_that_is_known():
+    """Over several machines rank 0 finds the checkpoint, after the other checks."""
+    config = cli.parse(["--strategy", "deepspeed_stage_3_offload_nvme", "--nvme_path", "/", "--resume", "auto"])
+    check_resume(config)
+    config.resume = "runs/mine/version_0/checkpoints/last.ckpt"
+    with pytest.raises(UsageError, match="--resume: deepspeed_stage_3_offload_nvme cannot go on"):
+        checks.settle_resumed(config)

@@ -186,7 +186,8 @@ def test_other_launchers(launcher: str, tmp_path: Path, small_data: list[str], o
             hostfile = ["--hostfile", str(tmp_path / "hostfile"), *without_ssh]
             deepspeed = ["-m", "deepspeed.launcher.runner", *hostfile]
             task = {"SLURM_PROCID": str(number), "SLURM_NODEID": str(number), "SLURM_LOCALID": "0", "SLURM_NTASKS": "2"}
-            job = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": f"{hosts.a.name},{hosts.b.name}"}
+            job = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "4711", "SLURM_STEP_NUM_TASKS": "2"}
+            job["SLURM_STEP_NODELIST"] = f"{hosts.a.name},{hosts.b.name}"
             processes.append(
                 host.start(
                     *(sys.executable, *(deepspeed if launcher == "deepspeed" else []), program, *train),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 import cli
+import launchers
 from config import Config
 from errors import UsageError
 from planning import automatic, machine
@@ -83,13 +85,15 @@ def test_ranks_of_torchrun_take_what_rank_0_chose(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
-    monkeypatch.setattr(automatic, "_chosen", lambda config: "deepspeed_stage_3" if rank == "0" else "chosen alone")
+    choice = {"0": "deepspeed_stage_3", "1": "chosen alone"}
+    monkeypatch.setattr(automatic, "_chosen", lambda config, starters: choice[rank])
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         assert settled() == "deepspeed_stage_3"
 
-    def refuse(config: Config) -> str:
+    def refuse(config: Config, starters: set[str]) -> str:
         assert rank == "0", "it waits for rank 0"
+        assert starters == {launchers.starter()}
         raise UsageError("nothing fits")
 
     monkeypatch.setattr(automatic, "_chosen", refuse)
@@ -102,7 +106,8 @@ def test_ranks_of_torchrun_take_what_rank_0_chose(monkeypatch: pytest.MonkeyPatc
 
 def test_ranks_that_cannot_agree_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_PROCID", "1")
-    monkeypatch.setenv("SLURM_NTASKS", "2")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "a,b")
     with pytest.raises(UsageError, match=r"name what plan\.py recommends"):
         settled()
 
@@ -135,6 +140,22 @@ def test_the_last_run_is_the_networks_newest(requeued: bool, tmp_path: Path, mon
         monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert settled("--out", str(tmp_path), *([] if requeued else ["--resume", "last"])) == "deepspeed_stage_2"
     assert settled("--out", str(tmp_path), "--resume", "last", "--name", "net-fsdp2") == "fsdp2"
+
+
+def test_what_torchrun_starts_anew_keeps_its_strategy(tmp_path: Path) -> None:
+    """Of its own run, not of a newer one of somebody else; a note that a crash has left empty says nothing."""
+    for second, (strategy, starter) in enumerate((("fsdp2", "ours"), ("ddp", "theirs"), ("deepspeed_stage_1", ""))):
+        run = tmp_path / f"net-{strategy}" / "version_0"
+        (run / "checkpoints").mkdir(parents=True)
+        checkpoint = run / "checkpoints" / "last.ckpt"
+        checkpoint.touch()
+        os.utime(checkpoint, (second, second))
+        (run / "config.yaml").write_text(f"strategy: {strategy}\n")
+        (run / "ranks.json").write_text(json.dumps([{"starter": starter}]) if starter else "")
+    config = cli.parse(["--strategy", "auto", "--accelerator", "cpu", "--out", str(tmp_path)])
+    assert automatic._chosen(config, {"ours", "new"}) == "fsdp2"
+    assert config.resume == ""  # found again under the run's name, by all ranks
+    assert automatic._chosen(config, {"new"}) == "baseline"
 
 
 def test_no_raw_configuration_beside_it() -> None:
