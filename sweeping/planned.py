@@ -56,7 +56,7 @@ def check(space: Space, rest: Sequence[str], metric: str) -> list[Config]:
             raise UsageError(f"--{name} is searched: leave it out of the other flags")
     if "--hparams" in rest:
         raise UsageError("--hparams: sweep.py gives it what it searches, leave it out")
-    settings = space.combinations() if _count(space) <= CHECKED else space.one_by_one()
+    settings = space.combinations() if space.size <= CHECKED else space.one_by_one()
     configs = [_config([*rest, *flags_of(setting)], metric) for setting in settings]
     for seed in space.seeds:
         cli.parse([*rest, *flags_of(settings[0]), "--seed", seed])
@@ -133,13 +133,6 @@ def _label(name: str, value: str) -> str:
 
 def _longest(space: Space) -> str:
     return "-".join(max((_label(each.name, end) for end in each.ends), key=len) for each in space.parameters)
-
-
-def _count(space: Space) -> int:
-    count = 1
-    for parameter in space.parameters:
-        count *= len(parameter.ends)
-    return count
 
 
 def _config(flags: list[str], metric: str) -> Config:

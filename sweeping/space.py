@@ -8,6 +8,7 @@ augment.crop=0..8               whole numbers, as the option takes no others
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -96,6 +97,19 @@ class Space:
         """All of a grid; of ranges both ends."""
         names = [parameter.name for parameter in self.parameters]
         return [dict(zip(names, ends, strict=True)) for ends in product(*(each.ends for each in self.parameters))]
+
+    @property
+    def size(self) -> int:
+        """Of a grid its settings; of ranges both ends."""
+        return math.prod(len(parameter.ends) for parameter in self.parameters)
+
+    def combination(self, number: int) -> Setting:
+        """The one of `combinations` at this place, of which there may be too many to list."""
+        setting: Setting = {}
+        for parameter in reversed(self.parameters):
+            number, place = divmod(number, len(parameter.ends))
+            setting[parameter.name] = parameter.ends[place]
+        return {parameter.name: setting[parameter.name] for parameter in self.parameters}
 
     def one_by_one(self) -> list[Setting]:
         """Each value, and both ends of each range, with the first of all others."""
