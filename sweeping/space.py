@@ -184,10 +184,22 @@ def _parameter(name: str, text: str) -> Values | Range:
 
 
 def _values(name: str, text: str) -> Values:
-    values = re.split(r",(?![^\[{]*[\]}])", text)  # not within a value that is a list itself
+    values = _parts(text)
     if "" in values or len({*values}) < len(values):
         raise UsageError(f"--search {name}={text}: a value is empty or there twice")
     return Values(name, tuple(values))
+
+
+def _parts(text: str) -> list[str]:
+    """What lies between commas, less those within a value that is a list or a mapping itself."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character in "[{") - (character in "]}")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
 
 
 def _range(name: str, low: str, high: str, suffix: str | None) -> Range:
