@@ -40,22 +40,30 @@ def check_switches(config: Config) -> None:
 
 
 def check_resume(config: Config) -> None:
-    """Refuses --resume where nothing could go on.
+    """Refuses --resume where nothing could go on."""
+    if config.resume not in ("", IF_ANY) and not resumes(config):
+        raise UsageError(f"--resume: {_why_not(config)}")
 
-    DeepSpeed 0.19.8 has the state of Adam in SuperOffload's process, or in the `backup_optimizer` of a ratio, and
+
+def resumes(config: Config) -> bool:
+    """Whether a run can go on from a checkpoint of its own."""
+    return not _why_not(config)
+
+
+def _why_not(config: Config) -> str:
+    """DeepSpeed 0.19.8 has the state of Adam in SuperOffload's process, or in the `backup_optimizer` of a ratio, and
     writes that of neither into a checkpoint (superoffload_utils.py, zero/stage3.py). Of a checkpoint of an optimizer on
     NVMe it loads neither the parameters nor the groups that are too small for the disk (engine.py, `load_checkpoint`).
     """
-    if config.resume in ("", IF_ANY) or config.ds_config:
-        return
+    if config.ds_config:
+        return ""
     spec = STRATEGIES[config.strategy]
     if spec.super_offload or config.offload.ratio < 1:
         what = "--offload.ratio" if config.offload.ratio < 1 else config.strategy
-        raise UsageError(
-            f"--resume: under {what} DeepSpeed keeps Adam's state out of its checkpoints, begin with --weights"
-        )
+        return f"under {what} DeepSpeed keeps Adam's state out of its checkpoints, begin with --weights"
     if spec.offload_optimizer == "nvme":
-        raise UsageError(f"--resume: {config.strategy} cannot go on, use --strategy deepspeed_stage_3_offload")
+        return f"{config.strategy} cannot go on, use --strategy deepspeed_stage_3_offload"
+    return ""
 
 
 def _check_second_copy(config: Config, spec: Spec) -> None:

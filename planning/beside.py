@@ -20,9 +20,12 @@ half of them, through which the backward pass goes in the opposite direction."""
 PREFETCH_ELEMENTS = 50_000_000
 """ZeRO-3 gathers so many elements ahead: stage3_prefetch_bucket_size (zero/config.py)."""
 
-SWAPPED_ELEMENTS = 5 * 10**8
-"""Parameters on a disk pass through so much of the CPU's memory: 5 buffers of 10^8 (buffer_count and buffer_size of
-offload_param in DeepSpeed 0.19.8, zero/offload_config.py)."""
+SWAP_BUFFERS = 5
+"""Buffers through which parameters on a disk pass, each of the largest one's part: buffer_count of offload_param
+(DeepSpeed 0.19.8, zero/offload_config.py)."""
+
+SWAPPED_ELEMENTS = 10**8
+"""Of the largest parameter, where nothing but the network's size is known: buffer_size there."""
 
 
 def buckets(spec: Spec, config: Config, network: Network) -> int:
@@ -105,7 +108,9 @@ def host_buffers(spec: Spec, config: Config, network: Network) -> int:
     """What an offloaded optimizer or parameters take beside themselves."""
     part, size = math.ceil(network.trained / config.world_size), parameter_size(spec, config.precision)
     if spec.offload_optimizer == "nvme":
-        return SWAPPED_ELEMENTS * size + min(part, config.zero.sub_group_size) * 4 * FLOAT32
+        largest = max(weight.elements for weight in network.weights) if network.groups else SWAPPED_ELEMENTS
+        largest = math.ceil(min(largest, network.elements) / config.world_size)
+        return SWAP_BUFFERS * largest * size + min(part, config.zero.sub_group_size) * 4 * FLOAT32
     if spec.offload_optimizer and spec.stage < 3:
         # Updated weights on their way back (param_buffer_of_bit16_for_cpu_offload_groups), and the gradients of several
         # micro-batches in the network's format (accumulated_grads_in_cpu, zero/stage_1_and_2.py).

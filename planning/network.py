@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import sources
 from config import Config
+from optimizers import OPTIMIZERS
 from planning.model_states import Weight
 
 
@@ -18,6 +19,8 @@ class Network:
     """Elements of the largest of its blocks, as fsdp2 shards them; all where it has none."""
     blocks: tuple[int, ...] = ()
     """Elements of each of its blocks."""
+    groups: tuple[tuple[int, ...], ...] = ()
+    """Elements of each parameter of each of the optimizer's groups; empty: not known."""
 
     @property
     def elements(self) -> int:
@@ -39,7 +42,7 @@ def of(config: Config) -> Network:
     from finetuning.freeze import check_patterns
     from finetuning.network import on_meta
     from models.moe import MixtureOfExperts
-    from optimizers.groups import hidden_matrices
+    from optimizers.groups import hidden_matrices, parameter_groups
 
     net = on_meta(config.model, len(sources.class_names(config.data)), config.trainable, config.lora)
     ep_size = config.model.options.get("ep_size", 1)
@@ -60,7 +63,10 @@ def of(config: Config) -> Network:
     total = sum(weight.elements for weight in weights)
     children = getattr(net, "blocks", net).children() if hasattr(net, "blocks") else ()
     blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in children]
-    return Network(weights, max(blocks, default=total), tuple(blocks))
+    optimizer = OPTIMIZERS[config.optimizer.name](**config.optimizer.options)
+    groups = parameter_groups(optimizer, dict(net.named_parameters()))
+    sizes = tuple(tuple(parameter.numel() for parameter in group["params"]) for group in groups)
+    return Network(weights, max(blocks, default=total), tuple(blocks), sizes)
 
 
 def of_size(parameters: int) -> Network:

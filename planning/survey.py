@@ -204,8 +204,8 @@ def _need(config: Config, refused: str, network: Network, room: Room, lines: dic
 def _twin_flow(states: Prediction, spec: Spec, config: Config, network: Network) -> Prediction:
     """What --offload.ratio leaves on the device: the first sub-groups of the optimizer, as many as come out whole, with
     the float32 gradients of their update (DeepSpeed 0.19.8, `_create_fp32_partitions` in zero/stage3.py)."""
-    sub_groups = math.ceil(network.trained / config.world_size / config.zero.sub_group_size)
-    share = int((1 - config.offload.ratio) * sub_groups) / sub_groups
+    sizes = sub_groups(network, config.world_size, config.zero.sub_group_size)
+    share = sum(sizes[: int((1 - config.offload.ratio) * len(sizes))]) / max(1, sum(sizes))
     float32 = FLOAT32 / (FLOAT32 + parameter_size(spec, config.precision))
     optimizer = round(share * states.host.optimizer)
     gradients = round(share * float32 * states.host.gradients)
@@ -214,6 +214,25 @@ def _twin_flow(states: Prediction, spec: Spec, config: Config, network: Network)
         replace(device, gradients=device.gradients + gradients, optimizer=device.optimizer + optimizer),
         replace(host, gradients=host.gradients - gradients, optimizer=host.optimizer - optimizer),
     )
+
+
+def sub_groups(network: Network, ranks: int, size: int) -> list[int]:
+    """Elements of each sub-group on a rank: of each of the optimizer's groups by itself, ended by the parameter with
+    which it is large enough (`_create_fp16_sub_groups` in DeepSpeed's zero/stage3.py). Of a network whose parameters
+    are not known, evenly."""
+    if not network.groups:
+        part = math.ceil(network.trained / ranks)
+        return [min(size, part - first) for first in range(0, part, size)]
+    made = []
+    for group in network.groups:
+        parts = [math.ceil(elements / ranks) for elements in group]
+        open_group = 0
+        for number, part in enumerate(parts, start=1):
+            open_group += part
+            if open_group >= size or number == len(parts):
+                made.append(open_group)
+                open_group = 0
+    return made
 
 
 def _line(spec: Spec, config: Config, lines: dict[str, Lines] | None) -> Line | None:

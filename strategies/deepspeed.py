@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,9 +16,6 @@ if TYPE_CHECKING:
 
 BUCKET_ELEMENTS = 50_000_000  # DeepSpeedExamples, training/cifar/cifar10_deepspeed.py
 """Largest communication bucket, in elements."""
-
-NVME_BUFFER_ELEMENTS = 100_000_000
-"""Of a buffer for parameters on NVMe at most, in elements: DeepSpeed's default (runtime/zero/offload_config.py)."""
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 
@@ -152,9 +150,21 @@ def _zero_section(source: dict[str, Any], spec: Spec, config: Config, num_parame
         if zero.get(section, {}).get("device") == "nvme":
             zero[section]["nvme_path"] = config.nvme_path
     if spec.offload_parameters == "nvme":
-        # Of a parameter each, five of them, and memory from the start: none is larger than the network.
-        zero["offload_param"]["buffer_size"] = min(NVME_BUFFER_ELEMENTS, num_parameters)
+        zero["offload_param"]["buffer_size"] = _largest_part(config)
     return zero
+
+
+def _largest_part(config: Config) -> int:
+    """Elements of a rank's part of the largest parameter, for which a buffer between disk and memory has to have room.
+
+    DeepSpeed (0.19.8) has five of them from the start, of 10^8 elements each where nothing is said: 2 GB, and too small
+    for vgg16's first linear layer on one rank (`get_buffer` in swap_tensor/partitioned_param_swapper.py).
+    """
+    import sources
+    from finetuning.network import on_meta
+
+    net = on_meta(config.model, len(sources.class_names(config.data)), lora=config.lora)
+    return max(math.ceil(parameter.numel() / config.world_size) for parameter in net.parameters())
 
 
 def _switches(config: Config) -> dict[str, Any]:

@@ -13,13 +13,14 @@ from errors import UsageError
 from names import nearest
 
 VALIDATION = "val/acc"
+FIT_SECONDS = "perf/fit_seconds"
 
 METRICS: dict[str, Literal["maximize", "minimize"]] = {
     VALIDATION: "maximize",
     "train/loss": "minimize",
     "perf/images_per_second": "maximize",
     "perf/step_time_ms": "minimize",
-    "perf/fit_seconds": "minimize",
+    FIT_SECONDS: "minimize",
 }
 """Keys of metrics.json by which settings can be chosen, and what is better. None of the test: chosen by it, its figure
 would say nothing of new images any more. val/acc is that of the last validation: the best of a run is the highest of
@@ -69,7 +70,7 @@ def read(folders: Sequence[Path], metric: str) -> float:
 
 def fit_seconds(folder: Path) -> float:
     """Of the training of a finished run; of one that went on those of its last part."""
-    return float(json.loads((folder / run_folder.METRICS).read_text())["perf/fit_seconds"] or 0.0)
+    return float(json.loads((folder / run_folder.METRICS).read_text())[FIT_SECONDS] or 0.0)
 
 
 def validations(folders: Sequence[Path]) -> list[float]:

@@ -54,12 +54,13 @@ def check(space: Space, rest: Sequence[str], metric: str) -> list[Config]:
     for name in (*(parameter.name for parameter in space.parameters), *([SEED] if space.seeds else [])):
         if name != CONFIG and any(flag.split("=")[0] in (f"--{name}", f"--{name}.name") for flag in rest):
             raise UsageError(f"--{name} is searched: leave it out of the other flags")
-    if "--hparams" in rest:
+    if any(flag.split("=")[0] == "--hparams" for flag in rest):
         raise UsageError("--hparams: sweep.py gives it what it searches, leave it out")
-    settings = space.combinations() if _count(space) <= CHECKED else space.one_by_one()
+    settings = space.combinations() if space.size <= CHECKED else space.one_by_one()
     configs = [_config([*rest, *flags_of(setting)], metric) for setting in settings]
-    for seed in space.seeds:
-        cli.parse([*rest, *flags_of(settings[0]), "--seed", seed])
+    seeds = [cli.parse([*rest, *flags_of(settings[0]), "--seed", seed]).seed for seed in space.seeds]
+    if len({*seeds}) < len(seeds):
+        raise UsageError(f"--search seed={','.join(space.seeds)}: a seed is there twice")
     options = flat(configs[0])
     for parameter in (each for each in space.parameters if isinstance(each, Range)):
         name = parameter.name
@@ -133,13 +134,6 @@ def _label(name: str, value: str) -> str:
 
 def _longest(space: Space) -> str:
     return "-".join(max((_label(each.name, end) for end in each.ends), key=len) for each in space.parameters)
-
-
-def _count(space: Space) -> int:
-    count = 1
-    for parameter in space.parameters:
-        count *= len(parameter.ends)
-    return count
 
 
 def _config(flags: list[str], metric: str) -> Config:

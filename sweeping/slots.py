@@ -57,7 +57,8 @@ def _on_cores(ranks: int, parallel: int | None, runs: int) -> list[Slot]:
     room = max(1, free_memory_bytes() // (ranks * CPU_RANK_BYTES))
     if parallel is not None and parallel > room:
         raise UsageError(f"--parallel {parallel}: a CPU rank takes about 1 GB, and there is room for {room} runs here")
-    threads = int(os.environ.get(THREADS, "1").split(",")[0])  # a list is of nested regions (OpenMP 5.2, 21.2.1)
+    first = os.environ.get(THREADS, "").split(",")[0].strip()  # a list is of nested regions (OpenMP 5.2, 21.2.1)
+    threads = max(1, int(first)) if first.isdecimal() else 1  # what is no number OpenMP leaves aside
     count = min(parallel or max(1, min(core_count() // (ranks * threads), room)), runs)
     if THREADS in os.environ:  # who sets it has shared the cores out himself, as for launch.py
         return [Slot()] * count

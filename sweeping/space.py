@@ -8,6 +8,7 @@ augment.crop=0..8               whole numbers, as the option takes no others
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -97,6 +98,19 @@ class Space:
         names = [parameter.name for parameter in self.parameters]
         return [dict(zip(names, ends, strict=True)) for ends in product(*(each.ends for each in self.parameters))]
 
+    @property
+    def size(self) -> int:
+        """Of a grid its settings; of ranges both ends."""
+        return math.prod(len(parameter.ends) for parameter in self.parameters)
+
+    def combination(self, number: int) -> Setting:
+        """The one of `combinations` at this place, of which there may be too many to list."""
+        setting: Setting = {}
+        for parameter in reversed(self.parameters):
+            number, place = divmod(number, len(parameter.ends))
+            setting[parameter.name] = parameter.ends[place]
+        return {parameter.name: setting[parameter.name] for parameter in self.parameters}
+
     def one_by_one(self) -> list[Setting]:
         """Each value, and both ends of each range, with the first of all others."""
         first = {parameter.name: parameter.ends[0] for parameter in self.parameters}
@@ -170,10 +184,22 @@ def _parameter(name: str, text: str) -> Values | Range:
 
 
 def _values(name: str, text: str) -> Values:
-    values = re.split(r",(?![^\[{]*[\]}])", text)  # not within a value that is a list itself
+    values = _parts(text)
     if "" in values or len({*values}) < len(values):
         raise UsageError(f"--search {name}={text}: a value is empty or there twice")
     return Values(name, tuple(values))
+
+
+def _parts(text: str) -> list[str]:
+    """What lies between commas, less those within a value that is a list or a mapping itself."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character in "[{") - (character in "]}")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
 
 
 def _range(name: str, low: str, high: str, suffix: str | None) -> Range:

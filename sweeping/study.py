@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,13 @@ RECORD, RUNS, ERROR = "record", "runs", "error"
 """Attributes of the study and of its trials."""
 
 
+PROPOSALS = 50
+"""How often tpe is asked for a setting of values that has not been tried."""
+
+LISTED = 10**5
+"""Most settings of values that are laid out to be shuffled."""
+
+
 class Study:
     """The trials of a sweep, each a setting, in SQLite: a kill or a full disk leaves its last transaction whole.
 
@@ -40,7 +50,7 @@ class Study:
         whole: names of the parameters that are whole numbers.
         metric: that settings are chosen by.
         sampler: grid, random or tpe.
-        trials: settings in all; a grid has its own number.
+        trials: settings in all; of values at most as many as there are, and a grid has its own number.
         seed: of the sampler.
 
     Raises:
@@ -76,12 +86,23 @@ class Study:
         )
         self._distributions = {each.name: _distribution(each, each.name in whole) for each in space.parameters}
         self._cut_off = [trial for trial in known if trial.state == TrialState.RUNNING]
-        kept = [trial.params for trial in known if trial.state != TrialState.FAIL]
+        kept = [_setting(trial.params) for trial in known if trial.state != TrialState.FAIL]
+        failed = [_setting(trial.params) for trial in known if trial.state == TrialState.FAIL]
         self._grid: list[Setting] = []
+        """To be tried next, in this order."""
+        self._shuffled: Iterator[Setting] | None = None
+        """Of values alone: those that have not been tried, from which random and tpe choose."""
         self._left = max(0, trials - len(kept))
         if sampler == "grid":
             self._grid = [setting for setting in space.combinations() if setting not in kept]
             self._left = len(self._grid)
+        elif space.is_grid:
+            self._left = min(self._left, space.size - len({_key(setting) for setting in kept}))
+            again = {_key(setting): setting for setting in failed if setting not in kept}
+            self._grid = [*again.values()][: self._left]
+            self._tried = {_key(setting) for setting in kept + failed}
+            self._shuffled = _shuffled(space, drawn)
+            self._by_tpe = sampler == "tpe"
 
     @property
     def left(self) -> int:
@@ -96,10 +117,10 @@ class Study:
         if not self._left:
             return None
         self._left -= 1
-        if not self._grid:
+        if not self._grid and self._shuffled is None:
             asked = self._study.ask(self._distributions)
             return asked.number, _setting(asked.params)
-        setting = self._grid.pop(0)
+        setting = self._grid.pop(0) if self._grid else self._untried()
         made = optuna.create_trial(state=TrialState.RUNNING, params=dict(setting), distributions=self._distributions)
         self._study.add_trial(made)
         return self._study.trials[-1].number, setting
@@ -136,6 +157,24 @@ class Study:
             )
         return list(found.values())
 
+    def _untried(self) -> Setting:
+        """A setting of values that no trial has: two of them would share a folder, and say nothing new.
+
+        Optuna's samplers draw from all of them. tpe is asked in a copy of the study, whose trials leave no trace; where
+        it names nothing new any more the setting is a random one.
+        """
+        assert self._shuffled is not None
+        untried = (setting for setting in self._shuffled if _key(setting) not in self._tried)
+        setting = (self._by_tpe and self._proposed()) or next(untried)
+        self._tried.add(_key(setting))
+        return setting
+
+    def _proposed(self) -> Setting | None:
+        copy = optuna.create_study(direction=self._study.direction, sampler=self._study.sampler)
+        copy.add_trials(self._study.trials)
+        proposals = (_setting(copy.ask(self._distributions).params) for _ in range(PROPOSALS))
+        return next((setting for setting in proposals if _key(setting) not in self._tried), None)
+
     def _trial(self, number: int) -> Trial:
         frozen: FrozenTrial = self._study.trials[number]
         return Trial(self._study, frozen._trial_id)
@@ -151,6 +190,18 @@ def _check_same(study: optuna.Study, record: dict[str, str], folder: Path) -> No
             f"{folder} holds another sweep: its {name} was {before.get(name, 'not given')}, and is "
             f"{record.get(name, 'not given')} here; give this one another --name"
         )
+
+
+def _shuffled(space: Space, seed: int) -> Iterator[Setting]:
+    """The settings of a grid in a random order; of a large one without an end, a few of them more than once."""
+    chance = random.Random(seed)
+    if space.size > LISTED:
+        return map(space.combination, iter(partial(chance.randrange, space.size), -1))
+    return map(space.combination, chance.sample(range(space.size), space.size))
+
+
+def _key(setting: Setting) -> tuple[tuple[str, str], ...]:
+    return (*sorted(setting.items()),)
 
 
 def _setting(params: dict[str, Any]) -> Setting:

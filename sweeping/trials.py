@@ -12,6 +12,7 @@ from pathlib import Path
 import atomic
 import run_folder
 import run_process
+from checks.offload import resumes
 from errors import UsageError
 from run_process import POLL_SECONDS
 from run_steps import run_steps
@@ -124,7 +125,7 @@ class Trials:
                     break
                 continue
             job = self._waiting.popleft()
-            finished, resume = begun(self._folder, job.planned.name)
+            finished, resume = self._begun(job)
             if finished:
                 self._ended(job, finished)
                 continue
@@ -155,7 +156,7 @@ class Trials:
         self._free.append(going.slot)
         run_process.end([going.process])
         job, code = going.job, going.process.returncode
-        finished, _ = begun(self._folder, job.planned.name) if code == 0 else ([], [])
+        finished, _ = self._begun(job) if code == 0 else ([], [])
         if finished:
             self._ended(job, finished)
         else:
@@ -214,14 +215,20 @@ class Trials:
         found = run_process.folders(self._folder, going.job.planned.name)
         return max(map(run_process.steps_done, found), default=0)
 
+    def _begun(self, job: Job) -> tuple[list[Path], list[str]]:
+        """A run that goes on has the seconds of its last part alone: chosen by them, it begins anew."""
+        goes_on = resumes(job.planned.config) and self._metric != metric.FIT_SECONDS
+        return begun(self._folder, job.planned.name, goes_on)
+
     def _log(self, job: Job) -> Path:
         return self._folder / f"{job.planned.name}.log"
 
 
-def begun(folder: Path, name: str) -> tuple[list[Path], list[str]]:
+def begun(folder: Path, name: str, goes_on: bool = True) -> tuple[list[Path], list[str]]:
     """What there is of a run: its folders where it has finished, else the flags with which it goes on.
 
-    What was cut off before its first checkpoint is removed, so that its curves are not there twice.
+    What was cut off before its first checkpoint is removed, so that its curves are not there twice, and so is all of a
+    run that cannot go on.
     """
     found = run_process.folders(folder, name)
     if any((each / run_folder.METRICS).is_file() for each in found):
@@ -229,10 +236,15 @@ def begun(folder: Path, name: str) -> tuple[list[Path], list[str]]:
         return found[: last + 1], []
     for each in reversed(found):
         atomic.recover(each)
-        try:
-            run_folder.newest_checkpoint(each)
-        except UsageError:
-            shutil.rmtree(each)
-        else:
+        if goes_on and _has_checkpoint(each):
             return [], ["--resume", str(each)]
+        shutil.rmtree(each)
     return [], []
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    try:
+        run_folder.newest_checkpoint(folder)
+    except UsageError:
+        return False
+    return True

@@ -13,7 +13,7 @@ from planning.activations import Line, Lines
 from planning.machine import size_in_bytes
 from planning.model_states import Weight
 from planning.recommend import nothing_fits, recommended, why
-from planning.survey import Need, Room, survey
+from planning.survey import Need, Room, sub_groups, survey
 from strategies import STRATEGIES
 
 GB = 10**9
@@ -191,6 +191,18 @@ def test_a_share_of_the_optimizer_stays_on_the_device() -> None:
     assert (
         named("deepspeed_stage_3_superoffload", *flags, "--zero.sub_group_size", str(20 * GB)).host == all_on_host.host
     )
+
+
+def test_sub_groups_are_of_each_group_of_the_optimizer_by_itself() -> None:
+    """Matrices and the rest: at a ratio of 0.5 one of the two stays on the device, which is nearly all."""
+    flags = ["--strategy", "deepspeed_stage_3_offload", "--model", "mlp", "--optimizer", "adamw", "--devices", "2"]
+    net = network.of(cli.parse(flags))
+    matrices, rest = map(sum, net.groups)
+    assert (matrices + rest, rest) == (net.trained, 512 + 10)
+    assert sub_groups(net, 2, 10**9) == [matrices // 2, rest // 2]
+    # 3072 x 512 and 512 x 10: the first ends a sub-group by itself, as its part is no smaller than the size
+    assert sub_groups(net, 2, 3072 * 256) == [3072 * 256, 256 * 10, rest // 2]
+    assert sub_groups(network.of_size(25), 1, 10) == [10, 10, 5]
 
 
 def test_what_lacks_is_named() -> None:

@@ -83,6 +83,13 @@ def test_run_config_follows_the_command_line(name: str):
     assert zero.get("offload_optimizer", {}).get("super_offload", False) == spec.super_offload
 
 
+@pytest.mark.parametrize(("model", "devices", "largest"), [("net", 1, 120 * 400), ("vgg16", 2, 4096 * 25088 // 2)])
+def test_a_buffer_of_parameters_on_a_disk_has_room_for_the_largest(model: str, devices: int, largest: int):
+    flags = ["--strategy", "deepspeed_stage_3_offload_nvme", "--nvme_path", "/x", "--model", model]
+    made = run_config(cli.parse([*flags, "--devices", str(devices)]), micro_batch_size=8, num_parameters=10)
+    assert made["zero_optimization"]["offload_param"]["buffer_size"] == largest
+
+
 def test_raw_configuration_keeps_what_is_not_ours(tmp_path: Path):
     file = tmp_path / "raw.json"
     file.write_text(json.dumps({"zero_optimization": {"stage": 2, "overlap_comm": True}, "steps_per_print": 7}))

@@ -36,6 +36,12 @@ def test_who_sets_the_threads_shares_the_cores_out(machine: pytest.MonkeyPatch) 
     assert [place.cores for place in slots([config("cpu", 1)], None, runs=100)] == [frozenset()] * 2
 
 
+@pytest.mark.parametrize("threads", ["0", "x", "", "1,4"])
+def test_threads_that_are_no_number_are_one(machine: pytest.MonkeyPatch, threads: str) -> None:
+    machine.setenv(module.THREADS, threads)
+    assert len(slots([config("cpu", 1)], None, runs=100)) == 8
+
+
 def test_the_memory_of_the_cpu_is_heeded(machine: pytest.MonkeyPatch) -> None:
     machine.setattr(module, "free_memory_bytes", lambda: 3_500_000_000)
     assert len(slots([config("cpu", 1)], None, runs=100)) == 3

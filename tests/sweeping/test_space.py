@@ -37,6 +37,18 @@ def test_a_grid_is_all_combinations() -> None:
     ]
 
 
+def test_a_combination_by_its_place() -> None:
+    searched = space(["optimizer.lr=0.1,0.01", "augment.flip=none,random", "batch_size=8,16,32"])
+    assert [searched.combination(number) for number in range(searched.size)] == searched.combinations()
+    assert space(["seed=0,1"]).combination(0) == {}
+
+
+def test_values_may_be_lists_of_lists() -> None:
+    written = ["[[1,2],[3]]", "[]", "{a: [1,2], b: 3}"]
+    (parameter,) = space([f"model.stages={','.join(written)}"]).parameters
+    assert parameter == Values("model.stages", tuple(written))
+
+
 def test_seeds_alone_are_one_setting() -> None:
     assert space(["seed=0,1,2"]).combinations() == [{}]
 

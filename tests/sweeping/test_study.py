@@ -67,6 +67,42 @@ def test_more_settings_of_a_range_are_others(tmp_path: Path, sampler: str) -> No
     assert {setting["batch_size"] for setting in settings} <= {"16", "32", "48", "64"}
 
 
+@pytest.mark.parametrize("sampler", ["random", "tpe"])
+def test_no_setting_of_values_is_tried_twice(tmp_path: Path, sampler: str) -> None:
+    """Two trials of one setting would share a folder."""
+    search = ["optimizer.lr=0.1,0.01,0.001,0.0001", "augment.flip=none,random", "batch_size=16,32"]
+    settings = []
+    for trials, expected in ((12, 12), (14, 2), (99, 2)):
+        study = opened(tmp_path, search, trials, sampler)
+        assert study.left == expected
+        while (asked := study.ask()) is not None:
+            settings.append(asked[1])
+            study.finish(asked[0], [run(float(asked[1]["optimizer.lr"]))])
+    assert sorted(map(repr, settings)) == sorted(map(repr, space(search).combinations()))
+    assert settings != space(search).combinations()
+
+
+@pytest.mark.parametrize("sampler", ["random", "tpe"])
+def test_values_that_failed_are_tried_again_in_the_next_start_alone(tmp_path: Path, sampler: str) -> None:
+    study = opened(tmp_path, GRID, 2, sampler)
+    (_, failed), (_, finished) = study.ask() or (-1, {}), study.ask() or (-1, {})
+    study.fail(0, "out of memory")
+    study.finish(1, [run(0.5)])
+    assert study.ask() is None
+    study = opened(tmp_path, GRID, 3, sampler)
+    assert study.left == 2
+    assert study.ask() == (2, failed)
+    _, third = study.ask() or (-1, {})
+    assert {each["optimizer.lr"] for each in (failed, finished, third)} == {"0.1", "0.01", "0.001"}
+
+
+def test_a_grid_too_large_to_list(tmp_path: Path) -> None:
+    search = [f"model.option_{number}=0,1,2,3,4,5,6,7,8,9" for number in range(20)]
+    study = opened(tmp_path, search, 5, "random")
+    settings = [(study.ask() or (-1, {}))[1] for _ in range(5)]
+    assert len({tuple(setting.items()) for setting in settings}) == 5
+
+
 def test_another_sweep_is_refused(tmp_path: Path) -> None:
     opened(tmp_path, GRID, record={"--epochs": "3"})  # nothing has been tried: the command may still change
     opened(tmp_path, GRID).ask()

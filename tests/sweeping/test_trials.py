@@ -18,7 +18,7 @@ from sweeping.progress import Progress
 from sweeping.slots import Slot
 from sweeping.space import space
 from sweeping.study import Study
-from sweeping.trials import Trials, begun
+from sweeping.trials import Job, Trial, Trials, begun
 
 PROGRAM = """
 import json, os, signal, sys, time
@@ -116,6 +116,30 @@ def test_ctrl_c_ends_the_runs_and_keeps_what_has_finished(
     assert [result.state for result in sweep("", search).results()] == ["finished", "finished"]
     names = (tmp_path / "order").read_text().split()
     assert names == ["optimizer.lr_0.1-seed_0", *["optimizer.lr_0.2-seed_0"] * 2]
+
+
+@pytest.mark.parametrize(
+    ("more", "metric", "goes_on"),
+    [
+        ("", "train/loss", True),
+        ("", "perf/fit_seconds", False),
+        ("--strategy deepspeed_stage_3_offload_nvme --nvme_path /tmp", "train/loss", False),
+    ],
+)
+def test_what_cannot_go_on_begins_anew(
+    more: str, metric: str, goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its --resume would be refused, or its figure be that of its last part."""
+    monkeypatch.setattr("checks.here.check_nvme", lambda path: None)
+    searched = space(["optimizer.lr=0.1"])
+    (run,) = planned(searched, 0, {"optimizer.lr": "0.1"}, [*REST, *more.split()], metric)
+    cut_off = tmp_path / run.name / "version_0"
+    (cut_off / "checkpoints").mkdir(parents=True)
+    (cut_off / "checkpoints" / "last.ckpt").touch()
+    made = Trials(tmp_path, None, None, [], metric, False, None)  # pyright: ignore[reportArgumentType]
+    found = made._begun(Job(Trial(0, {}, 1), run, True))
+    assert found == ([], ["--resume", str(cut_off)] if goes_on else [])
+    assert cut_off.exists() == goes_on
 
 
 def test_what_there_is_of_a_run(tmp_path: Path) -> None:
