@@ -34,6 +34,11 @@ def numbers_by_name(groups: Sequence[dict[str, Any]], order: Sequence[str]) -> d
     return dict(zip(chain(*(group.get("param_names", order) for group in groups)), numbers, strict=True))
 
 
+def groups_by_name(groups: Sequence[dict[str, Any]], order: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The group of each parameter: some have a learning rate of their own; see `keep_own_options`."""
+    return {name: group for group in groups for name in group.get("param_names", order)}
+
+
 def _names(groups: Sequence[dict[str, Any]]) -> list[Any]:
     return [group.get("param_names") for group in groups]
 
@@ -41,6 +46,9 @@ def _names(groups: Sequence[dict[str, Any]]) -> list[Any]:
 def _regrouped(state: dict[str, Any], wanted: list[Sequence[str]], order: Sequence[str]) -> dict[str, Any]:
     before, saved = numbers_by_name(state["param_groups"], order), state["state"]
     now = {name: number for number, name in enumerate(chain(*wanted))}
-    groups = [{**state["param_groups"][0], "params": [now[name] for name in names]} for names in wanted]
+    groups_before, first = groups_by_name(state["param_groups"], order), state["param_groups"][0]
+    groups = [
+        {**groups_before.get(next(iter(names), ""), first), "params": [now[name] for name in names]} for names in wanted
+    ]
     known = {number: saved[before[name]] for name, number in now.items() if before.get(name) in saved}
     return {**state, "state": known, "param_groups": groups}

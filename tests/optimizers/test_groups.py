@@ -71,3 +71,17 @@ def test_the_state_of_other_groups_is_taken_up(before: float, now: float):
     assert {group["lr"] for group in second.param_groups} == {0.5}
     assert second.param_groups[0]["weight_decay"] == now
     assert all(torch.equal(second.state[p]["exp_avg"], first.state[p]["exp_avg"]) for p in net.parameters())
+
+
+def test_regrouped_parameters_keep_their_learning_rate():
+    """Muon's checkpoint, whose groups have rates of their own, in groups that weight decay splits in another way."""
+    before = {"lr": 0.1, "bias_lr": 0.2, "head_lr": 0.3}
+    first = optimizer(network(), "muon_sgd", **before, weight_decay_on="all")
+    second = optimizer(network(), "muon_sgd", **before, weight_decay=0.01, first_bias_share=0.5)
+    assert len(first.param_groups) != len(second.param_groups)
+    for group in second.param_groups:
+        group["lr"] = 1.0
+    second.load_state_dict(first.state_dict())
+    rates = {name: group["lr"] for group in second.param_groups for name in group["param_names"]}
+    expected = {"0.weight": 0.1, "0.bias": 0.2, "1.weight": 0.2, "1.bias": 0.2, "2.weight": 0.3, "2.bias": 0.2}
+    assert rates == expected
