@@ -11,6 +11,8 @@ def check_network(config: Config, micro_batch: int, num_classes: int) -> None:
     """Batch normalisation needs several images in a micro-batch; a classifier of another package is tried out."""
     if config.model.options.get("batch_norm") and micro_batch == 1:
         raise UsageError("--model.batch_norm normalises over a micro-batch, here a single image: raise --batch_size")
+    if config.model.name == "speednet" and config.init != "default":
+        raise UsageError(f"--model speednet draws its weights in its own way: leave --init {config.init} out")
     if ":" not in config.model.name:
         return
     from models.external import check

@@ -28,6 +28,14 @@ def keep_own_options(optimizer: Optimizer, state: dict[str, Any], order: Sequenc
     return {**state, "param_groups": groups}
 
 
+def lay_like_parameters(optimizer: Optimizer) -> None:
+    """Gives a loaded state its parameters' format in memory: torch's fused updates go through both as they lie."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if getattr(value, "shape", None) == parameter.shape and value.stride() != parameter.stride():
+                state[key] = value.new_empty(value.shape).as_strided(value.shape, parameter.stride()).copy_(value)
+
+
 def numbers_by_name(groups: Sequence[dict[str, Any]], order: Sequence[str]) -> dict[str, int]:
     """The number that each parameter has in the groups of a checkpoint's optimizer; see `keep_own_options`."""
     numbers = chain(*(group["params"] for group in groups))

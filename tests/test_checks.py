@@ -30,6 +30,10 @@ def refused(flags: str) -> str:
     [
         ("--optimizer adam8bit", "needs a CUDA GPU"),
         ("--optimizer muon --strategy deepspeed_stage_1", "use deepspeed_stage_0, ddp or baseline"),
+        ("--optimizer muon_sgd --find_lr", "--find_lr gives all groups one learning rate"),
+        ("--optimizer muon_sgd --schedule range_test", "--schedule range_test gives all groups"),
+        ("--optimizer muon_sgd --optimizer.first_bias_share 0.5", "add --schedule linear"),
+        ("--model speednet --init he", "leave --init he out"),
         ("--accelerator gpu", "no GPU here"),
         ("--precision 16-mixed", "use bf16-mixed or 32-true"),
         ("--strategy fsdp", "deepspeed_stage_3"),

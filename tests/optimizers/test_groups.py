@@ -11,7 +11,7 @@ from torch import nn
 
 from optimizers import OPTIMIZERS
 from optimizers.groups import parameter_groups
-from optimizers.state import keep_own_options
+from optimizers.state import keep_own_options, lay_like_parameters
 
 
 def network() -> nn.Sequential:
@@ -71,6 +71,19 @@ def test_the_state_of_other_groups_is_taken_up(before: float, now: float):
     assert {group["lr"] for group in second.param_groups} == {0.5}
     assert second.param_groups[0]["weight_decay"] == now
     assert all(torch.equal(second.state[p]["exp_avg"], first.state[p]["exp_avg"]) for p in net.parameters())
+
+
+def test_a_loaded_state_lies_as_its_parameter_does():
+    net, other = nn.Conv2d(3, 4, 2), nn.Conv2d(3, 4, 2)
+    other.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    first, second = optimizer(net), optimizer(other)
+    second.register_load_state_dict_post_hook(lay_like_parameters)
+    net(torch.randn(1, 3, 4, 4)).sum().backward()
+    first.step()
+    second.load_state_dict(first.state_dict())
+    loaded = second.state[other.weight]["exp_avg"]
+    assert loaded.stride() == other.weight.stride() != net.weight.stride()
+    assert torch.equal(loaded, first.state[net.weight]["exp_avg"])
 
 
 def test_regrouped_parameters_keep_their_learning_rate():
