@@ -60,7 +60,7 @@ class DeviceConfig:
     """Compile the network with torch.compile."""
 
     channels_last: bool = False
-    """On a GPU too give the network its images with channels last in memory, for convolutions in half precision."""
+    """On a GPU too lay the images and the filters with channels last in memory, for convolutions in half precision."""
 
     cuda_graphs: bool = False
     """Compile the network and replay its forward and backward as CUDA graphs, one launch each: for small networks,

@@ -41,8 +41,10 @@ class MemoryLoader:
         order: Order,
         stored: Resident | Streamed | None = None,
         augmentation: Augmentation | None = None,
+        channels_last: bool = False,
     ) -> None:
-        """`stored`: the split's images where they live, on the CPU if that is not said."""
+        """`stored`: the split's images where they live, on the CPU if that is not said; `channels_last`: see
+        `memory_format`."""
         self.batch_sampler = order
         """The order, under the name where Lightning and DeepSpeed look for the batch size."""
         self.sampler = order.sampler
@@ -51,6 +53,7 @@ class MemoryLoader:
         self._indices = torch.from_numpy(split.indices)
         self._labels = torch.from_numpy(split.labels)
         self._augmentation = augmentation
+        self._format = memory_format(self._stored.device, channels_last)
         self._block = math.ceil(BLOCK_IMAGES[self._stored.device.type] / order.batch_size)
         """Micro-batches in a block."""
         self._given = 0
@@ -86,7 +89,7 @@ class MemoryLoader:
                 images = normalize(block)
             else:
                 images, labels = self._augmentation.apply(block, labels, draws)
-            yield images.permute(0, 3, 1, 2).contiguous(memory_format=memory_format(block.device)), labels
+            yield images.permute(0, 3, 1, 2).contiguous(memory_format=self._format), labels
 
     def _plan(self) -> Iterator[tuple[Tensor, Tensor, Draws]]:
         """Stored rows, labels and draws of each block, those of the partners that are mixed in after its own."""
