@@ -308,6 +308,13 @@ class AugmentConfig:
     contrast: float = 0.0
     """Multiply all pixels of an image, 0 being grey, by a number from 1 - CONTRAST to 1 + CONTRAST; 0: none."""
 
+    low_resolution: int = 0
+    """Side in pixels to which the images of the first epochs are scaled down, for a network that takes any size; 0:
+    none. FLOPs are counted as if they were whole."""
+
+    low_epochs: int = 0
+    """Number of these epochs."""
+
 
 @dataclass
 class Choice:

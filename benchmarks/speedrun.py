@@ -145,7 +145,7 @@ def main() -> int:
     variants = {WHOLE: flags}
     if given.table:
         variants |= {f"- {name}": [*flags, *off] for name, off in tricks(settled(flags)).items()}
-        variants |= {f"+ {name}": [*flags, *on] for name, on in ADDED.items()}
+        variants |= {f"+ {name}": [*flags, *on] for name, on in added(settled(flags)).items()}
     measured = {name: Variant(settled(own)) for name, own in variants.items()}
     config = measured[WHOLE].config
     warm_up([variant.config for variant in measured.values()])
@@ -202,13 +202,21 @@ def tricks(config: Config) -> dict[str, list[str]]:
     return found
 
 
+def added(config: Config) -> dict[str, list[str]]:
+    """What is switched on; smaller images in the first 3/8 of the epochs."""
+    low = max(1, round(3 / 8 * config.epochs))
+    flags = ["--augment.low_resolution", "24", "--augment.low_epochs", str(low)]
+    return {**ADDED, f"24 x 24 pixels in {low} of {config.epochs} epochs": flags}
+
+
 def warm_up(configs: list[Config]) -> None:
     """Short runs that are not timed: for allocation one, for a compiler and cuDNN's trials one of each variant."""
     first = configs[0]
     if first.compile or first.cuda_graphs:
         import torch._dynamo
 
-        # Each run has a network of its own, and each network takes several compilations: none is to be given up.
+        # Networks that are alike share their compilations. Each variant has three (training, its smaller images, the
+        # test) of one function, of which torch (2.15) keeps eight and then gives up.
         torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 10_000
     all_of_them = first.compile or first.cuda_graphs or first.accelerator == "gpu"
     for config in configs if all_of_them else [first]:

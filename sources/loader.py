@@ -31,8 +31,8 @@ copies, and so few that an epoch begins at once."""
 class MemoryLoader:
     """Iterable over (images, labels) in the given order, on the device.
 
-    Images are float32 (m, 3, 32, 32) from -1 to 1, in `memory_format`; labels int64 (m,), see `Split`, or with mixup or
-    cutmix float32 (m, classes). Several micro-batches are made at once and are views of one block.
+    Images are float32 (m, 3, 32, 32), or smaller, from -1 to 1, in `memory_format`; labels int64 (m,), see `Split`, or
+    with mixup or cutmix float32 (m, classes). Several micro-batches are made at once and are views of one block.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class MemoryLoader:
                 images = normalize(block)
             else:
                 images, labels = self._augmentation.apply(block, labels, draws)
+                images = self._augmentation.resized(images, self.batch_sampler.epoch)
             yield images.permute(0, 3, 1, 2).contiguous(memory_format=self._format), labels
 
     def _plan(self) -> Iterator[tuple[Tensor, Tensor, Draws]]:

@@ -67,7 +67,7 @@ def test_table_by_hand():
 def test_each_trick_can_be_switched():
     recipe = [*speedrun.RECIPE, "--accelerator", "cpu", "--precision", "32-true"]
     seen = [speedrun.settled(recipe)]
-    switches = {**speedrun.tricks(seen[0]), **speedrun.GPU_TRICKS, **speedrun.ADDED}
+    switches = {**speedrun.tricks(seen[0]), **speedrun.GPU_TRICKS, **speedrun.added(seen[0])}
     for flags in switches.values():
         config = speedrun.settled([*recipe, *flags])
         assert config not in seen, flags
