@@ -54,7 +54,8 @@ def _names(groups: Sequence[dict[str, Any]]) -> list[Any]:
 def _regrouped(state: dict[str, Any], wanted: list[Sequence[str]], order: Sequence[str]) -> dict[str, Any]:
     before, saved = numbers_by_name(state["param_groups"], order), state["state"]
     now = {name: number for number, name in enumerate(chain(*wanted))}
-    groups_before, first = groups_by_name(state["param_groups"], order), state["param_groups"][0]
+    groups_before = groups_by_name(state["param_groups"], order)
+    first: dict[str, Any] = state["param_groups"][0]
     groups = [
         {**groups_before.get(next(iter(names), ""), first), "params": [now[name] for name in names]} for names in wanted
     ]

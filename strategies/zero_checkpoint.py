@@ -90,7 +90,8 @@ def restore(engine: Any, checkpoint: dict[str, Any]) -> bool:
         entries = [saved["state"].get(numbers.get(names[parameter]), {}) for parameter in parameters]
         _set_state(engine.basic_optimizer, target, entries, shard)
     if carried:
-        of_name, first = groups_by_name(saved["param_groups"], order), saved["param_groups"][0]
+        of_name = groups_by_name(saved["param_groups"], order)
+        first: dict[str, Any] = saved["param_groups"][0]
         for group in engine.basic_optimizer.param_groups:  # a single one has no names, nor a rate beside others
             name = next(iter(group.get("param_names", ())), "")
             group["lr"] = of_name.get(plain.get(name, name), first)["lr"]

@@ -110,7 +110,7 @@ def test_groups():
 def test_a_share_for_a_bias_that_is_not_there():
     net = nn.Sequential(nn.Conv2d(3, 6, 3, bias=False), nn.Linear(6, 5))
     with pytest.raises(UsageError, match="first layer has no bias"):
-        parameter_groups(OPTIMIZERS["muon_sgd"](first_bias_share=0.5), dict(net.named_parameters()))
+        parameter_groups(OPTIMIZERS["muon_sgd"](**{**OPTIONS, "first_bias_share": 0.5}), dict(net.named_parameters()))
 
 
 def test_a_share_that_is_no_number_of_steps():
