@@ -64,7 +64,12 @@ BENCH_WARMUP_STEPS = 20
 def datamodule(config: Config) -> CIFARDataModule:
     """The images, in batches of this rank."""
     return CIFARDataModule(
-        config.data, config.augment, batch_size=config.batch_size, accumulate=config.accumulate, seed=config.seed
+        config.data,
+        config.augment,
+        batch_size=config.batch_size,
+        accumulate=config.accumulate,
+        seed=config.seed,
+        channels_last=config.channels_last,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.optim.lr_scheduler import LRScheduler
@@ -24,7 +25,8 @@ from metrics import CurveMetrics, SplitMetrics
 from models.moe import Gate, gates
 from models.recomputation import checkpoint_blocks
 from optimizers import OPTIMIZERS
-from optimizers.state import keep_own_options
+from optimizers.muon import Muon
+from optimizers.state import keep_own_options, lay_like_parameters
 from schedules import SCHEDULES, Constant, Schedule, settled
 from sources.augment import memory_format, normalize
 from views import averaged_scores
@@ -115,6 +117,8 @@ class CIFARModule(LightningModule):
         self.net = network.build(self.model, self.num_classes, self.trainable, self.lora, self.init, self.seed)
         put(self.net, {**self.starting_weights(), **self._weights})
         self._weights = {}
+        if self.channels_last and self._trainer is not None and not isinstance(self.optimizer, Muon):
+            lay_channels_last(self.net, self._trainer.strategy)
         if self.activation_checkpointing:
             checkpoint_blocks(self.net)
         if self.compiled:
@@ -127,7 +131,8 @@ class CIFARModule(LightningModule):
         datamodule: Any = getattr(self._trainer, "datamodule", None)
         if compute is None or datamodule is None:
             return {}
-        return compute(normalize(datamodule.sample(STARTING_IMAGES)))
+        # On the device, where nothing of the module need be yet: its clock runs while they are computed.
+        return compute(normalize(datamodule.sample(STARTING_IMAGES).to(self.trainer.strategy.root_device)))
 
     def on_fit_start(self) -> None:
         """Looks up what the strategy has made of the network."""
@@ -212,6 +217,7 @@ class CIFARModule(LightningModule):
         groups = strategies.parameter_groups(strategy, self, groups)
         optimizer = self.optimizer.build(groups, strategies.optimizer_implementation(strategy))
         optimizer.register_load_state_dict_pre_hook(partial(keep_own_options, order=trained))
+        optimizer.register_load_state_dict_post_hook(lay_like_parameters)
         if isinstance(self.schedule, Constant):
             return optimizer
         self.schedule = settled(self.schedule, lambda: self.trainer.estimated_stepping_batches)
@@ -232,6 +238,17 @@ class CIFARModule(LightningModule):
         self.log_dict({**metrics.named(split, class_names), "step": step}, sync_dist=True)
 
 
+def lay_channels_last(net: nn.Module, strategy: Any) -> None:
+    """Filters as the images are, where a strategy leaves them whole on a GPU: else each step would turn them.
+
+    Those of the others are cut, or laid end to end, and FSDP2 takes none but torch's own format. Nor does torch's Muon,
+    for which they are matrices.
+    """
+    whole = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)) and not isinstance(strategy, DeepSpeedStrategy)
+    if whole and strategy.root_device.type == "cuda":
+        net.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+
+
 class StepSchedule(LRScheduler):
     """A schedule of schedules/ as torch knows them, stepped once an optimizer step."""
 
@@ -243,7 +260,11 @@ class StepSchedule(LRScheduler):
         """Learning rate of each parameter group at the step that comes next."""
         shares = [group.get("schedule_share", 1) for group in self.optimizer.param_groups]  # of optimizers/groups.py
         rates = zip(shares, self.base_lrs, strict=True)
-        return [self.schedule.rate(round(self.last_epoch / share), float(base_lr)) for share, base_lr in rates]
+        return [self.schedule.rate(self._at(share), float(base_lr)) for share, base_lr in rates]
+
+    def _at(self, share: float) -> float:
+        """The step of the whole schedule at which a group is that goes through it in a share of the training."""
+        return self.last_epoch if share == 1 else self.last_epoch / share
 
     def state_dict(self) -> dict[str, Any]:
         """The step alone: the formula comes from the configuration, and the parameter groups from the strategy."""

@@ -61,7 +61,7 @@ class DeviceConfig:
     """Compile the network with torch.compile."""
 
     channels_last: bool = False
-    """On a GPU too give the network its images with channels last in memory, for convolutions in half precision."""
+    """On a GPU too lay the images and the filters with channels last in memory, for convolutions in half precision."""
 
     cuda_graphs: bool = False
     """Compile the network and replay its forward and backward as CUDA graphs, one launch each: for small networks,
@@ -308,6 +308,13 @@ class AugmentConfig:
 
     contrast: float = 0.0
     """Multiply all pixels of an image, 0 being grey, by a number from 1 - CONTRAST to 1 + CONTRAST; 0: none."""
+
+    low_resolution: int = 0
+    """Side in pixels to which the images of the first epochs are scaled down, for a network that takes any size; 0:
+    none. FLOPs are counted as if they were whole."""
+
+    low_epochs: int = 0
+    """Number of these epochs."""
 
 
 @dataclass

@@ -37,10 +37,18 @@ class CIFARDataModule(LightningDataModule):
     """All images, after `setup`."""
 
     def __init__(
-        self, config: DataConfig, augment: AugmentConfig | None = None, *, batch_size: int, accumulate: int, seed: int
+        self,
+        config: DataConfig,
+        augment: AugmentConfig | None = None,
+        *,
+        batch_size: int,
+        accumulate: int,
+        seed: int,
+        channels_last: bool = False,
     ) -> None:
         """`batch_size`: images of one optimizer step over all ranks, in `accumulate` micro-batches; `seed`: of the
-        validation split, of the order and of the augmentation; `augment`: of the training images.
+        validation split, of the order and of the augmentation; `augment`: of the training images; `channels_last`:
+        how the memory loader lays them on a GPU.
 
         Raises UsageError where --data.val_fraction is not in [0, 1).
         """
@@ -53,6 +61,7 @@ class CIFARDataModule(LightningDataModule):
         self._batch_size = batch_size
         self._accumulate = accumulate
         self._seed = seed
+        self._channels_last = channels_last
         self._augment = augment or AugmentConfig()
         self._train = self._val = np.empty(0, np.int64)
         self._stored: dict[tuple[int, torch.device], Resident | Streamed] = {}
@@ -144,7 +153,7 @@ class CIFARDataModule(LightningDataModule):
             key = id(split.images), self._device  # training and validation images are of the same array: one copy
             if key not in self._stored:
                 self._stored[key] = place(split.images, self._device)
-            return MemoryLoader(split, order, self._stored[key], augmentation)
+            return MemoryLoader(split, order, self._stored[key], augmentation, self._channels_last)
         from sources.torch_loader import torch_loader  # here, as torchvision takes a second to import
 
         return torch_loader(split, order, self.config.workers)

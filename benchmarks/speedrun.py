@@ -2,7 +2,7 @@
 
 python -m benchmarks.speedrun --runs 5 [--loop] [--table] [--<option of train.py> VALUE ...]
 On a CPU, for instance: --accelerator cpu --precision 32-true --model.width 0.25 --epochs 2 --batch_size 500
---optimizer.bias_lr 26.5 --optimizer.head_lr 335
+--optimizer.bias_lr 26.5 --optimizer.head_lr 335 --optimizer.weight_decay 0.001
 
 The clock is that of the records (airbench94_muon.py): the whitening, the training, and the test with its views, on
 images that lie on the device already; a short run before the first, which warms up, is left out. The whole command's
@@ -44,23 +44,37 @@ WHOLE = "the recipe"
 
 VIEWS: tuple[Views, ...] = get_args(Views)
 
+UNUSED = {
+    **dict.fromkeys(("ema", "swa_from", "early_stopping"), "the records have no validation and no averages"),
+    **dict.fromkeys(("weights", "delta", "resume"), "each run starts from fresh weights"),
+    **dict.fromkeys(("bench_steps", "find_lr", "plot_schedule"), "each run trains and tests"),
+    **dict.fromkeys(("save_every_n_steps", "save_every_minutes", "save_weights"), "nothing is written"),
+    "on_nan": "a loss that is no number only spoils the accuracy",
+}
+"""Options of train.py that would do nothing here, and why."""
+
 TRICKS: dict[str, list[str]] = {
     "whitened first layer": ["--model.whitening", "false"],
     "identity at first": ["--model.identity_init", "false"],
     "statistics of the last few batches": ["--model.norm_momentum", "0.1"],
     "orthogonal steps (Muon)": ["--optimizer.ns_steps", "0"],
     "filters of one length": ["--optimizer.normalize", "false"],
-    "the head's own learning rate": ["--optimizer.head_lr", "106"],
     "whitening bias for 3/8 of the steps": ["--optimizer.first_bias_share", "1"],
     "weight decay": ["--optimizer.weight_decay", "0"],
-    "linear schedule": ["--schedule", "constant", "--optimizer.first_bias_share", "1"],
+    "linear schedule (nor 3/8 for the whitening bias)": ["--schedule", "constant", "--optimizer.first_bias_share", "1"],
     "label smoothing": ["--label_smoothing", "0"],
     "alternating flip, not random": ["--augment.flip", "random"],
     "any flip": ["--augment.flip", "none"],
     "translation": ["--augment.crop", "0", "--augment.padding", "black"],
     "reflected border, not black": ["--augment.padding", "black"],
 }
-"""What switches each of them off."""
+"""What switches each of them off; see `tricks`."""
+
+GPU_TRICKS: dict[str, list[str]] = {
+    "channels last": ["--channels_last", "false"],
+    "cuDNN's algorithms by trial": ["--trainer.benchmark", "false"],
+}
+"""Those that a CPU knows nothing of."""
 
 ADDED: dict[str, list[str]] = {
     "brightness 0.14 and contrast 0.13": ["--augment.brightness", "0.14", "--augment.contrast", "0.13"],
@@ -130,11 +144,11 @@ def main() -> int:
     quieten()
     variants = {WHOLE: flags}
     if given.table:
-        variants |= {f"- {name}": [*flags, *off] for name, off in TRICKS.items()}
-        variants |= {f"+ {name}": [*flags, *on] for name, on in ADDED.items()}
+        variants |= {f"- {name}": [*flags, *off] for name, off in tricks(settled(flags)).items()}
+        variants |= {f"+ {name}": [*flags, *on] for name, on in added(settled(flags)).items()}
     measured = {name: Variant(settled(own)) for name, own in variants.items()}
     config = measured[WHOLE].config
-    run(replace(config, max_steps=3, epochs=1))  # warms up: allocation, autotuning, the compiler
+    warm_up([variant.config for variant in measured.values()])
     others, loops = Others(), list[list[float]]()
     for number, (name, variant) in itertools.product(range(given.runs), measured.items()):
         result = run(replace(variant.config, seed=config.seed + number), given.table and name == WHOLE)
@@ -171,10 +185,42 @@ def options() -> tuple[argparse.Namespace, list[str]]:
 def settled(flags: list[str]) -> Config:
     """The configuration of a run on one device, checked as train.py does it."""
     config = cli.parse(flags)
+    for name, why in UNUSED.items():
+        if getattr(config, name) != getattr(Config(), name):
+            raise UsageError(f"--{name} does nothing here ({why}): leave it out, or use train.py")
     checks.settle(config)
     if config.strategy != "baseline" or config.world_size > 1:
         raise UsageError("the records are of one device: leave --strategy and --devices out")
     return config
+
+
+def tricks(config: Config) -> dict[str, list[str]]:
+    """What switches each trick of a recipe off, on its device."""
+    found = {**TRICKS, **(GPU_TRICKS if config.accelerator == "gpu" else {})}
+    if "bias_lr" in config.optimizer.options:
+        found["the head's own learning rate"] = ["--optimizer.head_lr", str(config.optimizer.options["bias_lr"])]
+    return found
+
+
+def added(config: Config) -> dict[str, list[str]]:
+    """What is switched on; smaller images in the first 3/8 of the epochs."""
+    low = max(1, round(3 / 8 * config.epochs))
+    flags = ["--augment.low_resolution", "24", "--augment.low_epochs", str(low)]
+    return {**ADDED, f"24 x 24 pixels in {low} of {config.epochs} epochs": flags}
+
+
+def warm_up(configs: list[Config]) -> None:
+    """Short runs that are not timed: for allocation one, for a compiler and cuDNN's trials one of each variant."""
+    first = configs[0]
+    if first.compile or first.cuda_graphs:
+        import torch._dynamo
+
+        # Networks that are alike share their compilations. Each variant has three (training, its smaller images, the
+        # test) of one function, of which torch (2.15) keeps eight and then gives up.
+        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 10_000
+    all_of_them = first.compile or first.cuda_graphs or first.accelerator == "gpu"
+    for config in configs if all_of_them else [first]:
+        run(replace(config, max_steps=3, epochs=1))
 
 
 def run(config: Config, every_view: bool = False) -> Result:
@@ -190,6 +236,8 @@ def run(config: Config, every_view: bool = False) -> Result:
         precision=config.precision,  # pyright: ignore[reportArgumentType]
         max_epochs=config.epochs,
         max_steps=config.max_steps,
+        accumulate_grad_batches=config.accumulate,
+        gradient_clip_val=config.gradient_clip_val or None,
         callbacks=callbacks,
         logger=False,
         enable_checkpointing=False,

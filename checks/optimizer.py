@@ -21,8 +21,19 @@ def check_optimizer(config: Config, raw: dict[str, Any]) -> None:
             f"--optimizer {name} needs whole tensors, and {config.strategy_name} cuts them: "
             "use deepspeed_stage_0, ddp or baseline, or --optimizer adamw"
         )
+    if name == "muon_sgd":
+        check_muon_sgd(config)
     if name == "adam8bit" and config.accelerator != "gpu":
         raise UsageError("--optimizer adam8bit needs a CUDA GPU: use --optimizer adam")
+
+
+def check_muon_sgd(config: Config) -> None:
+    """Its groups have learning rates of their own, each of which a schedule has to move."""
+    if config.schedule.name == "range_test":
+        asked = "--find_lr" if config.find_lr else "--schedule range_test"
+        raise UsageError(f"{asked} gives all groups one learning rate, and --optimizer muon_sgd has three: use muon")
+    if config.optimizer.options["first_bias_share"] < 1 and config.schedule.name == "constant":
+        raise UsageError("--optimizer.first_bias_share needs a schedule that ends at 0: add --schedule linear")
 
 
 def check_offload(config: Config) -> None:

@@ -57,10 +57,10 @@ class SpeedNet(nn.Module):
         self.head = Head(sizes[-1], num_classes, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class scores (N, num_classes) of images (N, 3, 32, 32) in [-1, 1]."""
+        """Class scores (N, num_classes) of images (N, 3, H, W) in [-1, 1], H and W from 12; here of 32 x 32 pixels."""
         x = F.gelu(self.whiten(x))  # (N, 24, 31, 31)
         x = self.blocks(x)  # (N, 256, 3, 3)
-        x = F.max_pool2d(x, 3).flatten(1)  # (N, 256)
+        x = F.max_pool2d(x, (x.shape[2], x.shape[3])).flatten(1)  # (N, 256)
         return self.head(x) / (SCORE_SCALE * x.shape[1] ** 0.5)
 
     def starting_weights(self, images: Tensor) -> dict[str, Tensor]:

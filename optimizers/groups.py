@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from errors import UsageError
 from optimizers.muon import Muon
 from optimizers.muon_sgd import MuonSGD
 
@@ -21,7 +22,10 @@ def parameter_groups(optimizer: Any, parameters: Mapping[str, Any]) -> list[dict
     """
     dimensions = {name: _dimensions(parameter) for name, parameter in parameters.items()}
     decays_some = optimizer.weight_decay > 0 and optimizer.weight_decay_on == "matrices"
-    hidden = hidden_matrices(dimensions) if isinstance(optimizer, Muon) else set()
+    weights = layer_weights(dimensions)
+    hidden = {*weights[1:-1]} if isinstance(optimizer, Muon) else set()
+    if isinstance(optimizer, MuonSGD):
+        check_first_bias(optimizer, weights, dimensions)
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, parameter in parameters.items():
         if not parameter.requires_grad:
@@ -32,7 +36,7 @@ def parameter_groups(optimizer: Any, parameters: Mapping[str, Any]) -> list[dict
         if name in hidden:
             options["muon"] = True
         if isinstance(optimizer, MuonSGD):
-            options = muon_sgd_options(optimizer, name, dimensions, decays="weight_decay" not in options)
+            options = muon_sgd_options(optimizer, name, weights, decays="weight_decay" not in options)
         group = groups.setdefault((*options.items(),), {**options, "params": [], "param_names": []})
         group["params"].append(parameter)
         group["param_names"].append(name)
@@ -52,31 +56,43 @@ def hidden_matrices(dimensions: Mapping[str, int]) -> set[str]:
     Args:
         dimensions: of all parameters, by name and in the network's order.
     """
-    weights = [name for name, number in dimensions.items() if number in (2, 4) and name.endswith("weight")]
-    return {*weights[1:-1]}
+    return {*layer_weights(dimensions)[1:-1]}
 
 
-def muon_sgd_options(
-    optimizer: MuonSGD, name: str, dimensions: Mapping[str, int], decays: bool
-) -> dict[str, bool | float]:
+def layer_weights(dimensions: Mapping[str, int]) -> list[str]:
+    """The weights of linear and convolution layers; see `hidden_matrices`."""
+    return [name for name, number in dimensions.items() if number in (2, 4) and name.endswith("weight")]
+
+
+def muon_sgd_options(optimizer: MuonSGD, name: str, weights: Sequence[str], decays: bool) -> dict[str, bool | float]:
     """Options of the group of a parameter: Muon for all weights of layers but the last one's, SGD for the others.
 
     Args:
         optimizer: its options.
         name: of the parameter.
-        dimensions: of all parameters, by name and in the network's order.
+        weights: of the network's layers, in its order.
         decays: whether the weight decay is for this one.
     """
-    weights = [other for other, number in dimensions.items() if number in (2, 4) and other.endswith("weight")]
     if name in weights[:-1]:
         return {"muon": True}
     rate = optimizer.head_lr if name in weights else optimizer.bias_lr
     options: dict[str, bool | float] = {"lr": rate}
     if decays and rate:
         options["weight_decay"] = optimizer.weight_decay / rate
-    if weights and name == weights[0].removesuffix("weight") + "bias" and optimizer.first_bias_share < 1:
+    if weights and name == first_bias(weights) and optimizer.first_bias_share < 1:
         options["schedule_share"] = optimizer.first_bias_share
     return options
+
+
+def first_bias(weights: Sequence[str]) -> str:
+    """Name of the first layer's bias, if it has one."""
+    return weights[0].removesuffix("weight") + "bias"
+
+
+def check_first_bias(optimizer: MuonSGD, weights: Sequence[str], dimensions: Mapping[str, int]) -> None:
+    """Refuses a share of the training for a bias that is not there."""
+    if optimizer.first_bias_share < 1 and (not weights or first_bias(weights) not in dimensions):
+        raise UsageError("--optimizer.first_bias_share: the network's first layer has no bias, leave it out")
 
 
 def _dimensions(parameter: Any) -> int:

@@ -28,10 +28,23 @@ def keep_own_options(optimizer: Optimizer, state: dict[str, Any], order: Sequenc
     return {**state, "param_groups": groups}
 
 
+def lay_like_parameters(optimizer: Optimizer) -> None:
+    """Gives a loaded state its parameters' format in memory: torch's fused updates go through both as they lie."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if getattr(value, "shape", None) == parameter.shape and value.stride() != parameter.stride():
+                state[key] = value.new_empty(value.shape).as_strided(value.shape, parameter.stride()).copy_(value)
+
+
 def numbers_by_name(groups: Sequence[dict[str, Any]], order: Sequence[str]) -> dict[str, int]:
     """The number that each parameter has in the groups of a checkpoint's optimizer; see `keep_own_options`."""
     numbers = chain(*(group["params"] for group in groups))
     return dict(zip(chain(*(group.get("param_names", order) for group in groups)), numbers, strict=True))
+
+
+def groups_by_name(groups: Sequence[dict[str, Any]], order: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The group of each parameter: some have a learning rate of their own; see `keep_own_options`."""
+    return {name: group for group in groups for name in group.get("param_names", order)}
 
 
 def _names(groups: Sequence[dict[str, Any]]) -> list[Any]:
@@ -41,6 +54,10 @@ def _names(groups: Sequence[dict[str, Any]]) -> list[Any]:
 def _regrouped(state: dict[str, Any], wanted: list[Sequence[str]], order: Sequence[str]) -> dict[str, Any]:
     before, saved = numbers_by_name(state["param_groups"], order), state["state"]
     now = {name: number for number, name in enumerate(chain(*wanted))}
-    groups = [{**state["param_groups"][0], "params": [now[name] for name in names]} for names in wanted]
+    groups_before = groups_by_name(state["param_groups"], order)
+    first: dict[str, Any] = state["param_groups"][0]
+    groups = [
+        {**groups_before.get(next(iter(names), ""), first), "params": [now[name] for name in names]} for names in wanted
+    ]
     known = {number: saved[before[name]] for name, number in now.items() if before.get(name) in saved}
     return {**state, "state": known, "param_groups": groups}

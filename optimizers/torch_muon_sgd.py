@@ -29,11 +29,20 @@ class TorchMuonSGD(Optimizer):
         ns_steps: Newton-Schulz iterations.
         normalize: whether Muon's weights are brought to the length sqrt(out) before each step.
         sgd_momentum: SGD's.
+        fused: whether SGD is one call for all parameters of a group, on CUDA.
     """
 
     def __init__(
-        self, params: Any, lr: float, momentum: float, ns_steps: int, normalize: bool, sgd_momentum: float
+        self,
+        params: Any,
+        lr: float,
+        momentum: float,
+        ns_steps: int,
+        normalize: bool,
+        sgd_momentum: float,
+        fused: bool = False,
     ) -> None:
+        self._fused = fused
         options = {"momentum": momentum, "ns_steps": ns_steps, "normalize": normalize, "sgd_momentum": sgd_momentum}
         super().__init__(params, {"lr": lr, **options, "weight_decay": 0.0, "muon": False, "schedule_share": 1.0})
 
@@ -67,6 +76,7 @@ class TorchMuonSGD(Optimizer):
             parameters,
             self._gradients(parameters),
             self._momenta(parameters),  # pyright: ignore[reportArgumentType]
+            fused=self._fused or None,  # None: torch takes its foreach form on CUDA
             weight_decay=group["weight_decay"],
             momentum=group["sgd_momentum"],
             lr=group["lr"],

@@ -26,7 +26,7 @@ class WarmupLR:
         check_positive(self, "warmup_num_steps")
         check_not_negative(self, "warmup_min_lr")
 
-    def rate(self, step: int, base_lr: float) -> float:
+    def rate(self, step: float, base_lr: float) -> float:
         """As DeepSpeed's WarmupLR gives it (deepspeed/runtime/lr_schedules.py, 0.19.8), to the last bit."""
         gamma = _warmup(step, self.warmup_num_steps, self.warmup_type)
         return self.warmup_min_lr + (base_lr - self.warmup_min_lr) * (1.0 if gamma is None else gamma)
@@ -52,7 +52,7 @@ class WarmupDecayLR:
         check_positive(self, "warmup_num_steps")
         check_not_negative(self, "warmup_min_lr", "total_steps")
 
-    def rate(self, step: int, base_lr: float) -> float:
+    def rate(self, step: float, base_lr: float) -> float:
         """As DeepSpeed's WarmupDecayLR gives it (deepspeed/runtime/lr_schedules.py, 0.19.8), to the last bit."""
         gamma = _warmup(step, self.warmup_num_steps, self.warmup_type)
         if gamma is None:
@@ -84,7 +84,7 @@ class WarmupCosineLR:
         check_positive(self, "warmup_num_steps")
         check_not_negative(self, "warmup_min_ratio", "cos_min_ratio", "total_steps")
 
-    def rate(self, step: int, base_lr: float) -> float:
+    def rate(self, step: float, base_lr: float) -> float:
         """As DeepSpeed's WarmupCosineLR gives it (deepspeed/runtime/lr_schedules.py, 0.19.8), to the last bit."""
         if step == 0:
             return 0.0
@@ -97,7 +97,7 @@ class WarmupCosineLR:
         return base_lr * max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * wave)
 
 
-def _warmup(step: int, warmup_num_steps: int, warmup_type: str) -> float | None:
+def _warmup(step: float, warmup_num_steps: int, warmup_type: str) -> float | None:
     """Share of the rise in DeepSpeed's schedules; None when it is over.
 
     Their counter starts at -1 and is read before the first step, so that steps 0 and 1 both run at the lowest rate.

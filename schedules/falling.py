@@ -12,7 +12,7 @@ from schedules.formulas import cosine, share_done
 class Constant:
     """the optimizer's learning rate throughout"""
 
-    def rate(self, step: int, base_lr: float) -> float:
+    def rate(self, step: float, base_lr: float) -> float:
         """Learning rate of optimizer step `step`."""
         return base_lr
 
@@ -33,7 +33,7 @@ class Linear:
     def __post_init__(self) -> None:
         check_not_negative(self, "start_factor", "end_factor", "total_steps")
 
-    def rate(self, step: int, base_lr: float) -> float:
+    def rate(self, step: float, base_lr: float) -> float:
         """Learning rate of optimizer step `step`."""
         share = share_done(step, self.total_steps)
         return base_lr * (self.start_factor + (self.end_factor - self.start_factor) * share)
@@ -49,7 +49,7 @@ class Exponential:
     def __post_init__(self) -> None:
         check_not_negative(self, "gamma")
 
-    def rate(self, step: int, base_lr: float) -> float:
+    def rate(self, step: float, base_lr: float) -> float:
         """Learning rate of optimizer step `step`."""
         return base_lr * self.gamma**step
 
@@ -67,7 +67,7 @@ class Cosine:
     def __post_init__(self) -> None:
         check_not_negative(self, "min_lr", "total_steps")
 
-    def rate(self, step: int, base_lr: float) -> float:
+    def rate(self, step: float, base_lr: float) -> float:
         """Learning rate of optimizer step `step`."""
         return cosine(base_lr, self.min_lr, share_done(step, self.total_steps))
 
@@ -86,6 +86,6 @@ class Step:
         check_not_negative(self, "gamma")
         check_positive(self, "step_size")
 
-    def rate(self, step: int, base_lr: float) -> float:
+    def rate(self, step: float, base_lr: float) -> float:
         """Learning rate of optimizer step `step`."""
         return base_lr * self.gamma ** (step // self.step_size)

@@ -25,6 +25,6 @@ class RangeTest:
         check_positive(self, "min_lr", "max_lr")
         check_not_negative(self, "total_steps")
 
-    def rate(self, step: int, base_lr: float) -> float:
+    def rate(self, step: float, base_lr: float) -> float:
         """Learning rate of optimizer step `step`."""
         return self.min_lr * (self.max_lr / self.min_lr) ** share_done(step, self.total_steps - 1)

@@ -34,7 +34,7 @@ class OneCycle:
         if not 0 < self.pct_start < 1:
             raise ValueError(f"pct_start must be over 0 and under 1, not {self.pct_start}")
 
-    def rate(self, step: int, base_lr: float) -> float:
+    def rate(self, step: float, base_lr: float) -> float:
         """Learning rate of optimizer step `step`; the momentum is not cycled."""
         first = base_lr / self.div_factor
         top, end = self.pct_start * self.total_steps - 1, self.total_steps - 1
@@ -59,7 +59,7 @@ class WarmupLinear:
     def __post_init__(self) -> None:
         check_not_negative(self, "warmup_steps", "total_steps")
 
-    def rate(self, step: int, base_lr: float) -> float:
+    def rate(self, step: float, base_lr: float) -> float:
         """Learning rate of optimizer step `step`: transformers' get_linear_schedule_with_warmup."""
         if step < self.warmup_steps:
             return base_lr * step / self.warmup_steps
@@ -82,7 +82,7 @@ class WarmupCosine:
     def __post_init__(self) -> None:
         check_not_negative(self, "warmup_steps", "min_lr", "total_steps")
 
-    def rate(self, step: int, base_lr: float) -> float:
+    def rate(self, step: float, base_lr: float) -> float:
         """Learning rate of optimizer step `step`: transformers' get_cosine_schedule_with_warmup."""
         if step < self.warmup_steps:
             return base_lr * step / self.warmup_steps

@@ -8,6 +8,7 @@ operation here lets a processor fuse a multiplication with an addition (lerp and
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from config import AugmentConfig, Padding
@@ -28,6 +29,10 @@ class Augmentation:
     def draw(self, epoch: int) -> Draws:
         """What happens to each image in an epoch, by position in the split."""
         return draw(self._config, self._count, self._seed, epoch)
+
+    def resized(self, images: Tensor, epoch: int) -> Tensor:
+        """Images (n, 32, 32, 3) with as many pixels as they have in an epoch."""
+        return smaller(images, self._config.low_resolution) if epoch < self._config.low_epochs else images
 
     def apply(self, images: Tensor, labels: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         """A block of stored images as the network is to see it: normalised float32 images, and labels.
@@ -127,6 +132,12 @@ def reflect(canvas: Tensor, border: int, dim: int) -> None:
     size = canvas.shape[dim]
     canvas.narrow(dim, 0, border).copy_(canvas.narrow(dim, border + 1, border).flip(dim))
     canvas.narrow(dim, size - border, border).copy_(canvas.narrow(dim, size - 2 * border - 1, border).flip(dim))
+
+
+def smaller(images: Tensor, side: int) -> Tensor:
+    """Float images (n, W, W, 3) scaled down to (n, side, side, 3): bilinear, each pixel a mean of all under it."""
+    scaled = F.interpolate(images.permute(0, 3, 1, 2), size=(side, side), mode="bilinear", antialias=True)
+    return scaled.permute(0, 2, 3, 1)
 
 
 def blank_out(images: Tensor, boxes: Tensor) -> None:

@@ -31,8 +31,8 @@ copies, and so few that an epoch begins at once."""
 class MemoryLoader:
     """Iterable over (images, labels) in the given order, on the device.
 
-    Images are float32 (m, 3, 32, 32) from -1 to 1, in `memory_format`; labels int64 (m,), see `Split`, or with mixup or
-    cutmix float32 (m, classes). Several micro-batches are made at once and are views of one block.
+    Images are float32 (m, 3, 32, 32), or smaller, from -1 to 1, in `memory_format`; labels int64 (m,), see `Split`, or
+    with mixup or cutmix float32 (m, classes). Several micro-batches are made at once and are views of one block.
     """
 
     def __init__(
@@ -41,8 +41,10 @@ class MemoryLoader:
         order: Order,
         stored: Resident | Streamed | None = None,
         augmentation: Augmentation | None = None,
+        channels_last: bool = False,
     ) -> None:
-        """`stored`: the split's images where they live, on the CPU if that is not said."""
+        """`stored`: the split's images where they live, on the CPU if that is not said; `channels_last`: see
+        `memory_format`."""
         self.batch_sampler = order
         """The order, under the name where Lightning and DeepSpeed look for the batch size."""
         self.sampler = order.sampler
@@ -51,6 +53,7 @@ class MemoryLoader:
         self._indices = torch.from_numpy(split.indices)
         self._labels = torch.from_numpy(split.labels)
         self._augmentation = augmentation
+        self._format = memory_format(self._stored.device, channels_last)
         self._block = math.ceil(BLOCK_IMAGES[self._stored.device.type] / order.batch_size)
         """Micro-batches in a block."""
         self._given = 0
@@ -86,7 +89,8 @@ class MemoryLoader:
                 images = normalize(block)
             else:
                 images, labels = self._augmentation.apply(block, labels, draws)
-            yield images.permute(0, 3, 1, 2).contiguous(memory_format=memory_format(block.device)), labels
+                images = self._augmentation.resized(images, self.batch_sampler.epoch)
+            yield images.permute(0, 3, 1, 2).contiguous(memory_format=self._format), labels
 
     def _plan(self) -> Iterator[tuple[Tensor, Tensor, Draws]]:
         """Stored rows, labels and draws of each block, those of the partners that are mixed in after its own."""

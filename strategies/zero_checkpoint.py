@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from checkpointing.expert_names import plain_names
 from checkpointing.io import failure_of, save
 from checkpointing.safe_load import load
-from optimizers.state import numbers_by_name
+from optimizers.state import groups_by_name, numbers_by_name
 from strategies.experts import ep_size
 
 Shard = Callable[[Sequence[Tensor]], Tensor]
@@ -82,15 +82,19 @@ def restore(engine: Any, checkpoint: dict[str, Any]) -> bool:
     fixed_here = [name for name in state_dict if plain[name] not in here]
     of_ranks = [plain_names(state_dict, other) for other in range(ep_size(engine.module))]
     fixed = {of_rank[name] for of_rank in of_ranks for name in fixed_here}
-    numbers = numbers_by_name(saved["param_groups"], [name for name in weights if name not in fixed])
+    order = [name for name in weights if name not in fixed]
+    numbers = numbers_by_name(saved["param_groups"], order)
     for parameters, target, shard in groups:
         wholes = [weights[names[parameter]] for parameter in parameters]
         target.data[: (part := shard(wholes)).numel()].copy_(part)
         entries = [saved["state"].get(numbers.get(names[parameter]), {}) for parameter in parameters]
         _set_state(engine.basic_optimizer, target, entries, shard)
-    if carried:  # all groups have one rate
-        for group in engine.basic_optimizer.param_groups:
-            group["lr"] = saved["param_groups"][0]["lr"]
+    if carried:
+        of_name = groups_by_name(saved["param_groups"], order)
+        first: dict[str, Any] = saved["param_groups"][0]
+        for group in engine.basic_optimizer.param_groups:  # a single one has no names, nor a rate beside others
+            name = next(iter(group.get("param_names", ())), "")
+            group["lr"] = of_name.get(plain.get(name, name), first)["lr"]
     if stage == 3:
         for parameter, name in names.items():
             part = cut(weights[name], parameter)

@@ -30,6 +30,15 @@ def refused(flags: str) -> str:
     [
         ("--optimizer adam8bit", "needs a CUDA GPU"),
         ("--optimizer muon --strategy deepspeed_stage_1", "use deepspeed_stage_0, ddp or baseline"),
+        ("--optimizer muon_sgd --find_lr", "--find_lr gives all groups one learning rate"),
+        ("--optimizer muon_sgd --schedule range_test", "--schedule range_test gives all groups"),
+        ("--optimizer muon_sgd --optimizer.first_bias_share 0.5", "add --schedule linear"),
+        ("--model speednet --init he", "leave --init he out"),
+        ("--augment.low_resolution 24 --augment.low_epochs 1", "--model net takes images of 32 x 32 pixels alone"),
+        ("--augment.low_resolution 24 --augment.low_epochs 1 --model vit_tiny", "use speednet or resnet18"),
+        ("--augment.low_resolution 24", "a number of epochs"),
+        ("--augment.low_epochs 2", "a side from 12 to 31"),
+        ("--augment.low_resolution 32 --augment.low_epochs 2", "a side from 12 to 31"),
         ("--accelerator gpu", "no GPU here"),
         ("--precision 16-mixed", "use bf16-mixed or 32-true"),
         ("--strategy fsdp", "deepspeed_stage_3"),
@@ -225,3 +234,9 @@ def test_torchrun_says_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch)
     config = cli.parse(["--accelerator", "cpu"])
     checks.settle(config)
     assert (config.devices, config.num_nodes) == (2, 2)
+
+
+@pytest.mark.parametrize("model", ["speednet", "resnet18"])
+@pytest.mark.parametrize("side", [12, 24, 31])
+def test_networks_that_take_smaller_images(model: str, side: int):
+    checks.settle(cli.parse(f"--model {model} --augment.low_resolution {side} --augment.low_epochs 1".split()))

@@ -38,6 +38,12 @@ def test_prints_its_figures(small_data: list[str], monkeypatch: pytest.MonkeyPat
         assert text in printed
 
 
+def test_the_heads_own_rate_is_taken_away_by_that_of_the_biases():
+    config = speedrun.settled([*speedrun.RECIPE, "--accelerator", "cpu", "--optimizer.bias_lr", "13.25"])
+    assert speedrun.tricks(config)["the head's own learning rate"] == ["--optimizer.head_lr", "13.25"]
+    assert not {*speedrun.GPU_TRICKS} & {*speedrun.tricks(config)}
+
+
 def test_table_by_hand():
     """Differences and ratios are taken within a round."""
 
@@ -61,14 +67,21 @@ def test_table_by_hand():
 def test_each_trick_can_be_switched():
     recipe = [*speedrun.RECIPE, "--accelerator", "cpu", "--precision", "32-true"]
     seen = [speedrun.settled(recipe)]
-    for flags in (*speedrun.TRICKS.values(), *speedrun.ADDED.values()):
+    switches = {**speedrun.tricks(seen[0]), **speedrun.GPU_TRICKS, **speedrun.added(seen[0])}
+    for flags in switches.values():
         config = speedrun.settled([*recipe, *flags])
         assert config not in seen, flags
         seen.append(config)
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"), [(["--runs", "0"], "--runs must be at least 1"), (["--devices", "2"], "one device")]
+    ("flags", "message"),
+    [
+        (["--runs", "0"], "--runs must be at least 1"),
+        (["--devices", "2"], "one device"),
+        (["--ema", "0.9"], "--ema does nothing here"),
+        (["--weights", "nowhere"], "--weights does nothing here"),
+    ],
 )
 def test_mistakes_are_one_clear_line(flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "argv", ["speedrun", "--accelerator", "cpu", "--precision", "32-true", *flags])

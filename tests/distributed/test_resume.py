@@ -18,7 +18,17 @@ import torch
 
 import run_folder
 from checkpointing.read import read
-from tests.helpers import ROOT, WHOLE, assert_ok, losses, run_folder_of, run_program, train_all
+from tests.helpers import (
+    ROOT,
+    WHOLE,
+    assert_ok,
+    largest_difference,
+    last_checkpoint,
+    losses,
+    run_folder_of,
+    run_program,
+    train_all,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -137,3 +147,17 @@ def test_killed_at_random_moments_it_ends_with_the_same_weights(
     assert_ok(run_program("train.py", *command, *resume))
     ended = weights(out / name)
     assert all(torch.equal(ended[key], whole[key]) for key in whole)
+
+
+@pytest.mark.parametrize("strategy", ["baseline", "deepspeed_stage_0"])
+def test_each_group_goes_on_with_its_own_learning_rate(strategy: str, folder: Path, small_data: list[str]):
+    """With a constant schedule nothing else would ever give it back."""
+    rates = ["--optimizer", "muon_sgd", "--optimizer.lr", "0.01", "--optimizer.bias_lr", "0.002"]
+    same = [*small_data, "--batch_size", "16", "--accelerator", "cpu", *rates, "--optimizer.head_lr", "0.05"]
+    begun, ended, whole = (folder / f"muon-{strategy}-{name}" for name in ("begun", "ended", "whole"))
+    train_all({begun: [*same, "--max_steps", "3"], whole: [*same, "--max_steps", "6"]})
+    train_all({ended: [*same, "--max_steps", "6", "--strategy", strategy, "--resume", str(begun)]})
+    one, other = weights(run_folder_of(whole)), weights(run_folder_of(ended))
+    assert largest_difference(one, other) < 1e-6
+    groups = last_checkpoint(run_folder_of(ended))["optimizer_states"][0]["param_groups"]
+    assert [group["lr"] for group in groups] == [0.01, 0.002, 0.05]

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.strategies import DeepSpeedStrategy, SingleDeviceStrategy
 from torch import Tensor
 
 import cli
 import models
+from cifar_module import lay_channels_last
 from errors import UsageError
 from models.speednet import WHITENING_EPS, IdentityConv, whitening_filters
 
@@ -103,3 +105,14 @@ def test_mistakes_are_one_clear_line(flags: str, message: str):
     with pytest.raises(UsageError) as error:
         cli.parse(["--model", "speednet", *flags.split()])
     assert str(error.value) == message
+
+
+def test_filters_have_channels_last_on_a_gpu_where_they_stay_whole():
+    for strategy, format in (
+        (SingleDeviceStrategy(torch.device("cuda:0")), torch.channels_last),
+        (SingleDeviceStrategy(torch.device("cpu")), torch.contiguous_format),
+        (DeepSpeedStrategy(parallel_devices=[torch.device("cuda:0")]), torch.contiguous_format),
+    ):
+        net: Any = models.build("speednet", 10, width=0.25)
+        lay_channels_last(net, strategy)
+        assert net.blocks[0].conv1.weight.is_contiguous(memory_format=format)

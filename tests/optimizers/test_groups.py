@@ -11,7 +11,7 @@ from torch import nn
 
 from optimizers import OPTIMIZERS
 from optimizers.groups import parameter_groups
-from optimizers.state import keep_own_options
+from optimizers.state import keep_own_options, lay_like_parameters
 
 
 def network() -> nn.Sequential:
@@ -71,3 +71,30 @@ def test_the_state_of_other_groups_is_taken_up(before: float, now: float):
     assert {group["lr"] for group in second.param_groups} == {0.5}
     assert second.param_groups[0]["weight_decay"] == now
     assert all(torch.equal(second.state[p]["exp_avg"], first.state[p]["exp_avg"]) for p in net.parameters())
+
+
+def test_a_loaded_state_lies_as_its_parameter_does():
+    net, other = nn.Conv2d(3, 4, 2), nn.Conv2d(3, 4, 2)
+    other.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    first, second = optimizer(net), optimizer(other)
+    second.register_load_state_dict_post_hook(lay_like_parameters)
+    net(torch.randn(1, 3, 4, 4)).sum().backward()
+    first.step()
+    second.load_state_dict(first.state_dict())
+    loaded = second.state[other.weight]["exp_avg"]
+    assert loaded.stride() == other.weight.stride() != net.weight.stride()
+    assert torch.equal(loaded, first.state[net.weight]["exp_avg"])
+
+
+def test_regrouped_parameters_keep_their_learning_rate():
+    """Muon's checkpoint, whose groups have rates of their own, in groups that weight decay splits in another way."""
+    before = {"lr": 0.1, "bias_lr": 0.2, "head_lr": 0.3}
+    first = optimizer(network(), "muon_sgd", **before, weight_decay_on="all")
+    second = optimizer(network(), "muon_sgd", **before, weight_decay=0.01, first_bias_share=0.5)
+    assert len(first.param_groups) != len(second.param_groups)
+    for group in second.param_groups:
+        group["lr"] = 1.0
+    second.load_state_dict(first.state_dict())
+    rates = {name: group["lr"] for group in second.param_groups for name in group["param_names"]}
+    expected = {"0.weight": 0.1, "0.bias": 0.2, "1.weight": 0.2, "1.bias": 0.2, "2.weight": 0.3, "2.bias": 0.2}
+    assert rates == expected

@@ -107,6 +107,24 @@ def test_groups():
     ]
 
 
+def test_a_share_for_a_bias_that_is_not_there():
+    net = nn.Sequential(nn.Conv2d(3, 6, 3, bias=False), nn.Linear(6, 5))
+    with pytest.raises(UsageError, match="first layer has no bias"):
+        parameter_groups(OPTIMIZERS["muon_sgd"](**{**OPTIONS, "first_bias_share": 0.5}), dict(net.named_parameters()))
+
+
+def test_a_share_that_is_no_number_of_steps():
+    """7 steps in 0.3 of 23: at no step the rate of half a step before or after."""
+    parameter = nn.Parameter(torch.zeros(1))
+    groups = [{"params": [parameter], "muon": True}, {"params": [nn.Parameter(torch.zeros(1))], "schedule_share": 0.3}]
+    optimizer = OPTIMIZERS["muon_sgd"](lr=1.0).build(groups, "torch")
+    schedule = StepSchedule(optimizer, Linear(total_steps=23))
+    for step in range(10):
+        assert schedule.get_lr() == pytest.approx([1 - step / 23, max(0, 1 - step / 0.3 / 23)])
+        optimizer.step()
+        schedule.step()
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

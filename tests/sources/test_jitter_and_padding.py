@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -28,13 +30,30 @@ def split() -> Split:
 
 def seen(config: AugmentConfig, epoch: int, ranks: int = 1) -> Tensor:
     """All images of an epoch, by their position."""
-    found = torch.empty(COUNT, 3, 32, 32)
+    side = config.low_resolution if epoch < config.low_epochs else 32
+    found = torch.empty(COUNT, 3, side, side)
     for rank in range(ranks):
         order = TrainOrder(COUNT, 8, 1, ranks, rank, seed=3)
         order.set_epoch(epoch)
         for images, labels in MemoryLoader(split(), order, None, Augmentation(config, COUNT, COUNT, 3)):
             found[labels] = images
     return found
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 2])
+def test_images_of_the_first_epochs_are_smaller(epoch: int):
+    """A pixel of 16 x 16 is that of 32 x 32 filtered by (1, 3, 3, 1) / 8 in each direction; the same on any rank."""
+    config = replace(CONFIG, low_resolution=16, low_epochs=2)
+    whole, found = seen(CONFIG, epoch), seen(config, epoch)
+    if epoch == 2:
+        assert torch.equal(found, whole)
+        return
+    kernel = torch.tensor([1.0, 3, 3, 1]) / 8
+    weights = (kernel[:, None] * kernel)[None, None].repeat(3, 1, 1, 1)
+    expected = F.conv2d(whole, weights, stride=2, padding=1, groups=3)
+    assert torch.allclose(found[:, :, 1:-1, 1:-1], expected[:, :, 1:-1, 1:-1], atol=1e-6)
+    for ranks in (2, 4):
+        assert torch.equal(seen(config, epoch, ranks), found)
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
