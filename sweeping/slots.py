@@ -10,6 +10,7 @@ from checks.devices import CPU_RANK_BYTES
 from config import Config
 from errors import UsageError
 from hardware import core_count, free_memory_bytes, gpu_count, share_of_cores
+from strategies import STRATEGIES
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """The GPUs that CUDA shows a process, and torch on ROCm too."""
@@ -36,9 +37,14 @@ def slots(configs: Sequence[Config], parallel: int | None, runs: int) -> list[Sl
         runs: that there will be at most.
 
     Raises:
-        UsageError: the memory does not suffice for `parallel`.
+        UsageError: the memory does not suffice for `parallel`, or the runs cannot be made at the same time.
     """
     ranks = max(int(config.devices) for config in configs)
+    if any("nvme" in STRATEGIES[config.strategy].offload_optimizer for config in configs):
+        # DeepSpeed (0.19.8) clears a place in --nvme_path that two runs would share (partitioned_param_swapper.py).
+        if parallel not in (None, 1):
+            raise UsageError(f"--parallel {parallel}: runs that offload to --nvme_path take turns, leave it out")
+        parallel = 1
     if any(config.accelerator == "gpu" for config in configs):
         return _on_gpus(ranks, parallel, runs)
     return _on_cores(ranks, parallel, runs)

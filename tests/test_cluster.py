@@ -35,6 +35,7 @@ for number in range(int(os.environ["SLURM_NTASKS"])):
     place = {{"SLURM_PROCID": number, "SLURM_LOCALID": 0, "SLURM_NODEID": number, "SLURM_STEP_NUM_NODES": 2}}
     environment = {{**os.environ, **{{name: str(value) for name, value in place.items()}}}}
     environment |= {{"SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}}
+    environment["SLURM_STEP_NUM_TASKS"] = os.environ["SLURM_NTASKS"]
     tasks.append(subprocess.Popen(command, env=environment))
 signal.signal(signal.SIGUSR1, lambda *_: [task.send_signal(signal.SIGUSR1) for task in tasks])
 bad = 0

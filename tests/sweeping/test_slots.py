@@ -59,3 +59,11 @@ def test_gpus_are_shared_out(machine: pytest.MonkeyPatch) -> None:
     assert told(2, parallel=3) == ["0,1", "2,3", "0,1"]
     machine.setenv(module.VISIBLE, "4,5,6,7")
     assert told(2) == ["4,5", "6,7"]
+
+
+def test_runs_that_share_a_disk_for_their_parameters_take_turns(machine: pytest.MonkeyPatch) -> None:
+    nvme = config("cpu", 1)
+    nvme.strategy = "deepspeed_stage_3_offload_nvme"
+    assert len(slots([config("cpu", 1), nvme], None, runs=100)) == 1
+    with pytest.raises(UsageError, match="take turns"):
+        slots([nvme], 2, runs=100)
