@@ -151,12 +151,16 @@ def main() -> int:
     warm_up([variant.config for variant in measured.values()])
     others, loops = Others(), list[list[float]]()
     for number, (name, variant) in itertools.product(range(given.runs), measured.items()):
-        result = run(replace(variant.config, seed=config.seed + number), given.table and name == WHOLE)
+        own, whole = replace(variant.config, seed=config.seed + number), name == WHOLE
+        # Who comes second finds memory that the other has let go of: they take turns at that.
+        if given.loop and whole and number % 2:
+            loops.append(loop_of(own))
+        result = run(own, given.table and whole)
         variant.results.append(result)
         figures = f"{variant.accuracies[-1]:.2f} %, {result.seconds:.2f} s"
         print(f"run {number + 1} of {given.runs}: {name}: {figures}", file=sys.stderr, flush=True)
-        if given.loop and name == WHOLE:
-            loops.append(loop_of(replace(config, seed=config.seed + number)))
+        if given.loop and whole and not number % 2:
+            loops.append(loop_of(own))
     tell(measured[WHOLE], loops)
     if given.table:
         print(table(measured))
