@@ -1,6 +1,7 @@
 # All that is needed beforehand: Python 3.11 or newer, make, a C++ compiler and a Python package registry.
 PYTHON ?= python3
 BIN := .venv/bin
+export PATH := $(abspath $(BIN)):$(PATH)  # torch looks for ninja there alone
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test check recipes bench fuzz clean
