@@ -1,7 +1,8 @@
 # All that is needed beforehand: Python 3.11 or newer, make, a C++ compiler and a Python package registry.
 PYTHON ?= python3
 BIN := .venv/bin
-export PATH := $(abspath $(BIN)):$(PATH)  # torch looks for ninja there alone
+# torch looks for ninja on PATH alone.
+WITH_NINJA := PATH="$(CURDIR)/$(BIN):$$PATH"
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test check recipes bench fuzz clean
@@ -22,11 +23,11 @@ train: setup  ## train and test the tutorial's network on CIFAR-10, or on the em
 
 # What offloads the optimizer compiles it at its first use: a minute, which is no test's.
 .venv/cpu_adam: .venv/installed
-	$(BIN)/python -c 'from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load(verbose=False)'
+	$(WITH_NINJA) $(BIN)/python -c 'from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load(verbose=False)'
 	touch $@
 
 test: check .venv/cpu_adam  ## pass the checks and the tests
-	$(BIN)/pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+	$(WITH_NINJA) $(BIN)/pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 check: setup  ## ruff and pyright
 	$(BIN)/ruff check
@@ -34,13 +35,13 @@ check: setup  ## ruff and pyright
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 recipes: setup  ## a few steps of every recipe, on one rank and under ZeRO 2 on two, and of every command of the course: minutes
-	RECIPES=1 $(BIN)/pytest tests/distributed/test_recipes.py tests/test_readme.py
+	RECIPES=1 $(WITH_NINJA) $(BIN)/pytest tests/distributed/test_recipes.py tests/test_readme.py
 
 bench: setup  ## measure against the reference loops, in short: a few minutes (docs/performance.md)
 	for name in tutorial limit deepspeed startup data; do $(BIN)/python -m benchmarks.$$name --short || exit; done
 
 fuzz: setup  ## all tests in their whole form: every pair of strategies, twenty kills, damaged files: some hours
-	FUZZ=1 $(BIN)/pytest --timeout 7200
+	FUZZ=1 $(WITH_NINJA) $(BIN)/pytest --timeout 7200
 
 clean:  ## remove .venv and caches; runs and data stay
 	rm -rf .venv .pytest_cache .ruff_cache
