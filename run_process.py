@@ -12,6 +12,9 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from rich import progress as bars
+from rich.console import Console
+
 import launch
 import run_folder
 import start_time
@@ -61,6 +64,19 @@ def start(
             start_new_session=True,
             preexec_fn=partial(_prepare, cores),
         )
+
+
+def progress_bar(console: Console) -> bars.Progress:
+    """A bar for the runs, drawn when it is told to, at a terminal alone; a task has a `detail`."""
+    return bars.Progress(
+        bars.TextColumn("{task.description}", markup=False),
+        bars.BarColumn(bar_width=24),
+        bars.TextColumn("{task.fields[detail]}", markup=False),
+        bars.TimeElapsedColumn(),
+        console=console,
+        auto_refresh=False,
+        disable=not console.is_terminal,
+    )
 
 
 def ask_to_end(run: Run) -> None:

@@ -20,7 +20,6 @@ def check_switches(config: Config) -> None:
         for field in fields(chosen)
         if getattr(chosen, field.name) != getattr(default, field.name)
     ]
-    check_resume(config)
     if not given:
         return
     if config.ds_config:

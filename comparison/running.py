@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from rich import progress as bars
 from rich.console import Console
 
 import run_process
@@ -43,14 +42,7 @@ class Runner:
         self._runs, self._steps, self._batch_size = runs, steps, batch_size
         self._done = 0
         self._console = Console(stderr=True, highlight=False)
-        self._bar = bars.Progress(
-            bars.TextColumn("{task.description}", markup=False),
-            bars.BarColumn(bar_width=24),
-            bars.TextColumn("{task.fields[detail]}", markup=False),
-            bars.TimeElapsedColumn(),
-            console=self._console,
-            auto_refresh=False,
-        )
+        self._bar = run_process.progress_bar(self._console)
         self._started = time.monotonic()
         self._task = self._bar.add_task("", total=runs * steps, detail="")
 

@@ -6,10 +6,9 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 
-from rich import progress as bars
 from rich.console import Console
 
-from run_process import PLAIN_SECONDS
+from run_process import PLAIN_SECONDS, progress_bar
 
 
 class Progress:
@@ -22,15 +21,7 @@ class Progress:
     def __init__(self, runs: int):
         self._runs, self._done = runs, 0
         self._console = Console(stderr=True, highlight=False)
-        self._bar = bars.Progress(
-            bars.TextColumn("{task.description}", markup=False),
-            bars.BarColumn(bar_width=24),
-            bars.TextColumn("{task.fields[detail]}", markup=False),
-            bars.TimeElapsedColumn(),
-            console=self._console,
-            auto_refresh=False,
-            disable=not self._console.is_terminal,
-        )
+        self._bar = progress_bar(self._console)
         self._task = self._bar.add_task("", total=runs, detail="")
         self._started = time.monotonic()
         self._next_line = self._started + PLAIN_SECONDS
