@@ -11,7 +11,8 @@ from optimizers.muon_sgd import MuonSGD
 
 
 def parameter_groups(optimizer: Any, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The groups that an optimizer is made for, in the order in which the network comes to them.
+    """The groups that an optimizer is made for, in the order in which the network comes to them, those with
+    a learning rate of their own last.
 
     Where there are several, each has `param_names`, as torch's optimizers call them (2.6 and later): a checkpoint then
     says which numbers are whose.
@@ -23,7 +24,7 @@ def parameter_groups(optimizer: Any, parameters: Mapping[str, Any]) -> list[dict
     dimensions = {name: _dimensions(parameter) for name, parameter in parameters.items()}
     decays_some = optimizer.weight_decay > 0 and optimizer.weight_decay_on == "matrices"
     weights = layer_weights(dimensions)
-    hidden = {*weights[1:-1]} if isinstance(optimizer, Muon) else set()
+    hidden = hidden_matrices(dimensions) if isinstance(optimizer, Muon) else set()
     if isinstance(optimizer, MuonSGD):
         check_first_bias(optimizer, weights, dimensions)
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -42,9 +43,8 @@ def parameter_groups(optimizer: Any, parameters: Mapping[str, Any]) -> list[dict
         group["param_names"].append(name)
     if len(groups) == 1:
         next(iter(groups.values())).pop("param_names")
-    return sorted(
-        groups.values(), key=lambda group: "lr" in group
-    )  # the curves show the first one's rate: --optimizer.lr
+    # The curves show the first one's rate: --optimizer.lr.
+    return sorted(groups.values(), key=lambda group: "lr" in group)
 
 
 def hidden_matrices(dimensions: Mapping[str, int]) -> set[str]:
