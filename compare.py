@@ -14,7 +14,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import exits
 import launch
@@ -50,9 +50,7 @@ def main() -> int:
         raise UsageError("compare.py starts the ranks itself: start it once, without torchrun or srun")
     # A job that SLURM has started again compares from the start: its runs would look for a checkpoint of their own.
     os.environ.pop("SLURM_RESTART_COUNT", None)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-            signal.signal(number, _stop)
+    exits.stop_at_signals()
     if arguments.runs:
         folder, comparison = of_runs(arguments, rest)
     else:
@@ -193,10 +191,6 @@ def _what_is_there(folder: Path) -> str:
 
 def _command() -> str:
     return shlex.join(["python", "compare.py", *sys.argv[1:]])
-
-
-def _stop(number: int, frame: Any) -> None:
-    raise Stopped(number)
 
 
 def _parse() -> tuple[Namespace, list[str]]:

@@ -31,6 +31,17 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (--help lists all options)")
 
 
+def stop_at_signals() -> None:
+    """From now on SIGTERM and SIGHUP raise Stopped, as Ctrl-C raises KeyboardInterrupt."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise Stopped(number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, stop)
+
+
 def guarded(main: Callable[[], int]) -> int:
     """Runs a program's `main` and returns its exit code: 2 for the user's mistakes, 1 for what failed while running."""
     try:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import cli
 import exits
@@ -65,9 +65,7 @@ def main() -> int:
     arguments, rest = _parse()
     if launch.is_rank():
         raise UsageError("sweep.py starts the ranks itself: start it once, without torchrun or srun")
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-            signal.signal(number, _stop)
+    exits.stop_at_signals()
     # A job that SLURM has started again goes on as any sweep does: its runs are told by themselves.
     os.environ.pop("SLURM_RESTART_COUNT", None)
     searched = space(arguments.search or [], arguments.space)
@@ -170,10 +168,6 @@ def _make(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--out: {folder} cannot be written ({error.strerror})") from error
-
-
-def _stop(number: int, frame: Any) -> None:
-    raise Stopped(number)
 
 
 def _parse() -> tuple[Namespace, list[str]]:

@@ -18,7 +18,8 @@ SLURM_REQUEUE = signal.SIGUSR1
 
 
 class Interrupt(Callback):
-    """Stops the training after such a signal, so that a whole checkpoint can be written.
+    """Stops the training after such a signal, so that a whole checkpoint can be written; in mid-epoch it does not
+    validate any more.
 
     A second Ctrl-C ends the process at once. A second request of the cluster changes nothing: it sends its requests to
     the launcher, which hands them on, and to the ranks too.
@@ -46,6 +47,10 @@ class Interrupt(Callback):
         if self._agreement.reached(trainer, self._requested is not None):
             self.signal = self._requested or signal.SIGTERM
             trainer.should_stop = True
+            if not trainer.is_last_batch:
+                # Lightning would validate now, and a best checkpoint of that says that its epoch is over: a run that
+                # went on from it would leave the rest of the epoch out.
+                trainer.limit_val_batches = 0
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Gives the signals back."""

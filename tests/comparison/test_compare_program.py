@@ -15,7 +15,7 @@ import compare
 from comparison.reading import Loaded
 from comparison.running import Outcome
 from comparison.variants import Planned, plan
-from errors import RunError, UsageError
+from errors import RunError, Stopped, UsageError
 from tests.comparison.made_up import made_up
 
 SMALL = ["--data.source", "synthetic", "--accelerator", "cpu", "--batch_size", "16"]
@@ -119,7 +119,8 @@ def test_nohup_is_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError):
         run(monkeypatch, "--runs", "one")
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    assert signal.getsignal(signal.SIGTERM) is compare._stop
+    with pytest.raises(Stopped):
+        signal.raise_signal(signal.SIGTERM)
 
 
 def test_a_directory_is_no_junit_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

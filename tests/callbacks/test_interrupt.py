@@ -1,0 +1,52 @@
+"""A signal ends a training between two steps; what is saved then goes on at the next one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from callbacks.interrupt import Interrupt
+from callbacks.last_checkpoint import LastCheckpoint
+from config import Config
+
+CONFIG = Config(epochs=3, batch_size=8)
+STEPS = 4
+"""Of an epoch of 32 images."""
+
+
+class Terminate(Callback):
+    """Sends SIGTERM in a step."""
+
+    def __init__(self, step: int):
+        self._step = step
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step + 1 == self._step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.filterwarnings("ignore:.*could not find the monitored key")
+@pytest.mark.parametrize(
+    ("step", "kept"),
+    [
+        pytest.param(2, {"last.ckpt"}, id="in mid-epoch"),
+        pytest.param(STEPS, {"last.ckpt", "best.ckpt"}, id="in the last step of an epoch"),
+    ],
+)
+def test_no_checkpoint_says_that_a_cut_epoch_is_over(
+    step: int, kept: set[str], fit: Callable[..., Any], tmp_path: Path
+):
+    """One of a validation after the stop would, and a run that goes on takes the newest."""
+    folder = tmp_path / "kept"
+    last, best = LastCheckpoint(folder / "last.ckpt"), ModelCheckpoint(folder, "best", monitor="val/acc", mode="max")
+    stopped = fit(CONFIG, STEPS * 8, Terminate(step), Interrupt(), last, best, enable_checkpointing=True)
+    assert stopped.observer(Interrupt).signal == signal.SIGTERM
+    assert stopped.trainer.global_step == step
+    assert {path.name for path in folder.iterdir()} == kept
