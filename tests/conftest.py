@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-GIVE_WAY = 5
-"""Niceness of the tests of one process: they still get a quarter of a core that a rank wants."""
+GIVE_WAY = 19
+"""Niceness of the tests of one process: they get what the ranks leave, which is a third of two cores."""
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +31,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """In the other workers everything gives way to the ranks: each step of theirs waits for the slowest, so that one
-    process beside them on two cores makes them three times as slow."""
+    process beside them on two cores makes them three times as slow. Linux heeds niceness within a session alone
+    (sched(7), autogroup): what they start stays in this one."""
     if "PYTEST_XDIST_WORKER" in os.environ and not _of_several_ranks(item):
         os.nice(GIVE_WAY - os.nice(0))
 

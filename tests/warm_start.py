@@ -61,7 +61,7 @@ def main() -> None:
 
 def become(command: list[str], output: int, errors: int) -> None:
     """Runs a program as `python <command>` does, and ends with it."""
-    os.setsid()
+    os.setpgrp()  # and no session of its own, which would not give way: tests/conftest.py
     os.dup2(output, sys.stdout.fileno())
     os.dup2(errors, sys.stderr.fileno())
     sys.argv, sys.orig_argv = command, [sys.executable, *command]  # the launcher starts ranks from the second one
