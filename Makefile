@@ -34,7 +34,7 @@ check: setup  ## ruff and pyright
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-recipes: setup  ## a few steps of every recipe, on one rank and under ZeRO 2 on two, and of every command of the course: minutes
+recipes: setup  ## a few steps of every recipe, on one rank and under ZeRO on two, and of every command of the course: minutes
 	RECIPES=1 $(WITH_NINJA) $(BIN)/pytest tests/distributed/test_recipes.py tests/test_readme.py tests/test_cluster.py
 
 bench: setup  ## measure against the reference loops, in short: a few minutes (docs/performance.md)
