@@ -47,9 +47,10 @@ CONTENDERS += ["deepspeed_stage_3_offload_nvme", "deepspeed_stage_3_superoffload
 
 FULL = re.compile(
     r"memory is full|out of memory|bad_alloc|can't allocate|MemoryError|exit code -9|pinned_buffer' failed"
+    r"|could not create a primitive"
 )
 """How a run ends that had too little memory: known_failures.py's words, torch's, C++'s, killed by the system, or for
-want of page-locked buffers of DeepSpeed's async_io."""
+want of page-locked buffers of DeepSpeed's async_io; oneDNN's, which finds no room for a convolution's code."""
 
 PRECISION, GROWTH = 0.1, 1.25
 """The search ends when the smallest that does not train has so much more blocks than the largest that does; as long as
