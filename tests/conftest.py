@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
 GIVE_WAY = 19
 """Niceness of the tests of one process: they get what the ranks leave, which is a third of two cores."""
@@ -32,9 +33,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """In the other workers everything gives way to the ranks: each step of theirs waits for the slowest, so that one
     process beside them on two cores makes them three times as slow. Linux heeds niceness within a session alone
-    (sched(7), autogroup): what they start stays in this one."""
+    (sched(7), autogroup): what they start stays in this one. And they compute on one thread: of two, one would spin
+    while the other has no core."""
     if "PYTEST_XDIST_WORKER" in os.environ and not _of_several_ranks(item):
         os.nice(GIVE_WAY - os.nice(0))
+        torch.set_num_threads(1)
 
 
 def _of_several_ranks(item: pytest.Item) -> bool:
