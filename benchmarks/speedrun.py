@@ -142,12 +142,12 @@ def main() -> int:
     """Measures and prints; returns the exit code."""
     given, flags = options()
     quieten()
-    variants = {WHOLE: flags}
+    config = settled(flags)
+    measured = {WHOLE: Variant(config)}
     if given.table:
-        variants |= {f"- {name}": [*flags, *off] for name, off in tricks(settled(flags)).items()}
-        variants |= {f"+ {name}": [*flags, *on] for name, on in added(settled(flags)).items()}
-    measured = {name: Variant(settled(own)) for name, own in variants.items()}
-    config = measured[WHOLE].config
+        switches = {f"- {name}": off for name, off in tricks(config).items()}
+        switches |= {f"+ {name}": on for name, on in added(config).items()}
+        measured |= {name: Variant(settled([*flags, *own])) for name, own in switches.items()}
     warm_up([variant.config for variant in measured.values()])
     others, loops = Others(), list[list[float]]()
     for number, (name, variant) in itertools.product(range(given.runs), measured.items()):

@@ -6,8 +6,8 @@ from config import Config
 from errors import UsageError
 from models import MODELS
 
-LEAST_SIDE, SIDE = 12, 32
-"""Of images that are scaled down, and of those that are not, in pixels."""
+LEAST_SIDE = 12
+"""Of images that are scaled down, in pixels."""
 
 
 def check_network(config: Config, micro_batch: int, num_classes: int) -> None:
@@ -34,18 +34,21 @@ def check_resolution(config: Config, micro_batch: int, num_classes: int) -> None
     side, epochs = config.augment.low_resolution, config.augment.low_epochs
     if not side and not epochs:
         return
-    if not LEAST_SIDE <= side < SIDE or epochs < 1:
+    from sources.dataset import IMAGE_SHAPE
+
+    channels, whole, _ = IMAGE_SHAPE
+    if not LEAST_SIDE <= side < whole or epochs < 1:
         raise UsageError(
             f"--augment.low_resolution {side} --augment.low_epochs {epochs}: give a side from {LEAST_SIDE} to "
-            f"{SIDE - 1} pixels and a number of epochs"
+            f"{whole - 1} pixels and a number of epochs"
         )
     from models.external import check
 
     entry = MODELS[config.model.name](**config.model.options)
     try:
-        check(entry, num_classes, (micro_batch, 3, side, side))
+        check(entry, num_classes, (micro_batch, channels, side, side))
     except ValueError as error:
         raise UsageError(
-            f"--augment.low_resolution {side}: --model {config.model.name} takes images of {SIDE} x {SIDE} pixels "
+            f"--augment.low_resolution {side}: --model {config.model.name} takes images of {whole} x {whole} pixels "
             "alone: use speednet or resnet18"
         ) from error
