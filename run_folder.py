@@ -108,5 +108,10 @@ def written(checkpoint: Path) -> tuple[int, str]:
 
 
 def recipe_of(checkpoint: Path) -> Path | None:
-    """The config.yaml of the run that a checkpoint lies in; None for one that was taken out of its run folder."""
-    return next((recipe for folder in checkpoint.resolve().parents if (recipe := folder / CONFIG).exists()), None)
+    """The config.yaml of the run that a checkpoint lies in; None for one that was taken out of its run folder.
+
+    A config.yaml in any other folder above it is another program's.
+    """
+    folder = checkpoint.resolve().parent
+    recipe = folder.parent / CONFIG
+    return recipe if folder.name == CHECKPOINTS and recipe.is_file() else None

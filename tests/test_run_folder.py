@@ -50,6 +50,17 @@ def test_checkpoints_are_found_by_run_by_name_and_by_path(tmp_path: Path):
         run_folder.find_checkpoint("last", out, "other")
 
 
+def test_a_recipe_is_found_only_in_the_run_folder(tmp_path: Path):
+    """A config.yaml further up, or next to a copy of a checkpoint, is another program's."""
+    (tmp_path / "config.yaml").write_text("of another program")
+    run = tmp_path / "net" / "version_0"
+    inside = [make(run / "checkpoints" / name, 100) for name in ("last.ckpt", "sharded.ckpt")]
+    elsewhere = [make(tmp_path / "net.ckpt", 100), make(run / "net.ckpt", 100)]
+    assert [run_folder.recipe_of(checkpoint) for checkpoint in (*inside, *elsewhere)] == [None] * 4
+    (run / "config.yaml").write_text("epochs: 2")
+    assert [run_folder.recipe_of(checkpoint) for checkpoint in inside] == [run / "config.yaml"] * 2
+
+
 def test_what_lies_in_a_checkpoint_names_it(tmp_path: Path):
     """Which path is the checkpoint: Lightning issues 20453 and 17763."""
     checkpoint = make(tmp_path / "net" / "version_0" / "checkpoints" / "sharded.ckpt", 100)
