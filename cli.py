@@ -30,6 +30,7 @@ from config import (
     RegularizationConfig,
     TrainingConfig,
     ZeROConfig,
+    without_consent,
 )
 from errors import UsageError
 from models import PACKAGES
@@ -124,11 +125,17 @@ def parse(argv: list[str] | None = None) -> Config:
     except (ArgumentError, argparse.ArgumentError, TypeError, ValueError) as error:
         raise UsageError(_one_line(error)) from error
     config = _config(namespace, names)
+    config.trust = namespace["trust"]  # of the flag alone: _read_yaml lets none through
     check_values(config)
     if short.print_config:
         print(dump(config), end="")
         raise SystemExit(0)
     return config
+
+
+def trusts(argv: list[str]) -> bool:
+    """Whether --trust is among these flags: for programs that read a checkpoint before they know its recipe."""
+    return _short_forms().parse_known_args(argv)[0].trust is True
 
 
 def dump(config: Config) -> str:
@@ -173,6 +180,9 @@ def _parser(names: dict[str, str]) -> ArgumentParser:
     recipes = parser.add_argument_group("recipes")
     recipes.add_argument("--config", metavar="FILE", help="YAML recipe; several may be given, the later wins.")
     recipes.add_argument("--print_config", action="store_true", help="Print the resulting recipe and exit.")
+    parser.add_argument_group("consent, on the command line only").add_argument(
+        "--trust", type=bool, default=False, help="Load a checkpoint that could run code, of somebody you trust."
+    )
     for section in (DeviceConfig, TrainingConfig, RegularizationConfig, FineTuneConfig, OutputConfig):
         parser.add_class_arguments(section)
     for key, section in SECTIONS.items():
@@ -224,6 +234,7 @@ def _read_yaml(file: str) -> dict[str, Any]:
         raise UsageError(f"--config {file} is not YAML: {_one_line(error)}") from error
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise UsageError(f"--config {file} holds no options: it must be a mapping such as 'epochs: 2'")
+    tree = without_consent(tree, f"--config {file}")
     for key, value in tree.items():
         if value is None:
             raise UsageError(f"--config {file}: {key} has no value")

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from errors import UsageError
+
 SourceName = Literal["auto", "cifar10", "cifar100", "folder", "digits", "synthetic"]
 Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "auto"]
 LoggerName = Literal["tensorboard", "wandb", "none"]
@@ -99,9 +101,6 @@ class TrainingConfig:
     resume: str = ""
     """Continue from a checkpoint: its path, a run's directory, last (the newest run of this name), or auto (last where
     there is a checkpoint of this name, else from the start). Another strategy and number of ranks may go on with it."""
-
-    trust: bool = False
-    """Load a checkpoint that could run code, of somebody you trust."""
 
     save_every_n_steps: int = 0
     """Write a checkpoint every so many optimizer steps as well; 0: at the end of each epoch only."""
@@ -339,6 +338,9 @@ class Config(DeviceConfig, TrainingConfig, RegularizationConfig, FineTuneConfig,
     schedule: Choice = field(default_factory=lambda: Choice("constant"))
     trainer: dict[str, Any] = field(default_factory=dict)
 
+    trust = False  # no annotation, so no field: `cli.parse` alone sets it, no file holds it
+    """Whether --trust was given."""
+
     @property
     def world_size(self) -> int:
         """Ranks over all machines, once `checks.settle` has put a number for devices."""
@@ -367,8 +369,25 @@ def config_of(tree: dict[str, Any]) -> Config:
 
     Raises:
         TypeError: it has fields that are not known here, of another version of the program.
+        UsageError: it asks for `trust`.
     """
+    tree = without_consent(tree, "the checkpoint's configuration")
     sections: dict[str, type] = {"lora": LoRAConfig, "data": DataConfig, "augment": AugmentConfig}
     sections |= {"zero": ZeROConfig, "offload": OffloadConfig}
     sections |= dict.fromkeys(("model", "optimizer", "schedule"), Choice)
     return Config(**{key: sections[key](**value) if key in sections else value for key, value in tree.items()})
+
+
+def without_consent(tree: dict[str, Any], source: str) -> dict[str, Any]:
+    """The options of a recipe or a record, less the `trust: false` that older versions wrote.
+
+    Args:
+        tree: the options.
+        source: where they were read, for the message.
+
+    Raises:
+        UsageError: `trust` is anything else. A file must not consent to loading code, its author's for example.
+    """
+    if tree.get("trust", False) is not False:
+        raise UsageError(f"{source} sets trust, which only the command line may: take it out and add --trust")
+    return {key: value for key, value in tree.items() if key != "trust"}

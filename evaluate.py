@@ -43,7 +43,7 @@ def main() -> int:
     if arguments.delta:
         from finetuning.delta import together
 
-        content = together(checkpoint, Path(arguments.delta), "--trust" in overrides)
+        content = together(checkpoint, Path(arguments.delta), cli.trusts(overrides))
         checkpoint = Path(arguments.delta)
     config = configuration(checkpoint, overrides, content)
     trained_cast = bool(config.ds_config) or STRATEGIES[config.strategy].family in ("deepspeed", "fsdp2")
@@ -76,7 +76,7 @@ def configuration(checkpoint: Path, overrides: list[str], content: dict[str, Any
         return cli.parse(["--config", str(recipe), *overrides])
     from checkpointing.read import RECORD, read
 
-    record = (content or read(checkpoint, "--trust" in overrides)).get(RECORD)
+    record = (content or read(checkpoint, cli.trusts(overrides))).get(RECORD)
     if record is None:
         raise UsageError(f"{checkpoint} lies in no run folder, and was not written by train.py")
     with TemporaryDirectory() as folder:

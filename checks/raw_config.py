@@ -18,6 +18,9 @@ OWNED_BY_FLAGS = {
     "scheduler": "--schedule",
     "fp16": "--precision 16-mixed",
     "bf16": "--precision bf16-mixed",
+    # These two could run code that a file names: it imports modules, and unpickles "universal" checkpoints unchecked.
+    "torch_autocast": "--precision bf16-mixed",
+    "checkpoint": "--resume, which reads the checkpoints of every strategy",
 }
 
 

@@ -187,6 +187,8 @@ def _values(name: str, text: str) -> Values:
     values = _parts(text)
     if "" in values or len({*values}) < len(values):
         raise UsageError(f"--search {name}={text}: a value is empty or there twice")
+    if any(value.startswith("--") for value in values):  # train.py would take it for one: a --space file's --trust
+        raise UsageError(f"--search {name}={text}: a value must not be a flag")
     return Values(name, tuple(values))
 
 

@@ -204,6 +204,8 @@ def test_a_range_test_has_its_own_schedule():
         ('{"train_batch_size": 8}', "use --batch_size", ""),
         ('{"optimizer": {"type": "Adam"}}', "use --optimizer", ""),
         ('{"fp16": {"enabled": true}}', "use --precision", ""),
+        ('{"torch_autocast": {"lower_precision_safe_modules": ["evil.Layer"]}}', "use --precision", ""),
+        ('{"checkpoint": {"load_universal": true}}', "use --resume", ""),
         ('{"zero_optimization": {"stage": 7}}', "a stage from 0 to 3", ""),
         ('{"zero_optimization": {"offload_param": null}}', "offload_param must be an object", ""),
         ('{"zero_optimization": {"stage": 3}}', "use deepspeed_stage_2", "--model net_moe"),
