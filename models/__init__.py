@@ -208,6 +208,18 @@ class ViTMoE(MixtureOptions):
         return vit_moe(self.size, num_classes, self)
 
 
+WORDS = ("aa_layer", "act_layer", "attn_layer", "global_pool", "norm_layer", "pad_type", "stem_type", "weight_init")
+"""Options of timm whose value is a word that it looks up in a table of its own."""
+
+
+def _harmless(name: str, value: Any) -> bool:
+    """Whether an option can name neither a file nor an address nor code: options are also read from the metadata of an
+    export, a checkpoint or a recipe, whose author is not the user (timm's `checkpoint_path` unpickles a file)."""
+    if isinstance(value, (list, tuple)):
+        return all(_harmless(name, each) for each in value)
+    return value is None or isinstance(value, (bool, int, float)) or (isinstance(value, str) and name in WORDS)
+
+
 @dataclass
 class External:
     """an image classifier of another package, with freshly initialised weights"""
@@ -216,7 +228,8 @@ class External:
     architecture: ClassVar[str]
 
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Options of the function that builds it, for instance --model.kwargs.dropout 0.1."""
+    """Options of the function that builds it, for instance --model.kwargs.dropout 0.1: numbers, true or false, lists of
+    them, and a few names of layers. Nothing that could name a file."""
 
     image_size: int = 0
     """Pixels, to whose square the images are scaled for a network that needs larger ones; 0: they stay as they are."""
@@ -224,6 +237,11 @@ class External:
     def __post_init__(self) -> None:
         if self.image_size < 0:
             raise ValueError(f"image_size must not be negative, not {self.image_size}")
+        for name in (name for name, value in dict(self.kwargs).items() if not _harmless(name, value)):
+            raise ValueError(
+                f"kwargs.{name} must be a number, true or false, or a list of them (a word is only for "
+                f"{', '.join(WORDS)}); for weights there is --weights FILE"
+            )
 
     def build(self, num_classes: int) -> "nn.Module":
         """See `Model`."""

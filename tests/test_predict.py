@@ -18,6 +18,7 @@ import models
 import predict
 import run_folder
 import sources
+from checkpointing.safetensors_file import write_safetensors
 from checkpointing.weights import load_weights
 from config import DataConfig
 from errors import UsageError
@@ -120,6 +121,8 @@ def test_no_lightning_and_no_deepspeed(digits: tuple[Path, Dataset], folder: Pat
         (["CHECKPOINT", "a.png", "--model", "net"], "leave --model out"),
         (["STATE_DICT", "a.png"], "does not say which network it is of: add --model NAME"),
         (["STATE_DICT", "a.png", "--model", "net_moe"], 'is of another network: Missing key(s) in state_dict: "fc3.'),
+        (["TIMM.safetensors", "a.png"], "timm:resnet18 (kwargs.checkpoint_path must be a number"),
+        (["TORCHVISION.safetensors", "a.png"], "torchvision:resnet18 (kwargs.weights must be a number"),
         (["CUT.onnx", "a.png"], "damaged or no ONNX file"),
         (["CUT.safetensors", "a.png"], "damaged or no safetensors file"),
     ],
@@ -131,6 +134,10 @@ def test_mistakes(
     export.export(digits[0], tmp_path / "net.pt", "state_dict", "float32", check=False)
     places = {"CHECKPOINT": digits[0], "STATE_DICT": tmp_path / "net.pt", "EMPTY": tmp_path / "empty"}
     (tmp_path / "empty").mkdir()
+    for package, kwargs in (("timm", {"checkpoint_path": "evil.pth"}), ("torchvision", {"weights": "DEFAULT"})):
+        about = {"model": f"{package}:resnet18", "options": json.dumps({"kwargs": kwargs}), "classes": '["a"]'}
+        places[f"{package.upper()}.safetensors"] = tmp_path / f"{package}.safetensors"
+        write_safetensors({}, places[f"{package.upper()}.safetensors"], about)
     for suffix in ("onnx", "safetensors"):
         places[f"CUT.{suffix}"] = tmp_path / f"cut.{suffix}"
         places[f"CUT.{suffix}"].write_bytes((tmp_path / "net.pt").read_bytes()[:1000])

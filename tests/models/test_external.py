@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def test_is_a_run_like_any_other(tmp_path: Path):
         ("torchvision:fasterrcnn_resnet50_fpn", "torchvision has no classifier of that name"),
         ("torchvision:vit_b_16", "cannot train on 4 images of 32 x 32 pixels at a time"),
         ("torchvision:resnet18 --model.kwargs.depth 3", "kwargs do not fit"),
-        ("torchvision:resnet18 --model.kwargs.weights DEFAULT", "kwargs do not fit"),
+        ("torchvision:resnet18 --model.kwargs.pretrained true", "kwargs do not fit"),
         ("torchvision:mobilenet_v3_small --model.kwargs.norm_layer x", "kwargs do not fit"),
         ("torchvision:vit_b_16 --model.kwargs.image_size 15", "cannot be built so: Input shape indivisible"),
         ("torchvision:resnet18 --model.kwargs.num_classes 7", "does not give 10 scores for an image"),
@@ -72,6 +73,28 @@ def test_mistakes_are_one_clear_line(flags: str, message: str):
     assert str(error.value).startswith(f"--model {config.model.name}: ")
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["torchvision:resnet18", "timm:vit_tiny_patch16_224"])
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"weights": "DEFAULT"},
+        {"checkpoint_path": "evil.pth"},
+        {"cache_dir": "/tmp"},
+        {"pretrained_cfg": {"file": "evil.pth", "custom_load": True}},
+        {"block_config": [1, "evil"]},
+    ],
+)
+def test_no_option_names_a_file(name: str, kwargs: dict[str, Any]):
+    """Options come from files of others too: metadata of an export, a checkpoint's record, a recipe."""
+    with pytest.raises(ValueError, match=f"^kwargs.{next(iter(kwargs))} must be a number"):
+        models.build(name, 10, kwargs=kwargs)
+
+
+def test_numbers_lists_and_names_of_layers_are_passed_on():
+    kwargs = {"depths": [2, (2, 6)], "qkv_bias": True, "drop_rate": 0.1, "act_layer": "gelu", "init_values": None}
+    assert models.External(kwargs).kwargs == kwargs
 
 
 @pytest.mark.parametrize(
