@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
+import pytest
 from PIL import Image
 
+from errors import UsageError
 from sources.images import decode
 
 
@@ -22,10 +26,8 @@ def test_modes_and_orientation_change_no_pixel(tmp_path: Path):
         "grey.png": grey,
         "rgba.png": grey.convert("RGBA"),
         "grey_alpha.png": grey.convert("LA"),
-        "palette.gif": grey.convert("P"),
+        "palette.png": grey.convert("P"),
         "grey16.png": sixteen,
-        "grey16.tif": sixteen,
-        "bits32.tif": sixteen.convert("I"),
     }
     for name, image in stored.items():
         image.save(tmp_path / name)
@@ -34,3 +36,35 @@ def test_modes_and_orientation_change_no_pixel(tmp_path: Path):
     assert expected.std() > 10
     for name in (*stored, "turned.png"):
         assert np.array_equal(decode(tmp_path / name), expected), name
+
+
+def test_a_file_of_another_kind_is_refused_whatever_its_name(tmp_path: Path):
+    """Pillow would have Ghostscript run the program in an EPS file."""
+    image = Image.new("RGB", (32, 32))
+    for kind in ("EPS", "GIF", "TIFF", "BMP"):
+        image.save(tmp_path / "image.png", kind)
+        with pytest.raises(UsageError, match=r"image\.png: it is no PNG or JPEG; convert or remove it$"):
+            decode(tmp_path / "image.png")
+
+
+@pytest.mark.filterwarnings("error")  # Pillow's own, which would reach the console
+def test_a_decompression_bomb_is_refused_before_it_is_decoded(tmp_path: Path):
+    """PNG headers without pixels: an image whose pixels were read would be called truncated."""
+    for width, height in ((8192, 8193), (10_000, 10_000), (60_000, 60_000), (2**31 - 1, 1)):
+        file = tmp_path / f"{width}.png"
+        file.write_bytes(png_header(width, height))
+        with pytest.raises(
+            UsageError, match=rf"it has {width} x {height} pixels, more than 67,108,864; mend or remove it$"
+        ):
+            decode(file)
+    (tmp_path / "largest.png").write_bytes(png_header(8192, 8192))
+    with pytest.raises(UsageError, match="truncated"):
+        decode(tmp_path / "largest.png")
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG file of this size in which the pixels are missing."""
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits, RGB
+    chunks = [(data, kind + data) for kind, data in ((b"IHDR", header), (b"IDAT", b""))]
+    framed = [struct.pack(">I", len(data)) + chunk + struct.pack(">I", crc32(chunk)) for data, chunk in chunks]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(framed)
