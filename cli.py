@@ -30,7 +30,7 @@ from config import (
     RegularizationConfig,
     TrainingConfig,
     ZeROConfig,
-    without_consent,
+    check_no_consent,
 )
 from errors import UsageError
 from models import PACKAGES
@@ -234,7 +234,7 @@ def _read_yaml(file: str) -> dict[str, Any]:
         raise UsageError(f"--config {file} is not YAML: {_one_line(error)}") from error
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise UsageError(f"--config {file} holds no options: it must be a mapping such as 'epochs: 2'")
-    tree = without_consent(tree, f"--config {file}")
+    check_no_consent(tree, f"--config {file}")
     for key, value in tree.items():
         if value is None:
             raise UsageError(f"--config {file}: {key} has no value")

@@ -371,23 +371,22 @@ def config_of(tree: dict[str, Any]) -> Config:
         TypeError: it has fields that are not known here, of another version of the program.
         UsageError: it asks for `trust`.
     """
-    tree = without_consent(tree, "the checkpoint's configuration")
+    check_no_consent(tree, "the checkpoint's configuration")
     sections: dict[str, type] = {"lora": LoRAConfig, "data": DataConfig, "augment": AugmentConfig}
     sections |= {"zero": ZeROConfig, "offload": OffloadConfig}
     sections |= dict.fromkeys(("model", "optimizer", "schedule"), Choice)
     return Config(**{key: sections[key](**value) if key in sections else value for key, value in tree.items()})
 
 
-def without_consent(tree: dict[str, Any], source: str) -> dict[str, Any]:
-    """The options of a recipe or a record, less the `trust: false` that older versions wrote.
+def check_no_consent(tree: dict[str, Any], source: str) -> None:
+    """Refuses `trust` in a recipe or a record: a file must not consent to loading code, its author's for example.
 
     Args:
         tree: the options.
         source: where they were read, for the message.
 
     Raises:
-        UsageError: `trust` is anything else. A file must not consent to loading code, its author's for example.
+        UsageError: `trust` is among them, whatever its value.
     """
-    if tree.get("trust", False) is not False:
+    if "trust" in tree:
         raise UsageError(f"{source} sets trust, which only the command line may: take it out and add --trust")
-    return {key: value for key, value in tree.items() if key != "trust"}

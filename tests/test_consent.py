@@ -63,9 +63,8 @@ def test_trust_is_a_flag_and_no_option_of_a_recipe(tmp_path: Path):
         recipe.write_text(f"trust: {value}")
         with pytest.raises(UsageError, match=REFUSED):
             cli.parse(["--config", str(recipe), "--trust"])
-    recipe.write_text("trust: false")  # older versions wrote it into every config.yaml and checkpoint
-    assert not cli.parse(["--config", str(recipe)]).trust
-    assert config_of({"seed": 1, "trust": False}) == Config(seed=1)
+    with pytest.raises(UsageError, match=REFUSED):
+        config_of({**asdict(Config()), "trust": False})
 
 
 @pytest.mark.parametrize("text", ["trust: [true, false]", "compile: ['--trust']", "seed: ['--trust']"])
