@@ -215,7 +215,9 @@ class CIFARModule(LightningModule):
         trained = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
         groups = optimizers.groups.parameter_groups(self.optimizer, dict(self.named_parameters()))
         groups = strategies.parameter_groups(strategy, self, groups)
-        optimizer = self.optimizer.build(groups, strategies.optimizer_implementation(strategy))
+        clips = bool(self.trainer.gradient_clip_val)
+        implementation = strategies.optimizer_implementation(strategy, strategy.root_device.type, clips)
+        optimizer = self.optimizer.build(groups, implementation)
         optimizer.register_load_state_dict_pre_hook(partial(keep_own_options, order=trained))
         optimizer.register_load_state_dict_post_hook(lay_like_parameters)
         if isinstance(self.schedule, Constant):

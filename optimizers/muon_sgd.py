@@ -69,5 +69,5 @@ class MuonSGD:
             ns_steps=self.ns_steps,
             normalize=self.normalize,
             sgd_momentum=self.sgd_momentum,
-            fused=implementation == "torch_fused",
+            fused=implementation in ("torch_fused", "deepspeed_fused"),
         )

@@ -114,17 +114,28 @@ def data_group(strategy: Strategy) -> ProcessGroup | None:
     return None if mesh is None else mesh["data_parallel"].get_group()
 
 
-def optimizer_implementation(strategy: Strategy) -> Implementation:
-    """Whose optimizer a strategy runs: DeepSpeed's on the CPU where it is offloaded, its fused one on CUDA where it can
-    be compiled, else torch's.
+def optimizer_implementation(strategy: Strategy, device_type: str, clips: bool) -> Implementation:
+    """The optimizer that a strategy runs: DeepSpeed's CPU optimizer where it is offloaded, DeepSpeed's fused one on
+    CUDA where it can be compiled, else torch's.
 
-    torch's fused one updates all parameters in one call. It is for CUDA: on the CPU it rounds an element in another way
-    at the end of a tensor than in its middle (torch 2.15), so that sharding would change the weights. Nor does
-    Lightning clip its gradients where a scaler is at work.
+    torch's fused optimizer updates all parameters in one call. It is used on CUDA: on the CPU it rounds an element at
+    the end of a tensor differently from one in its middle (torch 2.15), so that sharding would change the weights.
+    Under autocast it is used only without a gradient scaler and without clipping: Lightning (2.6.6) does not clip the
+    gradients of a fused optimizer there, in bfloat16 either.
+
+    Args:
+        strategy: of the run.
+        device_type: of the ranks' devices: cuda or cpu.
+        clips: whether gradients are clipped.
     """
-    scaled = getattr(strategy.precision_plugin, "scaler", None) is not None
-    fused = strategy.root_device.type == "cuda" and not scaled
-    return getattr(strategy, "optimizer_implementation", "torch_fused" if fused else "torch")
+    from lightning.pytorch.plugins.precision import MixedPrecision
+
+    own = getattr(strategy, "optimizer_implementation", None)
+    if own is not None:
+        return own(device_type)
+    precision = strategy.precision_plugin
+    refused = isinstance(precision, MixedPrecision) and (clips or precision.scaler is not None)
+    return "torch_fused" if device_type == "cuda" and not refused else "torch"
 
 
 def parameter_groups(strategy: Strategy, module: Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from optimizers import Implementation
 from strategies.norm import global_norm
 
 Shard = Callable[[nn.Module, DeviceMesh], None]
@@ -58,6 +59,10 @@ class MeshStrategy(ModelParallelStrategy):
     def lightning_restore_optimizer(self) -> bool:
         """Whether the trainer hands over the optimizer's state of a checkpoint, which is read whole."""
         return True
+
+    def optimizer_implementation(self, device_type: str) -> Implementation:
+        """torch's, on a GPU too not fused: `_fused_sgd_` takes no DTensor (torch 2.15)."""
+        return "torch"
 
     def setup(self, trainer: Trainer) -> None:
         """Cuts the network, once for the fit and the test after it."""

@@ -80,14 +80,13 @@ class ZeROStrategy(DeepSpeedStrategy):
         """The rank's device; DeepSpeed asks for its index, which Lightning's CPU devices lack."""
         return torch.device("cpu", 0) if self.on_cpu else super().root_device
 
-    @property
-    def optimizer_implementation(self) -> Implementation:
+    def optimizer_implementation(self, device_type: str) -> Implementation:
         """DeepSpeed's C++ for an offloaded optimizer that it has; its fused Adam on CUDA where nvcc can compile it;
         else torch's, fused on CUDA."""
         assert isinstance(self.config, dict)
         if self.config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none") != "none":
             return "deepspeed_cpu"
-        if self.on_cpu:
+        if device_type == "cpu":
             return "torch"
         return "torch_fused" if CUDA_HOME is None else "deepspeed_fused"
 
@@ -251,7 +250,7 @@ class ZeROStrategy(DeepSpeedStrategy):
             "stage": zero.get("stage", 0),
             "ranks": self.world_size,
             "precision": str(self.precision_plugin.precision),
-            "optimizer": self.optimizer_implementation,
+            "optimizer": self.optimizer_implementation(self.root_device.type),
             "ep_size": experts.ep_size(self._trained.module),
             "offload": [zero.get(part, {}).get("device", "none") for part in ("offload_optimizer", "offload_param")],
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import csv
 import functools
 import itertools
 import json
@@ -222,6 +223,12 @@ def losses(run: Path) -> dict[int, float]:
     events = EventAccumulator(str(run))
     events.Reload()
     return {event.step: event.value for event in events.Scalars("train/loss")}
+
+
+def loss_by_step(run: Path) -> dict[int, float]:
+    """The training loss of each optimizer step, from a run's losses.csv."""
+    with (run / "losses.csv").open() as file:
+        return {int(row["step"]): float(row["loss"]) for row in csv.DictReader(file)}
 
 
 def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

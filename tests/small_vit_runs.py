@@ -10,5 +10,7 @@ from tests.many_runs import main
 
 SHAPES["tiny"] = Shape(width=64, depth=3, heads=4)
 
+__all__ = ["main"]
+
 if __name__ == "__main__":
     sys.exit(exits.guarded(main))

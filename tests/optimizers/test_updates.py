@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from optimizers import OPTIMIZERS
+from optimizers import OPTIMIZERS, Implementation
 from optimizers.groups import hidden_matrices, parameter_groups
 
 STEPS = 100
@@ -34,10 +34,10 @@ def trained(make: Callable[[nn.Sequential], Callable[[], Any]]) -> list[Tensor]:
     return [parameter.detach() for parameter in net.parameters()]
 
 
-def ours(name: str, **options: Any) -> list[Tensor]:
+def ours(name: str, implementation: Implementation = "torch", **options: Any) -> list[Tensor]:
     def make(net: nn.Sequential) -> Callable[[], Any]:
         chosen = OPTIMIZERS[name](**options)
-        return chosen.build(parameter_groups(chosen, dict(net.named_parameters())), "torch").step
+        return chosen.build(parameter_groups(chosen, dict(net.named_parameters())), implementation).step
 
     return trained(make)
 
@@ -51,6 +51,16 @@ def torchs(kind: Any, **options: Any) -> list[Tensor]:
         return kind([{"params": matrices}, {"params": biases, "weight_decay": 0.0}], **options).step
 
     return trained(make)
+
+
+@pytest.mark.parametrize("name", sorted({*OPTIMIZERS} - {"adam8bit"}))
+def test_the_fused_form_takes_the_same_steps(name: str):
+    """As on a GPU, with torch's fused kernels of the CPU; an optimizer that has none takes its own form."""
+    gentle: Any = (
+        {"lr": 0.01, "bias_lr": 0.01, "head_lr": 0.01} if name == "muon_sgd" else {}
+    )  # its own blow rounding up
+    fused, plain = ours(name, "torch_fused", **gentle), ours(name, **gentle)
+    assert all(torch.allclose(one, other, rtol=1e-3, atol=1e-4) for one, other in zip(fused, plain, strict=True))
 
 
 def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:

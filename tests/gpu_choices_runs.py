@@ -1,0 +1,15 @@
+"""`tests.small_vit_runs` on CPU ranks that take the optimizers that they would take on a GPU: torch's fused ones."""
+
+from __future__ import annotations
+
+import sys
+
+import exits
+import strategies
+from tests.small_vit_runs import main
+
+chosen = strategies.optimizer_implementation
+strategies.optimizer_implementation = lambda strategy, device_type, clips: chosen(strategy, "cuda", clips)
+
+if __name__ == "__main__":
+    sys.exit(exits.guarded(main))

@@ -1,0 +1,43 @@
+"""What a strategy chooses for GPUs, asked on a machine that may have none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+
+import cli
+import strategies
+
+GPU = torch.device("cuda", 0)
+STRATEGIES = [SingleDeviceStrategy(GPU), DDPStrategy(parallel_devices=[GPU])]
+PLAIN, BFLOAT16 = Precision(), MixedPrecision("bf16-mixed", "cuda")
+SCALED = MixedPrecision("16-mixed", "cuda", torch.amp.GradScaler("cpu"))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=["baseline", "ddp"])
+@pytest.mark.parametrize(
+    ("precision", "clips", "expected"),
+    [
+        (PLAIN, False, "torch_fused"),
+        (PLAIN, True, "torch_fused"),
+        (BFLOAT16, False, "torch_fused"),
+        (BFLOAT16, True, "torch"),
+        (SCALED, False, "torch"),
+        (SCALED, True, "torch"),
+    ],
+)
+def test_the_optimizer_is_fused_where_lightning_takes_it(
+    strategy: Strategy, precision: Precision, clips: bool, expected: str
+):
+    strategy.precision_plugin = precision
+    assert strategies.optimizer_implementation(strategy, strategy.root_device.type, clips) == expected
+    assert strategies.optimizer_implementation(strategy, "cpu", clips) == "torch"
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "tensor_parallel", "pipeline", "deepspeed_stage_2"])
+def test_gpus_talk_over_the_backend_that_torch_takes_for_them(name: str):
+    config = cli.parse(["--strategy", name, "--devices", "2", "--precision", "bf16-mixed"])
+    made, on_cpu = (strategies.build(config, each, 2, 1000) for each in (False, True))
+    assert [each._process_group_backend for each in (made, on_cpu)] == [None, "gloo"]  # pyright: ignore
