@@ -64,7 +64,7 @@ class EpochLoop(_TrainingEpochLoop):
     """Trains an epoch.
 
     Lightning's own way is taken where this one does not serve: a loader whose batches are not on the device yet, a
-    profiler that wants to see every call, a module with a step of its own, float16 with a gradient scaler, FSDP; and
+    profiler that wants to see every call, a module with a step of its own, float16 with a gradient scaler; and
     where a run is resumed at a validation.
     """
 

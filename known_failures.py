@@ -57,7 +57,7 @@ def _less_on_a_rank(config: Config) -> Iterator[str]:
         if on_gpu:
             yield "more --devices, among which the network is shared out"
         return
-    stage = 3 if spec.family in ("fsdp", "fsdp2") else spec.stage
+    stage = 3 if spec.family == "fsdp2" else spec.stage
     offload = "_offload" if spec.offload_optimizer else ""
     experts = "ep_size" in config.model.options
     highest = 2 if experts else 3  # DeepSpeed knows no mixtures of experts at stage 3

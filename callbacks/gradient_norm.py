@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from strategies.norm import global_norm
 
@@ -23,9 +22,6 @@ def norm_before_step(trainer: Trainer, module: LightningModule) -> Tensor | None
     engine = _engine(trainer)
     if engine is not None and engine.zero_optimization():
         return None
-    if isinstance(trainer.strategy, FSDPStrategy):
-        # Each rank holds a part: torch's own method adds the parts up, and an infinite limit clips nothing.
-        return trainer.strategy.model.clip_grad_norm_(math.inf)  # pyright: ignore
     norm = global_norm(module.parameters())
     if norm is not None and engine is not None and engine.fp16_enabled():
         return norm / engine.optimizer.loss_scale

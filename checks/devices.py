@@ -30,8 +30,6 @@ def check_on_cpu(config: Config) -> None:
     """What only a GPU can do."""
     if config.precision == "16-mixed":
         raise UsageError("--precision 16-mixed needs a GPU: on the CPU use bf16-mixed or 32-true")
-    if config.strategy == "fsdp" and not config.ds_config:
-        raise UsageError("--strategy fsdp needs a GPU: on the CPU deepspeed_stage_3 shards in the same way")
     if config.activation_offload:
         raise UsageError("--activation_offload needs a GPU: on the CPU --activation_checkpointing saves activations")
     if STRATEGIES[config.strategy].super_offload and not config.ds_config:
@@ -63,8 +61,8 @@ def check_cuda_graphs(config: Config) -> None:
 
 
 def check_sync_batch_norm(config: Config) -> None:
-    """torch's SyncBatchNorm (2.15) is for GPUs, and Lightning (2.6.6) puts it in for DDP and FSDP alone."""
+    """torch's SyncBatchNorm (2.15) needs GPUs; of the strategies here Lightning (2.6.6) uses it under DDP alone."""
     if config.accelerator == "cpu":
         raise UsageError("--trainer.sync_batchnorm needs a GPU: on the CPU each rank normalises by its micro-batch")
-    if config.ds_config or STRATEGIES[config.strategy].family not in ("baseline", "fsdp"):
-        raise UsageError(f"--trainer.sync_batchnorm is for ddp and fsdp, not for {config.strategy_name}")
+    if config.ds_config or STRATEGIES[config.strategy].family != "baseline":
+        raise UsageError(f"--trainer.sync_batchnorm is for ddp, not for {config.strategy_name}")

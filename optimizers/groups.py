@@ -96,5 +96,5 @@ def check_first_bias(optimizer: MuonSGD, weights: Sequence[str], dimensions: Map
 
 
 def _dimensions(parameter: Any) -> int:
-    """Of the whole parameter: ZeRO-3 leaves an empty one and notes its shape, and so does strategies/fsdp.py."""
-    return len(getattr(parameter, "ds_shape", getattr(parameter, "whole_shape", parameter.shape)))
+    """The number of dimensions of the whole parameter: ZeRO-3 leaves an empty one and notes its shape."""
+    return len(getattr(parameter, "ds_shape", parameter.shape))

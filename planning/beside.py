@@ -43,8 +43,6 @@ def buckets(spec: Spec, config: Config, network: Network) -> int:
     computed_in = 2 if config.precision != "32-true" else FLOAT32
     if spec.family == "fsdp2":
         return _gathered_by_fsdp2(config, network, computed_in)
-    if spec.family == "fsdp" and config.world_size > 1:  # one rank shards nothing (NO_SHARD, torch 2.15)
-        return (network.elements + network.trained) * computed_in  # the whole network is one unit here
     return 0
 
 
@@ -121,14 +119,14 @@ def host_buffers(spec: Spec, config: Config, network: Network) -> int:
 def starting(spec: Spec, config: Config, network: Network) -> tuple[int, int]:
     """What a rank holds on its device and on its host before it trains: the network as it is built.
 
-    In float32, but with bf16-true; on the device but by fsdp and fsdp2 (tensor_init_context in Lightning 2.6.6,
-    strategies/strategy.py, fsdp.py, model_parallel.py). Stages 1 and 2 then lay what is trained end to end in a flat
+    In float32, but with bf16-true; on the device but by fsdp2 (tensor_init_context in Lightning 2.6.6,
+    strategies/strategy.py, model_parallel.py). Stages 1 and 2 then lay what is trained end to end in a flat
     copy (DeepSpeed 0.19.8, zero/stage_1_and_2.py). Stage 3 cuts each layer as it is made, on the host
     (strategies/zero.py), but those of other packages, whose networks it builds whole.
     """
     built = 2 if config.precision == "bf16-true" else FLOAT32
     own = sum(weight.elements // weight.ranks_that_share for weight in network.weights)
-    if spec.family in ("fsdp", "fsdp2"):
+    if spec.family == "fsdp2":
         return 0, built * own
     if spec.stage == 3:
         if issubclass(MODELS[config.model.name], External):

@@ -2,8 +2,8 @@
 
 Rajbhandari et al. 2020, "ZeRO", section 7: an all-reduce is a reduce-scatter and an all-gather, in each of which a rank
 of N sends (N - 1)/N of the numbers; so ZeRO 0, 1 and 2 send two for each parameter and ZeRO 3 three. What DeepSpeed
-0.19.8 and torch 2.15 send is in places something else, and counted here as they do it (the bytes of all but fsdp were
-counted on a link: docs/planning.md):
+0.19.8 and torch 2.15 send is in places something else, and counted here as they do it (the bytes were counted on
+a link: docs/planning.md):
 
 - Stages 1 and 2 add a bucket up on all ranks, of which each then keeps its part (use_multi_rank_bucket_allreduce in
   zero/config.py, average_tensor in zero/stage_1_and_2.py), and gather the updated weights: three, not two. Stage 1
@@ -11,8 +11,7 @@ counted on a link: docs/planning.md):
 - Stage 3 keeps a gathered parameter whose next use is near (`beside.REUSE_ELEMENTS`): of all but very large networks
   the backward pass finds the weights there that the forward pass has gathered, and two are sent, not three. Parameters
   that it keeps whole are gathered once in a step, after their update.
-- FSDP gathers what belongs to no block once for both passes (reshard_after_forward of the root; FSDP1 takes the whole
-  network here as one unit).
+- FSDP2 gathers what belongs to no block once for both passes (reshard_after_forward of the root).
 - gloo, which CPU ranks talk over, scatters a sum by an all-reduce (torch 2.15, reduce_scatter_tensor): two, not one.
 - Activation checkpointing gathers nothing more: a block that is computed again is needed at once by its backward pass.
 """
@@ -73,10 +72,6 @@ def traffic(spec: Spec, config: Config, network: Network) -> Traffic | None:
     elements = network.trained
     if spec.family == "baseline":
         return Traffic(round(2 * trained * size), math.ceil(elements * size / DDP_BUCKET_BYTES))
-    if spec.family == "fsdp":
-        sent_in = 2 if config.precision != "32-true" else FLOAT32  # FSDPPrecision of Lightning 2.6.6
-        whole = _sent(network, ranks, lambda weight: True)
-        return Traffic(round(micro_batches * (whole + trained) * sent_in), 2 * micro_batches)
     if spec.family == "fsdp2":
         return _of_fsdp2(config, network)
     if spec.stage == 3:

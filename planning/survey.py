@@ -269,7 +269,7 @@ def _moved(spec: Spec, config: Config, network: Network) -> Moved:
     """Over the network each rank sends (N - 1)/N of what is counted, to the host and to a disk its own part."""
     ranks, micro_batches = config.world_size, config.accumulate
     whole, trained = network.elements, network.trained
-    if spec.stage == 3 or spec.family in ("fsdp", "fsdp2"):
+    if spec.stage == 3 or spec.family == "fsdp2":
         over_network = micro_batches * (2 * whole + trained)
     else:
         over_network = (micro_batches if spec.stage == 2 else 1) * trained + trained

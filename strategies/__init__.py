@@ -1,6 +1,7 @@
 """The registry of strategies: how a run is spread over ranks, and what of it is sharded or offloaded.
 
-A name that Lightning has too (ddp, fsdp, deepspeed_stage_2, ...) means here what it means there. Reading the registry
+A name that Lightning has too (ddp, fsdp, deepspeed_stage_2, ...) means here what it means there; `fsdp` runs torch's
+FSDP2, to which torch tells users of its FullyShardedDataParallel to migrate. Reading the registry
 imports neither torch, Lightning nor DeepSpeed; `build` imports the one family that a run needs.
 """
 
@@ -34,7 +35,7 @@ class Spec:
         one_replica: whether all ranks together hold one network and compute the same images.
     """
 
-    family: Literal["baseline", "fsdp", "deepspeed", "fsdp2", "tensor_parallel", "pipeline"]
+    family: Literal["baseline", "deepspeed", "fsdp2", "tensor_parallel", "pipeline"]
     summary: str
     stage: int = 0
     offload_optimizer: Literal["", "cpu", "nvme"] = ""
@@ -61,8 +62,8 @@ STRATEGIES: dict[str, Spec] = {
     "deepspeed_stage_3_superoffload": Spec(
         "deepspeed", "ZeRO 3, SuperOffload to the CPU (CUDA)", 3, offload_optimizer="cpu", super_offload=True
     ),
-    "fsdp": Spec("fsdp", "torch's FullyShardedDataParallel (CUDA)"),
     "fsdp2": Spec("fsdp2", "torch's fully_shard (FSDP2): optimizer state, gradients and parameters sharded"),
+    "fsdp": Spec("fsdp2", "the same as fsdp2: torch replaces FullyShardedDataParallel by it"),
     "tensor_parallel": Spec(
         "tensor_parallel", "each layer of a vit_* cut over the ranks, which compute the same images", one_replica=True
     ),

@@ -41,7 +41,6 @@ def refused(flags: str) -> str:
         ("--augment.low_resolution 32 --augment.low_epochs 2", "a side from 12 to 31"),
         ("--accelerator gpu", "no GPU here"),
         ("--precision 16-mixed", "use bf16-mixed or 32-true"),
-        ("--strategy fsdp", "deepspeed_stage_3"),
         ("--strategy deepspeed_stage_3_superoffload --optimizer adam", "use deepspeed_stage_3_offload"),
         ("--strategy deepspeed_stage_3_offload_nvme", "needs --nvme_path"),
         ("--strategy deepspeed_stage_3_offload_nvme --nvme_path /nowhere", "is not a directory that can be written"),
@@ -80,7 +79,7 @@ def test_more_devices_than_there_are(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize(
     "flags",
-    ["--accumulate 2", "--strategy deepspeed_stage_3", "--strategy fsdp", "--strategy fsdp2", "--model net_moe"],
+    ["--accumulate 2", "--strategy deepspeed_stage_3", "--strategy fsdp2", "--model net_moe"],
 )
 def test_graphs_where_addresses_move(flags: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(checks, "gpu_count", lambda: 1)

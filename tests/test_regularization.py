@@ -56,7 +56,7 @@ def test_refused_by_the_command_line(flags: list[str], message: str):
         cli.parse(flags)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2", "pipeline", "deepspeed_stage_3_offload_nvme"])
+@pytest.mark.parametrize("strategy", ["fsdp2", "pipeline", "deepspeed_stage_3_offload_nvme"])
 def test_weights_that_cannot_be_averaged_are_refused(strategy: str):
     with pytest.raises(UsageError, match=r"--swa_from: .*use deepspeed_stage_3"):
         check_averaging(Config(strategy=strategy, swa_from=0.5), raw={})

@@ -46,7 +46,7 @@ def test_two_variants_never_share_a_folder(tmp_path: Path, names: tuple[str, str
         ((["baseline"], [], []), [], "nothing to compare"),
         ((["ddp", "ddp"], [], []), [], "names one twice"),
         ((["baseline", "ddq"], [], []), [], "unknown strategy 'ddq'"),
-        ((["baseline", "fsdp"], [], []), [], "fsdp needs a GPU"),
+        ((["baseline", "deepspeed_stage_3_superoffload"], [], []), [], "needs a CUDA GPU"),
         (([], ["1", "3"], []), [], "no whole micro-batch"),
         ((["baseline", "ddp"], [], []), ["--strategy", "ddp"], "--strategies"),
         ((["baseline", "ddp"], [], []), ["--bench_steps", "5"], "--bench_steps"),

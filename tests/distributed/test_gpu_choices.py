@@ -18,6 +18,7 @@ RUNS = {
     "net ddp bf16": (["--strategy", "ddp", *NET, *BF16], False),
     "net ddp bf16 unclipped": (["--strategy", "ddp", *NET, *BF16, "--gradient_clip_val", "0"], True),
     "net fsdp2": (["--strategy", "fsdp2", *NET], False),
+    "net fsdp": (["--strategy", "fsdp", *NET], False),
     "net deepspeed_stage_2": (["--strategy", "deepspeed_stage_2", *NET], True),
     "net deepspeed_stage_3": (["--strategy", "deepspeed_stage_3", *NET], True),
     "vit": (["--strategy", "ddp", *VIT], True),

@@ -23,7 +23,7 @@ from tests.helpers import (
 
 pytestmark = pytest.mark.distributed
 
-NOT_HERE = ("deepspeed_stage_3_offload_nvme", "deepspeed_stage_3_superoffload", "fsdp")
+NOT_HERE = ("deepspeed_stage_3_offload_nvme", "deepspeed_stage_3_superoffload")
 ON_CPU = [name for name, spec in STRATEGIES.items() if name not in NOT_HERE and not spec.one_replica]
 ALONE = ["baseline", "ddp", "deepspeed_stage_0", "deepspeed_stage_3", "fsdp2"]
 """Of those on one rank too; `make fuzz` has all."""

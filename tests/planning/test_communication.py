@@ -40,7 +40,6 @@ def sent(strategy: str, network: Network, nodes: int = 4, precision: str = "bf16
         ("deepspeed_stage_2", 3, 9),
         ("deepspeed_stage_2_offload", 3, 9),
         ("deepspeed_stage_3", 2.5, 10),
-        ("fsdp", 2, 8),
     ],
 )
 def test_numbers_of_a_large_network(strategy: str, numbers: float, accumulated: float) -> None:
