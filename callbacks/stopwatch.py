@@ -51,8 +51,7 @@ class Stopwatch:
         return [end - begin for begin, end in self._laps]
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        torch.get_device_module(self._device).synchronize(self._device)  # nothing to wait for on the CPU
         return time.perf_counter()
 
     def _mark(self) -> Any:

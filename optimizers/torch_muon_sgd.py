@@ -63,7 +63,8 @@ class TorchMuonSGD(Optimizer):
         steps = _foreach_add(gradients, sums, alpha=group["momentum"])  # Nesterov's form
         for numbers in _by_shape(weights):
             matrices = torch.stack([weights[number].flatten(1) for number in numbers])  # (filters, out, all else)
-            step = orthogonalized(torch.stack([steps[number].flatten(1) for number in numbers]), group["ns_steps"])
+            stacked = torch.stack([steps[number].flatten(1) for number in numbers])
+            step = orthogonalized(stacked, group["ns_steps"], stacked.device.type)
             if group["normalize"]:
                 lengths = torch.linalg.matrix_norm(matrices, keepdim=True)
                 matrices *= matrices.shape[1] ** 0.5 / lengths
@@ -96,7 +97,7 @@ class TorchMuonSGD(Optimizer):
         return [self.state[parameter]["momentum_buffer"] for parameter in parameters]
 
 
-def orthogonalized(matrices: Tensor, steps: int) -> Tensor:
+def orthogonalized(matrices: Tensor, steps: int, device_type: str) -> Tensor:
     """Matrices (count, rows, columns) with singular values of roughly 1 and the same singular vectors, by Newton-Schulz
     iterations with the coefficients that torch.optim.Muon has from Jordan et al. 2024
     (kellerjordan.github.io/posts/muon): most of the values come to lie between 0.7 and 1.2 after five steps.
@@ -106,7 +107,7 @@ def orthogonalized(matrices: Tensor, steps: int) -> Tensor:
     """
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
-    x = x.bfloat16() if x.is_cuda else x
+    x = x.bfloat16() if device_type == "cuda" else x
     x = x / (torch.linalg.matrix_norm(x, keepdim=True) + EPS)  # then no singular value is over 1
     if not steps:
         x = x * x.shape[1] ** 0.5

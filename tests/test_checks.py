@@ -9,6 +9,7 @@ import pytest
 import checks
 import cli
 from errors import UsageError
+from tests.gpu import test_on_gpu
 
 
 @pytest.fixture(autouse=True)
@@ -241,3 +242,11 @@ def test_torchrun_says_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("side", [12, 24, 31])
 def test_networks_that_take_smaller_images(model: str, side: int):
     checks.settle(cli.parse(f"--model {model} --augment.low_resolution {side} --augment.low_epochs 1".split()))
+
+
+def test_what_the_gpu_tests_train_is_not_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checks, "gpu_count", lambda: 1)
+    for run in test_on_gpu.RUNS:
+        config = cli.parse([*test_on_gpu.flags_of(*run), "--data.source", "digits"])
+        checks.settle(config)
+        assert config.accelerator == "gpu"

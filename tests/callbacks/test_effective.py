@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 
 from callbacks.effective import Effective
 from config import Config
@@ -20,6 +24,15 @@ def test_plain_torch(fit: Fit) -> None:
         "allgather_bucket_size": None,
     }
     assert not (run.folder / "deepspeed.json").exists()
+
+
+def test_steps_that_the_gradient_scaler_skips_are_counted(fit: Fit) -> None:
+    """float16 as on a GPU, whose scaler halves its scale where it skips a step."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    run = fit(Config(epochs=1, batch_size=8), 80, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    totals = run.observer(Effective).totals
+    assert (totals["compute_dtype"], totals["parameter_dtype"]) == ("float16", "float32")
+    assert 0 < totals["skipped_steps"] == 24 - math.log2(scaler.get_scale()) < 10
 
 
 def test_autocast_computes_in_another_type_than_the_parameters(fit: Fit) -> None:
