@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import tee
 
 import torch
@@ -28,7 +28,35 @@ STRETCH_BLOCKS = 64
 copies, and so few that an epoch begins at once."""
 
 
-class MemoryLoader:
+class Resumable:
+    """Keeps the place of a loader in its epoch, for Lightning's checkpoints."""
+
+    batch_sampler: Order
+    """The order, under the name where Lightning and DeepSpeed look for the batch size."""
+    _given = 0
+    """Micro-batches that this epoch has given so far; 0 at its end."""
+    _resumed: Mapping[str, int] = {}
+
+    def state_dict(self) -> dict[str, int]:
+        """What Lightning keeps in a checkpoint: the epoch and the micro-batches given in it so far."""
+        return {"epoch": self.batch_sampler.epoch, "given": self._given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Makes the next pass go on where another loader was, if it is of the same epoch."""
+        self._resumed = state
+
+    def _begin(self) -> int:
+        """Begins a pass, whose epoch is known by now; returns the micro-batches that are not given again."""
+        begun = self._resumed.get("epoch") == self.batch_sampler.epoch
+        self._given, self._resumed = self._resumed["given"] if begun else 0, {}
+        return self._given
+
+    def _count(self) -> None:
+        """To be called just before a micro-batch is given."""
+        self._given = (self._given + 1) % len(self.batch_sampler)
+
+
+class MemoryLoader(Resumable):
     """Iterable over (images, labels) in the given order, on the device.
 
     Images are float32 (m, 3, 32, 32), or smaller, from -1 to 1, in `memory_format`; labels int64 (m,), see `Split`, or
@@ -46,7 +74,6 @@ class MemoryLoader:
         """`stored`: the split's images where they live, on the CPU if that is not said; `channels_last`: see
         `memory_format`."""
         self.batch_sampler = order
-        """The order, under the name where Lightning and DeepSpeed look for the batch size."""
         self.sampler = order.sampler
         """Lightning calls its `set_epoch` before each training epoch."""
         self._stored = stored or place(split.images, "cpu")
@@ -56,8 +83,6 @@ class MemoryLoader:
         self._format = memory_format(self._stored.device, channels_last)
         self._block = math.ceil(BLOCK_IMAGES[self._stored.device.type] / order.batch_size)
         """Micro-batches in a block."""
-        self._given = 0
-        self._resumed: dict[str, int] = {}
 
     def __len__(self) -> int:
         """Micro-batches in an epoch."""
@@ -65,21 +90,12 @@ class MemoryLoader:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """An epoch; the rest of one, where that was begun by the loader whose state was loaded."""
-        begun = self._resumed.get("epoch", self.batch_sampler.epoch) == self.batch_sampler.epoch
-        self._given, self._resumed = self._resumed.get("given", 0) if begun else 0, {}
+        self._begin()
         size = self.batch_sampler.batch_size
         for images, labels in self._blocks():
             for batch in zip(images.split(size), labels.split(size), strict=True):
-                self._given = (self._given + 1) % len(self)
+                self._count()
                 yield batch
-
-    def state_dict(self) -> dict[str, int]:
-        """What Lightning keeps in a checkpoint: the epoch and the micro-batches given in it so far, 0 at its end."""
-        return {"epoch": self.batch_sampler.epoch, "given": self._given}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Makes the next pass go on where another loader was, if it is of the same epoch."""
-        self._resumed = state
 
     def _blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Images and labels of several micro-batches at a time."""

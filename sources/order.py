@@ -43,6 +43,8 @@ class TrainOrder:
         """Images in a micro-batch of this rank; this is the name that a batch sampler has for it."""
         self.epoch = 0
         """The epoch whose order is given, from 0."""
+        self.skipped = 0
+        """Micro-batches at its beginning that the next pass of a DataLoader leaves out."""
         self._count, self._world_size, self._rank, self._seed, self._shuffle = count, world_size, rank, seed, shuffle
         self._length = count // batch_size * accumulate
         if self._length == 0:
@@ -72,7 +74,7 @@ class TrainOrder:
 
     def __iter__(self) -> Iterator[list[int]]:
         """Micro-batches of positions, for a DataLoader."""
-        return iter(self.positions().tolist())
+        return iter(self.positions()[self.skipped :].tolist())
 
 
 class EvalOrder:
@@ -82,8 +84,8 @@ class EvalOrder:
     rank makes more. What is lacking is filled with position `count`, the split's ignored entry.
     """
 
-    epoch = 0
-    """All passes are the same."""
+    epoch = skipped = 0
+    """All passes are the same, and whole."""
 
     sampler = None
     """There is nothing to shuffle; Lightning asks for the attribute."""

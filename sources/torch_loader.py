@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import Compose, Normalize, ToTensor
 
 from sources.augment import MEAN, STD
+from sources.loader import Resumable
 from sources.order import Order
 from sources.split import Split
 
@@ -34,9 +35,26 @@ class TransformedImages(Dataset[tuple[Tensor, int]]):
         return self._transform(image), int(self._split.labels[position])
 
 
-def torch_loader(split: Split, order: Order, workers: int) -> DataLoader[Any]:
+class TorchLoader(Resumable, DataLoader[Any]):
+    """A DataLoader that starts an epoch with its first batch, and goes on in the middle of one.
+
+    Lightning (2.6.6) asks for the iterator of a resumed run before it sets the epoch; DataLoader's own has looked up
+    the order by then.
+    """
+
+    batch_sampler: Order
+
+    def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """An epoch; the rest of one, where that was begun by the loader whose state was loaded."""
+        self.batch_sampler.skipped = self._begin()
+        for batch in super().__iter__():
+            self._count()
+            yield batch
+
+
+def torch_loader(split: Split, order: Order, workers: int) -> TorchLoader:
     """DataLoader of (images float32 (m, 3, 32, 32), labels int64 (m,)), in the given order."""
-    return DataLoader(
+    return TorchLoader(
         TransformedImages(split),
         batch_sampler=order,
         num_workers=workers,

@@ -161,3 +161,20 @@ def test_each_group_goes_on_with_its_own_learning_rate(strategy: str, folder: Pa
     assert largest_difference(one, other) < 1e-6
     groups = last_checkpoint(run_folder_of(ended))["optimizer_states"][0]["param_groups"]
     assert [group["lr"] for group in groups] == [0.01, 0.002, 0.05]
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (2, 0)])
+def test_the_torch_loader_goes_on_with_the_images_that_come_next(
+    ranks: int, workers: int, folder: Path, small_data: list[str]
+):
+    """At the end of an epoch of 36 steps, and in the middle of the second."""
+    loader = ["--data.loader", "torch", "--data.workers", str(workers), "--augment.flip", "none"]
+    same = [*small_data, *RECIPE, *loader, "--log_interval", "1", "--devices", str(ranks)]
+    same += ["--strategy", "baseline" if ranks == 1 else "ddp"]
+    whole, boundary, middle = (folder / f"torch-{ranks}-{name}" for name in ("whole", "boundary", "middle"))
+    train_all({whole: same, boundary: [*same, "--epochs", "1"], middle: [*same, "--max_steps", "50"]})
+    expected = losses(run_folder_of(whole))
+    begun = {out.with_name(f"{out.name}-ended"): run_folder_of(out) for out in (boundary, middle)}
+    train_all({out: [*same, "--resume", str(run)] for out, run in begun.items()})
+    for out, before in zip(begun, (36, 50), strict=True):
+        assert losses(run_folder_of(out)) == {step: loss for step, loss in expected.items() if step > before}
