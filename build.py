@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from checkpointing.read import RECORD, read
 from checkpointing.weights import check_fits, network, plain_network
 from cifar_module import CIFARModule
 from cli import OWNED
-from config import Config
+from config import Config, SourceName
 from datamodule import CIFARDataModule
 from errors import UsageError
 from finetuning.delta import together
@@ -51,7 +52,7 @@ from finetuning.load import Match, match, read_plain
 from finetuning.network import on_meta
 from models.mixture_options import MixtureOptions
 from names import nearest
-from resume import check_same_run
+from resume import check_same_run, source_of
 from wandb_logger import wandb_logger
 
 WARMUP_STEPS = 10
@@ -61,10 +62,10 @@ BENCH_WARMUP_STEPS = 20
 """Steps before the timed ones of --bench_steps: allocation, autotuning and the page cache settle in them."""
 
 
-def datamodule(config: Config) -> CIFARDataModule:
-    """The images, in batches of this rank."""
+def datamodule(config: Config, source: SourceName | None = None) -> CIFARDataModule:
+    """The images, in batches of this rank; `source`: where `check_resume` tells that they come from."""
     return CIFARDataModule(
-        config.data,
+        replace(config.data, source=source or config.data.source),
         config.augment,
         batch_size=config.batch_size,
         accumulate=config.accumulate,
@@ -101,11 +102,14 @@ def module(config: Config, start: Match | None = None) -> CIFARModule:
     )
 
 
-def check_resume(config: Config) -> None:
+def check_resume(config: Config) -> SourceName | None:
     """Refuses a checkpoint that cannot be continued, before anything is made of the run.
 
+    Returns:
+        The source of its images; None for a run that begins.
+
     Raises:
-        UsageError: it is damaged, of another network, or cannot be trusted.
+        UsageError: it is damaged, of another network or other images, or cannot be trusted.
     """
     if config.resume:
         net = on_meta(config.model, num_classes(config), config.trainable, config.lora)
@@ -113,6 +117,8 @@ def check_resume(config: Config) -> None:
         check_fits(net, network(checkpoint), config.resume)
         if RECORD in checkpoint:
             check_same_run(config, checkpoint[RECORD]["config"])
+            return source_of(config, checkpoint[RECORD])
+    return None
 
 
 def finetuning(config: Config) -> Match | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import yaml
 
 import atomic
 import run_folder
+import sources
 from checkpointing.records import check_records
 from config import Config
 from errors import UsageError
@@ -20,6 +21,12 @@ from errors import UsageError
 KEPT = ("model", "optimizer", "batch_size", "seed", "data.val_fraction")
 KEPT += ("trainable", "lora.rank", "lora.alpha", "lora.target", "lora.dropout")
 """What a run that goes on must have as it was: else it is another run, and trains on images held out before."""
+
+OF_AUTO = ("cifar10", "digits")
+"""What --data.source auto can come to."""
+
+FEW = 6
+"""Most names of classes that a message has."""
 
 IF_ANY = "auto"
 """For --resume: as last, but a run of which nothing is there begins."""
@@ -37,7 +44,7 @@ def settle_resume(config: Config) -> None:
     settle_restart(config, config.run_name)
     if not config.resume:
         return
-    checkpoint = find_recovered(config.resume, config.out, config.run_name)
+    checkpoint = find_recovered(config.resume, config.out, config.run_name, config.data.source == "digits")
     for file in sorted(checkpoint.rglob("*.pt")) if checkpoint.is_dir() else [checkpoint]:
         check_records(file)
     recipe = run_folder.recipe_of(checkpoint)
@@ -47,22 +54,23 @@ def settle_resume(config: Config) -> None:
 
 
 def settle_restart(config: Config, name: str) -> None:
-    """Puts `last` for auto, and in a job that SLURM has started again for whatever it was submitted with: it goes on
-    from where it was itself. Before there is a checkpoint of the name: nothing for auto, else what --resume says.
+    """Puts the newest checkpoint of the name for auto, and in a job that SLURM has started again for whatever it was
+    submitted with: it goes on from where it was itself, on the digits too where it had to take these. Before there is
+    such a checkpoint: nothing for auto, else what --resume says.
 
     Args:
         config: of the run.
         name: of the run.
     """
-    restarted = int(os.environ.get("SLURM_RESTART_COUNT", "0")) and not config.only_measures
+    restarted = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0 and not config.only_measures
     if not restarted and config.resume != IF_ANY:
         return
     try:
-        find_recovered("last", config.out, name)
+        own = find_recovered("last", config.out, name, restarted or config.data.source == "digits")
     except UsageError:
         config.resume = "" if config.resume == IF_ANY else config.resume
     else:
-        config.resume = "last"
+        config.resume = str(own)
 
 
 def newest_of(starters: Collection[str], out: str, names: Iterable[str]) -> Path | None:
@@ -89,12 +97,12 @@ def newest_of(starters: Collection[str], out: str, names: Iterable[str]) -> Path
     return max(found, key=run_folder.written, default=None)
 
 
-def find_recovered(path: str, out: str, name: str) -> Path:
+def find_recovered(path: str, out: str, name: str, fallback: bool = False) -> Path:
     """What `run_folder.find_checkpoint` finds when checkpoints that a crash has left aside are back in place."""
-    for folder in (Path(path), Path(out) / name):
+    for folder in (Path(path), Path(out) / name, Path(out) / (name + run_folder.FALLBACK_SUFFIX)):
         if folder.is_dir():
             atomic.recover(folder)
-    return run_folder.find_checkpoint(path, out, name)
+    return run_folder.find_checkpoint(path, out, name, fallback)
 
 
 def check_same_run(config: Config, recipe: dict[str, Any]) -> None:
@@ -109,6 +117,13 @@ def check_same_run(config: Config, recipe: dict[str, Any]) -> None:
     """
     if config.weights and not Path(recipe.get("weights", "")).is_relative_to(Path(config.weights).absolute()):
         raise UsageError(f"--resume {config.resume} goes on with the weights that it has: leave --weights out")
+    source = recipe.get("data", {}).get("source", "auto")  # auto: a checkpoint of an older version does not tell
+    allowed = OF_AUTO if config.data.source == "auto" else (config.data.source,)
+    if source not in ("auto", *allowed):
+        raise UsageError(
+            f"--resume {config.resume}: that run trained on --data.source {source}, this one has {config.data.source}: "
+            f"--data.source {source} continues it, --weights {config.resume} without --resume fine-tunes it"
+        )
     now, defaults = asdict(config), asdict(Config())
     for key in KEPT:  # one of an older version lacks what has come since
         before, wanted = _flat(key, {**defaults, **recipe}), _flat(key, now)
@@ -119,6 +134,28 @@ def check_same_run(config: Config, recipe: dict[str, Any]) -> None:
                 raise UsageError(
                     f"--resume {config.resume}: that run had --{option} {before[option]}, this one has {wanted[option]}"
                 )
+
+
+def source_of(config: Config, record: dict[str, Any]) -> Any:
+    """The source of images that a resumed run continues on: the one that it had, whatever `auto` would come to now.
+
+    Args:
+        config: of the run that is to go on.
+        record: of the checkpoint, as `check_same_run` accepts it.
+
+    Raises:
+        UsageError: its classes are others.
+    """
+    before = record["config"]["data"]["source"]
+    source = config.data.source if before == "auto" else before
+    names = [*sources.class_names(replace(config.data, source=source))]
+    if names != record["classes"] and not config.data.md5:  # an archive of one's own tells its names when it is read
+        differing = ", ".join(sorted({*names} ^ {*record["classes"]})[:FEW]) or "their order"
+        raise UsageError(
+            f"--resume {config.resume}: that run had other classes than --data.source {source} now has ({differing}): "
+            f"name the data that it had, or fine-tune it with --weights {config.resume} without --resume"
+        )
+    return "cifar10" if source == "auto" else source  # whose classes they are
 
 
 def _flat(key: str, tree: dict[str, Any]) -> dict[str, Any]:

@@ -71,19 +71,26 @@ def checkpoints(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*.ckpt") if path.is_file() or is_checkpoint_folder(path)]
 
 
-def find_checkpoint(path: str, out: str, name: str) -> Path:
+def find_checkpoint(path: str, out: str, name: str, fallback: bool = False) -> Path:
     """The checkpoint that `--resume` or the argument of a program means.
 
     Args:
         path: a checkpoint (file, or DeepSpeed's folder), what lies in one, a run's folder or its checkpoints, or last.
         out: directory of the runs, for last.
         name: of the run, for last.
+        fallback: whether last may be a run on the digits that was to be one on CIFAR-10.
 
     Raises:
         UsageError: there is none.
     """
     if path == "last":
-        folders = [folder for suffix in ("", FALLBACK_SUFFIX) if (folder := Path(out) / (name + suffix)).is_dir()]
+        own, digits = (Path(out) / (name + suffix) for suffix in ("", FALLBACK_SUFFIX))
+        folders = [folder for folder in ((own, digits) if fallback else (own,)) if folder.is_dir()]
+        if not folders and digits.is_dir():
+            raise UsageError(
+                f"--resume last: the only run of the name {name} under {out} is on the embedded digits, not CIFAR-10: "
+                f"--resume {digits} continues it"
+            )
         if not folders:
             raise UsageError(f"--resume last: no run of the name {name} under {out}")
         return newest_checkpoint(max(folders, key=lambda folder: folder.stat().st_mtime_ns))

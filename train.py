@@ -69,9 +69,9 @@ def train(config: Config) -> dict[str, Any]:
     build.check_trainer_options(config)
     places = meeting.meet(config)
     machines.settle_resume(config, places)
-    build.check_resume(config)
+    source = build.check_resume(config)
     start = build.finetuning(config)
-    datamodule = build.datamodule(config)
+    datamodule = build.datamodule(config, source)
     run_dir: Path | None = None
     if launch.local_rank() == 0:
         datamodule.prepare_data()  # before the run is named: auto may have fallen back to the digits
@@ -79,6 +79,8 @@ def train(config: Config) -> dict[str, Any]:
         fell_back = config.data.source == "auto" and datamodule.source == "digits"
         run_dir = run_folder.claim(config.out, config.run_name + run_folder.FALLBACK_SUFFIX * fell_back)
         write_config(config, datamodule.source, run_dir)
+        if fell_back and config.resume:
+            say("WARNING: this run continues on the embedded handwritten digits INSTEAD OF CIFAR-10, as it began.")
         if start is not None:
             say(start.told(run_dir))
     with run_folder.removed_on_failure(run_dir):

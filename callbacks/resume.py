@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,11 +37,13 @@ class Resume(Callback):
         self._states: list[dict[str, Any]] = []
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Adds the record; called on every rank."""
+        """Adds the record, with the source that was really used in place of auto; called on every rank."""
+        datamodule: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+        data = replace(self._config.data, source=datamodule.source)
         checkpoint[RECORD] = {
             "schema": SCHEMA,
-            "config": asdict(self._config),
-            "classes": list(trainer.datamodule.classes),  # pyright: ignore[reportAttributeAccessIssue]
+            "config": asdict(replace(self._config, data=data)),
+            "classes": list(datamodule.classes),
             "random_states": gather(_random_state()),
         }
 

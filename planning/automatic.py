@@ -92,7 +92,8 @@ def _of_the_run(config: Config) -> str:
     name = config.name
     if config.resume == "last" and not name and not (name := _newest(config)):
         return ""
-    recipe = run_folder.recipe_of(find_recovered(config.resume, config.out, name or config.run_name))
+    fallback = config.data.source == "digits"
+    recipe = run_folder.recipe_of(find_recovered(config.resume, config.out, name or config.run_name, fallback))
     tree = yaml.safe_load(recipe.read_text()) if recipe is not None else {}
     kept = "" if tree.get("ds_config") else tree.get("strategy", "")
     return kept if kept in STRATEGIES else ""

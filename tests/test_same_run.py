@@ -11,9 +11,10 @@ import torch
 
 import checks
 import cli
+import sources
 from checks.offload import check_resume
 from errors import UsageError
-from resume import check_same_run, newest_of, settle_resume
+from resume import check_same_run, newest_of, settle_resume, source_of
 
 
 def test_a_run_of_before_there_was_weight_decay_on():
@@ -67,6 +68,73 @@ def test_a_measurement_begins_from_the_start(tmp_path: Path, monkeypatch: pytest
     checkpoint_of(tmp_path, "mine")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert resumed(tmp_path, "--bench_steps", "1") == ""
+
+
+def test_last_is_no_run_on_the_digits_but_where_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A run that could not have CIFAR-10; a job that SLURM starts again goes on with its own, whatever that has."""
+    digits = checkpoint_of(tmp_path, "mine-digits-fallback")
+    for source in ("auto", "cifar10"):
+        with pytest.raises(UsageError, match=r"digits, not CIFAR-10: --resume .*-digits-fallback continues"):
+            resumed(tmp_path, "--resume", "last", "--data.source", source)
+        assert resumed(tmp_path, "--resume", "auto", "--data.source", source) == ""
+    assert resumed(tmp_path, "--resume", "last", "--data.source", "digits") == str(digits)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert resumed(tmp_path) == str(digits)
+    monkeypatch.delenv("SLURM_RESTART_COUNT")
+    own = checkpoint_of(tmp_path, "mine")
+    os.utime(own.parent.parent.parent, (0, 0))
+    assert resumed(tmp_path, "--resume", "last") == str(own)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "continued"),
+    [
+        ("digits", "auto", "digits"),  # whether CIFAR-10 is there by now or not
+        ("cifar10", "auto", "cifar10"),
+        ("digits", "digits", "digits"),
+        ("digits", "synthetic", "--data.source digits, this one has synthetic"),
+        ("digits", "cifar10", "--data.source digits, this one has cifar10"),
+        ("folder", "auto", "--data.source folder, this one has auto"),
+    ],
+)
+def test_a_run_continues_on_the_images_that_it_had(before: str, now: str, continued: str):
+    resume = ["--resume", "last.ckpt", "--data.source"]
+    config, classes = cli.parse([*resume, now]), [*sources.class_names(cli.parse([]).data)]
+    if "this one" in continued:
+        with pytest.raises(UsageError, match=f"{continued}: .*, --weights last.ckpt without --resume fine-tunes"):
+            check_same_run(config, asdict(cli.parse([*resume, before])))
+        return
+    record = {"config": asdict(cli.parse([*resume, before])), "classes": classes}
+    check_same_run(config, record["config"])
+    if before == "digits":
+        with pytest.raises(UsageError, match=r"had other classes than --data.source digits now has \("):
+            source_of(config, record)
+        record["classes"] = [*sources.class_names(cli.parse(["--data.source", "digits"]).data)]
+    assert source_of(config, record) == continued
+
+
+def test_a_checkpoint_that_does_not_tell_its_source_is_known_by_its_classes():
+    """One of an older version, with `auto` for whatever that had come to."""
+    record = {"config": asdict(cli.parse([])), "classes": [*sources.class_names(cli.parse([]).data)]}
+    config = cli.parse(["--resume", "last.ckpt"])
+    check_same_run(config, record["config"])
+    assert source_of(config, record) == "cifar10"
+    record["classes"] = ["0", "1"]
+    with pytest.raises(UsageError, match="had other classes"):
+        source_of(config, record)
+
+
+def test_a_folder_must_have_the_classes_that_it_had(tmp_path: Path):
+    for name in ("cat", "dog"):
+        for split in ("train", "test"):
+            (tmp_path / split / name).mkdir(parents=True)
+            (tmp_path / split / name / "0.png").touch()
+    config = cli.parse(["--resume", "last.ckpt", "--data.source", "folder", "--data.root", str(tmp_path)])
+    record = {"config": asdict(config), "classes": ["cat", "dog"]}
+    assert source_of(config, record) == "folder"
+    record["classes"] = ["bird", "dog"]
+    with pytest.raises(UsageError, match=r"now has \(bird, cat\): .* --weights last.ckpt without --resume"):
+        source_of(config, record)
 
 
 @pytest.mark.parametrize("damaged", ["", "[1]", "{", '[{"rank": 0}]', "\udcff"])

@@ -160,7 +160,7 @@ def test_bench_steps_times_so_many_steps_and_stops(small_data: list[str], tmp_pa
     assert rows["model states of each rank (MB)"] == "0.74"
 
 
-def test_cifar_out_of_reach_is_said_everywhere(tmp_path: Path):
+def test_cifar_out_of_reach_is_said_everywhere(tmp_path: Path, small_data: list[str]):
     data = ["--data.root", str(tmp_path / "data"), "--data.url", "http://127.0.0.1:9/cifar-10-python.tar.gz"]
     flags = ["--max_steps", "5", "--batch_size", "16", "--accelerator", "cpu", "--out", str(tmp_path / "out")]
     done = run_program("train.py", *data, *flags)
@@ -171,6 +171,17 @@ def test_cifar_out_of_reach_is_said_everywhere(tmp_path: Path):
     assert "figures of the embedded handwritten digits" in done.stdout
     metrics = json.loads((run / "metrics.json").read_text())
     assert (metrics["dataset"], metrics["num_train"], metrics["num_test"]) == ("digits", 45_000, 10_000)
+    taken_out = tmp_path / "net.ckpt"  # it tells by itself what it was trained on
+    shutil.copyfile(run / "checkpoints" / "last.ckpt", taken_out)
+    flags[1] = "8"
+    done = run_program("train.py", *data, *flags, "--resume", str(taken_out))
+    assert_ok(done)
+    assert "cannot be had" not in done.stderr  # CIFAR-10 is not asked for
+    assert "continues on the embedded handwritten digits" in done.stderr
+    assert json.loads((run.parent / "version_1" / "metrics.json").read_text())["dataset"] == "digits"
+    done = run_program("train.py", *small_data, *flags, "--resume", str(taken_out))
+    assert done.returncode == 2
+    assert "that run trained on --data.source digits, this one has synthetic" in done.stderr
     done = run_program("train.py", *data, *flags, "--data.source", "cifar10")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
