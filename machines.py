@@ -176,7 +176,7 @@ def _send(checkpoint: Path, size: int, receives: bool) -> str:
             return
         try:
             act()
-        except OSError as error:
+        except Exception as error:  # of whatever kind: raised, it would leave the others waiting
             failures.append(f"{checkpoint} cannot be brought to all machines: {socket.gethostname()} says {error}")
 
     if receives:

@@ -59,9 +59,13 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: Any) -> None:
         """Removes a checkpoint that a newer one stands in for, unless that could not be written."""
-        if not self.failure:
+
+        def remove() -> None:
             atomic.discard(Path(path))
             weights_file(Path(path)).unlink(missing_ok=True)
+
+        if not self.failure and (failure := failure_of(remove)):
+            say(f"{path} could not be removed: {failure}. The training goes on.")
 
 
 def save(content: Any, file: Path) -> None:
@@ -93,9 +97,14 @@ def write_weights(checkpoint: Path) -> None:
 
 
 def failure_of(write: Callable[[], Any]) -> str:
-    """Runs what writes to the disk; the system's error as a text, empty where there was none."""
+    """Runs what writes to the disk on one rank; its error as a text, empty where there was none.
+
+    Of whatever kind: raised, it would leave the other ranks waiting for this one.
+    """
     try:
         write()
     except OSError as error:
-        return error.strerror or str(error)
+        return error.strerror or str(error) or type(error).__name__
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
     return ""

@@ -25,13 +25,13 @@ Shard = Callable[[Sequence[Tensor]], Tensor]
 
 
 class GuardedCheckpointEngine(TorchCheckpointEngine):
-    """DeepSpeed's files, read without running what they hold; an error of the disk is kept for later.
+    """DeepSpeed's files, read without running what they hold; an error of writing them is kept for later.
 
     Raised where it happens, it would leave the other ranks waiting for this one.
     """
 
     failure = ""
-    """The system's first error while writing."""
+    """The first error while writing."""
 
     def __init__(self, trust: bool = False):
         super().__init__()

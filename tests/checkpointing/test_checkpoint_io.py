@@ -1,0 +1,45 @@
+"""What one rank fails at while it writes or removes a checkpoint is told, not raised: the others would wait for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from checkpointing.io import AtomicCheckpointIO
+
+CANNOT_BE_PICKLED = {"state_dict": {}, "callbacks": lambda: None}
+
+
+def test_a_checkpoint_that_cannot_be_pickled(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    plugin = AtomicCheckpointIO()
+    before = tmp_path / "before.ckpt"
+    plugin.save_checkpoint({"state_dict": {}}, before)
+    plugin.save_checkpoint(CANNOT_BE_PICKLED, tmp_path / "last.ckpt")
+    assert "last.ckpt could not be written: " in plugin.failure
+    assert "lambda" in plugin.failure
+    assert "The training goes on" in capsys.readouterr().err
+    plugin.remove_checkpoint(before)  # as Lightning asks for when there is a newer one
+    assert [path.name for path in tmp_path.iterdir()] == ["before.ckpt"]
+
+
+def test_weights_that_cannot_be_put_together(tmp_path: Path):
+    plugin = AtomicCheckpointIO(save_weights=True)
+    plugin.save_checkpoint({"state_dict": {"weight": "no tensor"}}, tmp_path / "last.ckpt")
+    assert "could not be written" in plugin.failure
+
+
+def test_a_checkpoint_that_cannot_be_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "file").touch()
+    plugin = AtomicCheckpointIO()
+    plugin.remove_checkpoint(tmp_path / "file" / "last.ckpt")
+    assert "last.ckpt could not be removed: Not a directory" in capsys.readouterr().err
+    assert not plugin.failure  # what was to be written is there
+
+
+def test_a_rank_of_deepspeed_keeps_what_failed_for_all(tmp_path: Path):
+    from strategies.zero_checkpoint import GuardedCheckpointEngine
+
+    engine = GuardedCheckpointEngine()
+    engine.save(CANNOT_BE_PICKLED, str(tmp_path / "rank.pt"))
+    assert "lambda" in engine.failure
