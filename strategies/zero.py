@@ -183,7 +183,7 @@ class ZeROStrategy(DeepSpeedStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Writes the folder, every rank its part, beside its place, and puts it there when all of it is on the disk.
 
-        DeepSpeed (0.19.8) writes in place. An error of the disk is told to all ranks and noted by the plugin.
+        DeepSpeed (0.19.8) writes in place. An error is told to all ranks and noted by the plugin.
         """
         final = Path(self.broadcast(filepath))
         target = atomic.staged(final)
@@ -248,6 +248,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         zero = self.config.get("zero_optimization", {})
         return {
             "stage": zero.get("stage", 0),
+            "sub_group_size": zero.get("sub_group_size"),
             "ranks": self.world_size,
             "precision": str(self.precision_plugin.precision),
             "optimizer": self.optimizer_implementation(self.root_device.type),

@@ -119,6 +119,22 @@ def test_goes_on_in_another_shape(
     assert max(abs(loss - uninterrupted[step]) for step, loss in found.items()) < 1e-5
 
 
+def test_goes_on_with_another_sub_group_size(
+    reshaped: dict[tuple[Shape, Shape], Path], folder: Path, small_data: list[str], uninterrupted: dict[int, float]
+):
+    """Cut finer, and then as it was."""
+    shape, begun = ("deepspeed_stage_3", 2), folder / "begun-deepspeed_stage_3-2"
+    found: dict[int, float] = {}
+    for steps, more in ((30, ["--zero.sub_group_size", "20000"]), (STEPS, [])):
+        out = folder / f"sub-groups-{steps}"
+        flags = flags_of(shape, steps, "--resume", str(begun), *more)
+        train_all({out: [*small_data, "--log_interval", "1", *flags]})
+        found |= losses(run_folder_of(out))
+        begun = out
+    assert list(found) == list(range(STOPPED_AT + 1, STEPS + 1))
+    assert max(abs(loss - uninterrupted[step]) for step, loss in found.items()) < 1e-5
+
+
 @pytest.mark.parametrize(("strategy", "devices", "more"), KILLED)
 def test_killed_at_random_moments_it_ends_with_the_same_weights(
     strategy: str, devices: int, more: list[str], folder: Path, small_data: list[str]
