@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torchmetrics import MeanMetric, Metric, MetricCollection
+from torchmetrics import Metric, MetricCollection, SumMetric
 from torchmetrics.classification import (
     MulticlassConfusionMatrix,
     MulticlassPrecisionRecallCurve,
@@ -45,27 +45,26 @@ class SplitMetrics:
         self.num_classes = num_classes
         # Their check of the arguments would wait for the device in each batch; the sources have checked the labels.
         options = {"ignore_index": IGNORED, "validate_args": False}
-        self.loss = MeanMetric()
+        # A sum keeps a NaN. torchmetrics' MeanMetric (1.9.0) drops it, or its weights with nan_strategy="disable".
+        self.loss_sum = SumMetric(nan_strategy="disable")
         self.confusion = MulticlassConfusionMatrix(num_classes, **options)
         self.calibration = Calibration()
-        self.top = MeanMetric() if num_classes > TOP else None
+        self.top_sum = SumMetric(nan_strategy="disable") if num_classes > TOP else None
 
     @property
     def update_called(self) -> bool:
         """Whether anything was counted since the last `reset`."""
-        return self.loss.update_called
+        return self.loss_sum.update_called
 
     def update(self, scores: Tensor, labels: Tensor) -> None:
         """Counts a batch: scores (N, classes) in float32, before the softmax; labels (N,)."""
-        losses = F.cross_entropy(scores, labels, reduction="none", ignore_index=IGNORED)
-        counted = (labels != IGNORED).float()
-        self.loss.update(losses, weight=counted)
+        self.loss_sum.update(F.cross_entropy(scores, labels, reduction="none", ignore_index=IGNORED))
         self.confusion.update(scores.argmax(dim=1), labels)
         self.calibration.update(scores, labels)
-        if self.top is not None:
+        if self.top_sum is not None:
             # torchmetrics' MulticlassAccuracy(top_k=5) (1.9.0) goes by way of a one-hot matrix, several times as slow.
             among = (scores.topk(TOP, dim=1).indices == labels[:, None]).any(dim=1)
-            self.top.update(among.float(), weight=counted)
+            self.top_sum.update(among & (labels != IGNORED))
 
     def per_class(self) -> dict[str, Tensor]:
         """Figures of each class, float64 (classes,) on the CPU; NaN of a class without images. Every rank calls it.
@@ -89,11 +88,12 @@ class SplitMetrics:
 
     def _overall(self, per_class: dict[str, Tensor]) -> dict[str, float]:
         counts = self.confusion.compute().cpu().double()
-        shares = counts.sum(dim=1) / counts.sum()
-        top = {} if self.top is None else {f"acc_top{TOP}": self.top.compute().item()}
+        images = counts.sum()
+        shares = counts.sum(dim=1) / images
+        top = {} if self.top_sum is None else {f"acc_top{TOP}": (self.top_sum.compute().cpu() / images).item()}
         return {
-            "loss": self.loss.compute().item(),
-            "acc": (counts.trace() / counts.sum()).item(),
+            "loss": (self.loss_sum.compute().cpu() / images).item(),
+            "acc": (counts.trace() / images).item(),
             **top,
             **{name: values.nanmean().item() for name, values in per_class.items() if name != "acc"},
             "precision_weighted": (per_class["precision"] * shares).nansum().item(),
@@ -116,7 +116,7 @@ class SplitMetrics:
 
     def reset(self, device: torch.device, group: ProcessGroup | None = None) -> None:
         """Forgets all that was counted, and counts on `device` from now on; `group`: ranks that see all images once."""
-        for metric in (self.loss, self.confusion, self.calibration, self.top):
+        for metric in (self.loss_sum, self.confusion, self.calibration, self.top_sum):
             if metric is not None:
                 metric.process_group = group
                 metric.to(device).reset()
@@ -196,9 +196,8 @@ class Calibration(Metric):
         confidence, predicted = scores.double().softmax(dim=1).max(dim=1)
         edges = torch.linspace(0, 1, BINS + 1, dtype=torch.float64, device=scores.device)
         bins = torch.bucketize(confidence, edges[1:-1])  # the upper edge belongs to a bin
-        counted = (labels != IGNORED).double()
-        rows = torch.stack([counted, counted * confidence, counted * (predicted == labels)], dim=1)
-        self.totals = self.totals.index_add(0, bins, rows)
+        rows = torch.stack([torch.ones_like(confidence), confidence, predicted == labels], dim=1)
+        self.totals = self.totals.index_add(0, bins, rows.masked_fill((labels == IGNORED)[:, None], 0))
 
     def compute(self) -> Tensor:
         """float64 (BINS, 3): images, sum of their confidences, and images that were classified rightly."""

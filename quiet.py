@@ -21,8 +21,6 @@ WARNINGS = (
     "You requested to overfit but enabled train dataloader shuffling.*",
     # A run resumed without --save_every_n_steps has one callback less than the first.
     "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be provided.*",
-    # A run that diverged: the summary says so.
-    "Encountered `nan` values in tensor.*",
     # A resumed run has a run folder of its own.
     "The dirpath has changed from .*",
     # A stage 3 checkpoint is a folder of shards: evaluate.py reads it as it is.

@@ -192,6 +192,22 @@ def test_scores_that_are_no_numbers_raise_nothing():
     assert np.isnan(metrics.overall()["calibration_error"])
 
 
+def test_a_loss_with_a_nan_in_it_is_nan():
+    scores, labels = scores_and_labels("ten classes")
+    scores[::2] = torch.nan
+    metrics = SplitMetrics(10)
+    metrics.update(scores, labels)
+    assert np.isnan(metrics.overall()["loss"])
+
+
+def test_an_ignored_nan_counts_nowhere():
+    scores, labels = scores_and_labels("ten classes")
+    clean, padded = SplitMetrics(10), SplitMetrics(10)
+    clean.update(scores, labels)
+    padded.update(torch.cat([scores, torch.full((1, 10), torch.nan)]), torch.cat([labels, torch.tensor([IGNORED])]))
+    assert padded.overall() == clean.overall()
+
+
 def test_a_reset_forgets_everything():
     scores, labels = scores_and_labels("ten classes")
     metrics = CurveMetrics(10)

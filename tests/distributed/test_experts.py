@@ -153,13 +153,13 @@ trainer.fit(module, datamodule=datamodule)
 last = run / "checkpoints" / "last.ckpt"
 trainer.test(module, datamodule=datamodule, verbose=False)
 trainer.validate(module, datamodule=datamodule, verbose=False)
-tested = module.test_metrics.loss.compute()
+tested = module.test_metrics.overall()["loss"]
 trainer.save_checkpoint(run / "after.ckpt")
 if trainer.is_global_zero:
     same(last, run / "after.ckpt")
 trainer.strategy.barrier()
 trainer.test(module, datamodule=datamodule, verbose=False, ckpt_path=str(run / "after.ckpt"))
-assert module.test_metrics.loss.compute() == tested
+assert module.test_metrics.overall()["loss"] == tested
 again = build.trainer(config, run_dir)
 again.fit_loop.max_epochs, again.fit_loop.epoch_loop.max_steps = -1, 20
 again.fit(module, datamodule=datamodule, ckpt_path=str(run / "after.ckpt"))
