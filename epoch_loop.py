@@ -114,14 +114,7 @@ class EpochLoop(_TrainingEpochLoop):
         no_sync = accumulating and isinstance(strategy, DDPStrategy)
         with strategy.block_backward_sync() if no_sync else nullcontext():
             outputs, loss = self._forward(batch, batch_idx)
-            if batch_idx % trainer.accumulate_grad_batches == 0:
-                progress.zero_grad.increment_ready()
-                self._call("on_before_zero_grad", optimizer)
-                progress.zero_grad.increment_started()
-                for group in optimizer.param_groups:  # as zero_grad does, less its profiling: 15 us for ten parameters
-                    for parameter in group["params"]:
-                        parameter.grad = None
-                progress.zero_grad.increment_completed()
+            self._zero_grad(batch_idx, optimizer.param_groups)
             self._call("on_before_backward", loss)
             loss.backward()
             self._call("on_after_backward")
@@ -139,6 +132,7 @@ class EpochLoop(_TrainingEpochLoop):
         trainer, progress = self.trainer, self.automatic_optimization.optim_progress.optimizer
         engine: Any = trainer.strategy.model
         outputs, loss = self._forward(batch, batch_idx)
+        self._zero_grad(batch_idx, [])
         self._call("on_before_backward", loss)
         trainer.strategy.precision_plugin.backward(loss, trainer.lightning_module, None)
         self._call("on_after_backward")
@@ -150,6 +144,19 @@ class EpochLoop(_TrainingEpochLoop):
         if not accumulating:
             progress.step.increment_completed()
         return outputs
+
+    def _zero_grad(self, batch_idx: int, groups: list[dict[str, Any]]) -> None:
+        """At the first micro-batch of a step calls the hook and forgets the gradients of these parameter groups."""
+        if batch_idx % self.trainer.accumulate_grad_batches:
+            return
+        progress = self.automatic_optimization.optim_progress.optimizer.zero_grad
+        progress.increment_ready()
+        self._call("on_before_zero_grad", self.trainer.optimizers[0])
+        progress.increment_started()
+        for group in groups:  # as zero_grad does, less its profiling: 15 us for ten parameters
+            for parameter in group["params"]:
+                parameter.grad = None
+        progress.increment_completed()
 
     def _forward(self, batch: Any, batch_idx: int) -> tuple[dict[str, Any], Tensor]:
         """The training step's outputs, the loss in them detached, and the loss to go back from."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 
 GIVE_WAY = 19
 """Niceness of the tests of one process: they get what the ranks leave, which is a third of two cores."""
@@ -16,6 +19,22 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Flags for 640 training and as many test images, decoded once for all tests."""
     root = tmp_path_factory.mktemp("data")
     return ["--data.source", "synthetic", "--data.synthetic_size", "640", "--data.root", str(root)]
+
+
+@pytest.fixture
+def own_process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For a test that is a rank of DeepSpeed's itself: what it leaves, later tests would inherit."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+    environment = dict(os.environ)
+    yield
+    if dist.is_initialized():
+        import deepspeed
+
+        deepspeed.comm.destroy_process_group()  # and DeepSpeed's references to it
+    for name in os.environ.keys() - environment.keys():  # the ranks' variables
+        del os.environ[name]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -14,8 +14,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 import epoch_loop
+import strategies
 from cifar_module import CIFARModule
-from config import Choice
+from config import Choice, Config
 from sources.loader import MemoryLoader
 from sources.order import EvalOrder, TrainOrder
 from sources.split import Split
@@ -51,7 +52,8 @@ class Logging(CIFARModule):
         return loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.log("own/grad", next(self.parameters()).grad.norm())  # pyright: ignore[reportOptionalMemberAccess]
+        gradient = next(self.parameters()).grad  # DeepSpeed keeps its own
+        self.log("own/grad", torch.ones(()) if gradient is None else gradient.norm())
 
 
 class Recorder(Callback):
@@ -76,10 +78,12 @@ class Recorder(Callback):
 
 
 def fit(
-    ours: bool, accumulate: int, folder: Path, more: Callback | None = None, **options: Any
+    ours: bool, accumulate: int, folder: Path, more: Callback | None = None, strategy: str = "baseline", **options: Any
 ) -> tuple[Trainer, CIFARModule, Recorder, str]:
     recorder, checkpoint = Recorder(), options.pop("ckpt_path", None)
+    config = Config(strategy=strategy, accelerator="cpu", devices=1, gradient_clip_val=0.5)
     trainer = Trainer(
+        strategy=strategies.build(config, True, BATCH // accumulate, 62_006),
         accelerator="cpu",
         max_epochs=2,
         accumulate_grad_batches=accumulate,
@@ -101,11 +105,14 @@ def fit(
     return trainer, module, recorder, (folder / "metrics.csv").read_text()
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_it_is_lightnings_loop_to_hooks_counters_logs_and_weights(accumulate: int, tmp_path: Path) -> None:
-    trainer, module, recorder, logged = fit(True, accumulate, tmp_path / "ours")
+@pytest.mark.usefixtures("own_process_group")
+@pytest.mark.parametrize(("strategy", "accumulate"), [("baseline", 1), ("baseline", 2), ("deepspeed_stage_2", 2)])
+def test_it_is_lightnings_loop_to_hooks_counters_logs_and_weights(
+    strategy: str, accumulate: int, tmp_path: Path
+) -> None:
+    trainer, module, recorder, logged = fit(True, accumulate, tmp_path / "ours", strategy=strategy)
     assert trainer.fit_loop.epoch_loop._step is not None  # pyright: ignore - it did not take Lightning's way
-    theirs, their_module, their_recorder, their_log = fit(False, accumulate, tmp_path / "theirs")
+    theirs, their_module, their_recorder, their_log = fit(False, accumulate, tmp_path / "theirs", strategy=strategy)
     assert recorder.seen == their_recorder.seen
     assert {name for name, *_ in recorder.seen} >= set(epoch_loop.HOOKS)
     assert logged == their_log

@@ -2,14 +2,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import socket
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback
 
 import strategies
@@ -90,27 +87,18 @@ def test_a_step_of_fewer_micro_batches_is_their_mean(fit: Fit) -> None:
 
 
 @pytest.mark.distributed
-def test_every_deepspeed_stage_logs_the_curves_of_the_baseline(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+@pytest.mark.usefixtures("own_process_group")
+def test_every_deepspeed_stage_logs_the_curves_of_the_baseline(fit: Fit) -> None:
     clipped = {"gradient_clip_val": 0.2, "optimizer": Choice("adam", {"lr": 0.01})}
     baseline = fit(config(**clipped), 40)
     assert max(baseline.points("train/grad_norm").values()) > 0.2  # or there would be nothing to clip
-    environment = dict(os.environ)
-    try:
-        for stage in range(4):
-            settings = config(strategy=f"deepspeed_stage_{stage}", **clipped)
-            strategy = strategies.build(settings, on_cpu=True, micro_batch_size=4, num_parameters=62006)
-            run = fit(settings, 40, strategy=strategy)
-            for tag in ("train/grad_norm", "train/loss", "train/learning_rate", "train/epoch"):
-                assert run.points(tag) == pytest.approx(baseline.points(tag), rel=1e-5), f"stage {stage}, {tag}"
-            effective = run.observer(Effective).totals
-            assert (effective["compute_dtype"], effective["skipped_steps"]) == ("float32", 0)
-            assert effective["reduce_bucket_size"] == (62006 if stage else None)
-            assert json.loads((run.folder / "deepspeed.json").read_text())["zero_optimization"]["stage"] == stage
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        for name in os.environ.keys() - environment.keys():  # the ranks' variables, which later tests would inherit
-            del os.environ[name]
+    for stage in range(4):
+        settings = config(strategy=f"deepspeed_stage_{stage}", **clipped)
+        strategy = strategies.build(settings, on_cpu=True, micro_batch_size=4, num_parameters=62006)
+        run = fit(settings, 40, strategy=strategy)
+        for tag in ("train/grad_norm", "train/loss", "train/learning_rate", "train/epoch"):
+            assert run.points(tag) == pytest.approx(baseline.points(tag), rel=1e-5), f"stage {stage}, {tag}"
+        effective = run.observer(Effective).totals
+        assert (effective["compute_dtype"], effective["skipped_steps"]) == ("float32", 0)
+        assert effective["reduce_bucket_size"] == (62006 if stage else None)
+        assert json.loads((run.folder / "deepspeed.json").read_text())["zero_optimization"]["stage"] == stage
