@@ -40,8 +40,8 @@ recipes: setup  ## a few steps of every recipe, on one rank and under ZeRO on tw
 bench: setup  ## measure against the reference loops, in short: a few minutes (docs/performance.md)
 	for name in tutorial limit deepspeed startup data; do $(BIN)/python -m benchmarks.$$name --short || exit; done
 
-fuzz: setup  ## all tests in their whole form: every pair of strategies, twenty kills, damaged files: some hours
-	FUZZ=1 $(WITH_NINJA) $(BIN)/pytest --timeout 7200
+fuzz: setup  ## all tests in their whole form: every recipe, every pair of strategies, twenty kills, damaged files: some hours
+	RECIPES=1 FUZZ=1 $(WITH_NINJA) $(BIN)/pytest --timeout 7200
 
 clean:  ## remove .venv and caches; runs and data stay
 	rm -rf .venv .pytest_cache .ruff_cache

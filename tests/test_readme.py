@@ -118,3 +118,12 @@ def test_make_targets_of_the_readme_exist():
     listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert targets
     assert targets <= {line.split()[0] for line in listed.splitlines()}
+
+
+def test_make_fuzz_switches_every_test_on():
+    """It sets each variable of the environment that a test waits for."""
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    wanted = set(re.findall(r'"([A-Z]+)" (?:not )?in os\.environ', tests)) - {"RANK"}  # a rank asks for that
+    command = subprocess.run(["make", "--dry-run", "fuzz"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert wanted >= {"FUZZ", "RECIPES"}
+    assert all(f"{name}=1 " in command for name in wanted)
