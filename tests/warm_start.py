@@ -40,8 +40,9 @@ def main() -> None:
     """Serves one request after the other until it is killed."""
     gc.freeze()  # the copies share this memory as long as nobody writes to it
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(sys.argv[1])
+        listener.bind(f"{sys.argv[1]}.part")
         listener.listen()
+        os.rename(f"{sys.argv[1]}.part", sys.argv[1])  # it is there once it listens
         while True:
             connection, _ = listener.accept()
             with connection:

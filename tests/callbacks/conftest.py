@@ -1,21 +1,25 @@
-"""What the tests of the observers share: a real fit on random images, and what it left in TensorBoard."""
+"""What the tests of the observers share: a real fit on random images, in the loop and from the loader that users get,
+and what it left in TensorBoard."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+import epoch_loop
 from callbacks.counts import training_flops
 from callbacks.curves import TrainingCurves
 from callbacks.effective import Effective
@@ -25,9 +29,25 @@ from callbacks.progress import Progress
 from callbacks.throughput import Throughput
 from cifar_module import CIFARModule
 from config import Config
+from sources.loader import MemoryLoader
+from sources.order import TrainOrder
+from sources.split import Split
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 NUM_TEST = 60
+
+
+Change = Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]
+"""What a test does to each micro-batch, images and labels, as it comes."""
+
+
+class ChangedLoader(MemoryLoader):
+    """The memory loader, with the change."""
+
+    change: Change
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return map(self.change, super().__iter__())
 
 
 class RandomImages(LightningDataModule):
@@ -38,19 +58,24 @@ class RandomImages(LightningDataModule):
     dataset = SimpleNamespace(name="synthetic")
     num_val = num_test = NUM_TEST
 
-    def __init__(self, num_train: int, micro_batch_size: int, collate: Callable[[list[Any]], Any] | None = None):
+    def __init__(self, num_train: int, batch_size: int, accumulate: int, change: Change | None = None):
         super().__init__()
-        self.collate = collate
+        self.num_train, self.micro_batch_size = num_train, batch_size // accumulate
+        self.order, self.change = TrainOrder(num_train, batch_size, accumulate, 1, 0, 0, shuffle=False), change
         generator = torch.Generator().manual_seed(0)
-        self.num_train, self.micro_batch_size = num_train, micro_batch_size
-        self.images = torch.randint(0, 256, (num_train, 3, 32, 32), generator=generator, dtype=torch.uint8)
-        self.labels = torch.randint(0, 10, (num_train,), generator=generator)
+        images = torch.randint(0, 256, (num_train, 32, 32, 3), generator=generator, dtype=torch.uint8).permute(
+            0, 3, 1, 2
+        )
+        labels = torch.randint(0, 10, (num_train,), generator=generator)
+        self.split = Split(images.numpy(), labels.numpy(), np.arange(num_train))
         self.test_images = torch.randint(0, 256, (NUM_TEST + 1, 3, 32, 32), generator=generator, dtype=torch.uint8)
         self.test_labels = torch.randint(0, 10, (NUM_TEST + 1,), generator=generator)
         self.test_labels[-1] = -1
 
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(TensorDataset(self.images, self.labels), self.micro_batch_size, collate_fn=self.collate)
+    def train_dataloader(self) -> MemoryLoader:
+        loader = ChangedLoader(self.split, self.order)
+        loader.change = self.change or (lambda batch: batch)
+        return loader
 
     def val_dataloader(self) -> DataLoader[Any]:
         return self.test_dataloader()
@@ -99,7 +124,7 @@ def fit(tmp_path: Path) -> Callable[..., Run]:
         warmup_steps: int = 2,
         console: Console | None = None,
         module_class: type[CIFARModule] = CIFARModule,
-        collate: Callable[[list[Any]], Any] | None = None,
+        change: Change | None = None,
         **options: Any,
     ) -> Run:
         folder = tmp_path / f"run_{len(list(tmp_path.iterdir()))}"
@@ -125,8 +150,11 @@ def fit(tmp_path: Path) -> Callable[..., Run]:
             **{"enable_checkpointing": False, **options},
         )
         module = module_class(config.model, config.optimizer, config.schedule, len(CLASSES))
-        datamodule = RandomImages(num_train, config.batch_size // config.accumulate, collate)
+        datamodule = RandomImages(num_train, config.batch_size, config.accumulate, change)
+        epoch_loop.install(trainer)
         trainer.fit(module, datamodule=datamodule)
+        took_ours = getattr(trainer.fit_loop.epoch_loop, "_step", None) is not None
+        assert took_ours or not trainer.global_step  # not Lightning's way
         return Run(trainer, module, datamodule, config, folder).read()
 
     return run

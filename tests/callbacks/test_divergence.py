@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import default_collate
+from torch import Tensor
 
 from callbacks.curves import TrainingCurves
 from callbacks.divergence import Divergence
@@ -21,8 +21,8 @@ class Poison:
     def __init__(self, at: int):
         self.at, self.made = at, 0
 
-    def __call__(self, samples: list[Any]) -> Any:
-        images, labels = default_collate(samples)
+    def __call__(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        images, labels = batch
         self.made += 1
         return (images * torch.nan if self.made == self.at else images), labels
 
@@ -38,7 +38,7 @@ def test_the_step_is_named_whenever_it_is_looked_for(fit: Callable[..., Any], lo
     config = Config(epochs=1, batch_size=4, accumulate=2, log_interval=log_interval)
     curves = TrainingCurves(log_interval)
     with pytest.raises(RunError, match=r"from step 5 on \(epoch 1, learning rate 0.001"):
-        fit(config, 48, curves, Divergence(curves, None), collate=Poison(9))
+        fit(config, 48, curves, Divergence(curves, None), change=Poison(9))
 
 
 def test_no_checkpoint_is_written_after_it(fit: Callable[..., Any], tmp_path: Path):
@@ -48,14 +48,14 @@ def test_no_checkpoint_is_written_after_it(fit: Callable[..., Any], tmp_path: Pa
     saved = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1, save_top_k=-1)
     config = Config(epochs=1, batch_size=4, log_interval=100)
     with pytest.raises(RunError, match="from step 3 on"):
-        fit(config, 48, curves, Divergence(curves, None), saved, collate=Poison(3), enable_checkpointing=True)
+        fit(config, 48, curves, Divergence(curves, None), saved, change=Poison(3), enable_checkpointing=True)
     assert [path.stem for path in sorted((tmp_path / "kept").iterdir())] == ["epoch=0-step=1", "epoch=0-step=2"]
 
 
 def test_skip_leaves_the_micro_batch_out(fit: Callable[..., Any], capsys: pytest.CaptureFixture[str]):
     curves = TrainingCurves(1)
     config = Config(epochs=1, batch_size=4, log_interval=1)
-    run = fit(config, 48, curves, Divergence(curves, None), collate=Poison(3), module_class=Skipping)
+    run = fit(config, 48, curves, Divergence(curves, None), change=Poison(3), module_class=Skipping)
     assert run.module.skipped == 1
     assert all(parameter.isfinite().all() for parameter in run.module.parameters())
     losses = {event.step: event.value for event in run.events.Scalars("train/loss")}

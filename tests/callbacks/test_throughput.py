@@ -8,7 +8,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import default_collate
 
 import start_time
 from callbacks.counts import parameter_count, training_flops
@@ -112,10 +111,10 @@ def test_the_clock_leaves_out_warm_up_validation_and_checkpoints(
 DATA_SECONDS = 0.2
 
 
-def slow_collate(images: list[Any]) -> Any:
+def slow(batch: Any) -> Any:
     """A loader that takes DATA_SECONDS for each micro-batch."""
     CLOCK.sleep(DATA_SECONDS)
-    return default_collate(images)
+    return batch
 
 
 @pytest.mark.usefixtures("_fake_time")
@@ -123,7 +122,7 @@ def test_the_wait_for_data_and_the_utilisation(fit: Callable[..., Any], monkeypa
     """Two micro-batches a step; the clock starts when the first of the timed steps, or of an epoch, is there."""
     monkeypatch.setattr("callbacks.throughput.peak_flops", lambda device, precision: 10 * 12_818_880)
     config = Config(epochs=2, batch_size=4, accumulate=2, log_interval=1)
-    run = fit(config, 32, warmup_steps=4, module_class=Sleeper, collate=slow_collate)
+    run = fit(config, 32, warmup_steps=4, module_class=Sleeper, change=slow)
     waits = {step: DATA_SECONDS * (1 if step in (5, 9) else 2) for step in range(5, 17)}
     steps = {step: 2 * STEP_SECONDS + wait for step, wait in waits.items()}
     assert run.points("perf/data_time_ms") == pytest.approx({step: 1e3 * wait for step, wait in waits.items()})
