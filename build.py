@@ -139,12 +139,13 @@ def finetuning(config: Config) -> Match | None:
     return match(on_meta(config.model, num_classes(config)), weights, config.weights)
 
 
-def trainer(config: Config, run_dir: Path | None) -> Trainer:
+def trainer(config: Config, run_dir: Path | None, figures: bool = True) -> Trainer:
     """Lightning's Trainer for a run.
 
     Args:
         config: of the run, settled.
         run_dir: the run folder, on rank 0; None on the others, which write nothing by themselves.
+        figures: whether the test's are drawn.
     """
     on_cpu = config.accelerator == "cpu"
     strategy = strategies.build(config, on_cpu, micro_batch(config), parameter_count(config.model, num_classes(config)))
@@ -162,7 +163,7 @@ def trainer(config: Config, run_dir: Path | None) -> Trainer:
         "accumulate_grad_batches": config.accumulate,
         "gradient_clip_val": config.gradient_clip_val or None,
         "logger": loggers(config, run_dir),
-        "callbacks": callbacks(config, run_dir),
+        "callbacks": callbacks(config, run_dir, figures),
         "default_root_dir": run_dir,
         "plugins": [AtomicCheckpointIO(config.trust, config.save_weights), *environment()],
         "use_distributed_sampler": False,  # the loaders shard by themselves, whatever the strategy
@@ -217,7 +218,7 @@ def loggers(config: Config, run_dir: Path | None) -> list[Logger]:
     return made
 
 
-def callbacks(config: Config, run_dir: Path | None) -> list[Callback]:
+def callbacks(config: Config, run_dir: Path | None, figures: bool) -> list[Callback]:
     """The observers of a run, the same on every rank."""
     curves = TrainingCurves(config.log_interval, None if config.only_measures else run_dir)
     warmup = BENCH_WARMUP_STEPS if config.bench_steps else WARMUP_STEPS
@@ -244,7 +245,7 @@ def callbacks(config: Config, run_dir: Path | None) -> list[Callback]:
     if config.accelerator == "cpu":
         observers.append(CPUKernels(flops, config.precision))
     if not config.only_measures:
-        observers += [TestFigures(run_dir), *checkpoints(config, run_dir)]
+        observers += [*([TestFigures(run_dir)] if figures else []), *checkpoints(config, run_dir)]
         observers += [EarlyStop(config.early_stopping)] if config.early_stopping else []
     return observers
 

@@ -28,8 +28,12 @@ if TYPE_CHECKING:
 start_time.note()
 
 
-def main() -> int:
-    """Parses the command line and trains, in this process or in the ranks that it starts; returns the exit code."""
+def main(figures: bool = True) -> int:
+    """Parses the command line and trains, in this process or in the ranks that it starts; returns the exit code.
+
+    Args:
+        figures: whether the test's are drawn.
+    """
     launchers.adopt()
     config = cli.parse(launchers.arguments(sys.argv[1:]))
     if config.strategy == AUTO:
@@ -43,15 +47,17 @@ def main() -> int:
         told = {automatic.VARIABLE: config.strategy}  # what auto has come to
         return launch.run(config.world_size, on_cpu=config.accelerator == "cpu", told=told)
     with explained(config):
-        train(config)
+        train(config, figures)
     return 0
 
 
-def train(config: Config) -> dict[str, Any]:
+def train(config: Config, figures: bool = True, last: bool = True) -> dict[str, Any]:
     """Trains and tests as one rank; rank 0 leaves the run folder behind.
 
     Args:
         config: settled by `checks.settle`.
+        figures: whether the test's are drawn.
+        last: whether no other run follows in this process, in the same process group.
 
     Returns:
         What metrics.json holds, on every rank.
@@ -87,7 +93,7 @@ def train(config: Config) -> dict[str, Any]:
         machines.introduce(config, places, run_dir)
         meeting.limit(config)
         module = build.module(config, start)
-        trainer = build.trainer(config, run_dir)
+        trainer = build.trainer(config, run_dir, figures)
     trainer.fit(module, datamodule=datamodule, ckpt_path=config.resume or None)
     if (signal := build.stopped_by(trainer)) is not None:
         trainer.strategy.barrier()
@@ -95,7 +101,7 @@ def train(config: Config) -> dict[str, Any]:
         saved = run_dir is not None and not config.only_measures
         if saved and signal == SLURM_REQUEUE:
             requeue()  # while the others wait: srun --kill-on-bad-exit ends the step with the first rank that leaves
-        leave(trainer)
+        leave(trainer, last)
         raise Stopped(signal, f"the run goes on with --resume {run_dir}" if saved else "")
     if not config.only_measures:
         trainer.test(module, datamodule=datamodule, verbose=False)
@@ -105,7 +111,7 @@ def train(config: Config) -> dict[str, Any]:
         log_hparams(trainer, config, metrics)
         if not config.find_lr:
             print_summary(metrics, run_dir)
-    leave(trainer)
+    leave(trainer, last)
     check_saved(trainer)
     return metrics
 
@@ -141,12 +147,12 @@ def requeue() -> None:
     subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False)
 
 
-def leave(trainer: Trainer) -> None:
-    """Waits for the other ranks and takes down the process group, which complains otherwise."""
+def leave(trainer: Trainer, last: bool) -> None:
+    """Waits for the other ranks; after the last run takes down the process group, which complains otherwise."""
     import torch.distributed
 
     trainer.strategy.barrier()
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if last and torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 

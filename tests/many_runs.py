@@ -1,5 +1,6 @@
 """Runs of train.py one after the other in the same ranks, for as long as there are some: what takes a run seconds is
-its start.
+its start. Less the figures of the test, which are most of the rest, and the end of the process group:
+tests/distributed/test_exit.py has both.
 
 `python -m tests.many_runs FOLDER RANKS`: each N.json in the folder, from 0 on, is a list of command lines of so many
 ranks; N.done says that they have ended.
@@ -19,7 +20,6 @@ import cli
 import exits
 import launch
 import train
-from callbacks.figures import TestFigures
 
 POLL_SECONDS = 0.02
 IDLE_SECONDS = 900.0
@@ -31,8 +31,6 @@ def main() -> int:
     folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
     if ranks > 1 and not launch.is_rank():
         return launch.run(ranks, on_cpu=True)
-    TestFigures.on_test_end = lambda self, trainer, pl_module: None  # most of a short run; tests/callbacks has them
-    train.leave = lambda trainer: trainer.strategy.barrier()  # the process group stays for the next one
     environment = dict(os.environ)
     for number in itertools.count():
         file = folder / f"{number}.json"
@@ -45,7 +43,7 @@ def main() -> int:
             os.environ.update(environment)  # Lightning takes WORLD_SIZE away at the end of a run
             config = cli.parse(flags)
             checks.settle(config)
-            train.train(config)
+            train.train(config, figures=False, last=False)
         if launch.global_rank() == 0:
             file.with_suffix(".done").touch()
     return 0

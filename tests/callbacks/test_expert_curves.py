@@ -15,7 +15,7 @@ from callbacks.experts import Experts, experts_of_classes
 from config import Choice, Config
 from models.moe import Routing, gates
 from reports.expert_figure import expert_figure
-from tests.helpers import assert_ok, run_folder_of, run_program
+from tests.helpers import run_folder_of, train_all
 
 Fit = Callable[..., Any]
 
@@ -149,7 +149,7 @@ def test_many_panels_and_classes() -> None:
 def test_two_ranks_count_all_tokens(small_data: list[str], tmp_path: Path) -> None:
     options = ["--model", "net_moe", "--model.num_experts", "[2]", "--model.capacity_factor", "2"]
     length = ["--batch_size", "32", "--max_steps", "3", "--log_interval", "2", "--data.val_fraction", "0"]
-    assert_ok(run_program("train.py", *small_data, *options, *length, "--devices", "2", "--out", str(tmp_path)))
+    train_all({tmp_path: [*small_data, *options, *length, "--devices", "2", "--accelerator", "cpu"]})
     folder = run_folder_of(tmp_path)
     events = EventAccumulator(str(folder))
     events.Reload()

@@ -1,0 +1,23 @@
+"""A run of two ranks as a user starts it, to its end: tests/many_runs.py leaves the figures and the exit out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import assert_ok, run_folder_of, run_program
+
+FIGURES = {"calibration.png", "confusion_matrix.png", "mistakes.png", "precision_recall.png", "roc.png"}
+
+
+@pytest.mark.distributed
+def test_two_ranks_end_with_figures_and_speak_once(small_data: list[str], tmp_path: Path):
+    flags = ["--devices", "2", "--strategy", "deepspeed_stage_2", "--accelerator", "cpu"]
+    flags += ["--batch_size", "32", "--max_steps", "3", "--out", str(tmp_path)]
+    done = run_program("train.py", *small_data, *flags, env={})  # a program of its own
+    assert_ok(done)
+    run = run_folder_of(tmp_path)
+    assert {path.name for path in run.glob("*.png")} >= FIGURES
+    assert done.stdout.count("run folder") == 1
+    assert [line for line in done.stderr.splitlines() if line and "Preparing the images" not in line] == []
