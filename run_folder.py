@@ -104,8 +104,11 @@ def find_checkpoint(path: str, out: str, name: str, fallback: bool = False) -> P
 
 
 def is_checkpoint_folder(path: Path) -> bool:
-    """Whether it is what DeepSpeed writes for a checkpoint."""
-    return (path / "latest").is_file()
+    """Whether it is what DeepSpeed writes for a checkpoint: a file `latest` and the folder that Lightning names in it.
+
+    A file `latest` alone may be another program's, in a folder above a checkpoint.
+    """
+    return (path / "latest").is_file() and (path / "checkpoint").is_dir()
 
 
 def written(checkpoint: Path) -> tuple[int, str]:

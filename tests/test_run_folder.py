@@ -27,7 +27,7 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path):
 def make(path: Path, when: float) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.name.startswith("sharded"):
-        path.mkdir()
+        (path / "checkpoint").mkdir(parents=True)
         (path / "latest").write_text("checkpoint")
     else:
         path.write_text("")
@@ -64,8 +64,13 @@ def test_a_recipe_is_found_only_in_the_run_folder(tmp_path: Path):
 def test_what_lies_in_a_checkpoint_names_it(tmp_path: Path):
     """Which path is the checkpoint: Lightning issues 20453 and 17763."""
     checkpoint = make(tmp_path / "net" / "version_0" / "checkpoints" / "sharded.ckpt", 100)
-    (checkpoint / "checkpoint").mkdir()
     file = checkpoint / "checkpoint" / "mp_rank_00_model_states.pt"
     file.write_text("")
     for given in (checkpoint.parent, checkpoint, checkpoint / "latest", checkpoint / "checkpoint", file):
         assert run_folder.find_checkpoint(str(given), "", "") == checkpoint
+
+
+def test_a_file_named_latest_above_a_checkpoint_is_no_checkpoint(tmp_path: Path):
+    (tmp_path / "latest").write_text("of another program")
+    checkpoint = make(tmp_path / "models" / "net.ckpt", 100)
+    assert run_folder.find_checkpoint(str(checkpoint), "", "") == checkpoint
