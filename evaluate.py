@@ -60,8 +60,8 @@ def main() -> int:
     wanted = config.precision
     config.precision = "32-true"
     checks.settle(config)
-    precision = _precision(wanted, trained_cast, on_cpu=config.accelerator == "cpu")
-    evaluate(config, checkpoint, precision, content)
+    precision = "32-true" if wanted == "16-mixed" and config.accelerator == "cpu" else wanted  # it has no float16
+    evaluate(config, checkpoint, precision, trained_cast, content)
     return 0
 
 
@@ -86,7 +86,7 @@ def configuration(checkpoint: Path, overrides: list[str], content: dict[str, Any
 
 
 def evaluate(
-    config: Config, checkpoint: Path, precision: str, content: dict[str, Any] | None = None
+    config: Config, checkpoint: Path, precision: str, cast: bool, content: dict[str, Any] | None = None
 ) -> dict[str, object]:
     """Tests a checkpoint and prints its table.
 
@@ -94,17 +94,20 @@ def evaluate(
         config: of the run, settled for one device.
         checkpoint: file or folder.
         precision: Lightning's name of the number format that the network runs in.
+        cast: whether mixed precision is a network cast to the format, as DeepSpeed's and fsdp2's is, and not autocast.
         content: of the checkpoint, where it was read or put together already.
 
     Returns:
         The test/* of metrics.json.
     """
+    import torch
     from lightning.pytorch import Trainer
 
     import build
     from callbacks.summary import test_metrics
     from checkpointing.read import read
     from checkpointing.weights import check_fits, network
+    from models.cast import cast_buffers, cast_parameters, compute_with_statistics
     from quiet import quieten
     from reports.summary import print_test_table
 
@@ -116,6 +119,12 @@ def evaluate(
     weights = network(content or read(checkpoint, config.trust), averaged)
     check_fits(module.net, weights, str(checkpoint))
     module.net.load_state_dict(weights)
+    if cast and "mixed" in precision:
+        dtype = torch.bfloat16 if "bf16" in precision else torch.float16
+        cast_parameters(module.net, dtype)
+        cast_buffers(module.net, dtype)
+        compute_with_statistics(module.net)
+        precision = "32-true"
     trainer = Trainer(
         accelerator=config.accelerator,
         devices=1,
@@ -133,14 +142,6 @@ def evaluate(
     print_test_table(metrics)
     print(f"test loss {metrics['test/loss']:.4f}")
     return metrics
-
-
-def _precision(precision: str, trained_cast: bool, on_cpu: bool) -> str:
-    """DeepSpeed's and fsdp2's mixed precision runs a network cast to the type, elsewhere it is autocast; the CPU has no
-    float16."""
-    if on_cpu and precision == "16-mixed":
-        return "32-true"
-    return precision.replace("mixed", "true") if trained_cast else precision
 
 
 if __name__ == "__main__":

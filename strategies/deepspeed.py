@@ -122,9 +122,11 @@ def _precision(dtype: Dtype, stage: int) -> dict[str, Any]:
 
 
 def _buffers(dtype: Dtype) -> dict[str, Any]:
-    """Has the engine cast buffers as well as parameters: torch (2.15) takes the running statistics of a batch
-    normalisation in the format of its weights alone, and DeepSpeed (0.19.8) leaves them in float32."""
-    return {"data_types": {"buffer_dtype": dtype}} if dtype != "fp32" else {}
+    """Has the engine cast buffers as well as parameters, which DeepSpeed (0.19.8) leaves in float32, but not the
+    statistics of batch norms (models/cast.py)."""
+    if dtype == "fp32":
+        return {}
+    return {"data_types": {"buffer_dtype": dtype, "keep_in_fp32_modules": ["running_mean", "running_var"]}}
 
 
 def _zero_section(source: dict[str, Any], spec: Spec, config: Config, num_parameters: int) -> dict[str, Any]:

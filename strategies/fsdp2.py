@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from models.cast import cast_buffers, compute_with_statistics
 from strategies.mesh import MeshStrategy
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ def shard(net: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> Non
     """
     data_parallel = mesh["data_parallel"]
     if policy.param_dtype is not None:
-        for buffer in net.buffers():  # a batch norm takes weights and statistics of one type
-            buffer.data = buffer.data.to(policy.param_dtype if buffer.is_floating_point() else buffer.dtype)
+        cast_buffers(net, policy.param_dtype)
+        compute_with_statistics(net)
     blocks = getattr(net, "blocks", nn.Sequential())
     for block in blocks.children():
         fully_shard(block, mesh=data_parallel, mp_policy=policy)

@@ -27,6 +27,7 @@ from checkpointing.io import AtomicCheckpointIO, failure_of
 from checkpointing.read import read
 from checkpointing.zero_folder import GROUPS, ON_DISK, SHAPE, TAG, shape_of
 from errors import UsageError
+from models.cast import compute_with_statistics
 from models.moe import share_of
 from optimizers import Implementation
 from ranks import gather
@@ -145,6 +146,7 @@ class ZeROStrategy(DeepSpeedStrategy):
                 parameter.ds_tensor.data = parameter.ds_tensor.data.to(dtype)
             forget_second_copies(self.model)
         experts.spread(self.model, self.global_rank)
+        compute_with_statistics(self.model)
         super().setup(trainer)
 
     def parameter_groups(self, module: Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

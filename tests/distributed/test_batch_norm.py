@@ -18,7 +18,12 @@ if WHOLE:
     CHAIN += ["deepspeed_stage_0", "deepspeed_stage_1", "deepspeed_stage_3", "deepspeed_stage_2", "ddp"]
 """Strategies that take one another's checkpoints up, each for an optimizer step."""
 
+CAST = ["fsdp2", "deepspeed_stage_3"]
+"""Strategies whose mixed precision is a network cast to bfloat16."""
+
 RESNET = ["--model", "resnet18", "--model.width", "0.0625", "--init", "he", "--optimizer.lr", "0.05"]
+ALL = ["--data.synthetic_size", "160", "--data.val_fraction", "0", "--accelerator", "cpu"]
+ALL += ["--devices", "2", "--batch_size", "16"]
 OTHER = "torchvision:squeezenet1_1"
 
 
@@ -26,8 +31,7 @@ OTHER = "torchvision:squeezenet1_1"
 def folder(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Path:
     """Runs of the links of the chain by their numbers, `whole` of as many steps, and `other`, which only starts."""
     out = tmp_path_factory.mktemp("runs")
-    same = [*small_data, "--data.synthetic_size", "160", "--data.val_fraction", "0", "--accelerator", "cpu"]
-    same += ["--devices", "2", "--batch_size", "16"]
+    same = [*small_data, *ALL]
     runs = {out / "whole": [*same, *RESNET, "--strategy", "ddp", "--max_steps", str(len(CHAIN))]}
     for number, strategy in enumerate(CHAIN):
         resume = ["--resume", str(out / str(number - 1))] if number else []
@@ -36,6 +40,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> P
     if WHOLE:
         runs[out / "other"] = [*same, *flags]
     train_all(runs)
+    return out
+
+
+@pytest.fixture(scope="module")
+def bfloat16(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Path:
+    """Runs under DDP and where the network is cast, whose weights stay as they are while the statistics follow."""
+    out = tmp_path_factory.mktemp("bfloat16")
+    still = [*RESNET, "--optimizer.lr", "0", "--max_steps", "20", "--epochs", "2", "--precision", "bf16-mixed"]
+    train_all({out / name: [*small_data, *ALL, *still, "--strategy", name] for name in ("ddp", *CAST)})
     return out
 
 
@@ -66,6 +79,16 @@ def test_all_ranks_have_the_same_statistics(folder: Path):
     assert len(statistics) == 40
     assert all(torch.equal(one[name], other[name]) for name in statistics)
     assert one["net.bn1.running_mean"].any()
+
+
+@pytest.mark.parametrize("strategy", CAST)
+def test_statistics_stay_in_float32_where_the_network_is_cast(strategy: str, bfloat16: Path):
+    run = run_folder_of(bfloat16 / strategy)
+    assert differing(last_weights(run), state_of(bfloat16 / "ddp")) == []
+    done = run_program("evaluate.py", str(run), "--accelerator", "cpu")
+    assert_ok(done)
+    metrics = json.loads((run / "metrics.json").read_text())
+    assert f"test loss {metrics['test/loss']:.4f}" in done.stdout
 
 
 @pytest.mark.skipif(not WHOLE, reason="make fuzz")

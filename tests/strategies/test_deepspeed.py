@@ -74,7 +74,8 @@ def test_run_config_follows_the_command_line(name: str):
     assert made["train_micro_batch_size_per_gpu"] == 8
     assert made["gradient_clipping"] == 0.5
     assert made["bf16"] == {"enabled": True}
-    assert made["data_types"] == {"buffer_dtype": "bf16"}
+    statistics = ["running_mean", "running_var"]
+    assert made["data_types"] == {"buffer_dtype": "bf16", "keep_in_fp32_modules": statistics}
     assert not {"fp16", "optimizer", "scheduler", "train_batch_size", "gradient_accumulation_steps"} & set(made)
     assert zero["stage"] == spec.stage
     assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"] == 62_006
