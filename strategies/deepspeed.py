@@ -130,7 +130,7 @@ def _buffers(dtype: Dtype) -> dict[str, Any]:
 
 
 def _zero_section(source: dict[str, Any], spec: Spec, config: Config, num_parameters: int) -> dict[str, Any]:
-    bucket = min(BUCKET_ELEMENTS, num_parameters)
+    bucket = min(BUCKET_ELEMENTS, num_parameters + num_parameters % 2)  # stages 1 and 2 (0.19.8) want an even number
     zero = {
         **source,
         "allgather_bucket_size": bucket,

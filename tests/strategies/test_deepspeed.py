@@ -69,7 +69,7 @@ def test_run_config_follows_the_command_line(name: str):
     config = cli.parse(
         ["--strategy", name, "--gradient_clip_val", "0.5", "--precision", "bf16-mixed", "--nvme_path", "/x"]
     )
-    made = run_config(config, micro_batch_size=8, num_parameters=62_006)
+    made = run_config(config, micro_batch_size=8, num_parameters=62_005)
     spec, zero = STRATEGIES[name], made["zero_optimization"]
     assert made["train_micro_batch_size_per_gpu"] == 8
     assert made["gradient_clipping"] == 0.5
@@ -78,7 +78,7 @@ def test_run_config_follows_the_command_line(name: str):
     assert made["data_types"] == {"buffer_dtype": "bf16", "keep_in_fp32_modules": statistics}
     assert not {"fp16", "optimizer", "scheduler", "train_batch_size", "gradient_accumulation_steps"} & set(made)
     assert zero["stage"] == spec.stage
-    assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"] == 62_006
+    assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"] == 62_006  # an even number
     assert zero.get("offload_optimizer", {}).get("device", "") == spec.offload_optimizer
     assert zero.get("offload_param", {}).get("device", "") == spec.offload_parameters
     assert zero.get("offload_optimizer", {}).get("super_offload", False) == spec.super_offload

@@ -1,0 +1,63 @@
+"""A loss that is no number on one of two ranks, with --on_nan skip: both leave the batch out, and stay together."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from comparison.reading import read_losses
+from tests.helpers import largest_difference, last_weights, run_folder_of, train_all
+
+TRAIN, HIDDEN, PIXELS = 16, 8, 3 * 32 * 32
+
+
+def write_images(root: Path) -> None:
+    """Dark random images of two classes; one of them, for training, is white."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", TRAIN), ("test", 4)):
+        for number in range(count):
+            pixels = rng.integers(0, 128, (32, 32, 3), np.uint8)
+            if (split, number) == ("train", 0):
+                pixels[:] = 255
+            file = root / split / f"class {number % 2}" / f"{number}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(file)
+
+
+def write_weights(file: Path) -> None:
+    """Of a perceptron with one neuron for light images alone, whose share of the scores is beyond float32."""
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randn(HIDDEN + 1, PIXELS, generator=generator) / math.sqrt(PIXELS)
+    last = torch.randn(2, HIDDEN + 1, generator=generator) / math.sqrt(HIDDEN)
+    bias = torch.zeros(HIDDEN + 1)
+    first[-1], last[:, -1], bias[-1] = 1.0, 1e37, -PIXELS / 2  # of the sum of the pixels, from -1 to 1 each
+    torch.save({"1.weight": first, "1.bias": bias, "3.weight": last, "3.bias": torch.zeros(2)}, file)
+
+
+@pytest.mark.distributed
+def test_a_batch_that_is_nan_on_one_rank_is_left_out_on_both(tmp_path: Path):
+    """As on one device, which leaves the whole batch out: one step an epoch, for the one white image."""
+    write_images(tmp_path / "images")
+    write_weights(tmp_path / "weights.pt")
+    same = ["--data.source", "folder", "--data.root", str(tmp_path / "images"), "--data.val_fraction", "0"]
+    same += ["--weights", str(tmp_path / "weights.pt"), "--model", "mlp", "--model.hidden", f"[{HIDDEN + 1}]"]
+    same += ["--on_nan", "skip", "--batch_size", "4", "--epochs", "2", "--optimizer.lr", "0.05", "--accelerator", "cpu"]
+    same += ["--log_interval", "1", "--logger", "none"]
+    ranks = {"baseline": 1, "ddp": 2, "deepspeed_stage_2": 2}
+    for devices in (1, 2):
+        names = [name for name, of_run in ranks.items() if of_run == devices]
+        train_all({tmp_path / name: [*same, "--strategy", name, "--devices", str(devices)] for name in names})
+    runs = {name: run_folder_of(tmp_path / name) for name in ranks}
+    expected = read_losses(runs["baseline"] / "losses.csv").values
+    assert [expected[:4].count(0), expected[4:].count(0), len(expected)] == [1, 1, 8]
+    weights = last_weights(runs["baseline"])
+    assert all(value.isfinite().all() for value in weights.values())
+    for name in ("ddp", "deepspeed_stage_2"):
+        # The mean over both ranks: weights of the other that differed would show in the steps that follow.
+        assert read_losses(runs[name] / "losses.csv").values == pytest.approx(expected, rel=1e-5, abs=0), name
+        assert largest_difference(last_weights(runs[name]), weights) < 1e-6, name
