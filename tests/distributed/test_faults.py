@@ -1,10 +1,12 @@
-"""A rank that is killed or stopped, and a launcher that is killed: the run ends soon and leaves nothing behind."""
+"""A rank that is killed or stopped, and a launcher that is killed or asked to end: the run ends soon and leaves nothing
+behind."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers import ROOT, of_make_fuzz
+from tests.helpers import ROOT, last_checkpoint, of_make_fuzz, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
 
@@ -110,6 +112,25 @@ def test_a_stopped_rank_ends_the_run(begin: Callable[..., Run]):
     assert "error: rank 1 hangs: stopped by a signal for more than 20 s" in run.said()
     assert "Stack (most recent call first):\n    File" in run.said()  # where rank 0 waits
     run.assert_nothing_left()
+
+
+def test_a_launcher_that_is_asked_to_end_saves_and_the_run_goes_on(
+    begin: Callable[..., Run], small_data: list[str], tmp_path: Path
+):
+    """It alone gets the signal, as from a supervisor that knows one process."""
+    same = ["--strategy", "deepspeed_stage_2"]
+    run = begin(*same)
+    run.launcher.terminate()
+    assert run.launcher.wait(SECONDS) == 128 + signal.SIGTERM
+    folder = run_folder_of(tmp_path)
+    assert f"stopped by SIGTERM: the run goes on with --resume {folder}" in run.said()
+    assert "Traceback" not in run.said()
+    run.assert_nothing_left()
+    step = last_checkpoint(folder)["global_step"]
+    resumed = tmp_path / "resumed"
+    more = ["--resume", str(folder), "--max_steps", str(step + 1)]
+    train_all({resumed: [*RECIPE, *small_data, *same, *more]})
+    assert last_checkpoint(run_folder_of(resumed))["global_step"] == step + 1
 
 
 @of_make_fuzz
