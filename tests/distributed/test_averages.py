@@ -97,7 +97,7 @@ def test_evaluate_and_export_use_the_average(runs: dict[str, Path], tmp_path: Pa
         config = evaluate.configuration(checkpoint, ["--accelerator", "cpu", "--strategy", "baseline", *flags])
         config.devices = 1
         checks.settle(config)
-        return evaluate.evaluate(config, checkpoint, "32-true")
+        return evaluate.evaluate(config, checkpoint, "32-true", cast=False)
 
     assert tested()["test/loss"] == pytest.approx(metrics["test/loss"], rel=1e-6)
     assert tested("--ema", "0")["test/loss"] != pytest.approx(metrics["test/loss"], rel=1e-6)  # the newest
