@@ -84,7 +84,8 @@ def test_all_ranks_have_the_same_statistics(folder: Path):
 @pytest.mark.parametrize("strategy", CAST)
 def test_statistics_stay_in_float32_where_the_network_is_cast(strategy: str, bfloat16: Path):
     run = run_folder_of(bfloat16 / strategy)
-    assert differing(last_weights(run), state_of(bfloat16 / "ddp")) == []
+    differ = differing(last_weights(run), state_of(bfloat16 / "ddp"))  # stage 3 starts from rounded weights
+    assert not any("running" in name for name in differ)
     done = run_program("evaluate.py", str(run), "--accelerator", "cpu")
     assert_ok(done)
     metrics = json.loads((run / "metrics.json").read_text())
