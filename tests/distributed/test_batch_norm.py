@@ -5,11 +5,28 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch.optim.swa_utils import update_bn
 
+import cli
 import models
-from tests.helpers import WHOLE, assert_ok, last_weights, run_folder_of, run_program, train_all
+import sources
+from checkpointing.weights import network
+from checkpointing.zero_folder import AVERAGE
+from models.mlp import MLP
+from sources.augment import normalize
+from sources.order import TrainOrder
+from tests.helpers import (
+    WHOLE,
+    assert_ok,
+    last_checkpoint,
+    last_weights,
+    run_folder_of,
+    run_program,
+    train_all,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -24,18 +41,23 @@ CAST = ["fsdp2", "deepspeed_stage_3"]
 RESNET = ["--model", "resnet18", "--model.width", "0.0625", "--init", "he", "--optimizer.lr", "0.05"]
 ALL = ["--data.synthetic_size", "160", "--data.val_fraction", "0", "--accelerator", "cpu"]
 ALL += ["--devices", "2", "--batch_size", "16"]
+AVERAGED = ["--model", "mlp", "--model.hidden", "[16]", "--model.batch_norm", "true", "--optimizer.lr", "0.05"]
+AVERAGED += ["--swa_from", "0.3", "--epochs", "2"]
 OTHER = "torchvision:squeezenet1_1"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Path:
-    """Runs of the links of the chain by their numbers, `whole` of as many steps, and `other`, which only starts."""
+    """Runs of the links of the chain by their numbers, `whole` of as many steps, those with averaged weights by their
+    strategy, and `other`, which only starts."""
     out = tmp_path_factory.mktemp("runs")
     same = [*small_data, *ALL]
     runs = {out / "whole": [*same, *RESNET, "--strategy", "ddp", "--max_steps", str(len(CHAIN))]}
     for number, strategy in enumerate(CHAIN):
         resume = ["--resume", str(out / str(number - 1))] if number else []
         runs[out / str(number)] = [*same, *RESNET, "--strategy", strategy, "--max_steps", str(number + 1), *resume]
+    for strategy in ("ddp", "deepspeed_stage_3"):
+        runs[out / strategy] = [*same, *AVERAGED, "--strategy", strategy]
     flags = ["--model", OTHER, "--optimizer.lr", "0", "--max_steps", "1", "--strategy", "deepspeed_stage_3"]
     if WHOLE:
         runs[out / "other"] = [*same, *flags]
@@ -90,6 +112,26 @@ def test_statistics_stay_in_float32_where_the_network_is_cast(strategy: str, bfl
     assert_ok(done)
     metrics = json.loads((run / "metrics.json").read_text())
     assert f"test loss {metrics['test/loss']:.4f}" in done.stdout
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "deepspeed_stage_3"])
+def test_averaged_weights_have_the_statistics_of_all_ranks_images(strategy: str, folder: Path, small_data: list[str]):
+    """Those that torch's update_bn finds in each rank's micro-batches, and the mean of both."""
+    checkpoint = last_checkpoint(run_folder_of(folder / strategy))
+    averaged, newest = network(checkpoint), network(checkpoint, averaged=False)
+    assert checkpoint[AVERAGE]["count"] == 2
+    data = cli.parse([*small_data, "--data.synthetic_size", "160"]).data
+    images = torch.from_numpy(np.ascontiguousarray(sources.load(data, "synthetic").train_images))
+    found = []
+    for rank in range(2):
+        net = MLP(10, [16], "relu", 0.0, True)
+        net.load_state_dict(averaged)
+        update_bn((normalize(images[rows]) for rows in TrainOrder(160, 16, 1, 2, rank, 0).positions()), net)
+        found.append(net.state_dict())
+    for name in ("2.running_mean", "2.running_var"):
+        torch.testing.assert_close(averaged[name], (found[0][name] + found[1][name]) / 2, rtol=1e-5, atol=1e-6)
+        assert not torch.allclose(averaged[name], newest[name], rtol=1e-3, atol=1e-3)
+        assert not torch.allclose(found[0][name], found[1][name], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.skipif(not WHOLE, reason="make fuzz")
