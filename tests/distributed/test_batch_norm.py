@@ -38,7 +38,7 @@ if WHOLE:
 CAST = ["fsdp2", "deepspeed_stage_3"]
 """Strategies whose mixed precision is a network cast to bfloat16."""
 
-RESNET = ["--model", "resnet18", "--model.width", "0.0625", "--init", "he", "--optimizer.lr", "0.05"]
+RESNET = ["--model", "resnet18", "--model.width", "0.125", "--init", "he", "--optimizer.lr", "0.05"]
 ALL = ["--data.synthetic_size", "160", "--data.val_fraction", "0", "--accelerator", "cpu"]
 ALL += ["--devices", "2", "--batch_size", "16"]
 AVERAGED = ["--model", "mlp", "--model.hidden", "[16]", "--model.batch_norm", "true", "--optimizer.lr", "0.05"]
