@@ -1,1 +1,1 @@
-"""What sweep.py is made of: the space, Optuna's study, runs side by side, what they came to."""
+"""What sweep.py is made of: the search space, Optuna's study, the runs of a setting, the report."""

@@ -14,7 +14,6 @@ import yaml
 import cli
 from config import Config, config_of
 from errors import UsageError
-from sweeping.space import space
 from tests.helpers import run_program
 
 REFUSED = "sets trust, which only the command line may: take it out and add --trust"
@@ -65,10 +64,3 @@ def test_trust_is_a_flag_and_no_option_of_a_recipe(tmp_path: Path):
             cli.parse(["--config", str(recipe), "--trust"])
     with pytest.raises(UsageError, match=REFUSED):
         config_of({**asdict(Config()), "trust": False})
-
-
-@pytest.mark.parametrize("text", ["trust: [true, false]", "compile: ['--trust']", "seed: ['--trust']"])
-def test_a_space_file_cannot_switch_trust_on(text: str, tmp_path: Path):
-    (tmp_path / "space.yaml").write_text(text)
-    with pytest.raises(UsageError, match=r"sweep\.py gives it itself|a value must not be a flag"):
-        space([], str(tmp_path / "space.yaml"))

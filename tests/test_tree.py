@@ -28,7 +28,7 @@ WITHOUT_TORCH += ["exporting", "export", "predict", "doctor", "diagnosis", "know
 WITHOUT_TORCH += ["launchers", "interface", "supervisor", "heartbeat", "optimizers", "schedules"]
 WITHOUT_TORCH += ["plan", "planning.automatic", "planning.network", "planning.recommend", "reports.plan"]
 WITHOUT_TORCH += ["compare", "comparison.agreement", "comparison.variants"]
-WITHOUT_TORCH += ["sweep", "sweeping.planned", "sweeping.summary", "run_process", "options"]
+WITHOUT_TORCH += ["sweep", "sweeping.runs", "sweeping.slots", "run_process", "options"]
 WITHOUT_TORCH += ["benchmarks.deepspeed", "benchmarks.startup"]  # wrong usage is answered at once
 
 

@@ -36,13 +36,15 @@ def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--search optimizer.lr=0.1..1 --sampler grid", "a range has none"),
-        ("--search optimizer.lr=0.1,1 --trials 5", "a grid tries all"),
-        ("--search optimizer.lr=0.1..1 --trials 0", "--trials must be at least 1"),
-        ("--search optimizer.lr=0.1,1 --parallel none", "--parallel must be auto or at least 1"),
-        ("--search optimizer.lr=0.1,1 --metric train/loss --prune", "--prune goes by val/acc"),
+        ("--search optimizer.lr=0.1..1.0 --sampler grid", "a grid is all combinations of values"),
+        ("--search optimizer.lr=0.1,1 --trials 5", "a grid is all combinations of values"),
+        ("--search optimizer.lr=0.1..1 --trials 0", "--trials and --parallel must be at least 1"),
+        ("--search optimizer.lr=0.1,1 --metric train/loss --prune", "--prune reads val/acc"),
+        ("--search optimizer.lr=0.1,1 --metric test/acc", "invalid choice: 'test/acc'"),
         ("--search optimizer.lr=0.1,1 --name a/b", "must be a plain name"),
-        ("--search optimizer.lr=0.1,1 --max_steps 7", "before the first validation, at step 36: .* 7$"),
+        ("--search optimizer.lr=0.1..1.0 optimizer=sgd,adm", "did you mean adam"),
+        ("--search batch_size=16,32 accumulate=1,32", "accumulate 32 gives no whole micro-batch"),
+        ("--search epochs=1.5..2.5", "expected int"),
     ],
 )
 def test_what_it_refuses(
@@ -72,8 +74,6 @@ def test_a_sweep(
     content = json.loads((folder / "sweep.json").read_text())
     means = [setting["mean"] for setting in content["settings"]]
     assert means == sorted(means, reverse=True)
-    assert content["best_command"].endswith(f"--optimizer.lr {content['settings'][0]['setting']['optimizer.lr']}")
-    assert (folder / "sweep.png").stat().st_size > 0
     assert content["best_command"] in capfd.readouterr().out
     for setting in content["settings"]:
         metrics = json.loads((Path(setting["runs"][0]["folder"]) / "metrics.json").read_text())
@@ -85,7 +85,7 @@ def test_a_sweep(
         hparams = curves.SummaryMetadata(name, "_hparams_/session_start_info").plugin_data.content
         assert b"optimizer.lr" in hparams
 
-    monkeypatch.setattr("sweeping.trials.run_process.start", None)  # nothing is left to start
+    monkeypatch.setattr("run_process.start", None)  # nothing is left to start
     assert run(monkeypatch, *flags) == 0
     assert json.loads((folder / "sweep.json").read_text()) == content
 
@@ -109,7 +109,7 @@ def test_a_sweep_that_was_ended_goes_on(number: int, tmp_path: Path, small_data:
     assert not [line for line in lines if str(tmp_path / "rates") in line]  # nothing stays behind
     assert subprocess.run(command, cwd=ROOT, env=environment).returncode == 0
     content = json.loads((tmp_path / "rates" / "sweep.json").read_text())
-    assert [setting["state"] for setting in content["settings"]] == ["finished"] * 2
+    assert [setting["state"] for setting in content["settings"]] == ["complete"] * 2
     assert any(setting["runs"][0]["folder"].endswith("version_1") for setting in content["settings"])
     for setting in content["settings"]:
         losses = (Path(setting["runs"][0]["folder"]) / "losses.csv").read_text().splitlines()

@@ -3,152 +3,165 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.tensorboard.writer import SummaryWriter
 
 import run_process
-from sweeping import trials
-from sweeping.planned import planned
-from sweeping.progress import Progress
-from sweeping.slots import Slot
-from sweeping.space import space
-from sweeping.study import Study
-from sweeping.trials import Job, Trial, Trials, begun
+from errors import UsageError
+from sweeping import runs
+from sweeping.report import report, results
+from sweeping.space import is_grid, parse
+from sweeping.trials import Trials, enqueue, open_study
 
 PROGRAM = """
-import json, os, signal, sys, time
+import json, sys, time
 from pathlib import Path
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 folder = Path(flags["--out"], flags["--name"], "version_0")
-folder.mkdir(parents=True)
+folder.mkdir(parents=True, exist_ok=True)
 Path(flags["--out"], "order").open("a").write(flags["--name"] + "\\n")
 {what}
-accuracy = 0.5 + int(flags["--seed"]) / 10
+accuracy = 0.5 + int(flags.get("--seed", 0)) / 10
 (folder / "metrics.json").write_text(json.dumps({{"val/acc": accuracy, "perf/fit_seconds": 1.0}}))
 """
-REST = ["--data.source", "synthetic", "--accelerator", "cpu", "--batch_size", "16"]
+
+Sweep = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture
-def sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Study]:
-    """Tries a grid, with so many runs at the same time."""
+def sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Sweep:
+    """Starts the sweep in tmp_path, or starts it again, and returns what became of each setting."""
 
-    def carry_out(what: str, search: list[str], parallel: int = 1, prunes: bool = False) -> Study:
+    def carry_out(
+        what: str, search: list[str], parallel: int = 1, prune: bool = False, settings: int = 3, sampler: str = "tpe"
+    ) -> list[dict[str, Any]]:
         monkeypatch.setattr(run_process, "TRAIN", ("-I", "-S", "-c", PROGRAM.format(what=what)))
-        monkeypatch.setattr(trials, "run_steps", lambda config: 10)
-        searched = space(search)
-        study = Study(tmp_path, {}, searched, set(), "val/acc", "grid", 0, seed=0)
-        plan = partial(planned, searched, rest=REST, metric="val/acc")
-        with Progress(study.left * len(searched.seeds)) as progress:
-            Trials(tmp_path, study, plan, [Slot()] * parallel, "val/acc", prunes, progress).carry_out()
-        return study
+        space = parse(search)
+        study = open_study(tmp_path, "", "val/acc")
+        to_sample = enqueue(study, space, "grid" if is_grid(space) else sampler, settings, seed=0)
+        trials = Trials(tmp_path, study, space, "val/acc", ["--out", str(tmp_path)], prune, to_sample)
+        trials.train([({}, set())] * parallel)
+        return results(study, "val/acc")
 
     return carry_out
 
 
-def test_a_setting_has_the_mean_of_its_seeds(sweep: Callable[..., Study], tmp_path: Path) -> None:
-    (result,) = sweep("", ["optimizer.lr=0.1", "seed=0,2"], parallel=2).results()
-    assert (result.state, [run.value for run in result.runs], result.mean) == ("finished", [0.5, 0.7], 0.6)
-    assert result.deviation == pytest.approx(0.02**0.5)
-    assert result.runs[0].folder == str(tmp_path / "optimizer.lr_0.1-seed_0" / "version_0")
+def order(folder: Path) -> list[str]:
+    return (folder / "order").read_text().split()
 
 
-def test_a_failed_setting_is_told_and_tried_again(
-    sweep: Callable[..., Study], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_setting_has_the_mean_of_its_seeds(sweep: Sweep, tmp_path: Path) -> None:
+    (row,) = sweep("", ["optimizer.lr=0.1", "seed=0,2"], parallel=2)
+    assert (row["setting"], row["state"], row["mean"]) == ({"optimizer.lr": "0.1"}, "complete", 0.6)
+    assert row["standard_deviation"] == pytest.approx(0.02**0.5)
+    folders = [str(tmp_path / f"optimizer.lr_0.1-seed_{seed}" / "version_0") for seed in (0, 2)]
+    assert [run["folder"] for run in sorted(row["runs"], key=lambda run: run["seed"])] == folders
+
+
+def test_a_failed_run_is_told_and_tried_again(sweep: Sweep, tmp_path: Path) -> None:
     search = ["optimizer.lr=0.1,0.2", "seed=0,1"]
-    fails = "if flags['--optimizer.lr'] == '0.1': sys.exit('error: out of memory')"
-    failed, finished = sweep(fails, search).results()
-    assert (failed.state, failed.error) == ("failed", "seed 0: out of memory")
-    assert (finished.state, finished.mean) == ("finished", 0.55)
-    names = [f"optimizer.lr_{lr}-seed_{seed}" for lr, seed in (("0.1", 0), ("0.2", 0), ("0.2", 1))]
-    assert (tmp_path / "order").read_text().split() == names  # its second seed is left out, the next one goes on
-    assert "[2/4] optimizer.lr 0.1, seed 1: left out" in capfd.readouterr().err
+    fails = "if flags['--optimizer.lr'] == '0.1' and flags['--seed'] == '0': sys.exit('error: out of memory')"
+    finished, failed = sweep(fails, search)
+    assert (failed["state"], failed["mean"]) == ("fail", None)
+    assert failed["error"] == "optimizer.lr_0.1-seed_0: out of memory"
+    assert (finished["state"], finished["mean"]) == ("complete", 0.55)
+    assert order(tmp_path) == [f"optimizer.lr_{lr}-seed_{seed}" for lr in ("0.1", "0.2") for seed in (0, 1)]
 
     (tmp_path / "order").unlink()
-    assert {result.state for result in sweep("", search).results()} == {"finished"}
-    assert (tmp_path / "order").read_text().split() == ["optimizer.lr_0.1-seed_0", "optimizer.lr_0.1-seed_1"]
+    assert [row["state"] for row in sweep("", search)] == ["complete"] * 2
+    assert order(tmp_path) == ["optimizer.lr_0.1-seed_0"]
 
 
-def test_a_setting_that_cannot_be_trained_has_failed(sweep: Callable[..., Study]) -> None:
-    """Of many settings not every combination is checked before."""
-    failed, finished = sweep("", ["accumulate=3,2", "seed=0"]).results()
-    assert (failed.state, finished.state) == ("failed", "finished")
-    assert "accumulate 3 gives no whole micro-batch" in failed.error
+def test_a_run_without_the_metric_has_failed(sweep: Sweep) -> None:
+    (row,) = sweep("(folder / 'metrics.json').write_text('{}'); sys.exit()", ["optimizer.lr=0.1"])
+    assert row["state"] == "fail"
+    assert "it ended without val/acc; val/acc needs an epoch that ends before --max_steps" in row["error"]
 
 
-def test_a_run_without_the_metric_has_failed(sweep: Callable[..., Study]) -> None:
-    nothing = "(folder / 'metrics.json').write_text('{}'); sys.exit()"
-    (result,) = sweep(nothing, ["optimizer.lr=0.1", "seed=0"]).results()
-    assert (result.state, result.error) == ("failed", "it has no val/acc")
+@pytest.mark.parametrize("sampler", ["random", "tpe"])
+def test_a_sampled_setting_is_trained_with_each_seed(sweep: Sweep, sampler: str) -> None:
+    """And more of them in another start are other ones."""
+    search = ["optimizer.lr=1e-4..1e-1:log", "batch_size=16..64:16", "seed=0,1"]
+    first = sweep("", search, parallel=2, settings=2, sampler=sampler)
+    rows = sweep("", search, settings=3, sampler=sampler)
+    assert (len(first), len(rows)) == (2, 3)
+    assert all({run["seed"] for run in row["runs"]} == {"0", "1"} for row in rows)
+    assert len({row["setting"]["optimizer.lr"] for row in rows}) == 3
+    assert all(1e-4 <= row["setting"]["optimizer.lr"] <= 1e-1 for row in rows)
+    assert {row["setting"]["batch_size"] for row in rows} <= {16, 32, 48, 64}
 
 
-def test_a_setting_behind_is_ended_with_all_its_seeds(
-    sweep: Callable[..., Study], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trials, "PRUNING_SECONDS", 0.0)
-    monkeypatch.setattr(Study, "prunes", lambda self, number, values: number == 1)
-    slow = "if flags['--optimizer.lr'] == '0.2': time.sleep(60)"
+def test_a_run_behind_the_median_is_pruned(sweep: Sweep, tmp_path: Path) -> None:
+    """Of five that have finished the median is taken (Optuna's default)."""
+    for number in range(7):
+        with SummaryWriter(tmp_path / f"optimizer.lr_{number}" / "version_0") as events:
+            events.add_scalar("val/acc", 0.2 if number == 5 else 0.6, 10)
+    slow = "time.sleep(60 if flags['--optimizer.lr'] == '5' else 0.5)"
     began = time.monotonic()
-    results = sweep(slow, ["optimizer.lr=0.1,0.2", "seed=0,1,2"], parallel=2, prunes=True).results()
-    assert [result.state for result in results] == ["finished", "pruned"]
+    rows = sweep(slow, ["optimizer.lr=0,1,2,3,4,5,6"], prune=True)
     assert time.monotonic() - began < 50
+    assert [row["state"] for row in rows] == ["complete"] * 6 + ["pruned"]
+    assert rows[-1]["setting"] == {"optimizer.lr": "5"}
 
 
-def test_ctrl_c_ends_the_runs_and_keeps_what_has_finished(
-    sweep: Callable[..., Study], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def interrupt(self: Progress, going: list[Any]) -> None:
-        if going and going[0][0].startswith("optimizer.lr 0.2") and (tmp_path / "order").read_text().count("\n") == 2:
-            raise KeyboardInterrupt
+def test_ctrl_c_ends_the_runs_and_keeps_what_has_finished(sweep: Sweep, tmp_path: Path) -> None:
+    def press(main: int = threading.get_ident()) -> None:
+        while not (tmp_path / "order").exists() or len(order(tmp_path)) < 2:
+            time.sleep(0.05)
+        signal.pthread_kill(main, signal.SIGINT)
 
-    search = ["optimizer.lr=0.1,0.2", "seed=0"]
-    with monkeypatch.context() as patch:
-        patch.setattr(Progress, "show", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            sweep("if flags['--optimizer.lr'] == '0.2': time.sleep(60)", search)
-    assert not (tmp_path / "optimizer.lr_0.2-seed_0" / "version_0" / "metrics.json").exists()
-    assert [result.state for result in sweep("", search).results()] == ["finished", "finished"]
-    names = (tmp_path / "order").read_text().split()
-    assert names == ["optimizer.lr_0.1-seed_0", *["optimizer.lr_0.2-seed_0"] * 2]
-
-
-@pytest.mark.parametrize(
-    ("more", "metric", "goes_on"),
-    [
-        ("", "train/loss", True),
-        ("", "perf/fit_seconds", False),
-        ("--strategy deepspeed_stage_3_offload_nvme --nvme_path /tmp", "train/loss", False),
-    ],
-)
-def test_what_cannot_go_on_begins_anew(
-    more: str, metric: str, goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its --resume would be refused, or its figure be that of its last part."""
-    monkeypatch.setattr("checks.here.check_nvme", lambda path: None)
-    searched = space(["optimizer.lr=0.1"])
-    (run,) = planned(searched, 0, {"optimizer.lr": "0.1"}, [*REST, *more.split()], metric)
-    cut_off = tmp_path / run.name / "version_0"
-    (cut_off / "checkpoints").mkdir(parents=True)
-    (cut_off / "checkpoints" / "last.ckpt").touch()
-    made = Trials(tmp_path, None, None, [], metric, False, None)  # pyright: ignore[reportArgumentType]
-    found = made._begun(Job(Trial(0, {}, 1), run, True))
-    assert found == ([], ["--resume", str(cut_off)] if goes_on else [])
-    assert cut_off.exists() == goes_on
+    search = ["optimizer.lr=0.1,0.2,0.3"]
+    threading.Thread(target=press, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        sweep("if flags['--optimizer.lr'] == '0.2': time.sleep(60)", search)
+    rows = results(open_study(tmp_path, "", "val/acc"), "val/acc")
+    states = {row["setting"]["optimizer.lr"]: row["state"] for row in rows}
+    assert states == {"0.1": "complete", "0.2": "fail", "0.3": "waiting"}
+    assert [row["state"] for row in sweep("", search)] == ["complete"] * 3
+    assert order(tmp_path) == [f"optimizer.lr_{lr}" for lr in ("0.1", "0.2", "0.3", "0.2")]
 
 
-def test_what_there_is_of_a_run(tmp_path: Path) -> None:
-    assert begun(tmp_path, "a") == ([], [])
-    for version in range(3):
-        (tmp_path / "a" / f"version_{version}" / "checkpoints").mkdir(parents=True)
-    saved = tmp_path / "a" / "version_1"
-    (saved / "checkpoints" / "last.ckpt").touch()
-    assert begun(tmp_path, "a") == ([], ["--resume", str(saved)])
-    assert [folder.name for folder in sorted((tmp_path / "a").iterdir())] == ["version_0", "version_1"]
-    (saved / "metrics.json").write_text(json.dumps({}))
-    assert begun(tmp_path, "a") == ([tmp_path / "a" / "version_0", saved], [])
+def test_another_sweep_is_refused(tmp_path: Path) -> None:
+    open_study(tmp_path, "one", "val/acc")
+    open_study(tmp_path, "one", "val/acc")
+    with pytest.raises(UsageError, match="another --search, --metric or recipe: choose another --name"):
+        open_study(tmp_path, "another", "val/acc")
+
+
+def test_the_last_validation_is_read_from_all_folders_of_a_resumed_run(tmp_path: Path) -> None:
+    for version, points in enumerate([{10: 0.1, 20: 0.2}, {20: 0.2, 30: 0.3}, {}]):
+        with SummaryWriter(tmp_path / "a" / f"version_{version}") as events:
+            for step, value in points.items():
+                events.add_scalar("val/acc", value, step)
+    assert runs.result(tmp_path, "a", "val/acc") is None
+    (tmp_path / "a" / "version_2" / "metrics.json").write_text(json.dumps({"perf/fit_seconds": 1.0}))
+    result = runs.result(tmp_path, "a", "val/acc")
+    assert result is not None
+    assert result["value"] == pytest.approx(0.3)
+
+
+def test_the_report(sweep: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    search = ["optimizer.lr=0.1..1.5:log", "model.hidden=[64],[128]", "seed=0,2"]
+    sweep("if flags['--model.hidden'] == '[64]': sys.exit('error: no [bold] idea')", search, settings=6, parallel=4)
+    study = open_study(tmp_path, "", "val/acc")
+    assert report(study, parse(search), "val/acc", ["--epochs", "3"], tmp_path) == 1
+    content = json.loads((tmp_path / "sweep.json").read_text())
+    setting = content["settings"][0]["setting"]
+    best = f"python train.py --epochs 3 --optimizer.lr {setting['optimizer.lr']} --model.hidden '[128]'"
+    assert content["best_command"] == best
+    assert content["settings"][0]["mean"] == 0.6
+    assert content["settings"][-1]["state"] == "fail"
+    assert (tmp_path / "sweep.png").stat().st_size > 0
+    printed = capsys.readouterr().out
+    assert f"best    {best}" in printed
+    assert "-seed_0: no [bold] idea" in printed
+    rows = [[*map(str.strip, line.split("│")[1:-1])] for line in printed.splitlines() if line.startswith("│")]
+    assert rows[0] == [f"{setting['optimizer.lr']:.4g}", "[128]", "0.6", "0.1414", "2", "2", "complete"]
+    assert rows[-1][1:] == ["[64]", "", "", "0", "0", "fail"]
