@@ -75,7 +75,7 @@ def run(ranks: int, on_cpu: bool, watch: heartbeat.Watch | None = None, told: Ma
     """
     if _LIBC is not None:
         _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
-    port = _free_port()
+    port = free_port()
     board = heartbeat.Board(ranks)
     started: list[Rank] = []
     try:
@@ -134,7 +134,8 @@ def die_with_parent() -> None:
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Returns a TCP port of this computer that is free now."""
     with socket.socket() as listener:
         listener.bind((ADDRESS, 0))
         return listener.getsockname()[1]

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
+import launch
 from diagnosis.examination import one_line
 from diagnosis.finding import Finding, Options, failed, ok
 from diagnosis.rank import STEPS
@@ -23,8 +24,8 @@ def port(options: Options) -> Finding:
     """Whether the ranks can meet at MASTER_PORT where it is set, else at a port that is free."""
     named = os.environ.get("MASTER_PORT")
     if named is None:
-        return ok(f"MASTER_PORT is not set, {_free_port()} is free")
-    mend = f"unset MASTER_PORT, or export MASTER_PORT={_free_port()}"
+        return ok(f"MASTER_PORT is not set, {launch.free_port()} is free")
+    mend = f"unset MASTER_PORT, or export MASTER_PORT={launch.free_port()}"
     if not named.isdecimal() or not 0 < int(named) < 2**16:
         return failed(f"MASTER_PORT={named} is no port", mend)
     try:
@@ -44,7 +45,7 @@ def all_reduce(options: Options) -> Finding:
     if (fit := ranks_in_memory()) < options.ranks:
         return failed(f"not tried: there is no memory for {options.ranks} ranks", f"--ranks {max(1, fit)}")
     backend = "nccl" if options.ranks <= gpu_count() else "gloo"
-    master = _free_port()
+    master = launch.free_port()
     ranks = [_Rank(rank, options.ranks, master, backend, options.timeout) for rank in range(options.ranks)]
     try:
         trouble = _watch(ranks, options.timeout)
@@ -106,9 +107,3 @@ def _watch(ranks: list[_Rank], timeout: float) -> str:
                     if rank.process.wait():
                         return f"{rank.name} failed while {STEPS[rank.steps]} ({rank.last_words()})"
     return ""
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
