@@ -1,20 +1,20 @@
 """Is this machine fit to train? Looks at everything that a run needs and says how to mend what is missing.
 
 python doctor.py [CHECK ...] [--ranks N] [--build] [--json]
-torchrun --nnodes N --nproc_per_node M ... doctor.py --nodes [--save FILE] [--json]
+torchrun --nnodes N --nproc_per_node M ... doctor.py --nodes [--json]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import exits
+import launch
 import launchers
 from config import DataConfig, OutputConfig
 from diagnosis import CHECKS, report
@@ -31,7 +31,7 @@ examples:
   python doctor.py ops --build              compile DeepSpeed's operators now, not in the first run that needs them
 
   torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29400 doctor.py --nodes
-                                            on each of two machines: what is between them
+                                            on each of two nodes: whether they can train together
 
 checks:
 """
@@ -50,7 +50,7 @@ def main() -> int:
         timeout=arguments.timeout,
     )
     if arguments.nodes:
-        return between_machines(arguments, options)
+        return between_nodes(arguments, options)
     findings: dict[str, Finding] = {}
     try:
         for name, finding in examine(names, options):
@@ -63,21 +63,24 @@ def main() -> int:
     return int(any(finding.status == "failed" for finding in findings.values()))
 
 
-def between_machines(arguments: Namespace, options: Options) -> int:
-    """Measures with the other ranks; rank 0 prints what came of it."""
-    from diagnosis import nodes, nodes_report
+def between_nodes(arguments: Namespace, options: Options) -> int:
+    """Compares the nodes with the other ranks; rank 0 prints the findings."""
+    launchers.adopt()
+    if not launch.is_rank() or os.environ["WORLD_SIZE"] == "1":
+        start = launch.TORCHRUN.replace("train.py", "doctor.py --nodes")
+        raise UsageError(f"--nodes needs ranks that a launcher has started: start it on each node with {start}")
+    from diagnosis import nodes
 
-    file = None if arguments.save is None else Path(arguments.save)
-    network = nodes.examine(options, lambda: "" if file is None else nodes_report.cannot_save(file))
-    if network is None:
+    findings = nodes.examine(options)
+    if findings is None:
         return 0
     if arguments.json:
-        print(json.dumps(nodes_report.as_json(network), indent=2))
+        print(report.as_json(findings))
     else:
-        nodes_report.print_network(network)
-    if file is not None:
-        nodes_report.save(network, file)
-    return int(any(finding.status == "failed" for finding in network.findings.values()))
+        for name, finding in findings.items():
+            report.print_line(name, finding, max(map(len, findings)))
+        print(f"{report.summary(findings)} {nodes.BANDWIDTH}")
+    return int(any(finding.status == "failed" for finding in findings.values()))
 
 
 def examine(names: Iterable[str], options: Options) -> Iterator[tuple[str, Finding]]:
@@ -132,9 +135,8 @@ def _parse() -> Namespace:
     parser.add_argument(
         "--nodes",
         action="store_true",
-        help="measure between the ranks of several machines instead; started by torchrun or srun on each of them",
+        help="compare the nodes of a run instead; torchrun or srun starts this on each of them",
     )
-    parser.add_argument("--save", metavar="FILE", help="with --nodes: write what was measured, for plan.py --network")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead, for programs")
     arguments = parser.parse_intermixed_args(launchers.arguments(sys.argv[1:]))
     for name in arguments.checks:
@@ -147,9 +149,7 @@ def _parse() -> Namespace:
     if not 0 < arguments.timeout < math.inf:
         raise UsageError(f"--timeout must be a number of seconds above 0, not {arguments.timeout:g}")
     if arguments.nodes and (arguments.checks or arguments.build):
-        raise UsageError("--nodes measures between machines: leave the names of checks and --build to a run without it")
-    if arguments.save is not None and not arguments.nodes:
-        raise UsageError("--save is of what --nodes measures: add it, or --json for the checks of this machine")
+        raise UsageError("--nodes compares nodes: it cannot be combined with --build or the name of a check")
     if arguments.build and arguments.checks and "ops" not in arguments.checks:
         raise UsageError("--build is for the check ops: name it, or no check at all")
     return arguments

@@ -1,11 +1,9 @@
-"""Who has started this process as one rank of a run, told in torchrun's variables whoever it was; no torch."""
+"""The environment of a rank, in torchrun's variables whichever launcher has started it; no torch."""
 
 from __future__ import annotations
 
 import os
 import re
-import socket
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,111 +15,82 @@ TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 DEEPSPEED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK")
 """Set by DeepSpeed's launcher (0.19.8, deepspeed/launcher/launch.py)."""
 
+SLURM = ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID")
+SLURM += ("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
+"""Set by srun for each task (slurm.schedmd.com/srun.html). The shell of a batch script has none of the step's."""
+
 SLURM_PORTS = 15_000
-"""The ranks of a SLURM job meet at this port and the last four digits of the job's number, as Lightning has it."""
+"""The ranks of a SLURM job meet at this port plus the last four digits of the job's number, as Lightning does."""
 
 
 def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """torchrun's variables of this rank; empty where no launcher has started this process.
+    """Returns torchrun's variables for this rank; empty if no launcher has started this process.
 
     Raises:
-        UsageError: the machines have different numbers of ranks.
+        UsageError: the nodes have different numbers of ranks.
     """
     if all(name in environment for name in TORCHRUN):
-        # Where neither NODE_RANK nor torchrun's GROUP_RANK is there Lightning takes every machine for the first one.
+        # Without NODE_RANK or torchrun's GROUP_RANK Lightning takes every node for the first one.
         node = int(environment["RANK"]) // max(1, int(environment["LOCAL_WORLD_SIZE"]))
         return {name: environment[name] for name in TORCHRUN} | {"NODE_RANK": str(node)}
     if all(name in environment for name in DEEPSPEED):
         found = {name: environment[name] for name in DEEPSPEED[:3]}
         return found | {"LOCAL_WORLD_SIZE": environment["LOCAL_SIZE"], "NODE_RANK": environment["CROSS_RANK"]}
-    # The shell of a batch script has SLURM_PROCID and the job's SLURM_NTASKS too, that of salloc a step of one task:
-    # srun alone sets the variables of a step (slurm.schedmd.com/srun.html), and only one of several tasks starts ranks.
-    if "SLURM_PROCID" in environment and "SLURM_STEP_NODELIST" in environment and _tasks(environment) > 1:
+    # The shell of salloc is a step with one task: only a step with several tasks starts ranks.
+    if all(name in environment for name in SLURM) and int(environment["SLURM_STEP_NUM_TASKS"]) > 1:
         return _of_slurm(environment)
     return {}
 
 
 def adopt() -> None:
-    """Sets torchrun's variables where another launcher has started this rank: torch, Lightning, DeepSpeed and this
-    program then have one account of the ranks."""
+    """Sets torchrun's variables if another launcher has started this rank, for torch, Lightning and DeepSpeed."""
     os.environ.update(variables())
 
 
 def arguments(given: Sequence[str]) -> list[str]:
-    """The command line without the `--local_rank=N` that DeepSpeed's launcher adds to it: LOCAL_RANK says the same."""
+    """Returns the command line without the `--local_rank=N` that DeepSpeed's launcher adds; LOCAL_RANK has the same."""
     by_deepspeed = "CROSS_RANK" in os.environ
     return [argument for argument in given if not (by_deepspeed and argument.startswith("--local_rank="))]
 
 
 def by_torchrun() -> bool:
-    """Whether torchrun has started this rank, and starts it again where the run fails or machines come and go."""
+    """Returns whether torchrun has started this rank; it restarts the ranks when one fails or a node joins."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def starter() -> str:
-    """What has started this process: its host, number and start, the same for as long as that starts it anew; empty in
-    the first process of a container.
+def torchrun_agent() -> str:
+    """Returns a name of this node's torchrun process that stays the same when it restarts its ranks; empty without one.
 
-    On Linux the start is the boot's identity and ticks since then (proc(5)): psutil's create_time() is of the clock,
-    and moves when that is set.
+    Each torchrun process makes one temporary folder with a unique name, in which every start has a file
+    `attempt_<n>/<local rank>/error.json` (torch 2.15, DefaultLogsSpecs).
     """
-    parent = os.getppid()
-    try:
-        if sys.platform == "linux":
-            ticks = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]  # the name may have blanks
-            began = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}:{ticks}"
-        else:
-            import psutil
-
-            began = str(psutil.Process(parent).create_time())
-    except OSError:
-        return ""
-    return f"{socket.gethostname()}:{parent}:{began}"
-
-
-def _tasks(environment: Mapping[str, str]) -> int:
-    return int(environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS") or 1)
+    parts = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parts
+    return parts[-4] if len(parts) > 4 else ""
 
 
 def _of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """Of what srun sets for a task, the step's own before the job's (slurm.schedmd.com/srun.html)."""
-
-    def told(*names: str) -> str:
-        return next((environment[name] for name in names if environment.get(name)), "")
-
-    tasks, number = _tasks(environment), int(environment["SLURM_PROCID"])
-    if int(told("SLURM_HET_SIZE") or 1) > 1:
-        raise UsageError(
-            "the parts of a heterogeneous SLURM job count their tasks each by itself: submit one of one part"
-        )
-    nodes = int(told("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES") or 1)
-    per_node = told("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")  # "2(x4)", or "2(x3),1"
-    if tasks % nodes or "," in per_node:
-        raise UsageError(
-            f"SLURM runs {tasks} tasks on {nodes} machines ({per_node or 'not as many on each'}): "
-            "give srun --ntasks-per-node, as many on each"
-        )
+    nodes, tasks = int(environment["SLURM_STEP_NUM_NODES"]), int(environment["SLURM_STEP_NUM_TASKS"])
+    node, local_rank = int(environment["SLURM_NODEID"]), int(environment["SLURM_LOCALID"])
     each = tasks // nodes
-    node = int(told("SLURM_NODEID") or number // each)
-    local = int(told("SLURM_LOCALID") or number % each)
-    if not 0 <= node * each + local < tasks or local >= each:
+    per_node = environment["SLURM_STEP_TASKS_PER_NODE"]  # "2(x4)", or "2(x3),1"
+    if tasks % nodes or "," in per_node or local_rank >= each:
         raise UsageError(
-            f"SLURM's task {number} is number {local} of machine {node}, where {nodes} machines have {each} each: "
-            "give srun --ntasks-per-node, as many on each"
+            f"SLURM runs {tasks} tasks on {nodes} nodes ({per_node}): use the same number on each node, "
+            "with srun --ntasks-per-node"
         )
-    hosts = told("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    port = SLURM_PORTS + int(environment.get("SLURM_JOB_ID", "0")) % 10_000
     return {
-        # Not SLURM_PROCID, which goes round the machines under --distribution=cyclic: ranks of one are neighbours here.
-        "RANK": str(node * each + local),
-        "LOCAL_RANK": str(local),
+        # Not SLURM_PROCID: with --distribution=cyclic neighbouring tasks are on different nodes.
+        "RANK": str(node * each + local_rank),
+        "LOCAL_RANK": str(local_rank),
         "NODE_RANK": str(node),
         "WORLD_SIZE": str(tasks),
         "LOCAL_WORLD_SIZE": str(each),
-        "MASTER_ADDR": told("MASTER_ADDR") or first_host(hosts) or "127.0.0.1",
-        "MASTER_PORT": told("MASTER_PORT") or str(SLURM_PORTS + int(told("SLURM_JOB_ID") or 0) % 10_000),
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"]),
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(port),
     }
 
 
 def first_host(hosts: str) -> str:
-    """The first of SLURM's list of hosts, `gpu[03-07,12],login1` for instance."""
+    """Returns the first of SLURM's list of hosts, for example `gpu03` for `gpu[03-07,12],login1`."""
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", hosts).split(",")[0]

@@ -1,131 +1,143 @@
-"""How the ranks of a run find each other, and how long they wait for each other."""
+"""How the ranks of a run meet, how long they wait for each other, and what they agree on before training."""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
-import time
-import uuid
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-import interface
+import atomic
+import checks
 import launch
 import launchers
-from errors import RunError
-from ranks import gather
+import run_folder
+from errors import UsageError
+from ranks import by_rank_0, gather, ranks_on_another_disk
+from resume import newest_of
+from resume import settle_resume as settle_resume_here
+from sources.console import say
 
 if TYPE_CHECKING:
     from config import Config
 
-
 START = timedelta(minutes=30)
-"""How long ranks wait for each other at the start, as torch does over gloo: machines come up minutes apart. And, at
-least, until the images are there: rank 0 downloads and decodes them while the others wait."""
+"""Time limit for the ranks to meet, and then for data preparation: nodes start minutes apart, and rank 0 downloads
+and decodes the images while the others wait."""
 
 AFTER_AGENTS = timedelta(minutes=5)
-"""How long ranks of torchrun wait to meet: its agents have met, so what is left is the slowest import. A rank that ends
-before it comes, for want of a GPU say, leaves the others of its machine to torchrun, those elsewhere to this limit."""
+"""Time limit for torchrun's ranks to meet: its agents have met already. If a rank fails before the rendezvous (no GPU,
+for example), torchrun ends the other ranks of that node, and this limit ends those of the other nodes."""
 
-
-KEY = "cifar-zero/meeting"
-"""Begins the keys with which ranks of torchrun agree, in the store of its agents."""
-
-POLL_SECONDS = 0.05
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""Set to 1, it has torchrun give restarted ranks a new store. By default (torch 2.15, dynamic_rendezvous.py) they find
+the keys of the previous start in the agents' store, and may connect to an address where nobody listens any more."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is."""
+    """Where a rank runs.
+
+    Attributes:
+        rank: over all nodes.
+        host: name of the node.
+        local_rank: on the node.
+        device: cpu, or cuda and its number.
+        threads: of torch, for operations on the CPU.
+        agent: name of the torchrun process that started it, see `launchers.torchrun_agent`.
+    """
 
     rank: int
     host: str
-    address: str
-    """Of the interface through which the machines reach each other; empty where all ranks are on one machine."""
     local_rank: int
     device: str
     threads: int
-    """Of torch, for operations on the CPU."""
-    starter: str
-    """What has started it, see `launchers.starter`."""
+    agent: str
 
 
 def meet(config: Config) -> list[Place]:
-    """Starts the process group; returns where every rank is, in their order. `limit` ends the beginning.
+    """Starts the process group and returns the place of every rank, in order of rank.
 
-    Here and not in the strategies, so that one limit holds for whatever they do: Lightning's and DeepSpeed's own
-    groups, which their `timeout` does not reach (DeepSpeed 0.19.8 hands none to torch.distributed.new_group).
+    Here and not in the strategies, so that one time limit holds for the groups of Lightning and of DeepSpeed, which the
+    strategies' own `timeout` does not reach (DeepSpeed 0.19.8 passes none to torch.distributed.new_group).
 
     Args:
         config: of the run, settled by `checks.settle`.
     """
-    if config.world_size > 1 and not dist.is_initialized():
-        if config.num_nodes > 1:
-            interface.settle(os.environ["MASTER_ADDR"])
-        on_gpu = config.accelerator == "gpu"
-        if on_gpu:
-            torch.cuda.set_device(launch.local_rank())
-        patience = AFTER_AGENTS if launchers.by_torchrun() else START
-        where: dict[str, Any] = {}
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            rank = launch.global_rank()
-            store = TCPStore(
-                os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=patience
-            )
-            own = PrefixStore(agree(store, rank, config.world_size, patience), store)
-            where = {"store": own, "rank": rank, "world_size": config.world_size}
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=patience, **where)
-        places = gather(_place(config))
-        _set_timeout(max(timedelta(seconds=config.timeout), START))
-        return places
-    return gather(_place(config))
+    if config.world_size == 1 or dist.is_initialized():
+        return gather(_place(config))
+    on_gpu = config.accelerator == "gpu"
+    if on_gpu:
+        torch.cuda.set_device(launch.local_rank())
+    _warn_of_restarts()
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=AFTER_AGENTS if launchers.by_torchrun() else START)
+    places = gather(_place(config))
+    _set_timeout(max(timedelta(seconds=config.timeout), START))
+    return places
 
 
-def agree(store: Store, rank: int, ranks: int, patience: timedelta) -> str:
-    """A prefix for the keys of this start alone, the same on all ranks.
+def settle_resume(config: Config, places: Sequence[Place]) -> None:
+    """Sets the checkpoint that the run resumes from, the same on all ranks.
 
-    torchrun's agents keep their store when they start ranks anew (torch 2.15, dynamic_rendezvous.py), and torch uses
-    the same keys again: a rank that was quicker than another would find the address of one that has ended, and gloo's
-    `Connection refused`. So each rank asks under a name that it has drawn, and rank 0 answers until all have heard it.
+    After torchrun has restarted the ranks it is the newest checkpoint of this very run, whatever --resume names. Before
+    the first one is written, the run begins again.
 
     Args:
-        store: of the agents.
-        rank: of this process.
-        ranks: how many.
-        patience: how long they wait for each other.
+        config: of the run, settled by `checks.settle`.
+        places: of all ranks.
 
     Raises:
-        RunError: some have not come; on rank 0, which names them.
+        UsageError: there is none, or it is of another run; on all ranks.
     """
-    mine = uuid.uuid4().hex
-    if rank:
-        store.set(f"{KEY}/asks/{rank}", mine)
-        answer = f"{KEY}/answer/{mine}"
-        store.wait([answer], patience)
-        prefix = store.get(answer).decode()
-        store.set(f"{prefix}/heard/{rank}", "")
-        return prefix
-    prefix, lacking = f"{KEY}/{mine}", set(range(1, ranks))
-    over = time.monotonic() + patience.total_seconds()
-    while lacking := {other for other in lacking if not store.check([f"{prefix}/heard/{other}"])}:
-        if time.monotonic() > over:
-            raise RunError(f"rank {', '.join(map(str, sorted(lacking)))} did not come within {patience}")
-        for other in lacking:
-            if store.check([f"{KEY}/asks/{other}"]):  # it may be an earlier one, which hears nothing any more
-                store.set(f"{KEY}/answer/{store.get(f'{KEY}/asks/{other}').decode()}", prefix)
-        time.sleep(POLL_SECONDS)
-    return prefix
+    if config.num_nodes == 1 and not launchers.by_torchrun():
+        return
+
+    def settled() -> str:
+        agents = {place.agent for place in places}
+        if own := newest_of(agents, config.out, config.run_name):
+            config.resume = str(own)
+            say(f"torchrun has restarted the run: it resumes from {own}")
+        settle_resume_here(config)
+        return config.resume
+
+    config.resume = by_rank_0(settled)
+    checks.settle_resumed(config)
+
+
+def record(config: Config, places: Sequence[Place], run_dir: Path | None) -> None:
+    """Writes the places into the run folder, and checks that all nodes share --out.
+
+    Args:
+        config: of the run, settled by `checks.settle`.
+        places: of all ranks.
+        run_dir: the run folder, on rank 0.
+
+    Raises:
+        UsageError: they do not; on all ranks.
+    """
+    if config.num_nodes == 1 and not launchers.by_torchrun():
+        return
+    if run_dir is not None:
+        file = run_dir / run_folder.RANKS
+        atomic.staged(file).write_text(json.dumps([asdict(place) for place in places], indent=1) + "\n")
+        atomic.put_in_place(file)
+    if hosts := sorted({places[rank].host for rank in ranks_on_another_disk(run_dir)}):
+        raise UsageError(
+            f"--out {config.out}: {', '.join(hosts)} cannot see what {places[0].host} writes there: name a directory "
+            "that all nodes share"
+        )
 
 
 def limit(config: Config) -> None:
-    """From here on, where the images are prepared and all ranks have come, they wait for each other for --timeout.
+    """Waits for all ranks to be ready to train; from then on the time limit of a collective is --timeout.
 
     Args:
         config: of the run.
@@ -135,9 +147,18 @@ def limit(config: Config) -> None:
         _set_timeout(timedelta(seconds=config.timeout))
 
 
+def _warn_of_restarts() -> None:
+    """Says what torchrun needs for its restarts to succeed, if it may restart the ranks and was started without."""
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and launch.global_rank() == 0:
+        say(
+            f"warning: ranks that torchrun restarts may fail to connect: start torchrun with {OWN_STORE}=1 on each node"
+        )
+
+
 def _set_timeout(limit: timedelta) -> None:
-    """Of the group of all ranks, and of those that are made later without one, for which torch (2.15) has no public
-    way to say it."""
+    """Sets the time limit of the group of all ranks, and of later groups that are made without one, for which torch
+    (2.15) has no public way."""
     set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # before torch 2.15
     set_timeout(limit)
     for default in ("default_pg_timeout", "default_pg_nccl_timeout"):
@@ -149,9 +170,8 @@ def _place(config: Config) -> Place:
     return Place(
         rank=launch.global_rank(),
         host=socket.gethostname(),
-        address=interface.address(),
         local_rank=local_rank,
         device=f"cuda:{local_rank}" if config.accelerator == "gpu" else "cpu",
         threads=torch.get_num_threads(),
-        starter=launchers.starter(),
+        agent=launchers.torchrun_agent(),
     )

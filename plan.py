@@ -23,8 +23,7 @@ import launch
 from config import Config
 from errors import UsageError
 from hardware import gpu_count
-from planning import link, machine
-from planning.communication import Link
+from planning import machine
 from planning.recommend import RULE, gigabytes, nothing_fits, recommended, refuse_if_none_runs, why
 from planning.survey import Need, Room, micro_batch, survey
 
@@ -62,12 +61,10 @@ def main() -> int:
         config.batch_size = IMAGES * config.world_size * config.accumulate
         flags += ["--batch_size", str(config.batch_size)]
     micro_batch(config)  # refused as train.py does
-    return _plan(config, arguments, flags, room, where, _link(arguments))
+    return _plan(config, arguments, flags, room, where)
 
 
-def _plan(
-    config: Config, arguments: Namespace, flags: list[str], room: Room, where: str, over: Link | None = None
-) -> int:
+def _plan(config: Config, arguments: Namespace, flags: list[str], room: Room, where: str) -> int:
     from rich.console import Console
 
     from planning import network
@@ -100,7 +97,7 @@ def _plan(
             "reason": verdict,
             "command": command,
         }
-        _write_json(as_json(needs, about, over, arguments.step_time), arguments.json)
+        _write_json(as_json(needs, about, arguments.bandwidth, arguments.step_time), arguments.json)
         return int(choice is None)
     console = Console(highlight=False)
     console.print(_heading(config, net, of_size, where), soft_wrap=True)
@@ -108,8 +105,8 @@ def _plan(
         print_scaling({count: _at(config, count, net, room, lines) for count in DEVICES}, room.device, console)
     else:
         print_plan(needs, console)
-        if config.num_nodes > 1 or over is not None:
-            print_communication(needs, over, arguments.step_time, console)
+        if config.num_nodes > 1 or arguments.bandwidth is not None:
+            print_communication(needs, arguments.bandwidth, arguments.step_time, console)
     console.print(f"recommended, {RULE}:", soft_wrap=True)
     console.print(verdict, soft_wrap=True)
     if command:
@@ -126,7 +123,7 @@ def _at(config: Config, devices: int, net: Network, room: Room, lines: Any) -> l
 def _parse() -> tuple[Namespace, list[str]]:
     parser = exits.Parser(
         prog="plan.py",
-        usage="%(prog)s [--device_memory SIZE] [--host_memory SIZE] [--bandwidth RATE | --network FILE] "
+        usage="%(prog)s [--device_memory SIZE] [--host_memory SIZE] [--bandwidth RATE] "
         "[--step_time SECONDS] [--table] [--json [FILE]] [--<option> VALUE ...]",
         description="The memory that a run needs of a rank under each strategy, before anything is launched, and which "
         "one to take.",
@@ -150,15 +147,11 @@ def _parse() -> tuple[Namespace, list[str]]:
         metavar="N",
         help="plan the model states of a network of so many parameters, 100e9, in place of --model",
     )
-    rate = parser.add_mutually_exclusive_group()
-    rate.add_argument(
+    parser.add_argument(
         "--bandwidth",
         metavar="RATE",
-        help="what the slowest link carries in each direction, such as 100Gbit/s or 12.5GB/s: tells how long each "
+        help="bandwidth of the slowest link in each direction, such as 100Gbit/s or 12.5GB/s: prints how long each "
         "strategy communicates in a step",
-    )
-    rate.add_argument(
-        "--network", metavar="FILE", help="the same, and the latency, as doctor.py --nodes --save FILE has measured it"
     )
     parser.add_argument(
         "--step_time",
@@ -174,22 +167,18 @@ def _parse() -> tuple[Namespace, list[str]]:
     arguments, flags = parser.parse_known_args()
     if arguments.step_time is not None and not 0 < arguments.step_time < float("inf"):
         raise UsageError(f"--step_time must be a number of seconds above 0, not {arguments.step_time:g}")
-    if arguments.step_time is not None and not (arguments.bandwidth or arguments.network):
-        raise UsageError("--step_time is of a step without communication: add --bandwidth or --network")
-    if arguments.table and (arguments.bandwidth or arguments.network or arguments.step_time is not None):
-        raise UsageError("--table is of memory: leave it, or --bandwidth, --network and --step_time, out")
+    if arguments.bandwidth is not None:
+        arguments.bandwidth = machine.bytes_per_second(arguments.bandwidth, "--bandwidth")
+    elif arguments.step_time is not None:
+        raise UsageError("--step_time requires --bandwidth: it is the time of a step without communication")
+    if arguments.table and arguments.bandwidth is not None:
+        raise UsageError("--table shows memory: it cannot be combined with --bandwidth")
     if arguments.parameters is not None:
         arguments.parameters = _count(arguments.parameters)
         for flag in (flag.split("=")[0] for flag in flags):
             if flag == "--model" or flag.startswith(OF_A_NETWORK):
                 raise UsageError(f"{flag}: of a network of --parameters nothing else is known, leave one of both out")
     return arguments, [*flags, *(["--debug"] if arguments.debug else [])]
-
-
-def _link(arguments: Namespace) -> Link | None:
-    if arguments.network is not None:
-        return link.read(Path(arguments.network))
-    return None if arguments.bandwidth is None else Link(link.bytes_per_second(arguments.bandwidth, "--bandwidth"))
 
 
 def _count(text: str) -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+import uuid
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +15,9 @@ from torch import Tensor
 from errors import RunError, UsageError
 
 T = TypeVar("T")
+
+PATIENCE_SECONDS = 3.0
+"""How long a rank looks for a file that another has just written; Lightning's is_shared_filesystem waits as long."""
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -49,6 +55,29 @@ def by_rank_0(ask: Callable[[], T]) -> T:
     if isinstance(told[0], (UsageError, RunError)):
         raise told[0]
     return told[0]
+
+
+def ranks_on_another_disk(folder: Path | None) -> list[int]:
+    """Returns the ranks that cannot see a file which rank 0 writes into a folder for a moment. Each rank must call it.
+
+    Args:
+        folder: on rank 0; the other ranks look for it under the same path.
+    """
+
+    def write() -> Path:
+        assert folder is not None
+        file = folder / f".shared-{uuid.uuid4().hex}"
+        file.touch()
+        return file
+
+    file = by_rank_0(write)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not (seen := file.exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    seen_by = gather(seen)
+    if folder is not None:
+        file.unlink()
+    return [rank for rank, seen in enumerate(seen_by) if not seen]
 
 
 def average_over_ranks(values: Sequence[Tensor]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -73,25 +73,24 @@ def settle_restart(config: Config, name: str) -> None:
         config.resume = str(own)
 
 
-def newest_of(starters: Collection[str], out: str, names: Iterable[str]) -> Path | None:
-    """The newest checkpoint that earlier ranks of the same launchers have written; None before there is one.
+def newest_of(agents: Collection[str], out: str, name: str) -> Path | None:
+    """Returns the newest checkpoint that earlier ranks of the same torchrun processes wrote; None before the first one.
 
-    A launcher is known by its process: torchrun's restart count stays as it was when a machine joins, and is 0 on one
-    that has just come.
+    torchrun's restart count does not tell a restart: it stays the same when a node joins, and is 0 on the new node.
 
     Args:
-        starters: of this run's ranks, see `launchers.starter`.
+        agents: names of the torchrun processes of this run, see `launchers.torchrun_agent`.
         out: directory of the runs.
-        names: of the run; several where they follow from the strategy and auto chooses it.
+        name: of the run.
     """
     found: list[Path] = []
-    folders = (Path(out, name + suffix) for name in names for suffix in ("", run_folder.FALLBACK_SUFFIX))
+    folders = (Path(out, name + suffix) for suffix in ("", run_folder.FALLBACK_SUFFIX))
     for file in (file for folder in folders for file in folder.glob(f"version_*/{run_folder.RANKS}")):
         try:
-            earlier = {place["starter"] for place in json.loads(file.read_text())}
-        except (OSError, ValueError, TypeError, KeyError):  # damaged by a disk that was full, or by hand
+            earlier = {place["agent"] for place in json.loads(file.read_text())}
+        except (OSError, ValueError, TypeError, KeyError):  # damaged, by a full disk for example
             continue
-        if earlier.intersection(starters) - {""}:
+        if earlier.intersection(agents) - {""}:
             atomic.recover(file.parent)
             found += run_folder.checkpoints(file.parent)
     return max(found, key=run_folder.written, default=None)

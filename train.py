@@ -63,7 +63,6 @@ def train(config: Config, figures: bool = True, last: bool = True) -> dict[str, 
         What metrics.json holds, on every rank.
     """
     import build
-    import machines
     import meeting
     from callbacks.interrupt import SLURM_REQUEUE
     from callbacks.summary import collect, log_hparams
@@ -74,7 +73,7 @@ def train(config: Config, figures: bool = True, last: bool = True) -> dict[str, 
     quieten()
     build.check_trainer_options(config)
     places = meeting.meet(config)
-    machines.settle_resume(config, places)
+    meeting.settle_resume(config, places)
     source = build.check_resume(config)
     start = build.finetuning(config)
     datamodule = build.datamodule(config, source)
@@ -90,7 +89,7 @@ def train(config: Config, figures: bool = True, last: bool = True) -> dict[str, 
         if start is not None:
             say(start.told(run_dir))
     with run_folder.removed_on_failure(run_dir):
-        machines.introduce(config, places, run_dir)
+        meeting.record(config, places, run_dir)
         meeting.limit(config)
         module = build.module(config, start)
         trainer = build.trainer(config, run_dir, figures)

@@ -19,8 +19,8 @@ import cli
 import exits
 from errors import RunError
 from planning import network
-from planning.communication import Link, traffic
-from planning.link import bytes_per_second
+from planning.communication import traffic
+from planning.machine import bytes_per_second
 from strategies import STRATEGIES
 from tests.helpers import run_folder_of
 from tests.wire import TwoRanks, two_ranks
@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--rate", default="50mbit", help="of the slowed link, each way (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=6, help="timed ones of each run (default: %(default)s)")
     given = parser.parse_args()
-    link = Link(bytes_per_second(given.rate, "--rate"))
+    bandwidth = bytes_per_second(given.rate, "--rate")
     table = Table(
         *("strategy", "step, s", f"at {given.rate}, s", "difference", "planned, s", "difference / planned"),
         box=box.MARKDOWN,
@@ -52,7 +52,7 @@ def main() -> int:
                 ranks.hosts.mend()
                 config = cli.parse([*flags, "--num_nodes", "2"])
                 sent = traffic(STRATEGIES[strategy], config, network.of(config))
-                planned = float("nan") if sent is None else sent.seconds(link)
+                planned = float("nan") if sent is None else sent.seconds(bandwidth)
                 figures = (fast, slow, slow - fast, planned, (slow - fast) / planned)
                 table.add_row(strategy, *(f"{figure:.2f}" for figure in figures))
     except pytest.skip.Exception as reason:

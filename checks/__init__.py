@@ -38,7 +38,7 @@ def settle(config: Config) -> None:
     micro_batch = micro_batch_size(config.batch_size, replicas(config), config.accumulate)
     num_classes = len(sources.class_names(config.data))
     raw = raw_config(config.ds_config) if config.ds_config else {}
-    if config.num_nodes == 1:  # else rank 0 says it for all: machines.settle_resume
+    if config.num_nodes == 1:  # else rank 0 decides for all: meeting.settle_resume
         settle_resume(config)
     if config.find_lr and config.schedule.name != "range_test":
         config.schedule = Choice("range_test", asdict(SCHEDULES["range_test"]()))

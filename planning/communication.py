@@ -34,16 +34,6 @@ DDP_BUCKET_BYTES = 25 * 2**20
 
 
 @dataclass(frozen=True)
-class Link:
-    """What joins the slowest two ranks, as `doctor.py --nodes` measures it."""
-
-    bytes_per_second: float
-    """Bus bandwidth: what a rank sends at most while it receives as much."""
-    latency_seconds: float = 0.0
-    """Of the smallest collective among all ranks."""
-
-
-@dataclass(frozen=True)
 class Traffic:
     """Of one rank in one optimizer step, over the network."""
 
@@ -51,9 +41,9 @@ class Traffic:
     collectives: int
     """Calls, each of which waits for the slowest rank; at least so many."""
 
-    def seconds(self, link: Link) -> float:
-        """How long the link takes for it, one call after the other."""
-        return self.sent_bytes / link.bytes_per_second + self.collectives * link.latency_seconds
+    def seconds(self, bandwidth: float) -> float:
+        """Returns how long a link of so many bytes per second takes for it, without the latency of each collective."""
+        return self.sent_bytes / bandwidth
 
 
 def traffic(spec: Spec, config: Config, network: Network) -> Traffic | None:

@@ -31,6 +31,20 @@ def size_in_bytes(text: str, flag: str) -> int:
     return round(size)
 
 
+def bytes_per_second(text: str, flag: str) -> float:
+    """Returns the bytes of `100Gbit/s`, `100gbit`, `12.5GB/s` or `12.5GB`, in powers of ten.
+
+    Raises:
+        UsageError: it is no rate; Gb could mean either, and is refused.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kKmMgGtT]?)(B|[bB]it)(?:/s|ps)?\s*", text)
+    scale = UNITS[match[2].lower()] if match and match[2] else 1
+    rate = float(match[1]) * scale / (1 if match[3] == "B" else 8) if match else 0.0
+    if not 1 <= rate < 1e18:
+        raise UsageError(f"{flag} {text}: give a rate such as 100Gbit/s or 12.5GB/s")
+    return rate
+
+
 def gpu_bytes(devices: int) -> int:
     """Memory of the smallest of so many of this machine's GPUs, the first ones, or of all where there are fewer."""
     return min(_total_and_used(gpu)[0] for gpu in _first_gpus(devices))

@@ -12,7 +12,7 @@ from batch import micro_batch_size
 from config import Config
 from errors import UsageError
 from planning import beside
-from planning.communication import Link, Traffic, traffic
+from planning.communication import Traffic, traffic
 from planning.model_states import FLOAT32, Prediction, parameter_size, predicted
 from planning.network import Network
 from strategies import STRATEGIES, Spec, replicas
@@ -86,9 +86,10 @@ class Need:
         assert self.states is not None
         return self.states.disk.total
 
-    def seconds(self, link: Link | None) -> float | None:
-        """How long it communicates in an optimizer step; None where link or formula lacks."""
-        return None if link is None or self.traffic is None else self.traffic.seconds(link)
+    def seconds(self, bandwidth: float | None) -> float | None:
+        """Returns how long it communicates in an optimizer step at so many bytes per second; None if either is not
+        known."""
+        return None if bandwidth is None or self.traffic is None else self.traffic.seconds(bandwidth)
 
     @property
     def in_training(self) -> int:

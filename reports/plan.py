@@ -10,7 +10,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from planning.communication import Link
 from planning.recommend import gigabytes
 from planning.survey import Need
 
@@ -110,49 +109,50 @@ def print_scaling(by_devices: Mapping[int, Sequence[Need]], room: int, console: 
     console.print("*: fits the device" + ("; stage_*: deepspeed_stage_*" if console.width < WIDE else ""))
 
 
-def print_communication(needs: Sequence[Need], link: Link | None, step_time: float | None, console: Console) -> None:
-    """Prints what each strategy sends in a step, and how long it takes where the link is known.
+def print_communication(
+    needs: Sequence[Need], bandwidth: float | None, step_time: float | None, console: Console
+) -> None:
+    """Prints what each strategy sends in a step, and how long that takes if the bandwidth is known.
 
     Args:
         needs: of the strategies.
-        link: the slowest one; None where nothing is known of it.
+        bandwidth: bytes per second of the slowest link; None if it is not known.
         step_time: seconds of a step without communication; None where it is not known.
         console: where to.
     """
     headings = ["sent, MB a rank and step", "calls"]
-    headings += ["communication, s"] if link is not None else []
-    headings += ["step, s"] if link is not None and step_time is not None else []
+    headings += ["communication, s"] if bandwidth is not None else []
+    headings += ["step, s"] if bandwidth is not None and step_time is not None else []
     table = _table(headings, wide=True, first="communication")
     for need in needs:
         if need.traffic is not None and not need.refused:
-            seconds = need.seconds(link)
+            seconds = need.seconds(bandwidth)
             times = [] if seconds is None else [seconds] if step_time is None else [seconds, seconds + step_time]
             sizes = f"{need.traffic.sent_bytes / 1e6:,.1f}", f"{need.traffic.collectives:,}"
             table.add_row(_short(need.strategy, console), *sizes, *(f"{time:.3g}" for time in times))
     console.print(table)
     notes = "sent: to other ranks in an optimizer step; calls: of collectives, at least so many"
-    if link is not None:
-        rate = f"{link.bytes_per_second / 1e9:.3g} GB/s and {link.latency_seconds * 1e6:.0f} us a call"
-        notes += f"; communication: over a link of {rate}"
+    if bandwidth is not None:
+        notes += f"; communication: at {bandwidth / 1e9:.3g} GB/s, without latencies"
         notes += "" if step_time is None else "; step: at most, where nothing of it overlaps the computing"
     console.print(notes)
 
 
 def as_json(
-    needs: Sequence[Need], about: Mapping[str, Any], link: Link | None = None, step_time: float | None = None
+    needs: Sequence[Need], about: Mapping[str, Any], bandwidth: float | None = None, step_time: float | None = None
 ) -> dict[str, Any]:
     """The plan for programs, all sizes in bytes and times in seconds.
 
     Args:
         needs: of the strategies.
         about: what it is a plan of, and what it comes to.
-        link: between the ranks; None where nothing is known of it.
+        bandwidth: bytes per second of the slowest link; None if it is not known.
         step_time: of a step without communication; None where it is not known.
     """
     rows = []
     for need in needs:
         sums = {} if need.states is None else {"device": need.device, "host": need.host, "disk": need.disk}
-        seconds = need.seconds(link)
+        seconds = need.seconds(bandwidth)
         step = None if seconds is None or step_time is None else seconds + step_time
         rows.append({**asdict(need), **sums, "communication_seconds": seconds, "step_seconds": step})
     return {"schema": 1, **about, "strategies": rows}

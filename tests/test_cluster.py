@@ -179,7 +179,7 @@ def test_commands_of_the_page(small_data: list[str], tmp_path: Path) -> None:
     assert {command.split()[0] for command in commands} == {"torchrun", "python", "deepspeed"}
     small = ["--accelerator", "cpu", "--max_steps", "4", "--out", str(tmp_path), *small_data]
     for command in commands:
-        program, *arguments = shlex.split(command.replace("network.json", str(tmp_path / "network.json")))
+        program, *arguments = shlex.split(command)
         if program == "python":
             assert run_program(*arguments).returncode in (0, 1)  # 1: nothing fits this machine
             continue

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 import launchers
 from errors import UsageError
-from tests.helpers import ROOT
 
 SRUN = {
     "SLURM_PROCID": "3",
-    "SLURM_NTASKS": "4",
-    "SLURM_NNODES": "2",
     "SLURM_NODEID": "1",
     "SLURM_LOCALID": "1",
     "SLURM_JOB_ID": "1234567",
-    "SLURM_JOB_NODELIST": "gpu[03-04]",
     "SLURM_STEP_NODELIST": "gpu[03-04]",
+    "SLURM_STEP_NUM_NODES": "2",
     "SLURM_STEP_NUM_TASKS": "4",
     "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
 }
@@ -60,34 +53,34 @@ def test_of_slurm():
     assert launchers.variables({**SRUN, "SLURM_PROCID": "1", "SLURM_LOCALID": "0"})["RANK"] == "2"
 
 
-@pytest.mark.parametrize("tasks", ["3", "4"])
-def test_slurm_with_another_number_on_each_machine_is_refused(tasks: str):
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "2,1"},
+        {"SLURM_STEP_TASKS_PER_NODE": "3,1"},
+        {"SLURM_LOCALID": "2"},
+    ],
+)
+def test_slurm_with_another_number_of_tasks_on_each_node_is_refused(more: dict[str, str]):
     with pytest.raises(UsageError, match="--ntasks-per-node"):
-        launchers.variables({**SRUN, "SLURM_STEP_NUM_TASKS": tasks, "SLURM_STEP_TASKS_PER_NODE": f"{int(tasks) - 1},1"})
+        launchers.variables({**SRUN, **more})
 
 
 def test_a_shell_in_an_allocation_is_no_rank():
     batch = {name: value for name, value in SRUN.items() if "STEP" not in name}
-    assert launchers.variables({**batch, "SLURM_PROCID": "0", "SLURM_TASKS_PER_NODE": "2(x2)"}) == {}
+    assert launchers.variables({**batch, "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == {}
     assert launchers.variables({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}) == {}  # salloc's, where SLURM_NTASKS is the job's
     assert launchers.variables({"RANK": "0", "WORLD_SIZE": "2"}) == {}  # of a Kubernetes pod, for torchrun
 
 
-@pytest.mark.parametrize(
-    ("more", "line"),
-    [({"SLURM_HET_SIZE": "2"}, "heterogeneous"), ({"SLURM_LOCALID": "2"}, "number 2 of machine 1, where 2 machines")],
-)
-def test_tasks_that_are_not_counted_through_are_refused(more: dict[str, str], line: str):
-    with pytest.raises(UsageError, match=line):
-        launchers.variables({**SRUN, **more})
-
-
-def test_the_starter_is_the_same_for_all_that_it_starts():
-    of_a_child = "import launchers; print(launchers.starter())"
-    ours = [subprocess.check_output([sys.executable, "-c", of_a_child], cwd=ROOT, text=True) for _ in range(2)]
-    assert ours[0] == ours[1]
-    assert f":{os.getpid()}:" in ours[0]
-    assert launchers.starter() != ours[0].strip()
+def test_the_torchrun_process_is_named_by_the_folder_of_its_logs(monkeypatch: pytest.MonkeyPatch):
+    """The path is checked with a real one in tests/distributed/test_two_nodes.py."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/torchelastic_a1/none_b2/attempt_3/0/error.json")
+    assert launchers.torchrun_agent() == "none_b2"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/dev/null")  # torchrun --log_dir /dev/null
+    assert launchers.torchrun_agent() == ""
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    assert launchers.torchrun_agent() == ""
 
 
 @pytest.mark.parametrize(

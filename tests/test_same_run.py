@@ -142,11 +142,11 @@ def test_a_damaged_note_of_the_ranks_is_passed_over(damaged: str, tmp_path: Path
     own = checkpoint_of(tmp_path, "mine")
     note = own.parent.parent / "ranks.json"
     note.write_bytes(damaged.encode(errors="surrogateescape"))
-    assert newest_of({"ours"}, str(tmp_path), ["mine"]) is None
-    note.write_text('[{"starter": "theirs"}, {"starter": "ours"}]')
-    assert newest_of({"ours"}, str(tmp_path), ["other", "mine"]) == own
-    note.write_text('[{"starter": ""}]')
-    assert newest_of({""}, str(tmp_path), ["mine"]) is None
+    assert newest_of({"ours"}, str(tmp_path), "mine") is None
+    note.write_text('[{"agent": "theirs"}, {"agent": "ours"}]')
+    assert newest_of({"ours"}, str(tmp_path), "mine") == own
+    note.write_text('[{"agent": ""}]')
+    assert newest_of({""}, str(tmp_path), "mine") is None
 
 
 def test_what_cannot_go_on_is_refused_when_that_is_known():

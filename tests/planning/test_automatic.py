@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 import cli
-import launchers
-from config import Config
 from errors import UsageError
 from planning import automatic, machine
 
-ALONE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", automatic.VARIABLE)
+ALONE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", automatic.VARIABLE)
 
 
 @pytest.fixture(autouse=True)
@@ -76,86 +71,52 @@ def test_what_no_strategy_can_run_is_refused_as_such() -> None:
         settled("--lora.rank", "4")
 
 
-def test_ranks_of_torchrun_take_what_rank_0_chose(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the store of torchrun's own, here one of this test."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
-    for name in ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(store.port))
-    choice = {"0": "deepspeed_stage_3", "1": "chosen alone"}
-    monkeypatch.setattr(automatic, "_chosen", lambda config, starters: choice[rank])
-    for rank in ("0", "1"):
-        monkeypatch.setenv("RANK", rank)
-        assert settled() == "deepspeed_stage_3"
-
-    def refuse(config: Config, starters: set[str]) -> str:
-        assert rank == "0", "it waits for rank 0"
-        assert starters == {launchers.starter()}
-        raise UsageError("nothing fits")
-
-    monkeypatch.setattr(automatic, "_chosen", refuse)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    for rank in ("0", "1"):
-        monkeypatch.setenv("RANK", rank)
-        with pytest.raises(UsageError, match=r"^nothing fits$"):
-            settled()
-
-
-def test_ranks_that_cannot_agree_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_PROCID", "1")
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    monkeypatch.setenv("SLURM_STEP_NODELIST", "a,b")
-    with pytest.raises(UsageError, match=r"name what plan\.py recommends"):
+@pytest.mark.parametrize(
+    "launched",
+    [
+        {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
+        {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_SIZE": "2", "CROSS_RANK": "0"},
+    ],
+    ids=["torchrun", "deepspeed"],
+)
+def test_ranks_of_another_launcher_are_refused(launched: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=r"name the strategy that plan\.py recommends"):
         settled()
 
 
-def test_a_run_that_goes_on_keeps_its_strategy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "mine" / "version_0"
-    checkpoint = run / "checkpoints" / "last.ckpt"
-    checkpoint.parent.mkdir(parents=True)
-    checkpoint.touch()
+def made_run(out: Path) -> Path:
+    """A run folder with a checkpoint, called `mine`, of deepspeed_stage_2."""
+    run = out / "mine" / "version_0"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints" / "last.ckpt").touch()
     (run / "config.yaml").write_text("strategy: deepspeed_stage_2\n")
+    return run
+
+
+def test_a_run_that_resumes_keeps_its_strategy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = made_run(tmp_path)
     for resume in (["--resume", str(run)], ["--resume", "last", "--name", "mine", "--out", str(tmp_path)]):
         assert settled(*resume) == "deepspeed_stage_2"
-        assert "deepspeed_stage_2, as the run that goes on" in capsys.readouterr().err
+        assert "deepspeed_stage_2, as in the run that resumes" in capsys.readouterr().err
     (run / "config.yaml").write_text("strategy: deepspeed_stage_2\nds_config: some.json\n")
-    assert settled("--resume", str(checkpoint)) == "baseline"
+    assert settled("--resume", str(run)) == "baseline"
     (run / "config.yaml").unlink()
-    assert settled("--resume", str(checkpoint)) == "baseline"
+    assert settled("--resume", str(run)) == "baseline"
 
 
-@pytest.mark.parametrize("requeued", [False, True])
-def test_the_last_run_is_the_networks_newest(requeued: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for a job that SLURM has started again, and where a crash came between two renames."""
-    for second, strategy in enumerate(("fsdp2", "deepspeed_stage_2", "ddp")):
-        run = tmp_path / f"{'net' if strategy != 'ddp' else 'mlp'}-{strategy}"
-        (run / "version_0" / "checkpoints").mkdir(parents=True)
-        (run / "version_0" / "checkpoints" / ("last.ckpt.old" if strategy == "fsdp2" else "last.ckpt")).touch()
-        (run / "version_0" / "config.yaml").write_text(f"strategy: {strategy}\n")
-        os.utime(run, (second, second))
-    if requeued:
-        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert settled("--out", str(tmp_path), *([] if requeued else ["--resume", "last"])) == "deepspeed_stage_2"
-    assert settled("--out", str(tmp_path), "--resume", "last", "--name", "net-fsdp2") == "fsdp2"
+def test_a_job_that_slurm_starts_again_keeps_its_strategy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the name that configs/cluster/slurm.sbatch gives it."""
+    made_run(tmp_path)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert settled("--out", str(tmp_path), "--name", "mine") == "deepspeed_stage_2"
+    assert settled("--out", str(tmp_path), "--name", "another") == "baseline"
 
 
-def test_what_torchrun_starts_anew_keeps_its_strategy(tmp_path: Path) -> None:
-    """Of its own run, not of a newer one of somebody else; a note that a crash has left empty says nothing."""
-    for second, (strategy, starter) in enumerate((("fsdp2", "ours"), ("ddp", "theirs"), ("deepspeed_stage_1", ""))):
-        run = tmp_path / f"net-{strategy}" / "version_0"
-        (run / "checkpoints").mkdir(parents=True)
-        checkpoint = run / "checkpoints" / "last.ckpt"
-        checkpoint.touch()
-        os.utime(checkpoint, (second, second))
-        (run / "config.yaml").write_text(f"strategy: {strategy}\n")
-        (run / "ranks.json").write_text(json.dumps([{"starter": starter}]) if starter else "")
-    config = cli.parse(["--strategy", "auto", "--accelerator", "cpu", "--out", str(tmp_path)])
-    assert automatic._chosen(config, {"ours", "new"}) == "fsdp2"
-    assert config.resume == ""  # found again under the run's name, by all ranks
-    assert automatic._chosen(config, {"new"}) == "baseline"
+def test_the_last_run_needs_a_name(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--resume last with --strategy auto needs --name"):
+        settled("--out", str(tmp_path), "--resume", "last")
 
 
 def test_no_raw_configuration_beside_it() -> None:

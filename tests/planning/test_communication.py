@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from config import Config
 from errors import UsageError
-from planning import link
-from planning.communication import Link, Traffic, traffic
+from planning import machine
+from planning.communication import Traffic, traffic
 from planning.model_states import Weight
 from planning.network import Network, of_size
 from strategies import STRATEGIES
@@ -82,7 +79,7 @@ def test_one_rank_sends_nothing_and_cut_layers_have_no_formula() -> None:
 
 
 def test_seconds() -> None:
-    assert Traffic(10**9, 10).seconds(Link(10**8, 0.01)) == pytest.approx(10.1)
+    assert Traffic(10**9, 10).seconds(10**8) == 10
 
 
 @pytest.mark.parametrize(
@@ -90,28 +87,10 @@ def test_seconds() -> None:
     [("100Gbit/s", 12.5e9), ("200mbit", 25e6), ("12.5GB/s", 12.5e9), ("1.5 TB", 1.5e12), ("9600bit/s", 1200)],
 )
 def test_rates(text: str, rate: float) -> None:
-    assert link.bytes_per_second(text, "--bandwidth") == rate
+    assert machine.bytes_per_second(text, "--bandwidth") == rate
 
 
 @pytest.mark.parametrize("text", ["", "fast", "100", "100Gb/s", "-1GB/s", "0GB/s", "nanGB/s"])
 def test_what_is_no_rate_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="give a rate such as 100Gbit/s"):
-        link.bytes_per_second(text, "--bandwidth")
-
-
-def test_files_that_the_doctor_has_not_written(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be read: No such file"):
-        link.read(tmp_path / "none")
-    whole = {"schema": link.SCHEMA, "bus_bytes_per_second": 1e9, "latency_seconds": 1e-5}
-    file = tmp_path / "network.json"
-    file.write_text(json.dumps(whole))
-    assert link.read(file) == Link(1e9, 1e-5)
-    broken: list[object] = [[], {}, *({**whole, "bus_bytes_per_second": rate} for rate in ("x", None, 0, -1, math.nan))]
-    broken += [{**whole, "bus_bytes_per_second": math.inf}, {**whole, "latency_seconds": -1}]
-    for text in ("", *map(json.dumps, broken)):
-        file.write_text(text)
-        with pytest.raises(UsageError, match=r"is not what doctor\.py --nodes --save writes"):
-            link.read(file)
-    file.write_text(json.dumps({**whole, "schema": 99}))
-    with pytest.raises(UsageError, match="is of schema 99, and 1 is read here"):
-        link.read(file)
+        machine.bytes_per_second(text, "--bandwidth")
