@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import sources
 from checkpointing.records import check_records
 from config import Config
 from errors import UsageError
+from options import flat
 
 KEPT = ("model", "optimizer", "batch_size", "seed", "data.val_fraction")
 KEPT += ("trainable", "lora.rank", "lora.alpha", "lora.target", "lora.dropout")
@@ -116,37 +117,32 @@ def check_same_run(config: Config, recipe: dict[str, Any]) -> None:
     """
     if config.weights and not Path(recipe.get("weights", "")).is_relative_to(Path(config.weights).absolute()):
         raise UsageError(f"--resume {config.resume} goes on with the weights that it has: leave --weights out")
-    source = recipe.get("data", {}).get("source", "auto")  # auto: a checkpoint of an older version does not tell
-    allowed = OF_AUTO if config.data.source == "auto" else (config.data.source,)
-    if source not in ("auto", *allowed):
+    before, now = flat(recipe), flat(config)
+    source = before.get("data.source", "auto")
+    if source not in ("auto", *(OF_AUTO if config.data.source == "auto" else (config.data.source,))):
         raise UsageError(
             f"--resume {config.resume}: that run trained on --data.source {source}, this one has {config.data.source}: "
             f"--data.source {source} continues it, --weights {config.resume} without --resume fine-tunes it"
         )
-    now, defaults = asdict(config), asdict(Config())
-    for key in KEPT:  # one of an older version lacks what has come since
-        before, wanted = _flat(key, {**defaults, **recipe}), _flat(key, now)
-        if before.get("optimizer.weight_decay"):
-            before.setdefault("optimizer.weight_decay_on", "all")  # before there was this option
-        for option in before:
-            if option not in MAY_CHANGE and option in wanted and before[option] != wanted[option]:
-                raise UsageError(
-                    f"--resume {config.resume}: that run had --{option} {before[option]}, this one has {wanted[option]}"
-                )
+    for option in now:
+        kept = any(option == key or option.startswith(f"{key}.") for key in KEPT) and option not in MAY_CHANGE
+        if kept and option in before and before[option] != now[option]:
+            raise UsageError(
+                f"--resume {config.resume}: that run had --{option} {before[option]}, this one has {now[option]}"
+            )
 
 
 def source_of(config: Config, record: dict[str, Any]) -> Any:
-    """The source of images that a resumed run continues on: the one that it had, whatever `auto` would come to now.
+    """Returns the source of images that a resumed run continues on: the one that it had, also for --data.source auto.
 
     Args:
-        config: of the run that is to go on.
-        record: of the checkpoint, as `check_same_run` accepts it.
+        config: of the resumed run.
+        record: of the checkpoint, accepted by `check_same_run`.
 
     Raises:
-        UsageError: its classes are others.
+        UsageError: the source now has other classes.
     """
-    before = record["config"]["data"]["source"]
-    source = config.data.source if before == "auto" else before
+    source = record["config"]["data"]["source"]
     names = [*sources.class_names(replace(config.data, source=source))]
     if names != record["classes"] and not config.data.md5:  # an archive of one's own tells its names when it is read
         differing = ", ".join(sorted({*names} ^ {*record["classes"]})[:FEW]) or "their order"
@@ -154,16 +150,4 @@ def source_of(config: Config, record: dict[str, Any]) -> Any:
             f"--resume {config.resume}: that run had other classes than --data.source {source} now has ({differing}): "
             f"name the data that it had, or fine-tune it with --weights {config.resume} without --resume"
         )
-    return "cifar10" if source == "auto" else source  # whose classes they are
-
-
-def _flat(key: str, tree: dict[str, Any]) -> dict[str, Any]:
-    """The options under a key: its name first, or its one value."""
-    value: Any = tree
-    for part in key.split("."):
-        value = value[part]
-    if not isinstance(value, dict):
-        return {key: value}
-    options = value.get("options", {name: option for name, option in value.items() if name != "name"})
-    plain = {f"{key}.{name}": list(option) if isinstance(option, tuple) else option for name, option in options.items()}
-    return {key: value["name"], **plain}
+    return source

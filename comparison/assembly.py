@@ -15,7 +15,7 @@ from comparison.table import spread
 from comparison.verdicts import SOURCES, Drift, Judged, Source, drifts_of, judged
 from reports.summary import FALLBACK
 
-RECIPE = ("model.name", "optimizer.name", "schedule.name", "precision", "batch_size", "epochs", "max_steps")
+RECIPE = ("model", "optimizer", "schedule", "precision", "batch_size", "epochs", "max_steps")
 """Options of config.yaml that a report begins with."""
 
 SATURATION = (

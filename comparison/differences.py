@@ -7,6 +7,7 @@ from typing import Any
 
 from comparison.reading import Loaded
 from comparison.result import Difference
+from options import flat
 
 FREE = (
     # What is compared, and where it runs: none of it may change the maths.
@@ -56,11 +57,3 @@ def hinder(difference: Difference, one: str, other: str) -> bool:
     """Whether for a difference no verdict on variant `other` against variant `one` makes sense."""
     harmless = difference.setting.split(".")[0] in HARMLESS
     return not harmless and difference.values[one] != difference.values[other]
-
-
-def flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """A tree of options by dotted names."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found |= flat(value, f"{before}{key}.") if isinstance(value, dict) else {before + key: value}
-    return found

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import run_folder
-from comparison.differences import flat, shared_settings
+from comparison.differences import shared_settings
 from comparison.reading import Loaded
 from comparison.variants import variant_name
+from options import flat
 
 SHAPE = ("strategy", "world_size", "accumulate")
 """Keys of metrics.json that make a variant."""

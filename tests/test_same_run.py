@@ -17,18 +17,6 @@ from errors import UsageError
 from resume import check_same_run, newest_of, settle_resume, source_of
 
 
-def test_a_run_of_before_there_was_weight_decay_on():
-    """All parameters decayed; without a weight decay that is all the same."""
-    adam = ["--resume", "last", "--optimizer", "adam", "--optimizer.weight_decay"]
-    recipe = asdict(cli.parse([*adam, "0.1"]))
-    del recipe["optimizer"]["options"]["weight_decay_on"]
-    with pytest.raises(UsageError, match=r"--optimizer.weight_decay_on all, this one has matrices"):
-        check_same_run(cli.parse([*adam, "0.1"]), recipe)
-    check_same_run(cli.parse([*adam, "0.1", "--optimizer.weight_decay_on", "all"]), recipe)
-    recipe["optimizer"]["options"]["weight_decay"] = 0.0
-    check_same_run(cli.parse([*adam, "0"]), recipe)
-
-
 def resumed(out: Path, *flags: str) -> str:
     config = cli.parse(["--out", str(out), "--name", "mine", *flags])
     settle_resume(config)
@@ -111,17 +99,6 @@ def test_a_run_continues_on_the_images_that_it_had(before: str, now: str, contin
             source_of(config, record)
         record["classes"] = [*sources.class_names(cli.parse(["--data.source", "digits"]).data)]
     assert source_of(config, record) == continued
-
-
-def test_a_checkpoint_that_does_not_tell_its_source_is_known_by_its_classes():
-    """One of an older version, with `auto` for whatever that had come to."""
-    record = {"config": asdict(cli.parse([])), "classes": [*sources.class_names(cli.parse([]).data)]}
-    config = cli.parse(["--resume", "last.ckpt"])
-    check_same_run(config, record["config"])
-    assert source_of(config, record) == "cifar10"
-    record["classes"] = ["0", "1"]
-    with pytest.raises(UsageError, match="had other classes"):
-        source_of(config, record)
 
 
 def test_a_folder_must_have_the_classes_that_it_had(tmp_path: Path):
