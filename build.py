@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,14 +75,17 @@ def datamodule(config: Config, source: SourceName | None = None) -> CIFARDataMod
     )
 
 
-def module(config: Config, start: Match | None = None) -> CIFARModule:
+def module(
+    config: Config, start: Match | None = None, module_class: Callable[..., CIFARModule] | None = None
+) -> CIFARModule:
     """The network with its loss, optimizer and metrics; the network itself is built by the strategy.
 
     Args:
         config: of the run.
         start: weights that it starts from.
+        module_class: makes the module; CIFARModule by default.
     """
-    return CIFARModule(
+    return (module_class or CIFARModule)(
         config.model,
         config.optimizer,
         config.schedule,

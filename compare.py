@@ -1,8 +1,4 @@
-"""Trains one recipe under several strategies, or reads runs that are there, and says whether they agree.
-
-python compare.py --strategies NAME NAME ... [--devices N ...] [--accumulate N ...] [--seeds N] [any flag of train.py]
-python compare.py --runs RUN RUN ...
-"""
+"""Trains one recipe under several strategies, or reads existing runs, and says whether they agree; see --help."""
 
 from __future__ import annotations
 
@@ -13,82 +9,92 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import checks
+import cli
 import exits
 import launch
 import run_folder
-from comparison import result
-from comparison.variants import ROUNDING, Planned, Training, plan
+import train
+from comparison import console, junit, result
+from comparison.grouping import grouped, perturbed_runs
+from comparison.plan import PERTURBED, Planned, plan
+from comparison.reading import load
+from comparison.result import Comparison, Run, Variant
+from comparison.running import Runner
 from errors import RunError, Stopped, UsageError
 from hardware import core_count
+from run_process import TRAIN
 from values import check_plain_name
 
-if TYPE_CHECKING:
-    from comparison.reading import Loaded
-    from comparison.result import Comparison
-    from comparison.running import Outcome, Runner
-
 EPILOG = """\
-exit code: 0 where every variant trained and agrees with the reference, 1 where one did not, 2 for wrong usage
+exit code: 0 if every variant trained and agrees with the reference, 1 if one did not, 2 for wrong usage
+
+"compare.py perturb" trains one perturbed run, which shows --runs what rounding does to the recipe.
 
 examples:
   python compare.py --strategies baseline deepspeed_stage_1 deepspeed_stage_3_offload --devices 2 --max_steps 500
   python compare.py --accumulate 1 4 --devices 1 2 --config configs/deepspeed.yaml --seeds 3
   python compare.py --strategies baseline my_deepspeed.json --junit compare.xml
-  python compare.py --runs runs/net-baseline/version_0 runs/net-deepspeed_stage_2/version_3
+  python compare.py perturb --config runs/net-baseline/version_0/config.yaml
+  python compare.py --runs runs/net-baseline/version_0 runs/net-baseline/version_1 runs/net-deepspeed_stage_2/version_3
 """
 
-JSON = "comparison.json"
+PERTURB = (str(Path(__file__).resolve()), "perturb")
+"""What Python starts a perturbed run with, as run_process.TRAIN any other."""
 
 
 def main() -> int:
-    """Prints the verdicts; returns the exit code, 1 where a variant did not train or does not agree."""
+    """Prints the verdicts; returns the exit code, 1 if a variant did not train or does not agree."""
+    if sys.argv[1:2] == ["perturb"]:
+        return perturb(sys.argv[2:])
     arguments, rest = _parse()
     if launch.is_rank():
         raise UsageError("compare.py starts the ranks itself: start it once, without torchrun or srun")
-    # A job that SLURM has started again compares from the start: its runs would look for a checkpoint of their own.
+    # After a SLURM requeue the comparison starts anew: its runs must not look for checkpoints of their own.
     os.environ.pop("SLURM_RESTART_COUNT", None)
     exits.stop_at_signals()
-    if arguments.runs:
-        folder, comparison = of_runs(arguments, rest)
-    else:
-        folder, comparison = of_trainings(arguments, rest)
-    from comparison import junit, table
-    from reports import comparison as report
+    folder, comparison = of_runs(arguments, rest) if arguments.runs else of_trainings(arguments, rest)
+    from reports.comparison.page import write_page
 
-    table.print_comparison(comparison, folder)
-    result.write(comparison, folder / JSON)
+    console.show(comparison, folder)
+    result.write(comparison, folder / "comparison.json")
     if arguments.junit:
         junit.write(comparison, Path(arguments.junit))
-    report.write(comparison, folder)
+    write_page(comparison, folder)
     return 0 if comparison.passed else 1
 
 
+def perturb(flags: list[str]) -> int:
+    """Trains one perturbed run, in this process or in the ranks that it starts; returns the exit code."""
+    config = cli.parse(flags)
+    checks.settle(config)
+    if config.world_size > 1 and not launch.is_rank():
+        return launch.run(config.world_size, on_cpu=config.accelerator == "cpu")
+    from comparison.perturbed import PerturbedModule
+
+    train.train(config, partial(PerturbedModule, precision=config.precision, accelerator=config.accelerator))
+    return 0
+
+
 def of_runs(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
-    """Compares runs that are there; returns the folder of the report too."""
+    """Compares existing runs; returns the folder of the report too."""
     axes = (arguments.strategies, arguments.devices, arguments.accumulate, arguments.seeds)
     if rest or any(axis is not None for axis in axes):
-        raise UsageError("--runs compares what is there: leave out what is for training")
-    if len(arguments.runs) < 2:
-        raise UsageError("--runs needs two runs or more")
-    from comparison.assembly import assemble
-    from comparison.grouping import grouped, second_runs
-    from comparison.reading import load
+        raise UsageError("--runs trains nothing: leave out the flags of a training")
+    runs = [load(Path(run)) for run in arguments.runs]
+    if len({Path(run.folder).resolve() for run in runs}) < len(runs):
+        raise UsageError(f"--runs {' '.join(arguments.runs)}: give each run once")
+    variants = grouped(runs)
+    if len(variants) < 2:
+        raise UsageError("all given runs are of the same variant: give at least two variants")
+    from comparison.summary import summarize
 
-    runs = [load(Path(run), arguments.target_accuracy) for run in arguments.runs]
-    if len({loaded.folder.resolve() for loaded in runs}) < len(runs):
-        raise UsageError(f"--runs names one twice: {' '.join(arguments.runs)}")
-    groups = grouped(runs)
-    if len(groups) < 2:
-        raise UsageError("--runs names one variant: runs that differ in the seed alone, or in what rounding moved")
-    second, notes = second_runs(runs, groups[0])
     folder = run_folder.claim(arguments.out, arguments.name or "runs")
-    title = f"{len(groups)} variants"
-    comparison = assemble(groups, lambda _: second, title, _command(), arguments.target_accuracy, arguments.trust)
-    comparison.notes += notes
-    return folder, comparison
+    perturbed = perturbed_runs(runs, variants[0])
+    return folder, summarize(variants, lambda seeds: perturbed, _command(), arguments.trust)
 
 
 def of_trainings(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
@@ -96,97 +102,66 @@ def of_trainings(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compa
     axes = (arguments.strategies or [], arguments.devices or [], arguments.accumulate or [])
     rest = [*rest, *["--trust"] * arguments.trust]
     planned = plan(*axes, 1 if arguments.seeds is None else arguments.seeds, rest)
-    config = planned[0].trainings[0].config
-    steps = _steps(planned)
-    folder = run_folder.claim(arguments.out, arguments.name or config.model.name.replace(":", "-"))
-    from comparison.running import Runner
-
-    runs = sum(len(variant.trainings) for variant in planned)
-    runner = Runner(folder, runs, steps, config.batch_size)
+    _prepare(planned)
+    folder = run_folder.claim(arguments.out, arguments.name or planned[0].config.model.name.replace(":", "-"))
+    runner = Runner(folder, sum(len(variant.seeds) for variant in planned))
     try:
         return folder, _trained(arguments, planned, runner)
     except (KeyboardInterrupt, Stopped) as stop:
         number = signal.SIGINT if isinstance(stop, KeyboardInterrupt) else stop.exit_code - 128
-        raise Stopped(number, _what_is_there(folder)) from stop
+        raise Stopped(number, _how_to_compare(folder)) from stop
     except OSError as error:
-        raise RunError(f"{error.strerror or error} ({error.filename}); {_what_is_there(folder)}") from error
+        raise RunError(f"{error.strerror or error} ({error.filename}); {_how_to_compare(folder)}") from error
 
 
 def _trained(arguments: Namespace, planned: Sequence[Planned], runner: Runner) -> Comparison:
-    from comparison.assembly import assemble
-    from comparison.grouping import Group
-    from comparison.running import MOVED
-    from run_process import TRAIN
+    from comparison.summary import summarize
 
-    target, groups = arguments.target_accuracy, []
-    notes: list[str] = []
-    for variant in planned:
-        config = variant.trainings[0].config
-        group = Group(variant.name, variant.command)
-        group.strategy, group.world_size, group.accumulate = config.strategy_name, config.world_size, config.accumulate
-        for training in variant.trainings:
-            outcome = runner.run(_label(variant, training), training.name, TRAIN, training.flags)
-            loaded, error = _loaded(outcome, target)
-            group.loaded += loaded
-            group.error = group.error or error
-        groups.append(group)
+    variants = []
+    for each in planned:
+        config = each.config
+        variant = Variant(each.name, config.strategy_name, config.world_size, config.accumulate, each.command)
+        for seed in each.seeds:
+            try:
+                variant.runs.append(load(runner.run(each.run_name(seed), TRAIN, each.flags_of(seed))))
+            except (RunError, UsageError) as error:
+                variant.error = variant.error or str(error)
+        variants.append(variant)
+    reference, failures = planned[0], []
 
-    def second(seeds: set[int]) -> list[Loaded]:
-        """The reference moved by one unit of rounding."""
-        trainings = [training for training in planned[0].trainings if training.seed in seeds]
-        runner.add(len(trainings))
-        found: list[Loaded] = []
-        for training in trainings:
-            label, name = f"rounding of {_label(planned[0], training)}", ROUNDING + training.name
-            # It is no variant: its curves would lie among theirs.
-            loaded, error = _loaded(runner.run(label, name, MOVED, [*training.flags, "--logger", "none"]))
-            found += loaded
-            if error:
-                notes.append(f"The second run of the reference failed (seed {training.seed}): {error}.")
-        return found
+    def perturbed_runs(seeds: set[int]) -> list[Run]:
+        runner.runs += len(seeds)
+        runs = []
+        for seed in sorted(seeds):
+            flags = [*reference.flags_of(seed), "--logger", "none"]  # its curves do not belong next to the variants'
+            try:
+                runs.append(load(runner.run(PERTURBED + reference.run_name(seed), PERTURB, flags)))
+            except (RunError, UsageError) as error:
+                failures.append(f"The perturbed run of the reference failed (seed {seed}): {error}.")
+        return runs
 
-    title = f"{planned[0].trainings[0].config.model.name}: {len(groups)} variants"
-    comparison = assemble(groups, second, title, _command(), target, arguments.trust)
-    comparison.notes += notes
-    if comparison.machine:
-        comparison.machine["cores"] = str(core_count())
+    comparison = summarize(variants, perturbed_runs, _command(), arguments.trust)
+    comparison.notes += failures
+    comparison.machine["cores"] = str(core_count())
     return comparison
 
 
-def _loaded(outcome: Outcome, target_accuracy: float | None = None) -> tuple[list[Loaded], str]:
-    """The finished run, if it can be read, and else why not."""
-    from comparison.reading import load
-
-    if outcome.folder is None:
-        return [], outcome.error
-    try:
-        return [load(outcome.folder, target_accuracy)], ""
-    except UsageError as error:
-        return [], str(error)
-
-
-def _steps(planned: Sequence[Planned]) -> int:
-    """Optimizer steps of a run; finds out, before anything is trained, whether each variant's options are known to
-    Lightning and its weights and images can be had."""
+def _prepare(planned: Sequence[Planned]) -> None:
+    """Checks Lightning's options, the weights and the images of each variant before anything is trained."""
     from quiet import quieten
-    from run_steps import prepare, run_steps
+    from run_steps import prepare
 
     quieten()
-    configs = [variant.trainings[0].config for variant in planned]
-    for config in configs:
-        prepare(config)
-    return run_steps(configs[0])
+    for variant in planned:
+        prepare(variant.config)
 
 
-def _label(variant: Planned, training: Training) -> str:
-    return variant.name + f", seed {training.seed}" * (len(variant.trainings) > 1)
-
-
-def _what_is_there(folder: Path) -> str:
+def _how_to_compare(folder: Path) -> str:
+    """How to compare the finished runs of a comparison that was stopped."""
     finished = sorted(str(file.parent) for file in folder.glob(f"*/version_*/{run_folder.METRICS}"))
     if len(finished) < 2:
         return f"what was trained is in {folder}"
-    return f"to compare what is finished: python compare.py --runs {shlex.join(finished)}"
+    return f"to compare the finished runs: python compare.py --runs {shlex.join(finished)}"
 
 
 def _command() -> str:
@@ -196,37 +171,33 @@ def _command() -> str:
 def _parse() -> tuple[Namespace, list[str]]:
     parser = exits.Parser(
         prog="compare.py",
-        description="Trains one recipe under several strategies, numbers of ranks or micro-batches, or reads runs that "
-        "are there, and says whether they agree: bit by bit, within rounding, or not.",
+        description="Trains one recipe under several strategies, numbers of ranks or micro-batches, or reads existing "
+        "runs, and says whether they agree: bit by bit, within rounding, or not.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s --strategies NAME ... [--devices N ...] [--<option of train.py> VALUE ...] | --runs RUN ...",
+        usage="%(prog)s --strategies NAME ... [--devices N ...] [--<option of train.py> VALUE ...]\n"
+        "       %(prog)s --runs RUN ...\n"
+        "       %(prog)s perturb [--<option of train.py> VALUE ...]",
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--strategies",
         nargs="+",
         metavar="NAME",
-        help="names as for train.py, or raw DeepSpeed configurations (*.json)",
+        help="names of train.py, or raw DeepSpeed configurations (*.json)",
     )
-    parser.add_argument("--devices", nargs="+", metavar="N", help="ranks, one or several numbers (default: train.py's)")
-    parser.add_argument("--accumulate", nargs="+", metavar="N", help="micro-batches of a step, one or several numbers")
-    parser.add_argument("--seeds", type=int, metavar="N", help="runs of each variant, from --seed on (default: 1)")
-    parser.add_argument("--runs", nargs="+", metavar="RUN", help="compare these run folders; nothing is trained")
-    parser.add_argument(
-        "--target_accuracy", type=float, metavar="SHARE", help="of val/acc: the time until then is told"
-    )
-    parser.add_argument("--junit", metavar="FILE", help="write the verdicts as JUnit XML, for CI systems")
-    parser.add_argument("--out", default="comparisons", metavar="DIR", help="of comparisons (default: %(default)s)")
-    parser.add_argument("--name", default="", metavar="NAME", help="of this one (default: the network's, or runs)")
-    parser.add_argument(
-        "--trust", action="store_true", help="load checkpoints that could run code, of somebody you trust"
-    )
+    add("--devices", nargs="+", metavar="N", help="numbers of ranks, one or several (default: train.py's)")
+    add("--accumulate", nargs="+", metavar="N", help="numbers of micro-batches in a step, one or several")
+    add("--seeds", type=int, metavar="N", help="runs of each variant, counted up from --seed (default: 1)")
+    add("--runs", nargs="+", metavar="RUN", help="compare these run folders; nothing is trained")
+    add("--junit", metavar="FILE", help="write the verdicts as JUnit XML, for CI systems")
+    add("--out", default="comparisons", metavar="DIR", help="directory of comparisons (default: %(default)s)")
+    add("--name", default="", metavar="NAME", help="name of this comparison (default: the model's, or runs)")
+    add("--trust", action="store_true", help="load checkpoints that could run code; only if you trust their author")
     arguments, rest = parser.parse_known_args()
-    if arguments.target_accuracy is not None and not 0 < arguments.target_accuracy <= 1:
-        raise UsageError(f"--target_accuracy must be over 0 and at most 1, not {arguments.target_accuracy:g}")
     check_plain_name(arguments.name)
     if arguments.junit and not Path(arguments.junit).absolute().parent.is_dir():
-        raise UsageError(f"--junit {arguments.junit}: there is no such directory")
+        raise UsageError(f"--junit {arguments.junit}: its directory does not exist")
     if arguments.junit and Path(arguments.junit).is_dir():
         raise UsageError(f"--junit {arguments.junit} is a directory: name a file")
     return arguments, rest

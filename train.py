@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -24,6 +25,8 @@ from strategies import AUTO
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
+    from cifar_module import CIFARModule
 
 start_time.note()
 
@@ -47,15 +50,21 @@ def main(figures: bool = True) -> int:
         told = {automatic.VARIABLE: config.strategy}  # what auto has come to
         return launch.run(config.world_size, on_cpu=config.accelerator == "cpu", told=told)
     with explained(config):
-        train(config, figures)
+        train(config, figures=figures)
     return 0
 
 
-def train(config: Config, figures: bool = True, last: bool = True) -> dict[str, Any]:
+def train(
+    config: Config,
+    module_class: Callable[..., CIFARModule] | None = None,
+    figures: bool = True,
+    last: bool = True,
+) -> dict[str, Any]:
     """Trains and tests as one rank; rank 0 leaves the run folder behind.
 
     Args:
         config: settled by `checks.settle`.
+        module_class: makes the module; CIFARModule by default.
         figures: whether the test's are drawn.
         last: whether no other run follows in this process, in the same process group.
 
@@ -91,7 +100,7 @@ def train(config: Config, figures: bool = True, last: bool = True) -> dict[str, 
     with run_folder.removed_on_failure(run_dir):
         meeting.record(config, places, run_dir)
         meeting.limit(config)
-        module = build.module(config, start)
+        module = build.module(config, start, module_class)
         trainer = build.trainer(config, run_dir, figures)
     trainer.fit(module, datamodule=datamodule, ckpt_path=config.resume or None)
     if (signal := build.stopped_by(trainer)) is not None:

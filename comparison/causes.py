@@ -1,82 +1,109 @@
-"""Known causes for which a run differs from its reference, told from what both wrote down; no torch."""
+"""Known causes of a difference between a run and its reference, read from what both wrote down; no torch.
+
+Causes that are rounding explain the verdict "within rounding" and no other. With "different" only those are named that
+change what is computed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from comparison.reading import Loaded
-from comparison.result import Curve
+from comparison.agreement import Pair
+from comparison.result import Curve, Run, VerdictKind
 
-
-def causes(reference: Loaded, other: Loaded, normalises: bool) -> list[str]:
-    """Those that apply to a run that is not bit-identical to its reference, a sentence each.
-
-    Args:
-        reference: a run of it.
-        other: a run of the same seed.
-        normalises: whether the network has batch normalisations.
-    """
-    ours, theirs = [*_of_deepspeed(reference)], [*_of_deepspeed(other)]
-    return [
-        *(cause if cause not in ours else f"In both runs: {cause}" for cause in theirs),
-        *(f"In the reference: {cause}" for cause in ours if cause not in theirs),
-        *_of_casting(reference, other),
-        *_of_the_shape(reference, other, normalises),
-        *_of_the_schedule(reference, other),
-    ]
+FP32 = "float32"
 
 
-def _of_deepspeed(run: Loaded) -> Iterator[str]:
-    """What DeepSpeed does in another way than torch in one of both."""
-    zero = run.deepspeed.get("zero_optimization", {})
-    stage = zero.get("stage", 0)
-    ranks = run.metrics["world_size"]
-    if zero.get("overlap_comm") and ranks > 1:
-        yield (
-            "overlap_comm is on: gradients are sent while others are still being computed, which has a history of "
-            "wrong losses (DeepSpeed issues 4298, 5347 and 8061); set it to false."
-        )
-    if stage and run.settings.get("gradient_clip_val"):
-        yield "Clipping: ZeRO adds the gradients' norm up shard by shard, torch over whole gradients (about 1e-7)."
-    dtype = run.deepspeed.get("communication_data_type", "float32")
-    if dtype != "float32" and ranks > 1:
-        yield f"Gradients are added up over the ranks in {dtype}: communication_data_type fp32 adds them in float32."
-    if stage >= 2 and ranks > 1 and run.metrics["accumulate"] > 1:
-        yield f"Accumulation: stage {stage} adds gradients up over the ranks before the micro-batches, DDP after."
-    device = zero.get("offload_optimizer") or {}
-    if device.get("device", "none") != "none" and run.settings["optimizer"]["name"] != "sgd":
-        yield "The offloaded optimizer is DeepSpeed's own on the CPU, which rounds in another order than torch's."
+class Cause(NamedTuple):
+    """A row of the table."""
+
+    sentence: str
+    applies: Callable[[Pair], bool]
+    is_rounding: bool = True
+    """Whether the same numbers are only added up in another order or format."""
 
 
-def _of_casting(reference: Loaded, other: Loaded) -> Iterator[str]:
-    """What the lower precisions do in other ways."""
-    if "mixed" in other.metrics["precision"] and bool(other.deepspeed) != bool(reference.deepspeed):
-        yield "Mixed precision: DeepSpeed casts the network, torch's autocast each operation that gains by it."
-    skipped = [loaded.metrics.get("skipped_steps") or 0 for loaded in (reference, other)]
-    if skipped[0] != skipped[1]:
-        yield f"float16 skipped {skipped[1]} steps, the reference {skipped[0]}: their loss scales move in other ways."
+def _either(applies: Callable[[Run], bool]) -> Callable[[Pair], bool]:
+    """Whether something holds for one run or both."""
+    return lambda pair: applies(pair.reference) or applies(pair.other)
 
 
-def _of_the_shape(reference: Loaded, other: Loaded, normalises: bool) -> Iterator[str]:
-    """The number of ranks and micro-batches."""
-    for key, what in (("accumulate", "micro-batches a step"), ("world_size", "ranks")):
-        before, now = reference.metrics[key], other.metrics[key]
-        if before != now:
-            yield f"{now} {what} against {before}: the mean of the gradients is added up in other parts."
-    sizes = [loaded.metrics["micro_batch_size"] for loaded in (reference, other)]
-    if normalises and sizes[0] != sizes[1]:
-        yield (
-            f"Batch normalisation is over a micro-batch, here {sizes[1]} images and in the reference {sizes[0]}: "
-            "that is no rounding."
-        )
+def _differs(key: str) -> Callable[[Pair], bool]:
+    """Whether both runs have another value in metrics.json."""
+    return lambda pair: (pair.reference.metrics.get(key) or 0) != (pair.other.metrics.get(key) or 0)
 
 
-def _of_the_schedule(reference: Loaded, other: Loaded) -> Iterator[str]:
-    rates = [loaded.run.curves.get("train/learning_rate", Curve([], [])) for loaded in (reference, other)]
-    before, now = (dict(zip(curve.steps, curve.values, strict=True)) for curve in rates)
-    parting = next((step for step in before if step in now and before[step] != now[step]), None)
-    if parting is not None:
-        yield (
-            f"The learning rates are not equal at step {parting}: a schedule that is stepped for each micro-batch, or "
-            "not where float16 skips a step."
-        )
+def _zero(run: Run) -> dict[str, Any]:
+    return run.deepspeed.get("zero_optimization", {})
+
+
+def _several_ranks(run: Run) -> bool:
+    return run.metrics["world_size"] > 1
+
+
+def _offloads(run: Run) -> bool:
+    return (_zero(run).get("offload_optimizer") or {}).get("device", "none") != "none"
+
+
+def _rates_differ(pair: Pair) -> bool:
+    runs = (pair.reference, pair.other)
+    ours, theirs = (run.curves.get("train/learning_rate", Curve([], [])).by_step for run in runs)
+    return any(ours[step] != theirs[step] for step in ours.keys() & theirs.keys())
+
+
+CAUSES = (
+    Cause(
+        "overlap_comm is on: gradients are sent while others are still being computed, which has a history of wrong "
+        "losses (DeepSpeed issues 4298, 5347 and 8061); set it to false.",
+        _either(lambda run: bool(_zero(run).get("overlap_comm")) and _several_ranks(run)),
+        is_rounding=False,
+    ),
+    Cause(
+        "Clipping: ZeRO adds up the gradients' norm shard by shard, torch over whole gradients (about 1e-7).",
+        _either(lambda run: _zero(run).get("stage", 0) > 0 and bool(run.settings.get("gradient_clip_val"))),
+    ),
+    Cause(
+        "Gradients are added up over the ranks in a lower precision; set communication_data_type to fp32.",
+        _either(lambda run: _several_ranks(run) and run.deepspeed.get("communication_data_type", FP32) != FP32),
+    ),
+    Cause(
+        "Accumulation: stages 2 and 3 add gradients up over the ranks before the micro-batches, DDP after.",
+        _either(lambda run: _zero(run).get("stage", 0) >= 2 and _several_ranks(run) and run.metrics["accumulate"] > 1),
+    ),
+    Cause(
+        "The offloaded optimizer is DeepSpeed's own on the CPU, which rounds in another order than torch's.",
+        _either(lambda run: _offloads(run) and run.settings["optimizer"] != "sgd"),
+    ),
+    Cause(
+        "Mixed precision: DeepSpeed casts the model, torch's autocast each operation that gains by it.",
+        lambda pair: (
+            "mixed" in pair.other.metrics["precision"] and bool(pair.other.deepspeed) != bool(pair.reference.deepspeed)
+        ),
+    ),
+    Cause("Another number of micro-batches: the gradients' mean is added up in other parts.", _differs("accumulate")),
+    Cause("Another number of ranks: the gradients' mean is added up in other parts.", _differs("world_size")),
+    Cause(
+        "Batch normalisation is over a micro-batch, and the micro-batches have another size.",
+        lambda pair: pair.normalises and _differs("micro_batch_size")(pair),
+        is_rounding=False,
+    ),
+    Cause(
+        "float16 skipped another number of steps: the loss scales moved differently.",
+        _differs("skipped_steps"),
+        is_rounding=False,
+    ),
+    Cause(
+        "The learning rates differ: a schedule steps once per micro-batch, or goes on where float16 skips a step.",
+        _rates_differ,
+        is_rounding=False,
+    ),
+)
+
+
+def causes(pair: Pair, kind: VerdictKind) -> list[str]:
+    """The known causes that may explain a verdict on a pair, one sentence each."""
+    if kind not in ("within rounding", "different"):
+        return []
+    candidates = (cause for cause in CAUSES if kind == "within rounding" or not cause.is_rounding)
+    return [cause.sentence for cause in candidates if cause.applies(pair)]

@@ -1,7 +1,4 @@
-"""The verdicts as JUnit XML, which CI systems read: a test case for each variant; no torch.
-
-The format is the one of Jenkins' xUnit plugin (https://github.com/testmoapp/junitxml describes it).
-"""
+"""The verdicts as JUnit XML, which CI systems read (format: https://github.com/testmoapp/junitxml); no torch."""
 
 from __future__ import annotations
 
@@ -9,42 +6,29 @@ import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-from comparison.result import GOOD, Comparison, Variant
-from comparison.table import verdict_line
+from comparison.result import Comparison
+from comparison.tables import verdict_line
 
-NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""Characters that XML 1.0 has not: the control characters of a log's colours, for one."""
+NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""Characters that XML 1.0 forbids: the control characters of a log's colours, for example."""
 
 
 def write(comparison: Comparison, file: Path) -> None:
-    """Writes one test suite; a variant that did not train or does not agree is a failure."""
-    suite = ET.Element("testsuite", name=comparison.title, timestamp=comparison.created.removesuffix("Z"))
-    failures = 0
+    """Writes one test suite with a test case for each variant; one that did not train or agree is a failure."""
+    failures = sum(not variant.passed for variant in comparison.variants)
+    counts = {"tests": str(len(comparison.variants)), "failures": str(failures), "errors": "0"}
+    about = {"name": comparison.title, "timestamp": comparison.created.removesuffix("Z")}
+    root = ET.Element("testsuites")
+    suite = ET.SubElement(root, "testsuite", about | counts)
     for variant in comparison.variants:
         seconds = sum(run.metrics.get("perf/fit_seconds") or 0.0 for run in variant.runs)
         case = ET.SubElement(suite, "testcase", classname="compare", name=variant.name, time=f"{seconds:.3f}")
         line = verdict_line(variant)
-        if variant.verdict is None or variant.verdict.kind not in GOOD:
-            failures += 1
-            ET.SubElement(case, "failure", message=line).text = _details(variant)
-        else:
+        if variant.passed:
             ET.SubElement(case, "system-out").text = line
-    suite.set("tests", str(len(comparison.variants)))
-    suite.set("failures", str(failures))
-    suite.set("errors", "0")
-    root = ET.Element("testsuites")
-    root.append(suite)
-    for element in root.iter():
-        element.attrib = {name: _printable(value) for name, value in element.attrib.items()}
-        element.text = element.text and _printable(element.text)
+        else:
+            causes = variant.verdict.causes if variant.verdict is not None else []
+            ET.SubElement(case, "failure", message=line).text = "\n".join([line, *causes, f"again: {variant.command}"])
     ET.indent(root)
-    ET.ElementTree(root).write(file, encoding="utf-8", xml_declaration=True)
-
-
-def _details(variant: Variant) -> str:
-    causes = variant.verdict.causes if variant.verdict is not None else []
-    return "\n".join([verdict_line(variant), *causes, f"again: {variant.command}"])
-
-
-def _printable(text: str) -> str:
-    return NO_XML.sub("", text)
+    text = ET.tostring(root, encoding="utf-8", xml_declaration=True).decode()
+    file.write_text(NOT_IN_XML.sub("", text), encoding="utf-8")

@@ -1,141 +1,126 @@
-"""From the runs of each variant to its verdict."""
+"""Judges every variant against the reference, seed by seed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from comparison import weights
-from comparison.agreement import Bound, Pair, bound, judge, unit_of_rounding, worst
+from comparison.agreement import Bound, Pair, bound, eps_of, judge, worst
 from comparison.causes import causes
-from comparison.reading import Loaded
-from comparison.result import Verdict
+from comparison.result import Comparison, Curve, Run, Variant, Verdict
+from comparison.settings import hinders
 from errors import UsageError
 
-Source = Literal["second run", "format", "coarser format"]
+SATURATION = (
+    "From step {step:,} on rounding alone may change the losses by more than a tenth: only the steps before are "
+    "judged. After it only a loss that is off by more than the largest loss so far counts."
+)
 
-SOURCES: dict[Source, str] = {
-    "second run": (
-        "The bounds are from a second run of the reference, which began with weights that were moved by little."
-    ),
-    "format": (
-        "The bounds are of the number format alone and of the losses, growing from step to step; how far the weights "
-        "are apart decides nothing unless all losses are equal: no second run of the reference shows what rounding "
-        "does to this recipe. compare.py --strategies makes one."
-    ),
-    "coarser format": (
-        "The bounds are of the coarser number format alone: the second run of the reference shows what rounding does "
-        "in a finer one."
-    ),
-}
-"""Where the bounds of a verdict come from, in a note."""
+Perturb = Callable[[set[int]], list[Run]]
+"""Makes or finds a perturbed run of the reference for each of some seeds."""
 
 
-@dataclass
-class Drift:
-    """A second run of the reference, beside the first."""
-
-    run: Loaded
-    pair: Pair
-    unit: float
-    """Of rounding, in both."""
-
-
-@dataclass
-class Judged:
-    """The pairs of one variant's runs with the reference's, by their seed."""
-
-    reference: dict[int, Loaded]
-    others: dict[int, Loaded]
-    pairs: dict[int, Pair] = field(default_factory=dict)
-    normalises: bool = False
-    """Whether the network has batch normalisations."""
-    convolves: bool = True
-    """Whether it has convolutions, as far as that is known."""
-    notes: list[str] = field(default_factory=list)
-    """On weights that could not be compared, a sentence each."""
-
-    @property
-    def open_seeds(self) -> set[int]:
-        """Those that are not bit-identical: their verdict needs a bound."""
-        return {seed for seed, pair in self.pairs.items() if pair.steps and not pair.identical}
-
-    def verdict(self, drifts: Mapping[int, Sequence[Drift]]) -> Verdict | str:
-        """Over all seeds, or why there can be none."""
-        if not all(pair.steps for pair in self.pairs.values()):
-            return "no optimizer step that the reference has too"
-        verdicts, blind = [], False
-        for seed, (allowed, _) in self.bounds(drifts).items():
-            pair = self.pairs[seed]
-            verdicts.append(judge(pair, allowed))
-            if not pair.identical:
-                verdicts[-1].causes = causes(self.reference[seed], self.others[seed], self.normalises)
-                blind = blind or allowed.undecided == pair.steps[0]
-        found = worst(verdicts)
-        if blind and found.kind != "different":
-            return "rounding alone moves the losses by more than a tenth, from the first step on"
-        return found
-
-    def bounds(self, drifts: Mapping[int, Sequence[Drift]]) -> dict[int, tuple[Bound, Source]]:
-        """What rounding may make of each seed's run, and where that is from: no run is its own second one."""
-        found: dict[int, tuple[Bound, Source]] = {}
-        for seed, pair in self.pairs.items():
-            unit = self.unit(seed)
-            second = next((drift for drift in drifts.get(seed, ()) if drift.run is not self.others[seed]), None)
-            if second is None:
-                found[seed] = bound(pair, None, unit), "format"
-            elif unit > second.unit:
-                found[seed] = bound(pair, None, unit), "coarser format"
-            else:
-                found[seed] = bound(pair, second.pair, unit), "second run"
-        return found
-
-    def unit(self, seed: int) -> float:
-        """Of rounding, in the coarser of both runs."""
-        runs = (self.reference[seed], self.others[seed])
-        units = [unit_of_rounding(run.metrics["precision"], run.metrics["accelerator"], self.convolves) for run in runs]
-        return max(units)
-
-
-def judged(reference: Iterable[Loaded], others: Iterable[Iterable[Loaded]], trust: bool = False) -> list[Judged]:
-    """Compares runs with the reference's of the same seed, losses and weights; a weight is read once.
+def judge_all(comparison: Comparison, perturb: Perturb, trust: bool = False) -> None:
+    """Fills in a comparison's verdicts, and the notes about them.
 
     Args:
-        reference: its runs, one for each seed.
-        others: the same of each other variant; runs of seeds that the reference has not are left out.
-        trust: whether a checkpoint may be loaded that could run code.
+        comparison: without verdicts, the reference first.
+        perturb: called once, if a variant is not bit-identical to the reference.
+        trust: whether to load checkpoints that could run code.
     """
-    by_seed = {loaded.run.seed: loaded for loaded in reference}
-    made = [Judged(by_seed, {run.run.seed: run for run in runs if run.run.seed in by_seed}) for runs in others]
-    for seed, loaded in by_seed.items():
-        whole = _weights(loaded, trust)
-        for each in made:
-            if seed not in each.others:
-                continue
-            theirs = _weights(each.others[seed], trust)
-            each.notes += [read for read in (whole, theirs) if isinstance(read, str)]
-            apart = None if isinstance(whole, str) or isinstance(theirs, str) else weights.apart(whole, theirs)
-            each.pairs[seed] = Pair(loaded.run.losses, each.others[seed].run.losses, apart)
-            if not isinstance(whole, str):
-                each.normalises = any(name.endswith("running_mean") for name in whole)
-                each.convolves = weights.convolves(whole)
-    return made
+    reference, notes = comparison.variants[0], comparison.notes
+    variants = _comparable(comparison)
+    pairs: dict[str, list[Pair]] = {variant.name: [] for variant in variants}
+    for seed, run in reference.by_seed.items() if variants else ():
+        others = {variant.name: variant.by_seed[seed] for variant in variants if seed in variant.by_seed}
+        for name, pair in zip(others, _pairs(run, others.values(), trust, notes), strict=True):
+            pairs[name].append(pair)
+    seeds = {pair.reference.seed for found in pairs.values() for pair in found if pair.needs_bound}
+    perturbed: dict[int, Pair] = {}
+    for run in perturb(seeds) if seeds else ():
+        perturbed[run.seed] = next(_pairs(reference.by_seed[run.seed], [run], trust, notes))
+    bounds: list[tuple[Pair, Bound]] = []
+    for variant in variants:
+        found = [(pair, bound(pair, perturbed.get(pair.reference.seed))) for pair in pairs[variant.name]]
+        _judge(variant, found, seeds <= perturbed.keys())
+        bounds += [(pair, allowed) for pair, allowed in found if pair.needs_bound]
+    _explain(comparison, bounds)
 
 
-def drifts_of(reference: Sequence[Loaded], again: Sequence[Loaded], trust: bool) -> dict[int, list[Drift]]:
-    """What rounding made of second runs of the reference, by the seed; those that it left as they were show nothing."""
-    found: dict[int, list[Drift]] = {}
-    for run, each in zip(again, judged(reference, [[run] for run in again], trust), strict=True):
-        for seed in each.open_seeds:
-            unit = each.unit(seed) if run.rounding is None else run.rounding
-            found.setdefault(seed, []).append(Drift(run, each.pairs[seed], unit))
-    return found
+def _comparable(comparison: Comparison) -> list[Variant]:
+    """The variants to judge; the reference gets its verdict, the others the reason why they have none."""
+    reference = comparison.variants[0]
+    reference.verdict = Verdict("reference" if reference.runs and not reference.error else "not trained")
+    for variant in comparison.variants[1:]:
+        hindering = [each.setting for each in comparison.differences if hinders(each, reference.name, variant.name)]
+        seeds = reference.by_seed.keys() & variant.by_seed.keys()
+        if variant.error or not variant.runs:
+            variant.verdict = Verdict("not trained")
+        elif reference.verdict.kind == "not trained":
+            variant.unjudged = "the reference did not train"
+        elif hindering:
+            variant.unjudged = f"another recipe than the reference's ({', '.join(hindering)})"
+        elif not seeds:
+            variant.unjudged = "no seed in common with the reference"
+        elif seeds != reference.by_seed.keys() | variant.by_seed.keys():
+            common = ", ".join(map(str, sorted(seeds)))
+            comparison.notes.append(f"{variant.name} is judged by the seeds in common with the reference: {common}.")
+    return [variant for variant in comparison.variants if variant.verdict is None and not variant.unjudged]
 
 
-def _weights(loaded: Loaded, trust: bool) -> weights.Weights | str:
-    """A note where they cannot be read: then the losses decide."""
+def _pairs(reference: Run, others: Iterable[Run], trust: bool, notes: list[str]) -> Iterator[Pair]:
+    """Compares runs of several variants with the reference's, whose weights are read once."""
+    ours = _weights(reference, trust, notes)
+    convolves = ours is None or weights.convolves(ours)
+    normalises = ours is not None and weights.normalises(ours)
+    for other in others:
+        theirs = _weights(other, trust, notes)
+        apart = weights.apart(ours, theirs) if ours is not None and theirs is not None else None
+        eps = max(eps_of(run.metrics["precision"], run.metrics["accelerator"], convolves) for run in (reference, other))
+        yield Pair(reference, other, apart, eps, normalises)
+
+
+def _weights(run: Run, trust: bool, notes: list[str]) -> weights.Weights | None:
+    """None, and a note, where they cannot be read: then the losses decide."""
     try:
-        return loaded.weights(trust)
+        return weights.of_run(run, trust)
     except UsageError as error:
-        return f"The weights of {loaded.folder} were not compared: {error}."
+        notes.append(f"The weights of {run.folder} were not compared: {error}.")
+        return None
+
+
+def _judge(variant: Variant, pairs: Sequence[tuple[Pair, Bound]], has_perturbed: bool) -> None:
+    """Gives a variant the worst verdict of its seeds, or the reason why there is none."""
+    if not all(pair.steps for pair, _ in pairs):
+        variant.unjudged = "no optimizer step in common with the reference"
+        return
+    verdicts = []
+    for pair, allowed in pairs:
+        verdict = judge(pair, allowed)
+        verdict.causes = causes(pair, verdict.kind)
+        verdicts.append(verdict)
+    found = worst(verdicts)
+    blind = any(pair.needs_bound and allowed.undecided == pair.steps[0] for pair, allowed in pairs)
+    if not blind or found.kind == "different":
+        variant.verdict = found
+    elif has_perturbed:
+        variant.unjudged = "rounding alone may change the losses by more than a tenth from the first step on"
+    else:
+        variant.unjudged = "no perturbed run of the reference shows what rounding may do, see compare.py perturb"
+
+
+def _explain(comparison: Comparison, bounds: Sequence[tuple[Pair, Bound]]) -> None:
+    """Notes how far the bounds reach, and keeps the lowest for the plot."""
+    limits: dict[int, float] = {}
+    end = math.inf
+    for pair, allowed in bounds:
+        end = min(end, allowed.undecided or math.inf)
+        for step, limit in zip(pair.steps, allowed.losses, strict=True):
+            limits[step] = min(limit, limits.get(step, math.inf))
+    steps = [step for step in sorted(limits) if step < end]
+    if not steps:
+        return
+    comparison.rounding = Curve(steps, [limits[step] for step in steps])
+    if end < math.inf:
+        comparison.notes.append(SATURATION.format(step=end))

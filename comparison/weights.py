@@ -1,4 +1,4 @@
-"""How far the weights of two runs are apart."""
+"""The weights of runs after the last step, and how far those of two runs are apart."""
 
 from __future__ import annotations
 
@@ -8,25 +8,43 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from checkpointing.read import read
+from checkpointing.weights import network
 from comparison.agreement import Apart
+from comparison.reading import last_checkpoint
+from comparison.result import Run
+from errors import UsageError
 
 Weights = Mapping[str, Tensor]
-"""By their names in the plain network."""
+"""By the names of the plain model's state_dict, buffers too."""
+
+
+def of_run(run: Run, trust: bool = False) -> Weights:
+    """The weights in a run's last checkpoint; not the average of --ema.
+
+    Raises:
+        UsageError: there is no checkpoint, or it cannot be read.
+    """
+    checkpoint = last_checkpoint(run)
+    if not checkpoint.exists():
+        raise UsageError(f"{run.folder} has no checkpoint of its last step")
+    return network(read(checkpoint, trust), averaged=False)
 
 
 def apart(reference: Weights, other: Weights) -> dict[str, Apart]:
-    """For each tensor the largest difference of two elements of the same place, and the reference's largest element.
-
-    The difference is infinite where one run lacks the tensor or has it in another shape, or where one alone has no
-    number. Tensors of integers (the batches that a normalisation has counted) are no weights.
-    """
+    """Compares two runs tensor by tensor; integers (the batches that a normalisation has counted) are left out."""
     names = [name for name in {**reference, **other} if _is_weight(reference.get(name)) or _is_weight(other.get(name))]
     return {name: _apart(reference.get(name), other.get(name)) for name in names}
 
 
 def convolves(weights: Weights) -> bool:
-    """Whether a network has convolutions, whose weights are of shape (out, in, height, width)."""
+    """Whether a model has convolutions, whose weights are of shape (out, in, height, width)."""
     return any(value.dim() == 4 for value in weights.values())
+
+
+def normalises(weights: Weights) -> bool:
+    """Whether a model has batch normalisations."""
+    return any(name.endswith("running_mean") for name in weights)
 
 
 def _is_weight(tensor: Tensor | None) -> bool:
@@ -34,6 +52,7 @@ def _is_weight(tensor: Tensor | None) -> bool:
 
 
 def _apart(one: Tensor | None, other: Tensor | None) -> Apart:
+    """Infinitely far where one run lacks the tensor or has another shape of it, or where only one has a number."""
     largest = 0.0 if one is None or not one.numel() else float(one.abs().max())
     if one is None or other is None or one.shape != other.shape:
         return Apart(math.inf, largest)

@@ -1,230 +1,166 @@
-"""Loss and accuracy of all variants over one another."""
+"""Plots of loss and accuracy: the curves of all variants over one another."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogFormatter
 from numpy.typing import NDArray
 
-from comparison.result import Comparison, Curve, Run, Variant
-from reports.comparison.look import WIDTH, colors, legend, log_scale, markers
-from reports.comparison.text import kind_of
+from comparison.result import Comparison, Curve, Variant
+
+PALETTE = ("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd")
+"""Ten colours that colour-blind readers can tell apart too: Petroff 2021 (https://arxiv.org/abs/2107.02270). The
+reference is black."""
 
 POINTS = 200
-"""Most points of a curve of losses: of more steps each point is that of several, or noise would hide the curves."""
+"""Most points of a curve: of more steps each point stands for several, or noise would hide the curves."""
 
 DASH = 4.0
 """Length of a dash in widths of the line."""
 
-SEVERAL_DECADES = 100.0
-"""A loss that falls by more than this factor is drawn on a log axis."""
+Array = NDArray[np.float64]
+Line = tuple[str, Array, Array]
+"""The variant's name, x (points,) and y (points,); NaN is a gap."""
 
 
-@dataclass
-class _Line:
-    """Of one variant."""
-
-    name: str
-    x: NDArray[np.float64]
-    y: NDArray[np.float64]
+def style() -> AbstractContextManager[None]:
+    """Within it plots are drawn on white, and a $ in a name is a $."""
+    return matplotlib.rc_context({"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "text.parse_math": False})
 
 
-def loss_figure(comparison: Comparison) -> Figure | None:
-    """The loss of each step, mean over the seeds, and below how far each variant is from the reference.
+def loss_plot(comparison: Comparison) -> Figure | None:
+    """The loss of each step, mean over the seeds; below it the largest difference to the reference at each step.
 
     None where no run has losses.
     """
-    trained = [variant for variant in comparison.variants if any(run.losses.steps for run in variant.runs)]
-    if not trained:
+    variants = [variant for variant in comparison.variants if any(run.losses.steps for run in variant.runs)]
+    if not variants:
         return None
-    differences = [line for variant in trained if (line := _difference(comparison, variant)) is not None]
-    figure = Figure(figsize=(WIDTH, (5.9 if differences else 3.8) + 0.15 * len(trained)), layout="constrained")
-    panels = figure.subplots(2 if differences else 1, 1, sharex=True, squeeze=False)[:, 0]
-    _draw_losses(panels[0], comparison, trained)
-    if differences:
-        _draw_differences(panels[1], comparison, differences)
-    panels[-1].set_xlabel("optimizer step")
-    verdicts = {variant.name: kind_of(variant) for variant in trained}
-    handles, names = panels[0].get_legend_handles_labels()
-    legend(figure, handles, [name if verdicts[name] is None else f"{name} ({verdicts[name]})" for name in names])
-    return figure
-
-
-def accuracy_figure(comparison: Comparison) -> Figure | None:
-    """The accuracy of each validation, a line for each seed, by step and by time; None where there was none."""
-    runs = [
-        (variant.name, run.curves["val/acc"])
-        for variant in comparison.variants
-        for run in variant.runs
-        if "val/acc" in run.curves
+    losses = [_line(variant.name, [run.losses for run in variant.runs], _mean) for variant in variants]
+    reference = comparison.variants[0]
+    differences = [
+        _line(variant.name, curves, np.fmax.reduce)
+        for variant in variants
+        if (curves := _differences(reference, variant))
     ]
-    runs = [(name, curve) for name, curve in runs if curve.steps]
-    if not runs:
-        return None
-    by_step = [_Line(name, _array(curve.steps), _array(curve.values)) for name, curve in runs]
-    by_time = [_Line(name, _array(curve.seconds), _array(curve.values)) for name, curve in runs if curve.seconds]
-    figure = Figure(figsize=(WIDTH, 4.0), layout="constrained")
-    panels = figure.subplots(1, 2 if by_time else 1, sharey=True, squeeze=False)[0]
-    _draw_over_one_another(panels[0], comparison, by_step, marker="o")
-    panels[0].set(xlabel="optimizer step", ylabel="validation accuracy")
-    panels[0].yaxis.set_major_formatter(lambda share, _: f"{100 * share:g} %")
-    if by_time:
-        _draw_over_one_another(panels[1], comparison, by_time, marker="o")
-        panels[1].set(xlabel="seconds since the start of the training")
-    for axes in panels:
-        axes.grid()
-        if comparison.target_accuracy is not None:
-            axes.axhline(comparison.target_accuracy, color="tab:gray", linestyle=":", linewidth=1, zorder=0)
-            label = f"target {100 * comparison.target_accuracy:g} %"
-            axes.annotate(
-                label,
-                (1, comparison.target_accuracy),
-                xycoords=("axes fraction", "data"),
-                xytext=(0, 2),
-                textcoords="offset points",
-                ha="right",
-                fontsize=8,
-            )
-    names = dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
-    legend(figure, list(names.values()), list(names))
+    figure = Figure(figsize=(10, 6.5 if differences else 4.4), layout="constrained")
+    above, *below = figure.subplots(2 if differences else 1, sharex=True, squeeze=False)[:, 0]
+    _draw(above, comparison, losses)
+    size = max(_size(len(run.losses.steps)) for variant in variants for run in variant.runs)
+    above.set(title="training loss" + (f", mean of {size:,} steps" if size > 1 else ""), ylabel="loss of a step")
+    for axes in below:
+        _draw_differences(axes, comparison, differences)
+    figure.axes[-1].set_xlabel("optimizer step")
+    kinds = {variant.name: variant.verdict.kind if variant.verdict else "not judged" for variant in variants}
+    _legend(figure, comparison, {name: f"{name} ({kind})" for name, kind in kinds.items()})
     return figure
 
 
-def _draw_losses(axes: Axes, comparison: Comparison, variants: Sequence[Variant]) -> None:
-    lines, steps_a_point = [], 1
-    for variant in variants:
-        steps, values = _over_seeds([run.losses for run in variant.runs])
-        steps_a_point = max(steps_a_point, math.ceil(len(steps) / POINTS))
-        # Of the seeds that have the step: one may have ended before the others.
-        x, mean = _points(steps, np.ma.masked_invalid(values).mean(axis=0).filled(np.nan), np.mean)
-        lines.append(_Line(variant.name, x, mean))
-        if len(values) > 1:
-            low, high = (_points(steps, edge.reduce(values, axis=0), np.mean)[1] for edge in (np.fmin, np.fmax))
-            axes.fill_between(
-                x, low, high, color=colors(comparison)[variant.name], alpha=0.3 / len(variants), linewidth=0
-            )
-    _draw_over_one_another(axes, comparison, lines)
-    finite = np.concatenate([line.y[np.isfinite(line.y)] for line in lines])
-    if finite.size and finite.min() > 0 and finite.max() > SEVERAL_DECADES * finite.min():
-        log_scale(axes)
-    averaged = [f"{steps_a_point:,} steps"] if steps_a_point > 1 else []
-    averaged += ["the seeds"] if any(len(variant.runs) > 1 for variant in variants) else []
-    axes.set_title(f"training loss, mean of {' and '.join(averaged)}" if averaged else "training loss", loc="left")
-    axes.set(ylabel="loss of a step")
-    axes.grid()
-
-
-def _draw_differences(axes: Axes, comparison: Comparison, differences: Sequence[_Line]) -> None:
-    """On a log axis, which has no place for the steps that do not differ: they are gaps."""
-    lines = []
-    for line in differences:
-        x, largest = _points(line.x, line.y, np.fmax.reduce)
-        lines.append(_Line(line.name, x, np.where(largest > 0, largest, np.nan)))
-    _draw_over_one_another(axes, comparison, lines, marker=".")
-    _mark_partings(axes, comparison, [line.name for line in differences])
-    log_scale(axes)
-    bottom = axes.get_ylim()[0]
-    verdicts = [variant.verdict for variant in comparison.variants if variant.verdict is not None]
-    bounds = [verdict.loss_bound for verdict in verdicts if verdict.loss_bound]
-    if comparison.rounding is not None and comparison.rounding.steps:
-        x, bound = _points(_array(comparison.rounding.steps), _array(comparison.rounding.values), np.fmax.reduce)
-        axes.fill_between(x, bottom / 10, bound, color="tab:gray", alpha=0.2, linewidth=0, zorder=0)
-    elif bounds:
-        axes.axhspan(bottom / 10, max(bounds), color="tab:gray", alpha=0.2, linewidth=0, zorder=0)
-    axes.set_ylim(bottom=bottom)
-    axes.set(ylabel="difference")
-    shaded = "; grey: what rounding may do" if bounds or comparison.rounding is not None else ""
-    axes.set_title(f"largest difference to {comparison.reference} at a step{shaded}", loc="left")
-    axes.grid()
-
-
-def _mark_partings(axes: Axes, comparison: Comparison, names: Sequence[str]) -> None:
-    """A line at the step at which a variant parts, and its name beside it; the names stand below one another."""
-    steps = {
-        variant.name: variant.verdict.first_parting
-        for variant in comparison.variants
-        if variant.name in names and variant.verdict is not None and variant.verdict.first_parting is not None
-    }
-    left, right = axes.get_xlim()
-    for place, (name, step) in enumerate(steps.items()):
-        axes.axvline(step, color=colors(comparison)[name], linestyle=":", linewidth=1.2)
-        before = step > (left + right) / 2
-        axes.annotate(
-            f"{name} parts at step {step:,}",
-            (step, 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(-4 if before else 4, -2 - 11 * place),
-            textcoords="offset points",
-            ha="right" if before else "left",
-            va="top",
-            fontsize=8,
-        )
-
-
-def _draw_over_one_another(axes: Axes, comparison: Comparison, lines: Sequence[_Line], marker: str = "") -> None:
-    """Equal curves hide one another: where they do, each gets its share of the line, as dashes in turn."""
-    palette, signs = colors(comparison), markers(comparison)
-    names = list(dict.fromkeys(line.name for line in lines))
-    width = 1.8 if len(lines) == len(names) else 1.0
-    for line in lines:
-        axes.plot(
-            line.x,
-            line.y,
-            color=palette[line.name],
-            linewidth=width,
-            label=line.name,
-            marker=signs[line.name] or marker,
-            markevery=0.1 if signs[line.name] and not marker else None,
-            markersize=2 * width,
-        )
-    for line in lines if len(names) > 1 else ():
-        place = names.index(line.name)
-        dashes = (DASH * (len(names) - place), (DASH, DASH * (len(names) - 1)))
-        axes.plot(line.x, line.y, color=palette[line.name], linewidth=width, linestyle=dashes)
-
-
-def _difference(comparison: Comparison, variant: Variant) -> _Line | None:
-    """Of the losses, the largest of all seeds at each step; None where none differ, or there is nothing to compare."""
-    references: dict[int, Run] = {
-        run.seed: run for other in comparison.variants if other.name == comparison.reference for run in other.runs
-    }
-    pairs = [(references[run.seed], run) for run in variant.runs if run.seed in references]
-    curves = []
-    for reference, run in pairs:
-        steps, ours, theirs = np.intersect1d(run.losses.steps, reference.losses.steps, return_indices=True)
-        values = np.abs(_array(run.losses.values)[ours] - _array(reference.losses.values)[theirs])
-        curves.append(Curve(steps.tolist(), values.tolist()))
-    if not any(np.any(_array(curve.values) > 0) for curve in curves):
+def accuracy_plot(comparison: Comparison) -> Figure | None:
+    """The validation accuracy by step and by time, a line for each seed; None where there was no validation."""
+    found = [(variant.name, run.curves.get("val/acc")) for variant in comparison.variants for run in variant.runs]
+    curves = [(name, curve) for name, curve in found if curve is not None and curve.steps]
+    if not curves:
         return None
-    steps, values = _over_seeds(curves)
-    return _Line(variant.name, steps, np.fmax.reduce(values, axis=0))
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    by_step, by_time = figure.subplots(1, 2, sharey=True)
+    _draw(by_step, comparison, [(name, _array(curve.steps), _array(curve.values)) for name, curve in curves], "o")
+    _draw(by_time, comparison, [(name, _array(curve.seconds), _array(curve.values)) for name, curve in curves], "o")
+    by_step.set(xlabel="optimizer step", ylabel="validation accuracy")
+    by_step.yaxis.set_major_formatter(lambda share, _: f"{100 * share:g} %")
+    by_time.set_xlabel("seconds since the start of the training")
+    _legend(figure, comparison, {name: name for name, _ in curves})
+    return figure
 
 
-def _over_seeds(curves: Sequence[Curve]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """All steps, and (curves, steps) values; NaN where a curve has none."""
+def _draw(axes: Axes, comparison: Comparison, lines: Sequence[Line], marker: str = "") -> None:
+    """Equal curves hide one another: where they do, each shows as dashes in turn."""
+    names = [*dict.fromkeys(name for name, _, _ in lines)]
+    for name, x, y in lines:
+        axes.plot(x, y, color=_color(comparison, name), marker=marker, markersize=3)
+    for name, x, y in lines if len(names) > 1 else ():
+        dashes = (DASH * (len(names) - names.index(name)), (DASH, DASH * (len(names) - 1)))
+        axes.plot(x, y, color=_color(comparison, name), linestyle=dashes)
+
+
+def _draw_differences(axes: Axes, comparison: Comparison, differences: Sequence[Line]) -> None:
+    """On a log axis, where steps that do not differ are gaps; the bound of rounding is grey."""
+    _draw(axes, comparison, [(name, x, np.where(y > 0, y, np.nan)) for name, x, y in differences], marker=".")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(LogFormatter())  # 1e-05 and the like: matplotlib's own labels are formulas
+    for variant in comparison.variants:
+        if variant.verdict is not None and variant.verdict.first_parting is not None:
+            axes.axvline(variant.verdict.first_parting, color=_color(comparison, variant.name), linestyle=":")
+    title = f"largest difference to {comparison.reference} at a step; dotted: parts from it"
+    if comparison.rounding is not None and comparison.rounding.steps:
+        bottom = axes.get_ylim()[0]
+        _, x, bound = _line("", [comparison.rounding], np.fmax.reduce)
+        axes.fill_between(x, bottom / 10, bound, color="gray", alpha=0.2, linewidth=0)
+        axes.set_ylim(bottom=bottom)
+        title += "; grey: what rounding may do"
+    axes.set(title=title, ylabel="difference")
+
+
+def _differences(reference: Variant, variant: Variant) -> list[Curve]:
+    """Of the losses, by seed; empty where none differ."""
+    curves = []
+    for seed in reference.by_seed.keys() & variant.by_seed.keys():
+        ours, theirs = reference.by_seed[seed].losses, variant.by_seed[seed].losses
+        steps, here, there = np.intersect1d(ours.steps, theirs.steps, return_indices=True)
+        curves.append(Curve(steps.tolist(), np.abs(_array(ours.values)[here] - _array(theirs.values)[there]).tolist()))
+    return curves if any(value > 0 for curve in curves for value in curve.values) else []
+
+
+def _line(name: str, curves: Sequence[Curve], of_several: Callable[..., Array]) -> Line:
+    """One line of the curves of several seeds, thinned out to POINTS.
+
+    Args:
+        name: of the variant.
+        curves: which need not have the same steps.
+        of_several: reduces the values of several seeds, and of several steps, to one along the first axis.
+    """
     steps = np.unique(np.concatenate([_array(curve.steps) for curve in curves]))
     values = np.full((len(curves), len(steps)), np.nan)
     for row, curve in zip(values, curves, strict=True):
         row[np.searchsorted(steps, curve.steps)] = _array(curve.values)
-    return steps, values
+    size = _size(len(steps))
+    over_seeds = of_several(values)
+    parts = [slice(start, start + size) for start in range(0, len(steps), size)]
+    x = np.array([steps[part].mean() for part in parts])
+    return name, x, np.array([of_several(over_seeds[part]) for part in parts])
 
 
-def _points(
-    steps: NDArray[np.float64], values: NDArray[np.float64], of_several: Callable[[NDArray[np.float64]], float]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """At most POINTS of a curve, each made by `of_several` from the values of so many steps that follow one another."""
-    parts = range(0, len(steps), math.ceil(len(steps) / POINTS) or 1)
-    size = parts.step
-    x = [steps[start : start + size].mean() for start in parts]
-    return np.array(x), np.array([of_several(values[start : start + size]) for start in parts])
+def _mean(values: Array) -> Array:
+    """Along the first axis, of what is a number."""
+    return np.ma.filled(np.ma.masked_invalid(values).mean(axis=0), np.nan)
 
 
-def _array(values: Sequence[float]) -> NDArray[np.float64]:
+def _size(steps: int) -> int:
+    """Steps that a point stands for."""
+    return max(1, math.ceil(steps / POINTS))
+
+
+def _array(values: Sequence[float]) -> Array:
     """Infinities become NaN, which is not drawn."""
     array = np.asarray(values, dtype=np.float64)
     return np.where(np.isfinite(array), array, np.nan)
+
+
+def _color(comparison: Comparison, name: str) -> str:
+    """A variant's colour, the same in all plots."""
+    place = [variant.name for variant in comparison.variants].index(name)
+    return PALETTE[(place - 1) % len(PALETTE)] if place else "black"
+
+
+def _legend(figure: Figure, comparison: Comparison, labels: dict[str, str]) -> None:
+    """Below the figure; labels by the variant's name."""
+    handles = [Line2D([], [], color=_color(comparison, name), label=label) for name, label in labels.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2)

@@ -1,122 +1,46 @@
-"""report.html and report.md: the tables and figures of a comparison on one page."""
+"""Writes report.html, which needs no other file, and its plots as PNG files."""
 
 from __future__ import annotations
 
 import base64
-import io
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
-from matplotlib.figure import Figure
-from PIL import Image
+from jinja2 import StrictUndefined, Template
 
+from comparison import tables
 from comparison.result import Comparison
-from reports.comparison import tables, text
-from reports.comparison.bars import memory_figure, speed_figure
-from reports.comparison.classes import class_figure
-from reports.comparison.curves import accuracy_figure, loss_figure
-from reports.comparison.look import theme
-from reports.comparison.tables import Table
+from reports.comparison.curves import accuracy_plot, loss_plot, style
 
 DPI = 150
-"""Of the figures: 1,500 pixels wide, for screens of two pixels to a point."""
+"""Plots are 1,500 pixels wide, for screens with two pixels to a point."""
 
-TEMPLATES = Path(__file__).parent
-"""Where report.html.j2 and report.md.j2 lie."""
-
-
-@dataclass
-class Picture:
-    """A figure, drawn."""
-
-    file: str
-    """Name of the PNG."""
-    light: bytes
-    """The PNG, for a light page."""
-    dark: bytes
-    """The PNG, for a dark page."""
+TEMPLATE = Path(__file__).with_name("report.html.j2")
 
 
-@dataclass
-class Section:
-    """Of the page; what it has neither of is left out."""
-
-    title: str
-    table: Table
-    picture: Picture | None
-
-
-def write_page(comparison: Comparison, folder: Path) -> list[Path]:
-    """Writes report.html, report.md and the PNGs, and returns them."""
-    sections = [
-        Section("Loss", Table([], []), _picture("losses.png", loss_figure, comparison)),
-        Section("Accuracy", tables.results(comparison), _picture("accuracy.png", accuracy_figure, comparison)),
-        Section("Accuracy of each class", Table([], []), _picture("classes.png", class_figure, comparison)),
-        Section("Speed", tables.speeds(comparison), _picture("speed.png", speed_figure, comparison)),
-        Section("Memory", tables.memories(comparison), _picture("memory.png", memory_figure, comparison)),
-        Section("What the strategies made of the request", tables.settings(comparison), None),
-    ]
-    sections = [section for section in sections if section.picture is not None or len(section.table.columns) > 1]
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=select_autoescape(["html.j2"], default=False),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+def write_page(comparison: Comparison, folder: Path) -> None:
+    """Writes the report of a comparison into an existing folder; what the comparison lacks is left out."""
+    with style():
+        drawn = {"losses.png": loss_plot(comparison), "accuracy.png": accuracy_plot(comparison)}
+        plots: dict[str, str] = {}
+        for name, figure in drawn.items():
+            if figure is not None:
+                figure.savefig(folder / name, dpi=DPI)
+                plots[name] = base64.b64encode((folder / name).read_bytes()).decode()
+    sections = (
+        ("Loss", "losses.png", None),
+        ("Accuracy", "accuracy.png", tables.figures(comparison, tables.ACCURACY)),
+        ("Speed", "", tables.figures(comparison, tables.SPEED)),
+        ("Memory of the fullest rank", "", tables.figures(comparison, tables.MEMORY)),
+        ("Settings in effect", "", tables.settings(comparison)),
     )
-    environment.filters.update(
-        base64=_base64,
-        md=_markdown,
+    template = Template(
+        TEMPLATE.read_text(), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    files = []
-    for name in ("report.html", "report.md"):
-        page = environment.get_template(f"{name}.j2").render(
-            comparison=comparison,
-            headline=text.headline(comparison),
-            differences=[(each.setting, text.difference_line(each)) for each in comparison.differences],
-            failed=[variant for variant in comparison.variants if variant.error],
-            facts=[*comparison.recipe.items(), *comparison.machine.items()],
-            causes=[
-                (each.name, cause) for each in comparison.variants if each.verdict for cause in each.verdict.causes
-            ],
-            verdicts=tables.verdicts(comparison),
-            sections=sections,
-            reading=text.READING,
-        )
-        (folder / name).write_text(page, encoding="utf-8")
-        files.append(folder / name)
-    for picture in (section.picture for section in sections if section.picture is not None):
-        (folder / picture.file).write_bytes(picture.light)
-        files.append(folder / picture.file)
-    return files
-
-
-def _picture(file: str, draw: Callable[[Comparison], Figure | None], comparison: Comparison) -> Picture | None:
-    drawn = []
-    for dark in (False, True):
-        with theme(dark):
-            figure = draw(comparison)
-            if figure is None:
-                return None
-            drawn.append(_png(figure))
-    return Picture(file, *drawn)
-
-
-def _png(figure: Figure) -> bytes:
-    """With a palette of 256 colours, which a line drawing does with: a third of the bytes."""
-    png, small = io.BytesIO(), io.BytesIO()
-    figure.savefig(png, format="png", dpi=DPI)
-    Image.open(png).convert("RGB").quantize(dither=Image.Dither.NONE).save(small, "png", optimize=True)
-    return small.getvalue()
-
-
-def _base64(png: bytes) -> str:
-    return base64.b64encode(png).decode()
-
-
-def _markdown(cell: str) -> str:
-    """Text that is no markup to GitHub's Markdown, within a table too."""
-    return re.sub(r"([\\`*\[\]<>|#$])", r"\\\1", " ".join(cell.split()))
+    page = template.render(
+        comparison=comparison,
+        headline=tables.headline(comparison),
+        verdict_line=tables.verdict_line,
+        sections=sections,
+        plots=plots,
+    )
+    (folder / "report.html").write_text(page, encoding="utf-8")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from comparison.reading import Loaded
 from comparison.result import Curve, Run
+from options import flat
 
 SETTINGS: dict[str, Any] = {
     **{"strategy": "baseline", "gradient_clip_val": 0.0, "batch_size": 16, "compile": False, "out": "runs"},
@@ -26,14 +25,13 @@ def made_up(
     settings: Any = None,
     deepspeed: Any = None,
     rates: Any = (),
-    rounding: float | None = None,
+    perturbed: bool = False,
     first: int = 1,
     folder: str = "somewhere",
     **metrics: Any,
-) -> Loaded:
-    """A run, with what differs from the usual one; `rounding` is the unit of one that was moved by it."""
+) -> Run:
+    """A run, with what differs from the usual one; its losses begin at step `first`."""
     steps = list(range(first, len(losses) + first))
     curves = {"train/learning_rate": Curve(list(range(1, len(rates) + 1)), list(rates))}
-    measured = {**METRICS, **metrics}
-    run = Run(folder, measured["seed"], measured, Curve(steps, list(losses)), curves)
-    return Loaded(Path(folder), {**SETTINGS, **(settings or {})}, deepspeed or {}, run, rounding)
+    measured, asked = {**METRICS, **metrics}, flat({**SETTINGS, **(settings or {})})
+    return Run(folder, measured["seed"], measured, asked, deepspeed or {}, Curve(steps, [*losses]), curves, perturbed)

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from comparison.agreement import BROKEN, FACTOR, FLOOR, UNITS, Apart, Pair, bound, judge, unit_of_rounding, worst
-from comparison.result import Curve, Verdict
+from comparison.agreement import BROKEN, EPS, FACTOR, FLOOR, Apart, Pair, bound, eps_of, judge, worst
+from comparison.result import Run, Verdict
+from tests.comparison.made_up import made_up
 
-UNIT = UNITS["32"]
+UNIT = EPS["32"]
 LOSSES = [2.3, 2.2, 2.0, 1.9, 1.7]
 
 
@@ -17,29 +19,29 @@ def pair(*moved: float, weights: float | None = 0.0) -> Pair:
     return Pair(curve(LOSSES), other, None if weights is None else {"w": Apart(weights, 0.5)})
 
 
-def curve(losses: list[float], first: int = 1) -> Curve:
-    return Curve(list(range(first, len(losses) + first)), losses)
+def curve(losses: list[float], first: int = 1) -> Run:
+    return made_up(tuple(losses), first=first)
 
 
 DRIFT = pair(1e-6, 3e-6, 2e-6, 2e-6, 8e-6, weights=1e-5)
-"""What rounding did to a second run of the reference."""
+"""What rounding did to a perturbed run of the reference."""
 
 
 def test_equal_bits_need_no_bound() -> None:
     same = pair(0, 0, 0, 0, 0)
-    assert judge(same, bound(same, None, UNIT)).kind == "bit-identical"
+    assert judge(same, bound(same, None)).kind == "bit-identical"
 
 
 def test_weights_alone_can_part() -> None:
     """A run whose losses are equal has updated its weights in another way in the last step."""
     parted = pair(0, 0, 0, 0, 0, weights=1.0)
-    verdict = judge(parted, bound(parted, DRIFT, UNIT))
+    verdict = judge(parted, bound(parted, DRIFT))
     assert (verdict.kind, verdict.first_parting, verdict.first_difference) == ("different", None, None)
 
 
-def test_what_a_second_run_shows_is_rounding() -> None:
+def test_what_a_perturbed_run_shows_is_rounding() -> None:
     found = pair(0, 1e-6, 2e-6, 1e-6, 4e-6, weights=9e-6)
-    verdict = judge(found, bound(found, DRIFT, UNIT))
+    verdict = judge(found, bound(found, DRIFT))
     assert (verdict.kind, verdict.first_difference, verdict.first_parting) == ("within rounding", 2, None)
     assert verdict.loss_difference == pytest.approx(4e-6)
     assert verdict.weight_bound == pytest.approx(FACTOR * 1e-5 + FLOOR * UNIT * 0.5)
@@ -47,49 +49,56 @@ def test_what_a_second_run_shows_is_rounding() -> None:
 
 def test_the_bound_is_that_of_the_step() -> None:
     """What is rounding after five steps is none after one; what comes after four may come after two."""
-    allowed = bound(DRIFT, DRIFT, UNIT).losses
+    allowed = bound(DRIFT, DRIFT).losses
     assert allowed[2] == pytest.approx(allowed[4], rel=0.1)
     assert allowed[1] == pytest.approx(FACTOR * 3e-6 + FLOOR * UNIT * LOSSES[1])
     early = pair(0, allowed[1] * 1.1, 0, 0, 0)
-    verdict = judge(early, bound(early, DRIFT, UNIT))
+    verdict = judge(early, bound(early, DRIFT))
     assert (verdict.kind, verdict.first_difference, verdict.first_parting) == ("different", 2, 2)
     late = pair(0, 0, 0, 0, allowed[1] * 1.1)
-    assert judge(late, bound(late, DRIFT, UNIT)).kind == "within rounding"
+    assert judge(late, bound(late, DRIFT)).kind == "within rounding"
 
 
-def test_without_a_second_run_the_format_decides() -> None:
-    little, much = pair(0, 0, 1e-6, 0, 0), pair(0, 0, 1e-2, 0, 0)
-    assert judge(little, bound(little, None, UNIT)).kind == "within rounding"
-    assert judge(much, bound(much, None, UNIT)).first_parting == 3
-    assert judge(much, bound(much, None, UNITS["bf16"])).kind == "within rounding"
+def test_without_a_perturbed_run_nothing_is_within_rounding_but_gross_faults_are_found() -> None:
+    little, gross = pair(0, 0, 1e-6, 0, 0), pair(0, 0, 10.0, 0, 0)
+    assert bound(little, None).undecided == 1
+    assert judge(gross, bound(gross, None)).first_parting == 3
+
+
+def test_a_coarser_format_adds_one_eps_of_it() -> None:
+    """The perturbed run, in float32, shows nothing of bfloat16; the weights decide nothing then."""
+    found = replace(pair(0, 0, 1e-2, 0, 0, weights=0.1), eps=EPS["bf16"])
+    allowed = bound(found, DRIFT)
+    assert allowed.losses[0] == pytest.approx(FACTOR * 3e-6 + 2**-7 * LOSSES[0])
+    assert (judge(found, allowed).kind, allowed.weights) == ("within rounding", None)
 
 
 def test_no_number_is_no_rounding() -> None:
     weights = {"w": Apart(math.inf, 0.5)}
     broken = Pair(curve(LOSSES), curve([*LOSSES[:3], math.nan, math.nan]), weights)
-    verdict = judge(broken, bound(broken, DRIFT, UNIT))
+    verdict = judge(broken, bound(broken, DRIFT))
     assert (verdict.kind, verdict.first_parting, verdict.loss_difference) == ("different", 4, None)
 
 
 def test_a_run_that_ended_early_is_different() -> None:
     short = Pair(curve(LOSSES), curve(LOSSES[:3]), {})
-    verdict = judge(short, bound(short, DRIFT, UNIT))
+    verdict = judge(short, bound(short, DRIFT))
     assert (verdict.kind, verdict.first_difference, verdict.first_parting) == ("different", None, 4)
-    assert verdict.remark == "ran 3 steps, the reference 5"
+    assert verdict.remark == "one run ended earlier"
 
 
 def test_a_run_that_began_later_is_judged_from_there_on() -> None:
     resumed = Pair(curve(LOSSES), curve([*LOSSES[2:4], LOSSES[4] + 1e-6], first=3), {"w": Apart(1e-6, 0.5)})
-    verdict = judge(resumed, bound(resumed, DRIFT, UNIT))
+    verdict = judge(resumed, bound(resumed, DRIFT))
     assert (verdict.kind, verdict.first_difference, verdict.first_parting) == ("within rounding", 5, None)
     far = Pair(curve(LOSSES), curve([*LOSSES[2:4], 2.0], first=3), {"w": Apart(1e-6, 0.5)})
-    assert judge(far, bound(far, DRIFT, UNIT)).first_parting == 5
+    assert judge(far, bound(far, DRIFT)).first_parting == 5
 
 
-def test_a_second_run_counts_at_the_steps_that_it_has() -> None:
+def test_a_perturbed_run_counts_at_the_steps_that_it_has() -> None:
     """One that began later shows nothing of the steps before."""
     second = Pair(curve(LOSSES), curve([LOSSES[3], LOSSES[4] + 1e-6], first=4), {})
-    allowed = bound(DRIFT, second, UNIT).losses
+    allowed = bound(DRIFT, second).losses
     assert allowed[1] == pytest.approx(FLOOR * UNIT * LOSSES[1])
     assert allowed[2] == pytest.approx(FACTOR * 1e-6, rel=0.6)
 
@@ -107,7 +116,7 @@ SATURATED = long((1, 1e-6), (201, 0.3), weights=1.0)
 @pytest.mark.parametrize("by", [1.0, 2.2])
 def test_where_drift_is_saturated_nothing_is_judged(by: float) -> None:
     late = long((301, by), weights=2.0)
-    allowed = bound(late, SATURATED, UNIT)
+    allowed = bound(late, SATURATED)
     verdict = judge(late, allowed)
     assert (verdict.kind, allowed.undecided, allowed.weights) == ("within rounding", 101, None)
     assert verdict.loss_difference == 0.0, "of the steps that were judged"
@@ -115,14 +124,14 @@ def test_where_drift_is_saturated_nothing_is_judged(by: float) -> None:
 
 def test_before_drift_is_saturated_a_fault_is_found_and_after_it_a_gross_one() -> None:
     early, gross = long((50, 1e-3)), long((301, 2.4))
-    assert judge(early, bound(early, SATURATED, UNIT)).first_parting == 50
-    assert judge(gross, bound(gross, SATURATED, UNIT)).first_parting == 301
+    assert judge(early, bound(early, SATURATED)).first_parting == 50
+    assert judge(gross, bound(gross, SATURATED)).first_parting == 301
     nan = long((301, math.nan))
-    assert judge(nan, bound(nan, SATURATED, UNIT)).first_parting == 301
+    assert judge(nan, bound(nan, SATURATED)).first_parting == 301
 
 
 def test_a_drift_that_is_no_number_decides_nothing() -> None:
-    allowed = bound(long((301, 1.0)), long((1, 1e-6), (201, math.nan), weights=math.inf), UNIT)
+    allowed = bound(long((301, 1.0)), long((1, 1e-6), (201, math.nan), weights=math.inf))
     assert allowed.undecided == 101
     assert all(map(math.isfinite, allowed.losses))
 
@@ -131,7 +140,7 @@ def test_each_tensor_has_its_own_bound() -> None:
     """A large drift of one layer is no licence for another."""
     second = Pair(curve(LOSSES), DRIFT.other, {"first": Apart(1e-2, 0.5), "last": Apart(1e-6, 0.5)})
     other = Pair(curve(LOSSES), DRIFT.other, {"first": Apart(2e-2, 0.5), "last": Apart(1e-3, 0.5)})
-    verdict = judge(other, bound(other, second, UNIT))
+    verdict = judge(other, bound(other, second))
     assert (verdict.kind, verdict.first_parting, verdict.weight_difference) == ("different", None, 1e-3)
 
 
@@ -139,21 +148,15 @@ def test_each_tensor_has_its_own_bound() -> None:
 @pytest.mark.parametrize("moved", [0.0, 1e-7])
 def test_broken_weights_always_fail(second: Pair | None, moved: float) -> None:
     broken = pair(0, 0, 0, 0, moved, weights=math.inf)
-    verdict = judge(broken, bound(broken, second, UNIT))
+    verdict = judge(broken, bound(broken, second))
     assert (verdict.kind, verdict.weight_difference, verdict.remark) == ("different", None, BROKEN)
-
-
-def test_where_all_losses_are_equal_but_one_step_can_have_moved_weights() -> None:
-    wrong, little = pair(0, 0, 0, 0, 0, weights=1e-3), pair(0, 0, 0, 0, 0, weights=1e-6)
-    assert judge(wrong, bound(wrong, None, UNIT)).kind == "different"
-    assert judge(little, bound(little, None, UNIT)).kind == "within rounding"
 
 
 def test_the_figures_are_those_of_the_step_that_parts() -> None:
     """A large difference may be rounding, late, and a small one none, early."""
     drift = pair(1e-7, 1e-7, 1e-7, 1e-3, 1e-3)
     found = pair(1e-4, 0, 0, 0, 5e-3)
-    verdict = judge(found, bound(found, drift, UNIT))
+    verdict = judge(found, bound(found, drift))
     assert (verdict.kind, verdict.first_parting) == ("different", 1)
     assert verdict.loss_difference == pytest.approx(1e-4)
 
@@ -165,14 +168,14 @@ def test_the_worst_seed_counts() -> None:
     assert worst([Verdict("different"), rounding]).kind == "different"
 
 
-def test_units_are_those_of_torch() -> None:
+def test_eps_are_those_of_torch() -> None:
     import torch
 
     for precision, dtype in (("32-true", torch.float32), ("bf16-mixed", torch.bfloat16), ("16-mixed", torch.float16)):
-        assert unit_of_rounding(precision, "cpu", convolves=True) == torch.finfo(dtype).eps
-    assert unit_of_rounding("32-true", "gpu", convolves=True) == 2**-10
+        assert eps_of(precision, "cpu", convolves=True) == torch.finfo(dtype).eps
+    assert eps_of("32-true", "gpu", convolves=True) == 2**-10
 
 
 def test_only_convolutions_are_in_tf32() -> None:
     """torch multiplies matrices of float32 in full float32 unless it is told otherwise."""
-    assert unit_of_rounding("32-true", "gpu", convolves=False) == 2**-23
+    assert eps_of("32-true", "gpu", convolves=False) == 2**-23

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 import compare
-from comparison.reading import Loaded
-from comparison.running import Outcome
-from comparison.variants import Planned, plan
+from comparison.plan import Planned, plan
+from comparison.result import Run
 from errors import RunError, Stopped, UsageError
 from tests.comparison.made_up import made_up
 
@@ -26,16 +25,15 @@ class Runner:
 
     def __init__(self, **losses: tuple[float, ...]):
         self.losses = losses
+        self.runs = len(losses)
 
-    def add(self, runs: int) -> None:
-        """Nothing to show."""
-
-    def run(self, label: str, name: str, program: tuple[str, ...], flags: list[str]) -> Outcome:
+    def run(self, name: str, program: tuple[str, ...], flags: list[str]) -> Path:
         """Its folder has the name."""
-        name = name.replace("-", "_")
-        return Outcome(Path(name)) if name in self.losses else Outcome(None, "out of memory")
+        if name not in self.losses:
+            raise RunError("out of memory")
+        return Path(name)
 
-    def load(self, folder: Path, target: float | None = None) -> Loaded:
+    def load(self, folder: Path) -> Run:
         """As reading.load."""
         if not self.losses[str(folder)]:
             raise UsageError(f"{folder} cannot be read")
@@ -56,9 +54,8 @@ def handlers() -> Iterator[None]:
 
 
 def trained(monkeypatch: pytest.MonkeyPatch, runner: Any, planned: list[Planned]) -> Any:
-    monkeypatch.setattr("comparison.reading.load", runner.load)
-    monkeypatch.setattr(Loaded, "weights", lambda self, trust: {})
-    return compare._trained(Namespace(target_accuracy=None, trust=False), planned, runner)
+    monkeypatch.setattr(compare, "load", runner.load)
+    return compare._trained(Namespace(trust=False), planned, runner)
 
 
 def test_a_run_that_cannot_be_read_has_not_trained(monkeypatch: pytest.MonkeyPatch, planned: list[Planned]) -> None:
@@ -68,9 +65,9 @@ def test_a_run_that_cannot_be_read_has_not_trained(monkeypatch: pytest.MonkeyPat
     assert "cores" in comparison.machine
 
 
-def test_a_second_run_that_failed_is_said(monkeypatch: pytest.MonkeyPatch, planned: list[Planned]) -> None:
+def test_a_perturbed_run_that_failed_is_said(monkeypatch: pytest.MonkeyPatch, planned: list[Planned]) -> None:
     comparison = trained(monkeypatch, Runner(baseline=(2.0,), ddp=(2.1,)), planned)
-    assert "The second run of the reference failed (seed 0): out of memory." in comparison.notes
+    assert "The perturbed run of the reference failed (seed 0): out of memory." in comparison.notes
 
 
 def test_a_full_disk_ends_with_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -78,7 +75,7 @@ def test_a_full_disk_ends_with_what_is_there(monkeypatch: pytest.MonkeyPatch, tm
         raise OSError(28, "No space left on device", "a.log")
 
     monkeypatch.setattr(compare, "_trained", full)
-    monkeypatch.setattr(compare, "_steps", lambda planned: 1)
+    monkeypatch.setattr(compare, "_prepare", lambda planned: None)
     arguments = Namespace(
         strategies=["baseline", "ddp"],
         devices=["1"],
@@ -95,10 +92,10 @@ def test_a_full_disk_ends_with_what_is_there(monkeypatch: pytest.MonkeyPatch, tm
 def test_every_variant_is_checked(monkeypatch: pytest.MonkeyPatch, planned: list[Planned]) -> None:
     """Weights of one variant that are not there would else be found after the others have trained."""
     seen: list[str] = []
-    light = Namespace(prepare=lambda config: seen.append(config.strategy), run_steps=lambda config: 7)
+    light = Namespace(prepare=lambda config: seen.append(config.strategy))
     for name, module in {"run_steps": light, "quiet": Namespace(quieten=lambda: None)}.items():
         monkeypatch.setitem(sys.modules, name, module)  # they take seconds to import
-    assert compare._steps(planned) == 7
+    compare._prepare(planned)
     assert seen == ["baseline", "ddp"]
 
 
@@ -129,10 +126,10 @@ def test_a_directory_is_no_junit_file(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_runs_that_are_one_variant_or_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("comparison.reading.load", lambda run, target: made_up(folder=str(run), seed=len(str(run))))
-    with pytest.raises(UsageError, match="names one twice"):
+    monkeypatch.setattr(compare, "load", lambda run: made_up(folder=str(run), seed=len(str(run))))
+    with pytest.raises(UsageError, match="give each run once"):
         run(monkeypatch, "--runs", "one", "one")
-    with pytest.raises(UsageError, match="one variant"):
+    with pytest.raises(UsageError, match="of the same variant"):
         run(monkeypatch, "--runs", "one", "three")
 
 
@@ -142,9 +139,8 @@ def test_the_verdicts_outlive_a_report_that_fails(
     def broken(*_: Any) -> None:
         raise OSError("no fonts")
 
-    monkeypatch.setattr("comparison.reading.load", lambda run, target: made_up(strategy=str(run), folder=str(run)))
-    monkeypatch.setattr(Loaded, "weights", lambda self, trust: {})
-    monkeypatch.setattr("reports.comparison.write", broken)
+    monkeypatch.setattr(compare, "load", lambda run: made_up(strategy=str(run), folder=str(run)))
+    monkeypatch.setattr("reports.comparison.page.write_page", broken)
     with pytest.raises(OSError, match="no fonts"):
         run(monkeypatch, "--runs", "baseline", "ddp", "--out", str(tmp_path), "--junit", str(tmp_path / "compare.xml"))
     assert "bit-identical" in capsys.readouterr().out

@@ -6,28 +6,31 @@ from pathlib import Path
 
 import psutil
 import pytest
-from rich.progress import TextColumn
 
-from comparison import running
+from compare import PERTURB
 from comparison.running import Runner
+from errors import RunError
 
 PROGRAM = "import signal, sys, time; print('error: the first'); {what}"
 
 
 def runner(folder: Path) -> Runner:
-    return Runner(folder, runs=2, steps=10, batch_size=4)
+    return Runner(folder, runs=2)
 
 
 def test_a_failed_run_is_told_with_its_last_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     what = "print('error: the last', file=sys.stderr); print('more'); sys.exit(1)"
-    outcome = runner(tmp_path).run("a variant", "a", ("-c", PROGRAM.format(what=what)), [])
-    assert (outcome.folder, outcome.error) == (None, "the last")
-    assert "[1/2] a variant: the last" in capfd.readouterr().err
+    with pytest.raises(RunError, match=r"^the last$"):
+        runner(tmp_path).run("a", ("-c", PROGRAM.format(what=what)), [])
+    said = capfd.readouterr().err
+    assert "[1/2] a: training, its progress is in" in said
+    assert "a: the last" in said
 
 
 def test_a_run_that_says_nothing_is_told_by_its_signal(tmp_path: Path) -> None:
     what = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    assert runner(tmp_path).run("a variant", "a", ("-c", what), []).error == "signal SIGKILL"
+    with pytest.raises(RunError, match=r"^signal SIGKILL$"):
+        runner(tmp_path).run("a", ("-c", what), [])
 
 
 RANKS = """
@@ -42,17 +45,23 @@ ranks[0].wait()
 """A launcher that passes nothing on, as supervisor.py does with Ctrl-C: a terminal tells its ranks by itself."""
 
 
-def interrupted(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
+def interrupted(monkeypatch: pytest.MonkeyPatch, folder: Path, impatient: bool = False) -> list[str]:
     """What a run of RANKS has written that Ctrl-C ended when both were ready; the stubborn process is gone."""
+    wait = subprocess.Popen.wait
 
-    def interrupt(self: Runner, process: subprocess.Popen[bytes], *_: str) -> None:
-        while (folder / "a.log").read_text().count("\n") < 3:
-            time.sleep(0.02)
-        raise KeyboardInterrupt
+    def interrupt(self: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if timeout is None and self.poll() is None:
+            while (folder / "a.log").read_text().count("\n") < 3:
+                time.sleep(0.02)
+            raise KeyboardInterrupt
+        if impatient and timeout is not None:
+            raise KeyboardInterrupt
+        return wait(self, timeout)
 
-    monkeypatch.setattr(Runner, "_watch", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        runner(folder).run("a variant", "a", ("-I", "-S", "-c", RANKS), [])
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess.Popen, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            runner(folder).run("a", ("-I", "-S", "-c", RANKS), [])
     words = (folder / "a.log").read_text().split()
     pid = next(int(word) for word in words if word.isdigit())
     psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=5)
@@ -65,25 +74,12 @@ def test_ctrl_c_asks_all_ranks_and_ends_what_is_left(tmp_path: Path, monkeypatch
 
 
 def test_a_second_ctrl_c_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wait = subprocess.Popen.wait
-
-    def impatient(self: subprocess.Popen[bytes], timeout: float | None = None) -> int:
-        if timeout is not None:
-            raise KeyboardInterrupt
-        return wait(self, timeout)
-
-    monkeypatch.setattr(subprocess.Popen, "wait", impatient)
-    interrupted(monkeypatch, tmp_path)
+    interrupted(monkeypatch, tmp_path, impatient=True)
 
 
 def test_a_run_finds_this_repository_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not what the user's directory has of the same name."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "checks.py").write_text("print('error: the wrong one'); raise SystemExit(3)")
-    outcome = runner(tmp_path).run("a variant", "a", running.MOVED, ["--devices", "none"])
-    assert "--devices" in outcome.error
-
-
-def test_a_label_is_no_markup(tmp_path: Path) -> None:
-    columns = [column for column in runner(tmp_path)._bar.columns if isinstance(column, TextColumn)]
-    assert [column.markup for column in columns] == [False, False]
+    with pytest.raises(RunError, match="--devices"):
+        runner(tmp_path).run("a", PERTURB, ["--devices", "none"])

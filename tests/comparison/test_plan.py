@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from comparison.variants import plan
+from comparison.plan import plan
 from errors import UsageError
 
 Axes = tuple[list[str], list[str], list[str]]
@@ -23,15 +23,14 @@ def test_names_say_what_varies() -> None:
     assert names(["ddp", "fsdp2"], ["2"], ["1", "4"])[1] == "ddp, 4 micro-batches"
 
 
-def test_a_training_for_each_seed() -> None:
+def test_a_run_for_each_seed() -> None:
     baseline, other = plan(["baseline", "ddp"], ["2"], [], 2, [*SMALL, "--seed", "5"])
-    assert [training.seed for training in other.trainings] == [5, 6]
-    assert [training.name for training in other.trainings] == ["ddp-seed_5", "ddp-seed_6"]
-    assert {training.config.batch_size for training in baseline.trainings + other.trainings} == {16}
-    assert other.trainings[1].config.world_size == 2
+    assert [other.run_name(seed) for seed in other.seeds] == ["ddp-seed_5", "ddp-seed_6"]
+    assert other.flags_of(6)[-4:] == ["--devices", "2", "--seed", "6"]
+    assert (baseline.config.batch_size, other.config.batch_size, other.config.world_size) == (16, 16, 2)
 
 
-@pytest.mark.parametrize("names", [("a b", "a_b"), ("a", "rounding-a")])
+@pytest.mark.parametrize("names", [("a b", "a_b"), ("a", "perturbed-a")])
 def test_two_variants_never_share_a_folder(tmp_path: Path, names: tuple[str, str]) -> None:
     files = [tmp_path / f"{name}.json" for name in names]
     for file in files:
@@ -44,14 +43,14 @@ def test_two_variants_never_share_a_folder(tmp_path: Path, names: tuple[str, str
     ("axes", "rest", "message"),
     [
         ((["baseline"], [], []), [], "nothing to compare"),
-        ((["ddp", "ddp"], [], []), [], "names one twice"),
+        ((["ddp", "ddp"], [], []), [], "would share a folder"),
         ((["baseline", "ddq"], [], []), [], "unknown strategy 'ddq'"),
         ((["baseline", "deepspeed_stage_3_superoffload"], [], []), [], "needs a CUDA GPU"),
         (([], ["1", "3"], []), [], "no whole micro-batch"),
         ((["baseline", "ddp"], [], []), ["--strategy", "ddp"], "--strategies"),
         ((["baseline", "ddp"], [], []), ["--bench_steps", "5"], "--bench_steps"),
         ((["baseline", "ddp"], [], []), ["--num_nodes", "2"], "--num_nodes"),
-        ((["baseline", "ddp"], [], []), ["--resume", "last"], "leave --resume out"),
+        ((["baseline", "ddp"], [], []), ["--resume", "last"], "leave out --resume"),
         (([], ["1", "01"], []), [], "would share a folder"),
     ],
 )

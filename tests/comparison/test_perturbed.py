@@ -1,0 +1,36 @@
+"""The module of a perturbed run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cifar_module import CIFARModule
+from comparison.agreement import LEAST_PERTURBATION, TF32_EPS
+from comparison.perturbed import PerturbedModule
+from comparison.reading import PERTURBED
+from config import Choice
+
+CHOICES = (Choice("net", {}), Choice("adam", {"lr": 0.001}), Choice("constant", {}))
+
+
+@pytest.mark.parametrize(("accelerator", "distance"), [("gpu", TF32_EPS), ("cpu", LEAST_PERTURBATION)])
+def test_weights_and_constants_change_by_what_the_model_computes_in(
+    tmp_path: Path, accelerator: str, distance: float
+) -> None:
+    plain = CIFARModule(*CHOICES, num_classes=10, seed=3)
+    plain.configure_model()
+    module: Any = PerturbedModule(*CHOICES, num_classes=10, seed=3, precision="32-true", accelerator=accelerator)
+    module._trainer = SimpleNamespace(is_global_zero=True, default_root_dir=str(tmp_path))
+    module.configure_model()
+    module.configure_model()  # the test after the training: once is enough
+    assert plain.net is not None
+    for before, after in zip(plain.net.parameters(), module.net.parameters(), strict=True):
+        assert torch.allclose((after / before - 1).abs(), torch.full_like(before, distance), rtol=0.05)
+    assert module.optimizer.lr == 0.001 * (1 + 2**-23)
+    assert json.loads((tmp_path / PERTURBED).read_text()) == {"distance": distance}

@@ -1,0 +1,222 @@
+"""From runs to verdicts, differences, what is printed, JUnit, comparison.json."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from comparison import junit, result, weights
+from comparison.console import show
+from comparison.result import Comparison, Run, Variant
+from comparison.settings import differences
+from comparison.summary import summarize
+from comparison.verdicts import Perturb
+from comparison.weights import apart, convolves
+from errors import UsageError
+from tests.comparison.made_up import made_up
+
+
+@pytest.fixture(autouse=True)
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made-up runs have none."""
+    monkeypatch.setattr(weights, "of_run", lambda run, trust: {})
+
+
+def variant(name: str, *runs: Run, error: str = "") -> Variant:
+    return Variant(name, name, 2, 1, f"train.py --strategy {name}", list(runs), error=error)
+
+
+def compared(*others: Variant, perturb: Perturb = lambda seeds: []) -> Comparison:
+    reference = variant("baseline", made_up(seed=0), made_up(seed=1))
+    return summarize([reference, *others], perturb, "compare.py")
+
+
+def kinds(comparison: Comparison) -> list[str | None]:
+    return [variant.verdict.kind if variant.verdict else None for variant in comparison.variants]
+
+
+def test_the_worst_seed_decides_and_a_perturbed_run_is_asked_for_where_it_matters() -> None:
+    asked: list[set[int]] = []
+
+    def perturb(seeds: set[int]) -> list[Run]:
+        asked.append(seeds)
+        return [made_up((2.0, 1.0 + 1e-5), seed=1)]
+
+    same = variant("same", made_up(seed=0), made_up(seed=1))
+    near = variant("near", made_up(seed=0), made_up((2.0, 1.00003), seed=1))
+    far = variant("far", made_up(seed=0), made_up((2.0, 1.1), seed=1))
+    comparison = compared(same, near, far, perturb=perturb)
+    assert asked == [{1}]
+    assert kinds(comparison) == ["reference", "bit-identical", "within rounding", "different"]
+    assert not comparison.passed
+    assert compared(same).passed
+    assert compared(same).notes == []
+
+
+def test_without_a_perturbed_run_there_is_a_verdict_on_what_is_equal_alone() -> None:
+    near = variant("near", made_up(), made_up((2.0, 1.000001), seed=1))
+    broken = variant("broken", made_up(), made_up((2.0, float("nan")), seed=1))
+    comparison = compared(variant("same", made_up(), made_up(seed=1)), near, broken)
+    assert kinds(comparison) == ["reference", "bit-identical", None, "different"]
+    assert near.unjudged == "no perturbed run of the reference shows what rounding may do, see compare.py perturb"
+    assert (comparison.notes, comparison.rounding) == ([], None)
+
+
+def test_weights_that_cannot_be_read_are_not_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unread(run: Run, trust: bool) -> dict[str, torch.Tensor]:
+        raise UsageError(f"{run.folder}/checkpoints/last.ckpt is damaged")
+
+    monkeypatch.setattr(weights, "of_run", unread)
+    reference, other = variant("baseline", made_up()), variant("same", made_up(folder="other"))
+    comparison = summarize([reference, other], lambda seeds: [], "compare.py")
+    assert kinds(comparison) == ["reference", "bit-identical"]
+    assert [note.split(" were")[0] for note in comparison.notes] == [
+        "The weights of somewhere",
+        "The weights of other",
+    ]
+
+
+def test_there_is_a_verdict_or_the_reason_for_none(tmp_path: Path) -> None:
+    comparison = compared(variant("[bold]late", made_up((1.0, 0.5), first=3), made_up(seed=1)))
+    assert kinds(comparison) == ["reference", None]
+    assert not comparison.passed
+    junit.write(comparison, tmp_path / "compare.xml")
+    (failure,) = ET.parse(tmp_path / "compare.xml").getroot().iter("failure")
+    assert failure.get("message") == "not judged: no optimizer step in common with the reference"
+
+
+@pytest.mark.parametrize(
+    ("reference", "other", "reason"),
+    [
+        (variant("baseline", error="no GPU"), variant("ddp", made_up()), "the reference did not train"),
+        (variant("baseline", made_up()), variant("ddp", made_up(seed=1)), "no seed in common with the reference"),
+    ],
+)
+def test_what_cannot_be_judged(reference: Variant, other: Variant, reason: str) -> None:
+    comparison = summarize([reference, other], lambda seeds: [], "compare.py")
+    assert (other.verdict, other.unjudged) == (None, reason)
+    assert not comparison.passed
+
+
+def test_seeds_of_one_of_both_are_named() -> None:
+    comparison = compared(variant("ddp", made_up(seed=1), made_up(seed=2)))
+    assert kinds(comparison) == ["reference", "bit-identical"]
+    assert comparison.notes == ["ddp is judged by the seeds in common with the reference: 1."]
+
+
+def test_a_saturated_drift_is_said_and_ends_the_drawing() -> None:
+    perturbed = made_up((2.3 + 1e-6,) * 15 + (2.6,) * 5, perturbed=True)
+
+    def judged() -> Comparison:
+        variants = [variant("baseline", made_up((2.3,) * 20)), variant("other", made_up((2.3,) * 9 + (2.4,) * 11))]
+        return summarize(variants, lambda seeds: [perturbed], "compare.py")
+
+    comparison = judged()
+    assert kinds(comparison) == ["reference", "within rounding"]
+    assert "From step 8 on rounding alone" in comparison.notes[-1]
+    assert comparison.rounding is not None
+    assert comparison.rounding.steps == [*range(1, 8)]
+    perturbed.losses.values[:] = [9.0] * 20
+    comparison = judged()
+    assert "from the first step on" in comparison.variants[1].unjudged
+    assert not comparison.passed
+
+
+def test_the_eps_is_that_of_the_coarser_run() -> None:
+    bf16 = variant("other", made_up((2.0, 1.0 + 1e-5), settings={"precision": "bf16-mixed"}, precision="bf16-mixed"))
+    perturbed = made_up((2.0, 1.0 + 1e-5), perturbed=True)
+    comparison = summarize([variant("baseline", made_up()), bf16], lambda seeds: [perturbed], "compare.py")
+    assert kinds(comparison) == ["reference", "within rounding"]
+    assert comparison.rounding is not None
+    assert comparison.rounding.values[1] == pytest.approx(8e-5 + 2**-7)
+
+
+def test_another_recipe_gets_no_verdict() -> None:
+    comparison = compared(variant("other", made_up(settings={"batch_size": 32})))
+    assert kinds(comparison) == ["reference", None]
+    assert not comparison.passed
+    assert [(each.setting, str(each)) for each in comparison.differences] == [
+        ("batch_size", "16 (baseline); 32 (other)")
+    ]
+    assert "batch_size" not in comparison.recipe
+
+
+def test_what_runs_need_not_share() -> None:
+    moved = made_up(settings={"out": "elsewhere", "data": {"source": "digits", "root": "there"}}, strategy="ddp")
+    assert differences([variant("one", made_up()), variant("other", moved)]) == []
+    lower = made_up(settings={"precision": "bf16-mixed"}, versions={"torch": "3"})
+    found = differences([variant("one", made_up()), variant("other", lower)])
+    assert [difference.setting for difference in found] == ["precision", "versions.torch"]
+
+
+def test_junit_has_a_case_for_each_variant(tmp_path: Path) -> None:
+    comparison = compared(
+        variant("same", made_up(seed=0), made_up(seed=1)),
+        variant("far <&>", made_up(seed=0), made_up((2.0, 1.1), seed=1)),
+        variant("broken", error="out of \x1b\x00memory"),
+        perturb=lambda seeds: [made_up((2.0, 1.0 + 1e-5), seed=1)],
+    )
+    junit.write(comparison, tmp_path / "compare.xml")
+    suite = ET.parse(tmp_path / "compare.xml").getroot().find("testsuite")
+    assert suite is not None
+    assert (suite.get("tests"), suite.get("failures")) == ("4", "2")
+    failures: dict[str, Any] = {case.get("name", ""): case.find("failure") for case in suite.iter("testcase")}
+    assert failures["same"] is failures["baseline"] is None
+    assert "beyond rounding from step 2 on" in failures["far <&>"].get("message")
+    assert failures["broken"].get("message") == "✗ not trained: out of memory"
+
+
+def test_figures_are_over_the_seeds_and_of_the_fullest_rank(tmp_path: Path) -> None:
+    ranks: dict[str, Any] = {"mem/peak_rank_bytes": [3_000_000, 4_000_000]}
+    other: dict[str, Any] = {"mem/peak_rank_bytes": [6_000_000, None], "test/acc": 0.7}
+    runs = [made_up(seed=0, **ranks), made_up(seed=1, **other)]
+    comparison = compared(variant("ddp", *runs))
+    figures = comparison.variants[1].figures
+    assert (figures["mem/peak_rank_bytes"].mean, figures["test/acc"].lowest) == (5_000_000, 0.5)
+    runs[0].losses.values[1] = float("nan")
+    result.write(comparison, tmp_path / "comparison.json")
+    written = json.loads((tmp_path / "comparison.json").read_text())
+    assert (written["schema"], written["passed"]) == (1, True)
+    assert written["variants"][1]["runs"][0]["losses"]["values"] == [2.0, None], "JSON has no NaN"
+
+
+def test_what_is_printed_names_what_differs_first() -> None:
+    console = Console(width=160, record=True, force_terminal=False)
+    show(compared(variant("[bold]other", made_up(settings={"epochs": 3}))), Path("there"), console)
+    text = console.export_text()
+    assert text.startswith("not the same: epochs 2 (baseline); 3 ([bold]other)")
+    assert "[bold]other" in text
+    assert "not judged: another recipe" in text
+    assert "tensorboard" not in text
+
+
+def test_weights_of_two_models() -> None:
+    nan = float("nan")
+    one = {"a": torch.tensor([1.0, -2.0]), "empty": torch.zeros(0), "n": torch.tensor(3)}
+    assert {name: (each.difference, each.largest) for name, each in apart(one, one).items()} == {
+        "a": (0.0, 2.0),
+        "empty": (0.0, 0.0),
+    }
+    assert apart(one, {**one, "a": torch.tensor([1.0, -2.5])})["a"].difference == 0.5
+    assert apart(one, {"empty": one["empty"]})["a"].difference == float("inf")
+    assert apart({}, one)["a"].difference == float("inf")
+    assert apart(one, {**one, "a": torch.zeros(1, 2)})["a"].difference == float("inf")
+    assert apart({"a": torch.tensor([1.0, nan])}, {"a": torch.tensor([nan, nan])})["a"].difference == float("inf")
+    assert apart({"a": torch.tensor([nan])}, {"a": torch.tensor([nan])})["a"].difference == 0
+
+
+def test_counters_are_no_weights() -> None:
+    """A normalisation's num_batches_tracked would be the largest of them, and no rounding."""
+    counted = {"a": torch.tensor([1.0]), "num_batches_tracked": torch.tensor(1000)}
+    assert list(apart(counted, {**counted, "num_batches_tracked": torch.tensor(4000)})) == ["a"]
+
+
+def test_convolutions_have_weights_of_four_dimensions() -> None:
+    assert convolves({"conv.weight": torch.zeros(4, 3, 5, 5)})
+    assert not convolves({"linear.weight": torch.zeros(4, 3), "linear.bias": torch.zeros(4)})
