@@ -108,7 +108,8 @@ def settings(comparison: Comparison) -> Table:
     rows = {}
     for variant in comparison.variants:
         found = [dict.fromkeys(run.metrics.get(key) for run in variant.runs) for key in IN_EFFECT]
-        rows[variant.name] = [Cell(", ".join(map(str, values))) for values in found]
+        texts = [", ".join(MISSING if value is None else str(value) for value in values) for values in found]
+        rows[variant.name] = [Cell(text) for text in texts]
     return Table([key.replace("_", " ") for key in IN_EFFECT], rows)
 
 
