@@ -271,7 +271,8 @@ class DataConfig:
     """Mirror to download the CIFAR archive from; empty: the address that torchvision publishes."""
 
     md5: str = ""
-    """MD5 of the archive at --data.url; empty: the sum that torchvision publishes."""
+    """MD5 of the archive at --data.url, if it was packed anew (the files in it must be the published ones); empty: the
+    sum that torchvision publishes."""
 
     synthetic_size: int = 50_000
     """Training images of the synthetic source."""

@@ -1,15 +1,23 @@
 """The `cifar10` and `cifar100` sources: Krizhevsky's archives of 50,000 + 10,000 labelled images of 32x32 pixels.
 
-Address, checksums and file names are torchvision's; it is imported only where the cache is not ready yet.
+torchvision checks and decodes them. It unpickles a file only if its MD5 is the published one, so no archive can run
+code. Importing torchvision takes a second: only building the cache does.
 """
 
 from __future__ import annotations
 
-import re
+import gzip
+import tarfile
+import zlib
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from config import DataConfig
-from errors import RunError, UsageError
+from errors import RunError
+
+if TYPE_CHECKING:
+    from torchvision.datasets import CIFAR10
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 _CIFAR100_NAMES = """
@@ -25,44 +33,74 @@ CIFAR100_CLASSES = tuple(_CIFAR100_NAMES.split())
 
 
 def class_names(config: DataConfig) -> tuple[str, ...]:
-    """The published names, in the order of the labels. Raises UsageError where --data.md5 is no MD5."""
-    if config.md5 and not re.fullmatch("[0-9a-f]{32}", config.md5):
-        raise UsageError(f"--data.md5 {config.md5} is not an MD5: 32 digits 0-9a-f are expected")
+    """The published names, in the order of the labels."""
     return CIFAR10_CLASSES if config.source == "cifar10" else CIFAR100_CLASSES
 
 
 def cache_key(config: DataConfig) -> str:
-    """Directory name: one for the published archive, and one for each other archive named by its MD5."""
-    class_names(config)  # an MD5 that is none must not become a path
-    return f"{config.source}-{config.md5}" if config.md5 else config.source
+    """Directory name: that of the source, as its images are always the published ones."""
+    return config.source
 
 
 def fingerprint(config: DataConfig) -> str:
-    """MD5 of the archive, where it is not the published one."""
-    return f"archive {config.md5 or 'as published'}"
+    """A constant, for the same reason."""
+    return "archive as published"
 
 
 def build(config: DataConfig, directory: Path) -> tuple[str, ...]:
-    """Find or download the archive and decode it; returns the class names that it gives.
+    """Find or download the archive and decode it; returns the class names.
 
-    Raises DownloadError where it cannot be had, RunError where it is not what CIFAR's archive should be.
+    Raises DownloadError where it cannot be downloaded, RunError where it does not hold the published files.
     """
-    import numpy as np
     from torchvision.datasets import CIFAR10, CIFAR100
+    from torchvision.datasets.utils import extract_archive
 
     from sources import cache
-    from sources.cifar_files import obtain
-    from sources.cifar_pickle import read_batch, read_names
 
     published = CIFAR10 if config.source == "cifar10" else CIFAR100
-    files = obtain(config, published)
-    meta = published.meta
-    classes = read_names(meta["filename"], files[meta["filename"]], meta["key"])
-    if len(classes) != len(class_names(config)):
-        raise RunError(f"the archive has {len(classes)} classes, but {config.source} has {len(class_names(config))}")
-    for split, batch_list in (("train", published.train_list), ("test", published.test_list)):
-        batches = [read_batch(name, files.pop(name), len(classes)) for name, _ in batch_list]
-        images_out, labels_out = cache.allocate(directory, split, sum(len(labels) for _, labels in batches))
-        np.concatenate([images for images, _ in batches], out=images_out)
-        np.concatenate([labels for _, labels in batches], out=labels_out)
-    return classes
+    splits = _read(published, config.root)
+    if splits is None:
+        archive = _obtain(config, published)
+        with TemporaryDirectory(dir=directory) as extracted:  # the root may be read-only
+            try:
+                extract_archive(str(archive), extracted)
+            except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError) as error:
+                raise RunError(f"{archive} is not a readable .tar.gz archive: {error}") from error
+            splits = _read(published, extracted)
+        if splits is None:
+            raise RunError(f"{archive} does not hold {published.__name__}'s published files: remove it")
+    for name, split in zip(("train", "test"), splits, strict=True):
+        images, labels = cache.allocate(directory, name, len(split))
+        images[:] = split.data.transpose(0, 3, 1, 2)  # from (N, 32, 32, 3)
+        labels[:] = split.targets
+    return tuple(splits[0].classes)
+
+
+def _read(published: type[CIFAR10], root: str) -> list[CIFAR10] | None:
+    """The training and test images of an extracted archive in `root`; None if a file is missing or has a wrong MD5."""
+    try:
+        return [published(root, train=train) for train in (True, False)]
+    except RuntimeError:
+        return None
+
+
+def _obtain(config: DataConfig, published: type[CIFAR10]) -> Path:
+    """The archive in the root, downloaded if it is missing or damaged."""
+    from torchvision.datasets.utils import check_integrity
+
+    from sources.console import say
+    from sources.download import download
+    from sources.lock import locked
+
+    root = Path(config.root)
+    archive, md5 = root / published.filename, config.md5 or published.tgz_md5
+    if check_integrity(archive, md5):
+        return archive
+    if archive.exists():
+        say(f"{archive} is not used: its MD5 is not {md5}.")
+    root.mkdir(parents=True, exist_ok=True)
+    with locked(archive.with_name(f"{archive.name}.lock"), f"downloads {archive.name}"):
+        if not check_integrity(archive, md5):  # another run, with another cache, may have downloaded it by now
+            fix = f"put {archive.name} into {root}, name a mirror with --data.url URL, or use --data.source digits"
+            download(config.url or published.url, archive, md5, fix)
+    return archive

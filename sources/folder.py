@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,9 @@ SPLITS = ("train", "test")
 SUFFIXES = (".png", ".jpg", ".jpeg")
 CHUNK = 64
 """Images that a thread decodes before it reports: enough that the hand-over costs nothing."""
+
+LOG_INTERVAL_S = 10.0
+"""Seconds between two reports of progress where the output is not a terminal (a log file, a cluster's job output)."""
 
 _LAYOUT = "a folder source is <root>/train/<class>/*.png|jpg and <root>/test/<class>/*.png|jpg"
 
@@ -74,18 +78,18 @@ def build(config: DataConfig, directory: Path) -> tuple[str, ...]:
     Raises UsageError naming the first image that cannot be read.
     """
     from sources import cache
-    from sources.console import progress
 
     for split in SPLITS:
         files = _labelled_files(config, split)
         images, labels = cache.allocate(directory, split, len(files))
         labels[:] = [label for _, label in files]
-        with progress(f"Decoding {split} images", len(files), "images") as advance:
-            _decode_all([path for path, _ in files], images, advance)
+        _decode_all([path for path, _ in files], images, f"Decoding {split} images")
     return class_names(config)
 
 
-def _decode_all(paths: list[str], images: NDArray[np.uint8], advance: Callable[[int], None]) -> None:
+def _decode_all(paths: list[str], images: NDArray[np.uint8], title: str) -> None:
+    from tqdm import tqdm
+
     from sources.images import decode
 
     def decode_chunk(start: int) -> int:
@@ -94,14 +98,12 @@ def _decode_all(paths: list[str], images: NDArray[np.uint8], advance: Callable[[
             images[row] = decode(path)
         return len(chunk)
 
+    interval_s = 0.1 if sys.stderr.isatty() else LOG_INTERVAL_S
     # Threads, as Pillow decodes outside the interpreter's lock. Not processes: the children of a killed run would live
     # on and keep hold of the cache's lock.
-    pool = ThreadPoolExecutor(os.cpu_count())
-    try:
+    with ThreadPoolExecutor(os.cpu_count()) as pool, tqdm(None, title, len(paths), mininterval=interval_s) as bar:
         for count in pool.map(decode_chunk, range(0, len(paths), CHUNK)):
-            advance(count)
-    finally:
-        pool.shutdown(cancel_futures=True)
+            bar.update(count)
 
 
 def _labelled_files(config: DataConfig, split: str) -> list[tuple[str, int]]:

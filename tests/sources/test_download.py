@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,8 +12,7 @@ from pathlib import Path
 import pytest
 
 import sources
-from config import DataConfig
-from errors import RunError
+from sources import download as module
 from sources.download import DownloadError, download
 from tests.sources.archives import ArchiveServer, md5
 
@@ -23,8 +23,12 @@ REPOSITORY = Path(sources.__file__).parents[1]
 PREPARE = """
 import json, sys
 import numpy as np
+import pytest
+from torchvision.datasets import CIFAR10
 import sources
 from config import DataConfig
+from tests.sources.archives import cifar_files, publish
+publish(cifar_files(10), CIFAR10, pytest.MonkeyPatch())
 config = DataConfig(**json.loads(sys.argv[1]))
 name = sources.prepare(config)
 data = sources.load(config, name)
@@ -32,62 +36,78 @@ print(json.dumps([name, len(data.classes), int(np.sum(data.train_images)), int(n
 """
 
 
-def test_four_processes_at_once_download_once(tmp_path: Path, serve: Serve, archive10: bytes) -> None:
+def test_processes_with_two_caches_download_once(tmp_path: Path, serve: Serve, archive10: bytes) -> None:
     server = serve(archive10)
-    settings = {"source": "cifar10", "root": str(tmp_path / "root"), "url": server.url, "md5": md5(archive10)}
-    command = [sys.executable, "-c", PREPARE, json.dumps(settings)]
-    processes = [
-        subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(4)
-    ]
+    processes = []
+    for cache in ("one", "one", "two"):
+        settings = {"source": "cifar10", "root": f"{tmp_path}/root", "cache": f"{tmp_path}/{cache}", "url": server.url}
+        command = [sys.executable, "-c", PREPARE, json.dumps(settings)]
+        processes.append(
+            subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
     outputs = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [0] * 4, outputs
+    assert [process.returncode for process in processes] == [0] * 3, outputs
     assert len({stdout for stdout, _ in outputs}) == 1
     assert json.loads(outputs[0][0])[:2] == ["cifar10", 10]
-    assert server.ranges_asked == [None]
+    assert server.tries == 1
 
 
-@pytest.mark.parametrize("accepts_ranges", [True, False])
-def test_a_cut_connection_is_mended(tmp_path: Path, serve: Serve, accepts_ranges: bool) -> None:
+def test_a_broken_connection_and_a_failing_server_are_tried_again(tmp_path: Path, serve: Serve) -> None:
     server = serve(CONTENT)
-    server.accepts_ranges = accepts_ranges
-    server.cuts = [300_000]
-    download(server.url, tmp_path / "archive", md5(CONTENT), "mend")
+    server.errors, server.cuts = [503], [300_000]
+    download(server.url, tmp_path / "archive", md5(CONTENT), "fix")
+    assert [path.name for path in tmp_path.iterdir()] == ["archive"]
     assert (tmp_path / "archive").read_bytes() == CONTENT
-    assert server.ranges_asked == [None, "bytes=300000-"]
+    assert server.tries == 3
 
 
-@pytest.mark.parametrize("left", [CONTENT[:500_000], CONTENT, b"x" * 500_000, b"x" * (2 << 20)])
-def test_what_a_killed_run_left_is_resumed_or_thrown_away(tmp_path: Path, serve: Serve, left: bytes) -> None:
+@pytest.mark.parametrize(
+    ("left", "tries"),
+    [(CONTENT, 0), (CONTENT[:500_000], 1), (b"x" * (2 << 20), 1)],
+    ids=["whole", "begun", "wrong"],
+)
+def test_what_a_killed_run_left_is_used_or_overwritten(tmp_path: Path, serve: Serve, left: bytes, tries: int) -> None:
+    server = serve(CONTENT)
     (tmp_path / "archive.part").write_bytes(left)
-    download(serve(CONTENT).url, tmp_path / "archive", md5(CONTENT), "mend")
+    download(server.url, tmp_path / "archive", md5(CONTENT), "fix")
     assert (tmp_path / "archive").read_bytes() == CONTENT
-    assert not (tmp_path / "archive.part").exists()
+    assert server.tries == tries
 
 
-def test_a_server_that_always_cuts_promotes_nothing(tmp_path: Path, serve: Serve, archive10: bytes) -> None:
-    server = serve(archive10)
-    server.accepts_ranges = False
-    server.cuts = [1000] * 100
-    config = DataConfig("cifar10", root=str(tmp_path), url=server.url, md5=md5(archive10))
-    with pytest.raises(RunError, match=r"cut after 1,000 of .* --data\.url"):
-        sources.prepare(config)
-    assert len(server.ranges_asked) == 3
-    assert not (tmp_path / "cifar-10-python.tar.gz").exists()
-    assert not list(tmp_path.rglob("*.npy"))
-
-
-def test_a_wrong_checksum_is_never_promoted(tmp_path: Path, serve: Serve) -> None:
+@pytest.mark.parametrize(
+    ("errors", "expected_md5", "tries", "message"),
+    [
+        ([], "0" * 32, 3, f"the content is incomplete or wrong: its MD5 is not {'0' * 32}; fix$"),
+        ([500] * 9, md5(CONTENT), 3, "HTTP status 500 Internal Server Error; fix$"),
+        ([404] * 9, md5(CONTENT), 1, "HTTP status 404 Not Found; fix$"),
+    ],
+)
+def test_what_cannot_be_had_leaves_nothing(
+    tmp_path: Path, serve: Serve, errors: list[int], expected_md5: str, tries: int, message: str
+) -> None:
     server = serve(CONTENT)
-    with pytest.raises(DownloadError, match=f"its MD5 is {md5(CONTENT)}, expected {'0' * 32}; mend"):
-        download(server.url, tmp_path / "archive", "0" * 32, "mend")
-    assert server.ranges_asked == [None, None]
+    server.errors = errors
+    with pytest.raises(DownloadError, match=message):
+        download(server.url, tmp_path / "archive", expected_md5, "fix")
+    assert server.tries == tries
     assert not list(tmp_path.iterdir())
 
 
-def test_an_address_where_nobody_listens_is_not_tried_again(
+def test_an_address_where_nobody_listens_or_that_is_none_is_not_tried_again(
     tmp_path: Path, closed_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(DownloadError, match=r"cannot download .* refused"):
-        download(closed_url, tmp_path / "archive", "0" * 32, "mend")
+    for url, message in ((closed_url, "refused"), ("mirror/archive.tar.gz", "unknown url type")):
+        with pytest.raises(DownloadError, match=f"cannot download .*{message}"):
+            download(url, tmp_path / "archive", "0" * 32, "fix")
     assert "trying again" not in capsys.readouterr().err
+
+
+def test_a_server_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(module, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(module, "BACKOFF_S", 0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the system accepts; nobody answers
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/archive"
+        with pytest.raises(DownloadError, match="timed out"):
+            download(url, tmp_path / "archive", "0" * 32, "fix")
+    assert socket.getdefaulttimeout() is None
