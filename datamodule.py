@@ -18,7 +18,7 @@ from sources.augment import Augmentation
 from sources.dataset import Dataset
 from sources.loader import MemoryLoader
 from sources.order import EvalOrder, Order, TrainOrder
-from sources.residence import Resident, Streamed, place
+from sources.residence import Stored, place
 from sources.split import Split
 from strategies import replica
 
@@ -64,7 +64,7 @@ class CIFARDataModule(LightningDataModule):
         self._channels_last = channels_last
         self._augment = augment or AugmentConfig()
         self._train = self._val = np.empty(0, np.int64)
-        self._stored: dict[tuple[int, torch.device], Resident | Streamed] = {}
+        self._stored: dict[tuple[int, torch.device], Stored] = {}
 
     def prepare_data(self) -> None:
         """Download and decode (on one rank of each node); in milliseconds where that has been done before."""

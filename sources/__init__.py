@@ -7,6 +7,7 @@ or a source's module costs next to nothing (no torch): the command line asks for
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
@@ -66,7 +67,10 @@ def prepare(config: DataConfig) -> str:
     archive or the disk fails.
     """
     if config.source != "auto":
-        _prepare(config)
+        from sources import cache
+
+        source = _module(config)
+        cache.ensure(_directory(config), config.source, source.fingerprint(config), partial(source.build, config))
         return config.source
     from sources.console import say
     from sources.download import DownloadError
@@ -87,15 +91,6 @@ def load(config: DataConfig, source: str) -> Dataset:
     from sources import cache
 
     return cache.load(_directory(_named(config, source)))
-
-
-def _prepare(config: DataConfig) -> None:
-    from sources import cache
-
-    source = _module(config)
-    cache.ensure(
-        _directory(config), config.source, source.fingerprint(config), lambda directory: source.build(config, directory)
-    )
 
 
 def _directory(config: DataConfig) -> Path:

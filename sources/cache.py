@@ -33,6 +33,9 @@ PAGE_BYTES = 4096
 """The checksum of images reads one byte in each block of this size: damage to a disk comes in blocks, and it takes
 6 ms. That of labels reads all: one that is out of range would end a run."""
 
+_DAMAGE = (OSError, ValueError, KeyError, TypeError)
+"""What reading a missing or damaged cache raises."""
+
 _USERS_MISTAKES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 
 
@@ -49,7 +52,7 @@ def ensure(directory: Path, source: str, fingerprint: str, build: Callable[[Path
         return
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        with locked(_beside(directory, "lock"), f"prepares {source}"):
+        with locked(directory.with_name(f"{directory.name}.lock"), f"prepares {source}"):
             if not _is_ready(directory, fingerprint):
                 _write(directory, source, fingerprint, build)
     except OSError as error:
@@ -73,35 +76,27 @@ def load(directory: Path) -> Dataset:
 
     Raises RunError where it is missing or damaged.
     """
-    meta = _read_meta(directory)
-    if meta is None:
-        raise RunError(f"no decoded images in {directory}: prepare the data first")
-    arrays = {name: _open(directory, name) for name in ARRAYS}
+    try:
+        meta = _read_meta(directory)
+        arrays = {name: _open(directory, name) for name in ARRAYS}
+    except _DAMAGE as error:
+        raise RunError(f"no decoded images in {directory}: prepare the data first") from error
     for name in ("train_images", "test_images"):
         arrays[name] = _channels_first(arrays[name])
     return Dataset(name=meta["source"], classes=tuple(meta["classes"]), **arrays)
 
 
 def _is_ready(directory: Path, fingerprint: str) -> bool:
-    meta = _read_meta(directory)
-    if meta is None or meta.get("fingerprint") != fingerprint:
-        return False
     try:
-        return {name: _checksum(directory, name) for name in ARRAYS} == meta.get("checksums")
-    except (OSError, ValueError):  # not readable as an array
+        meta = _read_meta(directory)
+        current = (meta["schema"], meta["fingerprint"]) == (SCHEMA, fingerprint)
+        return current and meta["checksums"] == {name: _checksum(directory, name) for name in ARRAYS}
+    except _DAMAGE:
         return False
 
 
-def _read_meta(directory: Path) -> dict[str, Any] | None:
-    """The description of a cache whose files have the sizes that were written, else None."""
-    try:
-        meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
-        if meta["schema"] != SCHEMA:
-            return None
-        sizes = {name: (directory / f"{name}.npy").stat().st_size for name in ARRAYS}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return meta if sizes == meta.get("sizes") else None
+def _read_meta(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "meta.json").read_text(encoding="utf-8"))
 
 
 def _write(directory: Path, source: str, fingerprint: str, build: Callable[[Path], tuple[str, ...]]) -> None:
@@ -118,7 +113,6 @@ def _write(directory: Path, source: str, fingerprint: str, build: Callable[[Path
             "source": source,
             "fingerprint": fingerprint,
             "classes": classes,
-            "sizes": {name: (temporary / f"{name}.npy").stat().st_size for name in ARRAYS},
             "checksums": {name: _checksum(temporary, name) for name in ARRAYS},
         }
         (temporary / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
@@ -142,13 +136,9 @@ def _channels_first(images: np.memmap[Any, Any]) -> np.memmap[Any, Any]:
 
 
 def _open(directory: Path, name: str) -> np.memmap[Any, Any]:
-    return np.load(directory / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+    return np.lib.format.open_memmap(directory / f"{name}.npy", mode="r")  # refuses whatever is no .npy file
 
 
 def _checksum(directory: Path, name: str) -> int:
     content = _open(directory, name).reshape(-1).view(np.uint8)
     return zlib.crc32(content[:: PAGE_BYTES if name.endswith("_images") else 1].tobytes())
-
-
-def _beside(directory: Path, suffix: str) -> Path:
-    return directory.with_name(f"{directory.name}.{suffix}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from itertools import tee
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from sources.augment import Augmentation, memory_format, normalize
 from sources.draws import Draws
 from sources.order import Order
-from sources.residence import Resident, Streamed, place
+from sources.residence import Stored, place
 from sources.split import Split
 
 BLOCK_IMAGES = {"cpu": 128, "cuda": 1024}
@@ -67,7 +66,7 @@ class MemoryLoader(Resumable):
         self,
         split: Split,
         order: Order,
-        stored: Resident | Streamed | None = None,
+        stored: Stored | None = None,
         augmentation: Augmentation | None = None,
         channels_last: bool = False,
     ) -> None:
@@ -99,8 +98,8 @@ class MemoryLoader(Resumable):
 
     def _blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Images and labels of several micro-batches at a time."""
-        plan, ahead = tee(self._plan())  # images that are streamed are asked for before they are needed
-        for (_, labels, draws), block in zip(plan, self._stored.blocks(rows for rows, *_ in ahead), strict=True):
+        for rows, labels, draws in self._plan():
+            block = self._stored.take(rows)
             if self._augmentation is None:
                 images = normalize(block)
             else:

@@ -11,7 +11,7 @@ from sources import loader, residence
 from sources.augment import Augmentation
 from sources.loader import MemoryLoader
 from sources.order import EvalOrder, Order, TrainOrder
-from sources.residence import Resident, Streamed, place
+from sources.residence import Stored, place
 from sources.split import Split
 
 pytestmark = [
@@ -31,18 +31,16 @@ def split() -> Split:
     return Split(images, rng.integers(0, CLASSES, COUNT), rng.permutation(COUNT))
 
 
-def make_loader(
-    split: Split, stored: Resident | Streamed, config: AugmentConfig | None, order: Order | None = None
-) -> MemoryLoader:
+def make_loader(split: Split, stored: Stored, config: AugmentConfig | None, order: Order | None = None) -> MemoryLoader:
     order = order or TrainOrder(COUNT, BATCH, accumulate=1, world_size=1, rank=0, seed=3)
     return MemoryLoader(split, order, stored, config and Augmentation(config, COUNT, CLASSES, seed=3))
 
 
-def place_where(share: float, kind: type[Resident] | type[Streamed], split: Split, monkeypatch: pytest.MonkeyPatch):
-    """Stored images on the GPU where a share of 1 of its free memory is allowed, streamed to it where it is 0."""
+def place_where(share: float, split: Split, monkeypatch: pytest.MonkeyPatch) -> Stored:
+    """Stored images on the GPU where a share of 1 of its free memory is allowed, on the host where it is 0."""
     monkeypatch.setattr(residence, "RESIDENT_SHARE", share)
     stored = place(split.images, GPU)
-    assert type(stored) is kind
+    assert stored.rows_device == (GPU if share else CPU)
     return stored
 
 
@@ -55,8 +53,8 @@ def test_two_epochs_are_those_of_the_cpu(
     for kind in loader.BLOCK_IMAGES:
         monkeypatch.setitem(loader.BLOCK_IMAGES, kind, block_images)
     on_cpu = make_loader(split, place(split.images, CPU), config)
-    resident = make_loader(split, place_where(1, Resident, split, monkeypatch), config)
-    streamed = make_loader(split, place_where(0, Streamed, split, monkeypatch), config)
+    resident = make_loader(split, place_where(1, split, monkeypatch), config)
+    streamed = make_loader(split, place_where(0, split, monkeypatch), config)
     load = torch.rand(2048, 2048, device=GPU)
     for epoch in range(2):
         for each in (on_cpu, resident, streamed):
@@ -74,7 +72,7 @@ def test_two_epochs_are_those_of_the_cpu(
 
 def test_evaluation_batches_are_those_of_the_cpu(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
     order = EvalOrder(COUNT, 1000, world_size=3, rank=2)
-    places = [place_where(1, Resident, split, monkeypatch), place_where(0, Streamed, split, monkeypatch)]
+    places = [place_where(1, split, monkeypatch), place_where(0, split, monkeypatch)]
     on_cpu = list(make_loader(split, place(split.images, CPU), None, order))
     for stored in places:
         batches = list(make_loader(split, stored, None, order))
@@ -84,7 +82,7 @@ def test_evaluation_batches_are_those_of_the_cpu(split: Split, monkeypatch: pyte
 
 def test_an_epoch_that_is_left_early_does_no_harm(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(loader.BLOCK_IMAGES, "cuda", 64)
-    streamed = make_loader(split, place_where(0, Streamed, split, monkeypatch), CONFIGS[1])
+    streamed = make_loader(split, place_where(0, split, monkeypatch), CONFIGS[1])
     for _ in range(20):
         next(iter(streamed))
     whole = make_loader(split, place(split.images, CPU), CONFIGS[1])
