@@ -15,11 +15,10 @@ from batch import micro_batch_size
 from config import AugmentConfig, DataConfig, SourceName
 from errors import UsageError
 from sources.augment import Augmentation
-from sources.dataset import Dataset
+from sources.dataset import Dataset, Split
 from sources.loader import MemoryLoader
 from sources.order import EvalOrder, Order, TrainOrder
 from sources.residence import Stored, place
-from sources.split import Split
 from strategies import replica
 
 EVAL_BATCH_SIZE = 1000
@@ -76,7 +75,7 @@ class CIFARDataModule(LightningDataModule):
 
         Raises UsageError where the batch cannot be divided among the ranks.
         """
-        micro_batch_size(self._batch_size, self._replicas, self._accumulate)
+        micro_batch_size(self._batch_size, self._replica[0], self._accumulate)
         if hasattr(self, "dataset"):
             return
         if self.trainer is None:
@@ -113,7 +112,7 @@ class CIFARDataModule(LightningDataModule):
     @property
     def micro_batch_size(self) -> int:
         """Images in one forward of this rank."""
-        return micro_batch_size(self._batch_size, self._replicas, self._accumulate)
+        return micro_batch_size(self._batch_size, self._replica[0], self._accumulate)
 
     def sample(self, count: int) -> torch.Tensor:
         """Training images from all over the split, so of all classes: uint8 (n, 3, 32, 32), n at most `count`; the same
@@ -126,9 +125,7 @@ class CIFARDataModule(LightningDataModule):
         split = Split(self.dataset.train_images, self.dataset.train_labels, self._train)
         # Lightning's overfit_batches trains on the first batches of an epoch: they must be the same in every epoch.
         shuffle = not getattr(self.trainer, "overfit_batches", 0)
-        order = TrainOrder(
-            split.count, self._batch_size, self._accumulate, self._replicas, self._replica, self._seed, shuffle
-        )
+        order = TrainOrder(split.count, self._batch_size, self._accumulate, *self._replica, self._seed, shuffle)
         asked = self._augment != AugmentConfig()
         augmentation = Augmentation(self._augment, split.count, len(self.classes), self._seed) if asked else None
         return self._loader(split, order, augmentation)
@@ -138,15 +135,12 @@ class CIFARDataModule(LightningDataModule):
         if not self.num_val:
             return []
         split = Split(self.dataset.train_images, self.dataset.train_labels, self._val)
-        return self._loader(split, self._eval_order(split))
+        return self._loader(split, EvalOrder(split.count, EVAL_BATCH_SIZE, *self._replica))
 
     def test_dataloader(self) -> Any:
         """Every test image once."""
         split = Split(self.dataset.test_images, self.dataset.test_labels, np.arange(self.num_test))
-        return self._loader(split, self._eval_order(split))
-
-    def _eval_order(self, split: Split) -> EvalOrder:
-        return EvalOrder(split.count, EVAL_BATCH_SIZE, self._replicas, self._replica)
+        return self._loader(split, EvalOrder(split.count, EVAL_BATCH_SIZE, *self._replica))
 
     def _loader(self, split: Split, order: Order, augmentation: Augmentation | None = None) -> Any:
         if self.config.loader == "memory":
@@ -154,21 +148,18 @@ class CIFARDataModule(LightningDataModule):
             if key not in self._stored:
                 self._stored[key] = place(split.images, self._device)
             return MemoryLoader(split, order, self._stored[key], augmentation, self._channels_last)
-        from sources.torch_loader import torch_loader  # here, as torchvision takes a second to import
+        from sources.torch_loader import TorchLoader  # here, as torchvision takes a second to import
 
-        return torch_loader(split, order, self.config.workers)
+        return TorchLoader(split, order, self.config.workers)
 
     @property
     def _device(self) -> torch.device:
         return self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
 
     @property
-    def _replicas(self) -> int:
-        return replica(self.trainer.strategy)[0] if self.trainer is not None else 1
-
-    @property
-    def _replica(self) -> int:
-        return replica(self.trainer.strategy)[1] if self.trainer is not None else 0
+    def _replica(self) -> tuple[int, int]:
+        """Number of ranks that train on different images, and which of them this one is."""
+        return replica(self.trainer.strategy) if self.trainer is not None else (1, 0)
 
 
 def stratified_split(

@@ -18,7 +18,7 @@ from torchmetrics.classification import (
     MulticlassROC,
 )
 
-from sources.split import IGNORED
+from sources.dataset import IGNORED
 
 Curve = tuple[Tensor, Tensor]
 """Abscissae and ordinates of a curve, both float64 (points,) on the CPU."""

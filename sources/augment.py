@@ -31,8 +31,12 @@ class Augmentation:
         return draw(self._config, self._count, self._seed, epoch)
 
     def resized(self, images: Tensor, epoch: int) -> Tensor:
-        """Images (n, 32, 32, 3) with as many pixels as they have in an epoch."""
-        return smaller(images, self._config.low_resolution) if epoch < self._config.low_epochs else images
+        """Float images (n, 32, 32, 3), in the first epochs scaled down: bilinear, each pixel a mean of all under it."""
+        if epoch >= self._config.low_epochs:
+            return images
+        size = (self._config.low_resolution, self._config.low_resolution)
+        scaled = F.interpolate(images.permute(0, 3, 1, 2), size=size, mode="bilinear", antialias=True)
+        return scaled.permute(0, 2, 3, 1)
 
     def apply(self, images: Tensor, labels: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         """A block of stored images as the network is to see it: normalised float32 images, and labels.
@@ -132,12 +136,6 @@ def reflect(canvas: Tensor, border: int, dim: int) -> None:
     size = canvas.shape[dim]
     canvas.narrow(dim, 0, border).copy_(canvas.narrow(dim, border + 1, border).flip(dim))
     canvas.narrow(dim, size - border, border).copy_(canvas.narrow(dim, size - 2 * border - 1, border).flip(dim))
-
-
-def smaller(images: Tensor, side: int) -> Tensor:
-    """Float images (n, W, W, 3) scaled down to (n, side, side, 3): bilinear, each pixel a mean of all under it."""
-    scaled = F.interpolate(images.permute(0, 3, 1, 2), size=(side, side), mode="bilinear", antialias=True)
-    return scaled.permute(0, 2, 3, 1)
 
 
 def blank_out(images: Tensor, boxes: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What every source delivers: the decoded images of both splits, memory-mapped."""
+"""The images: what every source delivers, memory-mapped, and the part of it that a loader reads."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 
 IMAGE_SHAPE = (3, 32, 32)
 """Channels (RGB), height and width in pixels of every image: CIFAR's, to which the other sources are brought."""
+
+IGNORED = -1
+"""Label of an entry that only fills up a batch: it counts in no loss and no metric."""
 
 
 @dataclass(frozen=True)
@@ -36,3 +39,18 @@ class Dataset:
 
     test_labels: NDArray[np.int64]
     """Shape (M,)."""
+
+
+class Split:
+    """Some of the stored images, by position: 0 ... count - 1, and one more at `count`, a repeat to be ignored."""
+
+    def __init__(self, images: NDArray[np.uint8], labels: NDArray[np.int64], indices: NDArray[np.int64]) -> None:
+        """`images` (N, 3, 32, 32) and `labels` (N,) are all that is stored; `indices` (n >= 1,) says which belong."""
+        self.images = images
+        """All stored images, uint8 (N, 3, 32, 32)."""
+        self.indices = np.append(indices, indices[0])
+        """Row of `images` at each position, int64 (count + 1,)."""
+        self.labels = np.append(labels[indices], IGNORED)
+        """Label at each position, int64 (count + 1,); the last is IGNORED."""
+        self.count = len(indices)
+        """Images, without the ignored entry."""

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from sources.augment import Augmentation, memory_format, normalize
+from sources.dataset import Split
 from sources.draws import Draws
 from sources.order import Order
 from sources.residence import Stored, place
-from sources.split import Split
 
 BLOCK_IMAGES = {"cpu": 128, "cuda": 1024}
 """Images that are gathered, augmented and normalised at once, rounded up to whole micro-batches, by kind of device.

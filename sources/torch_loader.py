@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import Compose, Normalize, ToTensor
 
 from sources.augment import MEAN, STD
+from sources.dataset import Split
 from sources.loader import Resumable
 from sources.order import Order
-from sources.split import Split
 
 
 class TransformedImages(Dataset[tuple[Tensor, int]]):
@@ -44,22 +44,19 @@ class TorchLoader(Resumable, DataLoader[Any]):
 
     batch_sampler: Order
 
+    def __init__(self, split: Split, order: Order, workers: int) -> None:
+        """Gives (images float32 (m, 3, 32, 32), labels int64 (m,)), in the given order."""
+        # A generator of its own: else each epoch would draw from the global one, and dropout or augmentation would
+        # differ from that with the memory loader.
+        generator = torch.Generator()
+        images = TransformedImages(split)
+        super().__init__(
+            images, batch_sampler=order, num_workers=workers, persistent_workers=workers > 0, generator=generator
+        )
+
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """An epoch; the rest of one, where that was begun by the loader whose state was loaded."""
         self.batch_sampler.skipped = self._begin()
         for batch in super().__iter__():
             self._count()
             yield batch
-
-
-def torch_loader(split: Split, order: Order, workers: int) -> TorchLoader:
-    """DataLoader of (images float32 (m, 3, 32, 32), labels int64 (m,)), in the given order."""
-    return TorchLoader(
-        TransformedImages(split),
-        batch_sampler=order,
-        num_workers=workers,
-        persistent_workers=workers > 0,
-        # A generator of its own: else each epoch would draw from the global one, and dropout or augmentation would go
-        # another way than with the memory loader.
-        generator=torch.Generator(),
-    )

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from config import AugmentConfig, DataConfig
 from datamodule import CIFARDataModule, stratified_split
 from errors import UsageError
-from sources.split import IGNORED
+from sources.dataset import IGNORED
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ import epoch_loop
 import strategies
 from cifar_module import CIFARModule
 from config import Choice, Config
+from sources.dataset import Split
 from sources.loader import MemoryLoader
 from sources.order import EvalOrder, TrainOrder
-from sources.split import Split
 
 COUNT, BATCH = 44, 8  # five whole steps an epoch
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from metrics import BINS, CurveMetrics, SplitMetrics, calibration_error
+from sources.dataset import IGNORED
 from sources.order import EvalOrder
-from sources.split import IGNORED
 
 reference: Any = sklearn.metrics  # whose docstrings, for want of annotations, pyright misreads
 

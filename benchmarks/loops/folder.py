@@ -19,9 +19,9 @@ from torchvision import transforms
 
 import sources
 from config import DataConfig
+from sources.dataset import Split
 from sources.loader import MemoryLoader
 from sources.order import TrainOrder
-from sources.split import Split
 
 BATCH_SIZE = 64
 WORKERS = 2

@@ -11,9 +11,9 @@ import numpy as np
 
 import sources
 from benchmarks.loops.arguments import data_config
+from sources.dataset import Split
 from sources.loader import MemoryLoader
 from sources.order import TrainOrder
-from sources.split import Split
 
 BATCH_SIZE = 512
 

@@ -29,9 +29,9 @@ from callbacks.progress import Progress
 from callbacks.throughput import Throughput
 from cifar_module import CIFARModule
 from config import Config
+from sources.dataset import Split
 from sources.loader import MemoryLoader
 from sources.order import TrainOrder
-from sources.split import Split
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 NUM_TEST = 60

@@ -9,10 +9,10 @@ import torch
 from config import AugmentConfig
 from sources import loader, residence
 from sources.augment import Augmentation
+from sources.dataset import Split
 from sources.loader import MemoryLoader
 from sources.order import EvalOrder, Order, TrainOrder
 from sources.residence import Stored, place
-from sources.split import Split
 
 pytestmark = [
     pytest.mark.gpu,

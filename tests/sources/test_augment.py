@@ -13,10 +13,10 @@ from torch import Tensor
 from config import AugmentConfig
 from sources import loader
 from sources.augment import Augmentation
+from sources.dataset import Split
 from sources.draws import Draws, draw
 from sources.loader import MemoryLoader
 from sources.order import TrainOrder
-from sources.split import Split
 
 COUNT = 53  # divides by nothing
 STORED = 60

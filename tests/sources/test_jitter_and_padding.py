@@ -14,10 +14,10 @@ import cli
 from config import AugmentConfig
 from errors import UsageError
 from sources.augment import Augmentation, normalize
+from sources.dataset import Split
 from sources.draws import draw
 from sources.loader import MemoryLoader
 from sources.order import TrainOrder
-from sources.split import Split
 
 COUNT = 48
 CONFIG = AugmentConfig(flip="alternating", crop=3, padding="reflect", brightness=0.2, contrast=0.3)

@@ -9,10 +9,10 @@ from torch.utils.data import DistributedSampler, TensorDataset
 
 from errors import UsageError
 from sources.augment import memory_format, normalize
+from sources.dataset import IGNORED, Split
 from sources.loader import MemoryLoader
 from sources.order import EvalOrder, TrainOrder
-from sources.split import IGNORED, Split
-from sources.torch_loader import torch_loader
+from sources.torch_loader import TorchLoader
 
 COUNT = 53  # divides by nothing
 BATCH = 8
@@ -33,7 +33,7 @@ def test_both_loaders_agree_bit_by_bit(world_size: int, accumulate: int, workers
     split = make_split()
     for rank in range(world_size):
         orders = [TrainOrder(COUNT, BATCH, accumulate, world_size, rank, seed=3) for _ in range(2)]
-        memory, tutorial = MemoryLoader(split, orders[0]), torch_loader(split, orders[1], workers)
+        memory, tutorial = MemoryLoader(split, orders[0]), TorchLoader(split, orders[1], workers)
         assert len(memory) == len(tutorial) == COUNT // BATCH * accumulate
         for epoch in range(2):
             memory.sampler.set_epoch(epoch)  # pyright: ignore[reportOptionalMemberAccess]
@@ -74,9 +74,7 @@ def test_evaluation_counts_every_image_once(world_size: int, max_batch_size: int
         batches = list(MemoryLoader(split, orders[0]))
         assert len(batches) == len(orders[0])
         shapes.add((len(batches), *{labels.shape for _, labels in batches}))
-        for (images, labels), (same_images, same_labels) in zip(
-            batches, torch_loader(split, orders[1], 0), strict=True
-        ):
+        for (images, labels), (same_images, same_labels) in zip(batches, TorchLoader(split, orders[1], 0), strict=True):
             assert torch.equal(images, same_images)
             assert torch.equal(labels, same_labels)
             assert len(labels) <= max_batch_size
@@ -90,7 +88,7 @@ def test_evaluation_counts_every_image_once(world_size: int, max_batch_size: int
 
 def test_an_epoch_draws_nothing_from_the_global_generator() -> None:
     split = make_split()
-    for make in (MemoryLoader, lambda split, order: torch_loader(split, order, 0)):
+    for make in (MemoryLoader, lambda split, order: TorchLoader(split, order, 0)):
         torch.manual_seed(0)
         list(make(split, TrainOrder(COUNT, BATCH, 1, 1, 0, seed=0)))
         drawn = torch.rand(1)
