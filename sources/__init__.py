@@ -63,7 +63,7 @@ def prepare(config: DataConfig) -> str:
     Any number of ranks, nodes and runs may call this at once: one works, the others wait. Once the images are ready
     it takes milliseconds.
 
-    Raises UsageError for what the user can mend in the configuration or the data, RunError where the network, the
+    Raises UsageError for what the user can fix in the configuration or the data, RunError where the network, the
     archive or the disk fails.
     """
     if config.source != "auto":

@@ -59,7 +59,7 @@ def ensure(directory: Path, source: str, fingerprint: str, build: Callable[[Path
         kind = UsageError if error.errno in _USERS_MISTAKES else RunError
         raise kind(
             f"cannot prepare the images of {source}: {error.strerror or error}: {error.filename or directory}; "
-            "mend that, or choose another place with --data.cache DIR or --data.root DIR"
+            "fix that, or choose another place with --data.cache DIR or --data.root DIR"
         ) from error
 
 

@@ -34,20 +34,19 @@ def class_names(config: DataConfig) -> tuple[str, ...]:
     Raises UsageError where a directory is missing or unreadable, there are fewer than two classes, a class has no
     images, or test/ has other classes than train/.
     """
-    train, test = (_class_directories(Path(config.root) / split) for split in SPLITS)
+    train, test = (_class_names(Path(config.root) / split) for split in SPLITS)
     if len(train) < 2:
-        found = f"only {train[0].name}" if train else "none"
+        found = f"only {train[0]}" if train else "none"
         raise UsageError(f"two or more classes are needed in {config.root}/train, found {found}: {_LAYOUT}")
-    names, test_names = (tuple(directory.name for directory in split) for split in (train, test))
-    if names != test_names:
-        differing = ", ".join(sorted(set(names) ^ set(test_names)))
+    if train != test:
+        differing = ", ".join(sorted({*train} ^ {*test}))
         raise UsageError(
             f"{config.root}/train and {config.root}/test must have the same classes; in one only: {differing}"
         )
-    for directory in (*train, *test):
+    for directory in (Path(config.root) / split / name for split in SPLITS for name in train):
         if next(_image_files(directory), None) is None:
             raise UsageError(f"no {', '.join(SUFFIXES)} images in {directory}: {_LAYOUT}")
-    return names
+    return train
 
 
 def cache_key(config: DataConfig) -> str:
@@ -115,8 +114,8 @@ def _labelled_files(config: DataConfig, split: str) -> list[tuple[str, int]]:
     ]
 
 
-def _class_directories(directory: Path) -> list[Path]:
-    return sorted(Path(entry) for entry in _entries(directory) if entry.is_dir())
+def _class_names(directory: Path) -> tuple[str, ...]:
+    return tuple(sorted(entry.name for entry in _entries(directory) if entry.is_dir()))
 
 
 def _image_files(directory: Path) -> Iterator[str]:

@@ -39,7 +39,7 @@ def decode(path: str | Path) -> NDArray[np.uint8]:
         raise UsageError(f"cannot read the image {path}: it is no PNG or JPEG; convert or remove it") from error
     except Exception as error:  # Pillow's decoders raise a dozen kinds, from OSError to struct.error
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise UsageError(f"cannot read the image {path}: {why}; mend or remove it") from error
+        raise UsageError(f"cannot read the image {path}: {why}; fix or remove it") from error
     if image.size != _SIZE:
         image = ImageOps.fit(image, _SIZE, Image.Resampling.BILINEAR)
     return np.asarray(image).transpose(2, 0, 1)

@@ -96,7 +96,7 @@ def test_a_builder_that_fails_leaves_no_cache(tmp_path: Path) -> None:
         cache.load(tmp_path / "key")
 
 
-def test_a_place_that_cannot_be_written_is_the_users_to_mend(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_the_users_to_fix(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"--data\.cache DIR"):
         sources.prepare(DataConfig("synthetic", cache=str(tmp_path / "file")))

@@ -54,7 +54,7 @@ def test_a_decompression_bomb_is_refused_before_it_is_decoded(tmp_path: Path):
         file = tmp_path / f"{width}.png"
         file.write_bytes(png_header(width, height))
         with pytest.raises(
-            UsageError, match=rf"it has {width} x {height} pixels, more than 67,108,864; mend or remove it$"
+            UsageError, match=rf"it has {width} x {height} pixels, more than 67,108,864; fix or remove it$"
         ):
             decode(file)
     (tmp_path / "largest.png").write_bytes(png_header(8192, 8192))
