@@ -23,8 +23,8 @@ class DeviceConfig:
     """where the run goes"""
 
     strategy: str = "baseline"
-    """How the run is spread over devices and what of it is sharded or offloaded (names below). auto: the one that moves
-    the fewest numbers of those that fit into memory, as plan.py counts; a run that goes on keeps its own."""
+    """How the run is spread over devices and what of it is sharded or offloaded (names below). auto: the one
+    that plan.py recommends for this machine; a resumed run keeps its own."""
 
     devices: int | Literal["auto"] = 1
     """Ranks on this machine: GPUs, or processes on the CPU. auto: every GPU, or one CPU process."""

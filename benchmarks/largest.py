@@ -36,11 +36,11 @@ from errors import UsageError
 from hardware import free_memory_bytes, gpu_count
 from models.vit_shapes import SHAPES
 from planning import machine, network
-from planning.survey import Room, survey
-from strategies import STRATEGIES
+from planning.machine import Room
+from planning.survey import PLANNED, survey
 
 if TYPE_CHECKING:
-    from planning.activations import Lines
+    from planning.activations import Line
 
 CONTENDERS = ["deepspeed_stage_2", "deepspeed_stage_3", "deepspeed_stage_3_offload"]
 CONTENDERS += ["deepspeed_stage_3_offload_nvme", "deepspeed_stage_3_superoffload"]
@@ -101,7 +101,7 @@ def main() -> int:
 
 def _parse() -> Namespace:
     parser = exits.Parser(prog="python -m benchmarks.largest", description=__doc__)
-    parser.add_argument("--strategies", nargs="+", default=CONTENDERS, choices=STRATEGIES, metavar="NAME")
+    parser.add_argument("--strategies", nargs="+", default=CONTENDERS, choices=PLANNED, metavar="NAME")
     parser.add_argument("--device_memory", default="", metavar="SIZE", help="of the process, for the CPU: 3GB")
     parser.add_argument("--accelerator", choices=["auto", "cpu", "gpu"], default="auto", help="auto: the GPU if any")
     parser.add_argument("--size", choices=SHAPES, help="width and heads, of vit_SIZE (default: 1b, on the CPU tiny)")
@@ -140,7 +140,7 @@ class Trials:
 
     def __init__(self, given: Namespace, limit: int, gpu: bool, folder: Path):
         self.given, self.limit, self.gpu, self._folder = given, limit, gpu, folder
-        self._lines: defaultdict[int, dict[str, Lines]] = defaultdict(dict)
+        self._lines: defaultdict[int, dict[str, Line]] = defaultdict(dict)
         """Activations by depth: what takes a plan its seconds."""
 
     def flags(self, strategy: str, depth: int) -> list[str]:
@@ -193,7 +193,7 @@ class Trials:
     def _room(self, config: Config) -> Room:
         disk = machine.disk_bytes(config.nvme_path, 1)
         if self.gpu:
-            return Room(round(machine.USABLE * machine.gpu_bytes(1)), free_memory_bytes(), disk=disk)
+            return Room(machine.free_gpu_bytes(1), free_memory_bytes(), disk=disk)
         return Room(max(0, self.limit - machine.CPU_RANK_BYTES), None, shared=True, disk=disk)
 
 

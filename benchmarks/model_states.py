@@ -67,7 +67,7 @@ def _predicted(flags: list[str]) -> int:
     states = predicted(config.strategy, weights, config.world_size, config.precision, config.optimizer)
     if states is None:
         raise RunError(f"there is no formula for {config.strategy}")
-    return states.total
+    return states.in_memory.total
 
 
 def _measured(flags: list[str]) -> int:

@@ -1,4 +1,5 @@
-"""Step times of two ranks over a link that is as fast as it gets, and over a slowed one, beside what plan.py says.
+"""Step times of two ranks over a link that is as fast as it gets, and over a slowed one, next to the time that the
+bytes planned by plan.py take.
 
 Makes two hosts on this machine, Linux network namespaces, with one CPU rank in each; needs root, iproute2 and pytest.
 """
@@ -19,8 +20,7 @@ import cli
 import exits
 from errors import RunError
 from planning import network
-from planning.communication import traffic
-from planning.machine import bytes_per_second
+from planning.communication import sent_bytes
 from strategies import STRATEGIES
 from tests.helpers import run_folder_of
 from tests.wire import TwoRanks, two_ranks
@@ -34,12 +34,11 @@ def main() -> int:
     """Measures; returns the exit code."""
     parser = exits.Parser(prog="python -m benchmarks.network", description=__doc__)
     parser.add_argument("--strategies", nargs="+", default=["ddp", "deepspeed_stage_2", "deepspeed_stage_3"])
-    parser.add_argument("--rate", default="50mbit", help="of the slowed link, each way (default: %(default)s)")
+    parser.add_argument("--mbit", type=int, default=50, help="per second, of the slowed link (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=6, help="timed ones of each run (default: %(default)s)")
     given = parser.parse_args()
-    bandwidth = bytes_per_second(given.rate, "--rate")
     table = Table(
-        *("strategy", "step, s", f"at {given.rate}, s", "difference", "planned, s", "difference / planned"),
+        *("strategy", "step, s", f"at {given.mbit} Mbit/s, s", "difference", "planned, s", "difference / planned"),
         box=box.MARKDOWN,
     )
     try:
@@ -47,12 +46,11 @@ def main() -> int:
             for strategy in given.strategies:
                 flags = [*RECIPE, "--strategy", strategy, "--data.root", folder, "--bench_steps", str(given.steps)]
                 fast = _seconds(ranks, flags, Path(folder, f"{strategy}-fast"))
-                ranks.hosts.slow(given.rate)
+                ranks.hosts.slow(f"{given.mbit}mbit")
                 slow = _seconds(ranks, flags, Path(folder, f"{strategy}-slow"))
                 ranks.hosts.mend()
                 config = cli.parse([*flags, "--num_nodes", "2"])
-                sent = traffic(STRATEGIES[strategy], config, network.of(config))
-                planned = float("nan") if sent is None else sent.seconds(bandwidth)
+                planned = 8 * sent_bytes(STRATEGIES[strategy], config, network.of(config)) / (given.mbit * 1e6)
                 figures = (fast, slow, slow - fast, planned, (slow - fast) / planned)
                 table.add_row(strategy, *(f"{figure:.2f}" for figure in figures))
     except pytest.skip.Exception as reason:

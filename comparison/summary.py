@@ -79,4 +79,4 @@ def _predicted_bytes(run: Run) -> int | None:
         return None
     ranks = run.metrics["world_size"]
     found = model_states.predicted(config.strategy, weights, ranks, config.precision, config.optimizer)
-    return found and found.parameters + found.gradients + found.optimizer
+    return found and found.in_memory.total

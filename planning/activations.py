@@ -1,10 +1,10 @@
-"""The activations of a training step, counted to the byte without computing any.
+"""Counts the activations of a training step to the byte, without computing them.
 
-They are counted on tensors that have shapes and no values (torch's FakeTensorMode): networks that fit nowhere are
-counted too. On a GPU the kernels are others, and some of them save less or more.
+They are counted on tensors with shapes and no values (torch's FakeTensorMode), so the model may be larger than any
+memory. The kernels are those of the CPU; a GPU's may save less or more.
 
-torch's own MemTracker (torch.distributed._tools, 2.15) counts the same bytes, and after each operation goes through all
-modules of the network: 24 seconds for one size of vit_large, where this takes 2.
+torch's own MemTracker (torch.distributed._tools, 2.15) counts the same bytes, but goes through all modules after each
+operation: 24 seconds for one size of vit_large, where this takes 2.
 """
 
 from __future__ import annotations
@@ -34,61 +34,49 @@ from sources.dataset import IMAGE_SHAPE
 from strategies import Spec
 
 Computes = Literal["float32", "autocast", "cast"]
-"""In which format a network computes: its own, bfloat16 where autocast says so, or bfloat16 throughout. A float16 takes
-as many bytes."""
+"""The format in which a model computes: float32, bfloat16 where autocast says so, or bfloat16 throughout. float16 takes
+as many bytes as bfloat16."""
 
 
 class Bytes(NamedTuple):
-    """Of one micro-batch."""
+    """Bytes of one micro-batch."""
 
     saved: int
-    """Held between the forward and the backward pass, beside parameters and their buffers."""
+    """Activations held between the forward and the backward pass."""
 
     peak: int
-    """The most of all that is there at any time: parameters, gradients, activations, what an operation takes."""
+    """The peak of everything: parameters, gradients, activations, and what an operation takes."""
 
     activations: int
-    """The most of what is neither parameter nor gradient."""
+    """The peak without parameters and gradients."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Bytes by the number of images: linear, measured at two sizes."""
+    """Bytes by the number of images: linear, measured at two sizes of the micro-batch."""
 
     base: float
     per_image: float
 
     def at(self, images: int) -> int:
-        """Bytes of a micro-batch."""
+        """Returns the bytes of a micro-batch."""
         return max(0, round(self.base + self.per_image * images))
-
-    def most_images(self, room: int) -> int:
-        """The largest micro-batch whose bytes fit into so many."""
-        return max(0, int((room - self.base) // self.per_image)) if self.per_image > 0 else 0
-
-
-class Lines(NamedTuple):
-    """What a network takes in one format beside its parameters, by images."""
-
-    activations: Line
-    with_gradients: Line
-    """The most of both, where whole gradients lie beside the activations that are left."""
 
 
 class Held(TorchDispatchMode):
-    """Counts the memory that operations within it make, as long as a tensor has it; that of a network is not theirs."""
+    """Counts the memory that operations allocate, as long as a tensor uses it; the model's own is left out."""
 
     def __init__(self, net: nn.Module):
         super().__init__()
         own = (tensor.untyped_storage() for tensor in (*net.parameters(), *net.buffers()))
         self._kinds: MutableMapping[UntypedStorage, list[str]] = WeakIdKeyDictionary({storage: [] for storage in own})
         self.now = {"activation": 0, "gradient": 0}
-        """Bytes."""
+        """Bytes allocated now, by kind."""
         self.peak = self.peak_of_activations = 0
-        """The most so far, of both kinds and of one."""
+        """The peak so far, in bytes, of both kinds and of activations."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operation and counts what it has made."""
+        """Runs an operation and counts what it allocates."""
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self._kinds:
@@ -100,7 +88,7 @@ class Held(TorchDispatchMode):
         return made
 
     def is_gradient(self, parameter: Tensor) -> None:
-        """To be called when a parameter has its gradient."""
+        """Recounts a gradient, an activation so far; to be called when a parameter has its gradient."""
         assert parameter.grad is not None
         storage = parameter.grad.untyped_storage()
         if self._kinds[storage] == ["activation"]:
@@ -113,7 +101,7 @@ class Held(TorchDispatchMode):
 
 
 def counted(net: nn.Module, images: int, computes: Computes) -> Bytes:
-    """The bytes of one forward and one backward pass of so many images.
+    """Counts the bytes of one forward and one backward pass.
 
     Args:
         net: on the CPU, built within the FakeTensorMode in which this is called.
@@ -143,16 +131,16 @@ def counted(net: nn.Module, images: int, computes: Computes) -> Bytes:
     return Bytes(saved, own + held.peak, held.peak_of_activations)
 
 
-def measure(config: Config, micro_batch: int, computes: Computes) -> Lines:
-    """The activations of a run, by images.
+def measure(config: Config, micro_batch: int, computes: Computes) -> Line:
+    """Measures the activations of a run, by images.
 
     Args:
         config: of the run.
-        micro_batch: images about which they are measured.
+        micro_batch: images; measured at this size and at twice as many.
         computes: the format.
 
     Raises:
-        UsageError: activation checkpointing of a network without blocks, or a network that cannot be counted.
+        UsageError: activation checkpointing finds no blocks, or a model of another package cannot be counted.
     """
     few = max(2, micro_batch)  # batch normalisation takes no single image
     with FakeTensorMode():
@@ -161,34 +149,24 @@ def measure(config: Config, micro_batch: int, computes: Computes) -> Lines:
             checkpoint_blocks(net)
         try:
             small, large = (_of_all_blocks(net, images, computes) for images in (few, 2 * few))
-        except Exception as error:  # of any kind: what a network of another package does without values is its own
+        except Exception as error:  # any: a model of another package may do anything without values
             if ":" not in config.model.name:
                 raise
             raise UsageError(
-                f"--model {config.model.name}: what it holds in training cannot be counted without values "
-                f"({textwrap.shorten(str(error), 120, placeholder=' ...')}): name a strategy and try"
+                f"--model {config.model.name}: its activations cannot be counted without values "
+                f"({textwrap.shorten(str(error), 120, placeholder=' ...')}): name a strategy and train"
             ) from error
-        own = _own_bytes(net)
-    return Lines(
-        _through(few, small.activations, large.activations),
-        # Of blocks that are counted as two and three the gradients may be the most, where of all the activations are.
-        _through(few, *(max(count.peak - own, count.activations) for count in (small, large))),
-    )
+    return Line(2 * small.activations - large.activations, (large.activations - small.activations) / few)
 
 
 def _own_bytes(net: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*net.parameters(), *net.buffers()))
 
 
-def _through(images: int, small: int, large: int) -> Line:
-    """The line through the bytes of so many images and of twice as many."""
-    return Line(2 * small - large, (large - small) / images)
-
-
 def _fake(config: Config, dtype: torch.dtype) -> nn.Module:
-    """The run's network on a CPU without values, in a format; to be called in a FakeTensorMode.
+    """Builds the run's model without values on the CPU, in a format; to be called in a FakeTensorMode.
 
-    It is built on the meta device: some networks of other packages look at values as they are built, which a
+    It is built on the meta device first: some models of other packages read values as they are built, which
     FakeTensorMode refuses (torch 2.15).
     """
     with unset_fake_temporarily():
@@ -196,7 +174,7 @@ def _fake(config: Config, dtype: torch.dtype) -> nn.Module:
     made: dict[int, Tensor] = {}
 
     def of(tensor: Tensor) -> Tensor:
-        """One for each, those that layers share too."""
+        """Returns the same tensor for a tensor that layers share."""
         if id(tensor) not in made:
             empty = torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
             made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
@@ -209,8 +187,8 @@ def _fake(config: Config, dtype: torch.dtype) -> nn.Module:
 
 
 def _of_all_blocks(net: nn.Module, images: int, computes: Computes) -> Bytes:
-    """As `counted`, but blocks that are all alike are counted as two and as three of them: each further one adds as
-    much (to the byte for vit_13b, whose 41 take 15 times as long)."""
+    """Counts as `counted` does, but of identical blocks only two and three: each further block adds as much (to the
+    byte for vit_13b, whose 41 blocks take 15 times as long)."""
     blocks = getattr(net, "blocks", None)
     if not isinstance(blocks, nn.Sequential) or len(blocks) <= 3 or len({*map(_kind, blocks)}) > 1:
         return counted(net, images, computes)
@@ -227,13 +205,13 @@ def _of_all_blocks(net: nn.Module, images: int, computes: Computes) -> Bytes:
 
 
 def _kind(block: nn.Module) -> tuple[Any, ...]:
-    """What two blocks must have in common to hold the same."""
+    """What two blocks must have in common to hold the same activations."""
     modules = tuple((type(module), module.extra_repr()) for module in block.modules())
     return modules, tuple((parameter.shape, parameter.requires_grad) for parameter in block.parameters())
 
 
 def format_of(spec: Spec, precision: str) -> Computes:
-    """The format in which a network computes under a strategy."""
+    """Returns the format in which a model computes under a strategy."""
     if precision == "32-true":
         return "float32"
     return "cast" if precision == "bf16-true" or spec.family in ("deepspeed", "fsdp2") else "autocast"

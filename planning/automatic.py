@@ -1,10 +1,9 @@
-"""`--strategy auto`: chosen once, before the ranks start, by the process that starts them; imports torch to choose."""
+"""`--strategy auto`: the launching process chooses once, before the ranks start. Choosing imports torch."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import yaml
 
@@ -17,9 +16,6 @@ from resume import find_recovered, settle_restart
 from sources.console import say
 from strategies import STRATEGIES
 
-if TYPE_CHECKING:
-    from planning.survey import Room
-
 VARIABLE = "CIFAR_ZERO_STRATEGY"
 """Environment variable in which the launching process passes its choice to the ranks that it starts."""
 
@@ -28,7 +24,7 @@ def settle(config: Config) -> None:
     """Replaces auto by a strategy's name, and prints which one and why.
 
     Raises:
-        UsageError: no strategy fits, or another launcher has started the ranks, which would each choose for themselves.
+        UsageError: no strategy fits, or another launcher has started the ranks, each of which would choose.
     """
     if not launch.is_rank():
         config.strategy = _chosen(config)
@@ -36,43 +32,27 @@ def settle(config: Config) -> None:
     config.strategy = os.environ.pop(VARIABLE, "")
     if config.strategy not in STRATEGIES:
         raise UsageError(
-            "--strategy auto: torchrun, srun and DeepSpeed's launcher start ranks that would each choose for "
-            "themselves: name the strategy that plan.py recommends"
+            "--strategy auto cannot be used with torchrun, srun or DeepSpeed's launcher, whose ranks would each "
+            "choose: name the strategy that plan.py recommends"
         )
 
 
 def _chosen(config: Config) -> str:
     checks.settle_machine(config)
     if kept := _of_resumed_run(config):
-        say(f"--strategy auto: {kept}, as in the run that resumes")
+        say(f"--strategy auto: {kept}, as in the resumed run")
         return kept
     checks.check_model(config)
-    from planning import network
-    from planning.recommend import nothing_fits, recommended, refuse_if_none_runs, why
+    from planning import machine, network
+    from planning.recommend import recommended
     from planning.survey import survey
 
-    room = _room(config)
-    needs = survey(config, network.of(config), room, {})
-    refuse_if_none_runs(needs)
-    choice = recommended(needs)
+    room = machine.this_machine(config)
+    choice, reason = recommended(survey(config, network.of(config), room, {}), room)
     if choice is None:
-        raise UsageError(f"--strategy auto: {nothing_fits(needs, room)}, or name a strategy all the same")
-    where = "of this machine's free memory" if room.shared else "of its GPU's memory"
-    say(f"--strategy auto: {choice.strategy} takes {why(choice, needs, room)} ({where})")
+        raise UsageError(f"--strategy auto: {reason}; or name a strategy to try it anyway")
+    say(f"--strategy auto: {reason}")
     return choice.strategy
-
-
-def _room(config: Config) -> Room:
-    """Returns the memory that is free for a rank now."""
-    from planning import machine
-    from planning.survey import Room
-
-    assert config.devices != "auto"
-    disk = machine.disk_bytes(config.nvme_path, config.devices)
-    host = machine.cpu_rank_bytes(config.devices)
-    if config.accelerator == "cpu":
-        return Room(host, None, shared=True, disk=disk)
-    return Room(machine.free_gpu_bytes(config.devices), host, disk=disk)
 
 
 def _of_resumed_run(config: Config) -> str:

@@ -1,12 +1,14 @@
-"""How much memory a rank may take: of what the user says, or of this machine; sizes in words."""
+"""The memory that is available to a rank, on this machine or as the user says."""
 
 from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from checks.devices import CPU_RANK_BYTES
+from config import Config
 from errors import UsageError
 from hardware import free_memory_bytes
 
@@ -15,15 +17,39 @@ UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 USABLE = 0.9
 """Share of a device's memory that a plan uses. The rest is for the CUDA context, the workspaces of cuBLAS and NCCL, and
-what the allocator cannot use for its fragments: vLLM's gpu_memory_utilization leaves as much by default (vLLM 0.11,
+fragmentation of the allocator: vLLM's gpu_memory_utilization leaves as much by default (vLLM 0.11,
 vllm/config/cache.py)."""
 
 
+@dataclass(frozen=True)
+class Room:
+    """Bytes available to a rank; None: not known, so not checked."""
+
+    device: int
+    host: int | None
+    shared: bool = False
+    """Whether the device is the CPU, so that what is offloaded takes of the same memory."""
+    disk: int | None = None
+    """Free space of --nvme_path."""
+    elsewhere: bool = False
+    """Whether it is another machine's, which may have what this one lacks (a compiler, bitsandbytes, --nvme_path)."""
+
+
+def this_machine(config: Config) -> Room:
+    """Returns what is free for a rank now; `config` has its devices and accelerator settled."""
+    assert config.devices != "auto"
+    disk = disk_bytes(config.nvme_path, config.devices)
+    host = max(0, free_memory_bytes() // config.devices - CPU_RANK_BYTES)
+    if config.accelerator == "cpu":
+        return Room(host, None, shared=True, disk=disk)
+    return Room(free_gpu_bytes(config.devices), host, disk=disk)
+
+
 def size_in_bytes(text: str, flag: str) -> int:
-    """The bytes of `80GB`, `24GiB`, `512MiB` or `80`, which is gigabytes (10^9 bytes).
+    """Returns the bytes of `80GB`, `24GiB`, `512MiB` or `80`, which is gigabytes (10^9 bytes).
 
     Raises:
-        UsageError: it is no size, or not even a byte.
+        UsageError: it is no size, or less than a byte.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?\s*", text.lower())
     if not match or match[2] not in UNITS or not 1 <= (size := float(match[1]) * UNITS[match[2]]) < 1e18:
@@ -31,52 +57,23 @@ def size_in_bytes(text: str, flag: str) -> int:
     return round(size)
 
 
-def bytes_per_second(text: str, flag: str) -> float:
-    """Returns the bytes of `100Gbit/s`, `100gbit`, `12.5GB/s` or `12.5GB`, in powers of ten.
-
-    Raises:
-        UsageError: it is no rate; Gb could mean either, and is refused.
-    """
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kKmMgGtT]?)(B|[bB]it)(?:/s|ps)?\s*", text)
-    scale = UNITS[match[2].lower()] if match and match[2] else 1
-    rate = float(match[1]) * scale / (1 if match[3] == "B" else 8) if match else 0.0
-    if not 1 <= rate < 1e18:
-        raise UsageError(f"{flag} {text}: give a rate such as 100Gbit/s or 12.5GB/s")
-    return rate
-
-
-def gpu_bytes(devices: int) -> int:
-    """Memory of the smallest of so many of this machine's GPUs, the first ones, or of all where there are fewer."""
-    return min(_total_and_used(gpu)[0] for gpu in _first_gpus(devices))
-
-
 def free_gpu_bytes(devices: int) -> int:
-    """What a rank may take of the fullest of these GPUs, beside what has memory there now."""
-    return max(0, min(round(USABLE * total) - used for total, used in map(_total_and_used, _first_gpus(devices))))
+    """Returns what a rank may take of the fullest of so many GPUs, in addition to what others use there now.
 
-
-def _first_gpus(devices: int) -> range:
+    Without NVIDIA's pynvml nothing is known to be used: to ask CUDA itself takes memory there.
+    """
     import torch
 
-    return range(min(devices, torch.cuda.device_count()))
+    def free(gpu: int) -> int:
+        total = torch.cuda.get_device_properties(gpu).total_memory
+        try:
+            return round(USABLE * total) - torch.cuda.device_memory_used(gpu)
+        except (ModuleNotFoundError, RuntimeError):
+            return round(USABLE * total)
 
-
-def _total_and_used(gpu: int) -> tuple[int, int]:
-    """Bytes of a GPU; without NVIDIA's pynvml nothing is known to be used, as asking CUDA itself takes memory there."""
-    import torch
-
-    total = torch.cuda.get_device_properties(gpu).total_memory
-    try:
-        return total, torch.cuda.device_memory_used(gpu)
-    except (ModuleNotFoundError, RuntimeError):
-        return total, 0
+    return max(0, min(map(free, range(min(devices, torch.cuda.device_count())))))
 
 
 def disk_bytes(path: str, ranks: int) -> int | None:
-    """Free space of --nvme_path for each of so many ranks; None where there is no such directory."""
+    """Returns the free space of --nvme_path for each of so many ranks; None if there is no such directory."""
     return shutil.disk_usage(path).free // ranks if path and Path(path).is_dir() else None
-
-
-def cpu_rank_bytes(ranks: int) -> int:
-    """Free memory of this machine for what a run holds, shared out among so many processes that take their own."""
-    return max(0, free_memory_bytes() // ranks - CPU_RANK_BYTES)

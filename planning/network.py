@@ -1,4 +1,4 @@
-"""The parameters of a run's network, read from one that has shapes and no values (torch's meta device)."""
+"""The parameters of a run's model, read from one with shapes and no values (torch's meta device)."""
 
 from __future__ import annotations
 
@@ -6,43 +6,38 @@ from dataclasses import dataclass
 
 import sources
 from config import Config
-from optimizers import OPTIMIZERS
 from planning.model_states import Weight
 
 
 @dataclass(frozen=True)
 class Network:
-    """What the formulas need to know of a network."""
+    """What the formulas need to know of a model."""
 
     weights: tuple[Weight, ...]
     largest_block: int
-    """Elements of the largest of its blocks, as fsdp2 shards them; all where it has none."""
-    blocks: tuple[int, ...] = ()
-    """Elements of each of its blocks."""
-    groups: tuple[tuple[int, ...], ...] = ()
-    """Elements of each parameter of each of the optimizer's groups; empty: not known."""
+    """Elements of the largest block, as fsdp2 shards them; all if there are no blocks, 0 if not known."""
 
     @property
     def elements(self) -> int:
-        """All parameters."""
+        """Elements of all parameters."""
         return sum(weight.elements for weight in self.weights)
 
     @property
     def trained(self) -> int:
-        """Those that are not frozen."""
+        """Elements that are not frozen."""
         return sum(weight.elements for weight in self.weights if weight.trained)
 
 
 def of(config: Config) -> Network:
-    """The network of a run, with its adapters and what is frozen.
+    """Returns the model of a run, with its adapters and what is frozen.
 
     Raises:
-        UsageError: --lora.target or --trainable names nothing that is there.
+        UsageError: --lora.target or --trainable names nothing in the model.
     """
     from finetuning.freeze import check_patterns
     from finetuning.network import on_meta
     from models.moe import MixtureOfExperts
-    from optimizers.groups import hidden_matrices, parameter_groups
+    from optimizers.groups import hidden_matrices
 
     net = on_meta(config.model, len(sources.class_names(config.data)), config.trainable, config.lora)
     ep_size = config.model.options.get("ep_size", 1)
@@ -63,12 +58,9 @@ def of(config: Config) -> Network:
     total = sum(weight.elements for weight in weights)
     children = getattr(net, "blocks", net).children() if hasattr(net, "blocks") else ()
     blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in children]
-    optimizer = OPTIMIZERS[config.optimizer.name](**config.optimizer.options)
-    groups = parameter_groups(optimizer, dict(net.named_parameters()))
-    sizes = tuple(tuple(parameter.numel() for parameter in group["params"]) for group in groups)
-    return Network(weights, max(blocks, default=total), tuple(blocks), sizes)
+    return Network(weights, max(blocks, default=total))
 
 
 def of_size(parameters: int) -> Network:
-    """A network of which nothing but the number of its parameters is known: in one piece, without blocks to gather."""
+    """Returns a model of which only the number of parameters is known: one weight, blocks unknown."""
     return Network((Weight(parameters, parameters),), 0)

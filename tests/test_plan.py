@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -62,12 +61,12 @@ def test_a_table_for_people(planned, monkeypatch: pytest.MonkeyPatch) -> None:
         assert code == 0
         assert "vit_tiny, 5,362,378 parameters, sgd, 32-true, 2 ranks, micro-batches of 32 images" in out
         assert out.endswith(
-            "baseline: 0.38 of the 72.0 GB that a rank may take\n"
+            "baseline needs 0.38 of the 72.0 GB available to a rank\n"
             "python train.py --model vit_tiny --devices 2 --batch_size 64 --strategy baseline\n"
         )
-        table = out.split("device: the most")[0]
+        table = out.split("device, host: the peak")[0]
         assert "…" not in table
-        assert len([line for line in table.splitlines() if " yes " in line]) == 12
+        assert len([line for line in table.splitlines() if " yes " in line]) == 11
 
 
 def test_model_states_over_numbers_of_devices(planned, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,24 +85,13 @@ def test_several_machines_are_started_by_torchrun(planned) -> None:
     assert out.splitlines()[-1].startswith("torchrun --nnodes 2 --nproc_per_node 4 --rdzv_backend c10d")
 
 
-def test_what_several_machines_send(planned, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 200 Mbit/s the 21.4 MB of an all-reduce among two ranks take 0.86 seconds."""
-    monkeypatch.setenv("COLUMNS", "100")
-    flags = ["--model", "vit_tiny", "--num_nodes", "2", "--batch_size", "8", "--accelerator", "cpu"]
-    code, out, _ = planned(*flags, "--bandwidth", "200Mbit/s", "--step_time", "0.2")
-    assert code == 0
-    table = out.split(" communication ")[1]
-    assert "…" not in table
-    rows = {row[0]: row[1:] for row in map(str.split, table.splitlines()) if len(row) == 5}
-    assert rows["ddp"] == ["21.4", "1", "0.858", "1.06"]
-    assert rows["stage_2"] == ["32.2", "2", "1.29", "1.49"]
-    assert "tensor_parallel" not in rows
+def test_what_several_machines_send(planned) -> None:
+    """An all-reduce of 5.4 million float32 parameters among two ranks; stage 2 sends half as much again."""
+    flags = ["--model", "vit_tiny", "--num_nodes", "2", "--batch_size", "8", "--accelerator", "cpu", "--json"]
     _, out, _ = planned(*flags)
-    assert "sent, MB a rank and step  calls \n" in out
-    _, out, _ = planned(*flags, "--json", "--bandwidth", "200Mbit/s")
-    (row,) = [row for row in json.loads(out)["strategies"] if row["strategy"] == "ddp"]
-    assert row["traffic"] == {"sent_bytes": 21449512, "collectives": 1}
-    assert row["communication_seconds"] == pytest.approx(21449512 / 25e6)
+    sent = {row["strategy"]: row["sent_bytes"] for row in json.loads(out)["strategies"]}
+    assert (sent["ddp"], sent["deepspeed_stage_2"]) == (21449512, 32174268)
+    assert not {"tensor_parallel", "pipeline", "fsdp"} & {*sent}
 
 
 def test_what_this_machine_lacks_refuses_nothing_of_another(planned, tmp_path: Path) -> None:
@@ -114,15 +102,13 @@ def test_what_this_machine_lacks_refuses_nothing_of_another(planned, tmp_path: P
     assert code == 0
     assert json.loads(out)["micro_batch"] == 4  # the default, but said
     assert json.loads(out)["recommended"] == "baseline"
-    if importlib.util.find_spec("bitsandbytes") is None:
-        assert "needs bitsandbytes" in json.loads(out)["strategies"][0]["wanted"]
 
 
 def test_nothing_fits(planned) -> None:
     code, out, _ = planned(*LARGE[:-1], "1GiB", "--json")
     assert code == 1
     assert json.loads(out)["recommended"] is None
-    assert json.loads(out)["reason"].endswith("GB of the device, where it may take 0.97; take more devices")
+    assert json.loads(out)["reason"].endswith("GB of device memory, of which 0.97 GB are available; use more devices")
 
 
 @pytest.mark.parametrize(
@@ -131,22 +117,18 @@ def test_nothing_fits(planned) -> None:
         (["--model", "vit_lage"], "unknown model 'vit_lage': did you mean vit_large?"),
         (["--devices", "3", "--batch_size", "64"], "the nearest that divide: 63 or 66"),
         (["--device_memory", "80PB"], "--device_memory 80PB: give a size such as 80GB"),
-        (["--parameters", "many"], "--parameters many: give a number such as 100e9"),
-        (["--step_time", "1"], "--step_time requires --bandwidth: it is the time of a step without communication"),
-        (["--step_time", "0", "--bandwidth", "1GB"], "--step_time must be a number of seconds above 0"),
-        (["--bandwidth", "100Gb"], "--bandwidth 100Gb: give a rate such as 100Gbit/s"),
-        (["--table", "--bandwidth", "1GB"], "--table shows memory: it cannot be combined with --bandwidth"),
+        (["--parameters", "0"], "--parameters 0: give a number such as 100e9"),
         (["--device_memry", "80GB"], "unknown option --device_memry"),
         (["--device_memory", ""], "--device_memory : give a size such as 80GB"),
         (["--host_memory", "0.0000000001"], "--host_memory 0.0000000001: give a size"),
         (
             ["--parameters", "1e9", "--lora.rank", "4"],
-            "--lora.rank: of a network of --parameters nothing else is known",
+            "--lora.rank cannot be combined with --parameters",
         ),
         (["--lora.rank", "-1", "--lora.target", "fc1"], "--lora.rank must be at least 1, not -1"),
         (["--lora.rank", "4"], "--lora.rank needs --lora.target"),
         (["--precision", "16-mixed", "--accelerator", "cpu"], "--precision 16-mixed needs a GPU"),
-        (["--ds_config", "some.json"], "--ds_config: a plan is of named strategies"),
+        (["--ds_config", "some.json"], "--ds_config cannot be planned"),
         (["--model", "vit_tiny", "--trainable", "nothing.*"], "--trainable nothing.* is no parameter of the network"),
     ],
 )

@@ -30,19 +30,19 @@ def settled(*flags: str) -> str:
 def test_a_cpu_takes_the_baseline_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert settled("--model", "vit_tiny") == "baseline"
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("--strategy auto: baseline takes 0.1")
-    assert "GB that a rank may take (of this machine's free memory)" in line
+    assert line.startswith("--strategy auto: baseline needs 0.1")
+    assert line.endswith("GB available to a rank")
 
 
 def test_less_memory_takes_another(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(machine, "cpu_rank_bytes", lambda ranks: 85_000_000 // ranks * 2)
+    monkeypatch.setattr(machine, "free_memory_bytes", lambda: 2 * (machine.CPU_RANK_BYTES + 85_000_000))
     flags = ["--model", "vit_tiny", "--optimizer", "adam", "--devices", "2", "--batch_size", "2"]
     monkeypatch.setattr("checks.devices.free_memory_bytes", lambda: 10**11)
     assert settled(*flags) == "fsdp2"  # of 16 bytes a parameter
-    assert "faster ones need more: baseline, ddp" in capsys.readouterr().err
-    monkeypatch.setattr(machine, "cpu_rank_bytes", lambda ranks: 10**6)
+    assert "; baseline, ddp, deepspeed_stage_0, deepspeed_stage_1, " in capsys.readouterr().err
+    monkeypatch.setattr(machine, "free_memory_bytes", lambda: 10**6)
     with pytest.raises(
-        UsageError, match=r"--strategy auto: nothing fits: .* GB of the device, where it may take 0\.00"
+        UsageError, match=r"auto: nothing fits: .* GB of device memory, of which 0\.00 GB are available"
     ):
         settled(*flags)
 
@@ -99,7 +99,7 @@ def test_a_run_that_resumes_keeps_its_strategy(tmp_path: Path, capsys: pytest.Ca
     run = made_run(tmp_path)
     for resume in (["--resume", str(run)], ["--resume", "last", "--name", "mine", "--out", str(tmp_path)]):
         assert settled(*resume) == "deepspeed_stage_2"
-        assert "deepspeed_stage_2, as in the run that resumes" in capsys.readouterr().err
+        assert "deepspeed_stage_2, as in the resumed run" in capsys.readouterr().err
     (run / "config.yaml").write_text("strategy: deepspeed_stage_2\nds_config: some.json\n")
     assert settled("--resume", str(run)) == "baseline"
     (run / "config.yaml").unlink()

@@ -20,7 +20,7 @@ ELEMENTS = 10 * 2_520 * 2_520
 def bytes_each(strategy: str, ranks: int, precision: str, optimizer: Choice = ADAM) -> float:
     states = predicted(strategy, LARGE, ranks, precision, optimizer)
     assert states is not None
-    return states.total / ELEMENTS
+    return states.in_memory.total / ELEMENTS
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8, 60])
@@ -39,7 +39,7 @@ def test_the_papers_example() -> None:
     for stage, gigabytes in ((0, 120), (2, 16.6), (3, 1.9)):
         states = predicted(f"deepspeed_stage_{stage}", network_of_figure_1, 64, "16-mixed", ADAM)
         assert states is not None
-        assert states.total / 1e9 == pytest.approx(gigabytes, abs=0.06)
+        assert states.in_memory.total / 1e9 == pytest.approx(gigabytes, abs=0.06)
 
 
 def test_float32_has_master_weights_under_deepspeed_alone() -> None:
@@ -112,17 +112,17 @@ def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
     for ranks, strategy in ((1, "baseline"), (2, "deepspeed_stage_2")):
         states = predicted(strategy, net.weights, ranks, "32-true", ADAM)
         assert states is not None
-        assert states.parameters == net.elements * 4
-        assert states.gradients == net.trained * 4 // ranks
+        assert states.in_memory.parameters == net.elements * 4
+        assert states.in_memory.gradients == net.trained * 4 // ranks
     states = predicted("deepspeed_stage_3", [Weight(10**6, 1_000, trained=False)], 4, "32-true", ADAM)
     assert states is not None
-    assert (states.parameters, states.gradients, states.optimizer) == (10**6, 0, 0)
+    assert (states.in_memory.parameters, states.in_memory.gradients, states.in_memory.optimizer) == (10**6, 0, 0)
 
 
 def test_small_layers_stay_whole_at_stage_3() -> None:
     states = predicted("deepspeed_stage_3", [Weight(100_000, 100), Weight(100_002, 2)], 2, "bf16-mixed", ADAM)
     assert states is not None
-    assert states.parameters == 2 * (100_000 + 100_002 // 2 + 100_000 // 2)
+    assert states.in_memory.parameters == 2 * (100_000 + 100_002 // 2 + 100_000 // 2)
 
 
 def test_experts_are_shared_out() -> None:
@@ -135,13 +135,13 @@ def test_experts_are_shared_out() -> None:
     assert whole is not None
     assert shared is not None
     assert experts > 7 * MILLION
-    assert whole.total - shared.total == experts * 3 // 4 * 16
+    assert whole.in_memory.total - shared.in_memory.total == experts * 3 // 4 * 16
 
 
 def test_fsdp2_cuts_along_rows() -> None:
     states = predicted("fsdp2", [Weight(65 * 10, 65), Weight(3, 3)], 4, "32-true", ADAM)
     assert states is not None
-    assert states.parameters == 4 * (17 * 10 + 1)
+    assert states.in_memory.parameters == 4 * (17 * 10 + 1)
 
 
 def test_only_what_cuts_layers_has_no_formula() -> None:

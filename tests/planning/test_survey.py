@@ -8,12 +8,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cli
 from errors import UsageError
-from planning import activations, beside, network
-from planning.activations import Line, Lines
-from planning.machine import size_in_bytes
+from planning import activations, network, overheads
+from planning.activations import Line
+from planning.machine import Room, size_in_bytes
 from planning.model_states import Weight
-from planning.recommend import nothing_fits, recommended, why
-from planning.survey import Need, Room, sub_groups, survey
+from planning.recommend import recommended
+from planning.survey import PLANNED, Need, survey
 from strategies import STRATEGIES
 
 GB = 10**9
@@ -22,50 +22,55 @@ GB = 10**9
 def plan(room: Room, *flags: str, elements: int = 10 * GB) -> list[Need]:
     config = cli.parse(["--optimizer", "adam", "--precision", "bf16-mixed", "--batch_size", "64", *flags])
     config.accelerator = "gpu"
-    lines = Lines(Line(0, GB), Line(0, GB))
-    return survey(config, network.of_size(elements), room, {"autocast": lines, "cast": lines})
+    line = Line(0, GB)
+    return survey(config, network.of_size(elements), room, {"autocast": line, "cast": line})
 
 
 @pytest.mark.parametrize(
     ("device", "host", "expected"),
     [
         (300, 0, "baseline"),  # 160 GB of model states, 8 images on each of 8 ranks: 168
-        (80, 0, "deepspeed_stage_1"),  # 20 + 140/8 = 37.5, and 20.1 of whole gradients
+        (80, 0, "deepspeed_stage_1"),  # 20 + 140/8 = 37.5, 20.1 of whole gradients, 8 of activations
         (50, 0, "deepspeed_stage_2"),  # 37.5, 8.1 of activations and the bucket
-        (
-            40,
-            5,
-            "deepspeed_stage_3",
-        ),  # 160/8 = 20, 5 for the update or 1.1 of gathered layers with 8.1; 40/8 to begin with
+        (40, 5, "deepspeed_stage_3"),  # 160/8 = 20, 8 of activations and 1.1 of gathered layers; 40/8 as it is built
         (20, 30, "deepspeed_stage_3_offload"),  # 9.2, and of the host 20 * 10/8 = 25
     ],
 )
-def test_the_fewest_numbers_moved_that_fit(device: float, host: float, expected: str) -> None:
-    choice = recommended(plan(Room(round(device * GB), round(host * GB)), "--devices", "8"))
+def test_the_first_that_fits(device: float, host: float, expected: str) -> None:
+    room = Room(round(device * GB), round(host * GB))
+    choice, _ = recommended(plan(room, "--devices", "8"), room)
     assert choice is not None
     assert choice.strategy == expected
 
 
+def test_order_of_recommendation() -> None:
+    """What offloads comes last, and in each part what shards the least comes first."""
+    none, host = PLANNED.index("fsdp2"), PLANNED.index("deepspeed_stage_3_superoffload")
+    assert PLANNED[: none + 1] == ["baseline", "ddp", *(f"deepspeed_stage_{n}" for n in range(4)), "fsdp2"]
+    assert all("offload" in name and "nvme" not in name for name in PLANNED[none + 1 : host + 1])
+    assert PLANNED[host + 1 :] == ["deepspeed_stage_3_offload_nvme"]
+
+
 def test_offload_when_the_device_holds_the_parameters() -> None:
     """On one rank nothing is sharded: 160 GB of states. Stage 1 offloaded holds whole gradients too."""
-    needs = plan(Room(50 * GB, 300 * GB), "--batch_size", "8")
-    choice = recommended(needs)
+    room = Room(50 * GB, 300 * GB)
+    choice, reason = recommended(plan(room, "--batch_size", "8"), room)
     assert choice is not None
     assert choice.strategy == "deepspeed_stage_1_offload"
-    assert choice.device == pytest.approx(40.1 * GB)
+    assert choice.device == pytest.approx(48.1 * GB)
     assert choice.host == (4 + 12 + 2) * 10 * GB
-    assert why(choice, needs, Room(50 * GB, None)).startswith("40.1 of the 50.0 GB that a rank may take; faster ones")
+    assert reason.startswith("deepspeed_stage_1_offload needs 48.1 of the 50.0 GB available to a rank; baseline, ddp")
 
 
 def test_nothing_fits() -> None:
     room = Room(5 * GB, None)
-    needs = plan(room, "--devices", "2")
-    assert recommended(needs) is None
-    assert "deepspeed_stage_3_offload, which needs the least, needs 33.2 GB of the device" in nothing_fits(needs, room)
-    room = Room(50 * GB, 4 * GB)
-    said = nothing_fits(plan(room, "--devices", "8"), room)
-    assert "GB of the CPU's memory, where it may take 4.0" in said
-    assert "of the device" not in said
+    choice, reason = recommended(plan(room, "--devices", "2"), room)
+    assert choice is None
+    assert "deepspeed_stage_3_offload, which needs the least, needs 33.2 GB of device memory, of which 5.0" in reason
+    room = Room(20 * GB, 4 * GB)
+    _, reason = recommended(plan(room, "--devices", "8"), room)
+    assert "GB of host memory, of which 4.0 GB are available" in reason
+    assert "device memory" not in reason
 
 
 def test_the_largest_micro_batch_fits_and_one_image_more_does_not() -> None:
@@ -92,19 +97,12 @@ def test_offloading_on_the_cpu_wins_nothing() -> None:
     assert needs["baseline"].fits
 
 
-def test_accumulation_has_stage_1_hold_whole_gradients_beside_the_activations() -> None:
-    one, two = (
-        next(need for need in plan(Room(GB, None), "--devices", "2", *more) if need.strategy == "deepspeed_stage_1")
-        for more in ([], ["--accumulate", "2"])
-    )
-    assert two.buckets - one.buckets == 2 * 10 * GB
-
-
 def test_what_cannot_run_is_never_recommended() -> None:
-    needs = plan(Room(100 * GB, 1000 * GB), "--optimizer", "muon")
+    room = Room(100 * GB, 1000 * GB)
+    needs = plan(room, "--optimizer", "muon")
     refused = {need.strategy for need in needs if "muon needs whole tensors" in need.refused}
     assert "deepspeed_stage_2" in refused
-    assert recommended(needs) is None
+    assert recommended(needs, room)[0] is None
 
 
 def test_a_batch_that_does_not_divide() -> None:
@@ -141,22 +139,22 @@ def named(strategy: str, *flags: str) -> Need:
 )
 def test_the_network_is_there_before_it_is_cast_and_cut(strategy: str, device: int, host: int) -> None:
     need = named(strategy, "--devices", "2")
-    assert (need.starting, need.host_starting) == (device * GB, host * GB)
-    assert need.device >= need.starting
-    assert need.host >= need.host_starting
+    assert need.built == (device * GB, host * GB)
+    assert need.device >= device * GB
+    assert need.host >= host * GB
 
 
 def test_an_average_of_the_weights_takes_its_place() -> None:
-    for strategy, average, host in (("ddp", 40, 0), ("deepspeed_stage_3", 20, 0), ("deepspeed_stage_3_offload", 0, 40)):
+    for strategy, average, host in (("ddp", 40, 0), ("deepspeed_stage_3", 40, 0), ("deepspeed_stage_3_offload", 0, 40)):
         without, averaged = (named(strategy, "--devices", "2", *more) for more in ([], ["--ema", "0.9"]))
         assert averaged.average == average * GB
         assert averaged.host_buffers - without.host_buffers == host * GB
 
 
 def test_what_the_update_takes() -> None:
-    assert named("deepspeed_stage_2", "--devices", "4").passing == 6 * 10 * GB // 4
-    assert named("deepspeed_stage_2", "--devices", "4", "--precision", "32-true").passing == 4 * 10 * GB // 4
-    assert named("deepspeed_stage_0", "--devices", "4").passing == 8 * 10 * GB
+    assert named("deepspeed_stage_2", "--devices", "4").update == 6 * 10 * GB // 4
+    assert named("deepspeed_stage_2", "--devices", "4", "--precision", "32-true").update == 4 * 10 * GB // 4
+    assert named("deepspeed_stage_0", "--devices", "4").update == 8 * 10 * GB
 
 
 def test_offloaded_gradients_of_several_micro_batches() -> None:
@@ -165,12 +163,10 @@ def test_offloaded_gradients_of_several_micro_batches() -> None:
 
 
 def test_fsdp2_reduces_in_float32() -> None:
-    spec = STRATEGIES["fsdp2"]
-    for blocks, mixed, whole in ((100, 10, 12), (1_000, 6, 8)):  # without blocks all of it is the largest
-        net = network.Network((Weight(1_000, 10),), blocks)
-        for precision, each in (("bf16-mixed", mixed), ("32-true", whole)):
-            config = cli.parse(["--strategy", "fsdp2", "--precision", precision, "--devices", "2"])
-            assert beside.buckets(spec, config, net) == each * blocks
+    net = network.Network((Weight(1_000, 10),), largest_block=100)
+    for precision, each in (("bf16-mixed", 10), ("32-true", 12)):
+        config = cli.parse(["--strategy", "fsdp2", "--precision", precision, "--devices", "2"])
+        assert overheads.buckets(STRATEGIES["fsdp2"], config, net) == each * 100
 
 
 def test_second_copy_of_parameters() -> None:
@@ -181,35 +177,11 @@ def test_second_copy_of_parameters() -> None:
     assert copied.buckets - plain.buckets == 2 * 10 * GB // 2
 
 
-def test_a_share_of_the_optimizer_stays_on_the_device() -> None:
-    """In whole sub-groups: of ten of them two at a ratio of 0.75, with master weights, moments and gradients; of the
-    one of a large sub_group_size none."""
-    flags = ["--devices", "1", "--optimizer", "adamw", "--offload.ratio", "0.75"]
-    all_on_host = named("deepspeed_stage_3_superoffload", "--devices", "1", "--optimizer", "adamw")
-    shared = named("deepspeed_stage_3_superoffload", *flags)
-    assert shared.device - all_on_host.device == all_on_host.host - shared.host == 2 * GB * 16
-    assert (
-        named("deepspeed_stage_3_superoffload", *flags, "--zero.sub_group_size", str(20 * GB)).host == all_on_host.host
-    )
-
-
-def test_sub_groups_are_of_each_group_of_the_optimizer_by_itself() -> None:
-    """Matrices and the rest: at a ratio of 0.5 one of the two stays on the device, which is nearly all."""
-    flags = ["--strategy", "deepspeed_stage_3_offload", "--model", "mlp", "--optimizer", "adamw", "--devices", "2"]
-    net = network.of(cli.parse(flags))
-    matrices, rest = map(sum, net.groups)
-    assert (matrices + rest, rest) == (net.trained, 512 + 10)
-    assert sub_groups(net, 2, 10**9) == [matrices // 2, rest // 2]
-    # 3072 x 512 and 512 x 10: the first ends a sub-group by itself, as its part is no smaller than the size
-    assert sub_groups(net, 2, 3072 * 256) == [3072 * 256, 256 * 10, rest // 2]
-    assert sub_groups(network.of_size(25), 1, 10) == [10, 10, 5]
-
-
 def test_what_lacks_is_named() -> None:
     need = named("deepspeed_stage_3_offload_nvme", "--devices", "2")
-    assert Room(100 * GB, 100 * GB, disk=GB).lacking(need) == ["the disk"]
-    assert Room(GB, GB).lacking(need) == ["the device", "the CPU's memory"]
-    assert not Room(100 * GB, None).lacking(need)
+    assert need.lacking(Room(100 * GB, 100 * GB, disk=GB)) == {"disk": (need.disk, GB)}
+    assert [*need.lacking(Room(GB, GB))] == ["device", "host"]
+    assert not need.lacking(Room(100 * GB, None))
 
 
 def test_alike_blocks_are_counted_as_three() -> None:
