@@ -1,6 +1,6 @@
 """What a rank holds next to its model states and activations, by formula, in bytes.
 
-Buckets, copies for the update, an average of the weights, buffers on the host, and the model as it is built.
+Buckets, copies for the update, an average of the weights, buffers on the host, and the model as it is built there.
 """
 
 from __future__ import annotations
@@ -94,19 +94,16 @@ def host_buffers(spec: Spec, config: Config, network: Network) -> int:
     return 0
 
 
-def as_built(spec: Spec, config: Config, network: Network) -> tuple[int, int]:
-    """Returns what the model takes on the device and on the host as it is built, before it is cast and sharded.
+def built_on_host(spec: Spec, config: Config, network: Network) -> int:
+    """Returns what the model takes on the host as it is built, before it is cast and sharded.
 
-    It is built in float32 (in bfloat16 with bf16-true), on the device except by fsdp2 (tensor_init_context in Lightning
-    2.6.6, strategies/strategy.py, model_parallel.py). Stages 1 and 2 then make a flat copy of what is trained
-    (DeepSpeed 0.19.8, zero/stage_1_and_2.py). Stage 3 shards each layer on the host as it is made
-    (strategies/zero.py); it builds models of other packages whole.
+    It is built in float32 (in bfloat16 with bf16-true), by fsdp2 and at stage 3 on the host (tensor_init_context in
+    Lightning 2.6.6, strategies/model_parallel.py). Stage 3 shards each layer as it is made (strategies/zero.py); it
+    builds models of other packages whole.
     """
-    size = 2 if config.precision == "bf16-true" else FLOAT32
-    elements = sum(weight.elements // weight.ranks_that_share for weight in network.weights)
-    if spec.family == "fsdp2" or (spec.stage == 3 and issubclass(MODELS[config.model.name], External)):
-        return 0, size * elements
-    if spec.stage == 3:
-        return 0, 0 if spec.offload_parameters == "nvme" else size * math.ceil(elements / config.world_size)
-    flat = parameter_size(spec, config.precision) * (elements + network.trained) if spec.stage else 0
-    return max(size * elements, flat), 0
+    if spec.family != "fsdp2" and spec.stage < 3:
+        return 0
+    size = network.elements * (2 if config.precision == "bf16-true" else FLOAT32)
+    if spec.family == "fsdp2" or issubclass(MODELS[config.model.name], External):
+        return size
+    return 0 if spec.offload_parameters == "nvme" else math.ceil(size / config.world_size)

@@ -51,8 +51,8 @@ class Need:
     activation_offload: bool
     """Whether the host holds the activations too. The device is planned as if it held them all: what of them is not
     saved stays there, and is not known."""
-    built: tuple[int, int]
-    """The model as it is built, on the device and on the host."""
+    built_on_host: int
+    """The model as it is built."""
     sent_bytes: int
     """Sent to other ranks in an optimizer step."""
     refused: str = ""
@@ -62,14 +62,9 @@ class Need:
     """The largest micro-batch that fits."""
 
     @property
-    def in_training(self) -> int:
-        """The peak on the device during training: the backward pass has activations and buckets, the update neither."""
-        return self.states.device.total + self.average + max(self.buckets + (self.activations or 0), self.update)
-
-    @property
     def device(self) -> int:
-        """The peak on the device."""
-        return max(self.built[0], self.in_training)
+        """The peak on the device: the backward pass has activations and buckets, the update neither."""
+        return self.states.device.total + self.average + max(self.buckets + (self.activations or 0), self.update)
 
     @property
     def _host_in_training(self) -> int:
@@ -79,7 +74,7 @@ class Need:
     @property
     def host(self) -> int:
         """The peak in the host's memory, without the process itself."""
-        return max(self.built[1], self._host_in_training)
+        return max(self.built_on_host, self._host_in_training)
 
     @property
     def disk(self) -> int:
@@ -88,7 +83,7 @@ class Need:
 
     def compared(self, room: Room) -> int:
         """Returns what is compared with the room on the device: with the host's part where they are one memory."""
-        return max(sum(self.built), self.in_training + self._host_in_training) if room.shared else self.device
+        return max(self.built_on_host, self.device + self._host_in_training) if room.shared else self.device
 
     def lacking(self, room: Room) -> dict[str, tuple[int, int]]:
         """Returns the needed and the available bytes of device, host and disk where they are too small."""
@@ -145,7 +140,7 @@ def _need(config: Config, network: Network, room: Room, lines: dict[str, Line] |
         average=average - average_on_host,
         host_buffers=overheads.host_buffers(spec, config, network) + average_on_host,
         activation_offload=config.activation_offload,
-        built=overheads.as_built(spec, config, network),
+        built_on_host=overheads.built_on_host(spec, config, network),
         sent_bytes=sent_bytes(spec, config, network),
         refused=refused,
     )

@@ -63,9 +63,6 @@ def _notes(needs: Sequence[Need], console: Console) -> list[str]:
             reason = need.refused.replace(f"--strategy {need.strategy}", "it")
             reasons.setdefault(reason, []).append(need.strategy)
     lines += [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
-    built = [need.strategy for need in needs if not need.refused and need.device > need.in_training]
-    if built:
-        lines.append(f"device of {', '.join(built)}: the model as it is built, which takes more than training")
     return lines
 
 

@@ -129,18 +129,12 @@ def named(strategy: str, *flags: str) -> Need:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "device", "host"),
-    [
-        ("deepspeed_stage_0", 40, 0),
-        ("deepspeed_stage_2_offload", 40, 0),  # 4 bytes a parameter in float32, as much in bfloat16 and laid flat
-        ("deepspeed_stage_3", 0, 20),  # cut as it is made
-        ("fsdp2", 0, 40),
-    ],
+    ("strategy", "host"), [("deepspeed_stage_2_offload", 0), ("deepspeed_stage_3", 20), ("fsdp2", 40)]
 )
-def test_the_network_is_there_before_it_is_cast_and_cut(strategy: str, device: int, host: int) -> None:
+def test_the_model_is_built_on_the_host(strategy: str, host: int) -> None:
+    """In float32, before it is cast; stage 3 shards it among two ranks as it is made."""
     need = named(strategy, "--devices", "2")
-    assert need.built == (device * GB, host * GB)
-    assert need.device >= device * GB
+    assert need.built_on_host == host * GB
     assert need.host >= host * GB
 
 
