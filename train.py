@@ -19,7 +19,6 @@ import run_folder
 import start_time
 from config import Config, SourceName
 from errors import RunError, Stopped, UsageError
-from known_failures import explained
 from planning import automatic
 from strategies import AUTO
 
@@ -49,8 +48,7 @@ def main(figures: bool = True) -> int:
             raise UsageError(f"--num_nodes {config.num_nodes}: start it on each machine with {launch.TORCHRUN} ...")
         told = {automatic.VARIABLE: config.strategy}  # what auto has come to
         return launch.run(config.world_size, on_cpu=config.accelerator == "cpu", told=told)
-    with explained(config):
-        train(config, figures=figures)
+    train(config, figures=figures)
     return 0
 
 
