@@ -25,7 +25,6 @@ from metrics import CurveMetrics, SplitMetrics
 from models.moe import Gate, gates
 from models.recomputation import checkpoint_blocks
 from optimizers import OPTIMIZERS
-from optimizers.muon import Muon
 from optimizers.state import keep_own_options, lay_like_parameters
 from schedules import SCHEDULES, Constant, Schedule, settled
 from sources.augment import memory_format, normalize
@@ -117,7 +116,7 @@ class CIFARModule(LightningModule):
         self.net = network.build(self.model, self.num_classes, self.trainable, self.lora, self.init, self.seed)
         put(self.net, {**self.starting_weights(), **self._weights})
         self._weights = {}
-        if self.channels_last and self._trainer is not None and not isinstance(self.optimizer, Muon):
+        if self.channels_last and self._trainer is not None:
             lay_channels_last(self.net, self._trainer.strategy)
         if self.activation_checkpointing:
             checkpoint_blocks(self.net)
@@ -243,8 +242,7 @@ class CIFARModule(LightningModule):
 def lay_channels_last(net: nn.Module, strategy: Any) -> None:
     """Filters as the images are, where a strategy leaves them whole on a GPU: else each step would turn them.
 
-    Those of the others are cut, or laid end to end, and FSDP2 takes none but torch's own format. Nor does torch's Muon,
-    for which they are matrices.
+    Those of the others are cut, or laid end to end, and FSDP2 takes none but torch's own format.
     """
     whole = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)) and not isinstance(strategy, DeepSpeedStrategy)
     if whole and strategy.root_device.type == "cuda":

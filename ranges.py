@@ -4,28 +4,32 @@ import math
 from typing import Any
 
 
-def check_range(name: str, value: float, below: float = math.inf) -> None:
-    """Raises ValueError where a value is negative, not a number, or not below a limit."""
-    if not 0 <= value < below:
-        limit = "" if below == math.inf else f" and under {below:g}"
-        raise ValueError(f"{name} must be at least 0{limit}, not {value}")
+def check_range(
+    options: Any,
+    *names: str,
+    at_least: float = 0,
+    over: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+) -> None:
+    """Raises ValueError unless each of these fields of `options`, or each number in it, is finite and in the range.
 
-
-def check_over_zero(name: str, value: float) -> None:
-    """Raises ValueError where a value is not over 0, not a number, or infinite."""
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} must be over 0 and finite, not {value}")
-
-
-def check_not_negative(options: Any, *names: str) -> None:
-    """Raises ValueError where one of these fields of `options` is negative, not a number, or infinite."""
+    Args:
+        options: a dataclass.
+        names: of its fields.
+        at_least: smallest value that is allowed, where there is no `over`.
+        over: largest value that is too small.
+        below: smallest value that is too large.
+        at_most: largest value that is allowed.
+    """
+    limits = [f"at least {at_least}" if over is None else f"over {over}"]
+    limits += [f"under {below}"] if below is not None else []
+    limits += [f"at most {at_most}"] if at_most is not None else []
     for name in names:
-        if not 0 <= getattr(options, name) < math.inf:
-            raise ValueError(f"{name} must be finite and not negative, not {getattr(options, name)}")
-
-
-def check_positive(options: Any, *names: str) -> None:
-    """Raises ValueError where one of these fields of `options` is not over 0, not a number, or infinite."""
-    for name in names:
-        if not 0 < getattr(options, name) < math.inf:
-            raise ValueError(f"{name} must be greater than 0, not {getattr(options, name)}")
+        field = getattr(options, name)
+        for value in field if isinstance(field, (tuple, list)) else [field]:
+            enough = value >= at_least if over is None else value > over
+            small = (below is None or value < below) and (at_most is None or value <= at_most)
+            if not (enough and small and math.isfinite(value)):
+                finite = [] if math.isfinite(value) else ["finite"]
+                raise ValueError(f"{name} must be {' and '.join(limits + finite)}, not {value}")

@@ -7,6 +7,7 @@ from pathlib import Path
 import run_folder
 from config import Config, LoRAConfig
 from errors import UsageError
+from values import check_flags
 
 
 def settle_finetuning(config: Config) -> None:
@@ -21,12 +22,11 @@ def settle_finetuning(config: Config) -> None:
 def check_finetuning(config: Config) -> None:
     """Refuses what does not go together."""
     lora = config.lora
-    if lora != LoRAConfig() and lora.rank < 1:
-        raise UsageError(f"--lora.rank must be at least 1, not {lora.rank}")
+    if lora != LoRAConfig():
+        check_flags(lora, "lora.", "rank", at_least=1)
     if lora.rank and not lora.target:
         raise UsageError("--lora.rank needs --lora.target, names of linear layers such as 'blocks.*.attention.qkv'")
-    if not 0 <= lora.dropout < 1:
-        raise UsageError(f"--lora.dropout must be at least 0 and under 1, not {lora.dropout}")
+    check_flags(lora, "lora.", "dropout", below=1)
     if config.delta and not config.weights:
         raise UsageError(f"--delta {config.delta} needs --weights, what the run that wrote it started from")
     if config.delta and not Path(config.delta).is_file():

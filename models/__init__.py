@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from models.mixture_options import MixtureOptions
 from models.vit_shapes import SHAPES, Shape, Size
-from ranges import check_over_zero, check_range
+from ranges import check_range
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,7 +65,7 @@ class MLP:
     def __post_init__(self) -> None:
         if self.hidden and min(self.hidden) < 1:
             raise ValueError(f"hidden must be numbers from 1, one for each layer, not {self.hidden}")
-        check_range("dropout", self.dropout, below=1)
+        check_range(self, "dropout", below=1)
 
     def build(self, num_classes: int) -> "nn.Module":
         """See `Model`."""
@@ -85,8 +85,8 @@ class VGG16:
     """Share of the two hidden linear layers' outputs that is dropped in training; the paper's is 0.5."""
 
     def __post_init__(self) -> None:
-        check_over_zero("width", self.width)
-        check_range("dropout", self.dropout, below=1)
+        check_range(self, "width", over=0)
+        check_range(self, "dropout", below=1)
 
     def build(self, num_classes: int) -> "nn.Module":
         """See `Model`."""
@@ -113,9 +113,8 @@ class SpeedNet:
     """Weight of the newest micro-batch in the running statistics of batch normalisation; torch's is 0.1."""
 
     def __post_init__(self) -> None:
-        check_over_zero("width", self.width)
-        if not 0 < self.norm_momentum <= 1:
-            raise ValueError(f"norm_momentum must be over 0 and at most 1, not {self.norm_momentum}")
+        check_range(self, "width", over=0)
+        check_range(self, "norm_momentum", over=0, at_most=1)
 
     def build(self, num_classes: int) -> "nn.Module":
         """See `Model`."""
@@ -134,7 +133,7 @@ class ResNet:
     """Of all hidden layers, as a multiple of the paper's: 0.25 suits a CPU."""
 
     def __post_init__(self) -> None:
-        check_over_zero("width", self.width)
+        check_range(self, "width", over=0)
 
     def build(self, num_classes: int) -> "nn.Module":
         """See `Model`."""
@@ -162,9 +161,8 @@ class ViT:
     """Share of the embedded patches, and of what each attention and MLP adds to them, that is dropped in training."""
 
     def __post_init__(self) -> None:
-        if self.depth < 0:
-            raise ValueError(f"depth must not be negative, not {self.depth}")
-        check_range("dropout", self.dropout, below=1)
+        check_range(self, "depth")
+        check_range(self, "dropout", below=1)
 
     @property
     def shape(self) -> Shape:
@@ -235,8 +233,7 @@ class External:
     """Pixels, to whose square the images are scaled for a network that needs larger ones; 0: they stay as they are."""
 
     def __post_init__(self) -> None:
-        if self.image_size < 0:
-            raise ValueError(f"image_size must not be negative, not {self.image_size}")
+        check_range(self, "image_size")
         for name in (name for name, value in dict(self.kwargs).items() if not _harmless(name, value)):
             raise ValueError(
                 f"kwargs.{name} must be a number, true or false, or a list of them (a word is only for "

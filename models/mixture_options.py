@@ -1,11 +1,10 @@
 """The options of a mixture of experts; plain Python, for the command line."""
 
 # No postponed annotations here: jsonargparse would execute the TYPE_CHECKING imports, torch, to resolve them.
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ranges import check_over_zero
+from ranges import check_range
 
 
 @dataclass
@@ -52,8 +51,7 @@ class MixtureOptions:
     def __post_init__(self) -> None:
         if not self.num_experts or min(self.num_experts) < 1:
             raise ValueError(f"num_experts must be numbers from 1, one for each mixture, not {self.num_experts}")
-        if self.ep_size < 1:
-            raise ValueError(f"ep_size must be at least 1, not {self.ep_size}")
+        check_range(self, "ep_size", at_least=1)
         for number in self.num_experts:
             if number % self.ep_size:
                 raise ValueError(f"ep_size {self.ep_size} does not divide num_experts {number}, to hold as many each")
@@ -61,7 +59,5 @@ class MixtureOptions:
                 raise ValueError(f"top_k {self.top_k} needs as many experts, and num_experts has {number}")
         if self.top_k == 2 and self.noisy_gate_policy == "RSample":
             raise ValueError("noisy_gate_policy RSample is for top_k 1 alone: Jitter serves top_k 2 too")
-        check_over_zero("capacity_factor", self.capacity_factor)
-        for name in ("eval_capacity_factor", "min_capacity", "load_balance"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be at least 0 and finite, not {getattr(self, name)}")
+        check_range(self, "capacity_factor", over=0)
+        check_range(self, "eval_capacity_factor", "min_capacity", "load_balance")

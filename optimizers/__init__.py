@@ -7,8 +7,7 @@ offloaded, or DeepSpeed's fused Adam on CUDA. Reading the registry imports neith
 from optimizers.adam import Adam, Adam8bit, AdamW
 from optimizers.adaptive import Adadelta, Adagrad, RMSprop
 from optimizers.lion import Lion
-from optimizers.muon import Muon
-from optimizers.muon_sgd import MuonSGD
+from optimizers.muon import Muon, MuonSGD
 from optimizers.options import Implementation
 from optimizers.sgd import SGD
 
@@ -36,7 +35,7 @@ OFFLOADED_BY = {
     "adam": BY_DEEPSPEED,
     "adamw": BY_DEEPSPEED,
     "rmsprop": "torch",
-    "adagrad": BY_DEEPSPEED,
+    "adagrad": "torch",
     "adadelta": "torch",
     "lion": "torch",
 }

@@ -1,18 +1,14 @@
 """Adam and AdamW, and Adam with its state in eight bits."""
 
-# No postponed annotations here: jsonargparse would execute the TYPE_CHECKING imports, torch, to resolve them.
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from optimizers.options import Decayed, Implementation
+from optimizers.options import Decay, Implementation, torch_options
 from ranges import check_range
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 
 @dataclass
-class Adam:
+class Adam(Decay):
     """Adam with the L2 penalty added to the gradient (Kingma and Ba 2015)"""
 
     lr: float = 0.001
@@ -27,21 +23,15 @@ class Adam:
     weight_decay: float = 0.0
     """Weight decay."""
 
-    weight_decay_on: Decayed = "matrices"
-    """What the weight decay is for. matrices: weights of two and more dimensions, no biases and norms. all: all."""
-
     decoupled: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_range("lr", self.lr)
-        for beta in self.betas:
-            check_range("betas", beta, below=1)
-        check_range("eps", self.eps)
-        check_range("weight_decay", self.weight_decay)
+        check_range(self, "lr", "eps", "weight_decay")
+        check_range(self, "betas", below=1)
 
-    def build(self, parameters: Any, implementation: Implementation) -> "Optimizer":
+    def build(self, parameters: Any, implementation: Implementation) -> Any:
         """The same update by torch, by DeepSpeedCPUAdam or by FusedAdam."""
-        options = self._options()
+        options = torch_options(self)
         if implementation == "deepspeed_cpu":
             from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -55,9 +45,6 @@ class Adam:
 
         kind = torch.optim.AdamW if self.decoupled else torch.optim.Adam
         return kind(parameters, **options, fused=implementation == "torch_fused")
-
-    def _options(self) -> dict[str, Any]:
-        return {"lr": self.lr, "betas": tuple(self.betas), "eps": self.eps, "weight_decay": self.weight_decay}
 
 
 @dataclass
@@ -74,8 +61,8 @@ class AdamW(Adam):
 class Adam8bit(Adam):
     """Adam with its state in eight bits, by bitsandbytes on CUDA (Dettmers et al. 2022)"""
 
-    def build(self, parameters: Any, implementation: Implementation) -> "Optimizer":
+    def build(self, parameters: Any, implementation: Implementation) -> Any:
         """bitsandbytes' own: one byte for each number of the state, and a scale for each block of them."""
         import bitsandbytes  # pyright: ignore[reportMissingImports]
 
-        return bitsandbytes.optim.Adam8bit(parameters, **self._options())
+        return bitsandbytes.optim.Adam8bit(parameters, **torch_options(self))

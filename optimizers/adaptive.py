@@ -1,18 +1,14 @@
 """The older optimizers that scale each weight's step by its own gradients: RMSprop, Adagrad, Adadelta."""
 
-# No postponed annotations here: jsonargparse would execute the TYPE_CHECKING imports, torch, to resolve them.
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from optimizers.options import Decayed, Implementation
+from optimizers.options import Decay, Implementation, torch_options
 from ranges import check_range
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 
 @dataclass
-class RMSprop:
+class RMSprop(Decay):
     """RMSprop: steps divided by a running mean of the gradient's size (Tieleman and Hinton 2012)"""
 
     lr: float = 0.01
@@ -33,32 +29,19 @@ class RMSprop:
     weight_decay: float = 0.0
     """L2 penalty, added to the gradient."""
 
-    weight_decay_on: Decayed = "matrices"
-    """What the weight decay is for. matrices: weights of two and more dimensions, no biases and norms. all: all."""
-
     def __post_init__(self) -> None:
-        for name in ("lr", "eps", "weight_decay"):
-            check_range(name, getattr(self, name))
-        for name in ("alpha", "momentum"):
-            check_range(name, getattr(self, name), below=1)
+        check_range(self, "lr", "eps", "weight_decay")
+        check_range(self, "alpha", "momentum", below=1)
 
-    def build(self, parameters: Any, implementation: Implementation) -> "Optimizer":
+    def build(self, parameters: Any, implementation: Implementation) -> Any:
         """torch's RMSprop whatever the strategy: DeepSpeed has none of its own."""
         import torch
 
-        return torch.optim.RMSprop(
-            parameters,
-            lr=self.lr,
-            alpha=self.alpha,
-            eps=self.eps,
-            momentum=self.momentum,
-            centered=self.centered,
-            weight_decay=self.weight_decay,
-        )
+        return torch.optim.RMSprop(parameters, **torch_options(self))
 
 
 @dataclass
-class Adagrad:
+class Adagrad(Decay):
     """Adagrad: steps divided by the size of all gradients so far (Duchi et al. 2011)"""
 
     lr: float = 0.01
@@ -70,27 +53,18 @@ class Adagrad:
     weight_decay: float = 0.0
     """L2 penalty, added to the gradient."""
 
-    weight_decay_on: Decayed = "matrices"
-    """What the weight decay is for. matrices: weights of two and more dimensions, no biases and norms. all: all."""
-
     def __post_init__(self) -> None:
-        for name in ("lr", "eps", "weight_decay"):
-            check_range(name, getattr(self, name))
+        check_range(self, "lr", "eps", "weight_decay")
 
-    def build(self, parameters: Any, implementation: Implementation) -> "Optimizer":
-        """The same update by torch, or by DeepSpeedCPUAdagrad."""
-        options: dict[str, Any] = {"lr": self.lr, "eps": self.eps, "weight_decay": self.weight_decay}
-        if implementation == "deepspeed_cpu":
-            from optimizers.cpu_adagrad import CPUAdagrad
+    def build(self, parameters: Any, implementation: Implementation) -> Any:
+        """torch's update whatever the strategy."""
+        from optimizers.torch_updates import TorchAdagrad
 
-            return CPUAdagrad(parameters, **options)
-        from optimizers.torch_adagrad import TorchAdagrad
-
-        return TorchAdagrad(parameters, **options)
+        return TorchAdagrad(parameters, **torch_options(self))
 
 
 @dataclass
-class Adadelta:
+class Adadelta(Decay):
     """Adadelta: steps in units of the updates so far (Zeiler 2012)"""
 
     lr: float = 1.0
@@ -105,16 +79,12 @@ class Adadelta:
     weight_decay: float = 0.0
     """L2 penalty, added to the gradient."""
 
-    weight_decay_on: Decayed = "matrices"
-    """What the weight decay is for. matrices: weights of two and more dimensions, no biases and norms. all: all."""
-
     def __post_init__(self) -> None:
-        for name in ("lr", "eps", "weight_decay"):
-            check_range(name, getattr(self, name))
-        check_range("rho", self.rho, below=1)
+        check_range(self, "lr", "eps", "weight_decay")
+        check_range(self, "rho", below=1)
 
-    def build(self, parameters: Any, implementation: Implementation) -> "Optimizer":
+    def build(self, parameters: Any, implementation: Implementation) -> Any:
         """torch's Adadelta whatever the strategy: DeepSpeed has none of its own."""
         import torch
 
-        return torch.optim.Adadelta(parameters, lr=self.lr, rho=self.rho, eps=self.eps, weight_decay=self.weight_decay)
+        return torch.optim.Adadelta(parameters, **torch_options(self))

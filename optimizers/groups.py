@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from errors import UsageError
-from optimizers.muon import Muon
-from optimizers.muon_sgd import MuonSGD
+from optimizers.muon import Muon, MuonSGD
 
 
 def parameter_groups(optimizer: Any, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -22,22 +21,24 @@ def parameter_groups(optimizer: Any, parameters: Mapping[str, Any]) -> list[dict
         parameters: of the network, by name and in its order; sharded ones too. Frozen ones are in no group.
     """
     dimensions = {name: _dimensions(parameter) for name, parameter in parameters.items()}
-    decays_some = optimizer.weight_decay > 0 and optimizer.weight_decay_on == "matrices"
     weights = layer_weights(dimensions)
-    hidden = hidden_matrices(dimensions) if isinstance(optimizer, Muon) else set()
+    by_muon: set[str] = set()
+    if isinstance(optimizer, Muon):
+        by_muon = hidden_matrices(dimensions)
     if isinstance(optimizer, MuonSGD):
-        check_first_bias(optimizer, weights, dimensions)
+        by_muon = {*weights[:-1]}
+        if optimizer.first_bias_share < 1 and (not weights or first_bias(weights) not in dimensions):
+            raise UsageError("--optimizer.first_bias_share: the network's first layer has no bias, leave it out")
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, parameter in parameters.items():
         if not parameter.requires_grad:
             continue
-        options: dict[str, Any] = {}
-        if decays_some and dimensions[name] < 2:
+        decays = optimizer.weight_decay > 0 and (optimizer.weight_decay_on == "all" or dimensions[name] >= 2)
+        options: dict[str, Any] = {"muon": True} if name in by_muon else {}
+        if isinstance(optimizer, MuonSGD) and name not in by_muon:
+            options = sgd_options(optimizer, name, weights, decays)
+        elif optimizer.weight_decay and not decays:
             options["weight_decay"] = 0.0
-        if name in hidden:
-            options["muon"] = True
-        if isinstance(optimizer, MuonSGD):
-            options = muon_sgd_options(optimizer, name, weights, decays="weight_decay" not in options)
         group = groups.setdefault((*options.items(),), {**options, "params": [], "param_names": []})
         group["params"].append(parameter)
         group["param_names"].append(name)
@@ -64,8 +65,8 @@ def layer_weights(dimensions: Mapping[str, int]) -> list[str]:
     return [name for name, number in dimensions.items() if number in (2, 4) and name.endswith("weight")]
 
 
-def muon_sgd_options(optimizer: MuonSGD, name: str, weights: Sequence[str], decays: bool) -> dict[str, bool | float]:
-    """Options of the group of a parameter: Muon for all weights of layers but the last one's, SGD for the others.
+def sgd_options(optimizer: MuonSGD, name: str, weights: Sequence[str], decays: bool) -> dict[str, float]:
+    """Options of the group of a parameter that is SGD's beside Muon.
 
     Args:
         optimizer: its options.
@@ -73,10 +74,8 @@ def muon_sgd_options(optimizer: MuonSGD, name: str, weights: Sequence[str], deca
         weights: of the network's layers, in its order.
         decays: whether the weight decay is for this one.
     """
-    if name in weights[:-1]:
-        return {"muon": True}
     rate = optimizer.head_lr if name in weights else optimizer.bias_lr
-    options: dict[str, bool | float] = {"lr": rate}
+    options = {"lr": rate}
     if decays and rate:
         options["weight_decay"] = optimizer.weight_decay / rate
     if weights and name == first_bias(weights) and optimizer.first_bias_share < 1:
@@ -87,12 +86,6 @@ def muon_sgd_options(optimizer: MuonSGD, name: str, weights: Sequence[str], deca
 def first_bias(weights: Sequence[str]) -> str:
     """Name of the first layer's bias, if it has one."""
     return weights[0].removesuffix("weight") + "bias"
-
-
-def check_first_bias(optimizer: MuonSGD, weights: Sequence[str], dimensions: Mapping[str, int]) -> None:
-    """Refuses a share of the training for a bias that is not there."""
-    if optimizer.first_bias_share < 1 and (not weights or first_bias(weights) not in dimensions):
-        raise UsageError("--optimizer.first_bias_share: the network's first layer has no bias, leave it out")
 
 
 def _dimensions(parameter: Any) -> int:

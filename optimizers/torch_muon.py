@@ -1,83 +1,85 @@
-"""Muon and AdamW by torch, as one optimizer."""
+"""Muon for the hidden weights, with AdamW or SGD for the others, as one optimizer."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, EPS, muon
+from torch import (
+    Tensor,
+    _foreach_add,  # pyright: ignore[reportPrivateImportUsage]
+    _foreach_add_,  # pyright: ignore[reportPrivateImportUsage]
+    _foreach_mul_,  # pyright: ignore[reportPrivateImportUsage]
+)
+from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, EPS
 from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
+
+from optimizers.torch_updates import GroupOptimizer
 
 ADAMW_EPS = 1e-8
 """Added to AdamW's denominator: torch's default."""
 
+STACK_ELEMENTS = 2**24
+"""Most elements that are orthogonalised at once: 64 MB in float32."""
 
-class TorchMuon(Optimizer):
-    """torch's own updates, which one group gets saying `muon`: torch.optim.Muon (2.15) takes nothing but matrices.
+
+class TorchMuon(GroupOptimizer):
+    """Muon (Jordan et al. 2024) for the groups with `muon`, all their weights of one shape at once.
+
+    The others are AdamW's where the groups have `betas`, else SGD's with Nesterov's momentum.
 
     A convolution's weight (out, in, height, width) is the matrix (out, in x height x width), as in Keller Jordan's own
-    program (github.com/KellerJordan/Muon, muon.py).
+    programs (github.com/KellerJordan/Muon, muon.py, and cifar10-airbench, airbench94_muon.py). torch.optim.Muon (2.15)
+    orthogonalises one matrix after the other and takes no convolutions.
 
     Args:
-        params: groups; `muon` in a group says whether its parameters, of two and more dimensions, are Muon's.
-        lr: learning rate of both.
-        momentum: Muon's.
-        ns_steps: Newton-Schulz iterations.
-        betas: AdamW's.
-        weight_decay: taken from the weights beside the update.
+        params: groups; those with `muon` hold weights of two and more dimensions.
+        fused: whether SGD is one call for all parameters of a group, on CUDA.
+        defaults: of the groups: lr, weight_decay; momentum and ns_steps (Newton-Schulz iterations) of Muon; betas of
+            AdamW or sgd_momentum of SGD. normalize: bring Muon's weights to the length sqrt(out) before each step.
+            match_adamw: scale Muon's steps to the size of AdamW's.
     """
 
-    def __init__(
-        self, params: Any, lr: float, momentum: float, ns_steps: int, betas: tuple[float, float], weight_decay: float
-    ):
-        options = {"lr": lr, "momentum": momentum, "ns_steps": ns_steps, "betas": betas, "weight_decay": weight_decay}
-        super().__init__(params, {**options, "muon": False})
+    def __init__(self, params: Any, fused: bool = False, **defaults: Any) -> None:
+        self._fused = fused
+        super().__init__(params, **{"muon": False, "normalize": False, "match_adamw": False, **defaults})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One update of all parameters that have a gradient."""
-        loss = closure() if closure is not None else None
-        for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            (self._muon if group["muon"] else self._adamw)(parameters, group)
-        return loss
+    def update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
+        """Muon, AdamW or SGD, as the group says."""
+        update = self._muon if group["muon"] else self._adamw if "betas" in group else self._sgd
+        update(parameters, gradients, group)
 
-    def _muon(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        for parameter in parameters:
-            if not self.state[parameter]:
-                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        muon(
-            [_matrix(parameter) for parameter in parameters],
-            [_matrix(parameter.grad) for parameter in parameters],
-            [_matrix(self.state[parameter]["momentum_buffer"]) for parameter in parameters],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            momentum=group["momentum"],
-            nesterov=True,
-            ns_coefficients=(DEFAULT_A, DEFAULT_B, DEFAULT_C),
-            ns_steps=group["ns_steps"],
-            eps=EPS,
+    def _muon(self, weights: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
+        sums = self.zeros(weights, "momentum_buffer")
+        _foreach_mul_(sums, group["momentum"])
+        _foreach_add_(sums, gradients)
+        steps = _foreach_add(gradients, sums, alpha=group["momentum"])  # Nesterov's form
+        for numbers in _stacks(weights):
+            matrices = torch.stack([weights[number].flatten(1) for number in numbers])  # (weights, out, all else)
+            stacked = torch.stack([steps[number].flatten(1) for number in numbers])
+            step = orthogonalized(stacked, group["ns_steps"], stacked.device.type)
+            if group["normalize"]:
+                lengths = torch.linalg.matrix_norm(matrices, keepdim=True)
+                matrices *= matrices.shape[1] ** 0.5 / lengths
+            if group["weight_decay"]:
+                matrices *= 1 - group["lr"] * group["weight_decay"]
             # 0.2 sqrt(max(rows, columns)): an update as large as AdamW's (Liu et al. 2025, "Muon is Scalable for LLM
             # Training", section 2.2), so that one learning rate and schedule serve both.
-            adjust_lr_fn="match_rms_adamw",
-            has_complex=False,
-        )
+            scale = 0.2 * max(matrices.shape[1:]) ** 0.5 if group["match_adamw"] else 1.0
+            matrices.add_(step, alpha=-group["lr"] * scale)
+            for number, matrix in zip(numbers, matrices, strict=True):
+                weights[number].copy_(matrix.view_as(weights[number]))
 
-    def _adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        for parameter in parameters:
-            if not self.state[parameter]:
-                zeros = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
-                self.state[parameter] |= {"step": torch.tensor(0.0), **zeros}
-        states = [self.state[parameter] for parameter in parameters]
+    def _adamw(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
         adamw(
             parameters,
-            [parameter.grad for parameter in parameters],  # pyright: ignore[reportArgumentType]
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
+            gradients,
+            self.zeros(parameters, "exp_avg"),
+            self.zeros(parameters, "exp_avg_sq"),
             [],
-            [state["step"] for state in states],
+            self.counts(parameters),
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
@@ -87,7 +89,46 @@ class TorchMuon(Optimizer):
             maximize=False,
         )
 
+    def _sgd(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
+        sgd(
+            parameters,
+            gradients,
+            self.zeros(parameters, "momentum_buffer"),  # pyright: ignore[reportArgumentType]
+            fused=self._fused or None,  # None: torch takes its foreach form on CUDA
+            weight_decay=group["weight_decay"],
+            momentum=group["sgd_momentum"],
+            lr=group["lr"],
+            dampening=0.0,
+            nesterov=group["sgd_momentum"] > 0,
+            maximize=False,
+        )
 
-def _matrix(weight: Any) -> Tensor:
-    """The same memory as (out, all else); `view` raises where that would need a copy, which no update would reach."""
-    return weight.view(len(weight), -1)
+
+def orthogonalized(matrices: Tensor, steps: int, device_type: str) -> Tensor:
+    """Matrices (count, rows, columns) with singular values of roughly 1 and the same singular vectors, by Newton-Schulz
+    iterations with the coefficients that torch.optim.Muon has from Jordan et al. 2024
+    (kellerjordan.github.io/posts/muon): most of the values come to lie between 0.7 and 1.2 after five steps.
+
+    On CUDA in bfloat16, as there; on the CPU, few of which multiply in it, in the matrices' own type. Without
+    iterations a matrix is only brought to the length that it would have if all of its singular values were 1.
+    """
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices
+    x = x.bfloat16() if device_type == "cuda" else x
+    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + EPS)  # then no singular value is over 1
+    if not steps:
+        x = x * x.shape[1] ** 0.5
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=DEFAULT_B, alpha=DEFAULT_C), x, beta=DEFAULT_A)
+    return (x.mT if tall else x).to(matrices.dtype)
+
+
+def _stacks(weights: list[Tensor]) -> Iterator[list[int]]:
+    """Numbers of the weights that are matrices of one shape, as many as are orthogonalised at once."""
+    shapes: dict[tuple[int, int], list[int]] = {}
+    for number, weight in enumerate(weights):
+        shapes.setdefault((len(weight), weight.numel() // len(weight)), []).append(number)
+    for (rows, columns), numbers in shapes.items():
+        most = max(1, STACK_ELEMENTS // (rows * columns))
+        yield from (numbers[start : start + most] for start in range(0, len(numbers), most))

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from ranges import check_not_negative, check_positive
+from ranges import check_range
 
 
 @dataclass
@@ -23,8 +23,8 @@ class WarmupLR:
     """Shape of the rise."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "warmup_num_steps")
-        check_not_negative(self, "warmup_min_lr")
+        check_range(self, "warmup_num_steps", over=0)
+        check_range(self, "warmup_min_lr")
 
     def rate(self, step: float, base_lr: float) -> float:
         """As DeepSpeed's WarmupLR gives it (deepspeed/runtime/lr_schedules.py, 0.19.8), to the last bit."""
@@ -49,8 +49,8 @@ class WarmupDecayLR:
     """Optimizer steps until the end; 0: those of the run."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "warmup_num_steps")
-        check_not_negative(self, "warmup_min_lr", "total_steps")
+        check_range(self, "warmup_num_steps", over=0)
+        check_range(self, "warmup_min_lr", "total_steps")
 
     def rate(self, step: float, base_lr: float) -> float:
         """As DeepSpeed's WarmupDecayLR gives it (deepspeed/runtime/lr_schedules.py, 0.19.8), to the last bit."""
@@ -81,8 +81,8 @@ class WarmupCosineLR:
     """Optimizer steps until the end; 0: those of the run."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "warmup_num_steps")
-        check_not_negative(self, "warmup_min_ratio", "cos_min_ratio", "total_steps")
+        check_range(self, "warmup_num_steps", over=0)
+        check_range(self, "warmup_min_ratio", "cos_min_ratio", "total_steps")
 
     def rate(self, step: float, base_lr: float) -> float:
         """As DeepSpeed's WarmupCosineLR gives it (deepspeed/runtime/lr_schedules.py, 0.19.8), to the last bit."""

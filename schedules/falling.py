@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ranges import check_not_negative, check_positive
+from ranges import check_range
 from schedules.formulas import cosine, share_done
 
 
@@ -31,7 +31,7 @@ class Linear:
     """Optimizer steps until the end; 0: those of the run."""
 
     def __post_init__(self) -> None:
-        check_not_negative(self, "start_factor", "end_factor", "total_steps")
+        check_range(self, "start_factor", "end_factor", "total_steps")
 
     def rate(self, step: float, base_lr: float) -> float:
         """Learning rate of optimizer step `step`."""
@@ -47,7 +47,7 @@ class Exponential:
     """The factor: 0.9999 leaves a third after 11,000 steps."""
 
     def __post_init__(self) -> None:
-        check_not_negative(self, "gamma")
+        check_range(self, "gamma")
 
     def rate(self, step: float, base_lr: float) -> float:
         """Learning rate of optimizer step `step`."""
@@ -65,7 +65,7 @@ class Cosine:
     """Optimizer steps until the end; 0: those of the run."""
 
     def __post_init__(self) -> None:
-        check_not_negative(self, "min_lr", "total_steps")
+        check_range(self, "min_lr", "total_steps")
 
     def rate(self, step: float, base_lr: float) -> float:
         """Learning rate of optimizer step `step`."""
@@ -83,8 +83,8 @@ class Step:
     """The factor."""
 
     def __post_init__(self) -> None:
-        check_not_negative(self, "gamma")
-        check_positive(self, "step_size")
+        check_range(self, "gamma")
+        check_range(self, "step_size", over=0)
 
     def rate(self, step: float, base_lr: float) -> float:
         """Learning rate of optimizer step `step`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ranges import check_not_negative, check_positive
+from ranges import check_range
 from schedules.formulas import share_done
 
 
@@ -22,8 +22,8 @@ class RangeTest:
     """Optimizer steps between them; 0: those of the run."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "min_lr", "max_lr")
-        check_not_negative(self, "total_steps")
+        check_range(self, "min_lr", "max_lr", over=0)
+        check_range(self, "total_steps")
 
     def rate(self, step: float, base_lr: float) -> float:
         """Learning rate of optimizer step `step`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ranges import check_not_negative, check_positive
+from ranges import check_range
 from schedules.formulas import cosine, share_done
 
 
@@ -29,10 +29,9 @@ class OneCycle:
     """Optimizer steps until the end; 0: those of the run."""
 
     def __post_init__(self) -> None:
-        check_not_negative(self, "total_steps")
-        check_positive(self, "div_factor", "final_div_factor")
-        if not 0 < self.pct_start < 1:
-            raise ValueError(f"pct_start must be over 0 and under 1, not {self.pct_start}")
+        check_range(self, "total_steps")
+        check_range(self, "div_factor", "final_div_factor", over=0)
+        check_range(self, "pct_start", over=0, below=1)
 
     def rate(self, step: float, base_lr: float) -> float:
         """Learning rate of optimizer step `step`; the momentum is not cycled."""
@@ -57,7 +56,7 @@ class WarmupLinear:
     """Optimizer steps until the end; 0: those of the run."""
 
     def __post_init__(self) -> None:
-        check_not_negative(self, "warmup_steps", "total_steps")
+        check_range(self, "warmup_steps", "total_steps")
 
     def rate(self, step: float, base_lr: float) -> float:
         """Learning rate of optimizer step `step`: transformers' get_linear_schedule_with_warmup."""
@@ -80,7 +79,7 @@ class WarmupCosine:
     """Optimizer steps until the end; 0: those of the run."""
 
     def __post_init__(self) -> None:
-        check_not_negative(self, "warmup_steps", "min_lr", "total_steps")
+        check_range(self, "warmup_steps", "min_lr", "total_steps")
 
     def rate(self, step: float, base_lr: float) -> float:
         """Learning rate of optimizer step `step`: transformers' get_cosine_schedule_with_warmup."""

@@ -175,10 +175,9 @@ def test_nvme_without_libaio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert "libaio-dev" in refused(f"--strategy deepspeed_stage_3_offload_nvme --nvme_path {tmp_path}")
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "adagrad"])
-def test_cpu_adam_without_a_compiler(optimizer: str, monkeypatch: pytest.MonkeyPatch):
+def test_cpu_adam_without_a_compiler(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", "")
-    assert "install g++" in refused(f"--strategy deepspeed_stage_2_offload --optimizer {optimizer}")
+    assert "install g++" in refused("--strategy deepspeed_stage_2_offload --optimizer adam")
 
 
 def test_eight_bits_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch):

@@ -46,7 +46,7 @@ def test_labels_are_smoothed_in_training_alone(soft: bool):
         (["--ema", "1"], "--ema must be at least 0 and under 1"),
         (["--swa_from", "-0.1"], "--swa_from must be at least 0 and under 1"),
         (["--ema", "0.9", "--swa_from", "0.5"], "leave one of them out"),
-        (["--early_stopping", "-1"], "--early_stopping must not be negative"),
+        (["--early_stopping", "-1"], "--early_stopping must be at least 0"),
         (["--early_stopping", "2", "--data.val_fraction", "0"], "--early_stopping needs validation images"),
         (["--early_stopping", "2", "--trainer.limit_val_batches", "0"], "--early_stopping needs a validation"),
     ],

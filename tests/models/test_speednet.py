@@ -97,7 +97,7 @@ def test_without_whitening_the_first_layer_is_one_like_all_others():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--model.width 0", "--model.width must be over 0 and finite, not 0.0"),
+        ("--model.width 0", "--model.width must be over 0, not 0.0"),
         ("--model.norm_momentum 0", "--model.norm_momentum must be over 0 and at most 1, not 0.0"),
     ],
 )

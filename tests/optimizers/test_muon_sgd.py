@@ -13,7 +13,7 @@ from cifar_module import StepSchedule
 from errors import UsageError
 from optimizers import OPTIMIZERS
 from optimizers.groups import parameter_groups
-from optimizers.torch_muon_sgd import orthogonalized
+from optimizers.torch_muon import orthogonalized
 from schedules import Linear
 
 OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.6, "ns_steps": 3, "sgd_momentum": 0.85, "weight_decay": 0.01}
@@ -130,7 +130,7 @@ def test_a_share_that_is_no_number_of_steps():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--optimizer.ns_steps -1", "--optimizer.ns_steps must be from 0 to 99, not -1"),
+        ("--optimizer.ns_steps -1", "--optimizer.ns_steps must be at least 0 and under 100, not -1"),
         ("--optimizer.head_lr -1", "--optimizer.head_lr must be at least 0, not -1.0"),
         ("--optimizer.sgd_momentum 1", "--optimizer.sgd_momentum must be at least 0 and under 1, not 1.0"),
         ("--optimizer.first_bias_share 0", "--optimizer.first_bias_share must be over 0 and at most 1, not 0.0"),

@@ -109,7 +109,10 @@ def test_lion_is_the_papers():
 
 
 def test_muon_is_torchs_beside_adamw():
-    """torch.optim.Muon on the hidden matrices, convolutions as matrices; torch.optim.AdamW on all else."""
+    """torch.optim.Muon on the hidden matrices, convolutions as matrices; torch.optim.AdamW on all else.
+
+    torch's Muon computes in bfloat16 on the CPU too, ours there in float32.
+    """
     common: dict[str, Any] = {"lr": 0.002, "weight_decay": 0.1}
 
     def make(net: nn.Sequential) -> Callable[[], Any]:
@@ -128,7 +131,10 @@ def test_muon_is_torchs_beside_adamw():
 
         return step
 
-    assert_equal(ours("muon", **common), trained(make))
+    own, torchs_ = ours("muon", **common), trained(make)
+    start = [parameter.detach() for parameter in network().parameters()]
+    for weight, expected, first in zip(own, torchs_, start, strict=True):
+        assert (weight - expected).norm() < 0.02 * (expected - first).norm()
 
 
 def test_muon_leaves_the_ends_of_the_network_and_embeddings_alone():
