@@ -53,6 +53,7 @@ from finetuning.load import Match, match, read_plain
 from finetuning.network import on_meta
 from models.mixture_options import MixtureOptions
 from names import nearest
+from ranks import by_rank_0
 from resume import check_same_run, source_of
 from wandb_logger import wandb_logger
 
@@ -107,7 +108,9 @@ def module(
 
 
 def check_resume(config: Config) -> SourceName | None:
-    """Refuses a checkpoint that cannot be continued, before anything is made of the run.
+    """Refuses a checkpoint that cannot be continued, before anything is made of the run. Each rank must call it.
+
+    Rank 0 alone compares the checksums, and reads names and shapes without the tensors' values.
 
     Returns:
         The source of its images; None for a run that begins.
@@ -115,14 +118,17 @@ def check_resume(config: Config) -> SourceName | None:
     Raises:
         UsageError: it is damaged, of another network or other images, or cannot be trusted.
     """
-    if config.resume:
+
+    def source() -> SourceName | None:
         net = on_meta(config.model, num_classes(config), config.trainable, config.lora)
-        checkpoint = read(Path(config.resume), config.trust)
+        checkpoint = read(Path(config.resume), config.trust, device="meta")
         check_fits(net, network(checkpoint), config.resume)
         if RECORD in checkpoint:
             check_same_run(config, checkpoint[RECORD]["config"])
             return source_of(config, checkpoint[RECORD])
-    return None
+        return None
+
+    return by_rank_0(source) if config.resume else None
 
 
 def finetuning(config: Config) -> Match | None:

@@ -21,19 +21,19 @@ HARMLESS = (
 """What DeepSpeed (0.19.8) puts into its checkpoints beside tensors and plain Python: classes that hold data."""
 
 
-def load(file: Path, trust: bool = False) -> Any:
-    """The content of a file written by torch.save, its tensors on the CPU.
-
-    The checksum of each record is compared first: torch itself does not look at them.
+def load(file: Path, trust: bool = False, verify: bool = True, device: str = "cpu") -> Any:
+    """The content of a file written by torch.save.
 
     Args:
         file: to read.
         trust: whether a file that holds more than tensors and plain Python, and so can run code, is loaded too.
+        verify: whether the checksum of each record is compared first: torch itself does not look at them.
+        device: of the tensors, cpu or meta. On meta they have shapes and no values, and the file's are not read.
 
     Raises:
         UsageError: it is damaged, no checkpoint, or would need `trust`.
     """
-    check_records(file)
+    check_records(file, verify)
     names = _globals(file)
     unknown = sorted(set(names) - {f"{module}.{name}" for module, name in HARMLESS})
     if unknown and not trust:
@@ -43,12 +43,12 @@ def load(file: Path, trust: bool = False) -> Any:
         )
     try:
         if trust:
-            return torch.load(file, map_location="cpu", weights_only=False)
+            return torch.load(file, map_location=device, mmap=device == "meta", weights_only=False)
         harmless = [
             getattr(importlib.import_module(module), name) for module, name in HARMLESS if f"{module}.{name}" in names
         ]
         with torch.serialization.safe_globals(harmless):
-            return torch.load(file, map_location="cpu", weights_only=True)
+            return torch.load(file, map_location=device, mmap=device == "meta", weights_only=True)
     except Exception as error:  # torch, pickle and zipfile each have errors of their own for a damaged file
         raise UsageError(f"{file} cannot be read, it is damaged or no checkpoint: {_shortened(error)}") from error
 

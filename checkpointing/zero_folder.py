@@ -74,25 +74,29 @@ class _Trained:
     """Of the parameters that the optimizer knows by each of its numbers."""
 
 
-def read_folder(folder: Path, trust: bool = False) -> dict[str, Any]:
+def read_folder(folder: Path, trust: bool = False, verify: bool = True, device: str = "cpu") -> dict[str, Any]:
     """The checkpoint as Lightning's plain strategies write it: state_dict, optimizer_states and the run's progress.
 
     Weights are the float32 ones that the optimizer updates, where DeepSpeed keeps such beside the network.
 
     Args:
         folder: that Lightning was asked to save to, with `latest` and TAG in it.
-        trust: see `safe_load.load`.
+        trust: see `safe_load.load`, as for the others.
+        verify: whether checksums are compared.
+        device: of the tensors.
 
     Raises:
         UsageError: a file is missing, damaged or of another kind.
     """
-    models, experts, shards, of_expert_ranks = ([load(file, trust) for file in files] for files in _files(folder))
+    models, experts, shards, of_expert_ranks = (
+        [load(file, trust, verify, device) for file in files] for files in _files(folder)
+    )
     try:
         _check_whole(folder, models, experts, shards, of_expert_ranks)
         if shards:
             optimizers = [shard["optimizer_state_dict"] for shard in shards]
             for rank, model in enumerate(models if ON_DISK in models[0] else []):
-                _fill_from_disk(optimizers[rank], folder / TAG / "offloaded_tensors", rank, model[ON_DISK])
+                _fill_from_disk(optimizers[rank], folder / TAG / "offloaded_tensors", rank, model[ON_DISK], device)
         else:
             optimizers = [states["optimizer"] for states in of_expert_ranks or models]
         return _together(models, experts, optimizers)
@@ -101,13 +105,13 @@ def read_folder(folder: Path, trust: bool = False) -> dict[str, Any]:
         raise UsageError(f"{folder} is no checkpoint of DeepSpeed that is known here: {why}") from error
 
 
-def _fill_from_disk(optimizer: dict[str, Any], folder: Path, rank: int, names: Sequence[str]) -> None:
+def _fill_from_disk(optimizer: dict[str, Any], folder: Path, rank: int, names: Sequence[str], device: str) -> None:
     """Puts into a rank's shard what DeepSpeed has left on its NVMe disk, and copied from there into the checkpoint."""
     (files,) = (found for found in folder.glob("rank*") if int(found.name.removeprefix("rank")) == rank)
 
     def read(stem: str) -> Tensor:
         file = files / f"{stem}.tensor.swp"
-        return torch.from_file(str(file), size=file.stat().st_size // 4, dtype=torch.float32)
+        return torch.from_file(str(file), size=file.stat().st_size // 4, dtype=torch.float32).to(device)
 
     weights, state = optimizer["fp32_flat_groups"], optimizer["optimizer_state_dict"]["state"]
     for number, name in enumerate(names):
@@ -123,7 +127,7 @@ def shape_of(folder: Path, trust: bool = False) -> Any:
     Raises:
         UsageError: as `read_folder` does.
     """
-    return load(_files(folder)[0][0], trust).get(SHAPE)
+    return load(_files(folder)[0][0], trust, verify=False, device="meta").get(SHAPE)
 
 
 def _files(folder: Path) -> tuple[list[Path], ...]:
@@ -317,7 +321,8 @@ def _as_torch(trained: _Trained, groups: list[dict[str, Any]], order: Iterable[s
         next(names for before, names in reversed(merged) if before == options).extend(own)
         for entry in (trained.state.get(name) for name in own):
             if entry and (step := entry.get("step", group.get("step"))) is not None:
-                entry["step"] = torch.tensor(float(step))
+                known = not isinstance(step, Tensor) or not step.is_meta
+                entry["step"] = torch.tensor(float(step)) if known else step
     state: dict[int, State] = {}
     param_groups: list[dict[str, Any]] = []
     for options, names in merged:
