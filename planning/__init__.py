@@ -1,1 +1,1 @@
-"""What a run takes of a rank's memory under each strategy, told before anything is launched, and which one to take."""
+"""Predicts what a run takes of a rank's memory under each strategy, before a launch, and which strategy to take."""

@@ -9,8 +9,7 @@ from planning.machine import Room
 from planning.survey import Need
 from strategies import STRATEGIES
 
-RULE = "the first row that fits; rows that offload to the host come after those that do not, those that offload to \
-disk last"
+RULE = "the first row that fits: without offloading, else offloaded to the host, else to disk"
 
 
 def recommended(needs: Sequence[Need], room: Room) -> tuple[Need | None, str]:
