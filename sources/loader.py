@@ -99,11 +99,10 @@ class MemoryLoader(Resumable):
     def _blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Images and labels of several micro-batches at a time."""
         for rows, labels, draws in self._plan():
-            block = self._stored.take(rows)
             if self._augmentation is None:
-                images = normalize(block)
+                images = normalize(self._stored.take(rows))
             else:
-                images, labels = self._augmentation.apply(block, labels, draws)
+                images, labels = self._augmentation.apply(self._stored.take(rows), labels, draws)
                 images = self._augmentation.resized(images, self.batch_sampler.epoch)
             yield images.permute(0, 3, 1, 2).contiguous(memory_format=self._format), labels
 
