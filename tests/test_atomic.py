@@ -25,8 +25,8 @@ final = Path(sys.argv[1]) / "last.ckpt"
 for number in range(100_000):
     new = atomic.staged(final)
     atomic.discard(new)
-    new.mkdir()
-    for name in ("one", "two", "latest"):
+    (new / "checkpoint").mkdir(parents=True)
+    for name in ("checkpoint/one", "checkpoint/two", "latest"):
         (new / name).write_text(str(number))
     atomic.put_in_place(final)
 """
@@ -45,7 +45,7 @@ def test_a_killed_writer_leaves_a_whole_checkpoint_that_is_found(exchange: str, 
         atomic.recover(tmp_path)
         found = run_folder.find_checkpoint(str(tmp_path), "", "")
         assert found == tmp_path / "last.ckpt"
-        numbers = {(found / name).read_text() for name in ("one", "two", "latest")}
+        numbers = {(found / name).read_text() for name in ("checkpoint/one", "checkpoint/two", "latest")}
         assert len(numbers) == 1
         newest = max(newest, int(numbers.pop()))
     assert newest > 0

@@ -118,6 +118,7 @@ def test_ctrl_c_ends_the_runs_and_keeps_what_has_finished(sweep: Sweep, tmp_path
         signal.pthread_kill(main, signal.SIGINT)
 
     search = ["optimizer.lr=0.1,0.2,0.3"]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
     threading.Thread(target=press, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         sweep("if flags['--optimizer.lr'] == '0.2': time.sleep(60)", search)
