@@ -74,6 +74,9 @@ def evaluated(checkpoint: Path) -> nn.Module:
 
 @torch.inference_mode()
 def test_every_format_has_the_scores_of_the_checkpoint(checkpoint: Path, images: Tensor, tmp_path: Path):
+    images = images.contiguous(
+        memory_format=torch.channels_last
+    )  # as a classifier lays them: the last bits depend on it
     expected = evaluated(checkpoint)(images)
     for name, format in FORMATS.items():
         output = tmp_path / "exports" / f"net{format.suffix}"
@@ -209,6 +212,9 @@ def test_mixtures_of_experts(name: str, options: dict[str, Any], tmp_path: Path,
     monkeypatch.setitem(SHAPES, "tiny", Shape(width=32, depth=4, heads=2))  # ONNX takes 10 seconds for the real one
     torch.manual_seed(3)
     images = F.interpolate(torch.rand(20, 3, 2, 2) * 2 - 1, (32, 32))  # unlike one another, for different experts
+    images = images.contiguous(
+        memory_format=torch.channels_last
+    )  # as a classifier lays them: the last bits depend on it
     net = models.build(name, 10, **options).eval()
     for weight in (parameter for parameter in net.parameters() if parameter.dim() > 1):
         weight.mul_(3)  # the biases outweigh the images otherwise, and one expert takes them all
