@@ -123,7 +123,9 @@ def explain(error: BaseException) -> str | None:
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """The exception and those that Python would print before it."""
+    seen: list[BaseException] = []  # a chain may lead back to itself
     link: BaseException | None = error
-    while link is not None:
+    while link is not None and link not in seen:
         yield link
+        seen.append(link)
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)

@@ -1,4 +1,4 @@
-"""Starts a run of train.py in a process group of its own, reads its progress, and ends it; no torch."""
+"""Starts a run of train.py in a process group of its own, and ends it; no torch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,6 @@ POLL_SECONDS = 0.25
 
 SAVING_SECONDS = 45.0
 """Time for a run to end when it is asked to: supervisor.py gives its ranks 30 s to write a checkpoint."""
-
-TAIL_BYTES = 100
-"""Bytes at the end of losses.csv that hold its last line: a step and a float."""
 
 TRAIN = (str(Path(__file__).resolve().with_name("train.py")),)
 """What Python starts a run with, by its path: the user's directory may have modules of the same names."""
@@ -93,16 +90,6 @@ def folders(out: Path, name: str) -> list[Path]:
     names = (name, name + run_folder.FALLBACK_SUFFIX)
     found = [folder for each in names for folder in (out / each).glob("version_*")]
     return sorted(found, key=lambda folder: int(folder.name.removeprefix("version_")))
-
-
-def steps_done(folder: Path) -> int:
-    """Optimizer steps up to the last point of a run's curves."""
-    try:
-        with (folder / run_folder.LOSSES).open("rb") as file:
-            file.seek(-min(TAIL_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
-            return int(file.read().splitlines()[-1].split(b",")[0])
-    except (OSError, IndexError, ValueError):  # no file or no step yet
-        return 0
 
 
 def _environment() -> dict[str, str]:

@@ -282,3 +282,9 @@ def test_own_errors_stay():
     assert explain(UsageError("ours")) is None
     assert explain(RunError("ours")) is None
     assert explain(KeyError("step")) is None
+
+
+def test_a_chain_that_leads_back_to_itself_ends() -> None:
+    first, second = ValueError("first"), ValueError("second")
+    first.__cause__, second.__cause__ = second, first
+    assert explain(first) is None
