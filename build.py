@@ -55,6 +55,7 @@ from models.mixture_options import MixtureOptions
 from names import nearest
 from ranks import by_rank_0
 from resume import check_same_run, source_of
+from strategy_specs import replicas
 from wandb_logger import wandb_logger
 
 WARMUP_STEPS = 10
@@ -235,7 +236,7 @@ def callbacks(config: Config, run_dir: Path | None, figures: bool) -> list[Callb
     network_and_batch = config.model, num_classes(config), micro_batch(config), config.trainable, config.lora
     flops = training_flops(*network_and_batch)
     recomputed = training_flops(*network_and_batch, True) - flops if config.activation_checkpointing else 0
-    micro_batches = strategies.replicas(config) * config.accumulate
+    micro_batches = replicas(config) * config.accumulate
     mixtures = issubclass(models.MODELS[config.model.name], MixtureOptions)
     observers: list[Callback] = [
         Heartbeat(),
@@ -291,4 +292,4 @@ def num_classes(config: Config) -> int:
 
 def micro_batch(config: Config) -> int:
     """Images per rank and micro-batch."""
-    return micro_batch_size(config.batch_size, strategies.replicas(config), config.accumulate)
+    return micro_batch_size(config.batch_size, replicas(config), config.accumulate)

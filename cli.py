@@ -36,7 +36,7 @@ from errors import UsageError
 from models import PACKAGES
 from names import nearest, nearest_flag
 from optimizers import OFFLOADED_BY, OPTIMIZERS
-from strategies import STRATEGIES
+from strategy_specs import STRATEGIES
 from values import REGISTRIES, check_values
 
 # Sections of the configuration with fields of their own: --data.root, or data: {root: ...} in a recipe.

@@ -19,7 +19,7 @@ import run_folder
 from config import Choice, Config, config_of
 from errors import UsageError
 from optimizers import OPTIMIZERS
-from strategies import STRATEGIES
+from strategy_specs import STRATEGIES
 
 
 def main() -> int:

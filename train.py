@@ -20,7 +20,7 @@ import start_time
 from config import Config, SourceName
 from errors import RunError, Stopped, UsageError
 from planning import automatic
-from strategies import AUTO
+from strategy_specs import AUTO
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -15,7 +15,7 @@ from optimizers import OPTIMIZERS
 from options import flat
 from ranges import check_range
 from schedules import SCHEDULES
-from strategies import AUTO, STRATEGIES
+from strategy_specs import AUTO, STRATEGIES
 
 REGISTRIES: dict[str, Mapping[str, Any]] = {"model": MODELS, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
 """Where a `Choice` of the configuration is looked up."""

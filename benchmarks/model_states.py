@@ -21,7 +21,7 @@ from benchmarks.processes import run
 from errors import RunError
 from planning import network
 from planning.model_states import predicted
-from strategies import STRATEGIES
+from strategy_specs import STRATEGIES
 
 STAGES = [f"deepspeed_stage_{stage}" for stage in range(4)]
 RECIPE = ["--optimizer", "adamw", "--accelerator", "cpu", "--data.source", "synthetic", "--data.synthetic_size", "640"]

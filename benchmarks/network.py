@@ -21,7 +21,7 @@ import exits
 from errors import RunError
 from planning import network
 from planning.communication import sent_bytes
-from strategies import STRATEGIES
+from strategy_specs import STRATEGIES
 from tests.helpers import run_folder_of
 from tests.wire import TwoRanks, two_ranks
 

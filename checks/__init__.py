@@ -25,7 +25,7 @@ from errors import UsageError
 from hardware import gpu_count
 from resume import settle_resume
 from schedules import SCHEDULES
-from strategies import replicas
+from strategy_specs import replicas
 
 
 def settle(config: Config) -> None:

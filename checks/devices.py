@@ -7,7 +7,7 @@ import os
 from config import Config
 from errors import UsageError
 from hardware import free_memory_bytes
-from strategies import STRATEGIES
+from strategy_specs import STRATEGIES
 
 CPU_RANK_BYTES = 1_000_000_000
 """Memory of one CPU rank of the smallest run (measured: 0.9 to 1.1 GB resident, torch 2.15 with DeepSpeed 0.19)."""

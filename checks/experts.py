@@ -6,7 +6,7 @@ from typing import Any
 
 from config import Config
 from errors import UsageError
-from strategies import STRATEGIES
+from strategy_specs import STRATEGIES
 
 
 def check_experts(config: Config, raw: dict[str, Any]) -> None:

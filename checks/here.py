@@ -13,7 +13,7 @@ from checks.devices import check_cpu_memory
 from config import Config
 from errors import UsageError
 from optimizers import BY_DEEPSPEED, OFFLOADED_BY
-from strategies import STRATEGIES
+from strategy_specs import STRATEGIES
 
 
 def check_here(config: Config, raw: dict[str, Any]) -> None:

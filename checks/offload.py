@@ -8,7 +8,7 @@ from config import Config, OffloadConfig, ZeROConfig
 from errors import UsageError
 from hardware import gpu_count
 from resume import IF_ANY
-from strategies import STRATEGIES, Spec
+from strategy_specs import STRATEGIES, Spec
 
 
 def check_switches(config: Config) -> None:

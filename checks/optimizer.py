@@ -7,7 +7,7 @@ from typing import Any
 from config import Config
 from errors import UsageError
 from optimizers import OFFLOADED_BY
-from strategies import STRATEGIES
+from strategy_specs import STRATEGIES
 
 
 def check_optimizer(config: Config, raw: dict[str, Any]) -> None:

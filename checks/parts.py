@@ -5,7 +5,7 @@ from __future__ import annotations
 from config import Config
 from errors import UsageError
 from models import MODELS, ViT
-from strategies import STRATEGIES
+from strategy_specs import STRATEGIES
 
 
 def check_parts(config: Config) -> None:

@@ -11,7 +11,7 @@ import checks
 import cli
 from config import Config
 from errors import UsageError
-from strategies import AUTO
+from strategy_specs import AUTO
 
 PERTURBED = "perturbed-"
 """How the names of perturbed runs begin."""

@@ -31,7 +31,7 @@ from finetuning.network import on_meta
 from models.moe import gates
 from models.recomputation import checkpoint_blocks
 from sources.dataset import IMAGE_SHAPE
-from strategies import Spec
+from strategy_specs import Spec
 
 Computes = Literal["float32", "autocast", "cast"]
 """The format in which a model computes: float32, bfloat16 where autocast says so, or bfloat16 throughout. float16 takes

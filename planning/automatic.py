@@ -14,7 +14,7 @@ from config import Config
 from errors import UsageError
 from resume import find_recovered, settle_restart
 from sources.console import say
-from strategies import STRATEGIES
+from strategy_specs import STRATEGIES
 
 VARIABLE = "CIFAR_ZERO_STRATEGY"
 """Environment variable in which the launching process passes its choice to the ranks that it starts."""

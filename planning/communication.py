@@ -24,7 +24,7 @@ from config import Config
 from planning.model_states import FLOAT32, PERSISTENT_ELEMENTS, Weight, parameter_size
 from planning.network import Network
 from planning.overheads import REUSE_ELEMENTS
-from strategies import Spec
+from strategy_specs import Spec
 
 
 def sent_bytes(spec: Spec, config: Config, network: Network) -> int:

@@ -21,7 +21,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from config import Choice
-from strategies import STRATEGIES, Spec
+from strategy_specs import STRATEGIES, Spec
 
 PERSISTENT_ELEMENTS = 100_000
 """Largest parameter that ZeRO-3 keeps whole: stage3_param_persistence_threshold (DeepSpeed 0.19.8, zero/config.py)."""

@@ -11,8 +11,8 @@ from config import Config
 from models import MODELS, External
 from planning.model_states import FLOAT32, parameter_size
 from planning.network import Network
-from strategies import Spec
 from strategies.deepspeed import BUCKET_ELEMENTS
+from strategy_specs import Spec
 
 REUSE_ELEMENTS = 10**9
 """ZeRO-3 keeps a gathered parameter if its next use is within so many elements: stage3_max_reuse_distance (DeepSpeed

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from errors import UsageError
 from planning.machine import Room
 from planning.survey import Need
-from strategies import STRATEGIES
+from strategy_specs import STRATEGIES
 
 RULE = "the first row that fits: without offloading, else offloaded to the host, else to disk"
 

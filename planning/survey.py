@@ -16,7 +16,7 @@ from planning.communication import sent_bytes
 from planning.machine import Room
 from planning.model_states import Prediction, predicted
 from planning.network import Network
-from strategies import STRATEGIES, replicas
+from strategy_specs import STRATEGIES, replicas
 
 if TYPE_CHECKING:
     from planning.activations import Line

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import models
-from strategies import STRATEGIES, Spec
+from strategy_specs import STRATEGIES, Spec
 
 if TYPE_CHECKING:
     from config import Config

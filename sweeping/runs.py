@@ -12,7 +12,7 @@ import run_folder
 import run_process
 from config import Config
 from errors import RunError, UsageError
-from strategies import AUTO
+from strategy_specs import AUTO
 
 VALIDATION = "val/acc"
 

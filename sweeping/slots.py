@@ -5,7 +5,7 @@ import os
 from checks.devices import CPU_RANK_BYTES
 from config import Config
 from hardware import core_count, free_memory_bytes, gpu_count, share_of_cores
-from strategies import STRATEGIES
+from strategy_specs import STRATEGIES
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """The GPUs that CUDA shows a process, and torch on ROCm too."""

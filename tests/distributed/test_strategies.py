@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import models
-from strategies import STRATEGIES
+from strategy_specs import STRATEGIES
 from tests.helpers import (
     WHOLE,
     assert_ok,

@@ -10,7 +10,7 @@ import pytest
 import cli
 from planning import network
 from planning.communication import sent_bytes
-from strategies import STRATEGIES
+from strategy_specs import STRATEGIES
 from tests.helpers import WHOLE
 from tests.wire import TwoRanks, two_ranks
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from callbacks.peaks import peak_by_name
-from strategies import STRATEGIES
+from strategy_specs import STRATEGIES
 from tests.helpers import assert_ok, loss_by_step, run_folder_of, run_program
 
 pytestmark = [

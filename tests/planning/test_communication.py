@@ -11,7 +11,7 @@ from planning.communication import sent_bytes
 from planning.model_states import Weight
 from planning.network import Network, of_size
 from planning.survey import PLANNED
-from strategies import STRATEGIES
+from strategy_specs import STRATEGIES
 
 LARGE = Network((Weight(10**9, 10**9),), 0)
 """In one piece: half of it is still there when the backward pass comes to it."""

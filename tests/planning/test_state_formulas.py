@@ -8,7 +8,7 @@ import cli
 from config import Choice
 from planning import network
 from planning.model_states import STATE_TENSORS, Weight, predicted
-from strategies import STRATEGIES
+from strategy_specs import STRATEGIES
 
 ADAM = Choice("adam")
 MILLION = 10**6

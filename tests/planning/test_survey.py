@@ -14,7 +14,7 @@ from planning.machine import Room, size_in_bytes
 from planning.model_states import Weight
 from planning.recommend import recommended
 from planning.survey import PLANNED, Need, survey
-from strategies import STRATEGIES
+from strategy_specs import STRATEGIES
 
 GB = 10**9
 

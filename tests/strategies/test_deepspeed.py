@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import cli
-from strategies import STRATEGIES
 from strategies.deepspeed import Dtype, get_ds_config, run_config
+from strategy_specs import STRATEGIES
 from tests.helpers import ROOT
 
 
