@@ -16,6 +16,7 @@ import checks
 import cli
 import exits
 import launch
+import launchers
 import run_folder
 import train
 from comparison import console, junit, result
@@ -51,7 +52,7 @@ def main() -> int:
     if sys.argv[1:2] == ["perturb"]:
         return perturb(sys.argv[2:])
     arguments, rest = _parse()
-    if launch.is_rank():
+    if launchers.is_rank():
         raise UsageError("compare.py starts the ranks itself: start it once, without torchrun or srun")
     # After a SLURM requeue the comparison starts anew: its runs must not look for checkpoints of their own.
     os.environ.pop("SLURM_RESTART_COUNT", None)
@@ -71,7 +72,7 @@ def perturb(flags: list[str]) -> int:
     """Trains one perturbed run, in this process or in the ranks that it starts; returns the exit code."""
     config = cli.parse(flags)
     checks.settle(config)
-    if config.world_size > 1 and not launch.is_rank():
+    if config.world_size > 1 and not launchers.is_rank():
         return launch.run(config.world_size, on_cpu=config.accelerator == "cpu")
     from comparison.perturbed import PerturbedModule
 

@@ -66,7 +66,7 @@ def main() -> int:
 def between_nodes(arguments: Namespace, options: Options) -> int:
     """Compares the nodes with the other ranks; rank 0 prints the findings."""
     launchers.adopt()
-    if not launch.is_rank() or os.environ["WORLD_SIZE"] == "1":
+    if not launchers.is_rank() or os.environ["WORLD_SIZE"] == "1":
         start = launch.TORCHRUN.replace("train.py", "doctor.py --nodes")
         raise UsageError(f"--nodes needs ranks that a launcher has started: start it on each node with {start}")
     from diagnosis import nodes

@@ -22,7 +22,6 @@ from pathlib import Path
 import psutil
 
 import heartbeat
-import launchers
 from hardware import share_of_cores
 from supervisor import Rank, supervise
 
@@ -42,21 +41,6 @@ ORPHAN_SECONDS = 3.0
 
 SHARED_MEMORY = Path("/dev/shm")
 """Where Linux shows shared memory that has a name."""
-
-
-def is_rank() -> bool:
-    """Whether this process is one rank, started by our launcher, torchrun, DeepSpeed's launcher or SLURM."""
-    return bool(launchers.variables())
-
-
-def global_rank() -> int:
-    """The rank of this process over all machines, 0 where there is only one."""
-    return int(launchers.variables().get("RANK", "0"))
-
-
-def local_rank() -> int:
-    """The rank of this process on its machine, 0 where there is only one."""
-    return int(launchers.variables().get("LOCAL_RANK", "0"))
 
 
 def run(ranks: int, on_cpu: bool, watch: heartbeat.Watch | None = None, told: Mapping[str, str] | None = None) -> int:

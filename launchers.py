@@ -42,6 +42,21 @@ def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {}
 
 
+def is_rank() -> bool:
+    """Returns whether a launcher has started this process as a rank: ours, torchrun, DeepSpeed's or SLURM."""
+    return bool(variables())
+
+
+def global_rank() -> int:
+    """Returns the rank of this process over all nodes, 0 if there is only one."""
+    return int(variables().get("RANK", "0"))
+
+
+def local_rank() -> int:
+    """Returns the rank of this process on its node, 0 if there is only one."""
+    return int(variables().get("LOCAL_RANK", "0"))
+
+
 def adopt() -> None:
     """Sets torchrun's variables if another launcher has started this rank, for torch, Lightning and DeepSpeed."""
     os.environ.update(variables())

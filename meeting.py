@@ -17,7 +17,6 @@ from torch.distributed import distributed_c10d
 
 import atomic
 import checks
-import launch
 import launchers
 import run_folder
 from errors import UsageError
@@ -76,7 +75,7 @@ def meet(config: Config) -> list[Place]:
         return gather(_place(config))
     on_gpu = config.accelerator == "gpu"
     if on_gpu:
-        torch.cuda.set_device(launch.local_rank())
+        torch.cuda.set_device(launchers.local_rank())
     _warn_of_restarts()
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=AFTER_AGENTS if launchers.by_torchrun() else START)
     places = gather(_place(config))
@@ -150,7 +149,7 @@ def limit(config: Config) -> None:
 def _warn_of_restarts() -> None:
     """Says what torchrun needs for its restarts to succeed, if it may restart the ranks and was started without."""
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and launch.global_rank() == 0:
+    if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and launchers.global_rank() == 0:
         say(
             f"warning: ranks that torchrun restarts may fail to connect: start torchrun with {OWN_STORE}=1 on each node"
         )
@@ -166,9 +165,9 @@ def _set_timeout(limit: timedelta) -> None:
 
 
 def _place(config: Config) -> Place:
-    local_rank = launch.local_rank()
+    local_rank = launchers.local_rank()
     return Place(
-        rank=launch.global_rank(),
+        rank=launchers.global_rank(),
         host=socket.gethostname(),
         local_rank=local_rank,
         device=f"cuda:{local_rank}" if config.accelerator == "gpu" else "cpu",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import cli
 import exits
-import launch
+import launchers
 from checks.offload import resumes
 from errors import UsageError
 from sweeping.runs import METRICS, VALIDATION, flags_of, settled
@@ -33,7 +33,7 @@ def main() -> int:
     check_plain_name(arguments.name)
     if any(number is not None and number < 1 for number in (arguments.trials, arguments.parallel)):
         raise UsageError("--trials and --parallel must be at least 1")
-    if launch.is_rank():
+    if launchers.is_rank():
         raise UsageError("sweep.py starts the ranks itself: start it once, without torchrun or srun")
     exits.stop_at_signals()
     os.environ.pop("SLURM_RESTART_COUNT", None)  # the sweep resumes its runs itself

@@ -43,7 +43,7 @@ def main(figures: bool = True) -> int:
     checks.settle(config)
     if config.plot_schedule:
         return plot_schedule(config)
-    if config.world_size > 1 and not launch.is_rank():
+    if config.world_size > 1 and not launchers.is_rank():
         if config.num_nodes > 1:
             raise UsageError(f"--num_nodes {config.num_nodes}: start it on each machine with {launch.TORCHRUN} ...")
         told = {automatic.VARIABLE: config.strategy}  # what auto has come to
@@ -85,9 +85,9 @@ def train(
     start = build.finetuning(config)
     datamodule = build.datamodule(config, source)
     run_dir: Path | None = None
-    if launch.local_rank() == 0:
+    if launchers.local_rank() == 0:
         datamodule.prepare_data()  # before the run is named: auto may have fallen back to the digits
-    if launch.global_rank() == 0:
+    if launchers.global_rank() == 0:
         fell_back = config.data.source == "auto" and datamodule.source == "digits"
         run_dir = run_folder.claim(config.out, config.run_name + run_folder.FALLBACK_SUFFIX * fell_back)
         write_config(config, datamodule.source, run_dir)
@@ -127,7 +127,7 @@ def plot_schedule(config: Config) -> int:
     from reports.learning_rate import draw_schedule
     from run_steps import run_steps
 
-    if launch.global_rank() == 0:
+    if launchers.global_rank() == 0:
         file = Path(config.plot_schedule)
         draw_schedule(config.schedule, config.optimizer, run_steps(config), file)
         print(f"the learning rate of {config.schedule.name} is drawn in {file}")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.cuda import nccl
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-import launch
+import launchers
 import reports.summary
 from diagnosis.examination import one_line
 from diagnosis.finding import Finding, Options, failed, ok, warning
@@ -52,7 +52,7 @@ def examine(options: Options) -> dict[str, Finding] | None:
     store = PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store(options.timeout))
     store.set_timeout(patience)
     watchdog = Watchdog(store.clone(), options.timeout)
-    rank, ranks = launch.global_rank(), int(os.environ["WORLD_SIZE"])
+    rank, ranks = launchers.global_rank(), int(os.environ["WORLD_SIZE"])
     watchdog.begin("trying its GPU")
     no_gpu = _no_gpu()
     store.set(f"arrival/{rank}", json.dumps([socket.gethostname(), no_gpu]))
@@ -87,7 +87,7 @@ def examine(options: Options) -> dict[str, Finding] | None:
 
 def _store(seconds: float) -> TCPStore:
     """Connects to the store of torchrun's agents, or to the one that rank 0 opens here."""
-    opens = launch.global_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    opens = launchers.global_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     # torch's "env://" would have rank 0 wait for the others here, where it cannot say for whom.
     return TCPStore(
         os.environ["MASTER_ADDR"],
@@ -101,7 +101,7 @@ def _store(seconds: float) -> TCPStore:
 def _no_gpu() -> str:
     """Makes this rank's GPU the current one; returns why it cannot be used, empty if it can."""
     try:
-        torch.cuda.set_device(launch.local_rank())
+        torch.cuda.set_device(launchers.local_rank())
         torch.ones(1, device="cuda").sum().item()
     except (RuntimeError, AssertionError) as error:  # no GPU, an old driver, a GPU that this torch has no kernels for
         return one_line(error)

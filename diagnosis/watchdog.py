@@ -8,7 +8,7 @@ import threading
 
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-import launch
+import launchers
 
 
 class Watchdog:
@@ -38,7 +38,7 @@ class Watchdog:
             step: the first words of the line, such as `meeting the others`.
         """
         self.end()
-        self.store.set(f"{step}/{launch.global_rank()}", "")
+        self.store.set(f"{step}/{launchers.global_rank()}", "")
         self._timer = threading.Timer(self._seconds, self._give_up, [step])
         self._timer.daemon = True
         self._timer.start()
@@ -48,7 +48,7 @@ class Watchdog:
         self._timer.cancel()
 
     def _give_up(self, step: str) -> None:
-        if launch.local_rank() == 0:
+        if launchers.local_rank() == 0:
             print(f"error: {step} took longer than {self._seconds:g} s: {self._missing(step)}", file=sys.stderr)
             sys.stderr.flush()
         os._exit(1)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import yaml
 
 import checks
-import launch
+import launchers
 import run_folder
 from config import Config
 from errors import UsageError
@@ -26,7 +26,7 @@ def settle(config: Config) -> None:
     Raises:
         UsageError: no strategy fits, or another launcher has started the ranks, each of which would choose.
     """
-    if not launch.is_rank():
+    if not launchers.is_rank():
         config.strategy = _chosen(config)
         return
     config.strategy = os.environ.pop(VARIABLE, "")

@@ -19,6 +19,7 @@ import checks
 import cli
 import exits
 import launch
+import launchers
 import train
 
 POLL_SECONDS = 0.02
@@ -29,7 +30,7 @@ IDLE_SECONDS = 900.0
 def main() -> int:
     """Runs them all; returns the exit code."""
     folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
-    if ranks > 1 and not launch.is_rank():
+    if ranks > 1 and not launchers.is_rank():
         return launch.run(ranks, on_cpu=True)
     environment = dict(os.environ)
     for number in itertools.count():
@@ -44,7 +45,7 @@ def main() -> int:
             config = cli.parse(flags)
             checks.settle(config)
             train.train(config, figures=False, last=False)
-        if launch.global_rank() == 0:
+        if launchers.global_rank() == 0:
             file.with_suffix(".done").touch()
     return 0
 

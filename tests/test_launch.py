@@ -20,11 +20,11 @@ pytestmark = pytest.mark.distributed
 PROGRAM = """
 import os, sys, time
 sys.path.insert(0, {root!r})
-import heartbeat, launch, signal, supervisor
-if not launch.is_rank():
+import heartbeat, launch, launchers, signal, supervisor
+if not launchers.is_rank():
     supervisor.GRACE_SECONDS, supervisor.SAVING_SECONDS = 1, 4
     sys.exit(launch.run(3, on_cpu=True, watch=heartbeat.Watch(silent_seconds=2, stopped_seconds=2)))
-rank = launch.global_rank()
+rank = launchers.global_rank()
 {body}
 """
 

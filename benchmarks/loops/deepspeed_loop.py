@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 import launch
+import launchers
 from benchmarks.loops import arguments
 
 BATCH_SIZE = 16
@@ -72,10 +73,10 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=1, help="on this machine (default: 1)")
     options = parser.parse_args()
     os.environ["DS_ACCELERATOR"] = options.device  # on a machine with a GPU DeepSpeed would take that one
-    if not launch.is_rank():
+    if not launchers.is_rank():
         return launch.run(options.ranks, on_cpu=options.device == "cpu")
     figures = train(options.cache, options.steps, options.stage)
-    if launch.global_rank() == 0:
+    if launchers.global_rank() == 0:
         print(json.dumps(figures))
     return 0
 

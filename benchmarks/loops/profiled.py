@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import launch
+import launchers
 from benchmarks.contenders import WARMUP_STEPS
 from benchmarks.processes import ROOT
 
@@ -136,7 +137,7 @@ class PartClock:
 def main() -> int:
     """Runs train.py as one rank, or starts the ranks that do; returns the exit code."""
     ranks, steps, *flags = sys.argv[1:]
-    if not launch.is_rank():
+    if not launchers.is_rank():
         return launch.run(int(ranks), on_cpu="cpu" in flags)
     clock = PartClock(int(steps))
     clock.install()
@@ -146,7 +147,7 @@ def main() -> int:
     except SystemExit as end:
         if end.code:
             raise
-    if launch.global_rank() == 0:
+    if launchers.global_rank() == 0:
         print(json.dumps(clock.seconds))
     return 0
 

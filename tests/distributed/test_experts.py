@@ -129,7 +129,7 @@ ALL_PHASES = """
 import sys
 from pathlib import Path
 import torch
-import build, checks, cli, launch
+import build, checks, cli, launch, launchers
 from checkpointing.read import read
 
 def same(one, other):
@@ -142,12 +142,12 @@ def same(one, other):
 
 config = cli.parse(sys.argv[1:])
 checks.settle(config)
-if not launch.is_rank():
+if not launchers.is_rank():
     sys.exit(launch.run(2, on_cpu=True))
 module, datamodule = build.module(config), build.datamodule(config)
 datamodule.prepare_data()
 run = Path(config.out)
-run_dir = run if launch.global_rank() == 0 else None
+run_dir = run if launchers.global_rank() == 0 else None
 trainer = build.trainer(config, run_dir)
 trainer.fit(module, datamodule=datamodule)
 last = run / "checkpoints" / "last.ckpt"
