@@ -15,20 +15,19 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.optim.lr_scheduler import LRScheduler
 
-import optimizers.groups
-import strategies
-from config import Choice, LoRAConfig, Views
-from finetuning import network
-from finetuning.freeze import rest_statistics
-from finetuning.load import put
-from metrics import CurveMetrics, SplitMetrics
-from models.moe import Gate, gates
-from models.recomputation import checkpoint_blocks
-from optimizers import OPTIMIZERS
-from optimizers.state import keep_own_options, lay_like_parameters
-from schedules import SCHEDULES, Constant, Schedule, settled
-from sources.augment import memory_format, normalize
-from views import averaged_scores
+from cifar_zero import strategies
+from cifar_zero.checkpoints.finetuning import network
+from cifar_zero.checkpoints.finetuning.freeze import rest_statistics
+from cifar_zero.checkpoints.finetuning.load import put
+from cifar_zero.config.flags import Choice, LoRAConfig, Views
+from cifar_zero.data.augment import memory_format, normalize
+from cifar_zero.models.moe import Gate, gates
+from cifar_zero.models.recomputation import checkpoint_blocks
+from cifar_zero.optimizers import OPTIMIZERS, groups
+from cifar_zero.optimizers.state import keep_own_options, lay_like_parameters
+from cifar_zero.schedules import SCHEDULES, Constant, Schedule, settled
+from cifar_zero.training.metrics import CurveMetrics, SplitMetrics
+from cifar_zero.training.test_time_augmentation import averaged_scores
 
 STARTING_IMAGES = 1000
 """Training images from which a network computes weights that it starts with: 961,000 patches for 78 covariances."""
@@ -212,11 +211,11 @@ class CIFARModule(LightningModule):
         """The optimizer in the strategy's implementation, and a schedule stepped with it unless it is constant."""
         strategy = self.trainer.strategy
         trained = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
-        groups = optimizers.groups.parameter_groups(self.optimizer, dict(self.named_parameters()))
-        groups = strategies.parameter_groups(strategy, self, groups)
+        parameters = groups.parameter_groups(self.optimizer, dict(self.named_parameters()))
+        parameters = strategies.parameter_groups(strategy, self, parameters)
         clips = bool(self.trainer.gradient_clip_val)
         implementation = strategies.optimizer_implementation(strategy, strategy.root_device.type, clips)
-        optimizer = self.optimizer.build(groups, implementation)
+        optimizer = self.optimizer.build(parameters, implementation)
         optimizer.register_load_state_dict_pre_hook(partial(keep_own_options, order=trained))
         optimizer.register_load_state_dict_post_hook(lay_like_parameters)
         if isinstance(self.schedule, Constant):

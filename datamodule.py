@@ -10,16 +10,16 @@ import torch
 from lightning.pytorch import LightningDataModule
 from numpy.typing import NDArray
 
-import sources
-from batch import micro_batch_size
-from config import AugmentConfig, DataConfig, SourceName
-from errors import UsageError
-from sources.augment import Augmentation
-from sources.dataset import Dataset, Split
-from sources.loader import MemoryLoader
-from sources.order import EvalOrder, Order, TrainOrder
-from sources.residence import Stored, place
-from strategies import replica
+from cifar_zero import data
+from cifar_zero.config.batch import micro_batch_size
+from cifar_zero.config.flags import AugmentConfig, DataConfig, SourceName
+from cifar_zero.core.errors import UsageError
+from cifar_zero.data.augment import Augmentation
+from cifar_zero.data.dataset import Dataset, Split
+from cifar_zero.data.memory_loader import MemoryLoader
+from cifar_zero.data.order import EvalOrder, Order, TrainOrder
+from cifar_zero.data.residence import Stored, place
+from cifar_zero.strategies import replica
 
 EVAL_BATCH_SIZE = 1000
 """Most images per rank in an evaluation batch: CIFAR-10's test set in ten equal batches, large enough to keep a GPU
@@ -68,7 +68,7 @@ class CIFARDataModule(LightningDataModule):
     def prepare_data(self) -> None:
         """Download and decode (on one rank of each node); in milliseconds where that has been done before."""
         if not self.source:
-            self.source = sources.prepare(self.config)
+            self.source = data.prepare(self.config)
 
     def setup(self, stage: str | None = None) -> None:
         """Map the images and hold out the validation images, once, whatever the stage.
@@ -85,8 +85,8 @@ class CIFARDataModule(LightningDataModule):
             chosen = self.trainer.strategy.broadcast(self.source)
         config = replace(self.config, source=cast(SourceName, chosen))
         if self.source != chosen:  # else this process has just prepared it
-            self.source = sources.prepare(config)
-        self.dataset = sources.load(config, self.source)
+            self.source = data.prepare(config)
+        self.dataset = data.load(config, self.source)
         self._train, self._val = stratified_split(self.dataset.train_labels, self.config.val_fraction, self._seed)
 
     @property
@@ -148,7 +148,7 @@ class CIFARDataModule(LightningDataModule):
             if key not in self._stored:
                 self._stored[key] = place(split.images, self._device)
             return MemoryLoader(split, order, self._stored[key], augmentation, self._channels_last)
-        from sources.torch_loader import TorchLoader  # here, as torchvision takes a second to import
+        from cifar_zero.data.torch_loader import TorchLoader  # here, as torchvision takes a second to import
 
         return TorchLoader(split, order, self.config.workers)
 

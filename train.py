@@ -5,22 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import checks
-import cli
-import exits
-import launch
-import launchers
-import run_folder
-import start_time
-from config import Config, SourceName
-from errors import RunError, Stopped, UsageError
-from planning import automatic
-from strategy_specs import AUTO
+from cifar_zero.checkpoints import run_folder
+from cifar_zero.config import command_line, rules
+from cifar_zero.config.flags import Config, SourceName
+from cifar_zero.config.strategy_specs import AUTO
+from cifar_zero.core import exits, start_time
+from cifar_zero.core.errors import RunError, Stopped, UsageError
+from cifar_zero.launch import local_launcher, rank_environment
+from cifar_zero.planning import automatic
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -36,32 +32,34 @@ def main(figures: bool = True) -> int:
     Args:
         figures: whether the test's are drawn.
     """
-    launchers.adopt()
-    config = cli.parse(launchers.arguments(sys.argv[1:]))
+    rank_environment.adopt()
+    config = command_line.parse(rank_environment.arguments(sys.argv[1:]))
     if config.strategy == AUTO:
         automatic.settle(config)
-    checks.settle(config)
+    rules.settle(config)
     if config.plot_schedule:
         return plot_schedule(config)
-    if config.world_size > 1 and not launchers.is_rank():
+    if config.world_size > 1 and not rank_environment.is_rank():
         if config.num_nodes > 1:
-            raise UsageError(f"--num_nodes {config.num_nodes}: start it on each machine with {launch.TORCHRUN} ...")
+            raise UsageError(
+                f"--num_nodes {config.num_nodes}: start it on each machine with {local_launcher.TORCHRUN} ..."
+            )
         told = {automatic.VARIABLE: config.strategy}  # what auto has come to
-        return launch.run(config.world_size, on_cpu=config.accelerator == "cpu", told=told)
+        return local_launcher.run(config.world_size, on_cpu=config.accelerator == "cpu", told=told)
     train(config, figures=figures)
     return 0
 
 
 def train(
     config: Config,
-    module_class: Callable[..., CIFARModule] | None = None,
+    module_class: type[CIFARModule] | None = None,
     figures: bool = True,
     last: bool = True,
 ) -> dict[str, Any]:
     """Trains and tests as one rank; rank 0 leaves the run folder behind.
 
     Args:
-        config: settled by `checks.settle`.
+        config: settled by `rules.settle`.
         module_class: makes the module; CIFARModule by default.
         figures: whether the test's are drawn.
         last: whether no other run follows in this process, in the same process group.
@@ -69,25 +67,26 @@ def train(
     Returns:
         What metrics.json holds, on every rank.
     """
-    import build
-    import meeting
-    from callbacks.interrupt import SLURM_REQUEUE
-    from callbacks.summary import collect, log_hparams
-    from quiet import quieten
-    from reports.summary import print_summary, write_json
-    from sources.console import say
+    from cifar_zero.core.console import say
+    from cifar_zero.core.quiet import quieten
+    from cifar_zero.launch import rendezvous
+    from cifar_zero.reports.summary import print_summary, write_json
+    from cifar_zero.training import build
+    from cifar_zero.training.callbacks.interrupt import SLURM_REQUEUE
+    from cifar_zero.training.callbacks.summary import collect, log_hparams
+    from datamodule import CIFARDataModule
 
     quieten()
     build.check_trainer_options(config)
-    places = meeting.meet(config)
-    meeting.settle_resume(config, places)
+    places = rendezvous.meet(config)
+    rendezvous.settle_resume(config, places)
     source = build.check_resume(config)
     start = build.finetuning(config)
-    datamodule = build.datamodule(config, source)
+    datamodule = build.datamodule(CIFARDataModule, config, source)
     run_dir: Path | None = None
-    if launchers.local_rank() == 0:
+    if rank_environment.local_rank() == 0:
         datamodule.prepare_data()  # before the run is named: auto may have fallen back to the digits
-    if launchers.global_rank() == 0:
+    if rank_environment.global_rank() == 0:
         fell_back = config.data.source == "auto" and datamodule.source == "digits"
         run_dir = run_folder.claim(config.out, config.run_name + run_folder.FALLBACK_SUFFIX * fell_back)
         write_config(config, datamodule.source, run_dir)
@@ -96,9 +95,9 @@ def train(
         if start is not None:
             say(start.told(run_dir))
     with run_folder.removed_on_failure(run_dir):
-        meeting.record(config, places, run_dir)
-        meeting.limit(config)
-        module = build.module(config, start, module_class)
+        rendezvous.record(config, places, run_dir)
+        rendezvous.limit(config)
+        module = build.module(module_class or CIFARModule, config, start)
         trainer = build.trainer(config, run_dir, figures)
     trainer.fit(module, datamodule=datamodule, ckpt_path=config.resume or None)
     if (signal := build.stopped_by(trainer)) is not None:
@@ -124,12 +123,16 @@ def train(
 
 def plot_schedule(config: Config) -> int:
     """Draws the learning rate over the steps of the run, on rank 0 where others were started beside it."""
-    from reports.learning_rate import draw_schedule
-    from run_steps import run_steps
+    from cifar_zero.reports.learning_rate import draw_schedule
+    from cifar_zero.training import build
+    from cifar_zero.training.run_steps import run_steps
+    from datamodule import CIFARDataModule
 
-    if launchers.global_rank() == 0:
+    if rank_environment.global_rank() == 0:
         file = Path(config.plot_schedule)
-        draw_schedule(config.schedule, config.optimizer, run_steps(config), file)
+        draw_schedule(
+            config.schedule, config.optimizer, run_steps(config, build.datamodule(CIFARDataModule, config)), file
+        )
         print(f"the learning rate of {config.schedule.name} is drawn in {file}")
     return 0
 
@@ -138,7 +141,7 @@ def write_config(config: Config, source: str, run_dir: Path) -> None:
     """Writes the recipe that repeats the run from anywhere, with the source that was really used."""
     root, cache = os.path.abspath(config.data.root), config.data.cache and os.path.abspath(config.data.cache)
     data = replace(config.data, source=cast(SourceName, source), root=root, cache=cache)
-    (run_dir / run_folder.CONFIG).write_text(cli.dump(replace(config, data=data)))
+    (run_dir / run_folder.CONFIG).write_text(command_line.dump(replace(config, data=data)))
 
 
 def check_saved(trainer: Trainer) -> None:

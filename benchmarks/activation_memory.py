@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import exits
-import models
-from models.recomputation import checkpoint_blocks
-from planning import activations
+from cifar_zero import models
+from cifar_zero.core import exits
+from cifar_zero.models.recomputation import checkpoint_blocks
+from cifar_zero.planning import activations
 
 NUM_CLASSES = 10
 

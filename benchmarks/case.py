@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.spread import paired_ratios
-from errors import RunError
+from cifar_zero.core.errors import RunError
 
 Figures = Mapping[str, float]
 """What one run measured: some keys of `report.UNITS`, and `timed_images` where it trained."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import sources
 from benchmarks import processes
 from benchmarks.options import Options
-from config import DataConfig
+from cifar_zero import data
+from cifar_zero.config.flags import DataConfig
 
 WARMUP_STEPS = 10
 """Optimizer steps that metrics.json leaves out (`build.WARMUP_STEPS`, which costs an import of torch)."""
@@ -42,7 +42,7 @@ class Bench:
 
     def prepare(self, count: int = NUM_TRAIN) -> None:
         """Makes `count` synthetic training images, before anything is measured."""
-        sources.prepare(DataConfig(source="synthetic", cache=str(self.cache), synthetic_size=count))
+        data.prepare(DataConfig(source="synthetic", cache=str(self.cache), synthetic_size=count))
 
     def ours(self, batch_size: int, steps: int, *flags: str) -> dict[str, float]:
         """A run of train.py for `steps` timed steps, with its logging and its checkpoints; see `train`."""

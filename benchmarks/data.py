@@ -10,15 +10,15 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-import exits
-import sources
 from benchmarks import harness, options, processes
 from benchmarks.case import Case, Ratio
 from benchmarks.contenders import Bench, bench, last_json
 from benchmarks.jpegs import make_folder
 from benchmarks.pss import mapped_bytes
-from config import DataConfig
-from errors import UsageError
+from cifar_zero import data
+from cifar_zero.config.flags import DataConfig
+from cifar_zero.core import exits
+from cifar_zero.core.errors import UsageError
 
 IMAGES, SHORT_IMAGES = 6000, 2000
 """JPEG images of the folder."""
@@ -43,7 +43,7 @@ def main() -> int:
     harness.heed_sigterm()
     with bench(given) as place:
         make_folder(place.directory / "folder", images)
-        sources.prepare(DataConfig(source="folder", root=str(place.directory / "folder"), cache=str(place.cache)))
+        data.prepare(DataConfig(source="folder", root=str(place.directory / "folder"), cache=str(place.cache)))
         place.prepare(size)
         place.prepare(10 * size)
         cases = [folder(place, images), ten_times_loader(place, size), ten_times_training(place, size)]

@@ -10,12 +10,12 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-import exits
 from benchmarks import harness, options
 from benchmarks.case import Case, Ratio
 from benchmarks.contenders import Bench, bench
-from errors import UsageError
-from hardware import core_count, gpu_count
+from cifar_zero.core import exits
+from cifar_zero.core.errors import UsageError
+from cifar_zero.core.hardware import core_count, gpu_count
 
 BATCH_SIZE = 16
 STEPS, SHORT_STEPS = 300, 100

@@ -13,11 +13,11 @@ import time
 import torch
 import torch.nn.functional as F
 
-from callbacks.counts import trained_count, training_flops
-from callbacks.memory import peak_bytes
-from callbacks.model_state import model_states
-from config import Choice, LoRAConfig
-from finetuning.network import build
+from cifar_zero.checkpoints.finetuning.network import build
+from cifar_zero.config.flags import Choice, LoRAConfig
+from cifar_zero.training.callbacks.counts import trained_count, training_flops
+from cifar_zero.training.callbacks.memory import peak_bytes
+from cifar_zero.training.callbacks.model_state import model_states
 
 MODEL, NUM_CLASSES, BATCH_SIZE = Choice("vit_tiny"), 10, 32
 WARMUP_STEPS, STEPS = 1, 5

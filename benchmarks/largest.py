@@ -24,23 +24,22 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-import checks
-import cli
-import exits
 from benchmarks import harness, report
 from benchmarks.contenders import last_json
 from benchmarks.options import Options
 from benchmarks.processes import RunFailed, run
-from config import Config
-from errors import UsageError
-from hardware import free_memory_bytes, gpu_count
-from models.vit_shapes import SHAPES
-from planning import machine, network
-from planning.machine import Room
-from planning.survey import PLANNED, survey
+from cifar_zero.config import command_line, rules
+from cifar_zero.config.flags import Config
+from cifar_zero.core import exits
+from cifar_zero.core.errors import UsageError
+from cifar_zero.core.hardware import free_memory_bytes, gpu_count
+from cifar_zero.models.vit_shapes import SHAPES
+from cifar_zero.planning import machine, network
+from cifar_zero.planning.machine import Room
+from cifar_zero.planning.survey import PLANNED, survey
 
 if TYPE_CHECKING:
-    from planning.activations import Line
+    from cifar_zero.planning.activations import Line
 
 CONTENDERS = ["deepspeed_stage_2", "deepspeed_stage_3", "deepspeed_stage_3_offload"]
 CONTENDERS += ["deepspeed_stage_3_offload_nvme", "deepspeed_stage_3_superoffload"]
@@ -156,7 +155,7 @@ class Trials:
     def refusal(self, strategy: str) -> str:
         """Why train.py would not start it; empty where it would."""
         try:
-            checks.settle(cli.parse(self.flags(strategy, 1)))
+            rules.settle(command_line.parse(self.flags(strategy, 1)))
         except UsageError as error:
             return str(error)
         return ""
@@ -181,14 +180,14 @@ class Trials:
 
     def fits(self, strategy: str, depth: int) -> bool:
         """Whether plan.py has room for it."""
-        config = cli.parse(self.flags(strategy, depth))
+        config = command_line.parse(self.flags(strategy, depth))
         config.accelerator = "gpu" if self.gpu else "cpu"
         (need,) = survey(config, network.of(config), self._room(config), self._lines[depth], [strategy])
         return need.fits
 
     def parameters(self, depth: int) -> int:
         """Of the network."""
-        return network.of(cli.parse(self.flags("baseline", depth))).elements
+        return network.of(command_line.parse(self.flags("baseline", depth))).elements
 
     def _room(self, config: Config) -> Room:
         disk = machine.disk_bytes(config.nvme_path, 1)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-import exits
 from benchmarks import harness, options
 from benchmarks.case import Case, Ratio
 from benchmarks.contenders import Bench, bench
+from cifar_zero.core import exits
 
 STEPS = {4: 2000, 64: 500, 512: 100}
 """Timed steps at each batch size."""

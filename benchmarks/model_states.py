@@ -15,13 +15,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-import cli
-import exits
 from benchmarks.processes import run
-from errors import RunError
-from planning import network
-from planning.model_states import predicted
-from strategy_specs import STRATEGIES
+from cifar_zero.config import command_line
+from cifar_zero.config.strategy_specs import STRATEGIES
+from cifar_zero.core import exits
+from cifar_zero.core.errors import RunError
+from cifar_zero.planning import network
+from cifar_zero.planning.model_states import predicted
 
 STAGES = [f"deepspeed_stage_{stage}" for stage in range(4)]
 RECIPE = ["--optimizer", "adamw", "--accelerator", "cpu", "--data.source", "synthetic", "--data.synthetic_size", "640"]
@@ -62,7 +62,7 @@ def _ranks(text: str) -> int:
 
 
 def _predicted(flags: list[str]) -> int:
-    config = cli.parse(flags)
+    config = command_line.parse(flags)
     weights = network.of(config).weights
     states = predicted(config.strategy, weights, config.world_size, config.precision, config.optimizer)
     if states is None:

@@ -16,12 +16,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-import cli
-import exits
-from errors import RunError
-from planning import network
-from planning.communication import sent_bytes
-from strategy_specs import STRATEGIES
+from cifar_zero.config import command_line
+from cifar_zero.config.strategy_specs import STRATEGIES
+from cifar_zero.core import exits
+from cifar_zero.core.errors import RunError
+from cifar_zero.planning import network
+from cifar_zero.planning.communication import sent_bytes
 from tests.helpers import run_folder_of
 from tests.wire import TwoRanks, two_ranks
 
@@ -49,7 +49,7 @@ def main() -> int:
                 ranks.hosts.slow(f"{given.mbit}mbit")
                 slow = _seconds(ranks, flags, Path(folder, f"{strategy}-slow"))
                 ranks.hosts.mend()
-                config = cli.parse([*flags, "--num_nodes", "2"])
+                config = command_line.parse([*flags, "--num_nodes", "2"])
                 planned = 8 * sent_bytes(STRATEGIES[strategy], config, network.of(config)) / (given.mbit * 1e6)
                 figures = (fast, slow, slow - fast, planned, (slow - fast) / planned)
                 table.add_row(strategy, *(f"{figure:.2f}" for figure in figures))

@@ -6,8 +6,8 @@ import argparse
 from dataclasses import dataclass
 from typing import NoReturn
 
-from errors import UsageError
-from hardware import gpu_count
+from cifar_zero.core.errors import UsageError
+from cifar_zero.core.hardware import gpu_count
 
 MIN_STEPS = 10
 """Fewer timed steps than its warm-up has, train.py would shorten the warm-up for."""

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import start_time
+from cifar_zero.core import start_time
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from rich import box
 from rich.table import Table
 
-import exits
 from benchmarks import harness, options, report
 from benchmarks.contenders import Bench, bench, last_json, length_flags
 from benchmarks.deepspeed import BATCH_SIZE, SHORT_STEPS, STEPS, recipe, settle_ranks
 from benchmarks.others import Others
 from benchmarks.processes import RunFailed, run
 from benchmarks.spread import Spread
-from errors import RunError
+from cifar_zero.core import exits
+from cifar_zero.core.errors import RunError
 
 
 def main() -> int:

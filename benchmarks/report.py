@@ -15,8 +15,8 @@ from benchmarks.options import Options
 from benchmarks.others import Others
 from benchmarks.processes import ROOT
 from benchmarks.spread import Spread
-from hardware import core_count, cpu_name
-from reports.summary import git_commit, versions
+from cifar_zero.core.hardware import core_count, cpu_name
+from cifar_zero.reports.summary import git_commit, versions
 
 UNITS = {
     "images_per_second": "images/s",

@@ -22,20 +22,19 @@ from typing import get_args
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-import build
-import checks
-import cli
-import epoch_loop
-import exits
-import start_time
 from benchmarks.loops import speedrun as eager
 from benchmarks.others import Others
-from callbacks.batch_norm import BatchNormStatistics
-from callbacks.counts import training_flops
-from callbacks.cpu_kernels import CPUKernels
-from config import Config, Views
-from errors import UsageError
-from quiet import quieten
+from cifar_module import CIFARModule
+from cifar_zero.config import command_line, rules
+from cifar_zero.config.flags import Config, Views
+from cifar_zero.core import exits, start_time
+from cifar_zero.core.errors import UsageError
+from cifar_zero.core.quiet import quieten
+from cifar_zero.training import build, fast_loop
+from cifar_zero.training.callbacks.batch_norm import BatchNormStatistics
+from cifar_zero.training.callbacks.counts import training_flops
+from cifar_zero.training.callbacks.cpu_kernels import CPUKernels
+from datamodule import CIFARDataModule
 
 RECIPE = ["--config", "configs/speedrun.yaml", "--logger", "none"]
 
@@ -188,11 +187,11 @@ def options() -> tuple[argparse.Namespace, list[str]]:
 
 def settled(flags: list[str]) -> Config:
     """The configuration of a run on one device, checked as train.py does it."""
-    config = cli.parse(flags)
+    config = command_line.parse(flags)
     for name, why in UNUSED.items():
         if getattr(config, name) != getattr(Config(), name):
             raise UsageError(f"--{name} does nothing here ({why}): leave it out, or use train.py")
-    checks.settle(config)
+    rules.settle(config)
     if config.strategy != "baseline" or config.world_size > 1:
         raise UsageError("the records are of one device: leave --strategy and --devices out")
     return config
@@ -229,7 +228,7 @@ def warm_up(configs: list[Config]) -> None:
 
 def run(config: Config, every_view: bool = False) -> Result:
     """Trains and tests once, with train.py's module, images and loop, and nothing that writes files."""
-    module, images, clock = build.module(config), build.datamodule(config), Clock()
+    module, images, clock = build.module(CIFARModule, config), build.datamodule(CIFARDataModule, config), Clock()
     callbacks: list[Callback] = [BatchNormStatistics(), clock]
     if config.accelerator == "cpu":
         flops = training_flops(config.model, build.num_classes(config), build.micro_batch(config))
@@ -251,7 +250,7 @@ def run(config: Config, every_view: bool = False) -> Result:
         use_distributed_sampler=False,
         **config.trainer,
     )
-    epoch_loop.install(trainer)
+    fast_loop.install(trainer)
     trainer.fit(module, datamodule=images)
     begun = now(module.device)
     module.starting_weights()  # once more: the run's own came before its first hook
@@ -270,7 +269,7 @@ def run(config: Config, every_view: bool = False) -> Result:
 
 def loop_of(config: Config) -> list[float]:
     """Seconds of each epoch of the eager loop."""
-    images = build.datamodule(config)
+    images = build.datamodule(CIFARDataModule, config)
     images.setup()
     return eager.train(config, images.dataset, torch.device("cuda" if config.accelerator == "gpu" else "cpu"))
 
@@ -278,7 +277,7 @@ def loop_of(config: Config) -> list[float]:
 def tell(variant: Variant, loops: list[list[float]]) -> None:
     """Prints the figures of the recipe."""
     config, results = variant.config, variant.results
-    images = build.datamodule(config)
+    images = build.datamodule(CIFARDataModule, config)
     images.setup()
     per_step = training_flops(config.model, len(images.classes), config.batch_size)
     steps = results[0].steps

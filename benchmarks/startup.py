@@ -6,11 +6,11 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-import exits
 from benchmarks import harness, options, processes
 from benchmarks.case import Case, Ratio
 from benchmarks.contenders import Bench, bench
-from hardware import gpu_count
+from cifar_zero.core import exits
+from cifar_zero.core.hardware import gpu_count
 
 BATCH_SIZE = 4
 IMPORTS = "python -c 'import torch, lightning'"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-import exits
 from benchmarks import harness, options
 from benchmarks.case import Case, Ratio
 from benchmarks.contenders import Bench, bench
+from cifar_zero.core import exits
 
 BATCH_SIZE = 4
 STEPS, SHORT_STEPS = 2000, 500

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-import exits
-import strategies
+from cifar_zero import strategies
+from cifar_zero.core import exits
 from tests.small_vit_runs import main
 
 chosen = strategies.optimizer_implementation

@@ -24,11 +24,11 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import cli
-import models
-from checkpointing.read import read
-from checkpointing.weights import load_weights, network
-from config import OffloadConfig, ZeROConfig
+from cifar_zero import models
+from cifar_zero.checkpoints.read import read
+from cifar_zero.checkpoints.weights import load_weights, network
+from cifar_zero.config import command_line
+from cifar_zero.config.flags import OffloadConfig, ZeROConfig
 
 WHOLE = "FUZZ" in os.environ
 """Whether `make fuzz` runs the tests: in their whole form, which takes hours, and all of them."""
@@ -156,7 +156,7 @@ _RANKS: dict[tuple[str, int], Ranks] = {}
 def train_all(runs: Mapping[Path, list[str]], timeout: float = 600, program: str = "tests.many_runs") -> None:
     """Trains several runs of one number of ranks; `runs` are output directories and flags."""
     flags = [[*own, "--out", str(out)] for out, own in runs.items()]
-    train_in_ranks(flags, cli.parse(flags[0]).world_size, timeout, program)
+    train_in_ranks(flags, command_line.parse(flags[0]).world_size, timeout, program)
 
 
 def train_in_ranks(runs: list[list[str]], ranks: int, timeout: float = 600, program: str = "tests.many_runs") -> None:

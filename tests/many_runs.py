@@ -15,12 +15,10 @@ import sys
 import time
 from pathlib import Path
 
-import checks
-import cli
-import exits
-import launch
-import launchers
 import train
+from cifar_zero.config import command_line, rules
+from cifar_zero.core import exits
+from cifar_zero.launch import local_launcher, rank_environment
 
 POLL_SECONDS = 0.02
 IDLE_SECONDS = 900.0
@@ -30,8 +28,8 @@ IDLE_SECONDS = 900.0
 def main() -> int:
     """Runs them all; returns the exit code."""
     folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
-    if ranks > 1 and not launchers.is_rank():
-        return launch.run(ranks, on_cpu=True)
+    if ranks > 1 and not rank_environment.is_rank():
+        return local_launcher.run(ranks, on_cpu=True)
     environment = dict(os.environ)
     for number in itertools.count():
         file = folder / f"{number}.json"
@@ -42,10 +40,10 @@ def main() -> int:
             time.sleep(POLL_SECONDS)
         for flags in json.loads(file.read_text()):
             os.environ.update(environment)  # Lightning takes WORLD_SIZE away at the end of a run
-            config = cli.parse(flags)
-            checks.settle(config)
+            config = command_line.parse(flags)
+            rules.settle(config)
             train.train(config, figures=False, last=False)
-        if launchers.global_rank() == 0:
+        if rank_environment.global_rank() == 0:
             file.with_suffix(".done").touch()
     return 0
 

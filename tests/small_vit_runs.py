@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-import exits
-from models.vit_shapes import SHAPES, Shape
+from cifar_zero.core import exits
+from cifar_zero.models.vit_shapes import SHAPES, Shape
 from tests.many_runs import main
 
 SHAPES["tiny"] = Shape(width=64, depth=3, heads=4)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-import atomic
-import run_folder
+from cifar_zero.checkpoints import run_folder
+from cifar_zero.core import atomic
 from tests.helpers import ROOT
 
 WRITER = """

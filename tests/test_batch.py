@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from batch import micro_batch_size
-from errors import UsageError
+from cifar_zero.config.batch import micro_batch_size
+from cifar_zero.core.errors import UsageError
 
 
 @pytest.mark.parametrize(("batch_size", "world_size", "accumulate", "expected"), [(4, 1, 1, 4), (16, 2, 4, 2)])

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-import checks
-import cli
-from errors import UsageError
+from cifar_zero.config import command_line, rules
+from cifar_zero.core.errors import UsageError
 from tests.gpu import test_on_gpu
 
 
@@ -19,9 +18,9 @@ def machine_without_ranks(monkeypatch: pytest.MonkeyPatch):
 
 
 def refused(flags: str) -> str:
-    config = cli.parse(flags.split())
+    config = command_line.parse(flags.split())
     with pytest.raises(UsageError) as error:
-        checks.settle(config)
+        rules.settle(config)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -69,12 +68,12 @@ def refused(flags: str) -> str:
     ],
 )
 def test_without_a_gpu(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checks, "gpu_count", lambda: 0)
+    monkeypatch.setattr(rules, "gpu_count", lambda: 0)
     assert expected in refused(flags)
 
 
 def test_more_devices_than_there_are(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checks, "gpu_count", lambda: 2)
+    monkeypatch.setattr(rules, "gpu_count", lambda: 2)
     assert "this machine has 2 GPUs" in refused("--devices 4")
 
 
@@ -83,29 +82,29 @@ def test_more_devices_than_there_are(monkeypatch: pytest.MonkeyPatch):
     ["--accumulate 2", "--strategy deepspeed_stage_3", "--strategy fsdp2", "--model net_moe"],
 )
 def test_graphs_where_addresses_move(flags: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checks, "gpu_count", lambda: 1)
+    monkeypatch.setattr(rules, "gpu_count", lambda: 1)
     assert "use --compile" in refused(f"--cuda_graphs {flags}")
 
 
 def test_graphs_without_offloaded_activations(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checks, "gpu_count", lambda: 1)
+    monkeypatch.setattr(rules, "gpu_count", lambda: 1)
     assert "leave out --activation_offload" in refused("--cuda_graphs --activation_offload")
 
 
 def test_more_ranks_than_blocks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checks, "gpu_count", lambda: 16)
+    monkeypatch.setattr(rules, "gpu_count", lambda: 16)
     assert "12 blocks for 13 ranks: --devices 12" in refused("--strategy pipeline --model vit_tiny --devices 13")
 
 
 def test_float16_needs_loss_scaling(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checks, "gpu_count", lambda: 1)
+    monkeypatch.setattr(rules, "gpu_count", lambda: 1)
     assert "use --precision bf16-mixed" in refused("--strategy fsdp2 --precision 16-mixed")
 
 
 def test_one_network_on_several_ranks_takes_the_whole_batch(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checks, "gpu_count", lambda: 0)
+    monkeypatch.setattr(rules, "gpu_count", lambda: 0)
     flags = ["--strategy", "tensor_parallel", "--model", "vit_small", "--devices", "3", "--batch_size", "4"]
-    checks.settle(cli.parse(flags))
+    rules.settle(command_line.parse(flags))
 
 
 @pytest.mark.parametrize(
@@ -138,9 +137,9 @@ def test_one_network_on_several_ranks_takes_the_whole_batch(monkeypatch: pytest.
     ],
 )
 def test_switches_of_zero_and_offload(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checks, "gpu_count", lambda: 2)
-    monkeypatch.setattr("checks.offload.gpu_count", lambda: 2)
-    monkeypatch.setattr(checks, "settle_resume", lambda config: None)
+    monkeypatch.setattr(rules, "gpu_count", lambda: 2)
+    monkeypatch.setattr("cifar_zero.config.rules.offload.gpu_count", lambda: 2)
+    monkeypatch.setattr(rules, "settle_resume", lambda config: None)
     assert expected in refused(f"{flags} --batch_size 4")
 
 
@@ -153,7 +152,7 @@ def test_switches_of_zero_and_offload(flags: str, expected: str, monkeypatch: py
     ],
 )
 def test_switches_that_need_a_gpu(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checks, "gpu_count", lambda: 0)
+    monkeypatch.setattr(rules, "gpu_count", lambda: 0)
     assert expected in refused(flags)
 
 
@@ -167,7 +166,7 @@ def test_switches_beside_a_raw_configuration():
 )
 def test_switches_without_sense(flags: str):
     with pytest.raises(UsageError, match=flags.split()[0]):
-        cli.parse(flags.split())
+        command_line.parse(flags.split())
 
 
 def test_nvme_without_libaio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -181,17 +180,19 @@ def test_cpu_adam_without_a_compiler(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_eight_bits_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checks, "gpu_count", lambda: 1)
+    monkeypatch.setattr(rules, "gpu_count", lambda: 1)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert "pip install bitsandbytes" in refused("--optimizer adam8bit")
 
 
 def test_a_range_test_has_its_own_schedule():
-    config = cli.parse(["--find_lr", "--schedule", "cosine", "--accelerator", "cpu"])
-    checks.settle(config)
+    config = command_line.parse(["--find_lr", "--schedule", "cosine", "--accelerator", "cpu"])
+    rules.settle(config)
     assert config.schedule.name == "range_test"
-    config = cli.parse(["--find_lr", "--schedule", "range_test", "--schedule.max_lr", "10", "--accelerator", "cpu"])
-    checks.settle(config)
+    config = command_line.parse(
+        ["--find_lr", "--schedule", "range_test", "--schedule.max_lr", "10", "--accelerator", "cpu"]
+    )
+    rules.settle(config)
     assert config.schedule.options["max_lr"] == 10
 
 
@@ -220,32 +221,32 @@ def test_raw_configuration(text: str, expected: str, more: str, tmp_path: Path):
 
 
 def test_the_machine_settles_what_is_left_to_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checks, "gpu_count", lambda: 4)
-    config = cli.parse(["--devices", "auto", "--precision", "auto"])
-    checks.settle(config)
+    monkeypatch.setattr(rules, "gpu_count", lambda: 4)
+    config = command_line.parse(["--devices", "auto", "--precision", "auto"])
+    rules.settle(config)
     assert (config.accelerator, config.devices, config.precision) == ("gpu", 4, "16-mixed")
-    config = cli.parse(["--devices", "auto", "--precision", "auto", "--accelerator", "cpu"])
-    checks.settle(config)
+    config = command_line.parse(["--devices", "auto", "--precision", "auto", "--accelerator", "cpu"])
+    rules.settle(config)
     assert (config.accelerator, config.devices, config.precision) == ("cpu", 1, "32-true")
 
 
 def test_torchrun_says_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    config = cli.parse(["--accelerator", "cpu"])
-    checks.settle(config)
+    config = command_line.parse(["--accelerator", "cpu"])
+    rules.settle(config)
     assert (config.devices, config.num_nodes) == (2, 2)
 
 
 @pytest.mark.parametrize("model", ["speednet", "resnet18"])
 @pytest.mark.parametrize("side", [12, 24, 31])
 def test_networks_that_take_smaller_images(model: str, side: int):
-    checks.settle(cli.parse(f"--model {model} --augment.low_resolution {side} --augment.low_epochs 1".split()))
+    rules.settle(command_line.parse(f"--model {model} --augment.low_resolution {side} --augment.low_epochs 1".split()))
 
 
 def test_what_the_gpu_tests_train_is_not_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checks, "gpu_count", lambda: 1)
+    monkeypatch.setattr(rules, "gpu_count", lambda: 1)
     for run in test_on_gpu.RUNS:
-        config = cli.parse([*test_on_gpu.flags_of(*run), "--data.source", "digits"])
-        checks.settle(config)
+        config = command_line.parse([*test_on_gpu.flags_of(*run), "--data.source", "digits"])
+        rules.settle(config)
         assert config.accelerator == "gpu"

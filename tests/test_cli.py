@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-import cli
-from config import AugmentConfig
-from errors import UsageError
+from cifar_zero.config import command_line
+from cifar_zero.config.flags import AugmentConfig
+from cifar_zero.core.errors import UsageError
 from tests.helpers import ROOT, run_program
 
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 
 
 def test_bare_command_is_the_tutorial_with_a_validation_split():
-    config = cli.parse([])
+    config = command_line.parse([])
     assert (config.strategy, config.batch_size, config.epochs) == ("baseline", 4, 2)
     options = {"lr": 0.001, "momentum": 0.9, "weight_decay": 0.0, "weight_decay_on": "matrices", "nesterov": False}
     assert config.optimizer.options == options
@@ -28,13 +28,15 @@ def test_later_recipes_and_flags_win(tmp_path: Path):
     first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
     first.write_text("epochs: 3\nseed: 1\noptimizer: {name: sgd, lr: 0.5, momentum: 0.3}\n")
     second.write_text("epochs: 4\noptimizer: {name: sgd, lr: 0.25}\n")
-    config = cli.parse(["--config", str(first), "--config", str(second), "--seed", "9"])
+    config = command_line.parse(["--config", str(first), "--config", str(second), "--seed", "9"])
     assert (config.epochs, config.seed) == (4, 9)
     assert (config.optimizer.options["lr"], config.optimizer.options["momentum"]) == (0.25, 0.3)
 
 
 def test_another_optimizer_drops_the_options_of_the_first():
-    config = cli.parse(["--config", "configs/tutorial.yaml", "--optimizer", "adam", "--optimizer.betas", "[0.8, 0.99]"])
+    config = command_line.parse(
+        ["--config", "configs/tutorial.yaml", "--optimizer", "adam", "--optimizer.betas", "[0.8, 0.99]"]
+    )
     assert config.optimizer.name == "adam"
     options = {"eps": 1e-8, "weight_decay": 0.0, "weight_decay_on": "matrices"}
     assert config.optimizer.options == {"lr": 0.001, "betas": (0.8, 0.99), **options}
@@ -43,14 +45,14 @@ def test_another_optimizer_drops_the_options_of_the_first():
 def test_augmentation_of_a_recipe_and_of_flags(tmp_path: Path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("augment: {flip: alternating, crop: 2}\n")
-    config = cli.parse(["--config", str(recipe), "--augment.crop", "4", "--augment.mixup", "0.2"])
+    config = command_line.parse(["--config", str(recipe), "--augment.crop", "4", "--augment.mixup", "0.2"])
     assert config.augment == AugmentConfig(flip="alternating", crop=4, mixup=0.2)
-    recipe.write_text(cli.dump(config))
-    assert cli.parse(["--config", str(recipe)]) == config
+    recipe.write_text(command_line.dump(config))
+    assert command_line.parse(["--config", str(recipe)]) == config
 
 
 def test_short_forms():
-    config = cli.parse(["--logger", "tensorboard", "wandb", "--compile", "--trainer.limit_test_batches", "3"])
+    config = command_line.parse(["--logger", "tensorboard", "wandb", "--compile", "--trainer.limit_test_batches", "3"])
     assert config.logger == ["tensorboard", "wandb"]
     assert config.compile is True
     assert config.trainer == {"limit_test_batches": 3}
@@ -58,10 +60,10 @@ def test_short_forms():
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
 def test_printed_configuration_is_the_same_run_again(recipe: Path, tmp_path: Path):
-    config = cli.parse(["--config", str(recipe), "--seed", "5"])
+    config = command_line.parse(["--config", str(recipe), "--seed", "5"])
     again = tmp_path / "again.yaml"
-    again.write_text(cli.dump(config))
-    assert cli.parse(["--config", str(again)]) == config
+    again.write_text(command_line.dump(config))
+    assert command_line.parse(["--config", str(again)]) == config
     assert set(yaml.safe_load(recipe.read_text())) <= set(yaml.safe_load(again.read_text()))
 
 
@@ -117,7 +119,7 @@ def test_printed_configuration_is_the_same_run_again(recipe: Path, tmp_path: Pat
 def test_mistakes_are_one_clear_line(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(UsageError) as error:
-        cli.parse(flags.split())
+        command_line.parse(flags.split())
     assert expected in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -140,7 +142,7 @@ def test_mistakes_in_a_recipe_are_refused(text: str, expected: str, tmp_path: Pa
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(text)
     with pytest.raises(UsageError) as error:
-        cli.parse(["--config", str(recipe)])
+        command_line.parse(["--config", str(recipe)])
     assert expected in str(error.value)
 
 

@@ -18,7 +18,7 @@ import pytest
 import yaml
 from torch.distributed.run import parse_args
 
-import cli
+from cifar_zero.config import command_line
 from tests.helpers import ROOT, WHOLE, run_program
 
 FOLDER = ROOT / "configs" / "cluster"
@@ -161,7 +161,7 @@ def test_the_manifests_command_is_one_that_torchrun_and_train_py_understand(monk
     assert (told.rdzv_backend, told.rdzv_endpoint) == ("c10d", "cifar-zero-worker-0:23456")
     assert int(told.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
     assert told.training_script == "train.py"
-    config = cli.parse(told.training_script_args)
+    config = command_line.parse(told.training_script_args)
     paths = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert {config.data.root, config.out} <= paths
     # Without worker-0, which holds the rendezvous, every container starts its command again.

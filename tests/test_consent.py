@@ -11,9 +11,9 @@ import pytest
 import torch
 import yaml
 
-import cli
-from config import Config, config_of
-from errors import UsageError
+from cifar_zero.config import command_line
+from cifar_zero.config.flags import Config, config_of
+from cifar_zero.core.errors import UsageError
 from tests.helpers import run_program
 
 REFUSED = "sets trust, which only the command line may: take it out and add --trust"
@@ -33,7 +33,7 @@ def test_a_run_folder_cannot_switch_trust_on(tmp_path: Path):
     """Its config.yaml and the record in its checkpoint ask for it; the flag itself is still obeyed."""
     proof, run = tmp_path / "proof", tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
-    recipe = {**yaml.safe_load(cli.dump(Config())), "data": {"source": "digits"}, "trust": True}
+    recipe = {**yaml.safe_load(command_line.dump(Config())), "data": {"source": "digits"}, "trust": True}
     (run / "config.yaml").write_text(yaml.safe_dump(recipe))
     record = {"config": {**asdict(Config()), "trust": True}, "classes": [*"0123456789"]}
     torch.save({"state_dict": {}, "cifar_zero": record, "evil": Evil(proof)}, run / "checkpoints" / "last.ckpt")
@@ -51,16 +51,16 @@ def test_a_run_folder_cannot_switch_trust_on(tmp_path: Path):
 
 def test_trust_is_a_flag_and_no_option_of_a_recipe(tmp_path: Path):
     recipe = tmp_path / "recipe.yaml"
-    config = cli.parse(["--trust"])
+    config = command_line.parse(["--trust"])
     assert config.trust
-    assert cli.parse([]).trust is cli.parse(["--trust", "false"]).trust is False
-    recipe.write_text(cli.dump(config))
+    assert command_line.parse([]).trust is command_line.parse(["--trust", "false"]).trust is False
+    recipe.write_text(command_line.dump(config))
     assert "trust" not in recipe.read_text()
     assert "trust" not in asdict(config)
-    assert not cli.parse(["--config", str(recipe)]).trust
+    assert not command_line.parse(["--config", str(recipe)]).trust
     for value in ("true", "'false'", "1", "{a: 1}"):
         recipe.write_text(f"trust: {value}")
         with pytest.raises(UsageError, match=REFUSED):
-            cli.parse(["--config", str(recipe), "--trust"])
+            command_line.parse(["--config", str(recipe), "--trust"])
     with pytest.raises(UsageError, match=REFUSED):
         config_of({**asdict(Config()), "trust": False})

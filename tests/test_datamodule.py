@@ -11,10 +11,10 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from config import AugmentConfig, DataConfig
+from cifar_zero.config.flags import AugmentConfig, DataConfig
+from cifar_zero.core.errors import UsageError
+from cifar_zero.data.dataset import IGNORED
 from datamodule import CIFARDataModule, stratified_split
-from errors import UsageError
-from sources.dataset import IGNORED
 
 
 @pytest.fixture

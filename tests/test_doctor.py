@@ -16,14 +16,23 @@ import psutil
 import pytest
 from filelock import FileLock
 
-from diagnosis import CHECKS
-from diagnosis.examination import Check, Examination
-from diagnosis.finding import Finding, Options, ok
-from diagnosis.ops import blocking
-from diagnosis.software import PYTHON, TORCH, pinned
+from cifar_zero.diagnosis import CHECKS
+from cifar_zero.diagnosis.examination import Check, Examination
+from cifar_zero.diagnosis.finding import Finding, Options, ok
+from cifar_zero.diagnosis.ops import blocking
+from cifar_zero.diagnosis.software import PYTHON, TORCH, pinned
 from tests.helpers import ROOT, assert_ok, run_program, small_disk
 
-OPTIONS = Options(ranks=2, out="runs", data_root="data", data_cache="", build=False, timeout=20.0)
+REQUIREMENTS = ROOT / "requirements.txt"
+OPTIONS = Options(
+    ranks=2,
+    out="runs",
+    data_root="data",
+    data_cache="",
+    build=False,
+    timeout=20.0,
+    requirements=ROOT / "requirements.txt",
+)
 
 CHILD = ["sleep", "60.0625"]
 """What a check has started; nobody else sleeps so long."""
@@ -172,7 +181,10 @@ def _rank_of(doctor: int, rank: str) -> psutil.Process:
     while time.monotonic() < deadline:
         for process in psutil.Process(doctor).children(recursive=True):
             try:
-                if "diagnosis.rank" in process.cmdline() and process.environ().get("RANK") == rank:
+                if (
+                    any(part.endswith("diagnosis/rank.py") for part in process.cmdline())
+                    and process.environ().get("RANK") == rank
+                ):
                     return process
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
@@ -220,5 +232,6 @@ def test_whatever_a_check_does_it_ends_as_a_finding(answer, found: str):
 
 
 def test_the_supported_versions_are_those_of_the_requirements():
-    assert f"torch {TORCH[0]} to {pinned('torch').rsplit('.', 1)[0]}" in (ROOT / "requirements.txt").read_text()
+    newest = pinned("torch", REQUIREMENTS).rsplit(".", 1)[0]
+    assert f"torch {TORCH[0]} to {newest}" in REQUIREMENTS.read_text()
     assert f'requires-python = ">={".".join(map(str, PYTHON))}"' in (ROOT / "pyproject.toml").read_text()

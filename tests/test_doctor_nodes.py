@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from diagnosis import nodes
+from cifar_zero.diagnosis import nodes
 from tests.helpers import ROOT, run_program
 from tests.namespaces import DEVICE, Host, Hosts, two_hosts
 

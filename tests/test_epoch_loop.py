@@ -13,13 +13,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
-import epoch_loop
-import strategies
 from cifar_module import CIFARModule
-from config import Choice, Config
-from sources.dataset import Split
-from sources.loader import MemoryLoader
-from sources.order import EvalOrder, TrainOrder
+from cifar_zero import strategies
+from cifar_zero.config.flags import Choice, Config
+from cifar_zero.data.dataset import Split
+from cifar_zero.data.memory_loader import MemoryLoader
+from cifar_zero.data.order import EvalOrder, TrainOrder
+from cifar_zero.training import fast_loop
 
 COUNT, BATCH = 44, 8  # five whole steps an epoch
 
@@ -98,7 +98,7 @@ def fit(
         **options,
     )
     if ours:
-        epoch_loop.install(trainer)
+        fast_loop.install(trainer)
     schedule = Choice("warmup_lr", {"warmup_num_steps": 3})
     module = Logging(Choice("net"), Choice("adam"), schedule, num_classes=10)
     trainer.fit(module, datamodule=Images(accumulate), ckpt_path=checkpoint, weights_only=False)
@@ -114,7 +114,7 @@ def test_it_is_lightnings_loop_to_hooks_counters_logs_and_weights(
     assert trainer.fit_loop.epoch_loop._step is not None  # pyright: ignore - it did not take Lightning's way
     theirs, their_module, their_recorder, their_log = fit(False, accumulate, tmp_path / "theirs", strategy=strategy)
     assert recorder.seen == their_recorder.seen
-    assert {name for name, *_ in recorder.seen} >= set(epoch_loop.HOOKS)
+    assert {name for name, *_ in recorder.seen} >= set(fast_loop.HOOKS)
     assert logged == their_log
     assert "own/loss_step" in logged
     assert trainer.callback_metrics.keys() == theirs.callback_metrics.keys()

@@ -19,15 +19,13 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 
-import export
-import exporting
-import models
-import run_folder
-from checkpointing.weights import read_weights
-from errors import RunError, UsageError
-from exporting import FORMATS, state_dict_file
-from models.moe import gates
-from models.vit_shapes import SHAPES, Shape
+from cifar_zero import exporting, models
+from cifar_zero.checkpoints import run_folder
+from cifar_zero.checkpoints.weights import read_weights
+from cifar_zero.core.errors import RunError, UsageError
+from cifar_zero.exporting import FORMATS, export, state_dict_file
+from cifar_zero.models.moe import gates
+from cifar_zero.models.vit_shapes import SHAPES, Shape
 from tests.helpers import ROOT, assert_ok, run_folder_of, run_program, train_all
 
 SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "export.md").read_text(), re.DOTALL)

@@ -16,12 +16,11 @@ import pytest
 import torch
 from torchvision.datasets import CIFAR10
 
-import cli
-import models
-import sources
-from checkpointing.weights import read_weights
-from config import DataConfig
-from errors import RunError, UsageError
+from cifar_zero import data, models
+from cifar_zero.checkpoints.weights import read_weights
+from cifar_zero.config import command_line
+from cifar_zero.config.flags import DataConfig
+from cifar_zero.core.errors import RunError, UsageError
 from tests.helpers import ROOT, WHOLE, assert_ok, run_folder_of, run_program
 from tests.sources.archives import cifar_files, publish, tar_gz
 
@@ -152,7 +151,7 @@ def test_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         md5 = hashlib.md5(path.read_bytes()).hexdigest() if path.exists() else ""
         url = "http://127.0.0.1:9/cifar-10-python.tar.gz"
         config = DataConfig(source="cifar10", root=str(path.parent), md5=md5, url=url)
-        return sources.load(config, sources.prepare(config))
+        return data.load(config, data.prepare(config))
 
     whole = read(archive)
     assert fuzz(archive, tmp_path, read, lambda found: (found.train_images == whole.train_images).all()) > MUTATIONS / 3
@@ -164,7 +163,7 @@ def test_caches(tmp_path: Path):
 
     def read(path: Path) -> Any:
         config = DataConfig(source="synthetic", synthetic_size=640, root=str(tmp_path), cache=str(path.parent))
-        return sources.load(config, sources.prepare(config))
+        return data.load(config, data.prepare(config))
 
     whole = read(cache)
     assert (cache / "meta.json").exists()
@@ -173,5 +172,5 @@ def test_caches(tmp_path: Path):
 
 def test_recipes(tmp_path: Path):
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(cli.dump(cli.parse(["--config", str(ROOT / "configs" / "deepspeed.yaml")])))
-    fuzz(recipe, tmp_path, lambda path: cli.parse(["--config", str(path)]), lambda found: True)
+    recipe.write_text(command_line.dump(command_line.parse(["--config", str(ROOT / "configs" / "deepspeed.yaml")])))
+    fuzz(recipe, tmp_path, lambda path: command_line.parse(["--config", str(path)]), lambda found: True)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import heartbeat
-from heartbeat import RUNNING, WAITING, Beat, Board, Pulse, Watch
+from cifar_zero.launch import heartbeat
+from cifar_zero.launch.heartbeat import RUNNING, WAITING, Beat, Board, Pulse, Watch
 
 HOUR = 3600
 

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-import exits
-from errors import RunError, UsageError
-from known_failures import TABLE, explain
+from cifar_zero.core import exits
+from cifar_zero.core.errors import RunError, UsageError
+from cifar_zero.core.known_failures import TABLE, explain
 from tests.helpers import run_program
 
 Patch = pytest.MonkeyPatch

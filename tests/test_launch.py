@@ -20,11 +20,12 @@ pytestmark = pytest.mark.distributed
 PROGRAM = """
 import os, sys, time
 sys.path.insert(0, {root!r})
-import heartbeat, launch, launchers, signal, supervisor
-if not launchers.is_rank():
+import signal
+from cifar_zero.launch import heartbeat, local_launcher, rank_environment, supervisor
+if not rank_environment.is_rank():
     supervisor.GRACE_SECONDS, supervisor.SAVING_SECONDS = 1, 4
-    sys.exit(launch.run(3, on_cpu=True, watch=heartbeat.Watch(silent_seconds=2, stopped_seconds=2)))
-rank = launchers.global_rank()
+    sys.exit(local_launcher.run(3, on_cpu=True, watch=heartbeat.Watch(silent_seconds=2, stopped_seconds=2)))
+rank = rank_environment.global_rank()
 {body}
 """
 
@@ -46,7 +47,7 @@ def test_every_rank_has_its_place_and_its_share_of_cores(tmp_path: Path, monkeyp
     places = [(tmp_path / f"{rank}.txt").read_text().split() for rank in range(3)]
     assert [place[:4] for place in places] == [[str(rank), str(rank), "3", "3"] for rank in range(3)]
     assert len({place[4] for place in places}) == 1
-    import hardware
+    from cifar_zero.core import hardware
 
     assert {int(place[5]) for place in places} == {max(1, hardware.core_count() // 3)}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-import launchers
-from errors import UsageError
+from cifar_zero.core.errors import UsageError
+from cifar_zero.launch import rank_environment
 
 SRUN = {
     "SLURM_PROCID": "3",
@@ -21,7 +21,7 @@ SRUN = {
 
 def test_of_torchrun():
     set_by_it = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-    assert launchers.variables({**set_by_it, "HOME": "/", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}) == {
+    assert rank_environment.variables({**set_by_it, "HOME": "/", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}) == {
         **set_by_it,
         "NODE_RANK": "1",  # Lightning takes 0 where neither this nor GROUP_RANK is set
     }
@@ -29,16 +29,16 @@ def test_of_torchrun():
 
 def test_of_deepspeed(monkeypatch: pytest.MonkeyPatch):
     set_by_it = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_SIZE": "2", "CROSS_RANK": "1"}
-    found = launchers.variables({**set_by_it, "CROSS_SIZE": "2"})
+    found = rank_environment.variables({**set_by_it, "CROSS_SIZE": "2"})
     assert (found["RANK"], found["LOCAL_WORLD_SIZE"], found["NODE_RANK"]) == ("3", "2", "1")
     given = ["--local_rank=1", "--epochs", "1"]
-    assert launchers.arguments(given) == given
+    assert rank_environment.arguments(given) == given
     monkeypatch.setenv("CROSS_RANK", "1")
-    assert launchers.arguments(given) == ["--epochs", "1"]
+    assert rank_environment.arguments(given) == ["--epochs", "1"]
 
 
 def test_of_slurm():
-    assert launchers.variables(SRUN) == {
+    assert rank_environment.variables(SRUN) == {
         "RANK": "3",
         "LOCAL_RANK": "1",
         "NODE_RANK": "1",
@@ -48,9 +48,9 @@ def test_of_slurm():
         "MASTER_PORT": "19567",
     }
     there = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-    assert launchers.variables({**SRUN, **there}).items() >= there.items()
+    assert rank_environment.variables({**SRUN, **there}).items() >= there.items()
     # Round the machines: task 1 is the first of the second one, whose ranks are neighbours here.
-    assert launchers.variables({**SRUN, "SLURM_PROCID": "1", "SLURM_LOCALID": "0"})["RANK"] == "2"
+    assert rank_environment.variables({**SRUN, "SLURM_PROCID": "1", "SLURM_LOCALID": "0"})["RANK"] == "2"
 
 
 @pytest.mark.parametrize(
@@ -63,24 +63,26 @@ def test_of_slurm():
 )
 def test_slurm_with_another_number_of_tasks_on_each_node_is_refused(more: dict[str, str]):
     with pytest.raises(UsageError, match="--ntasks-per-node"):
-        launchers.variables({**SRUN, **more})
+        rank_environment.variables({**SRUN, **more})
 
 
 def test_a_shell_in_an_allocation_is_no_rank():
     batch = {name: value for name, value in SRUN.items() if "STEP" not in name}
-    assert launchers.variables({**batch, "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == {}
-    assert launchers.variables({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}) == {}  # salloc's, where SLURM_NTASKS is the job's
-    assert launchers.variables({"RANK": "0", "WORLD_SIZE": "2"}) == {}  # of a Kubernetes pod, for torchrun
+    assert rank_environment.variables({**batch, "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == {}
+    assert (
+        rank_environment.variables({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}) == {}
+    )  # salloc's, where SLURM_NTASKS is the job's
+    assert rank_environment.variables({"RANK": "0", "WORLD_SIZE": "2"}) == {}  # of a Kubernetes pod, for torchrun
 
 
 def test_the_torchrun_process_is_named_by_the_folder_of_its_logs(monkeypatch: pytest.MonkeyPatch):
     """The path is checked with a real one in tests/distributed/test_two_nodes.py."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/torchelastic_a1/none_b2/attempt_3/0/error.json")
-    assert launchers.torchrun_agent() == "none_b2"
+    assert rank_environment.torchrun_agent() == "none_b2"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/dev/null")  # torchrun --log_dir /dev/null
-    assert launchers.torchrun_agent() == ""
+    assert rank_environment.torchrun_agent() == ""
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
-    assert launchers.torchrun_agent() == ""
+    assert rank_environment.torchrun_agent() == ""
 
 
 @pytest.mark.parametrize(
@@ -88,4 +90,4 @@ def test_the_torchrun_process_is_named_by_the_folder_of_its_logs(monkeypatch: py
     [("gpu[03-07,12],login1", "gpu03"), ("a,b", "a"), ("r[1-2]n[1,3]", "r1n1"), ("alone", "alone"), ("n[5]", "n5")],
 )
 def test_the_first_host_of_slurms_list(hosts: str, first: str):
-    assert launchers.first_host(hosts) == first
+    assert rank_environment.first_host(hosts) == first

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-import meeting
+from cifar_zero.launch import rendezvous
 
 
 @pytest.mark.parametrize(
@@ -19,5 +19,5 @@ def test_restarts_with_the_store_of_the_previous_start_are_warned_of(
 ):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agents_store)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
-    meeting._warn_of_restarts()
+    rendezvous._warn_of_restarts()
     assert ("start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in capsys.readouterr().err) == warned

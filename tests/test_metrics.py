@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from metrics import BINS, CurveMetrics, SplitMetrics, calibration_error
-from sources.dataset import IGNORED
-from sources.order import EvalOrder
+from cifar_zero.data.dataset import IGNORED
+from cifar_zero.data.order import EvalOrder
+from cifar_zero.training.metrics import BINS, CurveMetrics, SplitMetrics, calibration_error
 
 reference: Any = sklearn.metrics  # whose docstrings, for want of annotations, pyright misreads
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-import exits
-import plan
+from cifar_zero.core import exits
+from cifar_zero.planning import plan
 from tests.helpers import ROOT, run_program
 
 LARGE = ["--parameters", "10e9", "--optimizer", "adam", "--precision", "bf16-mixed", "--device_memory", "80GB"]

@@ -13,18 +13,16 @@ import pytest
 import torch
 from PIL import Image
 
-import export
-import models
-import predict
-import run_folder
-import sources
-from checkpointing.safetensors_file import write_safetensors
-from checkpointing.weights import load_weights
-from config import DataConfig
-from errors import UsageError
-from exporting import FORMATS
-from sources.augment import normalize
-from sources.dataset import Dataset
+from cifar_zero import data as sources
+from cifar_zero import models
+from cifar_zero.checkpoints import run_folder
+from cifar_zero.checkpoints.safetensors_file import write_safetensors
+from cifar_zero.checkpoints.weights import load_weights
+from cifar_zero.config.flags import DataConfig
+from cifar_zero.core.errors import UsageError
+from cifar_zero.data.augment import normalize
+from cifar_zero.data.dataset import Dataset
+from cifar_zero.exporting import FORMATS, export, predict
 from tests.helpers import ROOT, WHOLE, assert_ok, run_program, train_all
 
 
@@ -105,7 +103,8 @@ def test_lines_and_unreadable_images(digits: tuple[Path, Dataset], folder: Path,
 
 
 def test_no_lightning_and_no_deepspeed(digits: tuple[Path, Dataset], folder: Path):
-    code = "import predict, sys; predict.main(); assert not {'lightning', 'deepspeed'} & set(sys.modules)"
+    code = "import sys; from cifar_zero.exporting import predict; predict.main(); "
+    code += "assert not {'lightning', 'deepspeed'} & set(sys.modules)"
     command = [sys.executable, "-c", code, str(digits[0]), str(folder / "00.png")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert_ok(done)

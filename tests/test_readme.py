@@ -14,7 +14,7 @@ from urllib.request import urlopen
 
 import pytest
 
-import cli
+from cifar_zero.config import command_line
 from tests.helpers import ROOT, WHOLE, assert_ok, run_program, train_in_ranks
 
 TEXT = (ROOT / "README.md").read_text()
@@ -42,7 +42,7 @@ def test_commands(small_data: list[str], tmp_path: Path):
             if "--plot_schedule" in arguments:
                 others.append(["train.py", *flags])
                 continue
-            ranks = cli.parse(flags).devices
+            ranks = command_line.parse(flags).devices
             assert isinstance(ranks, int)
             trainings[ranks].append(flags)
         elif program == "python" and arguments[0] == "compare.py":

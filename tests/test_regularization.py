@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import cli
-from checks.averaging import check_averaging
 from cifar_module import CIFARModule
-from config import Choice, Config, config_of
-from errors import UsageError
+from cifar_zero.config import command_line
+from cifar_zero.config.flags import Choice, Config, config_of
+from cifar_zero.config.rules.averaging import check_averaging
+from cifar_zero.core.errors import UsageError
 
 
 def module(label_smoothing: float) -> CIFARModule:
@@ -53,7 +53,7 @@ def test_labels_are_smoothed_in_training_alone(soft: bool):
 )
 def test_refused_by_the_command_line(flags: list[str], message: str):
     with pytest.raises(UsageError, match=message):
-        cli.parse(flags)
+        command_line.parse(flags)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "pipeline", "deepspeed_stage_3_offload_nvme"])

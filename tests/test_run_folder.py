@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import run_folder
-from errors import UsageError
+from cifar_zero.checkpoints import run_folder
+from cifar_zero.core.errors import UsageError
 
 
 def test_runs_that_start_together_get_folders_of_their_own(tmp_path: Path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-import run_process
+from cifar_zero.training import run_process
 
 
 def test_a_run_begins_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

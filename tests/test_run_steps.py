@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-import build
-import checks
-import cli
 import train
-from errors import UsageError
-from run_steps import prepare, run_steps
-from schedules import Cosine
+from cifar_module import CIFARModule
+from cifar_zero.config import command_line, rules
+from cifar_zero.schedules import Cosine
+from cifar_zero.training import build
+from cifar_zero.training.run_steps import run_steps
+from datamodule import CIFARDataModule
 
 
 @pytest.mark.parametrize(
@@ -30,10 +30,10 @@ from schedules import Cosine
 def test_is_lightnings(flags: str, small_data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    config = cli.parse([*small_data, *shlex.split(flags), "--schedule", "cosine", "--accelerator", "cpu"])
-    checks.settle(config)
+    config = command_line.parse([*small_data, *shlex.split(flags), "--schedule", "cosine", "--accelerator", "cpu"])
+    rules.settle(config)
     config.logger, config.trainer = ["none"], {**config.trainer, "limit_val_batches": 0}
-    module, trainer = build.module(config), build.trainer(config, None)
+    module, trainer = build.module(CIFARModule, config), build.trainer(config, None)
     trainer.fit_loop.max_epochs, epochs = 0, trainer.max_epochs  # all of a fit but its steps
 
     def configure_optimizers(theirs=module.configure_optimizers):
@@ -43,9 +43,9 @@ def test_is_lightnings(flags: str, small_data: list[str], tmp_path: Path, monkey
         return made
 
     monkeypatch.setattr(module, "configure_optimizers", configure_optimizers)
-    trainer.fit(module, datamodule=build.datamodule(config))
+    trainer.fit(module, datamodule=build.datamodule(CIFARDataModule, config))
     assert isinstance(module.schedule, Cosine)
-    assert module.schedule.total_steps == run_steps(config) > 0
+    assert module.schedule.total_steps == run_steps(config, build.datamodule(CIFARDataModule, config)) > 0
 
 
 def test_plot_schedule_draws_and_does_not_train(
@@ -57,8 +57,3 @@ def test_plot_schedule_draws_and_does_not_train(
     assert "schedule.png" in capsys.readouterr().out
     assert (tmp_path / "schedule.png").read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "runs").exists()
-
-
-def test_what_cannot_be_had_is_found_before_the_run(small_data: list[str]):
-    with pytest.raises(UsageError, match=r"--trainer.limit_train_batch is no option .* limit_train_batches"):
-        prepare(cli.parse([*small_data, "--trainer.limit_train_batch", "5"]))

@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-import checks
-import cli
-import sources
-from checks.offload import check_resume
-from errors import UsageError
-from resume import check_same_run, newest_of, settle_resume, source_of
+from cifar_zero import data
+from cifar_zero.checkpoints.resume import check_same_run, newest_of, settle_resume, source_of
+from cifar_zero.config import command_line, rules
+from cifar_zero.config.rules.offload import check_resume
+from cifar_zero.core.errors import UsageError
 
 
 def resumed(out: Path, *flags: str) -> str:
-    config = cli.parse(["--out", str(out), "--name", "mine", *flags])
+    config = command_line.parse(["--out", str(out), "--name", "mine", *flags])
     settle_resume(config)
     return config.resume
 
@@ -87,17 +86,17 @@ def test_last_is_no_run_on_the_digits_but_where_they_are_asked_for(tmp_path: Pat
 )
 def test_a_run_continues_on_the_images_that_it_had(before: str, now: str, continued: str):
     resume = ["--resume", "last.ckpt", "--data.source"]
-    config, classes = cli.parse([*resume, now]), [*sources.class_names(cli.parse([]).data)]
+    config, classes = command_line.parse([*resume, now]), [*data.class_names(command_line.parse([]).data)]
     if "this one" in continued:
         with pytest.raises(UsageError, match=f"{continued}: .*, --weights last.ckpt without --resume fine-tunes"):
-            check_same_run(config, asdict(cli.parse([*resume, before])))
+            check_same_run(config, asdict(command_line.parse([*resume, before])))
         return
-    record = {"config": asdict(cli.parse([*resume, before])), "classes": classes}
+    record = {"config": asdict(command_line.parse([*resume, before])), "classes": classes}
     check_same_run(config, record["config"])
     if before == "digits":
         with pytest.raises(UsageError, match=r"had other classes than --data.source digits now has \("):
             source_of(config, record)
-        record["classes"] = [*sources.class_names(cli.parse(["--data.source", "digits"]).data)]
+        record["classes"] = [*data.class_names(command_line.parse(["--data.source", "digits"]).data)]
     assert source_of(config, record) == continued
 
 
@@ -106,7 +105,7 @@ def test_a_folder_must_have_the_classes_that_it_had(tmp_path: Path):
         for split in ("train", "test"):
             (tmp_path / split / name).mkdir(parents=True)
             (tmp_path / split / name / "0.png").touch()
-    config = cli.parse(["--resume", "last.ckpt", "--data.source", "folder", "--data.root", str(tmp_path)])
+    config = command_line.parse(["--resume", "last.ckpt", "--data.source", "folder", "--data.root", str(tmp_path)])
     record = {"config": asdict(config), "classes": ["cat", "dog"]}
     assert source_of(config, record) == "folder"
     record["classes"] = ["bird", "dog"]
@@ -128,8 +127,10 @@ def test_a_damaged_note_of_the_ranks_is_passed_over(damaged: str, tmp_path: Path
 
 def test_what_cannot_go_on_is_refused_when_that_is_known():
     """Over several machines rank 0 finds the checkpoint, after the other checks."""
-    config = cli.parse(["--strategy", "deepspeed_stage_3_offload_nvme", "--nvme_path", "/", "--resume", "auto"])
+    config = command_line.parse(
+        ["--strategy", "deepspeed_stage_3_offload_nvme", "--nvme_path", "/", "--resume", "auto"]
+    )
     check_resume(config)
     config.resume = "runs/mine/version_0/checkpoints/last.ckpt"
     with pytest.raises(UsageError, match="--resume: deepspeed_stage_3_offload_nvme cannot go on"):
-        checks.settle_resumed(config)
+        rules.settle_resumed(config)

@@ -10,7 +10,7 @@ from deepspeed.runtime import lr_schedules as deepspeeds
 from torch.optim import lr_scheduler as torchs
 
 from cifar_module import StepSchedule
-from schedules import (
+from cifar_zero.schedules import (
     SCHEDULES,
     Constant,
     Cosine,

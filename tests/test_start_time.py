@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-import start_time
+from cifar_zero.core import start_time
 
 
 def test_the_first_note_counts(monkeypatch: pytest.MonkeyPatch):

@@ -15,9 +15,9 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import run_folder
-from checkpointing.read import read
-from reports.summary import MEASURED
+from cifar_zero.checkpoints import run_folder
+from cifar_zero.checkpoints.read import read
+from cifar_zero.reports.summary import MEASURED
 from tests.helpers import (
     ROOT,
     assert_ok,

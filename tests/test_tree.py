@@ -10,26 +10,34 @@ from pathlib import Path
 
 import pytest
 
-import build
-import checks
-import cli
+from cifar_module import CIFARModule
+from cifar_zero.config import command_line, rules
+from cifar_zero.training import build
 from tests.helpers import ROOT, on_a_small_cpu
 
+PACKAGE = ROOT / "cifar_zero"
+COMMANDS = ["train", "evaluate", "export", "predict", "doctor", "plan", "compare", "sweep"]
 MODULES = sorted(
     path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
-    for path in [
-        *ROOT.glob("*.py"),
-        *(file for folder in ROOT.iterdir() if (folder / "__init__.py").exists() for file in folder.rglob("*.py")),
-    ]
+    for path in [*ROOT.glob("*.py"), *PACKAGE.rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
 )
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
-WITHOUT_TORCH = ["config", "cli", "checks", "launch", "hardware", "run_folder", "models", "sources", "strategies"]
-WITHOUT_TORCH += ["exporting", "export", "predict", "doctor", "diagnosis", "known_failures"]
-WITHOUT_TORCH += ["launchers", "supervisor", "heartbeat", "optimizers", "schedules"]
-WITHOUT_TORCH += ["plan", "planning.automatic", "planning.network", "planning.recommend", "reports.plan"]
-WITHOUT_TORCH += ["compare", "comparison.agreement", "comparison.plan"]
-WITHOUT_TORCH += ["sweep", "sweeping.runs", "sweeping.slots", "run_process", "options"]
-WITHOUT_TORCH += ["benchmarks.deepspeed", "benchmarks.startup"]  # wrong usage is answered at once
+WITHOUT_TORCH = [*COMMANDS, "benchmarks.deepspeed", "benchmarks.startup"]  # wrong usage is answered at once
+WITHOUT_TORCH += [f"cifar_zero.{name}" for name in ("core", "config", "launch", "models", "data", "strategies")]
+WITHOUT_TORCH += ["cifar_zero.config.rules", "cifar_zero.checkpoints.run_folder", "cifar_zero.planning.network"]
+
+FLOORS = (
+    ("core",),
+    ("models", "optimizers", "schedules"),
+    ("config",),
+    ("data", "launch"),
+    ("checkpoints",),
+    ("strategies", "reports"),
+    ("training",),
+    ("planning",),
+    ("comparison", "diagnosis", "sweeping", "exporting"),
+)
+"""The packages of cifar_zero: each imports only packages of the floors before its own."""
 
 
 def imports(path: Path) -> set[str]:
@@ -48,20 +56,31 @@ def test_imports(module: str):
     importlib.import_module(module)
 
 
-def test_networks_and_sources_know_no_lightning():
-    for folder in ("models", "sources"):
-        for path in (ROOT / folder).rglob("*.py"):
-            assert not imports(path) & {"lightning", "deepspeed", "train", "strategies"}, path
+def test_models_and_data_know_no_lightning():
+    for folder in ("models", "data"):
+        for path in (PACKAGE / folder).rglob("*.py"):
+            assert not imports(path) & {"lightning", "deepspeed"}, path
 
 
-def test_nothing_imports_the_commands():
-    for module in MODULES:
-        if module == "compare":  # a command itself, which trains perturbed runs with train.train
-            continue
-        path = ROOT / (module.replace(".", "/") + ".py")
-        if path.exists():
-            commands = {"train", "evaluate", "export", "predict", "doctor", "plan", "compare", "sweep"}
-            assert not imports(path) & commands, path
+@pytest.mark.xfail(strict=True, reason="the rules and the rendezvous still look up checkpoints and images themselves")
+def test_imports_go_one_way():
+    """Between the floors, none within a floor, and none of a root file."""
+    floor = {name: number for number, names in enumerate(FLOORS) for name in names}
+    assert set(floor) == {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    wrong = []
+    for path in PACKAGE.rglob("*.py"):
+        own = path.relative_to(PACKAGE).parts[0]
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not node.module:
+                continue
+            modules = [node.module] if node.module != "cifar_zero" else [f"cifar_zero.{n.name}" for n in node.names]
+            for module in modules:
+                first, _, rest = module.partition(".")
+                other = rest.split(".")[0]
+                lower = first != "cifar_zero" or other == own or floor[other] < floor[own]
+                if not lower or first in ("cifar_module", "datamodule", *COMMANDS):
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} imports {module}")
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("module", WITHOUT_TORCH)
@@ -75,7 +94,8 @@ def test_light_modules_stay_light(module: str):
 
 
 def test_the_baseline_does_not_import_deepspeed():
-    code = "import sys, build, cli; build.trainer(cli.parse(['--accelerator', 'cpu']), None)"
+    code = "import sys; from cifar_zero.training import build; from cifar_zero.config import command_line"
+    code += "; build.trainer(command_line.parse(['--accelerator', 'cpu']), None)"
     code += "; sys.exit('deepspeed' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -85,10 +105,10 @@ def test_the_baseline_does_not_import_deepspeed():
 def test_recipes_build(recipe: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    config = cli.parse(["--config", str(recipe), "--accelerator", "cpu", *on_a_small_cpu(recipe)])
-    checks.settle(config)
+    config = command_line.parse(["--config", str(recipe), "--accelerator", "cpu", *on_a_small_cpu(recipe)])
+    rules.settle(config)
     assert config.data.source != "auto"  # a recipe names its source
-    module, trainer = build.module(config), build.trainer(config, None)
+    module, trainer = build.module(CIFARModule, config), build.trainer(config, None)
     module.configure_model()
     assert module.net is not None
     assert trainer.max_epochs == config.epochs

@@ -14,12 +14,12 @@ import yaml
 from wandb.errors import CommError
 from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
 
-import build
-import cli
-import run_folder
-from errors import RunError
+from cifar_zero.checkpoints import run_folder
+from cifar_zero.config import command_line
+from cifar_zero.core.errors import RunError
+from cifar_zero.training import build
+from cifar_zero.training.wandb_logger import wandb_logger
 from tests.helpers import assert_ok, run_folder_of, run_program
-from wandb_logger import wandb_logger
 
 FLAGS = ["--batch_size", "16", "--accelerator", "cpu", "--max_steps", "20", "--log_interval", "10"]
 BLOCK = 32_768
@@ -105,4 +105,4 @@ def test_a_server_that_does_not_answer_is_one_line(tmp_path: Path, monkeypatch: 
 
 
 def test_only_rank_0_opens_a_run():
-    assert build.loggers(cli.parse(["--logger", "wandb"]), run_dir=None) == []
+    assert build.loggers(command_line.parse(["--logger", "wandb"]), run_dir=None) == []

@@ -21,13 +21,12 @@ from pathlib import Path
 import matplotlib.pyplot
 import sklearn.metrics
 
-import build
-import callbacks.summary
-import reports.figures
-import reports.summary
-from quiet import quieten
+from cifar_zero.core.quiet import quieten
+from cifar_zero.reports import figures, summary
+from cifar_zero.training import build
+from cifar_zero.training.callbacks import summary as end_of_run
 
-IMPORTED = (matplotlib.pyplot, sklearn.metrics, build, callbacks.summary, reports.figures, reports.summary, quieten)
+IMPORTED = (matplotlib.pyplot, sklearn.metrics, build, end_of_run, figures, summary, quieten)
 """They are in memory, and nothing has been called: a copy begins as a program that has just been started does."""
 
 REQUEST_BYTES = 2**16

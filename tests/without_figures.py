@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-import exits
 import train
+from cifar_zero.core import exits
 
 if __name__ == "__main__":
     sys.exit(exits.guarded(partial(train.main, figures=False)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from config import DataConfig
+from cifar_zero.config.flags import DataConfig
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import sources
 from benchmarks.loops import arguments
 from benchmarks.loops.clock import Clock
-from config import DataConfig
-from models.net import Net
-from sources.augment import memory_format
-from sources.order import TrainOrder
+from cifar_zero import data as sources
+from cifar_zero.config.flags import DataConfig
+from cifar_zero.data.augment import memory_format
+from cifar_zero.data.order import TrainOrder
+from cifar_zero.models.net import Net
 
 SEED = 0
 """Of the weights and the order: train.py's default."""
@@ -70,9 +70,9 @@ def shuffled(count: int, batch_size: int, device: torch.device) -> Iterator[Tens
 
 def suit_kernels(batch_size: int) -> None:
     """The threads and convolution kernels that train.py chooses for a batch."""
-    from callbacks.counts import training_flops  # here, as they import Lightning
-    from callbacks.cpu_kernels import CPUKernels
-    from config import Choice
+    from cifar_zero.config.flags import Choice
+    from cifar_zero.training.callbacks.counts import training_flops  # here, as they import Lightning
+    from cifar_zero.training.callbacks.cpu_kernels import CPUKernels
 
     kernels: Any = CPUKernels(training_flops(Choice("net"), 10, batch_size), "32-true")
     kernels.on_train_start(None, None)  # it looks at neither the trainer nor the module

@@ -9,8 +9,8 @@ import numpy as np
 import torchvision
 from torchvision import transforms
 
-import sources
 from benchmarks.loops.arguments import data_config
+from cifar_zero import data
 
 
 class CIFAR10InMemory(torchvision.datasets.CIFAR10):
@@ -18,7 +18,7 @@ class CIFAR10InMemory(torchvision.datasets.CIFAR10):
 
     def __init__(self, cache: str):
         """`cache`: directory of the decoded images; CIFAR10's own constructor, which reads its files, is not called."""
-        dataset = sources.load(data_config(cache), "synthetic")
+        dataset = data.load(data_config(cache), "synthetic")
         self.data = np.ascontiguousarray(dataset.train_images.transpose(0, 2, 3, 1))  # (N, 32, 32, 3), as in CIFAR10
         self.targets = dataset.train_labels.tolist()
         self.transform = transforms.Compose(

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-import start_time
+from cifar_zero.core import start_time
 
 WARMUP_STEPS = 20
 """Optimizer steps before the timed ones: allocation, autotuning and the loader's workers settle in them."""

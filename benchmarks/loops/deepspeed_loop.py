@@ -11,9 +11,8 @@ import os
 import sys
 from typing import Any
 
-import launch
-import launchers
 from benchmarks.loops import arguments
+from cifar_zero.launch import local_launcher, rank_environment
 
 BATCH_SIZE = 16
 """Images per step over all ranks: train_batch_size of the program's configuration."""
@@ -32,8 +31,8 @@ def train(cache: str, steps: int, stage: int) -> dict[str, float]:
 
     from benchmarks.loops.cifar10 import CIFAR10InMemory
     from benchmarks.loops.clock import Clock
-    from models.net import Net
-    from strategies.deepspeed import get_ds_config
+    from cifar_zero.models.net import Net
+    from cifar_zero.strategies.deepspeed.config import get_ds_config
 
     os.environ["LOCAL_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]  # as DeepSpeed's own launcher does
     deepspeed.init_distributed()
@@ -73,10 +72,10 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=1, help="on this machine (default: 1)")
     options = parser.parse_args()
     os.environ["DS_ACCELERATOR"] = options.device  # on a machine with a GPU DeepSpeed would take that one
-    if not launchers.is_rank():
-        return launch.run(options.ranks, on_cpu=options.device == "cpu")
+    if not rank_environment.is_rank():
+        return local_launcher.run(options.ranks, on_cpu=options.device == "cpu")
     figures = train(options.cache, options.steps, options.stage)
-    if launchers.global_rank() == 0:
+    if rank_environment.global_rank() == 0:
         print(json.dumps(figures))
     return 0
 

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchvision import transforms
 
-import sources
-from config import DataConfig
-from sources.dataset import Split
-from sources.loader import MemoryLoader
-from sources.order import TrainOrder
+from cifar_zero import data
+from cifar_zero.config.flags import DataConfig
+from cifar_zero.data.dataset import Split
+from cifar_zero.data.memory_loader import MemoryLoader
+from cifar_zero.data.order import TrainOrder
 
 BATCH_SIZE = 64
 WORKERS = 2
@@ -32,9 +32,9 @@ def decode(root: str, cache: str) -> dict[str, float]:
     """Decodes the images of both splits, once."""
     config = DataConfig(source="folder", root=root, cache=cache)
     started = time.perf_counter()
-    sources.prepare(config)
+    data.prepare(config)
     seconds = time.perf_counter() - started
-    dataset = sources.load(config, "folder")
+    dataset = data.load(config, "folder")
     count = len(dataset.train_labels) + len(dataset.test_labels)
     return {"seconds": seconds, "images_per_second": count / seconds}
 
@@ -43,8 +43,8 @@ def ours(root: str, cache: str) -> dict[str, float]:
     """The check of the cache, its mapping, and an epoch of the training images."""
     started = time.perf_counter()
     config = DataConfig(source="folder", root=root, cache=cache)
-    sources.prepare(config)
-    dataset = sources.load(config, "folder")
+    data.prepare(config)
+    dataset = data.load(config, "folder")
     split = Split(dataset.train_images, dataset.train_labels, np.arange(len(dataset.train_labels)))
     order = TrainOrder(split.count, BATCH_SIZE, accumulate=1, world_size=1, rank=0, seed=0)
     return _epoch((images for images, _ in MemoryLoader(split, order)), started)

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import numpy as np
 
-import sources
 from benchmarks.loops.arguments import data_config
-from sources.dataset import Split
-from sources.loader import MemoryLoader
-from sources.order import TrainOrder
+from cifar_zero import data
+from cifar_zero.data.dataset import Split
+from cifar_zero.data.memory_loader import MemoryLoader
+from cifar_zero.data.order import TrainOrder
 
 BATCH_SIZE = 512
 
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, required=True, help="in the training set")
     parser.add_argument("--wait", action="store_true", help="for a line of input, the images still mapped")
     options = parser.parse_args()
-    dataset = sources.load(replace(data_config(options.cache), synthetic_size=options.images), "synthetic")
+    dataset = data.load(replace(data_config(options.cache), synthetic_size=options.images), "synthetic")
     split = Split(dataset.train_images, dataset.train_labels, np.arange(options.images))
     loader = MemoryLoader(split, TrainOrder(split.count, BATCH_SIZE, accumulate=1, world_size=1, rank=0, seed=0))
     started = time.perf_counter()

@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 
-import launch
-import launchers
 from benchmarks.contenders import WARMUP_STEPS
 from benchmarks.processes import ROOT
+from cifar_zero.launch import local_launcher, rank_environment
 
 REST = "Lightning, callbacks, loader"
 ENGINE = "deepspeed.runtime.engine"
@@ -137,8 +136,8 @@ class PartClock:
 def main() -> int:
     """Runs train.py as one rank, or starts the ranks that do; returns the exit code."""
     ranks, steps, *flags = sys.argv[1:]
-    if not launchers.is_rank():
-        return launch.run(int(ranks), on_cpu="cpu" in flags)
+    if not rank_environment.is_rank():
+        return local_launcher.run(int(ranks), on_cpu="cpu" in flags)
     clock = PartClock(int(steps))
     clock.install()
     sys.argv = ["train.py", *flags]
@@ -147,7 +146,7 @@ def main() -> int:
     except SystemExit as end:
         if end.code:
             raise
-    if launchers.global_rank() == 0:
+    if rank_environment.global_rank() == 0:
         print(json.dumps(clock.seconds))
     return 0
 

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import models
-from config import Config
-from sources.dataset import Dataset
-from sources.residence import place
+from cifar_zero import models
+from cifar_zero.config.flags import Config
+from cifar_zero.data.dataset import Dataset
+from cifar_zero.data.residence import place
 
 
 def train(config: Config, dataset: Dataset, device: torch.device) -> list[float]:

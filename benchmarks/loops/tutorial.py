@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from benchmarks.loops import arguments
 from benchmarks.loops.cifar10 import CIFAR10InMemory
 from benchmarks.loops.clock import Clock
-from models.net import Net
+from cifar_zero.models.net import Net
 
 BATCH_SIZE = 4
 

@@ -14,10 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-import build
-import checks
-import cli
-import sources
 from benchmarks import contenders, harness, others, processes
 from benchmarks.case import Case, Ratio
 from benchmarks.loops import bare, profiled
@@ -25,8 +21,13 @@ from benchmarks.loops.clock import WARMUP_STEPS, Clock
 from benchmarks.options import Options
 from benchmarks.pss import mapped_bytes
 from benchmarks.spread import Spread, number, paired_ratios
-from config import DataConfig
-from errors import RunError
+from cifar_module import CIFARModule
+from cifar_zero import data as sources
+from cifar_zero.config import command_line, rules
+from cifar_zero.config.flags import DataConfig
+from cifar_zero.core.errors import RunError
+from cifar_zero.training import build
+from datamodule import CIFARDataModule
 from tests.helpers import assert_ok, of_make_fuzz, run_program
 
 TWO_ROUNDS = Options(repeats=2, steps=None, short=True, accelerator="cpu")
@@ -142,10 +143,12 @@ def test_the_bare_loop_trains_what_train_py_trains(tmp_path: Path):
     sources.prepare(images)
     data = ["--data.source", "synthetic", "--data.cache", str(tmp_path), "--data.synthetic_size", "1000"]
     data += ["--accelerator", "cpu", "--logger", "none"]
-    config = cli.parse(["--config", "configs/tutorial.yaml", "--batch_size", "64", "--bench_steps", "20", *data])
-    checks.settle(config)
-    module, trainer = build.module(config), build.trainer(config, None)
-    trainer.fit(module, datamodule=build.datamodule(config))
+    config = command_line.parse(
+        ["--config", "configs/tutorial.yaml", "--batch_size", "64", "--bench_steps", "20", *data]
+    )
+    rules.settle(config)
+    module, trainer = build.module(CIFARModule, config), build.trainer(config, None)
+    trainer.fit(module, datamodule=build.datamodule(CIFARDataModule, config))
     for tuned in (False, True):
         net, figures = bare.train(images, 64, trainer.global_step - WARMUP_STEPS, torch.device("cpu"), tuned)
         assert figures["timed_images"] == 20 * 64

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-import exits
 from benchmarks import largest
 from benchmarks.contenders import last_json
 from benchmarks.largest import FULL, next_depth
 from benchmarks.processes import RunFailed, run
+from cifar_zero.core import exits
 
 
 @pytest.mark.parametrize("most", [0, 1, 7, 40, 41, 99])

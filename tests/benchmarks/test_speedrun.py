@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks import speedrun
 from benchmarks.speedrun import WHOLE, Result, Variant
-from config import Config
-from errors import UsageError
+from cifar_zero.config.flags import Config
+from cifar_zero.core.errors import UsageError
 
 REACHED = 0.7
 """Share of 1,000 handwritten digits that the network at an eighth of its width names rightly after 50 steps of 100."""

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-import exits
 from benchmarks import model_states
+from cifar_zero.core import exits
 
 
 @pytest.mark.parametrize("flags", [["--ranks", "0"], ["--ranks", "two"], ["--precisions", "auto"]])

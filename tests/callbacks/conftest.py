@@ -19,19 +19,19 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-import epoch_loop
-from callbacks.counts import training_flops
-from callbacks.curves import TrainingCurves
-from callbacks.effective import Effective
-from callbacks.figures import TestFigures
-from callbacks.memory import Memory
-from callbacks.progress import Progress
-from callbacks.throughput import Throughput
 from cifar_module import CIFARModule
-from config import Config
-from sources.dataset import Split
-from sources.loader import MemoryLoader
-from sources.order import TrainOrder
+from cifar_zero.config.flags import Config
+from cifar_zero.data.dataset import Split
+from cifar_zero.data.memory_loader import MemoryLoader
+from cifar_zero.data.order import TrainOrder
+from cifar_zero.training import fast_loop
+from cifar_zero.training.callbacks.counts import training_flops
+from cifar_zero.training.callbacks.curves import TrainingCurves
+from cifar_zero.training.callbacks.effective import Effective
+from cifar_zero.training.callbacks.figures import TestFigures
+from cifar_zero.training.callbacks.memory import Memory
+from cifar_zero.training.callbacks.progress import Progress
+from cifar_zero.training.callbacks.throughput import Throughput
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 NUM_TEST = 60
@@ -151,7 +151,7 @@ def fit(tmp_path: Path) -> Callable[..., Run]:
         )
         module = module_class(config.model, config.optimizer, config.schedule, len(CLASSES))
         datamodule = RandomImages(num_train, config.batch_size, config.accumulate, change)
-        epoch_loop.install(trainer)
+        fast_loop.install(trainer)
         trainer.fit(module, datamodule=datamodule)
         took_ours = getattr(trainer.fit_loop.epoch_loop, "_step", None) is not None
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None  # float16 takes Lightning's loop

@@ -12,11 +12,11 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
-from callbacks import figures
-from callbacks.averaging import Averaging, held
-from checkpointing.zero_folder import AVERAGE
 from cifar_module import CIFARModule
-from config import Choice, Config
+from cifar_zero.checkpoints.zero_folder import AVERAGE
+from cifar_zero.config.flags import Choice, Config
+from cifar_zero.training.callbacks import figures
+from cifar_zero.training.callbacks.averaging import Averaging, held
 
 LR = Choice("sgd", {"lr": 0.05})
 STEPS = 8  # an epoch: 64 images in batches of 8

@@ -9,13 +9,13 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-import strategies
-from callbacks.curves import TrainingCurves
-from callbacks.effective import Effective
-from comparison.reading import read_losses
-from comparison.result import Curve
-from config import Choice, Config
-from schedules import WarmupLR
+from cifar_zero import strategies
+from cifar_zero.comparison.reading import read_losses
+from cifar_zero.comparison.result import Curve
+from cifar_zero.config.flags import Choice, Config
+from cifar_zero.schedules import WarmupLR
+from cifar_zero.training.callbacks.curves import TrainingCurves
+from cifar_zero.training.callbacks.effective import Effective
 
 Fit = Callable[..., Any]
 

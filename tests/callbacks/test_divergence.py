@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from callbacks.curves import TrainingCurves
-from callbacks.divergence import Divergence
 from cifar_module import CIFARModule
-from config import Config
-from errors import RunError
+from cifar_zero.config.flags import Config
+from cifar_zero.core.errors import RunError
+from cifar_zero.training.callbacks.curves import TrainingCurves
+from cifar_zero.training.callbacks.divergence import Divergence
 
 
 class Poison:

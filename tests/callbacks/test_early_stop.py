@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from callbacks.early_stop import EarlyStop
-from config import Choice, Config
+from cifar_zero.config.flags import Choice, Config
+from cifar_zero.training.callbacks.early_stop import EarlyStop
 
 STUCK = Config(optimizer=Choice("sgd", {"lr": 0.0}), batch_size=8, epochs=9)
 

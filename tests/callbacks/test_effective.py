@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from callbacks.effective import Effective
-from config import Config
+from cifar_zero.config.flags import Config
+from cifar_zero.training.callbacks.effective import Effective
 
 Fit = Callable[..., Any]
 

@@ -10,11 +10,11 @@ import torch
 from lightning.pytorch import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from callbacks import experts
-from callbacks.experts import Experts, experts_of_classes
-from config import Choice, Config
-from models.moe import Routing, gates
-from reports.expert_figure import expert_figure
+from cifar_zero.config.flags import Choice, Config
+from cifar_zero.models.moe import Routing, gates
+from cifar_zero.reports.expert_figure import expert_figure
+from cifar_zero.training.callbacks import experts
+from cifar_zero.training.callbacks.experts import Experts, experts_of_classes
 from tests.helpers import run_folder_of, train_all
 
 Fit = Callable[..., Any]

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from callbacks import figures
-from config import Config
+from cifar_zero.config.flags import Config
+from cifar_zero.training.callbacks import figures
 
 
 def test_the_surest_mistakes_of_all_batches_are_kept(fit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,9 @@ import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from callbacks.interrupt import Interrupt
-from callbacks.last_checkpoint import LastCheckpoint
-from config import Config
+from cifar_zero.config.flags import Config
+from cifar_zero.training.callbacks.interrupt import Interrupt
+from cifar_zero.training.callbacks.last_checkpoint import LastCheckpoint
 
 CONFIG = Config(epochs=3, batch_size=8)
 STEPS = 4

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from callbacks.interval import Interval
+from cifar_zero.training.callbacks.interval import Interval
 
 
 @pytest.mark.parametrize(

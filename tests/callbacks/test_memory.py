@@ -7,9 +7,9 @@ import psutil
 import pytest
 import torch
 
-from callbacks.memory import Memory, peak_bytes
-from callbacks.model_state import model_states
-from config import Choice, Config
+from cifar_zero.config.flags import Choice, Config
+from cifar_zero.training.callbacks.memory import Memory, peak_bytes
+from cifar_zero.training.callbacks.model_state import model_states
 
 PARAMETERS = 62_006
 FLOAT32 = 4

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from callbacks.peaks import PEAKS, peak_by_name, peak_flops
+from cifar_zero.training.callbacks.peaks import PEAKS, peak_by_name, peak_flops
 
 TERA = 1e12
 

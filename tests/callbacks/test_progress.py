@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from callbacks import progress
-from config import Config
+from cifar_zero.config.flags import Config
+from cifar_zero.training.callbacks import progress
 
 
 def shown_by(fit: Callable[..., Any], config: Config, terminal: bool, **options: Any) -> str:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-import cli
-from callbacks import summary
-from config import Config
-from reports.summary import MEASURED, write_json
+from cifar_zero.config import command_line
+from cifar_zero.config.flags import Config
+from cifar_zero.reports.summary import MEASURED, write_json
+from cifar_zero.training.callbacks import summary
 
 NOT_HERE = {"perf/mfu", *(f"perf/step_time_{name}_ms" for name in ("min", "median", "max"))}
 NOT_HERE |= {"reduce_bucket_size", "allgather_bucket_size"}
@@ -17,7 +17,7 @@ NOT_HERE |= {"reduce_bucket_size", "allgather_bucket_size"}
 
 
 def test_what_a_run_came_to(fit: Callable[..., Any], tmp_path: Path) -> None:
-    run = fit(cli.parse(["--batch_size", "8", "--accumulate", "2", "--log_interval", "4"]), 40)
+    run = fit(command_line.parse(["--batch_size", "8", "--accumulate", "2", "--log_interval", "4"]), 40)
     run.trainer.test(run.module, datamodule=run.datamodule, verbose=False)
     logged = {name: value.item() for name, value in run.trainer.callback_metrics.items()}
     metrics = summary.collect(run.trainer, run.module, run.datamodule, run.config)

@@ -9,11 +9,11 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-import start_time
-from callbacks.counts import parameter_count, training_flops
-from callbacks.throughput import Throughput, rates
 from cifar_module import CIFARModule
-from config import Choice, Config
+from cifar_zero.config.flags import Choice, Config
+from cifar_zero.core import start_time
+from cifar_zero.training.callbacks.counts import parameter_count, training_flops
+from cifar_zero.training.callbacks.throughput import Throughput, rates
 
 
 def test_rates_by_hand() -> None:
@@ -80,8 +80,8 @@ class SlowDisk(Callback):
 
 @pytest.fixture
 def _fake_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("callbacks.throughput.time", CLOCK)
-    monkeypatch.setattr("callbacks.stopwatch.time", CLOCK)
+    monkeypatch.setattr("cifar_zero.training.callbacks.throughput.time", CLOCK)
+    monkeypatch.setattr("cifar_zero.training.callbacks.stopwatch.time", CLOCK)
 
 
 @pytest.mark.usefixtures("_fake_time")
@@ -120,7 +120,9 @@ def slow(batch: Any) -> Any:
 @pytest.mark.usefixtures("_fake_time")
 def test_the_wait_for_data_and_the_utilisation(fit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two micro-batches a step; the clock starts when the first of the timed steps, or of an epoch, is there."""
-    monkeypatch.setattr("callbacks.throughput.peak_flops", lambda device, precision: 10 * 12_818_880)
+    monkeypatch.setattr(
+        "cifar_zero.training.callbacks.throughput.peak_flops", lambda device, precision: 10 * 12_818_880
+    )
     config = Config(epochs=2, batch_size=4, accumulate=2, log_interval=1)
     run = fit(config, 32, warmup_steps=4, module_class=Sleeper, change=slow)
     waits = {step: DATA_SECONDS * (1 if step in (5, 9) else 2) for step in range(5, 17)}

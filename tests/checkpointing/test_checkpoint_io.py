@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointing.io import AtomicCheckpointIO
+from cifar_zero.checkpoints.io import AtomicCheckpointIO
 
 CANNOT_BE_PICKLED = {"state_dict": {}, "callbacks": lambda: None}
 
@@ -38,7 +38,7 @@ def test_a_checkpoint_that_cannot_be_removed(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_rank_of_deepspeed_keeps_what_failed_for_all(tmp_path: Path):
-    from strategies.zero_checkpoint import GuardedCheckpointEngine
+    from cifar_zero.strategies.deepspeed.checkpoint import GuardedCheckpointEngine
 
     engine = GuardedCheckpointEngine()
     engine.save(CANNOT_BE_PICKLED, str(tmp_path / "rank.pt"))

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointing.safe_load import load
-from errors import UsageError
+from cifar_zero.checkpoints.safe_load import load
+from cifar_zero.core.errors import UsageError
 
 
 class Evil:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointing.zero_folder import GROUPS, SHAPE, TAG, read_folder
-from errors import UsageError
+from cifar_zero.checkpoints.zero_folder import GROUPS, SHAPE, TAG, read_folder
+from cifar_zero.core.errors import UsageError
 
 LOCAL, RANKS = 3, 2
 """Experts of each rank; ranks that share them out."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from comparison.result import Curve, Run
-from options import flat
+from cifar_zero.comparison.result import Curve, Run
+from cifar_zero.config.flat import flat
 
 SETTINGS: dict[str, Any] = {
     **{"strategy": "baseline", "gradient_clip_val": 0.0, "batch_size": 16, "compile": False, "out": "runs"},

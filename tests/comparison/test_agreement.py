@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from comparison.agreement import BROKEN, EPS, FACTOR, FLOOR, Apart, Pair, bound, eps_of, judge, worst
-from comparison.result import Run, Verdict
+from cifar_zero.comparison.agreement import BROKEN, EPS, FACTOR, FLOOR, Apart, Pair, bound, eps_of, judge, worst
+from cifar_zero.comparison.result import Run, Verdict
 from tests.comparison.made_up import made_up
 
 UNIT = EPS["32"]

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from comparison import causes as known
-from comparison.agreement import Pair
-from comparison.result import Run, VerdictKind
+from cifar_zero.comparison import causes as known
+from cifar_zero.comparison.agreement import Pair
+from cifar_zero.comparison.result import Run, VerdictKind
 from tests.comparison.made_up import made_up
 
 ZERO: dict[str, Any] = {"zero_optimization": {"stage": 2, "overlap_comm": False}, "communication_data_type": "float32"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +10,15 @@ from typing import Any
 
 import pytest
 
-import compare
-from comparison.plan import Planned, plan
-from comparison.result import Run
-from errors import RunError, Stopped, UsageError
+import train
+from cifar_module import CIFARModule
+from cifar_zero.comparison import compare
+from cifar_zero.comparison.result import Run
+from cifar_zero.comparison.variants import Planned, plan
+from cifar_zero.core.errors import RunError, Stopped, UsageError
 from tests.comparison.made_up import made_up
+
+PROGRAMS = compare.Programs("train.py", "compare.py")
 
 SMALL = ["--data.source", "synthetic", "--accelerator", "cpu", "--batch_size", "16"]
 
@@ -55,7 +58,7 @@ def handlers() -> Iterator[None]:
 
 def trained(monkeypatch: pytest.MonkeyPatch, runner: Any, planned: list[Planned]) -> Any:
     monkeypatch.setattr(compare, "load", runner.load)
-    return compare._trained(Namespace(trust=False), planned, runner)
+    return compare._trained(Namespace(trust=False), planned, runner, PROGRAMS)
 
 
 def test_a_run_that_cannot_be_read_has_not_trained(monkeypatch: pytest.MonkeyPatch, planned: list[Planned]) -> None:
@@ -86,22 +89,18 @@ def test_a_full_disk_ends_with_what_is_there(monkeypatch: pytest.MonkeyPatch, tm
         name="n",
     )
     with pytest.raises(RunError, match=r"No space left on device \(a.log\); what was trained is in"):
-        compare.of_trainings(arguments, SMALL)
+        compare.of_trainings(arguments, SMALL, PROGRAMS)
 
 
-def test_every_variant_is_checked(monkeypatch: pytest.MonkeyPatch, planned: list[Planned]) -> None:
-    """Weights of one variant that are not there would else be found after the others have trained."""
-    seen: list[str] = []
-    light = Namespace(prepare=lambda config: seen.append(config.strategy))
-    for name, module in {"run_steps": light, "quiet": Namespace(quieten=lambda: None)}.items():
-        monkeypatch.setitem(sys.modules, name, module)  # they take seconds to import
-    compare._prepare(planned)
-    assert seen == ["baseline", "ddp"]
+def test_every_variant_is_checked_before_the_first_is_trained(planned: list[Planned]) -> None:
+    planned[1].config.trainer["limit_train_batch"] = 5
+    with pytest.raises(UsageError, match=r"--trainer.limit_train_batch is no option .* limit_train_batches"):
+        compare._prepare(planned)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
     monkeypatch.setattr("sys.argv", ["compare.py", *flags])
-    return compare.main()
+    return compare.main(train.train, lambda: CIFARModule, PROGRAMS)
 
 
 def test_it_is_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +139,7 @@ def test_the_verdicts_outlive_a_report_that_fails(
         raise OSError("no fonts")
 
     monkeypatch.setattr(compare, "load", lambda run: made_up(strategy=str(run), folder=str(run)))
-    monkeypatch.setattr("reports.comparison.page.write_page", broken)
+    monkeypatch.setattr("cifar_zero.comparison.report.page.write_page", broken)
     with pytest.raises(OSError, match="no fonts"):
         run(monkeypatch, "--runs", "baseline", "ddp", "--out", str(tmp_path), "--junit", str(tmp_path / "compare.xml"))
     assert "bit-identical" in capsys.readouterr().out

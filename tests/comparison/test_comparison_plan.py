@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from comparison.plan import plan
-from errors import UsageError
+from cifar_zero.comparison.variants import plan
+from cifar_zero.core.errors import UsageError
 
 Axes = tuple[list[str], list[str], list[str]]
 """Strategies, devices, micro-batches."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from comparison.grouping import grouped, perturbed_runs
-from comparison.result import Variant
+from cifar_zero.comparison.grouping import grouped, perturbed_runs
+from cifar_zero.comparison.result import Variant
 from tests.comparison.made_up import made_up
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from cifar_module import CIFARModule
-from comparison.agreement import LEAST_PERTURBATION, TF32_EPS
-from comparison.perturbed import PerturbedModule
-from comparison.reading import PERTURBED
-from config import Choice
+from cifar_zero.comparison.agreement import LEAST_PERTURBATION, TF32_EPS
+from cifar_zero.comparison.perturbed import perturbed
+from cifar_zero.comparison.reading import PERTURBED
+from cifar_zero.config.flags import Choice
 
 CHOICES = (Choice("net", {}), Choice("adam", {"lr": 0.001}), Choice("constant", {}))
 
@@ -25,7 +25,7 @@ def test_weights_and_constants_change_by_what_the_model_computes_in(
 ) -> None:
     plain = CIFARModule(*CHOICES, num_classes=10, seed=3)
     plain.configure_model()
-    module: Any = PerturbedModule(*CHOICES, num_classes=10, seed=3, precision="32-true", accelerator=accelerator)
+    module: Any = perturbed(CIFARModule, "32-true", accelerator)(*CHOICES, num_classes=10, seed=3)
     module._trainer = SimpleNamespace(is_global_zero=True, default_root_dir=str(tmp_path))
     module.configure_model()
     module.configure_model()  # the test after the training: once is enough

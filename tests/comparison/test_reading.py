@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from comparison.reading import load
-from errors import UsageError
+from cifar_zero.comparison.reading import load
+from cifar_zero.core.errors import UsageError
 from tests.comparison.made_up import METRICS, SETTINGS
 
 WHOLE: dict[str, str] = {

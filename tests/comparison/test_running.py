@@ -7,9 +7,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from compare import PERTURB
-from comparison.running import Runner
-from errors import RunError
+from cifar_zero.comparison.running import Runner
+from cifar_zero.core.errors import RunError
+from tests.helpers import ROOT
 
 PROGRAM = "import signal, sys, time; print('error: the first'); {what}"
 
@@ -82,4 +82,4 @@ def test_a_run_finds_this_repository_first(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     (tmp_path / "checks.py").write_text("print('error: the wrong one'); raise SystemExit(3)")
     with pytest.raises(RunError, match="--devices"):
-        runner(tmp_path).run("a", PERTURB, ["--devices", "none"])
+        runner(tmp_path).run("a", [str(ROOT / "compare.py"), "perturb"], ["--devices", "none"])

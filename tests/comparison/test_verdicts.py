@@ -11,14 +11,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from comparison import junit, result, weights
-from comparison.console import show
-from comparison.result import Comparison, Run, Variant
-from comparison.settings import differences
-from comparison.summary import summarize
-from comparison.verdicts import Perturb
-from comparison.weights import apart, convolves
-from errors import UsageError
+from cifar_zero.comparison import junit, result, weights
+from cifar_zero.comparison.console import show
+from cifar_zero.comparison.result import Comparison, Run, Variant
+from cifar_zero.comparison.settings import differences
+from cifar_zero.comparison.summary import summarize
+from cifar_zero.comparison.verdicts import Perturb
+from cifar_zero.comparison.weights import apart, convolves
+from cifar_zero.core.errors import UsageError
 from tests.comparison.made_up import made_up
 
 

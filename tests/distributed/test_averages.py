@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-import checks
-import evaluate
-import export
-from checkpointing.safetensors_file import read_safetensors
-from checkpointing.weights import network
-from checkpointing.zero_folder import AVERAGE
+from cifar_module import CIFARModule
+from cifar_zero.checkpoints.safetensors_file import read_safetensors
+from cifar_zero.checkpoints.weights import network
+from cifar_zero.checkpoints.zero_folder import AVERAGE
+from cifar_zero.config import rules
+from cifar_zero.exporting import export
+from cifar_zero.training import evaluate
+from datamodule import CIFARDataModule
 from tests.helpers import WHOLE, largest_difference, last_checkpoint, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
@@ -96,8 +98,8 @@ def test_evaluate_and_export_use_the_average(runs: dict[str, Path], tmp_path: Pa
     def tested(*flags: str) -> Any:
         config = evaluate.configuration(checkpoint, ["--accelerator", "cpu", "--strategy", "baseline", *flags])
         config.devices = 1
-        checks.settle(config)
-        return evaluate.evaluate(config, checkpoint, "32-true", cast=False)
+        rules.settle(config)
+        return evaluate.evaluate((CIFARModule, CIFARDataModule), config, checkpoint, "32-true", cast=False)
 
     assert tested()["test/loss"] == pytest.approx(metrics["test/loss"], rel=1e-6)
     assert tested("--ema", "0")["test/loss"] != pytest.approx(metrics["test/loss"], rel=1e-6)  # the newest

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch.optim.swa_utils import update_bn
 
-import cli
-import models
-import sources
-from checkpointing.weights import network
-from checkpointing.zero_folder import AVERAGE
-from models.mlp import MLP
-from sources.augment import normalize
-from sources.order import TrainOrder
+from cifar_zero import data as sources
+from cifar_zero import models
+from cifar_zero.checkpoints.weights import network
+from cifar_zero.checkpoints.zero_folder import AVERAGE
+from cifar_zero.config import command_line
+from cifar_zero.data.augment import normalize
+from cifar_zero.data.order import TrainOrder
+from cifar_zero.models.mlp import MLP
 from tests.helpers import (
     WHOLE,
     assert_ok,
@@ -120,7 +120,7 @@ def test_averaged_weights_have_the_statistics_of_all_ranks_images(strategy: str,
     checkpoint = last_checkpoint(run_folder_of(folder / strategy))
     averaged, newest = network(checkpoint), network(checkpoint, averaged=False)
     assert checkpoint[AVERAGE]["count"] == 2
-    data = cli.parse([*small_data, "--data.synthetic_size", "160"]).data
+    data = command_line.parse([*small_data, "--data.synthetic_size", "160"]).data
     images = torch.from_numpy(np.ascontiguousarray(sources.load(data, "synthetic").train_images))
     found = []
     for rank in range(2):

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-import models
-from checkpointing.read import RECORD
+from cifar_zero import models
+from cifar_zero.checkpoints.read import RECORD
 from tests.helpers import (
     WHOLE,
     assert_ok,
@@ -129,8 +129,12 @@ ALL_PHASES = """
 import sys
 from pathlib import Path
 import torch
-import build, checks, cli, launch, launchers
-from checkpointing.read import read
+from cifar_module import CIFARModule
+from cifar_zero.checkpoints.read import read
+from cifar_zero.config import command_line, rules
+from cifar_zero.launch import local_launcher, rank_environment
+from cifar_zero.training import build
+from datamodule import CIFARDataModule
 
 def same(one, other):
     one, other = read(one), read(other)
@@ -140,14 +144,14 @@ def same(one, other):
     assert len(states[0]) == 24
     assert all(torch.equal(states[0][number]["exp_avg"], states[1][number]["exp_avg"]) for number in range(24))
 
-config = cli.parse(sys.argv[1:])
-checks.settle(config)
-if not launchers.is_rank():
-    sys.exit(launch.run(2, on_cpu=True))
-module, datamodule = build.module(config), build.datamodule(config)
+config = command_line.parse(sys.argv[1:])
+rules.settle(config)
+if not rank_environment.is_rank():
+    sys.exit(local_launcher.run(2, on_cpu=True))
+module, datamodule = build.module(CIFARModule, config), build.datamodule(CIFARDataModule, config)
 datamodule.prepare_data()
 run = Path(config.out)
-run_dir = run if launchers.global_rank() == 0 else None
+run_dir = run if rank_environment.global_rank() == 0 else None
 trainer = build.trainer(config, run_dir)
 trainer.fit(module, datamodule=datamodule)
 last = run / "checkpoints" / "last.ckpt"

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import models
-import run_folder
-from checkpointing.read import read
-from checkpointing.weights import network, plain_network
-from finetuning.delta import together, write
+from cifar_zero import models
+from cifar_zero.checkpoints import run_folder
+from cifar_zero.checkpoints.finetuning.delta import together, write
+from cifar_zero.checkpoints.read import read
+from cifar_zero.checkpoints.weights import network, plain_network
 from tests.helpers import WHOLE, last_weights, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-import cli
-from callbacks.memory import PARTS
-from planning import network
-from planning.model_states import predicted
+from cifar_zero.config import command_line
+from cifar_zero.planning import network
+from cifar_zero.planning.model_states import predicted
+from cifar_zero.training.callbacks.memory import PARTS
 from tests.helpers import WHOLE, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
@@ -33,7 +33,7 @@ def test_what_is_predicted_is_measured(small_data: list[str], tmp_path: Path) ->
     }
     train_all(runs)
     for out, flags in runs.items():
-        config = cli.parse(flags)
+        config = command_line.parse(flags)
         found = predicted(config.strategy, network.of(config).weights, 2, config.precision, config.optimizer)
         assert found is not None
         states = found.in_memory

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from comparison.reading import read_losses
+from cifar_zero.comparison.reading import read_losses
 from tests.helpers import largest_difference, last_weights, run_folder_of, train_all
 
 TRAIN, HIDDEN, PIXELS = 16, 8, 3 * 32 * 32

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from checks.here import check_nvme
-from diagnosis.ops import is_built
-from errors import UsageError
+from cifar_zero.config.rules.here import check_nvme
+from cifar_zero.core.errors import UsageError
+from cifar_zero.diagnosis.ops import is_built
 from tests.helpers import WHOLE, largest_difference, last_weights, run_folder_of, train_all
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpointing.weights import network
-from optimizers import BY_DEEPSPEED, OFFLOADED_BY, OPTIMIZERS
+from cifar_zero.checkpoints.weights import network
+from cifar_zero.optimizers import BY_DEEPSPEED, OFFLOADED_BY, OPTIMIZERS
 from tests.helpers import WHOLE, last_checkpoint, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed

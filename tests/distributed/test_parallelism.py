@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-import run_folder
-from checkpointing.read import read
+from cifar_zero.checkpoints import run_folder
+from cifar_zero.checkpoints.read import read
 from tests.helpers import run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed

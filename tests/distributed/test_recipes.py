@@ -16,11 +16,13 @@ from statistics import mean
 
 import pytest
 
-import cli
-from comparison.reading import read_losses
-from optimizers import OFFLOADED_BY
-from run_steps import run_steps
-from schedules import SCHEDULES
+from cifar_zero.comparison.reading import read_losses
+from cifar_zero.config import command_line
+from cifar_zero.optimizers import OFFLOADED_BY
+from cifar_zero.schedules import SCHEDULES
+from cifar_zero.training import build
+from cifar_zero.training.run_steps import run_steps
+from datamodule import CIFARDataModule
 from tests.helpers import ROOT, on_a_small_cpu, run_folder_of, train_all
 
 pytestmark = [
@@ -59,15 +61,15 @@ def flags_of(recipe: Path, ranks: int, data: list[str]) -> list[str]:
     size = [*on_a_small_cpu(recipe), *(on_a_cpu[1].split() if on_a_cpu else [])]
     size += ["--model.depth", "3"] if "vit_" in recipe.read_text() else []
     flags = ["--config", str(recipe), *size, *data, *where]
-    config = cli.parse(flags)
+    config = command_line.parse(flags)
     if hasattr(SCHEDULES[config.schedule.name](), "total_steps"):  # of the whole recipe, not of its first steps
-        flags += ["--schedule.total_steps", str(run_steps(config))]
+        flags += ["--schedule.total_steps", str(run_steps(config, build.datamodule(CIFARDataModule, config)))]
     return flags if recipe.stem == "debug_overfit" else [*flags, "--max_steps", str(STEPS)]
 
 
 def strategy_of(recipe: Path, ranks: int) -> str:
     """On two ranks ZeRO 2, or 0 where the recipe's optimizer needs whole tensors."""
-    cuts = cli.parse(["--config", str(recipe)]).optimizer.name in OFFLOADED_BY
+    cuts = command_line.parse(["--config", str(recipe)]).optimizer.name in OFFLOADED_BY
     return "baseline" if ranks == 1 else "deepspeed_stage_2" if cuts else "deepspeed_stage_0"
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import run_folder
-from checkpointing.read import read
+from cifar_zero.checkpoints import run_folder
+from cifar_zero.checkpoints.read import read
 from tests.helpers import (
     ROOT,
     WHOLE,

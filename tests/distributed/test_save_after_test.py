@@ -7,17 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpointing.read import read
+from cifar_zero.checkpoints.read import read
 from tests.helpers import WHOLE, assert_ok, run_folder_of, run_program
 
 pytestmark = pytest.mark.distributed
 
 PROGRAM = """
 import sys
-import build, checks, cli, run_folder
-config = cli.parse(sys.argv[1:])
-checks.settle(config)
-module, datamodule = build.module(config), build.datamodule(config)
+from cifar_module import CIFARModule
+from cifar_zero.checkpoints import run_folder
+from cifar_zero.config import command_line, rules
+from cifar_zero.training import build
+from datamodule import CIFARDataModule
+config = command_line.parse(sys.argv[1:])
+rules.settle(config)
+module, datamodule = build.module(CIFARModule, config), build.datamodule(CIFARDataModule, config)
 datamodule.prepare_data()
 run = run_folder.claim(config.out, config.run_name)
 trainer = build.trainer(config, run)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointing.weights import network
+from cifar_zero.checkpoints.weights import network
 from tests.helpers import largest_difference, last_checkpoint, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import models
-from strategy_specs import STRATEGIES
+from cifar_zero import models
+from cifar_zero.config.strategy_specs import STRATEGIES
 from tests.helpers import (
     WHOLE,
     assert_ok,

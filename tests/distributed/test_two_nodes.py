@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import meeting
-import run_folder
+from cifar_zero.checkpoints import run_folder
+from cifar_zero.launch import rendezvous
 from tests.helpers import ROOT, largest_difference, last_weights, of_make_fuzz, run_folder_of, train_all
 from tests.namespaces import DEVICE, Host, Hosts, two_hosts
 
@@ -42,7 +42,7 @@ RECIPE = [
 ]
 """An epoch of 40 steps."""
 
-NETWORK = {"GLOO_SOCKET_IFNAME": DEVICE, meeting.OWN_STORE: "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+NETWORK = {"GLOO_SOCKET_IFNAME": DEVICE, rendezvous.OWN_STORE: "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 """What docs/cluster.md says to set on each node: a host's own name leads to its loopback."""
 
 SLOW = "20mbit"

@@ -11,18 +11,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-import cli
-import evaluate
-import export
-import exporting
-import models
-from checkpointing.read import RECORD
-from checkpointing.weights import plain_network
-from config import Choice, Config, LoRAConfig
-from errors import UsageError
-from finetuning.delta import together
-from finetuning.load import put, read_plain
-from finetuning.network import build
+from cifar_zero import exporting, models
+from cifar_zero.checkpoints.finetuning.delta import together
+from cifar_zero.checkpoints.finetuning.load import put, read_plain
+from cifar_zero.checkpoints.finetuning.network import build
+from cifar_zero.checkpoints.read import RECORD
+from cifar_zero.checkpoints.weights import plain_network
+from cifar_zero.config import command_line
+from cifar_zero.config.flags import Choice, Config, LoRAConfig
+from cifar_zero.core.errors import UsageError
+from cifar_zero.exporting import export
+from cifar_zero.training import evaluate
 
 FLAGS = ["--lora.rank", "2", "--lora.target", "fc1", "--trainable", "fc3.*", "--accelerator", "cpu"]
 TRAINED = {"fc1.lora_a", "fc1.lora_b", "fc3.weight", "fc3.bias"}
@@ -38,7 +37,7 @@ def base(tmp_path: Path) -> Path:
 @pytest.fixture
 def checkpoint(base: Path, small_data: list[str], tmp_path: Path) -> Path:
     """As after a run that started from the base."""
-    config = cli.parse([*small_data, *FLAGS, "--weights", str(base)])
+    config = command_line.parse([*small_data, *FLAGS, "--weights", str(base)])
     net = build(config.model, 10, config.trainable, config.lora)
     put(net, torch.load(base))
     with torch.no_grad():

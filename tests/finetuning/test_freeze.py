@@ -6,13 +6,13 @@ from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import models
 from cifar_module import CIFARModule
-from config import Choice
-from errors import UsageError
-from finetuning.freeze import check_patterns, freeze, trained_names
-from finetuning.network import on_meta
-from models.moe import share_of, whole_names
+from cifar_zero import models
+from cifar_zero.checkpoints.finetuning.freeze import check_patterns, freeze, trained_names
+from cifar_zero.checkpoints.finetuning.network import on_meta
+from cifar_zero.config.flags import Choice
+from cifar_zero.core.errors import UsageError
+from cifar_zero.models.moe import share_of, whole_names
 
 
 def test_patterns_name_what_is_trained():

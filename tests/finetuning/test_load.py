@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-import models
-from checkpointing.read import RECORD
-from config import Choice, Config, LoRAConfig
-from errors import UsageError
-from finetuning.load import FILE, match, put, read_plain
-from finetuning.network import build
+from cifar_zero import models
+from cifar_zero.checkpoints.finetuning.load import FILE, match, put, read_plain
+from cifar_zero.checkpoints.finetuning.network import build
+from cifar_zero.checkpoints.read import RECORD
+from cifar_zero.config.flags import Choice, Config, LoRAConfig
+from cifar_zero.core.errors import UsageError
 
 
 @pytest.fixture

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from config import Choice, LoRAConfig
-from errors import UsageError
-from finetuning.lora import adapt, merged
-from finetuning.network import build, on_meta
-from models.vit import ViT
-from models.vit_shapes import Shape
+from cifar_zero.checkpoints.finetuning.lora import adapt, merged
+from cifar_zero.checkpoints.finetuning.network import build, on_meta
+from cifar_zero.config.flags import Choice, LoRAConfig
+from cifar_zero.core.errors import UsageError
+from cifar_zero.models.vit import ViT
+from cifar_zero.models.vit_shapes import Shape
 
 LORA = LoRAConfig(rank=2, alpha=6.0, target=["blocks.*.attention.*", "head"])
 SMALL = Shape(width=12, depth=2, heads=3)

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import checks
-import cli
-from errors import UsageError
-from resume import check_same_run
+from cifar_zero.checkpoints.resume import check_same_run
+from cifar_zero.config import command_line, rules
+from cifar_zero.core.errors import UsageError
 
 LORA = ["--lora.rank", "2", "--lora.target", "fc1"]
 
@@ -30,25 +29,29 @@ def test_refused(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
     for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UsageError, match=expected) as error:
-        checks.settle(cli.parse([*flags.split(), "--accelerator", "cpu"]))
+        rules.settle(command_line.parse([*flags.split(), "--accelerator", "cpu"]))
     assert "\n" not in str(error.value)
 
 
 def test_lists_are_read_from_flags_and_recipes(tmp_path: Path):
-    config = cli.parse([*LORA, "fc2", "--trainable", "fc3.*", "conv*"])
+    config = command_line.parse([*LORA, "fc2", "--trainable", "fc3.*", "conv*"])
     assert (config.lora.target, config.trainable) == (["fc1", "fc2"], ["fc3.*", "conv*"])
-    (tmp_path / "again.yaml").write_text(cli.dump(config))
-    assert cli.parse(["--config", str(tmp_path / "again.yaml")]) == config
+    (tmp_path / "again.yaml").write_text(command_line.dump(config))
+    assert command_line.parse(["--config", str(tmp_path / "again.yaml")]) == config
 
 
 def test_a_run_that_goes_on_trains_the_same(tmp_path: Path):
-    before = asdict(cli.parse([*LORA, "--trainable", "fc3.*", "--weights", str(tmp_path / "base" / "last.ckpt")]))
+    before = asdict(
+        command_line.parse([*LORA, "--trainable", "fc3.*", "--weights", str(tmp_path / "base" / "last.ckpt")])
+    )
     same = [*LORA, "--trainable", "fc3.*", "--resume", "run"]
-    check_same_run(cli.parse(same), before)
-    check_same_run(cli.parse([*same, "--weights", str(tmp_path / "base")]), before)  # as a job that SLURM starts again
+    check_same_run(command_line.parse(same), before)
+    check_same_run(
+        command_line.parse([*same, "--weights", str(tmp_path / "base")]), before
+    )  # as a job that SLURM starts again
     with pytest.raises(UsageError, match="goes on with the weights that it has: leave --weights out"):
-        check_same_run(cli.parse([*same, "--weights", str(tmp_path / "other.pt")]), before)
+        check_same_run(command_line.parse([*same, "--weights", str(tmp_path / "other.pt")]), before)
     with pytest.raises(UsageError, match=r"--lora\.rank 2, this one has 4"):
-        check_same_run(cli.parse([*same, "--lora.rank", "4"]), before)
+        check_same_run(command_line.parse([*same, "--lora.rank", "4"]), before)
     with pytest.raises(UsageError, match="--trainable"):
-        check_same_run(cli.parse([*same, "--trainable", "fc2.*"]), before)
+        check_same_run(command_line.parse([*same, "--trainable", "fc2.*"]), before)

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from config import AugmentConfig
-from sources import loader, residence
-from sources.augment import Augmentation
-from sources.dataset import Split
-from sources.loader import MemoryLoader
-from sources.order import EvalOrder, Order, TrainOrder
-from sources.residence import Stored, place
+from cifar_zero.config.flags import AugmentConfig
+from cifar_zero.data import memory_loader as loader
+from cifar_zero.data import residence
+from cifar_zero.data.augment import Augmentation
+from cifar_zero.data.dataset import Split
+from cifar_zero.data.memory_loader import MemoryLoader
+from cifar_zero.data.order import EvalOrder, Order, TrainOrder
+from cifar_zero.data.residence import Stored, place
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from callbacks.peaks import peak_by_name
-from strategy_specs import STRATEGIES
+from cifar_zero.config.strategy_specs import STRATEGIES
+from cifar_zero.training.callbacks.peaks import peak_by_name
 from tests.helpers import assert_ok, loss_by_step, run_folder_of, run_program
 
 pytestmark = [

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-import models
 from benchmarks.activation_memory import counted
-from callbacks.counts import training_flops
-from config import Choice
-from errors import UsageError
-from models.moe import gates
-from models.net import Net
-from models.recomputation import checkpoint_blocks
+from cifar_zero import models
+from cifar_zero.config.flags import Choice
+from cifar_zero.core.errors import UsageError
+from cifar_zero.models.moe import gates
+from cifar_zero.models.net import Net
+from cifar_zero.models.recomputation import checkpoint_blocks
+from cifar_zero.training.callbacks.counts import training_flops
 
 STEPS = 20
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torchvision
 
-import cli
-import models
-from callbacks.counts import parameter_count, training_flops
-from config import Choice
-from errors import UsageError
+from cifar_zero import models
+from cifar_zero.config import command_line
+from cifar_zero.config.flags import Choice
+from cifar_zero.core.errors import UsageError
+from cifar_zero.training.callbacks.counts import parameter_count, training_flops
 
 SMALL: dict[str, dict[str, Any]] = {
     "mlp": {"hidden": [8], "dropout": 0.5, "batch_norm": True},
@@ -132,6 +132,6 @@ def test_flops_of_the_residual_network():
 )
 def test_mistakes_are_one_clear_line(flags: str, message: str):
     with pytest.raises(UsageError) as error:
-        cli.parse(["--model", *flags.split()])
+        command_line.parse(["--model", *flags.split()])
     assert message in str(error.value)
     assert "\n" not in str(error.value)

@@ -10,12 +10,11 @@ import pytest
 import torch
 import torchvision
 
-import checks
-import cli
-import models
-from callbacks.counts import parameter_count
-from config import Choice
-from errors import UsageError
+from cifar_zero import models
+from cifar_zero.config import command_line, rules
+from cifar_zero.config.flags import Choice
+from cifar_zero.core.errors import UsageError
+from cifar_zero.training.callbacks.counts import parameter_count
 from tests.helpers import run_program
 
 
@@ -44,12 +43,12 @@ def test_counts_one_whose_shapes_are_values():
 
 def test_is_a_run_like_any_other(tmp_path: Path):
     flags = ["--model", "torchvision:resnet18", "--model.kwargs.zero_init_residual", "true", "--model.image_size", "64"]
-    config = cli.parse(flags)
+    config = command_line.parse(flags)
     assert config.model.options == {"kwargs": {"zero_init_residual": True}, "image_size": 64}
     assert config.run_name == "torchvision-resnet18-baseline"
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(cli.dump(config))
-    assert cli.parse(["--config", str(recipe)]) == config
+    recipe.write_text(command_line.dump(config))
+    assert command_line.parse(["--config", str(recipe)]) == config
 
 
 @pytest.mark.parametrize(
@@ -67,9 +66,9 @@ def test_is_a_run_like_any_other(tmp_path: Path):
     ],
 )
 def test_mistakes_are_one_clear_line(flags: str, message: str):
-    config = cli.parse(["--data.source", "digits", "--accelerator", "cpu", "--model", *flags.split()])
+    config = command_line.parse(["--data.source", "digits", "--accelerator", "cpu", "--model", *flags.split()])
     with pytest.raises(UsageError) as error:
-        checks.settle(config)
+        rules.settle(config)
     assert str(error.value).startswith(f"--model {config.model.name}: ")
     assert message in str(error.value)
     assert "\n" not in str(error.value)
@@ -106,9 +105,9 @@ def test_numbers_lists_and_names_of_layers_are_passed_on():
     ],
 )
 def test_what_cannot_be_normalised_or_drawn_is_refused(flags: str, message: str):
-    config = cli.parse(["--data.source", "digits", "--accelerator", "cpu", "--model", *flags.split()])
+    config = command_line.parse(["--data.source", "digits", "--accelerator", "cpu", "--model", *flags.split()])
     with pytest.raises(UsageError, match=message):
-        checks.settle(config)
+        rules.settle(config)
 
 
 def test_without_timm_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch):

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-import models
-from build import module
-from cli import parse
-from models.initialization import initialize
+from cifar_module import CIFARModule
+from cifar_zero import models
+from cifar_zero.config.command_line import parse
+from cifar_zero.models.initialization import initialize
+from cifar_zero.training.build import module
 
 VARIANCES: dict[str, Callable[[int, int], float]] = {
     "he": lambda fan_in, fan_out: 2 / fan_in,
@@ -62,7 +63,9 @@ def test_deep_perceptrons_keep_their_signal(activation: str, scheme: str):
 
 def test_the_seed_draws_them():
     def start(*flags: str) -> torch.Tensor:
-        built = module(parse(["--data.source", "digits", "--model", "mlp", "--model.hidden", "[8]", *flags]))
+        built = module(
+            CIFARModule, parse(["--data.source", "digits", "--model", "mlp", "--model.hidden", "[8]", *flags])
+        )
         built.configure_model()
         net: Any = built.net
         return net[1].weight

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import models
-from models import moe
-from models.mixture_options import MixtureOptions
-from models.moe import Gate, MixtureOfExperts, Routing
-from models.net import Net
+from cifar_zero import models
+from cifar_zero.models import moe
+from cifar_zero.models.mixture_options import MixtureOptions
+from cifar_zero.models.moe import Gate, MixtureOfExperts, Routing
+from cifar_zero.models.net import Net
 
 TOKENS, WIDTH, EXPERTS = 50, 8, 4
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-import models
+from cifar_zero import models
 
 
 def test_net_has_the_tutorials_layers():

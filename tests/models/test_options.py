@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import cli
-from errors import UsageError
-from models import NetMoE, ViTMoE
+from cifar_zero.config import command_line
+from cifar_zero.core.errors import UsageError
+from cifar_zero.models import NetMoE, ViTMoE
 from tests.helpers import run_program
 
 MIXTURES: dict[str, type[NetMoE | ViTMoE]] = {"net_moe": NetMoE, "vit_moe": ViTMoE}
@@ -47,7 +47,7 @@ MIXTURES: dict[str, type[NetMoE | ViTMoE]] = {"net_moe": NetMoE, "vit_moe": ViTM
 )
 def test_mistakes_are_one_clear_line(flags: str, message: str):
     with pytest.raises(UsageError) as error:
-        cli.parse(["--model", *flags.split()])
+        command_line.parse(["--model", *flags.split()])
     assert message in str(error.value)
     assert "--model." in str(error.value)
     assert "\n" not in str(error.value)
@@ -74,8 +74,8 @@ def test_help_names_every_option_and_its_default(model: str):
     "flags", ["net_moe --model.num_experts [2,4] --model.mlp_type residual", "vit_moe --model.size small"]
 )
 def test_a_recipe_has_every_option(flags: str, tmp_path: Path):
-    config = cli.parse(["--model", *flags.split(), "--model.top_k", "2"])
+    config = command_line.parse(["--model", *flags.split(), "--model.top_k", "2"])
     assert set(config.model.options) == {option.name for option in fields(MIXTURES[config.model.name])}
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(cli.dump(config))
-    assert cli.parse(["--config", str(recipe)]) == config
+    recipe.write_text(command_line.dump(config))
+    assert command_line.parse(["--config", str(recipe)]) == config

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from lightning.pytorch.strategies import DeepSpeedStrategy, SingleDeviceStrategy
 from torch import Tensor
 
-import cli
-import models
 from cifar_module import lay_channels_last
-from errors import UsageError
-from models.speednet import WHITENING_EPS, IdentityConv, whitening_filters
+from cifar_zero import models
+from cifar_zero.config import command_line
+from cifar_zero.core.errors import UsageError
+from cifar_zero.models.speednet import WHITENING_EPS, IdentityConv, whitening_filters
 
 
 def images(count: int = 64) -> Tensor:
@@ -103,7 +103,7 @@ def test_without_whitening_the_first_layer_is_one_like_all_others():
 )
 def test_mistakes_are_one_clear_line(flags: str, message: str):
     with pytest.raises(UsageError) as error:
-        cli.parse(["--model", "speednet", *flags.split()])
+        command_line.parse(["--model", "speednet", *flags.split()])
     assert str(error.value) == message
 
 

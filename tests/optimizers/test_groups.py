@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from optimizers import OPTIMIZERS
-from optimizers.groups import parameter_groups
-from optimizers.state import keep_own_options, lay_like_parameters
+from cifar_zero.optimizers import OPTIMIZERS
+from cifar_zero.optimizers.groups import parameter_groups
+from cifar_zero.optimizers.state import keep_own_options, lay_like_parameters
 
 
 def network() -> nn.Sequential:

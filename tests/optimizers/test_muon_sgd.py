@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import cli
 from cifar_module import StepSchedule
-from errors import UsageError
-from optimizers import OPTIMIZERS
-from optimizers.groups import parameter_groups
-from optimizers.torch_muon import orthogonalized
-from schedules import Linear
+from cifar_zero.config import command_line
+from cifar_zero.core.errors import UsageError
+from cifar_zero.optimizers import OPTIMIZERS
+from cifar_zero.optimizers.groups import parameter_groups
+from cifar_zero.optimizers.torch_muon import orthogonalized
+from cifar_zero.schedules import Linear
 
 OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.6, "ns_steps": 3, "sgd_momentum": 0.85, "weight_decay": 0.01}
 OPTIONS |= {"bias_lr": 0.05, "head_lr": 0.2, "weight_decay_on": "all", "first_bias_share": 0.5}
@@ -138,5 +138,5 @@ def test_a_share_that_is_no_number_of_steps():
 )
 def test_mistakes_are_one_clear_line(flags: str, message: str):
     with pytest.raises(UsageError) as error:
-        cli.parse(["--optimizer", "muon_sgd", *flags.split()])
+        command_line.parse(["--optimizer", "muon_sgd", *flags.split()])
     assert str(error.value) == message

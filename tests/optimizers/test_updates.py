@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from optimizers import OPTIMIZERS, Implementation
-from optimizers.groups import hidden_matrices, parameter_groups
+from cifar_zero.optimizers import OPTIMIZERS, Implementation
+from cifar_zero.optimizers.groups import hidden_matrices, parameter_groups
 
 STEPS = 100
 

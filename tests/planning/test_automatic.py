@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import cli
-from errors import UsageError
-from planning import automatic, machine
+from cifar_zero.config import command_line
+from cifar_zero.core.errors import UsageError
+from cifar_zero.planning import automatic, machine
 
 ALONE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", automatic.VARIABLE)
 
@@ -22,7 +22,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settled(*flags: str) -> str:
-    config = cli.parse(["--strategy", "auto", "--accelerator", "cpu", *flags])
+    config = command_line.parse(["--strategy", "auto", "--accelerator", "cpu", *flags])
     automatic.settle(config)
     return config.strategy
 
@@ -37,7 +37,7 @@ def test_a_cpu_takes_the_baseline_and_says_so(capsys: pytest.CaptureFixture[str]
 def test_less_memory_takes_another(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(machine, "free_memory_bytes", lambda: 2 * (machine.CPU_RANK_BYTES + 85_000_000))
     flags = ["--model", "vit_tiny", "--optimizer", "adam", "--devices", "2", "--batch_size", "2"]
-    monkeypatch.setattr("checks.devices.free_memory_bytes", lambda: 10**11)
+    monkeypatch.setattr("cifar_zero.config.rules.devices.free_memory_bytes", lambda: 10**11)
     assert settled(*flags) == "fsdp2"  # of 16 bytes a parameter
     assert "; baseline, ddp, deepspeed_stage_0, deepspeed_stage_1, " in capsys.readouterr().err
     monkeypatch.setattr(machine, "free_memory_bytes", lambda: 10**6)
@@ -121,4 +121,4 @@ def test_the_last_run_needs_a_name(tmp_path: Path) -> None:
 
 def test_no_raw_configuration_beside_it() -> None:
     with pytest.raises(UsageError, match="--ds_config stands in for a strategy"):
-        cli.parse(["--strategy", "auto", "--ds_config", "some.json"])
+        command_line.parse(["--strategy", "auto", "--ds_config", "some.json"])

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from config import Config
-from planning.communication import sent_bytes
-from planning.model_states import Weight
-from planning.network import Network, of_size
-from planning.survey import PLANNED
-from strategy_specs import STRATEGIES
+from cifar_zero.config.flags import Config
+from cifar_zero.config.strategy_specs import STRATEGIES
+from cifar_zero.planning.communication import sent_bytes
+from cifar_zero.planning.model_states import Weight
+from cifar_zero.planning.network import Network, of_size
+from cifar_zero.planning.survey import PLANNED
 
 LARGE = Network((Weight(10**9, 10**9),), 0)
 """In one piece: half of it is still there when the backward pass comes to it."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-import hardware
+from cifar_zero.core import hardware
 
 
 def test_a_container_may_have_less_than_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-import cli
-from config import Choice
-from planning import network
-from planning.model_states import STATE_TENSORS, Weight, predicted
-from strategy_specs import STRATEGIES
+from cifar_zero.config import command_line
+from cifar_zero.config.flags import Choice
+from cifar_zero.config.strategy_specs import STRATEGIES
+from cifar_zero.planning import network
+from cifar_zero.planning.model_states import STATE_TENSORS, Weight, predicted
 
 ADAM = Choice("adam")
 MILLION = 10**6
@@ -87,7 +87,7 @@ def test_state_of_an_optimizer(name: str, options: dict[str, Any], tensors: int)
     """As torch keeps it."""
     import torch
 
-    from optimizers import OPTIMIZERS
+    from cifar_zero.optimizers import OPTIMIZERS
 
     parameter = torch.nn.Parameter(torch.ones(1_000))
     parameter.grad = torch.ones(1_000)
@@ -99,14 +99,14 @@ def test_state_of_an_optimizer(name: str, options: dict[str, Any], tensors: int)
 
 
 def test_every_optimizer_but_8_bits_has_its_tensors() -> None:
-    from optimizers import OPTIMIZERS
+    from cifar_zero.optimizers import OPTIMIZERS
 
     assert {*STATE_TENSORS} == {*OPTIMIZERS} - {"adam8bit"}
     assert bytes_each("baseline", 1, "32-true", Choice("adam8bit")) == 10
 
 
 def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
-    config = cli.parse(["--model", "vit_tiny", "--optimizer", "adam", "--trainable", "head.*"])
+    config = command_line.parse(["--model", "vit_tiny", "--optimizer", "adam", "--trainable", "head.*"])
     net = network.of(config)
     assert (net.elements, net.trained) == (5_362_378, 1_930)
     for ranks, strategy in ((1, "baseline"), (2, "deepspeed_stage_2")):
@@ -128,7 +128,7 @@ def test_small_layers_stay_whole_at_stage_3() -> None:
 def test_experts_are_shared_out() -> None:
     def weights(ep_size: int) -> tuple[Weight, ...]:
         flags = ["--model", "vit_moe", "--model.num_experts", "[4]", "--model.ep_size", str(ep_size)]
-        return network.of(cli.parse(flags)).weights
+        return network.of(command_line.parse(flags)).weights
 
     whole, shared = (predicted("deepspeed_stage_0", weights(size), 4, "32-true", ADAM) for size in (1, 4))
     experts = sum(weight.elements for weight in weights(4) if weight.ranks_that_share == 4)

@@ -6,21 +6,21 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import cli
-from errors import UsageError
-from planning import activations, network, overheads
-from planning.activations import Line
-from planning.machine import Room, size_in_bytes
-from planning.model_states import Weight
-from planning.recommend import recommended
-from planning.survey import PLANNED, Need, survey
-from strategy_specs import STRATEGIES
+from cifar_zero.config import command_line
+from cifar_zero.config.strategy_specs import STRATEGIES
+from cifar_zero.core.errors import UsageError
+from cifar_zero.planning import activations, network, overheads
+from cifar_zero.planning.activations import Line
+from cifar_zero.planning.machine import Room, size_in_bytes
+from cifar_zero.planning.model_states import Weight
+from cifar_zero.planning.recommend import recommended
+from cifar_zero.planning.survey import PLANNED, Need, survey
 
 GB = 10**9
 
 
 def plan(room: Room, *flags: str, elements: int = 10 * GB) -> list[Need]:
-    config = cli.parse(["--optimizer", "adam", "--precision", "bf16-mixed", "--batch_size", "64", *flags])
+    config = command_line.parse(["--optimizer", "adam", "--precision", "bf16-mixed", "--batch_size", "64", *flags])
     config.accelerator = "gpu"
     line = Line(0, GB)
     return survey(config, network.of_size(elements), room, {"autocast": line, "cast": line})
@@ -159,7 +159,7 @@ def test_offloaded_gradients_of_several_micro_batches() -> None:
 def test_fsdp2_reduces_in_float32() -> None:
     net = network.Network((Weight(1_000, 10),), largest_block=100)
     for precision, each in (("bf16-mixed", 10), ("32-true", 12)):
-        config = cli.parse(["--strategy", "fsdp2", "--precision", precision, "--devices", "2"])
+        config = command_line.parse(["--strategy", "fsdp2", "--precision", precision, "--devices", "2"])
         assert overheads.buckets(STRATEGIES["fsdp2"], config, net) == each * 100
 
 
@@ -180,7 +180,7 @@ def test_what_lacks_is_named() -> None:
 
 def test_alike_blocks_are_counted_as_three() -> None:
     """To the byte, as all of them."""
-    config = cli.parse(["--model", "vit_tiny", "--activation_checkpointing"])
+    config = command_line.parse(["--model", "vit_tiny", "--activation_checkpointing"])
     with FakeTensorMode():
         net = activations._fake(config, torch.bfloat16)
         whole = activations.counted(net, 4, "cast")
@@ -196,7 +196,7 @@ def test_a_network_that_looks_at_its_values_as_it_is_built(monkeypatch: pytest.M
 
     monkeypatch.setattr(activations, "on_meta", build)
     with FakeTensorMode():
-        net = activations._fake(cli.parse([]), torch.bfloat16)
+        net = activations._fake(command_line.parse([]), torch.bfloat16)
         assert net(torch.empty(2, 3, dtype=torch.bfloat16)).shape == (2, 10)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from reports.summary import MEASURED, git_commit, metrics_json, print_summary, print_test_table, write_json
+from cifar_zero.reports.summary import MEASURED, git_commit, metrics_json, print_summary, print_test_table, write_json
 
 KEYS = [
     *("schema", "dataset", "num_train", "num_test", "model", "parameters", "trained_parameters"),

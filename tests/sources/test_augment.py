@@ -10,13 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from config import AugmentConfig
-from sources import loader
-from sources.augment import Augmentation
-from sources.dataset import Split
-from sources.draws import Draws, draw
-from sources.loader import MemoryLoader
-from sources.order import TrainOrder
+from cifar_zero.config.flags import AugmentConfig
+from cifar_zero.data import memory_loader as loader
+from cifar_zero.data.augment import Augmentation
+from cifar_zero.data.dataset import Split
+from cifar_zero.data.draws import Draws, draw
+from cifar_zero.data.memory_loader import MemoryLoader
+from cifar_zero.data.order import TrainOrder
 
 COUNT = 53  # divides by nothing
 STORED = 60

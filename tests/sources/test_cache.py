@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import sources
-from config import DataConfig
-from errors import RunError, UsageError
-from sources import cache
+from cifar_zero import data
+from cifar_zero.config.flags import DataConfig
+from cifar_zero.core.errors import RunError, UsageError
+from cifar_zero.data import cache
 
 KILLED_WRITER = """
 import sys, time
 from pathlib import Path
-from sources import cache
+from cifar_zero.data import cache
 
 def build(directory):
     cache.allocate(directory, "train", 1000)
@@ -40,7 +40,7 @@ def image_file(config: DataConfig) -> Path:
 
 def test_a_killed_writer_leaves_nothing_in_the_way(config: DataConfig) -> None:
     directory = image_file(config).parent
-    repository = Path(sources.__file__).parents[1]
+    repository = Path(data.__file__).parents[1]
     command = [sys.executable, "-c", KILLED_WRITER, str(directory)]
     with subprocess.Popen(command, cwd=repository, stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None
@@ -48,38 +48,38 @@ def test_a_killed_writer_leaves_nothing_in_the_way(config: DataConfig) -> None:
         writer.kill()
     assert directory.with_name("synthetic-1000.tmp").exists()
     assert not directory.exists()
-    assert len(sources.load(config, sources.prepare(config)).train_images) == 1000
+    assert len(data.load(config, data.prepare(config)).train_images) == 1000
     assert sorted(path.name for path in directory.parent.iterdir()) == ["synthetic-1000", "synthetic-1000.lock"]
 
 
 @pytest.mark.parametrize("damage", ["truncated", "lost block", "no meta", "torn meta"])
 def test_a_damaged_cache_is_rebuilt(config: DataConfig, damage: str) -> None:
-    sources.prepare(config)
+    data.prepare(config)
     path = image_file(config)
     whole = path.read_bytes()
     if damage == "truncated":
         os.truncate(path, len(whole) // 2)
         with pytest.raises(RunError, match="no decoded images"):
-            sources.load(config, "synthetic")
+            data.load(config, "synthetic")
     elif damage == "lost block":
         path.write_bytes(whole[:400_000] + bytes(100_000) + whole[500_000:])
     elif damage == "no meta":
         path.with_name("meta.json").unlink()
     else:
         path.with_name("meta.json").write_text('{"schema": 1, "sizes"')
-    sources.prepare(config)
+    data.prepare(config)
     assert path.read_bytes() == whole
 
 
 def test_a_ready_cache_is_left_alone_and_readers_outlive_its_replacement(config: DataConfig) -> None:
-    sources.prepare(config)
+    data.prepare(config)
     inode = image_file(config).stat().st_ino
-    dataset = sources.load(config, "synthetic")
+    dataset = data.load(config, "synthetic")
     before = np.array(dataset.train_images)
-    sources.prepare(config)
+    data.prepare(config)
     assert image_file(config).stat().st_ino == inode
     image_file(config).with_name("meta.json").unlink()
-    sources.prepare(config)
+    data.prepare(config)
     assert image_file(config).stat().st_ino != inode
     np.testing.assert_array_equal(dataset.train_images, before)
 
@@ -99,4 +99,4 @@ def test_a_builder_that_fails_leaves_no_cache(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_the_users_to_fix(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"--data\.cache DIR"):
-        sources.prepare(DataConfig("synthetic", cache=str(tmp_path / "file")))
+        data.prepare(DataConfig("synthetic", cache=str(tmp_path / "file")))

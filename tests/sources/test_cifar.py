@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from torchvision.datasets import CIFAR10, CIFAR100
 
-import sources
-from config import DataConfig
-from errors import RunError
-from sources.dataset import Dataset
+from cifar_zero import data
+from cifar_zero.config.flags import DataConfig
+from cifar_zero.core.errors import RunError
+from cifar_zero.data.dataset import Dataset
 from tests.sources.archives import ArchiveServer, cifar_files, md5, publish, tar_gz
 
 FOLDER = "cifar-10-batches-py"
@@ -27,7 +27,7 @@ def prepare(root: Path, archive: bytes) -> Dataset:
     root.mkdir(exist_ok=True)
     (root / ARCHIVE).write_bytes(archive)
     config = DataConfig("cifar10", root=str(root), md5=md5(archive))
-    return sources.load(config, sources.prepare(config))
+    return data.load(config, data.prepare(config))
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_images_labels_and_names_are_those_of_the_files(
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / published.filename).write_bytes(tar_gz(files))
     config = DataConfig(name, root=str(tmp_path / "root"), cache=str(tmp_path / "cache"))  # pyright: ignore[reportArgumentType]
-    dataset = sources.load(config, sources.prepare(config))
+    dataset = data.load(config, data.prepare(config))
     batches = {name.partition("/")[2]: pickle.loads(content, encoding="latin1") for name, content in files.items()}
     for batch_list, images, labels in (
         (published.train_list, dataset.train_images, dataset.train_labels),
@@ -69,9 +69,9 @@ def test_the_extracted_folder_is_used_where_its_sums_are_right(
         (tmp_path / name).write_bytes(content)
     config = DataConfig("cifar10", root=str(tmp_path), url=closed_url)
     with pytest.raises(RunError, match="cannot download"):  # these files are not the published ones
-        sources.prepare(config)
+        data.prepare(config)
     publish(files, CIFAR10, monkeypatch)
-    assert sources.prepare(config) == "cifar10"
+    assert data.prepare(config) == "cifar10"
 
 
 def test_a_damaged_archive_in_the_root_is_downloaded_again(
@@ -84,7 +84,7 @@ def test_a_damaged_archive_in_the_root_is_downloaded_again(
     publish(cifar_files(10), CIFAR10, monkeypatch)
     (tmp_path / ARCHIVE).write_bytes(archive10[:-100])
     config = DataConfig("cifar10", root=str(tmp_path), url=serve(archive10).url)
-    assert sources.prepare(config) == "cifar10"
+    assert data.prepare(config) == "cifar10"
     assert (tmp_path / ARCHIVE).read_bytes() == archive10
     assert f"{ARCHIVE} is not used: its MD5 is not {CIFAR10.tgz_md5}" in capsys.readouterr().err
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-import sources
-from config import DataConfig
-from sources import digits, digits_render
+from cifar_zero import data
+from cifar_zero.config.flags import DataConfig
+from cifar_zero.data import digits, digits_render
 
 
 def test_two_renderings_are_equal_and_balanced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,7 +23,7 @@ def test_two_renderings_are_equal_and_balanced(tmp_path: Path, monkeypatch: pyte
         torch.manual_seed(seed)  # the run's seed has no say
         np.random.seed(seed)
         config = DataConfig("digits", root=str(tmp_path / str(seed)))
-        dataset = sources.load(config, sources.prepare(config))
+        dataset = data.load(config, data.prepare(config))
         arrays = (dataset.train_images, dataset.train_labels, dataset.test_images, dataset.test_labels)
         hashes.add(hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest())
         assert np.bincount(dataset.train_labels).tolist() == [60] * 10

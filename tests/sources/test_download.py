@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from torchvision.datasets import CIFAR10
 
-import sources
-from config import DataConfig
-from sources import download as module
-from sources.download import DownloadError, download
+from cifar_zero import data
+from cifar_zero.config.flags import DataConfig
+from cifar_zero.data import download as module
+from cifar_zero.data.download import DownloadError, download
 from tests.sources.archives import ArchiveServer, cifar_files, md5, publish
 
 Serve = Callable[[bytes], ArchiveServer]
@@ -29,7 +29,7 @@ def test_four_runs_with_two_caches_download_once(
 
     def prepare(cache: str) -> tuple[str, int]:
         config = DataConfig("cifar10", root=f"{tmp_path}/root", cache=f"{tmp_path}/{cache}", url=server.url)
-        dataset = sources.load(config, sources.prepare(config))
+        dataset = data.load(config, data.prepare(config))
         return dataset.name, int(dataset.train_images.sum())
 
     with ThreadPoolExecutor(4) as pool:

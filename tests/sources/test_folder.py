@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import sources
-from config import DataConfig
-from errors import UsageError
-from sources.dataset import Dataset
+from cifar_zero import data
+from cifar_zero.config.flags import DataConfig
+from cifar_zero.core.errors import UsageError
+from cifar_zero.data.dataset import Dataset
 
 
 @pytest.fixture
@@ -30,8 +30,8 @@ def root(tmp_path: Path) -> Path:
 
 def prepare(root: Path) -> Dataset:
     config = DataConfig("folder", root=str(root))
-    assert sources.prepare(config) == "folder"
-    return sources.load(config, "folder")
+    assert data.prepare(config) == "folder"
+    return data.load(config, "folder")
 
 
 def test_pixels_labels_and_order(root: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_changed_folder_is_decoded_again(root: Path) -> None:
 def test_another_way_to_write_the_root_is_the_same_folder(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(root)
     monkeypatch.chdir(root.parent)
-    monkeypatch.setattr("sources.images.decode", None)  # there is nothing to decode again
+    monkeypatch.setattr("cifar_zero.data.images.decode", None)  # there is nothing to decode again
     assert len(prepare(Path(root.name)).train_images) == 6
 
 
@@ -95,7 +95,7 @@ def test_an_image_that_cannot_be_read_is_named(root: Path) -> None:
     ],
 )
 def test_a_folder_that_cannot_work_is_refused_before_anything_is_decoded(root: Path, spoil, message: str) -> None:
-    assert sources.class_names(DataConfig("folder", root=str(root))) == ("cat", "dog")
+    assert data.class_names(DataConfig("folder", root=str(root))) == ("cat", "dog")
     spoil(root)
     with pytest.raises(UsageError, match=message):
-        sources.class_names(DataConfig("folder", root=str(root)))
+        data.class_names(DataConfig("folder", root=str(root)))

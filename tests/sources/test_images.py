@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from errors import UsageError
-from sources.images import decode
+from cifar_zero.core.errors import UsageError
+from cifar_zero.data.images import decode
 
 
 def test_modes_and_orientation_change_no_pixel(tmp_path: Path):

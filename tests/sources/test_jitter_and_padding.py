@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import cli
-from config import AugmentConfig
-from errors import UsageError
-from sources.augment import Augmentation, normalize
-from sources.dataset import Split
-from sources.draws import draw
-from sources.loader import MemoryLoader
-from sources.order import TrainOrder
+from cifar_zero.config import command_line
+from cifar_zero.config.flags import AugmentConfig
+from cifar_zero.core.errors import UsageError
+from cifar_zero.data.augment import Augmentation, normalize
+from cifar_zero.data.dataset import Split
+from cifar_zero.data.draws import draw
+from cifar_zero.data.memory_loader import MemoryLoader
+from cifar_zero.data.order import TrainOrder
 
 COUNT = 48
 CONFIG = AugmentConfig(flip="alternating", crop=3, padding="reflect", brightness=0.2, contrast=0.3)
@@ -97,5 +97,5 @@ def test_what_is_drawn_last_changes_no_older_draws():
 )
 def test_mistakes_are_one_clear_line(flags: str, message: str):
     with pytest.raises(UsageError, match=r"^--augment\.") as error:
-        cli.parse(flags.split())
+        command_line.parse(flags.split())
     assert message in str(error.value)

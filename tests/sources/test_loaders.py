@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler, TensorDataset
 
-from errors import UsageError
-from sources.augment import memory_format, normalize
-from sources.dataset import IGNORED, Split
-from sources.loader import MemoryLoader
-from sources.order import EvalOrder, TrainOrder
-from sources.torch_loader import TorchLoader
+from cifar_zero.core.errors import UsageError
+from cifar_zero.data.augment import memory_format, normalize
+from cifar_zero.data.dataset import IGNORED, Split
+from cifar_zero.data.memory_loader import MemoryLoader
+from cifar_zero.data.order import EvalOrder, TrainOrder
+from cifar_zero.data.torch_loader import TorchLoader
 
 COUNT = 53  # divides by nothing
 BATCH = 8

@@ -8,25 +8,25 @@ from pathlib import Path
 
 import pytest
 
-import sources
-from config import DataConfig
-from errors import UsageError
-from sources import digits
+from cifar_zero import data
+from cifar_zero.config.flags import DataConfig
+from cifar_zero.core.errors import UsageError
+from cifar_zero.data import digits
 
 ASK_ALL = """
 import sys
-import sources
+from cifar_zero import data
 assert not {"torch", "torchvision", "numpy"} & set(sys.modules)
-from config import DataConfig
+from cifar_zero.config.flags import DataConfig
 for name, count in [("auto", 10), ("cifar10", 10), ("cifar100", 100), ("digits", 10), ("synthetic", 10)]:
-    names = sources.class_names(DataConfig(name))
+    names = data.class_names(DataConfig(name))
     assert len(set(names)) == count, names
 assert not {"torch", "torchvision", "lightning"} & set(sys.modules)
 """
 
 
 def test_class_names_are_known_without_torch() -> None:
-    repository = Path(sources.__file__).parents[1]
+    repository = Path(data.__file__).parents[2]
     subprocess.run([sys.executable, "-c", ASK_ALL], cwd=repository, check=True, timeout=60)
 
 
@@ -36,8 +36,8 @@ def test_auto_without_network_falls_back_to_digits_loudly(
     monkeypatch.setattr(digits, "TRAIN_PER_CLASS", 6)
     monkeypatch.setattr(digits, "TEST_PER_CLASS", 2)
     config = DataConfig("auto", root=str(tmp_path), url=closed_url)
-    assert sources.prepare(config) == "digits"
-    assert sources.load(config, "digits").name == "digits"
+    assert data.prepare(config) == "digits"
+    assert data.load(config, "digits").name == "digits"
     messages = capsys.readouterr().err
     assert "refused" in messages
     assert "INSTEAD OF CIFAR-10" in messages
@@ -45,6 +45,6 @@ def test_auto_without_network_falls_back_to_digits_loudly(
 
 def test_what_is_unknown_or_senseless_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="choose auto, cifar10"):
-        sources.prepare(DataConfig("mnist", root=str(tmp_path)))  # pyright: ignore[reportArgumentType]
+        data.prepare(DataConfig("mnist", root=str(tmp_path)))  # pyright: ignore[reportArgumentType]
     with pytest.raises(UsageError, match="synthetic_size 9"):
-        sources.class_names(DataConfig("synthetic", synthetic_size=9))
+        data.class_names(DataConfig("synthetic", synthetic_size=9))

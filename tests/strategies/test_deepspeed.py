@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import cli
-from strategies.deepspeed import Dtype, get_ds_config, run_config
-from strategy_specs import STRATEGIES
+from cifar_zero.config import command_line
+from cifar_zero.config.strategy_specs import STRATEGIES
+from cifar_zero.strategies.deepspeed.config import Dtype, get_ds_config, run_config
 from tests.helpers import ROOT
 
 
@@ -53,7 +53,7 @@ def test_get_ds_config_key_by_key(stage: int, dtype: Dtype):
 
 
 def test_recipe_says_what_the_source_says():
-    config = cli.parse(["--config", str(ROOT / "configs" / "deepspeed.yaml")])
+    config = command_line.parse(["--config", str(ROOT / "configs" / "deepspeed.yaml")])
     source = get_ds_config(0, "fp16")
     adam, warmup = source["optimizer"]["params"], source["scheduler"]["params"]
     assert config.batch_size == source["train_batch_size"]
@@ -66,7 +66,7 @@ def test_recipe_says_what_the_source_says():
 
 @pytest.mark.parametrize("name", [name for name, spec in STRATEGIES.items() if spec.family == "deepspeed"])
 def test_run_config_follows_the_command_line(name: str):
-    config = cli.parse(
+    config = command_line.parse(
         ["--strategy", name, "--gradient_clip_val", "0.5", "--precision", "bf16-mixed", "--nvme_path", "/x"]
     )
     made = run_config(config, micro_batch_size=8, num_parameters=62_005)
@@ -87,14 +87,14 @@ def test_run_config_follows_the_command_line(name: str):
 @pytest.mark.parametrize(("model", "devices", "largest"), [("net", 1, 120 * 400), ("vgg16", 2, 4096 * 25088 // 2)])
 def test_a_buffer_of_parameters_on_a_disk_has_room_for_the_largest(model: str, devices: int, largest: int):
     flags = ["--strategy", "deepspeed_stage_3_offload_nvme", "--nvme_path", "/x", "--model", model]
-    made = run_config(cli.parse([*flags, "--devices", str(devices)]), micro_batch_size=8, num_parameters=10)
+    made = run_config(command_line.parse([*flags, "--devices", str(devices)]), micro_batch_size=8, num_parameters=10)
     assert made["zero_optimization"]["offload_param"]["buffer_size"] == largest
 
 
 def test_raw_configuration_keeps_what_is_not_ours(tmp_path: Path):
     file = tmp_path / "raw.json"
     file.write_text(json.dumps({"zero_optimization": {"stage": 2, "overlap_comm": True}, "steps_per_print": 7}))
-    config = cli.parse(["--ds_config", str(file), "--gradient_clip_val", "2"])
+    config = command_line.parse(["--ds_config", str(file), "--gradient_clip_val", "2"])
     made = run_config(config, micro_batch_size=4, num_parameters=10)
     assert made["zero_optimization"] == {"stage": 2, "overlap_comm": True}
     assert (made["steps_per_print"], made["gradient_clipping"], made["train_micro_batch_size_per_gpu"]) == (7, 2.0, 4)
@@ -114,7 +114,7 @@ def test_switches_key_by_key():
         "true",
     ]
     flags += ["--offload.ratio", "0.75", "--offload.pin_memory", "true", "--offload.cpuadam_cores_perc", "0.5"]
-    read = DeepSpeedZeroConfig(**run_config(cli.parse(flags), 8, 62_006)["zero_optimization"])
+    read = DeepSpeedZeroConfig(**run_config(command_line.parse(flags), 8, 62_006)["zero_optimization"])
     assert (read.stage, read.sub_group_size, read.zero_hpz_partition_size) == (3, 1000, 2)
     assert (read.zero_quantized_weights, read.zero_quantized_gradients) == (True, True)
     offload = read.offload_optimizer
@@ -127,7 +127,9 @@ def test_switches_key_by_key():
 def test_without_switches_deepspeeds_own_values_stay():
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    made = run_config(cli.parse(["--strategy", "deepspeed_stage_3_superoffload"]), 8, 62_006)["zero_optimization"]
+    made = run_config(command_line.parse(["--strategy", "deepspeed_stage_3_superoffload"]), 8, 62_006)[
+        "zero_optimization"
+    ]
     read, default = DeepSpeedZeroConfig(**made), DeepSpeedZeroConfig.model_validate({"offload_optimizer": {}})
     for name in ("sub_group_size", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"):
         assert getattr(read, name) == getattr(default, name)

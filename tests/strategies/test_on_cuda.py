@@ -7,8 +7,8 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
-import cli
-import strategies
+from cifar_zero import strategies
+from cifar_zero.config import command_line
 
 GPU = torch.device("cuda", 0)
 STRATEGIES = [SingleDeviceStrategy(GPU), DDPStrategy(parallel_devices=[GPU])]
@@ -38,6 +38,6 @@ def test_the_optimizer_is_fused_where_lightning_takes_it(
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "tensor_parallel", "pipeline", "deepspeed_stage_2"])
 def test_gpus_talk_over_the_backend_that_torch_takes_for_them(name: str):
-    config = cli.parse(["--strategy", name, "--devices", "2", "--precision", "bf16-mixed"])
+    config = command_line.parse(["--strategy", name, "--devices", "2", "--precision", "bf16-mixed"])
     made, on_cpu = (strategies.build(config, each, 2, 1000) for each in (False, True))
     assert [each._process_group_backend for each in (made, on_cpu)] == [None, "gloo"]  # pyright: ignore

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from errors import UsageError
-from sweeping.runs import flags_of, name_of, settled
+from cifar_zero.core.errors import UsageError
+from cifar_zero.sweeping.runs import flags_of, name_of, settled
 
 REST = ["--data.source", "synthetic", "--accelerator", "cpu", "--batch_size", "16"]
 

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-import hardware
-from config import Config
-from sweeping import slots as module
-from sweeping.slots import slots
+from cifar_zero.config.flags import Config
+from cifar_zero.core import hardware
+from cifar_zero.sweeping import slots as module
+from cifar_zero.sweeping.slots import slots
 
 
 def config(accelerator: str, devices: int) -> Config:

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-from errors import UsageError
-from sweeping.space import combinations, is_grid, parse, samples
+from cifar_zero.core.errors import UsageError
+from cifar_zero.sweeping.space import combinations, is_grid, parse, samples
 
 
 def test_values_ranges_and_seeds() -> None:

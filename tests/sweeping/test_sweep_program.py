@@ -15,8 +15,8 @@ import psutil
 import pytest
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 
-import sweep
-from errors import UsageError
+from cifar_zero.core.errors import UsageError
+from cifar_zero.sweeping import sweep
 from tests.helpers import ROOT, WHOLE, of_make_fuzz, run_program
 
 
@@ -30,7 +30,7 @@ def handlers() -> Iterator[None]:
 
 def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
     monkeypatch.setattr("sys.argv", ["sweep.py", *flags])
-    return sweep.main()
+    return sweep.main("train.py")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_sweep(
         hparams = curves.SummaryMetadata(name, "_hparams_/session_start_info").plugin_data.content
         assert b"optimizer.lr" in hparams
 
-    monkeypatch.setattr("run_process.start", None)  # nothing is left to start
+    monkeypatch.setattr("cifar_zero.training.run_process.start", None)  # nothing is left to start
     assert run(monkeypatch, *flags) == 0
     assert json.loads((folder / "sweep.json").read_text()) == content
 

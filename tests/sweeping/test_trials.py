@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 from torch.utils.tensorboard.writer import SummaryWriter
 
-import run_process
-from errors import UsageError
-from sweeping import runs
-from sweeping.report import report, results
-from sweeping.space import is_grid, parse
-from sweeping.trials import Trials, enqueue, open_study
+from cifar_zero.core.errors import UsageError
+from cifar_zero.sweeping import runs
+from cifar_zero.sweeping.report import report, results
+from cifar_zero.sweeping.space import is_grid, parse
+from cifar_zero.sweeping.trials import Trials, enqueue, open_study
 
 PROGRAM = """
 import json, sys, time
@@ -36,17 +35,18 @@ Sweep = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture
-def sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Sweep:
+def sweep(tmp_path: Path) -> Sweep:
     """Starts the sweep in tmp_path, or starts it again, and returns what became of each setting."""
 
     def carry_out(
         what: str, search: list[str], parallel: int = 1, prune: bool = False, settings: int = 3, sampler: str = "tpe"
     ) -> list[dict[str, Any]]:
-        monkeypatch.setattr(run_process, "TRAIN", ("-I", "-S", "-c", PROGRAM.format(what=what)))
+        program = tmp_path / "program.py"
+        program.write_text(PROGRAM.format(what=what))
         space = parse(search)
         study = open_study(tmp_path, "", "val/acc")
         to_sample = enqueue(study, space, "grid" if is_grid(space) else sampler, settings, seed=0)
-        trials = Trials(tmp_path, study, space, "val/acc", ["--out", str(tmp_path)], prune, to_sample)
+        trials = Trials(tmp_path, study, space, "val/acc", ["--out", str(tmp_path)], prune, to_sample, str(program))
         trials.train([({}, set())] * parallel)
         return results(study, "val/acc")
 

@@ -12,8 +12,10 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from PIL import Image
 
-from comparison.result import Comparison, Curve, Difference, Run, Spread, Variant, Verdict, VerdictKind
-from comparison.tables import (
+from cifar_zero.comparison.report.curves import PALETTE, POINTS, accuracy_plot, loss_plot, style
+from cifar_zero.comparison.report.page import write_page
+from cifar_zero.comparison.result import Comparison, Curve, Difference, Run, Spread, Variant, Verdict, VerdictKind
+from cifar_zero.comparison.tables import (
     MEMORY,
     SPEED,
     Cell,
@@ -26,8 +28,6 @@ from comparison.tables import (
     spread,
     verdict_line,
 )
-from reports.comparison.curves import PALETTE, POINTS, accuracy_plot, loss_plot, style
-from reports.comparison.page import write_page
 
 STEPS = 30
 NASTY = '<script src="http://host/x.js">|`*&$\\x$'

@@ -1,0 +1,110 @@
+"""How Lightning's strategies write, read and remove checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.io import CheckpointIO
+
+from cifar_zero.checkpoints.read import read
+from cifar_zero.checkpoints.safetensors_file import metadata_of, write_safetensors
+from cifar_zero.checkpoints.weights import plain_network
+from cifar_zero.core import atomic
+from cifar_zero.core.console import say
+
+
+class AtomicCheckpointIO(CheckpointIO):
+    """A checkpoint is found whole or not at all; one that cannot be written ends no training.
+
+    Lightning's own (2.6.6) writes to /tmp first, and what lies on another file system is copied from there.
+
+    Args:
+        trust: see `safe_load.load`.
+        save_weights: whether the network's float32 weights are written beside each checkpoint.
+    """
+
+    failure = ""
+    """Why the newest checkpoint could not be written; empty where it was."""
+
+    def __init__(self, trust: bool = False, save_weights: bool = False):
+        self.trust = trust
+        self._save_weights = save_weights
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Writes a file; rank 0 alone is asked to."""
+        final = Path(path)
+
+        def write() -> None:
+            final.parent.mkdir(parents=True, exist_ok=True)
+            save(checkpoint, atomic.staged(final))
+            atomic.put_in_place(final)
+
+        self.conclude(final, failure_of(write))
+
+    def conclude(self, final: Path, failure: str) -> None:
+        """Notes on rank 0 how the writing of a checkpoint ended; the plain weights follow where it went well."""
+        if self._save_weights and not failure:
+            failure = failure_of(lambda: write_weights(final))
+        self.failure = f"{final} could not be written: {failure}" if failure else ""
+        if failure:
+            failure_of(lambda: atomic.discard(atomic.staged(final)))
+            say(f"{self.failure}. The training goes on; the checkpoints before are whole.")
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads a checkpoint of any strategy, on every rank; `build.check_resume` has compared its checksums."""
+        return read(Path(path), self.trust, verify=False)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Removes a checkpoint that a newer one stands in for, unless that could not be written."""
+
+        def remove() -> None:
+            atomic.discard(Path(path))
+            weights_file(Path(path)).unlink(missing_ok=True)
+
+        if not self.failure and (failure := failure_of(remove)):
+            say(f"{path} could not be removed: {failure}. The training goes on.")
+
+
+def save(content: Any, file: Path) -> None:
+    """torch.save, which by itself hides the system's error where the disk is full behind one of its own.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    try:
+        with file.open("wb") as stream:
+            torch.save(content, stream)
+    except RuntimeError as error:  # torch finds its archive cut when it wants to close it
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise OSError(str(error)) from error
+
+
+def weights_file(checkpoint: Path) -> Path:
+    """Where the plain weights of a checkpoint lie."""
+    return checkpoint.with_suffix(".safetensors")
+
+
+def write_weights(checkpoint: Path) -> None:
+    """Writes the float32 weights of a checkpoint that was just saved, put together from all ranks, beside it."""
+    content = read(checkpoint)
+    state = plain_network(content)
+    weights = {name: value.float() if value.is_floating_point() else value for name, value in state.items()}
+    write_safetensors(weights, weights_file(checkpoint), metadata_of(content, checkpoint.name))
+
+
+def failure_of(write: Callable[[], Any]) -> str:
+    """Runs what writes to the disk on one rank; its error as a text, empty where there was none.
+
+    Of whatever kind: raised, it would leave the other ranks waiting for this one.
+    """
+    try:
+        write()
+    except OSError as error:
+        return error.strerror or str(error) or type(error).__name__
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

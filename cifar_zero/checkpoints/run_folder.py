@@ -1,0 +1,127 @@
+"""Where a run is kept: <out>/<name>/version_N, claimed by one process, whatever else runs at the same time."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cifar_zero.core.errors import UsageError
+
+CHECKPOINTS = "checkpoints"
+CONFIG = "config.yaml"
+METRICS = "metrics.json"
+LOSSES = "losses.csv"
+DEEPSPEED_CONFIG = "deepspeed.json"
+RANKS = "ranks.json"
+
+FALLBACK_SUFFIX = "-digits-fallback"
+"""Added to the name of a run whose CIFAR-10 could not be had: its figures are those of the embedded digits."""
+
+
+def claim(out: str, name: str) -> Path:
+    """Makes and returns the first version_N of a run's name that nobody else has.
+
+    Raises:
+        UsageError: the directory cannot be made or written.
+    """
+    parent = Path(out) / name
+    version = 0
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        taken = [int(suffix) for entry in parent.glob("version_*") if (suffix := entry.name[8:]).isdecimal()]
+        version = max(taken, default=-1) + 1
+        while True:
+            folder = parent / f"version_{version}"
+            try:
+                folder.mkdir()
+                return folder
+            except FileExistsError:  # another run was quicker
+                version += 1
+    except OSError as error:
+        raise UsageError(f"--out {out}: {parent} cannot be written ({error.strerror})") from error
+
+
+@contextmanager
+def removed_on_failure(folder: Path | None) -> Iterator[None]:
+    """Leaves no folder of a run that could not begin."""
+    try:
+        yield
+    except BaseException:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def newest_checkpoint(folder: Path) -> Path:
+    """The checkpoint last written under a run's folder, a run's name or a checkpoints folder.
+
+    Raises:
+        UsageError: there is none.
+    """
+    found = checkpoints(folder)
+    if not found:
+        raise UsageError(f"no checkpoint under {folder}: give a run folder, or a .ckpt file or folder")
+    return max(found, key=written)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """All whole checkpoints under a folder."""
+    return [path for path in folder.rglob("*.ckpt") if path.is_file() or is_checkpoint_folder(path)]
+
+
+def find_checkpoint(path: str, out: str, name: str, fallback: bool = False) -> Path:
+    """The checkpoint that `--resume` or the argument of a program means.
+
+    Args:
+        path: a checkpoint (file, or DeepSpeed's folder), what lies in one, a run's folder or its checkpoints, or last.
+        out: directory of the runs, for last.
+        name: of the run, for last.
+        fallback: whether last may be a run on the digits that was to be one on CIFAR-10.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if path == "last":
+        own, digits = (Path(out) / (name + suffix) for suffix in ("", FALLBACK_SUFFIX))
+        folders = [folder for folder in ((own, digits) if fallback else (own,)) if folder.is_dir()]
+        if not folders and digits.is_dir():
+            raise UsageError(
+                f"--resume last: the only run of the name {name} under {out} is on the embedded digits, not CIFAR-10: "
+                f"--resume {digits} continues it"
+            )
+        if not folders:
+            raise UsageError(f"--resume last: no run of the name {name} under {out}")
+        return newest_checkpoint(max(folders, key=lambda folder: folder.stat().st_mtime_ns))
+    given = Path(path)
+    if not given.exists():
+        raise UsageError(f"{path} does not exist: give a run folder, or a .ckpt file or folder")
+    for folder in (given, *given.absolute().parents[:2]):  # Lightning issues 20453 and 17763: which one is it?
+        if is_checkpoint_folder(folder):
+            return folder
+    return given if given.is_file() else newest_checkpoint(given)
+
+
+def is_checkpoint_folder(path: Path) -> bool:
+    """Whether it is what DeepSpeed writes for a checkpoint: a file `latest` and the folder that Lightning names in it.
+
+    A file `latest` alone may be another program's, in a folder above a checkpoint.
+    """
+    return (path / "latest").is_file() and (path / "checkpoint").is_dir()
+
+
+def written(checkpoint: Path) -> tuple[int, str]:
+    """When a checkpoint was finished; of two at the same moment last.ckpt is the newer."""
+    finished = checkpoint / "latest" if checkpoint.is_dir() else checkpoint  # written last
+    return finished.stat().st_mtime_ns, checkpoint.name
+
+
+def recipe_of(checkpoint: Path) -> Path | None:
+    """The config.yaml of the run that a checkpoint lies in; None for one that was taken out of its run folder.
+
+    A config.yaml in any other folder above it is another program's.
+    """
+    folder = checkpoint.resolve().parent
+    recipe = folder.parent / CONFIG
+    return recipe if folder.name == CHECKPOINTS and recipe.is_file() else None

@@ -1,0 +1,220 @@
+"""Whether two runs trained the same model: bit by bit, within rounding, or not; no torch.
+
+A pair of runs -> how far they are apart -> the bound: what rounding alone may do, measured on a perturbed run of the
+reference -> the verdict. docs/comparison.md has the measurements behind the constants.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from cifar_zero.comparison.result import Run, Verdict
+
+EPS = {"32": 2.0**-23, "bf16": 2.0**-7, "16": 2.0**-10}
+"""Distance from 1 to the next number in float32, bfloat16 and float16 (torch.finfo's eps), by the precision's name."""
+
+TF32_EPS = 2.0**-10
+"""The same of TensorFloat-32. GPUs compute the convolutions of a float32 model in it, and nothing else, by default
+(torch's notes on CUDA semantics)."""
+
+LEAST_PERTURBATION = 2.0**-17
+"""Smallest relative change of a perturbed run's initial weights: 64 eps of float32.
+
+Rounding now and then decides which of two nearly equal pixels a max-pool takes, and the gradient jumps. One eps meets
+such a tie about once in a hundred steps of the tutorial's model, and so spares many runs; 64 eps meet one every few
+steps. In lower precisions one eps is enough."""
+
+FACTOR = 8.0
+"""Times the perturbed run's drift that a difference may reach."""
+
+FLOOR = 16.0
+"""Eps of float32, of a loss or of the largest weight, below which nothing counts as a difference."""
+
+SATURATED = 0.1
+"""Share of the loss: where rounding may change it by more, agreement says nothing about what was computed."""
+
+BROKEN = "weights that are no numbers, or of other names or shapes"
+
+
+@dataclass
+class Apart:
+    """The distance of one tensor from the reference's."""
+
+    difference: float
+    """Largest of its elements; infinite where there is none to take."""
+    largest: float
+    """Largest element of the reference, absolute."""
+
+
+@dataclass
+class Pair:
+    """A run next to the reference's run of the same seed, compared at the steps that both have."""
+
+    reference: Run
+    other: Run
+    weights: Mapping[str, Apart] | None
+    """After the last step, by the tensor's name; None where unknown."""
+    eps: float = EPS["32"]
+    """Of the coarser number format of both runs, see `eps_of`."""
+    normalises: bool = False
+    """Whether the model has batch normalisations."""
+    steps: list[int] = field(init=False)
+    """Those that both have."""
+    losses: list[float] = field(init=False)
+    """The reference's at these steps, absolute."""
+    differences: list[float] = field(init=False)
+    """Of the losses at these steps, absolute; infinite where only one is a number."""
+
+    def __post_init__(self) -> None:
+        ours, theirs = self.reference.losses.by_step, self.other.losses.by_step
+        self.steps = [step for step in ours if step in theirs]
+        self.losses = [abs(ours[step]) for step in self.steps]
+        self.differences = [_difference(ours[step], theirs[step]) for step in self.steps]
+
+    @property
+    def identical(self) -> bool:
+        """Whether losses and weights are equal bit by bit."""
+        return self.first_difference is None and self.ended is None and not self.weight_difference
+
+    @property
+    def needs_bound(self) -> bool:
+        """Whether there are steps to judge and they are not identical."""
+        return bool(self.steps) and not self.identical
+
+    @property
+    def weight_difference(self) -> float | None:
+        """The largest of all tensors; None where unknown."""
+        return None if self.weights is None else max((each.difference for each in self.weights.values()), default=0.0)
+
+    @property
+    def first_difference(self) -> int | None:
+        """The first step whose losses are not equal."""
+        return _first(self.steps, [value > 0 for value in self.differences])
+
+    @property
+    def ended(self) -> int | None:
+        """The step after the last one of the shorter run; None where both ended at the same step."""
+        ours, theirs = self.reference.losses.steps[-1:], self.other.losses.steps[-1:]
+        return None if ours == theirs else min([*ours, *theirs]) + 1
+
+
+@dataclass
+class Bound:
+    """What rounding alone may change in the reference."""
+
+    losses: list[float]
+    """At each common step; from `undecided` on the largest loss so far, which only gross faults exceed."""
+    weights: dict[str, float] | None
+    """By tensor, after the last step; None where the weights decide only if they are broken."""
+    undecided: int | None = None
+    """The first step at which rounding may change the loss by more than `SATURATED`."""
+
+
+def eps_of(precision: str, accelerator: str, convolves: bool) -> float:
+    """The distance from 1 to the next number in the format that a run computes in.
+
+    Args:
+        precision: 32-true, bf16-mixed, bf16-true or 16-mixed.
+        accelerator: cpu or gpu.
+        convolves: whether the model has convolutions.
+    """
+    name = precision.split("-")[0]
+    return TF32_EPS if name == "32" and accelerator == "gpu" and convolves else EPS[name]
+
+
+def bound(pair: Pair, perturbed: Pair | None) -> Bound:
+    """What rounding may change in the losses and weights of a run.
+
+    Args:
+        pair: the run to judge.
+        perturbed: the perturbed run of the same reference; None without one: then rounding may do anything.
+    """
+    unknown = Bound([math.inf] * len(pair.steps), None)
+    found = unknown if perturbed is None else _measured(pair, perturbed)
+    allowed = zip(pair.steps, found.losses, pair.losses, strict=True)
+    found.undecided = next((step for step, most, loss in allowed if not most <= SATURATED * loss), None)
+    if found.undecided is not None:
+        judged = pair.steps.index(found.undecided)
+        found.losses[judged:] = [*accumulate(pair.losses, max)][judged:]
+        found.weights = None
+    return found
+
+
+def judge(pair: Pair, allowed: Bound) -> Verdict:
+    """The verdict on a run that has steps in common with the reference."""
+    if pair.identical:
+        return Verdict("bit-identical", loss_difference=0.0, weight_difference=pair.weight_difference)
+    losses = [*zip(pair.differences, allowed.losses, strict=True)]
+    parting = _first(pair.steps, [_share(*both) > 1 for both in losses])
+    if allowed.undecided is not None and parting is None:
+        losses = losses[: pair.steps.index(allowed.undecided)]
+    loss, loss_bound = max(losses, key=lambda both: _share(*both), default=(None, None))
+    weight, weight_bound = pair.weight_difference, None
+    if pair.weights and allowed.weights is not None:
+        tensors = [(each.difference, allowed.weights[name]) for name, each in pair.weights.items()]
+        weight, weight_bound = max(tensors, key=lambda both: _share(*both))
+    broken = weight is not None and not math.isfinite(weight)
+    heavy = weight is not None and weight_bound is not None and _share(weight, weight_bound) > 1
+    remarks = ["one run ended earlier"] * (pair.ended is not None) + [BROKEN] * broken
+    return Verdict(
+        "different" if parting or pair.ended or broken or heavy else "within rounding",
+        loss_difference=_finite(loss),
+        loss_bound=loss_bound,
+        weight_difference=_finite(weight),
+        weight_bound=weight_bound,
+        first_difference=pair.first_difference,
+        first_parting=parting or pair.ended,
+        remark="; ".join(remarks),
+    )
+
+
+def worst(verdicts: Iterable[Verdict]) -> Verdict:
+    """The worst kind of several seeds; of the same kind, the verdict whose loss uses more of its bound."""
+
+    def badness(verdict: Verdict) -> tuple[int, float]:
+        share = _share(verdict.loss_difference or 0.0, verdict.loss_bound or 0.0)
+        return ("bit-identical", "within rounding", "different").index(verdict.kind), share
+
+    return max(verdicts, key=badness)
+
+
+def _measured(pair: Pair, perturbed: Pair) -> Bound:
+    """Grows with the drift of the perturbed run; in a coarser format, of which that shows nothing, by one eps too."""
+    coarser = pair.eps > perturbed.eps
+    floor = pair.eps if coarser else FLOOR * EPS["32"]
+    drifts = [0.0, *accumulate(perturbed.differences, max)]
+    # A jump may hit one run some steps before another: the perturbed run's drift up to twice the step counts.
+    ahead = [drifts[bisect_right(perturbed.steps, 2 * step)] for step in pair.steps]
+    losses = [FACTOR * drift + floor * loss for drift, loss in zip(ahead, pair.losses, strict=True)]
+    if pair.weights is None or perturbed.weights is None or coarser:
+        return Bound(losses, None)
+    drift = {name: each.difference for name, each in perturbed.weights.items()}
+    tensors = pair.weights.items()
+    return Bound(losses, {name: FACTOR * drift.get(name, 0.0) + floor * each.largest for name, each in tensors})
+
+
+def _share(found: float, most: float) -> float:
+    """How much of a bound is used; over 1 is too much."""
+    if found == 0:
+        return 0.0
+    return found / most if most and math.isfinite(found) else math.inf
+
+
+def _finite(value: float | None) -> float | None:
+    """None for infinities, which JSON lacks."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _difference(one: float, other: float) -> float:
+    if one == other or (math.isnan(one) and math.isnan(other)):
+        return 0.0
+    difference = abs(one - other)
+    return math.inf if math.isnan(difference) else difference
+
+
+def _first(steps: Sequence[int], found: Sequence[bool]) -> int | None:
+    return next((step for step, yes in zip(steps, found, strict=True) if yes), None)

@@ -1,0 +1,220 @@
+"""Trains one recipe under several strategies, or reads existing runs, and says whether they agree; see --help."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cifar_zero.checkpoints import run_folder
+from cifar_zero.comparison import console, junit, result
+from cifar_zero.comparison.grouping import grouped, perturbed_runs
+from cifar_zero.comparison.reading import load
+from cifar_zero.comparison.result import Comparison, Run, Variant
+from cifar_zero.comparison.running import Runner
+from cifar_zero.comparison.variants import PERTURBED, Planned, plan
+from cifar_zero.config import command_line, rules
+from cifar_zero.config.values import check_plain_name
+from cifar_zero.core import exits
+from cifar_zero.core.errors import RunError, Stopped, UsageError
+from cifar_zero.core.hardware import core_count
+from cifar_zero.launch import local_launcher, rank_environment
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+EPILOG = """\
+exit code: 0 if every variant trained and agrees with the reference, 1 if one did not, 2 for wrong usage
+
+"compare.py perturb" trains one perturbed run, which shows --runs what rounding does to the recipe.
+
+examples:
+  python compare.py --strategies baseline deepspeed_stage_1 deepspeed_stage_3_offload --devices 2 --max_steps 500
+  python compare.py --accumulate 1 4 --devices 1 2 --config configs/deepspeed.yaml --seeds 3
+  python compare.py --strategies baseline my_deepspeed.json --junit compare.xml
+  python compare.py perturb --config runs/net-baseline/version_0/config.yaml
+  python compare.py --runs runs/net-baseline/version_0 runs/net-baseline/version_1 runs/net-deepspeed_stage_2/version_3
+"""
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The files that Python starts a run with."""
+
+    train: str
+    compare: str
+
+
+def main(train: Callable[..., Any], module_class: Callable[[], type[LightningModule]], programs: Programs) -> int:
+    """Prints the verdicts; returns the exit code, 1 if a variant did not train or does not agree.
+
+    Args:
+        train: trains a run as one rank: `train(config, module_class)`.
+        module_class: imports and returns the LightningModule of the runs.
+        programs: train.py and compare.py.
+    """
+    if sys.argv[1:2] == ["perturb"]:
+        return perturb(sys.argv[2:], train, module_class)
+    arguments, rest = _parse()
+    if rank_environment.is_rank():
+        raise UsageError("compare.py starts the ranks itself: start it once, without torchrun or srun")
+    # After a SLURM requeue the comparison starts anew: its runs must not look for checkpoints of their own.
+    os.environ.pop("SLURM_RESTART_COUNT", None)
+    exits.stop_at_signals()
+    folder, comparison = of_runs(arguments, rest) if arguments.runs else of_trainings(arguments, rest, programs)
+    from cifar_zero.comparison.report.page import write_page
+
+    console.show(comparison, folder)
+    result.write(comparison, folder / "comparison.json")
+    if arguments.junit:
+        junit.write(comparison, Path(arguments.junit))
+    write_page(comparison, folder)
+    return 0 if comparison.passed else 1
+
+
+def perturb(flags: list[str], train: Callable[..., Any], module_class: Callable[[], type[LightningModule]]) -> int:
+    """Trains one perturbed run, in this process or in the ranks that it starts; returns the exit code."""
+    config = command_line.parse(flags)
+    rules.settle(config)
+    if config.world_size > 1 and not rank_environment.is_rank():
+        return local_launcher.run(config.world_size, on_cpu=config.accelerator == "cpu")
+    from cifar_zero.comparison.perturbed import perturbed
+
+    train(config, perturbed(module_class(), config.precision, config.accelerator))
+    return 0
+
+
+def of_runs(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
+    """Compares existing runs; returns the folder of the report too."""
+    axes = (arguments.strategies, arguments.devices, arguments.accumulate, arguments.seeds)
+    if rest or any(axis is not None for axis in axes):
+        raise UsageError("--runs trains nothing: leave out the flags of a training")
+    runs = [load(Path(run)) for run in arguments.runs]
+    if len({Path(run.folder).resolve() for run in runs}) < len(runs):
+        raise UsageError(f"--runs {' '.join(arguments.runs)}: give each run once")
+    variants = grouped(runs)
+    if len(variants) < 2:
+        raise UsageError("all given runs are of the same variant: give at least two variants")
+    from cifar_zero.comparison.summary import summarize
+
+    folder = run_folder.claim(arguments.out, arguments.name or "runs")
+    perturbed = perturbed_runs(runs, variants[0])
+    return folder, summarize(variants, lambda seeds: perturbed, _command(), arguments.trust)
+
+
+def of_trainings(arguments: Namespace, rest: Sequence[str], programs: Programs) -> tuple[Path, Comparison]:
+    """Trains and compares; returns the folder of the runs and of the report too."""
+    axes = (arguments.strategies or [], arguments.devices or [], arguments.accumulate or [])
+    rest = [*rest, *["--trust"] * arguments.trust]
+    planned = plan(*axes, 1 if arguments.seeds is None else arguments.seeds, rest)
+    _prepare(planned)
+    folder = run_folder.claim(arguments.out, arguments.name or planned[0].config.model.name.replace(":", "-"))
+    runner = Runner(folder, sum(len(variant.seeds) for variant in planned))
+    try:
+        return folder, _trained(arguments, planned, runner, programs)
+    except (KeyboardInterrupt, Stopped) as stop:
+        number = signal.SIGINT if isinstance(stop, KeyboardInterrupt) else stop.exit_code - 128
+        raise Stopped(number, _how_to_compare(folder)) from stop
+    except OSError as error:
+        raise RunError(f"{error.strerror or error} ({error.filename}); {_how_to_compare(folder)}") from error
+
+
+def _trained(arguments: Namespace, planned: Sequence[Planned], runner: Runner, programs: Programs) -> Comparison:
+    from cifar_zero.comparison.summary import summarize
+
+    variants = []
+    for each in planned:
+        config = each.config
+        variant = Variant(each.name, config.strategy_name, config.world_size, config.accumulate, each.command)
+        for seed in each.seeds:
+            try:
+                variant.runs.append(load(runner.run(each.run_name(seed), [programs.train], each.flags_of(seed))))
+            except (RunError, UsageError) as error:
+                variant.error = variant.error or str(error)
+        variants.append(variant)
+    reference, failures = planned[0], []
+
+    def perturbed_runs(seeds: set[int]) -> list[Run]:
+        runner.runs += len(seeds)
+        runs = []
+        for seed in sorted(seeds):
+            flags = [*reference.flags_of(seed), "--logger", "none"]  # its curves do not belong next to the variants'
+            try:
+                runs.append(
+                    load(runner.run(PERTURBED + reference.run_name(seed), [programs.compare, "perturb"], flags))
+                )
+            except (RunError, UsageError) as error:
+                failures.append(f"The perturbed run of the reference failed (seed {seed}): {error}.")
+        return runs
+
+    comparison = summarize(variants, perturbed_runs, _command(), arguments.trust)
+    comparison.notes += failures
+    comparison.machine["cores"] = str(core_count())
+    return comparison
+
+
+def _prepare(planned: Sequence[Planned]) -> None:
+    """Checks Lightning's options and the weights of each variant, and prepares the images, before a run starts."""
+    from cifar_zero import data
+    from cifar_zero.core.quiet import quieten
+    from cifar_zero.training import build
+
+    quieten()
+    for config in (variant.config for variant in planned):
+        build.check_trainer_options(config)
+        build.finetuning(config)
+        data.prepare(config.data)
+
+
+def _how_to_compare(folder: Path) -> str:
+    """How to compare the finished runs of a comparison that was stopped."""
+    finished = sorted(str(file.parent) for file in folder.glob(f"*/version_*/{run_folder.METRICS}"))
+    if len(finished) < 2:
+        return f"what was trained is in {folder}"
+    return f"to compare the finished runs: python compare.py --runs {shlex.join(finished)}"
+
+
+def _command() -> str:
+    return shlex.join(["python", "compare.py", *sys.argv[1:]])
+
+
+def _parse() -> tuple[Namespace, list[str]]:
+    parser = exits.Parser(
+        prog="compare.py",
+        description="Trains one recipe under several strategies, numbers of ranks or micro-batches, or reads existing "
+        "runs, and says whether they agree: bit by bit, within rounding, or not.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s --strategies NAME ... [--devices N ...] [--<option of train.py> VALUE ...]\n"
+        "       %(prog)s --runs RUN ...\n"
+        "       %(prog)s perturb [--<option of train.py> VALUE ...]",
+    )
+    add = parser.add_argument
+    add(
+        "--strategies",
+        nargs="+",
+        metavar="NAME",
+        help="names of train.py, or raw DeepSpeed configurations (*.json)",
+    )
+    add("--devices", nargs="+", metavar="N", help="numbers of ranks, one or several (default: train.py's)")
+    add("--accumulate", nargs="+", metavar="N", help="numbers of micro-batches in a step, one or several")
+    add("--seeds", type=int, metavar="N", help="runs of each variant, counted up from --seed (default: 1)")
+    add("--runs", nargs="+", metavar="RUN", help="compare these run folders; nothing is trained")
+    add("--junit", metavar="FILE", help="write the verdicts as JUnit XML, for CI systems")
+    add("--out", default="comparisons", metavar="DIR", help="directory of comparisons (default: %(default)s)")
+    add("--name", default="", metavar="NAME", help="name of this comparison (default: the model's, or runs)")
+    add("--trust", action="store_true", help="load checkpoints that could run code; only if you trust their author")
+    arguments, rest = parser.parse_known_args()
+    check_plain_name(arguments.name)
+    if arguments.junit and not Path(arguments.junit).absolute().parent.is_dir():
+        raise UsageError(f"--junit {arguments.junit}: its directory does not exist")
+    if arguments.junit and Path(arguments.junit).is_dir():
+        raise UsageError(f"--junit {arguments.junit} is a directory: name a file")
+    return arguments, rest

@@ -1,0 +1,74 @@
+"""The module of a perturbed run: what rounding can do to a recipe."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from cifar_zero.comparison.agreement import EPS, LEAST_PERTURBATION, eps_of
+from cifar_zero.comparison.reading import PERTURBED
+from cifar_zero.reports.summary import write_json
+
+
+def perturbed(base: type[Any], precision: str, accelerator: str) -> type[Any]:
+    """Returns a subclass whose initial weights and optimizer constants are changed by about one rounding error.
+
+    The weights change as soon as they are initialised, before the strategy copies, shards or casts them. The constants
+    matter as much: DeepSpeed's Adam on the CPU holds beta2 in float32, and 1 - 0.999 is then off by up to 6e-5.
+    `perturbed.json` in the run folder marks the run.
+
+    Args:
+        base: a LightningModule with the attributes `net` and `optimizer`, such as CIFARModule.
+        precision: of the run: 32-true, bf16-mixed, bf16-true or 16-mixed.
+        accelerator: cpu or gpu.
+    """
+
+    class PerturbedModule(base):
+        def __init__(self, *arguments: Any, **options: Any):
+            super().__init__(*arguments, **options)
+            self.optimizer = with_perturbed_constants(self.optimizer)
+
+        def configure_model(self) -> None:
+            built = self.net is not None
+            super().configure_model()
+            if built:
+                return
+            convolves = any(isinstance(module, nn.Conv2d) for module in self.net.modules())
+            distance = max(eps_of(precision, accelerator, convolves), LEAST_PERTURBATION)
+            perturb(self.net, distance)
+            if self.trainer.is_global_zero:
+                write_json(Path(self.trainer.default_root_dir) / PERTURBED, {"distance": distance})
+
+    return PerturbedModule
+
+
+def with_perturbed_constants(optimizer: Any) -> Any:
+    """Makes the learning rate, decays and so on of a dataclass of optimizers/ larger by one eps of float32, in which
+    the arithmetic with them is done whatever the precision of the model."""
+
+    def larger(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(larger, value))
+        return value * (1 + EPS["32"]) if isinstance(value, float) else value
+
+    return replace(optimizer, **{field.name: larger(getattr(optimizer, field.name)) for field in fields(optimizer)})
+
+
+def perturb(net: nn.Module, distance: float) -> None:
+    """Multiplies each weight by 1 + distance or 1 - distance at random, the same on every rank that has it.
+
+    Args:
+        net: its parameters may be sharded by ZeRO-3 or as DTensors.
+        distance: relative.
+    """
+    for seed, parameter in enumerate(net.parameters()):
+        part: Any = getattr(parameter, "ds_tensor", parameter)
+        tensor = part.to_local() if isinstance(part, DTensor) else part
+        signs = torch.randint(0, 2, tensor.shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+        with torch.no_grad():
+            tensor.mul_((1 + distance * signs).to(tensor.dtype).to(tensor.device))

@@ -1,0 +1,166 @@
+"""Plots of loss and accuracy: the curves of all variants over one another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogFormatter
+from numpy.typing import NDArray
+
+from cifar_zero.comparison.result import Comparison, Curve, Variant
+
+PALETTE = ("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd")
+"""Ten colours that colour-blind readers can tell apart too: Petroff 2021 (https://arxiv.org/abs/2107.02270). The
+reference is black."""
+
+POINTS = 200
+"""Most points of a curve: of more steps each point stands for several, or noise would hide the curves."""
+
+DASH = 4.0
+"""Length of a dash in widths of the line."""
+
+Array = NDArray[np.float64]
+Line = tuple[str, Array, Array]
+"""The variant's name, x (points,) and y (points,); NaN is a gap."""
+
+
+def style() -> AbstractContextManager[None]:
+    """Within it plots are drawn on white, and a $ in a name is a $."""
+    return matplotlib.rc_context({"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "text.parse_math": False})
+
+
+def loss_plot(comparison: Comparison) -> Figure | None:
+    """The loss of each step, mean over the seeds; below it the largest difference to the reference at each step.
+
+    None where no run has losses.
+    """
+    variants = [variant for variant in comparison.variants if any(run.losses.steps for run in variant.runs)]
+    if not variants:
+        return None
+    losses = [_line(variant.name, [run.losses for run in variant.runs], _mean) for variant in variants]
+    reference = comparison.variants[0]
+    differences = [
+        _line(variant.name, curves, np.fmax.reduce)
+        for variant in variants
+        if (curves := _differences(reference, variant))
+    ]
+    figure = Figure(figsize=(10, 6.5 if differences else 4.4), layout="constrained")
+    above, *below = figure.subplots(2 if differences else 1, sharex=True, squeeze=False)[:, 0]
+    _draw(above, comparison, losses)
+    size = max(_size(len(run.losses.steps)) for variant in variants for run in variant.runs)
+    above.set(title="training loss" + (f", mean of {size:,} steps" if size > 1 else ""), ylabel="loss of a step")
+    for axes in below:
+        _draw_differences(axes, comparison, differences)
+    figure.axes[-1].set_xlabel("optimizer step")
+    kinds = {variant.name: variant.verdict.kind if variant.verdict else "not judged" for variant in variants}
+    _legend(figure, comparison, {name: f"{name} ({kind})" for name, kind in kinds.items()})
+    return figure
+
+
+def accuracy_plot(comparison: Comparison) -> Figure | None:
+    """The validation accuracy by step and by time, a line for each seed; None where there was no validation."""
+    found = [(variant.name, run.curves.get("val/acc")) for variant in comparison.variants for run in variant.runs]
+    curves = [(name, curve) for name, curve in found if curve is not None and curve.steps]
+    if not curves:
+        return None
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    by_step, by_time = figure.subplots(1, 2, sharey=True)
+    _draw(by_step, comparison, [(name, _array(curve.steps), _array(curve.values)) for name, curve in curves], "o")
+    _draw(by_time, comparison, [(name, _array(curve.seconds), _array(curve.values)) for name, curve in curves], "o")
+    by_step.set(xlabel="optimizer step", ylabel="validation accuracy")
+    by_step.yaxis.set_major_formatter(lambda share, _: f"{100 * share:g} %")
+    by_time.set_xlabel("seconds since the start of the training")
+    _legend(figure, comparison, {name: name for name, _ in curves})
+    return figure
+
+
+def _draw(axes: Axes, comparison: Comparison, lines: Sequence[Line], marker: str = "") -> None:
+    """Equal curves hide one another: where they do, each shows as dashes in turn."""
+    names = [*dict.fromkeys(name for name, _, _ in lines)]
+    for name, x, y in lines:
+        axes.plot(x, y, color=_color(comparison, name), marker=marker, markersize=3)
+    for name, x, y in lines if len(names) > 1 else ():
+        dashes = (DASH * (len(names) - names.index(name)), (DASH, DASH * (len(names) - 1)))
+        axes.plot(x, y, color=_color(comparison, name), linestyle=dashes)
+
+
+def _draw_differences(axes: Axes, comparison: Comparison, differences: Sequence[Line]) -> None:
+    """On a log axis, where steps that do not differ are gaps; the bound of rounding is grey."""
+    _draw(axes, comparison, [(name, x, np.where(y > 0, y, np.nan)) for name, x, y in differences], marker=".")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(LogFormatter())  # 1e-05 and the like: matplotlib's own labels are formulas
+    for variant in comparison.variants:
+        if variant.verdict is not None and variant.verdict.first_parting is not None:
+            axes.axvline(variant.verdict.first_parting, color=_color(comparison, variant.name), linestyle=":")
+    title = f"largest difference to {comparison.reference} at a step; dotted: parts from it"
+    if comparison.rounding is not None and comparison.rounding.steps:
+        bottom = axes.get_ylim()[0]
+        _, x, bound = _line("", [comparison.rounding], np.fmax.reduce)
+        axes.fill_between(x, bottom / 10, bound, color="gray", alpha=0.2, linewidth=0)
+        axes.set_ylim(bottom=bottom)
+        title += "; grey: what rounding may do"
+    axes.set(title=title, ylabel="difference")
+
+
+def _differences(reference: Variant, variant: Variant) -> list[Curve]:
+    """Of the losses, by seed; empty where none differ."""
+    curves = []
+    for seed in reference.by_seed.keys() & variant.by_seed.keys():
+        ours, theirs = reference.by_seed[seed].losses, variant.by_seed[seed].losses
+        steps, here, there = np.intersect1d(ours.steps, theirs.steps, return_indices=True)
+        curves.append(Curve(steps.tolist(), np.abs(_array(ours.values)[here] - _array(theirs.values)[there]).tolist()))
+    return curves if any(value > 0 for curve in curves for value in curve.values) else []
+
+
+def _line(name: str, curves: Sequence[Curve], of_several: Callable[..., Array]) -> Line:
+    """One line of the curves of several seeds, thinned out to POINTS.
+
+    Args:
+        name: of the variant.
+        curves: which need not have the same steps.
+        of_several: reduces the values of several seeds, and of several steps, to one along the first axis.
+    """
+    steps = np.unique(np.concatenate([_array(curve.steps) for curve in curves]))
+    values = np.full((len(curves), len(steps)), np.nan)
+    for row, curve in zip(values, curves, strict=True):
+        row[np.searchsorted(steps, curve.steps)] = _array(curve.values)
+    size = _size(len(steps))
+    over_seeds = of_several(values)
+    parts = [slice(start, start + size) for start in range(0, len(steps), size)]
+    x = np.array([steps[part].mean() for part in parts])
+    return name, x, np.array([of_several(over_seeds[part]) for part in parts])
+
+
+def _mean(values: Array) -> Array:
+    """Along the first axis, of what is a number."""
+    return np.ma.filled(np.ma.masked_invalid(values).mean(axis=0), np.nan)
+
+
+def _size(steps: int) -> int:
+    """Steps that a point stands for."""
+    return max(1, math.ceil(steps / POINTS))
+
+
+def _array(values: Sequence[float]) -> Array:
+    """Infinities become NaN, which is not drawn."""
+    array = np.asarray(values, dtype=np.float64)
+    return np.where(np.isfinite(array), array, np.nan)
+
+
+def _color(comparison: Comparison, name: str) -> str:
+    """A variant's colour, the same in all plots."""
+    place = [variant.name for variant in comparison.variants].index(name)
+    return PALETTE[(place - 1) % len(PALETTE)] if place else "black"
+
+
+def _legend(figure: Figure, comparison: Comparison, labels: dict[str, str]) -> None:
+    """Below the figure; labels by the variant's name."""
+    handles = [Line2D([], [], color=_color(comparison, name), label=label) for name, label in labels.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2)

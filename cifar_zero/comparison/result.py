@@ -1,0 +1,166 @@
+"""What a comparison found, as comparison.json holds it and the report shows it; plain Python, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from cifar_zero.reports.summary import write_json
+
+SCHEMA = 1
+"""Version of comparison.json: keys may be added, none changes its meaning."""
+
+VerdictKind = Literal["reference", "bit-identical", "within rounding", "different", "not trained"]
+
+GOOD: tuple[VerdictKind, ...] = ("reference", "bit-identical", "within rounding")
+"""Verdicts with which a comparison passes."""
+
+
+@dataclass
+class Verdict:
+    """Whether a variant trains the same model as the reference; the worst of its seeds."""
+
+    kind: VerdictKind
+    loss_difference: float | None = None
+    """Difference of the loss at the step that uses most of its bound."""
+    loss_bound: float | None = None
+    """What rounding may change in the loss at that step."""
+    weight_difference: float | None = None
+    """Largest difference of a weight after the last step, in the tensor that uses most of its bound."""
+    weight_bound: float | None = None
+    first_difference: int | None = None
+    """First optimizer step (from 1) whose losses are not equal bit by bit; None where all are."""
+    first_parting: int | None = None
+    """First optimizer step whose losses differ by more than rounding, or that only one run has; None for none."""
+    causes: list[str] = field(default_factory=list)
+    """Known causes of the difference that apply to this variant, one sentence each."""
+    remark: str = ""
+    """What the numbers do not show: runs of different length, weights that are no numbers."""
+
+
+@dataclass
+class Curve:
+    """One metric of one run by optimizer step."""
+
+    steps: list[int]
+    """Optimizer steps, from 1."""
+    values: list[float]
+    seconds: list[float] = field(default_factory=list)
+    """Since the start of the training, as long as `steps`; empty for losses and bounds."""
+
+    @property
+    def by_step(self) -> dict[int, float]:
+        """The values by optimizer step."""
+        return dict(zip(self.steps, self.values, strict=True))
+
+
+@dataclass
+class Run:
+    """One run folder."""
+
+    folder: str
+    seed: int
+    metrics: dict[str, Any]
+    """The content of metrics.json."""
+    settings: dict[str, Any]
+    """The content of config.yaml, by the names of the flags (see options.flat)."""
+    deepspeed: dict[str, Any]
+    """DeepSpeed's configuration (deepspeed.json); empty for other strategies."""
+    losses: Curve
+    """Loss of each optimizer step, mean over micro-batches and ranks."""
+    curves: dict[str, Curve]
+    """TensorBoard's curves by tag: train/loss, val/acc, val/loss, ..."""
+    perturbed: bool = False
+    """Whether it is a perturbed run, see comparison.perturbed."""
+    checkpoint_bytes: int | None = None
+
+
+@dataclass
+class Spread:
+    """A metric over the seeds."""
+
+    mean: float
+    lowest: float
+    highest: float
+
+
+@dataclass
+class Variant:
+    """One way to train the recipe."""
+
+    name: str
+    """Short and unique: deepspeed_stage_2; or deepspeed_stage_2, 4 micro-batches."""
+    strategy: str
+    world_size: int
+    accumulate: int
+    command: str
+    """Trains it again."""
+    runs: list[Run] = field(default_factory=list)
+    """One for each seed."""
+    figures: dict[str, Spread] = field(default_factory=dict)
+    """By key of metrics.json: numbers, and the largest of lists with a number for each rank. And checkpoint_bytes,
+    predicted_bytes (model states of the fullest rank by ZeRO's formulas)."""
+    error: str = ""
+    """The error line of the run that failed."""
+    verdict: Verdict | None = None
+    unjudged: str = ""
+    """Why there is no verdict."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether it trained and agrees with the reference."""
+        return self.verdict is not None and self.verdict.kind in GOOD
+
+    @property
+    def by_seed(self) -> dict[int, Run]:
+        """Its runs by seed."""
+        return {run.seed: run for run in self.runs}
+
+
+@dataclass
+class Difference:
+    """A setting that the compared runs should share and do not."""
+
+    setting: str
+    values: dict[str, str]
+    """By the variant's name."""
+
+    def __str__(self) -> str:
+        owners: dict[str, list[str]] = {}
+        for name, value in self.values.items():
+            owners.setdefault(value, []).append(name)
+        return "; ".join(f"{value} ({', '.join(names)})" for value, names in owners.items())
+
+
+@dataclass
+class Comparison:
+    """The variants of one recipe, each judged against the reference."""
+
+    title: str
+    command: str
+    created: str
+    """Date and time in UTC, ISO 8601."""
+    machine: dict[str, str]
+    """Device, cores, and the versions of the libraries."""
+    recipe: dict[str, str]
+    """What all variants share: dataset, model, global batch, epochs or steps, optimizer, schedule, precision."""
+    reference: str
+    """Name of the variant that the others are judged against."""
+    variants: list[Variant]
+    """The reference first."""
+    differences: list[Difference] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What to know about the verdicts, one sentence each: where their bounds come from."""
+    rounding: Curve | None = None
+    """The smallest bound of the loss at each step; None where nothing needed one."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether every variant trained and agrees."""
+        return all(variant.passed for variant in self.variants)
+
+
+def write(comparison: Comparison, file: Path) -> None:
+    """Writes comparison.json, whole or not at all; NaN and infinities become null."""
+    write_json(file, {"schema": SCHEMA, "passed": comparison.passed, **asdict(comparison)})

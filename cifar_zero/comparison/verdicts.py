@@ -1,0 +1,126 @@
+"""Judges every variant against the reference, seed by seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from cifar_zero.comparison import weights
+from cifar_zero.comparison.agreement import Bound, Pair, bound, eps_of, judge, worst
+from cifar_zero.comparison.causes import causes
+from cifar_zero.comparison.result import Comparison, Curve, Run, Variant, Verdict
+from cifar_zero.comparison.settings import hinders
+from cifar_zero.core.errors import UsageError
+
+SATURATION = (
+    "From step {step:,} on rounding alone may change the losses by more than a tenth: only the steps before are "
+    "judged. After it only a loss that is off by more than the largest loss so far counts."
+)
+
+Perturb = Callable[[set[int]], list[Run]]
+"""Makes or finds a perturbed run of the reference for each of some seeds."""
+
+
+def judge_all(comparison: Comparison, perturb: Perturb, trust: bool = False) -> None:
+    """Fills in a comparison's verdicts, and the notes about them.
+
+    Args:
+        comparison: without verdicts, the reference first.
+        perturb: called once, if a variant is not bit-identical to the reference.
+        trust: whether to load checkpoints that could run code.
+    """
+    reference, notes = comparison.variants[0], comparison.notes
+    variants = _comparable(comparison)
+    pairs: dict[str, list[Pair]] = {variant.name: [] for variant in variants}
+    for seed, run in reference.by_seed.items() if variants else ():
+        others = {variant.name: variant.by_seed[seed] for variant in variants if seed in variant.by_seed}
+        for name, pair in zip(others, _pairs(run, others.values(), trust, notes), strict=True):
+            pairs[name].append(pair)
+    seeds = {pair.reference.seed for found in pairs.values() for pair in found if pair.needs_bound}
+    perturbed: dict[int, Pair] = {}
+    for run in perturb(seeds) if seeds else ():
+        perturbed[run.seed] = next(_pairs(reference.by_seed[run.seed], [run], trust, notes))
+    bounds: list[tuple[Pair, Bound]] = []
+    for variant in variants:
+        found = [(pair, bound(pair, perturbed.get(pair.reference.seed))) for pair in pairs[variant.name]]
+        _judge(variant, found, seeds <= perturbed.keys())
+        bounds += [(pair, allowed) for pair, allowed in found if pair.needs_bound]
+    _explain(comparison, bounds)
+
+
+def _comparable(comparison: Comparison) -> list[Variant]:
+    """The variants to judge; the reference gets its verdict, the others the reason why they have none."""
+    reference = comparison.variants[0]
+    reference.verdict = Verdict("reference" if reference.runs and not reference.error else "not trained")
+    for variant in comparison.variants[1:]:
+        hindering = [each.setting for each in comparison.differences if hinders(each, reference.name, variant.name)]
+        seeds = reference.by_seed.keys() & variant.by_seed.keys()
+        if variant.error or not variant.runs:
+            variant.verdict = Verdict("not trained")
+        elif reference.verdict.kind == "not trained":
+            variant.unjudged = "the reference did not train"
+        elif hindering:
+            variant.unjudged = f"another recipe than the reference's ({', '.join(hindering)})"
+        elif not seeds:
+            variant.unjudged = "no seed in common with the reference"
+        elif seeds != reference.by_seed.keys() | variant.by_seed.keys():
+            common = ", ".join(map(str, sorted(seeds)))
+            comparison.notes.append(f"{variant.name} is judged by the seeds in common with the reference: {common}.")
+    return [variant for variant in comparison.variants if variant.verdict is None and not variant.unjudged]
+
+
+def _pairs(reference: Run, others: Iterable[Run], trust: bool, notes: list[str]) -> Iterator[Pair]:
+    """Compares runs of several variants with the reference's, whose weights are read once."""
+    ours = _weights(reference, trust, notes)
+    convolves = ours is None or weights.convolves(ours)
+    normalises = ours is not None and weights.normalises(ours)
+    for other in others:
+        theirs = _weights(other, trust, notes)
+        apart = weights.apart(ours, theirs) if ours is not None and theirs is not None else None
+        eps = max(eps_of(run.metrics["precision"], run.metrics["accelerator"], convolves) for run in (reference, other))
+        yield Pair(reference, other, apart, eps, normalises)
+
+
+def _weights(run: Run, trust: bool, notes: list[str]) -> weights.Weights | None:
+    """None, and a note, where they cannot be read: then the losses decide."""
+    try:
+        return weights.of_run(run, trust)
+    except UsageError as error:
+        notes.append(f"The weights of {run.folder} were not compared: {error}.")
+        return None
+
+
+def _judge(variant: Variant, pairs: Sequence[tuple[Pair, Bound]], has_perturbed: bool) -> None:
+    """Gives a variant the worst verdict of its seeds, or the reason why there is none."""
+    if not all(pair.steps for pair, _ in pairs):
+        variant.unjudged = "no optimizer step in common with the reference"
+        return
+    verdicts = []
+    for pair, allowed in pairs:
+        verdict = judge(pair, allowed)
+        verdict.causes = causes(pair, verdict.kind)
+        verdicts.append(verdict)
+    found = worst(verdicts)
+    blind = any(pair.needs_bound and allowed.undecided == pair.steps[0] for pair, allowed in pairs)
+    if not blind or found.kind == "different":
+        variant.verdict = found
+    elif has_perturbed:
+        variant.unjudged = "rounding alone may change the losses by more than a tenth from the first step on"
+    else:
+        variant.unjudged = "no perturbed run of the reference shows what rounding may do, see compare.py perturb"
+
+
+def _explain(comparison: Comparison, bounds: Sequence[tuple[Pair, Bound]]) -> None:
+    """Notes how far the bounds reach, and keeps the lowest for the plot."""
+    limits: dict[int, float] = {}
+    end = math.inf
+    for pair, allowed in bounds:
+        end = min(end, allowed.undecided or math.inf)
+        for step, limit in zip(pair.steps, allowed.losses, strict=True):
+            limits[step] = min(limit, limits.get(step, math.inf))
+    steps = [step for step in sorted(limits) if step < end]
+    if not steps:
+        return
+    comparison.rounding = Curve(steps, [limits[step] for step in steps])
+    if end < math.inf:
+        comparison.notes.append(SATURATION.format(step=end))

@@ -1,0 +1,1 @@
+"""The typed flags, the command line, the rules that refuse nonsense, and the strategies' specifications; no torch."""

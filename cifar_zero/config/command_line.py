@@ -1,0 +1,311 @@
+"""From the command line and YAML recipes to a checked `Config`, by jsonargparse; no torch, no Lightning.
+
+The options of the chosen model, optimizer and schedule are typed flags like all others (`--optimizer adam
+--optimizer.betas '[0.8, 0.999]'`), so the names are read first and the parser is made for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
+
+from cifar_zero.config.flags import (
+    AugmentConfig,
+    Choice,
+    Config,
+    DataConfig,
+    DeviceConfig,
+    FineTuneConfig,
+    LoRAConfig,
+    OffloadConfig,
+    OutputConfig,
+    RegularizationConfig,
+    TrainingConfig,
+    ZeROConfig,
+    check_no_consent,
+)
+from cifar_zero.config.strategy_specs import STRATEGIES
+from cifar_zero.config.values import REGISTRIES, check_values
+from cifar_zero.core.errors import UsageError
+from cifar_zero.core.suggestions import nearest, nearest_flag
+from cifar_zero.models import PACKAGES
+from cifar_zero.optimizers import OFFLOADED_BY, OPTIMIZERS
+
+# Sections of the configuration with fields of their own: --data.root, or data: {root: ...} in a recipe.
+SECTIONS = {"lora": LoRAConfig, "zero": ZeROConfig, "offload": OffloadConfig}
+SECTIONS |= {"data": DataConfig, "augment": AugmentConfig}
+
+SWITCHES = (
+    "activation_checkpointing",
+    "activation_offload",
+    "channels_last",
+    "compile",
+    "cuda_graphs",
+    "debug",
+    "find_lr",
+    "save_weights",
+    "trust",
+)
+"""Flags that may stand without a value."""
+
+# Lightning Trainer options that have a name of their own here, so that two owners can never disagree.
+OWNED = {
+    "accelerator": "--accelerator",
+    "accumulate_grad_batches": "--accumulate",
+    "callbacks": "the callbacks/ folder",
+    "default_root_dir": "--out",
+    "devices": "--devices",
+    "enable_checkpointing": "--bench_steps, a run without checkpoints",
+    "enable_progress_bar": "2>/dev/null, the progress goes to the standard error",
+    "gradient_clip_algorithm": "--gradient_clip_val (clipping is by global norm under every strategy)",
+    "gradient_clip_val": "--gradient_clip_val",
+    "log_every_n_steps": "--log_interval",
+    "logger": "--logger",
+    "max_epochs": "--epochs",
+    "max_steps": "--max_steps",
+    "num_nodes": "--num_nodes",
+    "plugins": "--strategy",
+    "precision": "--precision",
+    "reload_dataloaders_every_n_epochs": "--data.loader",
+    "strategy": "--strategy",
+    "use_distributed_sampler": "--data.loader (it shards by itself)",
+}
+
+USAGE = "%(prog)s [--config FILE ...] [--strategy NAME] [--devices N] [--<option> VALUE ...]"
+EPILOG = """\
+examples:
+  python train.py                                          the tutorial's recipe: Net, SGD, batch 4, 2 epochs
+  python train.py --strategy deepspeed_stage_3 --devices 2
+  python train.py --config configs/deepspeed.yaml --strategy deepspeed_stage_2 --precision bf16-mixed
+  python train.py --optimizer adam --optimizer.lr 3e-4 --help    the options of another optimizer
+  python train.py --model torchvision:resnet50 --model.image_size 64     a classifier of torchvision, or timm:NAME
+
+optimizers:
+{optimizers}
+
+strategies:
+{strategies}
+"""
+
+
+def parse(argv: list[str] | None = None) -> Config:
+    """The run that a command line asks for.
+
+    Recipes (`--config`) are laid over the defaults in their order, flags over the recipes. For `--help` and
+    `--print_config` it prints and exits.
+
+    Raises:
+        UsageError: an unknown key, a value of the wrong type, an unreadable recipe.
+    """
+    short, rest = _short_forms().parse_known_args(sys.argv[1:] if argv is None else argv)
+    tree: dict[str, Any] = {}
+    for file in short.config:
+        _overlay(tree, _read_yaml(file))
+    _overlay(tree, {key: {"name": name} for key in REGISTRIES if (name := getattr(short, key)) is not None})
+    for key in ("logger", "hparams", "plot_schedule", "trainable", *SWITCHES):
+        if getattr(short, key) is not None:
+            tree[key] = getattr(short, key)
+    if short.lora_target is not None:
+        tree["lora"] = {**tree.get("lora", {}), "target": short.lora_target}
+    names = {key: _chosen(tree, key) for key in REGISTRIES}
+
+    parser = _parser(names)
+    _refuse_unknown(parser, rest, tree)
+    try:
+        parser.set_defaults(parser.parse_object(tree, defaults=False).as_flat().__dict__)
+        namespace = parser.parse_args(rest)
+    except (ArgumentError, argparse.ArgumentError, TypeError, ValueError) as error:
+        raise UsageError(_one_line(error)) from error
+    config = _config(namespace, names)
+    config.trust = namespace["trust"]  # of the flag alone: _read_yaml lets none through
+    check_values(config)
+    if short.print_config:
+        print(dump(config), end="")
+        raise SystemExit(0)
+    return config
+
+
+def trusts(argv: list[str]) -> bool:
+    """Whether --trust is among these flags: for programs that read a checkpoint before they know its recipe."""
+    return _short_forms().parse_known_args(argv)[0].trust is True
+
+
+def dump(config: Config) -> str:
+    """The configuration as a YAML recipe that `--config` reads back to the same run."""
+    tree = asdict(config)
+    for key in REGISTRIES:
+        choice: Choice = getattr(config, key)
+        tree[key] = {"name": choice.name, **choice.options}
+    return yaml.safe_dump(_plain(tree), sort_keys=False)
+
+
+def _short_forms() -> argparse.ArgumentParser:
+    """The flags that jsonargparse has no form for: names, lists without brackets, switches without a value."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", action="extend", nargs="+", default=[])
+    for key in REGISTRIES:
+        parser.add_argument(f"--{key}", f"--{key}.name", dest=key)
+    parser.add_argument("--logger", nargs="+")
+    parser.add_argument("--hparams", nargs="+")
+    parser.add_argument("--plot_schedule", nargs="?", const="schedule.png")
+    parser.add_argument("--trainable", nargs="+")
+    parser.add_argument("--lora.target", dest="lora_target", nargs="+")
+    for switch in SWITCHES:
+        parser.add_argument(f"--{switch}", nargs="?", const="true", type=yaml.safe_load)
+    parser.add_argument("--print_config", action="store_true")
+    return parser
+
+
+def _parser(names: dict[str, str]) -> ArgumentParser:
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    strategies = _listed({name: spec.summary for name, spec in STRATEGIES.items()})
+    optimizers = _listed({name: f"{_summary(entry)}; {_offload(name)}" for name, entry in OPTIMIZERS.items()})
+    parser = ArgumentParser(
+        prog="train.py",
+        usage=USAGE,
+        description="Trains and tests a CIFAR classifier under plain PyTorch, DeepSpeed's ZeRO, FSDP and others.",
+        epilog=EPILOG.format(optimizers=optimizers, strategies=strategies),
+        formatter_class=_HelpFormatter,
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    recipes = parser.add_argument_group("recipes")
+    recipes.add_argument("--config", metavar="FILE", help="YAML recipe; several may be given, the later wins.")
+    recipes.add_argument("--print_config", action="store_true", help="Print the resulting recipe and exit.")
+    parser.add_argument_group("consent, on the command line only").add_argument(
+        "--trust", type=bool, default=False, help="Load a checkpoint that could run code, of somebody you trust."
+    )
+    for section in (DeviceConfig, TrainingConfig, RegularizationConfig, FineTuneConfig, OutputConfig):
+        parser.add_class_arguments(section)
+    for key, section in SECTIONS.items():
+        parser.add_argument_group(section.__doc__).add_class_arguments(section, key, as_group=False)
+    for key, registry in REGISTRIES.items():
+        _add_choice(parser, key, names[key], registry)
+    parser.add_argument_group("anything else").add_argument(
+        "--trainer",
+        type=dict[str, Any],
+        default={},
+        help="Any other option of Lightning's Trainer, for instance --trainer.limit_test_batches 10.",
+    )
+    return parser
+
+
+def _listed(lines: dict[str, str]) -> str:
+    width = max(map(len, lines))
+    return "\n".join(f"  {name:<{width}}  {line}" for name, line in lines.items())
+
+
+def _summary(entry: Any) -> str:
+    return (entry.__doc__ or "").splitlines()[0]
+
+
+def _offload(name: str) -> str:
+    return (
+        f"offloaded by {OFFLOADED_BY[name]}"
+        if name in OFFLOADED_BY
+        else "whole tensors: baseline, ddp, deepspeed_stage_0"
+    )
+
+
+def _add_choice(parser: ArgumentParser, key: str, name: str, registry: Mapping[str, Any]) -> None:
+    entry = registry[name]
+    group = parser.add_argument_group(f"{key} {name}", description=_summary(entry))
+    names = [*registry, *(f"{package}:NAME" for package in PACKAGES if key == "model")]
+    group.add_argument(f"--{key}.name", default=name, help=f"Short: --{key} NAME, one of {', '.join(names)}.")
+    group.add_class_arguments(entry, key, as_group=False)
+
+
+def _read_yaml(file: str) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(Path(file).read_text())
+    except OSError as error:
+        raise UsageError(f"--config {file} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--config {file} is not a text file") from error
+    except yaml.YAMLError as error:
+        raise UsageError(f"--config {file} is not YAML: {_one_line(error)}") from error
+    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
+        raise UsageError(f"--config {file} holds no options: it must be a mapping such as 'epochs: 2'")
+    check_no_consent(tree, f"--config {file}")
+    for key, value in tree.items():
+        if value is None:
+            raise UsageError(f"--config {file}: {key} has no value")
+        if key in (*SECTIONS, "trainer") and not isinstance(value, dict):
+            raise UsageError(f"--config {file}: {key} must be a mapping of options")
+        if key in REGISTRIES and not (isinstance(value, dict) and isinstance(value.get("name"), str)):
+            raise UsageError(f"--config {file}: {key} must be a mapping with a name, for instance {key}: {{name: ...}}")
+        if key in (*SECTIONS, *REGISTRIES):
+            for option in (option for option, set_to in value.items() if set_to is None):
+                raise UsageError(f"--config {file}: {key}.{option} has no value")
+    return tree
+
+
+def _overlay(tree: dict[str, Any], over: dict[str, Any]) -> None:
+    """Lays one recipe over another; where the model, optimizer or schedule changes, the old one's options go."""
+    for key, value in over.items():
+        old = tree.get(key)
+        another = key in REGISTRIES and old is not None and value["name"] != old["name"]
+        tree[key] = {**old, **value} if isinstance(value, dict) and isinstance(old, dict) and not another else value
+
+
+def _chosen(tree: dict[str, Any], key: str) -> str:
+    name = tree.get(key, {}).get("name", getattr(Config(), key).name)
+    if name not in REGISTRIES[key]:
+        raise UsageError(f"unknown {key} {name!r}: {nearest(str(name), REGISTRIES[key])}")
+    return name
+
+
+def _refuse_unknown(parser: ArgumentParser, flags: list[str], tree: dict[str, Any]) -> None:
+    known = {flag.lstrip("-") for action in parser._actions for flag in action.option_strings} | {*REGISTRIES}
+    given = [flag[2:].split("=")[0] for flag in flags if flag.startswith("--")]
+    for key, value in tree.items():
+        given += [f"{key}.{inner}" for inner in value] if isinstance(value, dict) else [key]
+    for key in given:
+        if key.startswith("trainer.") or key in known or ("model.kwargs" in known and key.startswith("model.kwargs.")):
+            if (option := key.removeprefix("trainer.")) != key and option in OWNED:
+                raise UsageError(f"--{key} is not passed on to the Trainer: use {OWNED[option]}")
+            continue
+        raise UsageError(f"unknown option --{key}: {nearest_flag(key, known)}")
+
+
+def _config(namespace: Namespace, names: dict[str, str]) -> Config:
+    values = namespace.as_dict()
+    for key, name in names.items():
+        values[key] = Choice(name, {option: value for option, value in values[key].items() if option != "name"})
+    for key, section in SECTIONS.items():
+        values[key] = section(**values[key])
+    return Config(**{field.name: values[field.name] for field in fields(Config)})
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists, for YAML."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def _one_line(error: Exception) -> str:
+    """jsonargparse's message, without its names for Python's types."""
+    text = " ".join(str(error).split())
+    text = re.sub(r'^Parser key "(.*?)": ', r"--\1: ", text)
+    text = re.sub(r"Does not validate .* Errors: - (.*) Given value type: .* Given value: ", r"\1. Got value: ", text)
+    text = re.sub(r"Expected an? (?:<class '(\w+)'>|typing.Literal)", lambda m: f"expected {m[1] or 'one of '}", text)
+    text = text.replace("expected list", "expected a list such as [1, 2]")
+    return text.replace(" - expected", " or").replace(". Got value:", ", not")
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Help text as it is written, with the default at its end."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        shown = action.default is not False and action.default not in (argparse.SUPPRESS, None, "", {})
+        return f"{text} (default: %(default)s)" if shown and action.option_strings else text

@@ -1,0 +1,131 @@
+"""Frequent failures of torch and DeepSpeed: how each one is recognised, what it means and what to do.
+
+Plain data: the messages are those of torch 2.15 and DeepSpeed 0.19.8, and explaining one imports neither. Rarer
+failures are in docs/troubleshooting.md.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pickle import UnpicklingError
+from typing import NamedTuple
+
+from cifar_zero.core.errors import RunError, Stopped, UsageError
+
+LESS_MEMORY = (
+    "double --accumulate (the same batch in smaller parts), then take a higher ZeRO stage, then one with _offload; "
+    "plan.py with the same options shows which strategies fit"
+)
+FEWER_WORKERS = "take fewer --data.workers, or --data.loader memory"
+OTHER_RANKS = "look for the first error in the other ranks' lines"
+
+
+class KnownFailure(NamedTuple):
+    """One row of the table.
+
+    Attributes:
+        message: regular expression that is searched for in the exception's message; `cause` may use its named groups.
+        cause: what happened.
+        fix: what to do.
+        kind: class of the exception; most of torch's own derive from RuntimeError.
+    """
+
+    message: str
+    cause: str
+    fix: str
+    kind: type[Exception] = RuntimeError
+
+
+TABLE = (
+    KnownFailure(
+        r"(CUDA|HIP) out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED",
+        "the GPU's memory is full",
+        LESS_MEMORY,
+    ),
+    KnownFailure(
+        r"DefaultCPUAllocator: (can't allocate|not enough) memory",
+        "the machine's memory is full",
+        LESS_MEMORY,
+    ),
+    KnownFailure(r"", "the machine's memory is full", LESS_MEMORY, MemoryError),
+    KnownFailure(
+        r"DataLoader worker .* is killed by signal: Bus error",
+        "the loader's workers have filled the shared memory, /dev/shm",
+        f"enlarge it (docker run --shm-size 8g), or {FEWER_WORKERS}",
+    ),
+    KnownFailure(
+        r"DataLoader worker .* (is killed by signal: Killed|exited unexpectedly)",
+        "a worker of the loader was killed, most often because memory or shared memory (/dev/shm) is full",
+        FEWER_WORKERS,
+    ),
+    KnownFailure(
+        r"port: (?P<port>\d+).*EADDRINUSE",
+        "another program uses port {port}, where the ranks are to meet",
+        "set MASTER_PORT to a free port, or unset it: train.py finds one by itself",
+    ),
+    KnownFailure(
+        r"waiting for clients|timed out .* trying to connect to",
+        "the ranks did not all come together",
+        "start every rank with the same MASTER_ADDR and MASTER_PORT, and let the firewall pass that port",
+    ),
+    KnownFailure(
+        r"Connection (closed|reset) by peer|Application timeout caused pair closure|"
+        r"Connection was likely closed|remote process exit",
+        "another rank has ended, and this one lost its connection",
+        OTHER_RANKS,
+    ),
+    KnownFailure(
+        r"Timed out waiting \d+ms|wait timeout after \d+ms|Watchdog caught collective operation timeout",
+        "this rank has waited for the others in vain: one of them hangs, has ended or cannot be reached",
+        OTHER_RANKS,
+    ),
+    KnownFailure(
+        r"Error building extension|ninja not being installed|Ninja is required to load C\+\+ extensions",
+        "DeepSpeed's C++ code could not be compiled",
+        "apt-get install g++ python3-dev, pip install ninja, have both in PATH; --debug shows the compiler's output",
+    ),
+    KnownFailure(
+        r"CUDA_HOME does not exist|Unable to run \S*nvcc|CUDA_HOME environment variable is not set",
+        "DeepSpeed finds no nvcc to compile its CUDA kernels with",
+        "install the CUDA toolkit of torch's version, and set CUDA_HOME to its directory",
+        Exception,  # OSError, or a class of DeepSpeed
+    ),
+    KnownFailure(
+        r"PytorchStreamWriter failed writing|inline_container.*unexpected pos",
+        "a file could not be written to its end, most often because the disk is full: No space left on device",
+        "free some, or name a directory on another disk with --out",
+    ),
+    KnownFailure(
+        r"Weights only load failed",
+        "the file holds more than tensors and plain values, and loading it could run any code",
+        "add --trust if you know who wrote it",
+        UnpicklingError,
+    ),
+)
+"""All known failures. The first row that matches is taken, so causes come before their consequences."""
+
+
+def explain(error: BaseException) -> str | None:
+    """Returns one line, `<cause>; <fix>`, for a known failure; None for any other, and for this program's own errors.
+
+    The exceptions that led to it are searched too: the first row that matches any of them is taken.
+    """
+    if isinstance(error, (UsageError, RunError, Stopped)):
+        return None
+    chain = list(_chain(error))
+    for row in TABLE:
+        for link in chain:
+            if isinstance(link, row.kind) and (found := re.search(row.message, str(link), re.DOTALL)):
+                return f"{row.cause.format(**found.groupdict())}; {row.fix}"
+    return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The exception and those that Python would print before it."""
+    seen: list[BaseException] = []  # a chain may lead back to itself
+    link: BaseException | None = error
+    while link is not None and link not in seen:
+        yield link
+        seen.append(link)
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)

@@ -1,0 +1,144 @@
+"""The decoded cache: images are decoded once, then memory-mapped by every rank and every later run.
+
+One directory per source holds `train_images.npy`, `train_labels.npy`, `test_images.npy`, `test_labels.npy` and
+`meta.json`. It is written beside its final place, flushed to the disk and renamed in one step, so a reader sees a whole
+cache or none, whenever a writer was killed.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cifar_zero.core import atomic
+from cifar_zero.core.console import say
+from cifar_zero.core.errors import RunError, UsageError
+from cifar_zero.data.dataset import IMAGE_SHAPE, Dataset
+from cifar_zero.data.lock import locked
+
+SCHEMA = 2
+"""Of this layout; a cache of another schema is replaced. Since 2 the images are stored with their channels last."""
+
+ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
+PAGE_BYTES = 4096
+"""The checksum of images reads one byte in each block of this size: damage to a disk comes in blocks, and it takes
+6 ms. That of labels reads all: one that is out of range would end a run."""
+
+_DAMAGE = (OSError, ValueError, KeyError, TypeError)
+"""What reading a missing or damaged cache raises."""
+
+_USERS_MISTAKES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
+
+
+def ensure(directory: Path, source: str, fingerprint: str, build: Callable[[Path], tuple[str, ...]]) -> None:
+    """Make `directory` hold the decoded images of `source` with this `fingerprint` of their inputs.
+
+    Where it is missing, stale or damaged, `build` is called with an empty directory that it fills by `allocate`, and
+    returns the class names. Any number of processes may call this at once: one builds, the others wait.
+
+    Raises UsageError where the place cannot be written to, RunError where writing fails (a full disk), and what
+    `build` raises.
+    """
+    if _is_ready(directory, fingerprint):
+        return
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with locked(directory.with_name(f"{directory.name}.lock"), f"prepares {source}"):
+            if not _is_ready(directory, fingerprint):
+                _write(directory, source, fingerprint, build)
+    except OSError as error:
+        kind = UsageError if error.errno in _USERS_MISTAKES else RunError
+        raise kind(
+            f"cannot prepare the images of {source}: {error.strerror or error}: {error.filename or directory}; "
+            "fix that, or choose another place with --data.cache DIR or --data.root DIR"
+        ) from error
+
+
+def allocate(directory: Path, split: str, count: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Create the arrays of a split ("train" or "test") on the disk: images (count, 3, 32, 32) and labels (count,)."""
+    channels, height, width = IMAGE_SHAPE
+    images = _create(directory / f"{split}_images.npy", (count, height, width, channels), np.uint8)
+    labels = _create(directory / f"{split}_labels.npy", (count,), np.int64)
+    return _channels_first(images), labels
+
+
+def load(directory: Path) -> Dataset:
+    """Map the cache in `directory`, which `ensure` has made ready.
+
+    Raises RunError where it is missing or damaged.
+    """
+    try:
+        meta = _read_meta(directory)
+        arrays = {name: _open(directory, name) for name in ARRAYS}
+    except _DAMAGE as error:
+        raise RunError(f"no decoded images in {directory}: prepare the data first") from error
+    for name in ("train_images", "test_images"):
+        arrays[name] = _channels_first(arrays[name])
+    return Dataset(name=meta["source"], classes=tuple(meta["classes"]), **arrays)
+
+
+def _is_ready(directory: Path, fingerprint: str) -> bool:
+    try:
+        meta = _read_meta(directory)
+        current = (meta["schema"], meta["fingerprint"]) == (SCHEMA, fingerprint)
+        return current and meta["checksums"] == {name: _checksum(directory, name) for name in ARRAYS}
+    except _DAMAGE:
+        return False
+
+
+def _read_meta(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "meta.json").read_text(encoding="utf-8"))
+
+
+def _write(directory: Path, source: str, fingerprint: str, build: Callable[[Path], tuple[str, ...]]) -> None:
+    """Build a new cache and put it in the place of the old one. The caller holds the lock."""
+    temporary = atomic.staged(directory)
+    atomic.discard(temporary)  # whoever holds the lock is the only writer: this was left by one that was killed
+    why = "again, as what is there is out of date or damaged" if directory.exists() else "once"
+    say(f"Preparing the images of {source} in {directory} ({why}).")
+    temporary.mkdir()
+    try:
+        classes = build(temporary)
+        meta = {
+            "schema": SCHEMA,
+            "source": source,
+            "fingerprint": fingerprint,
+            "classes": classes,
+            "checksums": {name: _checksum(temporary, name) for name in ARRAYS},
+        }
+        (temporary / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+        atomic.put_in_place(directory)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _create(path: Path, shape: tuple[int, ...], dtype: type[np.generic]) -> np.memmap[Any, Any]:
+    array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+    if hasattr(os, "posix_fallocate"):  # not on macOS
+        # Reserve the blocks now: on a full disk this raises, where writing to the map would kill the process (SIGBUS).
+        with path.open("rb+") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    return array
+
+
+def _channels_first(images: np.memmap[Any, Any]) -> np.memmap[Any, Any]:
+    """The stored (N, 32, 32, 3) seen as (N, 3, 32, 32). Nothing is moved: the bytes of a pixel stay side by side."""
+    return images.transpose(0, 3, 1, 2)
+
+
+def _open(directory: Path, name: str) -> np.memmap[Any, Any]:
+    return np.lib.format.open_memmap(directory / f"{name}.npy", mode="r")  # refuses whatever is no .npy file
+
+
+def _checksum(directory: Path, name: str) -> int:
+    content = _open(directory, name).reshape(-1).view(np.uint8)
+    return zlib.crc32(content[:: PAGE_BYTES if name.endswith("_images") else 1].tobytes())

@@ -1,0 +1,106 @@
+"""The `cifar10` and `cifar100` sources: Krizhevsky's archives of 50,000 + 10,000 labelled images of 32x32 pixels.
+
+torchvision checks and decodes them. It unpickles a file only if its MD5 is the published one, so no archive can run
+code. Importing torchvision takes a second: only building the cache does.
+"""
+
+from __future__ import annotations
+
+import gzip
+import tarfile
+import zlib
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from cifar_zero.config.flags import DataConfig
+from cifar_zero.core.errors import RunError
+
+if TYPE_CHECKING:
+    from torchvision.datasets import CIFAR10
+
+CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+_CIFAR100_NAMES = """
+    apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
+    caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant
+    flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree
+    motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain plate
+    poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail snake spider
+    squirrel streetcar sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle
+    wardrobe whale willow_tree wolf woman worm
+"""
+CIFAR100_CLASSES = tuple(_CIFAR100_NAMES.split())
+
+
+def class_names(config: DataConfig) -> tuple[str, ...]:
+    """The published names, in the order of the labels."""
+    return CIFAR10_CLASSES if config.source == "cifar10" else CIFAR100_CLASSES
+
+
+def cache_key(config: DataConfig) -> str:
+    """Directory name: that of the source, as its images are always the published ones."""
+    return config.source
+
+
+def fingerprint(config: DataConfig) -> str:
+    """A constant, for the same reason."""
+    return "archive as published"
+
+
+def build(config: DataConfig, directory: Path) -> tuple[str, ...]:
+    """Find or download the archive and decode it; returns the class names.
+
+    Raises DownloadError where it cannot be downloaded, RunError where it does not hold the published files.
+    """
+    from torchvision.datasets import CIFAR10, CIFAR100
+    from torchvision.datasets.utils import extract_archive
+
+    from cifar_zero.data import cache
+
+    published = CIFAR10 if config.source == "cifar10" else CIFAR100
+    splits = _read(published, config.root)
+    if splits is None:
+        archive = _obtain(config, published)
+        with TemporaryDirectory(dir=directory) as extracted:  # the root may be read-only
+            try:
+                extract_archive(str(archive), extracted)
+            except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError) as error:
+                raise RunError(f"{archive} is not a readable .tar.gz archive: {error}") from error
+            splits = _read(published, extracted)
+        if splits is None:
+            raise RunError(f"{archive} does not hold {published.__name__}'s published files: remove it")
+    for name, split in zip(("train", "test"), splits, strict=True):
+        images, labels = cache.allocate(directory, name, len(split))
+        images[:] = split.data.transpose(0, 3, 1, 2)  # from (N, 32, 32, 3)
+        labels[:] = split.targets
+    return tuple(splits[0].classes)
+
+
+def _read(published: type[CIFAR10], root: str) -> list[CIFAR10] | None:
+    """The training and test images of an extracted archive in `root`; None if a file is missing or has a wrong MD5."""
+    try:
+        return [published(root, train=train) for train in (True, False)]
+    except RuntimeError:
+        return None
+
+
+def _obtain(config: DataConfig, published: type[CIFAR10]) -> Path:
+    """The archive in the root, downloaded if it is missing or damaged."""
+    from torchvision.datasets.utils import check_integrity
+
+    from cifar_zero.core.console import say
+    from cifar_zero.data.download import download
+    from cifar_zero.data.lock import locked
+
+    root = Path(config.root)
+    archive, md5 = root / published.filename, config.md5 or published.tgz_md5
+    if check_integrity(archive, md5):
+        return archive
+    if archive.exists():
+        say(f"{archive} is not used: its MD5 is not {md5}.")
+    root.mkdir(parents=True, exist_ok=True)
+    with locked(archive.with_name(f"{archive.name}.lock"), f"downloads {archive.name}"):
+        if not check_integrity(archive, md5):  # another run, with another cache, may have downloaded it by now
+            fix = f"put {archive.name} into {root}, name a mirror with --data.url URL, or use --data.source digits"
+            download(config.url or published.url, archive, md5, fix)
+    return archive

@@ -1,0 +1,133 @@
+"""The `folder` source: one's own images, as <root>/train/<class>/*.png|jpg and <root>/test/<class>/*.png|jpg."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cifar_zero.config.flags import DataConfig
+from cifar_zero.core.errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+SPLITS = ("train", "test")
+SUFFIXES = (".png", ".jpg", ".jpeg")
+CHUNK = 64
+"""Images that a thread decodes before it reports: enough that the hand-over costs nothing."""
+
+LOG_INTERVAL_S = 10.0
+"""Seconds between two reports of progress where the output is not a terminal (a log file, a cluster's job output)."""
+
+_LAYOUT = "a folder source is <root>/train/<class>/*.png|jpg and <root>/test/<class>/*.png|jpg"
+
+
+def class_names(config: DataConfig) -> tuple[str, ...]:
+    """Names of the directories under train/, sorted.
+
+    Raises UsageError where a directory is missing or unreadable, there are fewer than two classes, a class has no
+    images, or test/ has other classes than train/.
+    """
+    train, test = (_class_names(Path(config.root) / split) for split in SPLITS)
+    if len(train) < 2:
+        found = f"only {train[0]}" if train else "none"
+        raise UsageError(f"two or more classes are needed in {config.root}/train, found {found}: {_LAYOUT}")
+    if train != test:
+        differing = ", ".join(sorted({*train} ^ {*test}))
+        raise UsageError(
+            f"{config.root}/train and {config.root}/test must have the same classes; in one only: {differing}"
+        )
+    for directory in (Path(config.root) / split / name for split in SPLITS for name in train):
+        if next(_image_files(directory), None) is None:
+            raise UsageError(f"no {', '.join(SUFFIXES)} images in {directory}: {_LAYOUT}")
+    return train
+
+
+def cache_key(config: DataConfig) -> str:
+    """Directory name: one for each root."""
+    return f"folder-{hashlib.sha256(os.fsencode(Path(config.root).resolve())).hexdigest()[:16]}"
+
+
+def fingerprint(config: DataConfig) -> str:
+    """Hash of every image's class, name, size and time of change: what is added or edited makes the cache stale.
+
+    Takes about 0.3 s for 60,000 images. Raises UsageError as `class_names` does.
+    """
+    digest = hashlib.sha256(repr(class_names(config)).encode(errors="surrogateescape"))
+    for split in SPLITS:
+        for path, label in _labelled_files(config, split):
+            try:
+                status = os.stat(path)
+            except OSError as error:
+                raise UsageError(f"cannot read the image {path}: {error.strerror}") from error
+            line = f"{split} {label} {status.st_size} {status.st_mtime_ns} ".encode()
+            digest.update(line + os.fsencode(os.path.basename(path)) + b"\n")
+    return digest.hexdigest()
+
+
+def build(config: DataConfig, directory: Path) -> tuple[str, ...]:
+    """Decode every image, on all cores; returns the class names.
+
+    Raises UsageError naming the first image that cannot be read.
+    """
+    from cifar_zero.data import cache
+
+    for split in SPLITS:
+        files = _labelled_files(config, split)
+        images, labels = cache.allocate(directory, split, len(files))
+        labels[:] = [label for _, label in files]
+        _decode_all([path for path, _ in files], images, f"Decoding {split} images")
+    return class_names(config)
+
+
+def _decode_all(paths: list[str], images: NDArray[np.uint8], title: str) -> None:
+    from tqdm import tqdm
+
+    from cifar_zero.data.images import decode
+
+    def decode_chunk(start: int) -> int:
+        chunk = paths[start : start + CHUNK]
+        for row, path in enumerate(chunk, start):
+            images[row] = decode(path)
+        return len(chunk)
+
+    interval_s = 0.1 if sys.stderr.isatty() else LOG_INTERVAL_S
+    # Threads, as Pillow decodes outside the interpreter's lock. Not processes: the children of a killed run would live
+    # on and keep hold of the cache's lock.
+    with ThreadPoolExecutor(os.cpu_count()) as pool, tqdm(None, title, len(paths), mininterval=interval_s) as bar:
+        for count in pool.map(decode_chunk, range(0, len(paths), CHUNK)):
+            bar.update(count)
+
+
+def _labelled_files(config: DataConfig, split: str) -> list[tuple[str, int]]:
+    """Path and label of each image of a split, by class and then by name."""
+    return [
+        (path, label)
+        for label, name in enumerate(class_names(config))
+        for path in sorted(_image_files(Path(config.root) / split / name))
+    ]
+
+
+def _class_names(directory: Path) -> tuple[str, ...]:
+    return tuple(sorted(entry.name for entry in _entries(directory) if entry.is_dir()))
+
+
+def _image_files(directory: Path) -> Iterator[str]:
+    for entry in _entries(directory):
+        if entry.name.lower().endswith(SUFFIXES) and entry.is_file():
+            yield entry.path  # a string: Path objects take longer to make and sort than the files to list
+
+
+def _entries(directory: Path) -> Iterator[os.DirEntry[str]]:
+    """What a directory holds, but for hidden files (.DS_Store, .ipynb_checkpoints)."""
+    try:
+        with os.scandir(directory) as entries:
+            yield from (entry for entry in entries if not entry.name.startswith("."))
+    except OSError as error:
+        raise UsageError(f"cannot read {directory}: {error.strerror}; {_LAYOUT}") from error

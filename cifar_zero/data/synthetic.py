@@ -1,0 +1,48 @@
+"""The `synthetic` source: random pixels of any number of images, to measure speed. There is nothing to learn in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cifar_zero.config.flags import DataConfig
+from cifar_zero.core.errors import UsageError
+
+CLASSES = tuple(f"class {label}" for label in range(10))
+MAX_TEST_IMAGES = 10_000
+SEED = 0
+CHUNK = 4096
+"""Images generated at once (12 MB), so that a set larger than the memory can be made."""
+
+
+def class_names(config: DataConfig) -> tuple[str, ...]:
+    """Ten classes, as CIFAR-10 has. Raises UsageError for fewer images than classes."""
+    if config.synthetic_size < len(CLASSES):
+        raise UsageError(f"--data.synthetic_size {config.synthetic_size} is too small: at least {len(CLASSES)} images")
+    return CLASSES
+
+
+def cache_key(config: DataConfig) -> str:
+    """Directory name: one for each size."""
+    return f"synthetic-{config.synthetic_size}"
+
+
+def fingerprint(config: DataConfig) -> str:
+    """The seed, all that the pixels depend on."""
+    return f"seed {SEED}"
+
+
+def build(config: DataConfig, directory: Path) -> tuple[str, ...]:
+    """Write uniformly random pixels, the labels going round; returns the class names."""
+    import numpy as np  # not needed for the class names
+
+    from cifar_zero.data import cache
+
+    classes = class_names(config)
+    rng = np.random.default_rng(SEED)
+    for split, count in (("train", config.synthetic_size), ("test", min(MAX_TEST_IMAGES, config.synthetic_size))):
+        images, labels = cache.allocate(directory, split, count)
+        for start in range(0, count, CHUNK):
+            chunk = images[start : start + CHUNK]
+            chunk[:] = rng.integers(0, 256, size=chunk.shape, dtype=np.uint8)
+        labels[:] = np.arange(count) % len(classes)
+    return classes

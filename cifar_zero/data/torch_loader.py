@@ -1,0 +1,62 @@
+"""The torch loader: the PyTorch tutorial's path of image by image transforms and a DataLoader with worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms import Compose, Normalize, ToTensor
+
+from cifar_zero.data.augment import MEAN, STD
+from cifar_zero.data.dataset import Split
+from cifar_zero.data.memory_loader import Resumable
+from cifar_zero.data.order import Order
+
+
+class TransformedImages(Dataset[tuple[Tensor, int]]):
+    """A split's images one by one, as the tutorial's transforms give them: float32 (3, 32, 32) from -1 to 1."""
+
+    def __init__(self, split: Split) -> None:
+        self._split = split
+        self._transform: Callable[[Image.Image], Tensor] = Compose([ToTensor(), Normalize([MEAN] * 3, [STD] * 3)])
+
+    def __len__(self) -> int:
+        """Images, without the ignored entry."""
+        return self._split.count
+
+    def __getitem__(self, position: int) -> tuple[Tensor, int]:
+        """The image and its label at a position of the split."""
+        pixels = self._split.images[self._split.indices[position]]
+        image = Image.fromarray(pixels.transpose(1, 2, 0))
+        return self._transform(image), int(self._split.labels[position])
+
+
+class TorchLoader(Resumable, DataLoader[Any]):
+    """A DataLoader that starts an epoch with its first batch, and goes on in the middle of one.
+
+    Lightning (2.6.6) asks for the iterator of a resumed run before it sets the epoch; DataLoader's own has looked up
+    the order by then.
+    """
+
+    batch_sampler: Order
+
+    def __init__(self, split: Split, order: Order, workers: int) -> None:
+        """Gives (images float32 (m, 3, 32, 32), labels int64 (m,)), in the given order."""
+        # A generator of its own: else each epoch would draw from the global one, and dropout or augmentation would
+        # differ from that with the memory loader.
+        generator = torch.Generator()
+        images = TransformedImages(split)
+        super().__init__(
+            images, batch_sampler=order, num_workers=workers, persistent_workers=workers > 0, generator=generator
+        )
+
+    def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """An epoch; the rest of one, where that was begun by the loader whose state was loaded."""
+        self.batch_sampler.skipped = self._begin()
+        for batch in super().__iter__():
+            self._count()
+            yield batch

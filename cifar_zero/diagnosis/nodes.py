@@ -1,0 +1,172 @@
+"""doctor.py --nodes: do the ranks of all nodes meet, add up their numbers, and run the same software?
+
+torchrun or srun starts it on every node, as it will start the run. Each rank runs `examine`, and rank 0 reports.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.cuda import nccl
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from cifar_zero.diagnosis.examination import one_line
+from cifar_zero.diagnosis.finding import Finding, Options, failed, ok, warning
+from cifar_zero.diagnosis.watchdog import Watchdog
+from cifar_zero.launch import rank_environment
+from cifar_zero.launch.collectives import gather, ranks_on_another_disk
+from cifar_zero.reports import summary
+
+BANDWIDTH = "Bandwidth is not measured: run all_reduce_perf of https://github.com/NVIDIA/nccl-tests"
+
+ELEMENTS = 2**18
+"""Size of the all-reduce, in float32: 1 MiB, since large packets may get lost where small ones pass (MTU)."""
+
+CLOCK_SECONDS = 1.0
+"""Largest difference between clocks without a warning: --resume last compares the times of checkpoints."""
+
+DRIVER = Path("/sys/module/nvidia/version")
+"""Where Linux shows the version of NVIDIA's driver, if it is loaded."""
+
+
+def examine(options: Options) -> dict[str, Finding] | None:
+    """Meets the other ranks and compares the nodes; returns the findings on rank 0, None on the others.
+
+    Ends the process, with one line from the first rank of each node, if a step takes longer than `options.timeout`
+    seconds.
+
+    Args:
+        options: of the command line; torchrun's variables say which rank this process is.
+    """
+    patience = timedelta(seconds=3 * options.timeout)  # so that the watchdog speaks first
+    store = PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store(options.timeout))
+    store.set_timeout(patience)
+    watchdog = Watchdog(store.clone(), options.timeout)
+    rank, ranks = rank_environment.global_rank(), int(os.environ["WORLD_SIZE"])
+    watchdog.begin("trying its GPU")
+    no_gpu = _no_gpu()
+    store.set(f"arrival/{rank}", json.dumps([socket.gethostname(), no_gpu]))
+    watchdog.begin("meeting the others")
+    arrivals = [json.loads(store.get(f"arrival/{other}")) for other in range(ranks)]
+    hosts = watchdog.hosts = [host for host, _ in arrivals]
+    on_gpu = not any(why for _, why in arrivals)
+    backend = "nccl" if on_gpu else "gloo"
+    group = PrefixStore("group", store)
+    dist.init_process_group(backend, store=group, rank=rank, world_size=ranks, timeout=patience)
+    watchdog.begin(f"an all-reduce of 1 MiB over {backend}")
+    data = torch.full((ELEMENTS,), float(rank), device="cuda" if on_gpu else "cpu")
+    dist.all_reduce(data)
+    right = bool((data == sum(range(ranks))).all())
+    clock = time.time()  # now: the all-reduce ends on all ranks at nearly the same time
+    watchdog.begin("comparing the nodes")
+    sums, clocks, software = gather(right), gather(clock), gather(versions())
+    apart = ranks_on_another_disk(_existing(Path(options.out)) if rank == 0 else None)
+    dist.destroy_process_group()
+    watchdog.end()
+    if rank:
+        return None
+    return {
+        "ranks": ok(f"{ranks} ranks on {len({*hosts})} nodes have met: {', '.join(dict.fromkeys(hosts))}"),
+        "gpu": check_gpus(arrivals),
+        "all-reduce": check_sums(hosts, sums, backend),
+        "versions": check_versions(hosts, software),
+        "clock": check_clocks(hosts, clocks),
+        "out": check_out(hosts, options.out, apart),
+    }
+
+
+def _store(seconds: float) -> TCPStore:
+    """Connects to the store of torchrun's agents, or to the one that rank 0 opens here."""
+    opens = rank_environment.global_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    # torch's "env://" would have rank 0 wait for the others here, where it cannot say for whom.
+    return TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=opens,
+        timeout=timedelta(seconds=seconds),
+        wait_for_workers=False,
+    )
+
+
+def _no_gpu() -> str:
+    """Makes this rank's GPU the current one; returns why it cannot be used, empty if it can."""
+    try:
+        torch.cuda.set_device(rank_environment.local_rank())
+        torch.ones(1, device="cuda").sum().item()
+    except (RuntimeError, AssertionError) as error:  # no GPU, an old driver, a GPU that this torch has no kernels for
+        return one_line(error)
+    return ""
+
+
+def _existing(folder: Path) -> Path:
+    """Returns a folder, or the one in which it would be made; relative if it is, as every node has its own."""
+    return next(parent for parent in (folder, *folder.parents) if parent.exists())
+
+
+def versions() -> dict[str, str]:
+    """Returns what must be the same on all nodes, by name: Python, packages, NCCL, NVIDIA's driver and the commit."""
+    found = {name: version or "none" for name, version in summary.versions().items()}
+    if torch.cuda.is_available():
+        found["nccl"] = ".".join(map(str, nccl.version()))
+        found["driver"] = DRIVER.read_text().strip() if DRIVER.is_file() else "unknown"
+    return {**found, "commit": summary.git_commit() or "unknown"}
+
+
+def check_gpus(arrivals: Sequence[tuple[str, str]]) -> Finding:
+    """Whether all ranks have a GPU, or none has; `arrivals` are the host of each rank, and why it has no GPU."""
+    lacking = {host: why for host, why in arrivals if why}
+    if not lacking:
+        return ok("each rank has one")
+    if all(why for _, why in arrivals):
+        return ok("no rank has one, they run on the CPU")
+    named = ", ".join(f"{host} ({why})" for host, why in lacking.items())
+    return failed(f"not every rank has one: {named}", "python doctor.py gpu there; under SLURM use --gpus-per-node")
+
+
+def check_sums(hosts: Sequence[str], right: Sequence[bool], backend: str) -> Finding:
+    """Whether every rank has the right sum."""
+    wrong = [f"rank {rank} ({host})" for rank, host in enumerate(hosts) if not right[rank]]
+    if wrong:
+        return failed(f"a wrong sum on {', '.join(wrong)}", "replace the network adapter or the GPU there")
+    return ok(f"1 MiB over {backend}, the right sum on every rank")
+
+
+def check_versions(hosts: Sequence[str], software: Sequence[Mapping[str, str]]) -> Finding:
+    """Whether all nodes have the same software."""
+    differ: list[str] = []
+    for name in {name: None for found in software for name in found}:
+        where: dict[str, dict[str, None]] = {}
+        for host, found in zip(hosts, software, strict=True):
+            where.setdefault(found.get(name, "none"), {})[host] = None
+        if len(where) > 1:
+            told = "; ".join(f"{version} on {', '.join(named)}" for version, named in where.items())
+            differ.append(f"{name} {told}")
+    if differ:
+        return failed(f"not the same on all nodes: {' | '.join(differ)}", "install the same on each, from one checkout")
+    return ok(f"the same on all nodes: {', '.join(f'{name} {version}' for name, version in software[0].items())}")
+
+
+def check_clocks(hosts: Sequence[str], clocks: Sequence[float]) -> Finding:
+    """Whether the clocks of the nodes agree."""
+    first, last = clocks.index(min(clocks)), clocks.index(max(clocks))
+    apart = clocks[last] - clocks[first]
+    if apart > CLOCK_SECONDS:
+        found = f"the clock of {hosts[first]} is {apart:.1f} s behind that of {hosts[last]}"
+        return warning(found, "let chrony or systemd-timesyncd set the clocks")
+    return ok(f"{apart * 1e3:.0f} ms apart at most")
+
+
+def check_out(hosts: Sequence[str], out: str, apart: Sequence[int]) -> Finding:
+    """Whether all nodes share the directory of the runs."""
+    if apart:
+        named = ", ".join(sorted({hosts[rank] for rank in apart}))
+        return failed(f"{named} cannot see what {hosts[0]} writes to {out}", "--out DIR on a disk that all nodes share")
+    return ok(f"{out} is the same directory on all nodes")

@@ -1,0 +1,106 @@
+"""Names what is on image files, by any checkpoint or export.
+
+python predict.py CHECKPOINT_OR_EXPORT IMAGE_OR_FOLDER... [--top K] [--json]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cifar_zero import models
+from cifar_zero.core.errors import UsageError
+from cifar_zero.core.quiet import quieten
+from cifar_zero.exporting import load
+from cifar_zero.exporting.command_line import Parser
+from cifar_zero.exporting.image_files import find_images
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from cifar_zero.exporting.classifier import Classifier
+
+Named = list[tuple[str, float]]
+"""Names of classes with their probabilities, from 0 to 1, the most probable first."""
+
+BATCH_SIZE = 64
+"""Images that are decoded and classified at once; their lines are printed together."""
+
+
+def main() -> int:
+    """Prints a line for each image; returns the exit code, 2 where one could not be read."""
+    arguments = _parse()
+    quieten()
+    files = find_images(arguments.images)
+    classifier = load(arguments.network, arguments.model, arguments.trust, arguments.delta)
+    unreadable = 0
+    for file, found in predict(classifier, files, arguments.top):
+        if isinstance(found, UsageError):
+            unreadable += 1
+            print(f"error: {found}", file=sys.stderr)
+        elif arguments.json:
+            predictions = [{"class": name, "probability": probability} for name, probability in found]
+            print(json.dumps({"file": str(file), "predictions": predictions}))
+        else:
+            print(f"{file}: {', '.join(f'{name} {100 * probability:.1f} %' for name, probability in found)}")
+    return UsageError.exit_code if unreadable else 0
+
+
+def predict(classifier: Classifier, files: list[Path], top: int) -> Iterator[tuple[Path, Named | UsageError]]:
+    """For each file, in their order, its `top` most probable classes, or why it has none."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow decodes outside the interpreter's lock
+        for start in range(0, len(files), BATCH_SIZE):
+            batch = files[start : start + BATCH_SIZE]
+            images = list(pool.map(_read, batch))
+            named = iter(classify(classifier, [image for image in images if not isinstance(image, UsageError)], top))
+            for file, image in zip(batch, images, strict=True):
+                yield file, image if isinstance(image, UsageError) else next(named)
+
+
+def classify(classifier: Classifier, images: list[NDArray[np.uint8]], top: int) -> list[Named]:
+    """The `top` most probable classes of each image, uint8 (3, 32, 32), in one pass of the network."""
+    import torch
+
+    from cifar_zero.data.augment import normalize
+
+    if not images:
+        return []
+    scores = classifier.scores(normalize(torch.stack([torch.tensor(image) for image in images])))
+    probabilities, labels = scores.softmax(1).topk(min(top, len(classifier.classes)))
+    return [
+        [(classifier.classes[label], probability) for label, probability in zip(*row, strict=True)]
+        for row in zip(labels.tolist(), probabilities.tolist(), strict=True)
+    ]
+
+
+def _read(path: Path) -> NDArray[np.uint8] | UsageError:
+    from cifar_zero.data.images import decode
+
+    try:
+        return decode(path)
+    except UsageError as error:
+        return error
+
+
+def _parse() -> Namespace:
+    parser = Parser(prog="predict.py", description="Names what is on image files.")
+    parser.add_argument(
+        "network", metavar="CHECKPOINT_OR_EXPORT", help="a run folder, a checkpoint, or a file that export.py wrote"
+    )
+    parser.add_argument("images", metavar="IMAGE", nargs="+", help="an image file, or a folder of images")
+    parser.add_argument("--top", metavar="K", type=int, default=1, help="classes to name (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print a JSON object for each image")
+    parser.add_argument(
+        "--model", choices=models.MODELS, default="", help="the network, for a file that does not say it: a state_dict"
+    )
+    arguments = parser.parse_intermixed_args()
+    if arguments.top < 1:
+        raise UsageError(f"--top must be at least 1, not {arguments.top}")
+    return arguments

@@ -1,0 +1,95 @@
+"""What the ranks of a run tell each other."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cifar_zero.core.errors import RunError, UsageError
+
+T = TypeVar("T")
+
+PATIENCE_SECONDS = 3.0
+"""How long a rank looks for a file that another has just written; Lightning's is_shared_filesystem waits as long."""
+
+
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The `value` of every rank of the group, all ranks by default, in their order. Each of them must call it; values
+    are pickled."""
+    if not _has_others():
+        return [value]
+    values: list[T | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values  # pyright: ignore[reportReturnType]
+
+
+def by_rank_0(ask: Callable[[], T]) -> T:
+    """What rank 0 finds, on every rank. Each of them must call it.
+
+    Raises:
+        UsageError: rank 0 has; raised on every rank.
+        RunError: rank 0 has failed otherwise, with its line; rank 0 itself raises what it was.
+    """
+    if not _has_others():
+        return ask()
+    told: list[Any] = [None]
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            told = [ask()]
+        except UsageError as error:
+            told = [error]
+        except Exception as error:  # or the others would wait for an answer
+            failure = error
+            told = [RunError(f"rank 0: {type(error).__name__}: {error}")]
+    dist.broadcast_object_list(told)
+    if failure is not None:
+        raise failure
+    if isinstance(told[0], (UsageError, RunError)):
+        raise told[0]
+    return told[0]
+
+
+def ranks_on_another_disk(folder: Path | None) -> list[int]:
+    """Returns the ranks that cannot see a file which rank 0 writes into a folder for a moment. Each rank must call it.
+
+    Args:
+        folder: on rank 0; the other ranks look for it under the same path.
+    """
+
+    def write() -> Path:
+        assert folder is not None
+        file = folder / f".shared-{uuid.uuid4().hex}"
+        file.touch()
+        return file
+
+    file = by_rank_0(write)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not (seen := file.exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    seen_by = gather(seen)
+    if folder is not None:
+        file.unlink()
+    return [rank for rank, seen in enumerate(seen_by) if not seen]
+
+
+def average_over_ranks(values: Sequence[Tensor]) -> None:
+    """Puts the mean over all ranks, taken in float32, in place of each tensor. Each rank must call it."""
+    if not values or not _has_others():
+        return
+    flat = torch.cat([value.float().flatten() for value in values])  # so that one reduction serves all
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for value, mean in zip(values, flat.split([value.numel() for value in values]), strict=True):
+        value.copy_(mean.view_as(value))
+
+
+def _has_others() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

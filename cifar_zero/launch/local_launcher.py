@@ -1,0 +1,142 @@
+"""Starts the ranks of a run on this machine and watches over them; no torch.
+
+All ranks start at once (Lightning's own launcher starts the second one when the first has imported everything), each
+with its share of cores. When one fails or hangs the others are ended, it is named with its last lines, and nothing of
+the run stays behind: no process, no port, no shared memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from cifar_zero.core.hardware import share_of_cores
+from cifar_zero.launch import heartbeat
+from cifar_zero.launch.supervisor import Rank, supervise
+
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: after a fork it is too late
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+"""Linux's prctl: be killed with the parent; be the parent of all descendants whose own has died (linux/prctl.h)."""
+
+TORCHRUN = "torchrun --nnodes N --nproc_per_node M --rdzv_backend c10d --rdzv_endpoint HOST:PORT train.py"
+"""What starts a run over several machines, on each of them."""
+
+ADDRESS = "127.0.0.1"
+"""Where the ranks of one machine meet."""
+
+ORPHAN_SECONDS = 3.0
+"""How long processes that a rank has left behind (loaders, compilers) may take to end by themselves."""
+
+SHARED_MEMORY = Path("/dev/shm")
+"""Where Linux shows shared memory that has a name."""
+
+
+def run(ranks: int, on_cpu: bool, watch: heartbeat.Watch | None = None, told: Mapping[str, str] | None = None) -> int:
+    """Runs this process's own command line again as so many ranks on this machine, and ends with them.
+
+    On Linux whatever processes the ranks leave behind are ended too.
+
+    Args:
+        ranks: how many.
+        on_cpu: whether they compute there, and so share the cores out.
+        watch: decides when ranks hang, if not with the limits of its own.
+        told: further environment variables of the ranks.
+
+    Returns:
+        The exit code: 0 where all ranks ended well, else that of the first that failed; 1 where they hung.
+    """
+    if _LIBC is not None:
+        _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    port = free_port()
+    board = heartbeat.Board(ranks)
+    started: list[Rank] = []
+    try:
+        for number in range(ranks):
+            started.append(_start(number, ranks, port, on_cpu, board, told or {}))
+        return supervise(started, board, watch or heartbeat.Watch())
+    finally:
+        _clean_up(started, port)
+
+
+def _start(number: int, ranks: int, port: int, on_cpu: bool, board: heartbeat.Board, told: Mapping[str, str]) -> Rank:
+    log, stack = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - until _clean_up
+    ticket, descriptors = board.ticket(number, stack)
+    environment = _environment(number, ranks, port) | {**told, heartbeat.VARIABLE: ticket}
+    cores: set[int] = set()
+    if on_cpu and "OMP_NUM_THREADS" not in os.environ:  # who sets it has shared the cores out himself
+        # Two ranks that each take all cores were measured 5 times slower than with a share each.
+        cores = share_of_cores(number, ranks)
+        environment["OMP_NUM_THREADS"] = str(len(cores))
+    output = None if number == 0 else log  # rank 0 speaks for all
+    process = subprocess.Popen(
+        [sys.executable, *sys.orig_argv[1:]],
+        env=environment,
+        stdout=output,
+        stderr=output,
+        pass_fds=descriptors,
+        preexec_fn=partial(_prepare, cores),
+    )
+    return Rank(number, process, log, stack)
+
+
+def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """torchrun's variables, which Lightning and DeepSpeed both read."""
+    return {
+        **os.environ,
+        "MASTER_ADDR": ADDRESS,
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "NODE_RANK": "0",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }
+
+
+def _prepare(cores: set[int]) -> None:
+    """In the new process: on Linux it keeps to its cores, and is killed with its launcher however that ends."""
+    die_with_parent()
+    if _LIBC is not None and cores:
+        os.sched_setaffinity(0, cores)
+
+
+def die_with_parent() -> None:
+    """In a new process: on Linux it is killed when the one that started it ends, however that ends."""
+    if _LIBC is not None:
+        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def free_port() -> int:
+    """Returns a TCP port of this computer that is free now."""
+    with socket.socket() as listener:
+        listener.bind((ADDRESS, 0))
+        return listener.getsockname()[1]
+
+
+def _clean_up(ranks: Sequence[Rank], port: int) -> None:
+    """Leaves nothing of the run behind."""
+    for rank in ranks:
+        rank.process.kill()  # does nothing to one that has ended
+        rank.process.wait()
+        rank.log.close()
+        rank.stack.close()
+    _, orphans = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=ORPHAN_SECONDS)
+    for orphan in orphans:
+        with suppress(psutil.NoSuchProcess):
+            orphan.kill()
+    psutil.wait_procs(orphans, timeout=ORPHAN_SECONDS)
+    # DeepSpeed (0.19.8) never removes the buffers of its all-reduce on the CPU (csrc/cpu/comm/shm.cpp).
+    for buffer in SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_{os.getuid()}_{ADDRESS}_{port}_*"):
+        buffer.unlink(missing_ok=True)

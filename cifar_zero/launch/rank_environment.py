@@ -1,0 +1,111 @@
+"""The environment of a rank, in torchrun's variables whichever launcher has started it; no torch."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from cifar_zero.core.errors import UsageError
+
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+"""Set by torchrun, and by our own launcher (docs.pytorch.org, elastic/run)."""
+
+DEEPSPEED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK")
+"""Set by DeepSpeed's launcher (0.19.8, deepspeed/launcher/launch.py)."""
+
+SLURM = ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID")
+SLURM += ("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
+"""Set by srun for each task (slurm.schedmd.com/srun.html). The shell of a batch script has none of the step's."""
+
+SLURM_PORTS = 15_000
+"""The ranks of a SLURM job meet at this port plus the last four digits of the job's number, as Lightning does."""
+
+
+def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Returns torchrun's variables for this rank; empty if no launcher has started this process.
+
+    Raises:
+        UsageError: the nodes have different numbers of ranks.
+    """
+    if all(name in environment for name in TORCHRUN):
+        # Without NODE_RANK or torchrun's GROUP_RANK Lightning takes every node for the first one.
+        node = int(environment["RANK"]) // max(1, int(environment["LOCAL_WORLD_SIZE"]))
+        return {name: environment[name] for name in TORCHRUN} | {"NODE_RANK": str(node)}
+    if all(name in environment for name in DEEPSPEED):
+        found = {name: environment[name] for name in DEEPSPEED[:3]}
+        return found | {"LOCAL_WORLD_SIZE": environment["LOCAL_SIZE"], "NODE_RANK": environment["CROSS_RANK"]}
+    # The shell of salloc is a step with one task: only a step with several tasks starts ranks.
+    if all(name in environment for name in SLURM) and int(environment["SLURM_STEP_NUM_TASKS"]) > 1:
+        return _of_slurm(environment)
+    return {}
+
+
+def is_rank() -> bool:
+    """Returns whether a launcher has started this process as a rank: ours, torchrun, DeepSpeed's or SLURM."""
+    return bool(variables())
+
+
+def global_rank() -> int:
+    """Returns the rank of this process over all nodes, 0 if there is only one."""
+    return int(variables().get("RANK", "0"))
+
+
+def local_rank() -> int:
+    """Returns the rank of this process on its node, 0 if there is only one."""
+    return int(variables().get("LOCAL_RANK", "0"))
+
+
+def adopt() -> None:
+    """Sets torchrun's variables if another launcher has started this rank, for torch, Lightning and DeepSpeed."""
+    os.environ.update(variables())
+
+
+def arguments(given: Sequence[str]) -> list[str]:
+    """Returns the command line without the `--local_rank=N` that DeepSpeed's launcher adds; LOCAL_RANK has the same."""
+    by_deepspeed = "CROSS_RANK" in os.environ
+    return [argument for argument in given if not (by_deepspeed and argument.startswith("--local_rank="))]
+
+
+def by_torchrun() -> bool:
+    """Returns whether torchrun has started this rank; it restarts the ranks when one fails or a node joins."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def torchrun_agent() -> str:
+    """Returns a name of this node's torchrun process that stays the same when it restarts its ranks; empty without one.
+
+    Each torchrun process makes one temporary folder with a unique name, in which every start has a file
+    `attempt_<n>/<local rank>/error.json` (torch 2.15, DefaultLogsSpecs).
+    """
+    parts = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parts
+    return parts[-4] if len(parts) > 4 else ""
+
+
+def _of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
+    nodes, tasks = int(environment["SLURM_STEP_NUM_NODES"]), int(environment["SLURM_STEP_NUM_TASKS"])
+    node, local_rank = int(environment["SLURM_NODEID"]), int(environment["SLURM_LOCALID"])
+    each = tasks // nodes
+    per_node = environment["SLURM_STEP_TASKS_PER_NODE"]  # "2(x4)", or "2(x3),1"
+    if tasks % nodes or "," in per_node or local_rank >= each:
+        raise UsageError(
+            f"SLURM runs {tasks} tasks on {nodes} nodes ({per_node}): use the same number on each node, "
+            "with srun --ntasks-per-node"
+        )
+    port = SLURM_PORTS + int(environment.get("SLURM_JOB_ID", "0")) % 10_000
+    return {
+        # Not SLURM_PROCID: with --distribution=cyclic neighbouring tasks are on different nodes.
+        "RANK": str(node * each + local_rank),
+        "LOCAL_RANK": str(local_rank),
+        "NODE_RANK": str(node),
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_WORLD_SIZE": str(each),
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"]),
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(port),
+    }
+
+
+def first_host(hosts: str) -> str:
+    """Returns the first of SLURM's list of hosts, for example `gpu03` for `gpu[03-07,12],login1`."""
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", hosts).split(",")[0]

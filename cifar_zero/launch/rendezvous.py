@@ -1,0 +1,178 @@
+"""How the ranks of a run meet, how long they wait for each other, and what they agree on before training."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from cifar_zero.checkpoints import run_folder
+from cifar_zero.checkpoints.resume import newest_of
+from cifar_zero.checkpoints.resume import settle_resume as settle_resume_here
+from cifar_zero.config import rules
+from cifar_zero.core import atomic
+from cifar_zero.core.console import say
+from cifar_zero.core.errors import UsageError
+from cifar_zero.launch import rank_environment
+from cifar_zero.launch.collectives import by_rank_0, gather, ranks_on_another_disk
+
+if TYPE_CHECKING:
+    from cifar_zero.config.flags import Config
+
+START = timedelta(minutes=30)
+"""Time limit for the ranks to meet, and then for data preparation: nodes start minutes apart, and rank 0 downloads
+and decodes the images while the others wait."""
+
+AFTER_AGENTS = timedelta(minutes=5)
+"""Time limit for torchrun's ranks to meet: its agents have met already. If a rank fails before the rendezvous (no GPU,
+for example), torchrun ends the other ranks of that node, and this limit ends those of the other nodes."""
+
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""Set to 1, it has torchrun give restarted ranks a new store. By default (torch 2.15, dynamic_rendezvous.py) they find
+the keys of the previous start in the agents' store, and may connect to an address where nobody listens any more."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs.
+
+    Attributes:
+        rank: over all nodes.
+        host: name of the node.
+        local_rank: on the node.
+        device: cpu, or cuda and its number.
+        threads: of torch, for operations on the CPU.
+        agent: name of the torchrun process that started it, see `rank_environment.torchrun_agent`.
+    """
+
+    rank: int
+    host: str
+    local_rank: int
+    device: str
+    threads: int
+    agent: str
+
+
+def meet(config: Config) -> list[Place]:
+    """Starts the process group and returns the place of every rank, in order of rank.
+
+    Here and not in the strategies, so that one time limit holds for the groups of Lightning and of DeepSpeed, which the
+    strategies' own `timeout` does not reach (DeepSpeed 0.19.8 passes none to torch.distributed.new_group).
+
+    Args:
+        config: of the run, settled by `rules.settle`.
+    """
+    if config.world_size == 1 or dist.is_initialized():
+        return gather(_place(config))
+    on_gpu = config.accelerator == "gpu"
+    if on_gpu:
+        torch.cuda.set_device(rank_environment.local_rank())
+    _warn_of_restarts()
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo", timeout=AFTER_AGENTS if rank_environment.by_torchrun() else START
+    )
+    places = gather(_place(config))
+    _set_timeout(max(timedelta(seconds=config.timeout), START))
+    return places
+
+
+def settle_resume(config: Config, places: Sequence[Place]) -> None:
+    """Sets the checkpoint that the run resumes from, the same on all ranks.
+
+    After torchrun has restarted the ranks it is the newest checkpoint of this very run, whatever --resume names. Before
+    the first one is written, the run begins again.
+
+    Args:
+        config: of the run, settled by `rules.settle`.
+        places: of all ranks.
+
+    Raises:
+        UsageError: there is none, or it is of another run; on all ranks.
+    """
+    if config.num_nodes == 1 and not rank_environment.by_torchrun():
+        return
+
+    def settled() -> str:
+        agents = {place.agent for place in places}
+        if own := newest_of(agents, config.out, config.run_name):
+            config.resume = str(own)
+            say(f"torchrun has restarted the run: it resumes from {own}")
+        settle_resume_here(config)
+        return config.resume
+
+    config.resume = by_rank_0(settled)
+    rules.settle_resumed(config)
+
+
+def record(config: Config, places: Sequence[Place], run_dir: Path | None) -> None:
+    """Writes the places into the run folder, and checks that all nodes share --out.
+
+    Args:
+        config: of the run, settled by `rules.settle`.
+        places: of all ranks.
+        run_dir: the run folder, on rank 0.
+
+    Raises:
+        UsageError: they do not; on all ranks.
+    """
+    if config.num_nodes == 1 and not rank_environment.by_torchrun():
+        return
+    if run_dir is not None:
+        file = run_dir / run_folder.RANKS
+        atomic.staged(file).write_text(json.dumps([asdict(place) for place in places], indent=1) + "\n")
+        atomic.put_in_place(file)
+    if hosts := sorted({places[rank].host for rank in ranks_on_another_disk(run_dir)}):
+        raise UsageError(
+            f"--out {config.out}: {', '.join(hosts)} cannot see what {places[0].host} writes there: name a directory "
+            "that all nodes share"
+        )
+
+
+def limit(config: Config) -> None:
+    """Waits for all ranks to be ready to train; from then on the time limit of a collective is --timeout.
+
+    Args:
+        config: of the run.
+    """
+    if config.world_size > 1:
+        dist.barrier()
+        _set_timeout(timedelta(seconds=config.timeout))
+
+
+def _warn_of_restarts() -> None:
+    """Says what torchrun needs for its restarts to succeed, if it may restart the ranks and was started without."""
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and rank_environment.global_rank() == 0:
+        say(
+            f"warning: ranks that torchrun restarts may fail to connect: start torchrun with {OWN_STORE}=1 on each node"
+        )
+
+
+def _set_timeout(limit: timedelta) -> None:
+    """Sets the time limit of the group of all ranks, and of later groups that are made without one, for which torch
+    (2.15) has no public way."""
+    set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # before torch 2.15
+    set_timeout(limit)
+    for default in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        setattr(distributed_c10d, default, limit)
+
+
+def _place(config: Config) -> Place:
+    local_rank = rank_environment.local_rank()
+    return Place(
+        rank=rank_environment.global_rank(),
+        host=socket.gethostname(),
+        local_rank=local_rank,
+        device=f"cuda:{local_rank}" if config.accelerator == "gpu" else "cpu",
+        threads=torch.get_num_threads(),
+        agent=rank_environment.torchrun_agent(),
+    )

@@ -1,0 +1,301 @@
+"""The registry of networks: plain torch modules that map images (N, 3, 32, 32) in [-1, 1] to class scores.
+
+Each entry is a dataclass whose fields are the `--model.<option>` flags and whose docstring is their help. It imports
+its network when it builds it, so that the command line knows every option without importing torch.
+"""
+
+# No postponed annotations here: jsonargparse would execute the TYPE_CHECKING imports, torch, to resolve them.
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+from cifar_zero.core.ranges import check_range
+from cifar_zero.models.mixture_options import MixtureOptions
+from cifar_zero.models.vit_shapes import SHAPES, Shape, Size
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Model(Protocol):
+    """An entry of the registry, with its options set."""
+
+    def build(self, num_classes: int) -> "nn.Module":
+        """The network with freshly initialised weights and so many scores."""
+        ...
+
+
+@dataclass
+class Net:
+    """the network of the PyTorch CIFAR-10 tutorial: two convolutions, three linear layers, 62,006 parameters"""
+
+    def build(self, num_classes: int) -> "nn.Module":
+        """See `Model`."""
+        from cifar_zero.models.net import Net
+
+        return Net(num_classes)
+
+
+@dataclass
+class NetMoE(MixtureOptions):
+    """Net with mixtures of experts before its last layer, as in DeepSpeedExamples"""
+
+    def build(self, num_classes: int) -> "nn.Module":
+        """See `Model`."""
+        from cifar_zero.models.net_moe import NetMoE
+
+        return NetMoE(num_classes, self)
+
+
+@dataclass
+class MLP:
+    """a multi-layer perceptron on the pixels; --model.hidden [] is softmax regression, one neuron for each class"""
+
+    hidden: list[int] = field(default_factory=lambda: [512])
+    """Neurons of each hidden layer, the first sees the pixels; []: none."""
+
+    activation: Literal["relu", "tanh", "sigmoid", "gelu"] = "relu"
+    """Non-linearity behind each hidden layer."""
+
+    dropout: float = 0.0
+    """Share of the hidden layers' outputs that is dropped in training (Srivastava et al. 2014)."""
+
+    batch_norm: bool = False
+    """Normalise what goes into each non-linearity over the micro-batch of a rank (Ioffe and Szegedy 2015)."""
+
+    def __post_init__(self) -> None:
+        if self.hidden and min(self.hidden) < 1:
+            raise ValueError(f"hidden must be numbers from 1, one for each layer, not {self.hidden}")
+        check_range(self, "dropout", below=1)
+
+    def build(self, num_classes: int) -> "nn.Module":
+        """See `Model`."""
+        from cifar_zero.models.mlp import MLP
+
+        return MLP(num_classes, self.hidden, self.activation, self.dropout, self.batch_norm)
+
+
+@dataclass
+class VGG16:
+    """VGG-16 with batch normalisation (Simonyan and Zisserman 2015): 134 million parameters at width 1"""
+
+    width: float = 1.0
+    """Of all hidden layers, as a multiple of the paper's: 0.125 suits a CPU."""
+
+    dropout: float = 0.5
+    """Share of the two hidden linear layers' outputs that is dropped in training; the paper's is 0.5."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "width", over=0)
+        check_range(self, "dropout", below=1)
+
+    def build(self, num_classes: int) -> "nn.Module":
+        """See `Model`."""
+        from cifar_zero.models.vgg import VGG16
+
+        return VGG16(num_classes, self.width, self.dropout)
+
+
+@dataclass
+class SpeedNet:
+    """the network of the CIFAR-10 speed records (airbench94, Jordan 2024): 1.97 million parameters at width 1"""
+
+    width: float = 1.0
+    """Of the blocks, as a multiple of the reference's: 0.25 suits a CPU."""
+
+    whitening: bool = True
+    """First layer: patches of the training images are whitened, by weights that are computed from 1,000 of these before
+    the first step and stay as they are; only its bias is trained. false: a convolution like all others."""
+
+    identity_init: bool = True
+    """At first each convolution passes its input through, as far as it has channels for it (Dirac)."""
+
+    norm_momentum: float = 0.4
+    """Weight of the newest micro-batch in the running statistics of batch normalisation; torch's is 0.1."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "width", over=0)
+        check_range(self, "norm_momentum", over=0, at_most=1)
+
+    def build(self, num_classes: int) -> "nn.Module":
+        """See `Model`."""
+        from cifar_zero.models.speednet import SpeedNet
+
+        return SpeedNet(num_classes, self.width, self.whitening, self.identity_init, self.norm_momentum)
+
+
+@dataclass
+class ResNet:
+    """a residual network (He et al. 2016) with the first layer for images of 32 x 32 pixels"""
+
+    depth: ClassVar[int]
+
+    width: float = 1.0
+    """Of all hidden layers, as a multiple of the paper's: 0.25 suits a CPU."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "width", over=0)
+
+    def build(self, num_classes: int) -> "nn.Module":
+        """See `Model`."""
+        from cifar_zero.models.resnet import ResNet
+
+        return ResNet(self.depth, num_classes, self.width)
+
+
+def _resnet(depth: int, parameters: str) -> type[ResNet]:
+    """The entry of one depth."""
+    said = f"{ResNet.__doc__}: {parameters} parameters at width 1"
+    return type(f"ResNet{depth}", (ResNet,), {"__doc__": said, "depth": depth})
+
+
+@dataclass
+class ViT:
+    """a vision transformer on patches of 4 x 4 pixels"""
+
+    size: ClassVar[Size]
+
+    depth: int = 0
+    """Blocks of attention and MLP; 0: as many as a network of this size has."""
+
+    dropout: float = 0.0
+    """Share of the embedded patches, and of what each attention and MLP adds to them, that is dropped in training."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "depth")
+        check_range(self, "dropout", below=1)
+
+    @property
+    def shape(self) -> Shape:
+        """Of the transformer, with its depth."""
+        shape = SHAPES[self.size]
+        return replace(shape, depth=self.depth or shape.depth)
+
+    def build(self, num_classes: int) -> "nn.Module":
+        """See `Model`."""
+        from cifar_zero.models.vit import vit
+
+        return vit(self.shape, num_classes, self.dropout)
+
+
+def _vit(size: Size, parameters: str) -> type[ViT]:
+    """The entry of one size."""
+    return type(f"ViT_{size}", (ViT,), {"__doc__": f"{ViT.__doc__}: {parameters} parameters", "size": size})
+
+
+@dataclass
+class ViTMoE(MixtureOptions):
+    """a vision transformer with mixtures of experts in place of every second MLP"""
+
+    num_experts: list[int] = field(default_factory=lambda: [4])
+    """Experts of each mixture: one number for each of them (half of the blocks), or one for all."""
+
+    size: Size = "tiny"
+    """Of the transformer without its experts: tiny (5.4 million parameters), small (21), base (85), large (302), 1b
+    (1,300), 13b (13,000)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        mixtures = SHAPES[self.size].depth // 2
+        if len(self.num_experts) not in (1, mixtures):
+            raise ValueError(f"num_experts must be one number, or one for each of {mixtures} mixtures")
+
+    def build(self, num_classes: int) -> "nn.Module":
+        """See `Model`."""
+        from cifar_zero.models.vit import vit_moe
+
+        return vit_moe(self.size, num_classes, self)
+
+
+WORDS = ("aa_layer", "act_layer", "attn_layer", "global_pool", "norm_layer", "pad_type", "stem_type", "weight_init")
+"""Options of timm whose value is a word that it looks up in a table of its own."""
+
+
+def _harmless(name: str, value: Any) -> bool:
+    """Whether an option can name neither a file nor an address nor code: options are also read from the metadata of an
+    export, a checkpoint or a recipe, whose author is not the user (timm's `checkpoint_path` unpickles a file)."""
+    if isinstance(value, (list, tuple)):
+        return all(_harmless(name, each) for each in value)
+    return value is None or isinstance(value, (bool, int, float)) or (isinstance(value, str) and name in WORDS)
+
+
+@dataclass
+class External:
+    """an image classifier of another package, with freshly initialised weights"""
+
+    package: ClassVar[str]
+    architecture: ClassVar[str]
+
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Options of the function that builds it, for instance --model.kwargs.dropout 0.1: numbers, true or false, lists of
+    them, and a few names of layers. Nothing that could name a file."""
+
+    image_size: int = 0
+    """Pixels, to whose square the images are scaled for a network that needs larger ones; 0: they stay as they are."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "image_size")
+        for name in (name for name, value in dict(self.kwargs).items() if not _harmless(name, value)):
+            raise ValueError(
+                f"kwargs.{name} must be a number, true or false, or a list of them (a word is only for "
+                f"{', '.join(WORDS)}); for weights there is --weights FILE"
+            )
+
+    def build(self, num_classes: int) -> "nn.Module":
+        """See `Model`."""
+        from cifar_zero.models.external import external
+
+        return external(self.package, self.architecture, num_classes, self.kwargs, self.image_size)
+
+
+PACKAGES = ("torchvision", "timm")
+"""Whose classifiers have a name here too: torchvision:resnet50."""
+
+
+class Models(dict[str, type[Model]]):
+    """The registry by name. Listed are the networks of this folder; those of PACKAGES are entries too."""
+
+    def __missing__(self, name: str) -> type[Model]:
+        if name not in self:
+            raise KeyError(name)
+        package, _, architecture = name.partition(":")
+        said = f"{architecture} of {package}, with freshly initialised weights"
+        return type("External", (External,), {"__doc__": said, "package": package, "architecture": architecture})
+
+    def __contains__(self, name: object) -> bool:
+        external = isinstance(name, str) and name.startswith(tuple(f"{package}:" for package in PACKAGES))
+        return external or super().__contains__(name)
+
+
+MODELS = Models(
+    {
+        "mlp": MLP,
+        "net": Net,
+        "net_moe": NetMoE,
+        "vgg16": VGG16,
+        "speednet": SpeedNet,
+        "resnet18": _resnet(18, "11.2 million"),
+        "resnet34": _resnet(34, "21.3 million"),
+        "resnet50": _resnet(50, "23.5 million"),
+        "vit_tiny": _vit("tiny", "5.4 million"),
+        "vit_small": _vit("small", "21 million"),
+        "vit_base": _vit("base", "85 million"),
+        "vit_large": _vit("large", "302 million"),
+        "vit_1b": _vit("1b", "1.3 billion"),
+        "vit_13b": _vit("13b", "13 billion"),
+        "vit_moe": ViTMoE,
+    }
+)
+
+
+def build(name: str, num_classes: int, **options: Any) -> "nn.Module":
+    """Builds the network `name` with freshly initialised weights.
+
+    Args:
+        name: in MODELS.
+        num_classes: width of the output.
+        options: the network's own options, as in its registry entry.
+
+    Raises:
+        ValueError: the options make no sense.
+    """
+    return MODELS[name](**options).build(num_classes)

@@ -1,0 +1,107 @@
+"""Image classifiers of torchvision and timm, by their names there, with freshly initialised weights."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import OrderedDict
+from collections.abc import Mapping
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from cifar_zero.core.suggestions import closest
+
+if TYPE_CHECKING:
+    from cifar_zero.models import Model
+
+WITH_AUXILIARY_SCORES = ("googlenet", "inception_v3")
+"""torchvision's networks that give further scores in training, unless told not to (torchvision 0.29)."""
+
+
+def external(package: str, name: str, num_classes: int, kwargs: Mapping[str, Any], image_size: int) -> nn.Module:
+    """A network that maps images (N, 3, H, W) to scores (N, num_classes).
+
+    Args:
+        package: torchvision or timm.
+        name: of the classifier in it.
+        num_classes: width of the output.
+        kwargs: of the function that builds it.
+        image_size: pixels, to whose square the images are scaled before it; 0: they stay as they are.
+
+    Raises:
+        ValueError: the package is not installed, has no classifier of that name, or it has no such option.
+    """
+    build = partial({"torchvision": _torchvision, "timm": _timm}[package], name, {"num_classes": num_classes, **kwargs})
+    try:
+        try:
+            net = build()
+        except RuntimeError:  # some compute their shapes with tensors, which have no values on the meta device
+            with torch.device("cpu"):
+                net = build()
+            net.to(torch.get_default_device())
+    except TypeError as error:
+        raise ValueError(f"kwargs do not fit: {_short(error)}") from error
+    if not image_size:
+        return net
+    scale = nn.Upsample(size=(image_size, image_size), mode="bilinear")
+    return nn.Sequential(OrderedDict(scale=scale, net=net))
+
+
+def check(entry: Model, num_classes: int, images: tuple[int, int, int, int]) -> None:
+    """Builds a network and sends it training images, all of them shapes without values (torch's meta device).
+
+    Args:
+        entry: of the registry, with its options set.
+        num_classes: width of the output.
+        images: the shape (N, 3, H, W) of a micro-batch.
+
+    Raises:
+        ValueError: it cannot be built, cannot take such images, or does not give (N, num_classes) scores.
+    """
+    count, _, *size = images
+    # Errors are of any kind: each network has its own way to say what it does not take.
+    with torch.device("meta"):
+        try:
+            net = entry.build(num_classes)
+        except ValueError:
+            raise
+        except Exception as error:
+            raise ValueError(f"cannot be built so: {_short(error)}") from error
+        try:
+            scores = net(torch.empty(images))
+        except Exception as error:
+            raise ValueError(
+                f"cannot train on {count} image{'s'[: count > 1]} of {size[0]} x {size[1]} pixels at a time "
+                f"({_short(error)}): --model.image_size scales them"
+            ) from error
+    if not isinstance(scores, Tensor) or scores.shape != (count, num_classes):
+        raise ValueError(f"does not give {num_classes} scores for an image")
+
+
+def _torchvision(name: str, options: dict[str, Any]) -> nn.Module:
+    from torchvision import models
+
+    _check_known(name, "torchvision", models.list_models(module=models))
+    without = {"aux_logits": False} if name in WITH_AUXILIARY_SCORES else {}
+    return models.get_model(name, weights=None, **without, **options)
+
+
+def _timm(name: str, options: dict[str, Any]) -> nn.Module:
+    if find_spec("timm") is None:
+        raise ValueError("needs the package timm: pip install timm")
+    import timm  # pyright: ignore[reportMissingImports]  # optional
+
+    _check_known(name, "timm", timm.list_models())
+    return timm.create_model(name, pretrained=False, **options)
+
+
+def _check_known(name: str, package: str, known: list[str]) -> None:
+    if name not in known:
+        raise ValueError(f"{package} has no classifier of that name, did you mean {', '.join(closest(name, known))}?")
+
+
+def _short(error: Exception) -> str:
+    return textwrap.shorten(str(error), 120, placeholder=" ...")

@@ -1,0 +1,63 @@
+"""The options of a mixture of experts; plain Python, for the command line."""
+
+# No postponed annotations here: jsonargparse would execute the TYPE_CHECKING imports, torch, to resolve them.
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cifar_zero.core.ranges import check_range
+
+
+@dataclass
+class MixtureOptions:
+    """of all mixtures of a network
+
+    Raises:
+        ValueError: an option makes no sense, by itself or beside another.
+    """
+
+    num_experts: list[int] = field(default_factory=lambda: [2])
+    """Experts of each mixture, one number for each; different numbers make it a pyramid (PR-MoE with mlp_type
+    residual)."""
+
+    ep_size: int = 1
+    """Ranks that share the experts of a mixture out, each holding its part of them; DeepSpeed's stages 0 to 2 alone
+    spread experts. 1: every rank holds all."""
+
+    mlp_type: Literal["standard", "residual"] = "standard"
+    """residual: beside the experts a dense network takes part for every token, and the shares of both are learnt."""
+
+    top_k: Literal[1, 2] = 1
+    """Experts of a token."""
+
+    capacity_factor: float = 1.0
+    """Most tokens of a micro-batch that an expert takes in training, as a multiple of its even share; the rest is
+    dropped."""
+
+    eval_capacity_factor: float = 0.0
+    """The same in evaluation, where the last ones are dropped; 0: none, so that an image's scores depend on no other
+    image."""
+
+    min_capacity: int = 0
+    """Tokens that an expert takes at least."""
+
+    noisy_gate_policy: Literal["none", "RSample", "Jitter"] = "none"
+    """Noise of the gate in training. RSample: experts are drawn as the gate's probabilities say (top_k 1 alone).
+    Jitter: what the gate sees is multiplied by random numbers close to 1."""
+
+    load_balance: float = 0.01
+    """Weight of the load-balancing loss, which is 1 for each mixture where its experts get the same; 0: none, as in
+    DeepSpeedExamples."""
+
+    def __post_init__(self) -> None:
+        if not self.num_experts or min(self.num_experts) < 1:
+            raise ValueError(f"num_experts must be numbers from 1, one for each mixture, not {self.num_experts}")
+        check_range(self, "ep_size", at_least=1)
+        for number in self.num_experts:
+            if number % self.ep_size:
+                raise ValueError(f"ep_size {self.ep_size} does not divide num_experts {number}, to hold as many each")
+            if number < self.top_k:
+                raise ValueError(f"top_k {self.top_k} needs as many experts, and num_experts has {number}")
+        if self.top_k == 2 and self.noisy_gate_policy == "RSample":
+            raise ValueError("noisy_gate_policy RSample is for top_k 1 alone: Jitter serves top_k 2 too")
+        check_range(self, "capacity_factor", over=0)
+        check_range(self, "eval_capacity_factor", "min_capacity", "load_balance")

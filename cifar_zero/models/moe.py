@@ -1,0 +1,244 @@
+"""A mixture of experts in plain torch: a gate sends each token to one or two of several networks of the same shape.
+
+The maths is that of DeepSpeed's layer (deepspeed/moe/sharded_moe.py, 0.19.8; GShard, Lepikhin et al. 2020; Switch
+Transformer, Fedus et al. 2021). The gate is used under every strategy; here all experts are on one device, and
+strategies/experts.py spreads them over ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cifar_zero.models.mixture_options import MixtureOptions
+
+_rank: ContextVar[int | None] = ContextVar("rank", default=None)
+"""Whose experts a mixture that is built keeps; None: all."""
+
+JITTER = 0.01
+"""Jitter multiplies what the gate sees by random numbers from 1 - JITTER to 1 + JITTER (DeepSpeed's, Switch's)."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where the tokens of one pass go; S tokens, E experts, k of them for each token.
+
+    Attributes:
+        experts: int64 (k, S), each token's experts, the most probable first; -1 where it was dropped.
+        slots: int64 (k, S), the token's place among those of its expert.
+        weights: float32 (k, S), of the experts' outputs; 0 where it was dropped.
+        capacity: places of an expert.
+        tokens: int64 (E,), tokens that each expert takes.
+        probabilities: float32 (S, E), of the gate, detached.
+        load_balance_loss: float32 scalar, 1 where the load is even, up to E where one expert takes all.
+    """
+
+    experts: Tensor
+    slots: Tensor
+    weights: Tensor
+    capacity: int
+    tokens: Tensor
+    probabilities: Tensor
+    load_balance_loss: Tensor
+
+
+class Gate(nn.Module):
+    """Chooses the experts of each token, in float32 whatever the precision of the network.
+
+    In training, tokens beyond an expert's capacity are dropped: with one expert a token random ones, with two the last
+    of the batch, second choices first. In evaluation nothing is random, and by default nothing is dropped, so that an
+    image's scores do not depend on the others of its batch.
+
+    Args:
+        hidden_size: width of a token.
+        num_experts: to choose from.
+        options: of the mixture.
+    """
+
+    routing: Routing | None = None
+    """Of the last pass, for the loss and the observers."""
+
+    def __init__(self, hidden_size: int, num_experts: int, options: MixtureOptions):
+        super().__init__()
+        self.wg = nn.Linear(hidden_size, num_experts, bias=False)
+        self.num_experts = num_experts
+        self.options = options
+
+    def forward(self, tokens: Tensor) -> Routing:
+        """The routing of tokens (S, hidden_size)."""
+        with torch.autocast("cuda" if tokens.is_cuda else "cpu", enabled=False):
+            logits = F.linear(self._jittered(tokens.float()), self.wg.weight.float())
+            self.routing = self._route(logits)
+        return self.routing
+
+    def _route(self, logits: Tensor) -> Routing:
+        probabilities = logits.softmax(dim=1)
+        choices = self._choices(logits)
+        masks = F.one_hot(choices, self.num_experts)  # (k, S, E)
+        load_balance_loss = self.num_experts * (probabilities.mean(0) * masks[0].float().mean(0)).sum()
+        capacity = self._capacity(masks)
+        if self.training and self.options.top_k == 1 and capacity < len(logits):
+            masks = masks * _random_selection(masks[0], capacity)
+        slots = ((masks.flatten(0, 1).cumsum(0) - 1).view_as(masks) * masks).sum(-1)  # first choices come first
+        kept = masks.any(-1) & (slots < capacity)
+        weights = probabilities.gather(1, choices.T).T * kept
+        if self.options.top_k > 1:
+            weights = weights / weights.sum(0).clamp(min=torch.finfo(weights.dtype).eps)
+        return Routing(
+            experts=torch.where(kept, choices, -1),
+            slots=slots,
+            weights=weights,
+            capacity=capacity,
+            tokens=(masks * kept[..., None]).sum((0, 1)),
+            probabilities=probabilities.detach(),
+            load_balance_loss=load_balance_loss,
+        )
+
+    def _jittered(self, tokens: Tensor) -> Tensor:
+        if not self.training or self.options.noisy_gate_policy != "Jitter":
+            return tokens
+        return tokens * torch.empty_like(tokens).uniform_(1 - JITTER, 1 + JITTER)
+
+    def _choices(self, logits: Tensor) -> Tensor:
+        """(k, S): the most probable expert, and in training a random second one (Gumbel's trick: as probable as the
+        gate says), as DeepSpeed does."""
+        noisy = self.training and self.options.noisy_gate_policy == "RSample"
+        first = (logits + gumbel(logits) if noisy else logits).argmax(dim=1)
+        if self.options.top_k == 1:
+            return first[None]
+        others = (logits + gumbel(logits) if self.training else logits).scatter(1, first[:, None], -math.inf)
+        return torch.stack([first, others.argmax(dim=1)])
+
+    def _capacity(self, masks: Tensor) -> int:
+        """Places of an expert: from shapes alone in training, without waiting for the device."""
+        routes, tokens, experts = masks.shape
+        factor = self.options.capacity_factor if self.training else self.options.eval_capacity_factor
+        if factor:
+            # The share is rounded up, but not for what the factor's last digits add to it.
+            share = math.ceil(tokens * routes * factor / experts - 1e-6)
+            return min(max(share, self.options.min_capacity, 1), tokens)
+        if torch.compiler.is_exporting():  # an exported program cannot wait for a value
+            return tokens
+        return self._largest(masks.sum((0, 1)).max())
+
+    @property
+    def breaks_graph(self) -> bool:
+        """Whether the next pass is compiled, and has shapes that do not follow from those of its tokens: each of them
+        would be compiled anew."""
+        known = self.training or self.options.eval_capacity_factor > 0 or torch.compiler.is_exporting()
+        return torch.compiler.is_compiling() and not known
+
+    def _largest(self, count: Tensor) -> int:
+        """The most tokens that any expert is sent."""
+        return int(count)
+
+
+class MixtureOfExperts(nn.Module):
+    """A layer of experts on one device; tokens (..., hidden_size) in and out.
+
+    Every expert runs on as many places as its capacity, filled up with zeros, and so gets a gradient in each step.
+    DeepSpeed starts all experts of a layer with the same weights; here each draws its own.
+
+    Args:
+        hidden_size: width of a token.
+        num_experts: in this layer.
+        make_expert: builds one, (..., hidden_size) -> (..., hidden_size).
+        options: of the mixture.
+    """
+
+    def __init__(
+        self, hidden_size: int, num_experts: int, make_expert: Callable[[], nn.Module], options: MixtureOptions
+    ):
+        super().__init__()
+        self.options = options
+        self.gate = Gate(hidden_size, num_experts, options)
+        share, rank = num_experts // options.ep_size, _rank.get()
+        first = 0 if rank is None else rank % options.ep_size * share
+        kept = range(first, num_experts if rank is None else first + share)
+        self.first = first
+        self.experts = nn.ModuleList()
+        for number in range(num_experts):
+            expert = make_expert()
+            if number in kept:
+                self.experts.append(expert)
+        if options.mlp_type == "residual":
+            self.mlp = make_expert()
+            self.coefficient = nn.Linear(hidden_size, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The weighted outputs of each token's experts; of a dropped token zeros, or its residual alone."""
+        return outside_of_graph(self._forward, x) if self.gate.breaks_graph else self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        routing = self.gate(tokens)
+        places = len(self.experts) * routing.capacity
+        # One place more takes what was dropped.
+        to = torch.where(routing.experts < 0, places, routing.experts * routing.capacity + routing.slots)
+        sent = tokens.new_zeros(places + 1, tokens.shape[1])
+        sent = sent.index_copy(0, to.flatten(), tokens.repeat(len(to), 1))
+        of_experts = sent[:-1].view(len(self.experts), routing.capacity, -1)
+        outputs = torch.cat([expert(own) for expert, own in zip(self.experts, of_experts, strict=True)])
+        outputs = torch.cat([outputs, outputs.new_zeros(1, outputs.shape[1])])
+        mixed = (outputs[to] * routing.weights[..., None]).sum(0).to(outputs.dtype).view_as(x)
+        if self.options.mlp_type != "residual":
+            return mixed
+        shares = self.coefficient(x).softmax(-1)
+        return mixed * shares[..., :1] + self.mlp(x) * shares[..., 1:]
+
+
+@contextmanager
+def share_of(rank: int) -> Generator[None, None, None]:
+    """A network that is built in here keeps, of each mixture, the experts of one rank alone.
+
+    Of ep_size neighbouring ranks each has as many. The others are drawn and forgotten, one by one, so that the weights
+    are those of the whole network.
+    """
+    token = _rank.set(rank)
+    try:
+        yield
+    finally:
+        _rank.reset(token)
+
+
+def whole_names(net: nn.Module) -> dict[str, str]:
+    """The name in the whole network for each parameter and buffer of one that was built within `share_of`."""
+    first = {name: module.first for name, module in net.named_modules() if isinstance(module, MixtureOfExperts)}
+    names = [name for name, _ in (*net.named_parameters(), *net.named_buffers())]
+
+    def numbered_through(name: str) -> str:
+        mixture, experts, rest = name.partition(".experts.")
+        number, _, inner = rest.partition(".")
+        return f"{mixture}.experts.{first[mixture] + int(number)}.{inner}" if experts and mixture in first else name
+
+    return {name: numbered_through(name) for name in names}
+
+
+def gates(net: nn.Module) -> tuple[Gate, ...]:
+    """The gates of a network, in the order of its layers; spread over ranks or not."""
+    return tuple(module for module in net.modules() if isinstance(module, Gate))
+
+
+def outside_of_graph(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Runs a layer between two graphs of torch.compile."""
+    disable: Any = torch.compiler.disable
+    return disable(forward)(x)
+
+
+def gumbel(like: Tensor) -> Tensor:
+    """Noise whose largest element, added to logits, is at each place as often as their softmax says."""
+    return -torch.empty_like(like).exponential_().log()
+
+
+def _random_selection(mask: Tensor, capacity: int) -> Tensor:
+    """(S, E): random tokens of each expert, as many as it takes (DeepSpeed's random token selection)."""
+    drawn = torch.rand(mask.shape, device=mask.device) * mask
+    return torch.zeros_like(mask).scatter(0, drawn.topk(capacity, dim=0).indices, 1)

@@ -1,0 +1,103 @@
+"""Activation checkpointing (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"): of each block of a
+network the forward pass keeps the input alone, and the backward pass computes the rest a second time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import checkpoint
+
+from cifar_zero.core.errors import UsageError
+from cifar_zero.models.moe import gates
+
+BLOCK_METHOD = "pooled"
+"""Method of a network whose blocks are no modules of their own, and that runs one of them (`models.net.Net`)."""
+
+
+def checkpoint_blocks(net: nn.Module) -> None:
+    """Has each block of a network compute its activations again in the backward pass.
+
+    The blocks are the children of the network's outermost lists (nn.Sequential, nn.ModuleList), which transformers,
+    ResNets and most networks of torchvision and timm have. A list of plain layers, VGG's, is cut into pieces of about
+    the square root of its length (Chen et al. 2016, section 4.1): a single layer would save nothing. A network that has
+    a `BLOCK_METHOD` has no other blocks.
+
+    Functions are replaced and no modules, so that parameters keep their names. Losses and weights stay what they were,
+    bit for bit: dropout and the noise of gates are drawn again as they were.
+
+    Raises:
+        UsageError: the network has no blocks.
+    """
+    if method := getattr(net, BLOCK_METHOD, None):
+        setattr(net, BLOCK_METHOD, partial(_checkpointed, net, method))
+        return
+    found = False
+    for layers in _outermost_lists(net):
+        blocks = [child for child in layers if any(True for _ in child.children())]
+        for block in blocks:
+            block.forward = partial(_checkpointed, block, block.forward)
+        pieces = [] if blocks or not isinstance(layers, nn.Sequential) else _pieces(layers)
+        if len(pieces) > 1:
+            layers.forward = partial(_through, pieces)
+        found = found or bool(blocks) or len(pieces) > 1
+    if not found:
+        raise UsageError(f"--activation_checkpointing: {type(net).__name__} has no list of blocks to compute again")
+
+
+def _outermost_lists(module: nn.Module) -> Iterator[nn.Sequential | nn.ModuleList]:
+    if isinstance(module, nn.Sequential | nn.ModuleList):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost_lists(child)
+
+
+def _pieces(layers: nn.Sequential) -> list[nn.Sequential]:
+    """Each begins with a layer that has parameters: an activation may write into its input, which has to be kept."""
+    pieces: list[list[nn.Module]] = [[]]
+    for layer in layers:
+        if len(pieces[-1]) >= math.isqrt(len(layers)) and any(True for _ in layer.parameters()):
+            pieces.append([])
+        pieces[-1].append(layer)
+    return [nn.Sequential(*piece) for piece in pieces]
+
+
+def _through(pieces: list[nn.Sequential], input: Tensor) -> Tensor:
+    for piece in pieces:
+        input = _checkpointed(piece, piece, input)
+    return input
+
+
+def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    # A compiled graph has no side effects that could happen twice, and takes no context.
+    contexts = (
+        {} if torch.compiler.is_compiling() else {"context_fn": lambda: (nullcontext(), _leaving_no_trace(block))}
+    )
+    return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+
+
+@contextmanager
+def _leaving_no_trace(block: nn.Module) -> Generator[None]:
+    """A second pass with which a block's batch norms do not go on counting, and after which its gates have the routing
+    of the first: its loss is part of the graph, and that of the second would keep all that was computed again."""
+    norms = [module for module in block.modules() if isinstance(module, _NormBase)]
+    statistics = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    routings = [(gate, gate.routing) for gate in gates(block)]
+    for norm in norms:
+        norm.momentum, norm.num_batches_tracked = 0.0, None
+    try:
+        yield
+    finally:
+        for norm, (momentum, batches) in zip(norms, statistics, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, batches
+        for gate, routing in routings:
+            gate.routing = routing

@@ -1,0 +1,117 @@
+"""A plain vision transformer for small images (Dosovitskiy et al. 2021; mean pooling as Beyer et al. 2022)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cifar_zero.models.mixture_options import MixtureOptions
+from cifar_zero.models.moe import MixtureOfExperts
+from cifar_zero.models.vit_shapes import SHAPES, Shape, Size
+
+IMAGE_SIDE, PATCH_SIDE = 32, 4
+"""Pixels: 64 patches an image."""
+
+MLP_RATIO = 4
+"""Width of an MLP's hidden layer, as a multiple of the tokens'."""
+
+
+class ViT(nn.Module):
+    """Patches -> tokens -> blocks of attention and MLP -> mean over the tokens -> class scores.
+
+    Args:
+        shape: of the transformer.
+        num_classes: width of the output.
+        make_mlp: builds the MLP of a block, (N, tokens, width) -> (N, tokens, width), from the number of the block.
+        dropout: share of the embedded patches, and of what each attention and MLP adds to them, that is dropped in
+            training (Vaswani et al. 2017, section 5.4).
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        num_classes: int,
+        make_mlp: Callable[[int], nn.Module] | None = None,
+        dropout: float = 0.0,
+    ):
+        super().__init__()
+        make_mlp = make_mlp or (lambda block: MLP(shape.width))
+        self.patches = nn.Conv2d(3, shape.width, PATCH_SIDE, stride=PATCH_SIDE)
+        self.positions = nn.Parameter(0.02 * torch.randn((IMAGE_SIDE // PATCH_SIDE) ** 2, shape.width))
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.Sequential(*(Block(shape, make_mlp(number), dropout) for number in range(shape.depth)))
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Class scores (N, num_classes) of images (N, 3, 32, 32) in [-1, 1]."""
+        x = self.patches(x).flatten(2).transpose(1, 2)  # (N, 64, width)
+        x = self.blocks(self.dropout(x + self.positions))
+        return self.head(self.norm(x).mean(dim=1))
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a norm and beside a residual."""
+
+    def __init__(self, shape: Shape, mlp: nn.Module, dropout: float = 0.0):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(shape.width)
+        self.attention = Attention(shape.width, shape.heads)
+        self.norm2 = nn.LayerNorm(shape.width)
+        self.mlp = mlp
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens (N, tokens, width) in and out."""
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens (N, tokens, width) in and out."""
+        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (N, heads, tokens, d)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Sequential):
+    """Two linear layers around a GELU; (..., width) in and out."""
+
+    def __init__(self, width: int):
+        super().__init__(nn.Linear(width, MLP_RATIO * width), nn.GELU(), nn.Linear(MLP_RATIO * width, width))
+
+
+def vit(shape: Shape, num_classes: int, dropout: float = 0.0) -> ViT:
+    """A dense vision transformer."""
+    return ViT(shape, num_classes, dropout=dropout)
+
+
+def vit_moe(size: Size, num_classes: int, options: MixtureOptions) -> ViT:
+    """One whose every second MLP is a mixture of MLPs, as in GShard and V-MoE (Riquelme et al. 2021).
+
+    Args:
+        size: key of SHAPES.
+        num_classes: width of the output.
+        options: of the mixtures; num_experts has one number for each of them, or one for all.
+    """
+    shape = SHAPES[size]
+    of_all = len(options.num_experts) == 1
+
+    def make_mlp(block: int) -> nn.Module:
+        if block % 2 == 0:
+            return MLP(shape.width)
+        num_experts = options.num_experts[0 if of_all else block // 2]
+        return MixtureOfExperts(shape.width, num_experts, lambda: MLP(shape.width), options)
+
+    return ViT(shape, num_classes, make_mlp)

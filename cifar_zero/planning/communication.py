@@ -1,0 +1,67 @@
+"""The bytes that a rank sends to other ranks in an optimizer step under each strategy; no torch.
+
+Rajbhandari et al. 2020, "ZeRO", section 7: an all-reduce is a reduce-scatter and an all-gather, in each of which a rank
+of N sends (N - 1)/N of the numbers; so ZeRO 0, 1 and 2 send two for each parameter and ZeRO 3 three. DeepSpeed 0.19.8
+and torch 2.15 differ from this in places. What they send is counted here (docs/planning.md has the measurement):
+
+- Stages 1 and 2 all-reduce a bucket over all ranks, of which each then keeps its part
+  (use_multi_rank_bucket_allreduce in zero/config.py, average_tensor in zero/stage_1_and_2.py), and gather the updated
+  weights: three, not two. Stage 1 reduces once in a step, stage 2 with every micro-batch (allreduce_gradients in
+  engine.py).
+- Stage 3 keeps a gathered parameter whose next use is near (`overheads.REUSE_ELEMENTS`). Except in very large models
+  the backward pass finds the weights that the forward pass has gathered, and two are sent, not three. Parameters
+  that it keeps whole are gathered once in a step, after their update.
+- FSDP2 gathers a model without blocks once for both passes (reshard_after_forward of the root).
+- gloo, which CPU ranks use, runs a reduce-scatter as an all-reduce (torch 2.15, reduce_scatter_tensor): two, not one.
+- Activation checkpointing gathers nothing more: the backward pass needs a recomputed block at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cifar_zero.config.flags import Config
+from cifar_zero.config.strategy_specs import Spec
+from cifar_zero.planning.model_states import FLOAT32, PERSISTENT_ELEMENTS, Weight, parameter_size
+from cifar_zero.planning.network import Network
+from cifar_zero.planning.overheads import REUSE_ELEMENTS
+
+
+def sent_bytes(spec: Spec, config: Config, network: Network) -> int:
+    """Returns the bytes of one rank and optimizer step, under a strategy that spreads images over all ranks.
+
+    Not counted: the tokens that a mixture of experts sends to the ranks of its experts, and what is a few numbers
+    (losses, norms, batch statistics).
+    """
+    ranks, micro_batches = config.world_size, config.accumulate
+    size = parameter_size(spec, config.precision)
+    trained = _sent(network, ranks, lambda weight: weight.trained)
+    scattered = trained * (2 if config.accelerator == "cpu" else 1)
+    if spec.family == "fsdp2":
+        # Gathered in the format of computing, reduced in float32 where that is mixed (strategies/fsdp2.py).
+        gathered = FLOAT32 if config.precision == "32-true" else 2
+        reduced = 2 if config.precision == "bf16-true" else FLOAT32
+        gathers = 1 if network.largest_block == network.elements else 2  # without blocks once for both passes
+        whole = _sent(network, ranks, lambda weight: True)
+        return round(micro_batches * (gathers * whole * gathered + scattered * reduced))
+    if spec.stage == 3:
+        persistent = _sent(network, ranks, lambda weight: weight.elements <= PERSISTENT_ELEMENTS)
+        sharded = _sent(network, ranks, lambda weight: weight.elements > PERSISTENT_ELEMENTS)
+        kept = min(1.0, REUSE_ELEMENTS // 2 / network.elements)
+        return round((persistent + micro_batches * ((2 - kept) * sharded + scattered)) * size)
+    all_reduces = micro_batches if spec.stage == 2 else 1
+    gathers = 1 if spec.stage else 0
+    return round((2 * all_reduces + gathers) * trained * size)
+
+
+def _sent(network: Network, ranks: int, chosen: Callable[[Weight], bool]) -> float:
+    """Returns the elements that a rank sends if the chosen weights are scattered, or gathered, once.
+
+    An expert's weights go only to the ranks that have the same experts.
+    """
+
+    def share(weight: Weight) -> float:
+        others = max(1, ranks // weight.ranks_that_share)
+        return weight.elements / weight.ranks_that_share * (others - 1) / others
+
+    return sum(share(weight) for weight in network.weights if chosen(weight))

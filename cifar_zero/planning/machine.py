@@ -1,0 +1,79 @@
+"""The memory that is available to a rank, on this machine or as the user says."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from cifar_zero.config.flags import Config
+from cifar_zero.config.rules.devices import CPU_RANK_BYTES
+from cifar_zero.core.errors import UsageError
+from cifar_zero.core.hardware import free_memory_bytes
+
+UNITS = {"": 10**9, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+USABLE = 0.9
+"""Share of a device's memory that a plan uses. The rest is for the CUDA context, the workspaces of cuBLAS and NCCL, and
+fragmentation of the allocator: vLLM's gpu_memory_utilization leaves as much by default (vLLM 0.11,
+vllm/config/cache.py)."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes available to a rank; None: not known, so not checked."""
+
+    device: int
+    host: int | None
+    shared: bool = False
+    """Whether the device is the CPU, so that what is offloaded takes of the same memory."""
+    disk: int | None = None
+    """Free space of --nvme_path."""
+    elsewhere: bool = False
+    """Whether it is another machine's, which may have what this one lacks (a compiler, bitsandbytes, --nvme_path)."""
+
+
+def this_machine(config: Config) -> Room:
+    """Returns what is free for a rank now; `config` has its devices and accelerator settled."""
+    assert config.devices != "auto"
+    disk = disk_bytes(config.nvme_path, config.devices)
+    host = max(0, free_memory_bytes() // config.devices - CPU_RANK_BYTES)
+    if config.accelerator == "cpu":
+        return Room(host, None, shared=True, disk=disk)
+    return Room(free_gpu_bytes(config.devices), host, disk=disk)
+
+
+def size_in_bytes(text: str, flag: str) -> int:
+    """Returns the bytes of `80GB`, `24GiB`, `512MiB` or `80`, which is gigabytes (10^9 bytes).
+
+    Raises:
+        UsageError: it is no size, or less than a byte.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?\s*", text.lower())
+    if not match or match[2] not in UNITS or not 1 <= (size := float(match[1]) * UNITS[match[2]]) < 1e18:
+        raise UsageError(f"{flag} {text}: give a size such as 80GB (10^9 bytes), 24GiB (2^30) or 80, which is 80GB")
+    return round(size)
+
+
+def free_gpu_bytes(devices: int) -> int:
+    """Returns what a rank may take of the fullest of so many GPUs, in addition to what others use there now.
+
+    Without NVIDIA's pynvml nothing is known to be used: to ask CUDA itself takes memory there.
+    """
+    import torch
+
+    def free(gpu: int) -> int:
+        total = torch.cuda.get_device_properties(gpu).total_memory
+        try:
+            return round(USABLE * total) - torch.cuda.device_memory_used(gpu)
+        except (ModuleNotFoundError, RuntimeError):
+            return round(USABLE * total)
+
+    return max(0, min(map(free, range(min(devices, torch.cuda.device_count())))))
+
+
+def disk_bytes(path: str, ranks: int) -> int | None:
+    """Returns the free space of --nvme_path for each of so many ranks; None if there is no such directory."""
+    return shutil.disk_usage(path).free // ranks if path and Path(path).is_dir() else None

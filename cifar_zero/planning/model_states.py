@@ -1,0 +1,173 @@
+"""Predicts a rank's model states (parameters, gradients, optimizer state) under each strategy; no torch.
+
+Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 3.1 and 5: with
+Adam in mixed precision a parameter takes 2 bytes, its gradient 2, its float32 master weight and two moments 12; on each
+of N ranks 16 bytes a parameter at stage 0, 4 + 12/N at stage 1, 2 + 14/N at stage 2, 16/N at stage 3. The formulas here
+follow DeepSpeed 0.19.8 and torch 2.15 where these differ from the paper:
+
+- In float32 DeepSpeed has master weights too, a second copy; torch never has any. A float32 model under autocast takes
+  4 bytes for each number that takes 2 in a cast model.
+- Stage 1 holds whole gradients only in the backward pass, and then, until the update, its own part, as stage 2 does.
+- Stage 3 keeps parameters up to `PERSISTENT_ELEMENTS` whole, next to its own part of them.
+- An optimizer offloaded to the CPU has its gradients there in float32, at stage 3 also in the model's format.
+- Frozen parameters have neither gradient nor state. Stages 0 to 2 keep them whole on each rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from cifar_zero.config.flags import Choice
+from cifar_zero.config.strategy_specs import STRATEGIES, Spec
+
+PERSISTENT_ELEMENTS = 100_000
+"""Largest parameter that ZeRO-3 keeps whole: stage3_param_persistence_threshold (DeepSpeed 0.19.8, zero/config.py)."""
+
+FLOAT32 = 4
+
+STATE_TENSORS: dict[str, Callable[[dict[str, Any]], int]] = {
+    "sgd": lambda options: int(options.get("momentum", 0.9) > 0),
+    "adam": lambda options: 2,
+    "adamw": lambda options: 2,
+    "rmsprop": lambda options: 1 + (options.get("momentum", 0) > 0) + bool(options.get("centered")),
+    "adagrad": lambda options: 1,
+    "adadelta": lambda options: 2,
+    "lion": lambda options: 1,
+    "muon": lambda options: 2,  # of what is AdamW's; of a hidden matrix, `Weight.muon`, 1
+    "muon_sgd": lambda options: 1,
+}
+"""Numbers that an optimizer keeps per parameter, from its options: torch.optim's classes and ours in optimizers/.
+DeepSpeed's C++ forms keep the same. adam8bit is not here: it keeps two numbers of a byte (Dettmers et al. 2022; their
+scales, a float32 per 256 numbers in bitsandbytes, are left out)."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter of a model, before it is sharded."""
+
+    elements: int
+    rows: int
+    """Length of its first dimension, along which fsdp2 shards."""
+    trained: bool = True
+    muon: bool = False
+    """Whether Muon updates it, if that is the optimizer."""
+    ranks_that_share: int = 1
+    """Ranks over which experts are spread, each rank holding its own: --model.ep_size for an expert's weights."""
+
+
+@dataclass(frozen=True)
+class States:
+    """A rank's model states in one place, in bytes."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+
+    @property
+    def total(self) -> int:
+        """The sum of the three."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Model states of the fullest rank, between the backward pass and the update."""
+
+    device: States
+    host: States = States()
+    disk: States = States()
+
+    @property
+    def in_memory(self) -> States:
+        """Bytes on the device and on the host together: what `mem/*_rank_bytes` of a run measures."""
+        both = zip(astuple(self.device), astuple(self.host), strict=True)
+        return States(*(device + host for device, host in both))
+
+
+def predicted(
+    strategy: str, weights: Iterable[Weight], ranks: int, precision: str, optimizer: Choice
+) -> Prediction | None:
+    """Returns the model states of the fullest rank; None for a strategy that splits layers, which has no formula.
+
+    Args:
+        strategy: a key of STRATEGIES.
+        weights: of the model (`planning.network.of`).
+        ranks: over all machines.
+        precision: of the run, settled: no "auto".
+        optimizer: name and options.
+    """
+    spec, weights = STRATEGIES[strategy], [*weights]
+    size = parameter_size(spec, precision)
+    if spec.one_replica:
+        return None
+    if spec.family == "fsdp2":
+        # Each parameter is sharded along its first dimension; the first ranks have more rows.
+        mine = [(weight, weight.elements // weight.rows * math.ceil(weight.rows / ranks)) for weight in weights]
+        return Prediction(_held(mine, size, _state_size(optimizer, size)))
+    # The engine updates float32 copies of the weights (zero/stage_1_and_2.py, zero/stage3.py). Stage 0 (fp16/) has them
+    # only if the model itself is not float32.
+    state = _state_size(optimizer, FLOAT32)
+
+    def updated(weight: Weight) -> int:
+        return FLOAT32 + state(weight)
+
+    if spec.stage == 0:
+        has_masters = spec.family == "deepspeed" and size < FLOAT32
+        mine = [(weight, weight.elements // weight.ranks_that_share) for weight in weights]
+        return Prediction(_held(mine, size, updated if has_masters else _state_size(optimizer, size)))
+    if spec.stage == 3:
+        return _stage_3(spec, weights, ranks, size, updated)
+    held = sum(weight.elements // weight.ranks_that_share for weight in weights) * size
+    trained = [weight for weight in weights if weight.trained]
+    # One flat tensor, sharded evenly; experts among the ranks that have the same ones, which takes as much.
+    part = math.ceil(sum(weight.elements for weight in trained) / ranks)
+    optimizer_bytes = math.ceil(sum(weight.elements * updated(weight) for weight in trained) / ranks)
+    if spec.offload_optimizer:
+        return Prediction(States(held), host=States(0, part * FLOAT32, optimizer_bytes))
+    return Prediction(States(held, part * size, optimizer_bytes))
+
+
+def parameter_size(spec: Spec, precision: str) -> int:
+    """Returns the bytes of an element of the parameters that the model computes with."""
+    cast = precision == "bf16-true" or (spec.family == "deepspeed" and precision != "32-true")
+    return 2 if cast else FLOAT32
+
+
+def _state_size(optimizer: Choice, size: int) -> Callable[[Weight], int]:
+    """Returns the bytes that the optimizer keeps per element of a weight, whose elements have `size` bytes."""
+    if optimizer.name == "adam8bit":
+        return lambda weight: 2
+    tensors = STATE_TENSORS[optimizer.name](optimizer.options)
+    return lambda weight: (1 if weight.muon and optimizer.name == "muon" else tensors) * size
+
+
+def _held(mine: list[tuple[Weight, int]], size: int, state: Callable[[Weight], int]) -> States:
+    """The states of a rank that has so many elements of each weight."""
+    trained = [(weight, elements) for weight, elements in mine if weight.trained]
+    return States(
+        sum(elements for _, elements in mine) * size,
+        sum(elements for _, elements in trained) * size,
+        sum(elements * state(weight) for weight, elements in trained),
+    )
+
+
+def _stage_3(spec: Spec, weights: list[Weight], ranks: int, size: int, updated: Callable[[Weight], int]) -> Prediction:
+    """Each parameter is sharded by itself; the first ranks have one element more if it does not divide."""
+    parts = [(weight, math.ceil(weight.elements / ranks)) for weight in weights]
+    whole = sum(weight.elements for weight in weights if weight.elements <= PERSISTENT_ELEMENTS) * size
+    resting = sum(part for _, part in parts) * size
+    gradients = sum(part for weight, part in parts if weight.trained)
+    optimizer = sum(part * updated(weight) for weight, part in parts if weight.trained)
+    if not spec.offload_optimizer:
+        return Prediction(States(whole + resting, gradients * size, optimizer))
+    # Gradients arrive in the model's format and are copied to float32 for the update.
+    host = States(0, gradients * (size + FLOAT32), optimizer)
+    if spec.offload_optimizer == "nvme":
+        swapped = States(resting, gradients * FLOAT32, optimizer)
+        return Prediction(States(whole), States(0, gradients * size), swapped)
+    if spec.offload_parameters:
+        return Prediction(States(whole), States(resting, host.gradients, host.optimizer))
+    return Prediction(States(whole + resting), host)

@@ -1,0 +1,66 @@
+"""The parameters of a run's model, read from one with shapes and no values (torch's meta device)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cifar_zero import data
+from cifar_zero.config.flags import Config
+from cifar_zero.planning.model_states import Weight
+
+
+@dataclass(frozen=True)
+class Network:
+    """What the formulas need to know of a model."""
+
+    weights: tuple[Weight, ...]
+    largest_block: int
+    """Elements of the largest block, as fsdp2 shards them; all if there are no blocks, 0 if not known."""
+
+    @property
+    def elements(self) -> int:
+        """Elements of all parameters."""
+        return sum(weight.elements for weight in self.weights)
+
+    @property
+    def trained(self) -> int:
+        """Elements that are not frozen."""
+        return sum(weight.elements for weight in self.weights if weight.trained)
+
+
+def of(config: Config) -> Network:
+    """Returns the model of a run, with its adapters and what is frozen.
+
+    Raises:
+        UsageError: --lora.target or --trainable names nothing in the model.
+    """
+    from cifar_zero.checkpoints.finetuning.freeze import check_patterns
+    from cifar_zero.checkpoints.finetuning.network import on_meta
+    from cifar_zero.models.moe import MixtureOfExperts
+    from cifar_zero.optimizers.groups import hidden_matrices
+
+    net = on_meta(config.model, len(data.class_names(config.data)), config.trainable, config.lora)
+    ep_size = config.model.options.get("ep_size", 1)
+    check_patterns(net, config.trainable, ep_size)
+    mixtures = [module for module in net.modules() if isinstance(module, MixtureOfExperts)]
+    experts = {id(parameter) for mixture in mixtures for parameter in mixture.experts.parameters()}
+    by_muon = hidden_matrices({name: parameter.dim() for name, parameter in net.named_parameters()})
+    weights = tuple(
+        Weight(
+            parameter.numel(),
+            len(parameter) if parameter.dim() else 1,
+            parameter.requires_grad,
+            muon=name in by_muon,
+            ranks_that_share=ep_size if id(parameter) in experts else 1,
+        )
+        for name, parameter in net.named_parameters()
+    )
+    total = sum(weight.elements for weight in weights)
+    children = getattr(net, "blocks", net).children() if hasattr(net, "blocks") else ()
+    blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in children]
+    return Network(weights, max(blocks, default=total))
+
+
+def of_size(parameters: int) -> Network:
+    """Returns a model of which only the number of parameters is known: one weight, blocks unknown."""
+    return Network((Weight(parameters, parameters),), 0)

@@ -1,0 +1,200 @@
+"""Predicts the memory that a run needs under each strategy, before anything is launched, and recommends a strategy.
+
+python plan.py --model vit_large --devices 8 --device_memory 80GB [any option of train.py]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from cifar_zero.config import command_line, rules
+from cifar_zero.config.flags import Config
+from cifar_zero.core import exits
+from cifar_zero.core.errors import UsageError
+from cifar_zero.launch import local_launcher
+from cifar_zero.planning import machine
+from cifar_zero.planning.machine import Room
+from cifar_zero.planning.recommend import RULE, gigabytes, recommended
+from cifar_zero.planning.survey import Need, micro_batch, survey
+
+if TYPE_CHECKING:
+    from cifar_zero.planning.network import Network
+
+EPILOG = """\
+exit code: 0 if a strategy fits, 1 if none does, 2 for wrong usage
+
+examples:
+  python plan.py --model vit_large --devices 8 --device_memory 80GB --precision bf16-mixed --optimizer adamw
+  python plan.py --model vit_13b --devices 8 --num_nodes 4 --device_memory 80GB --host_memory 1TB --batch_size 256
+  python plan.py --parameters 100e9 --optimizer adamw --precision bf16-mixed --device_memory 80GB --table
+
+All other options are those of train.py (train.py --help).
+"""
+
+IMAGES = 32
+"""Micro-batch of each rank if no batch size is given."""
+
+OF_A_MODEL = ("--model.", "--lora.", "--trainable", "--activation_")
+"""Options that make no sense with --parameters begin so."""
+
+DEVICES = tuple(4**power for power in range(8))
+"""Columns of --table: 1 to 16,384."""
+
+
+def main() -> int:
+    """Prints the plan; returns the exit code, 1 if nothing fits."""
+    arguments, flags = _parse()
+    config = command_line.parse(flags)
+    room = _settle(config, arguments)
+    if not _names_batch_size(flags):
+        config.batch_size = IMAGES * config.world_size * config.accumulate
+        flags += ["--batch_size", str(config.batch_size)]
+    micro_batch(config)  # refused as train.py does
+    return _plan(config, arguments, flags, room)
+
+
+def _plan(config: Config, arguments: Namespace, flags: list[str], room: Room) -> int:
+    from rich.console import Console
+
+    from cifar_zero.planning import network
+    from cifar_zero.planning.report import as_json, print_plan, print_scaling
+
+    of_size = arguments.parameters is not None
+    if not of_size:
+        rules.check_model(config)
+    net = network.of_size(round(arguments.parameters)) if of_size else network.of(config)
+    lines = None if of_size else {}
+    needs = survey(config, net, room, lines)
+    choice, reason = recommended(needs, room)
+    command = "" if choice is None or of_size else _command(config, [*flags, "--strategy", choice.strategy])
+    if arguments.json:
+        about = {
+            "parameters": net.elements,
+            "trained_parameters": net.trained,
+            "ranks": config.world_size,
+            "micro_batch": None if of_size else micro_batch(config),
+            "room": {"device": room.device, "host": room.host, "disk": room.disk},
+            "recommended": choice and choice.strategy,
+            "reason": reason,
+            "command": command,
+        }
+        print(json.dumps(as_json(needs, about), indent=1))
+        return int(choice is None)
+    console = Console(highlight=False)
+    console.print(_heading(config, net, of_size, room), soft_wrap=True)
+    if arguments.table:
+        print_scaling({count: _at(config, count, net, room, lines) for count in DEVICES}, room.device, console)
+    else:
+        print_plan(needs, console)
+    console.print(f"recommended ({RULE}):", soft_wrap=True)
+    console.print(reason, soft_wrap=True)
+    if command:
+        console.print(command, soft_wrap=True)
+    return int(choice is None)
+
+
+def _at(config: Config, devices: int, net: Network, room: Room, lines: Any) -> list[Need]:
+    """The plan for so many devices, with the same micro-batch on each."""
+    batch_size = micro_batch(config) * devices * config.accumulate
+    return survey(replace(config, devices=devices, num_nodes=1, batch_size=batch_size), net, room, lines)
+
+
+def _command(config: Config, flags: list[str]) -> str:
+    counts = f"--nnodes {config.num_nodes} --nproc_per_node {config.devices}"
+    torchrun = local_launcher.TORCHRUN.replace("--nnodes N --nproc_per_node M", counts)
+    return f"{torchrun if config.num_nodes > 1 else 'python train.py'} {shlex.join(flags)}"
+
+
+def _parse() -> tuple[Namespace, list[str]]:
+    parser = exits.Parser(
+        prog="plan.py",
+        usage="%(prog)s [--device_memory SIZE] [--host_memory SIZE] [--table] [--json] [--<option> VALUE ...]",
+        description="Predicts the memory that a run needs under each strategy, before anything is launched, and "
+        "recommends a strategy.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    size = "10^9 bytes per GB, 2^30 per GiB; a bare number is GB"
+    add(
+        "--device_memory",
+        metavar="SIZE",
+        help=f"memory of one device, such as 80GB or 24GiB ({size}; default: what is free on this machine's GPUs or, "
+        "without a GPU, its free memory divided among the CPU ranks)",
+    )
+    add(
+        "--host_memory",
+        metavar="SIZE",
+        help="CPU memory of one node, for what is offloaded (default: not checked with --device_memory, else what is "
+        "free on this machine)",
+    )
+    add(
+        "--parameters",
+        metavar="N",
+        type=float,
+        help="plan the model states of a model of N parameters (100e9) instead of --model",
+    )
+    add("--table", action="store_true", help="memory on 1 to 16,384 devices, each with the same micro-batch")
+    add("--json", action="store_true", help="print JSON")
+    arguments, flags = parser.parse_known_args()
+    if arguments.parameters is not None:
+        if not 1 <= arguments.parameters < 1e18:
+            raise UsageError(f"--parameters {arguments.parameters:g}: give a number such as 100e9")
+        for flag in (flag.split("=")[0] for flag in flags):
+            if flag == "--model" or flag.startswith(OF_A_MODEL):
+                raise UsageError(f"{flag} cannot be combined with --parameters: leave one of them out")
+    return arguments, [*flags, *(["--debug"] if arguments.debug else [])]
+
+
+def _names_batch_size(flags: list[str]) -> bool:
+    """Whether a flag or a recipe gives the batch size, even if it is the default."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--batch_size")
+    parser.add_argument("--config", action="extend", nargs="+", default=[])
+    given, _ = parser.parse_known_args(flags)
+    recipes = (yaml.safe_load(Path(file).read_text()) for file in given.config)  # read by command_line.parse already
+    return given.batch_size is not None or any("batch_size" in recipe for recipe in recipes)
+
+
+def _settle(config: Config, arguments: Namespace) -> Room:
+    """Settles devices, accelerator and precision for the planned machine; returns what is available to a rank there."""
+    if config.ds_config:
+        raise UsageError("--ds_config cannot be planned, only named strategies: leave it out")
+    config.strategy = Config().strategy  # all are planned
+    if arguments.device_memory is None:
+        rules.settle_machine(config)
+        room = machine.this_machine(config)
+    else:
+        size = machine.size_in_bytes(arguments.device_memory, "--device_memory")
+        on_cpu = config.accelerator == "cpu"
+        config.accelerator = "cpu" if on_cpu else "gpu"
+        config.devices = 1 if config.devices == "auto" else config.devices
+        if config.precision == "auto":
+            config.precision = "32-true" if on_cpu else "16-mixed"
+        usable = max(0, size - machine.CPU_RANK_BYTES) if on_cpu else round(machine.USABLE * size)
+        room = Room(usable, None, shared=on_cpu, elsewhere=True)
+    if arguments.host_memory is None:
+        return room
+    assert config.devices != "auto"
+    host = machine.size_in_bytes(arguments.host_memory, "--host_memory") // config.devices
+    return replace(room, host=max(0, host - machine.CPU_RANK_BYTES))
+
+
+def _heading(config: Config, net: Network, of_size: bool, room: Room) -> str:
+    model = "a model" if of_size else config.model.name
+    trained = "" if net.trained == net.elements else f" ({net.trained:,} trained)"
+    ranks = f"{config.world_size} rank{'s'[: config.world_size > 1]}"
+    images = "model states only" if of_size else f"micro-batches of {micro_batch(config)} images"
+    where = "" if room.elsewhere else " of this machine's " + ("free memory" if room.shared else "GPU memory")
+    return (
+        f"{model}, {net.elements:,} parameters{trained}, {config.optimizer.name}, {config.precision}, {ranks}, "
+        f"{images}; {gigabytes(room.device)} GB{where} available to a rank"
+    )

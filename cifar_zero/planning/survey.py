@@ -1,0 +1,173 @@
+"""What a run takes of a rank's memory under each strategy, part by part, and the bytes that it sends."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from cifar_zero.config import rules
+from cifar_zero.config.batch import micro_batch_size
+from cifar_zero.config.flags import Config
+from cifar_zero.config.strategy_specs import STRATEGIES, replicas
+from cifar_zero.core.errors import UsageError
+from cifar_zero.planning import overheads
+from cifar_zero.planning.communication import sent_bytes
+from cifar_zero.planning.machine import Room
+from cifar_zero.planning.model_states import Prediction, predicted
+from cifar_zero.planning.network import Network
+
+if TYPE_CHECKING:
+    from cifar_zero.planning.activations import Line
+
+PLANNED = sorted(
+    (name for name, spec in STRATEGIES.items() if not spec.one_replica and name != "fsdp"),  # fsdp is fsdp2
+    key=lambda name: ("", "cpu", "nvme").index(STRATEGIES[name].offload_optimizer),
+)
+"""The strategies with a formula, in the order of recommendation: without offloading, offloaded to the host, to disk; in
+each of the three from what shards the least to what shards the most."""
+
+MOST_IMAGES = 10**7
+"""Where the search for the largest micro-batch ends."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Memory of the fullest rank under one strategy, in bytes."""
+
+    strategy: str
+    states: Prediction
+    buckets: int
+    """Communication buckets, and parameters that are gathered for a while."""
+    activations: int | None
+    """Of the run's micro-batch; None if they were not counted."""
+    update: int
+    """Copies of the gradients in the update, when activations and buckets are gone."""
+    average: int
+    """The average of the weights (--ema, --swa_from) on the device."""
+    host_buffers: int
+    """What offloading takes on the host, and the average of weights that lie there."""
+    activation_offload: bool
+    """Whether the host holds the activations too. The device is planned as if it held them all: what of them is not
+    saved stays there, and is not known."""
+    built_on_host: int
+    """The model as it is built."""
+    sent_bytes: int
+    """Sent to other ranks in an optimizer step."""
+    refused: str = ""
+    """Why train.py would not run it."""
+    fits: bool = False
+    most_images: int | None = None
+    """The largest micro-batch that fits."""
+
+    @property
+    def device(self) -> int:
+        """The peak on the device: the backward pass has activations and buckets, the update neither."""
+        return self.states.device.total + self.average + max(self.buckets + (self.activations or 0), self.update)
+
+    @property
+    def _host_in_training(self) -> int:
+        offloaded = (self.activations or 0) if self.activation_offload else 0
+        return self.states.host.total + self.host_buffers + offloaded
+
+    @property
+    def host(self) -> int:
+        """The peak in the host's memory, without the process itself."""
+        return max(self.built_on_host, self._host_in_training)
+
+    @property
+    def disk(self) -> int:
+        """The model states on the NVMe disk."""
+        return self.states.disk.total
+
+    def compared(self, room: Room) -> int:
+        """Returns what is compared with the room on the device: with the host's part where they are one memory."""
+        return max(self.built_on_host, self.device + self._host_in_training) if room.shared else self.device
+
+    def lacking(self, room: Room) -> dict[str, tuple[int, int]]:
+        """Returns the needed and the available bytes of device, host and disk where they are too small."""
+        host = None if room.shared else room.host
+        sizes = {
+            "device": (self.compared(room), room.device),
+            "host": (self.host, host),
+            "disk": (self.disk, room.disk),
+        }
+        return {place: (size, most) for place, (size, most) in sizes.items() if most is not None and size > most}
+
+
+def survey(
+    config: Config,
+    network: Network,
+    room: Room,
+    lines: dict[str, Line] | None,
+    strategies: Iterable[str] = PLANNED,
+) -> list[Need]:
+    """Returns the needs of a run under each strategy.
+
+    Args:
+        config: of the run, its devices a number, accelerator and precision settled; its strategy does not matter.
+        network: of the run.
+        room: what is available to a rank.
+        lines: the activations by format of computing, filled in as they are measured; None: they are not counted.
+        strategies: some of PLANNED.
+
+    Raises:
+        UsageError: the batch does not divide, or activation checkpointing finds no blocks.
+    """
+    return [_need(replace(config, strategy=name, ds_config=""), network, room, lines) for name in strategies]
+
+
+def micro_batch(config: Config) -> int:
+    """Returns the images of a rank and micro-batch; raises UsageError if the batch does not divide."""
+    return micro_batch_size(config.batch_size, replicas(config), config.accumulate)
+
+
+def _need(config: Config, network: Network, room: Room, lines: dict[str, Line] | None) -> Need:
+    spec = STRATEGIES[config.strategy]
+    refused = _refusal(config, room)
+    line = None if lines is None or refused else _activations(config, lines)
+    states = predicted(config.strategy, network.weights, config.world_size, config.precision, config.optimizer)
+    assert states is not None
+    average = overheads.average(spec, config, network)
+    average_on_host = average if spec.offload_parameters else 0
+    need = Need(
+        config.strategy,
+        states,
+        buckets=overheads.buckets(spec, config, network),
+        activations=line and line.at(micro_batch(config)),
+        update=overheads.update(spec, config, network),
+        average=average - average_on_host,
+        host_buffers=overheads.host_buffers(spec, config, network) + average_on_host,
+        activation_offload=config.activation_offload,
+        built_on_host=overheads.built_on_host(spec, config, network),
+        sent_bytes=sent_bytes(spec, config, network),
+        refused=refused,
+    )
+    return replace(need, fits=not need.lacking(room), most_images=line and _most_images(need, line, room))
+
+
+def _activations(config: Config, lines: dict[str, Line]) -> Line:
+    """Returns the activations of a run by images, counted once for each format of computing."""
+    from cifar_zero.planning.activations import format_of, measure
+
+    computes = format_of(STRATEGIES[config.strategy], config.precision)
+    if computes not in lines:
+        lines[computes] = measure(config, micro_batch(config), computes)
+    return lines[computes]
+
+
+def _most_images(need: Need, line: Line, room: Room) -> int:
+    def is_too_large(images: int) -> bool:
+        return bool(replace(need, activations=line.at(images)).lacking(room))
+
+    return max(0, bisect_left(range(MOST_IMAGES), True, key=is_too_large) - 1)
+
+
+def _refusal(config: Config, room: Room) -> str:
+    check = rules.check_possible if room.elsewhere else rules.check_strategy
+    try:
+        check(config, {})
+    except UsageError as error:
+        return str(error)
+    return ""

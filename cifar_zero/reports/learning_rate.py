@@ -1,0 +1,78 @@
+"""Figures of the learning rate: a schedule over a run's steps, and the loss against the rates of a range test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from cifar_zero.config.flags import Choice
+from cifar_zero.core.errors import UsageError
+from cifar_zero.optimizers import OPTIMIZERS
+from cifar_zero.schedules import SCHEDULES, settled
+
+POINTS = 2000
+"""Most points of a curve: more than a figure has pixels."""
+
+
+def draw_schedule(schedule: Choice, optimizer: Choice, steps: int, file: Path) -> None:
+    """Draws the learning rate of each optimizer step of a run into a PNG file.
+
+    Args:
+        schedule: name and options.
+        optimizer: name and options.
+        steps: of the run.
+        file: to write.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    formula = settled(SCHEDULES[schedule.name](**schedule.options), lambda: steps)
+    base_lr = OPTIMIZERS[optimizer.name](**optimizer.options).lr
+    shown = range(0, steps, max(1, steps // POINTS))
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(shown, [formula.rate(step, base_lr) for step in shown])
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("learning rate")
+    axes.set_ylim(bottom=0)
+    axes.set_title(f"{schedule.name}, {optimizer.name} with {base_lr:g}, {steps:,} steps")
+    axes.grid(alpha=0.3)
+    _save(figure, file)
+
+
+def draw_range_test(
+    rates: Sequence[float], losses: Sequence[float], smooth: Sequence[float], suggestion: float | None, file: Path
+) -> None:
+    """Draws losses, and their running mean, against learning rates into a PNG file.
+
+    Args:
+        rates: of each step.
+        losses: of each step.
+        smooth: their running mean, as far as it goes.
+        suggestion: the rate to mark, if any.
+        file: to write.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(rates[: len(smooth)], losses[: len(smooth)], alpha=0.3, label="loss")
+    axes.plot(rates[: len(smooth)], smooth, label="running mean")
+    if suggestion is not None:
+        axes.axvline(suggestion, color="black", linestyle=":", label=f"steepest fall: {suggestion:.2g}")
+    axes.set_xscale("log")
+    axes.set_xlabel("learning rate")
+    axes.set_ylabel("training loss")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    _save(figure, file)
+
+
+def _save(figure: Figure, file: Path) -> None:
+    try:
+        figure.savefig(file, format="png", dpi=120)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}") from error

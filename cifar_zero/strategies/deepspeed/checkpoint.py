@@ -1,0 +1,194 @@
+"""What a DeepSpeed engine writes and reads its checkpoints by, and how it takes over one of another shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import deepspeed.comm
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from torch import Tensor
+from torch.nn import Parameter
+
+from cifar_zero.checkpoints.expert_names import plain_names
+from cifar_zero.checkpoints.io import failure_of, save
+from cifar_zero.checkpoints.safe_load import load
+from cifar_zero.optimizers.state import groups_by_name, numbers_by_name
+from cifar_zero.strategies.deepspeed.experts import ep_size
+
+Shard = Callable[[Sequence[Tensor]], Tensor]
+"""Cuts this rank's flat part out of the whole tensors of a group's parameters."""
+
+
+class GuardedCheckpointEngine(TorchCheckpointEngine):
+    """DeepSpeed's files, read without running what they hold; an error of writing them is kept for later.
+
+    Raised where it happens, it would leave the other ranks waiting for this one.
+    """
+
+    failure = ""
+    """The first error while writing."""
+
+    def __init__(self, trust: bool = False):
+        super().__init__()
+        self._trust = trust
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Makes a folder."""
+        self._try(lambda: super(GuardedCheckpointEngine, self).makedirs(path, exist_ok))
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Writes a file."""
+        self._try(lambda: save(state_dict, Path(path)))
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Reads a file. Raises UsageError where it is damaged or cannot be trusted."""
+        return load(Path(path), self._trust, verify=False)  # `build.check_resume` has compared the checksums
+
+    def _try(self, write: Callable[[], Any]) -> None:
+        self.failure = self.failure or failure_of(write)
+
+
+def restore(engine: Any, checkpoint: dict[str, Any]) -> bool:
+    """Puts a checkpoint in Lightning's plain form into an engine of any stage and number of ranks.
+
+    DeepSpeed's universal checkpoints do it by way of files, for Adam alone, and not between stages 2 and 3.
+
+    Returns:
+        Whether the optimizer's state was carried over too.
+    """
+    weights: dict[str, Tensor] = checkpoint["state_dict"]
+    carried = bool(checkpoint.get("optimizer_states"))
+    saved = checkpoint["optimizer_states"][0] if carried else {"state": {}, "param_groups": []}
+    stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
+    rank = engine.global_rank % ep_size(engine.module)
+    state_dict = [*engine.module.state_dict()]
+    plain = plain_names(state_dict, rank)  # a checkpoint has the experts of all ranks
+    names = {parameter: plain[name] for name, parameter in engine.module.named_parameters()}
+    if stage == 3:
+        optimizer.checkpoint_event_prologue()  # every parameter is cut, also those that are kept whole
+        buffers = dict(engine.module.named_buffers())  # no rank has a part of them only
+        for name in plain.keys() & buffers.keys():
+            buffers[name].copy_(weights[plain[name]])
+    else:
+        engine.module.load_state_dict({name: weights[plain[name]] for name in plain})
+    groups = [*_groups(engine)]
+    # As torch's optimizers number them: those of other ranks too, group by group, a single one in the network's order.
+    here = {names[parameter] for parameters, *_ in groups for parameter in parameters}
+    fixed_here = [name for name in state_dict if plain[name] not in here]
+    of_ranks = [plain_names(state_dict, other) for other in range(ep_size(engine.module))]
+    fixed = {of_rank[name] for of_rank in of_ranks for name in fixed_here}
+    order = [name for name in weights if name not in fixed]
+    numbers = numbers_by_name(saved["param_groups"], order)
+    for parameters, target, shard in groups:
+        wholes = [weights[names[parameter]] for parameter in parameters]
+        target.data[: (part := shard(wholes)).numel()].copy_(part)
+        entries = [saved["state"].get(numbers.get(names[parameter]), {}) for parameter in parameters]
+        _set_state(engine.basic_optimizer, target, entries, shard)
+    if carried:
+        of_name = groups_by_name(saved["param_groups"], order)
+        first: dict[str, Any] = saved["param_groups"][0]
+        for group in engine.basic_optimizer.param_groups:  # a single one has no names, nor a rate beside others
+            name = next(iter(group.get("param_names", ())), "")
+            group["lr"] = of_name.get(plain.get(name, name), first)["lr"]
+    if stage == 3:
+        for parameter, name in names.items():
+            part = cut(weights[name], parameter)
+            parameter.ds_tensor.data[: part.numel()].copy_(part)  # pyright: ignore[reportAttributeAccessIssue]
+        optimizer.checkpoint_event_epilogue()
+        forget_second_copies(engine.module)
+    engine.global_steps = checkpoint["global_step"]
+    engine.global_samples = engine.global_steps * engine.train_batch_size()
+    return carried
+
+
+def group_names(engine: Any) -> list[list[str]]:
+    """The engine's names of the parameters of each group that the optimizer keeps flat, or of each parameter."""
+    names = {parameter: name for name, parameter in engine.module.named_parameters()}
+    return [[names[parameter] for parameter in parameters] for parameters, *_ in _groups(engine)]
+
+
+def _groups(engine: Any) -> Iterator[tuple[list[Parameter], Tensor, Shard]]:
+    """The parameters of each flat float32 tensor that the optimizer updates, in their order, and how it is cut."""
+    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    if stage == 3:
+        for group, target in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
+            yield group, target, partial(_cuts, group)
+    elif stage:
+        for number, group in enumerate(optimizer.round_robin_bit16_groups):
+            target = optimizer.single_partition_of_fp32_groups[number]
+            rank = deepspeed.comm.get_rank(group=optimizer.real_dp_process_group[number])
+            yield group, target, partial(_piece, rank, target.numel())
+    elif optimizer is engine.basic_optimizer:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                yield [parameter], parameter, _only
+    elif hasattr(optimizer, "fp32_groups_flat"):
+        for group, target in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
+            yield group, target, _flat
+    else:
+        for group, targets in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+            for parameter, target in zip(group, targets, strict=True):
+                yield [parameter], target, _only
+
+
+def _flat(wholes: Sequence[Tensor]) -> Tensor:
+    return torch.cat([whole.flatten() for whole in wholes])
+
+
+def _piece(rank: int, size: int, wholes: Sequence[Tensor]) -> Tensor:
+    return _flat(wholes)[rank * size : (rank + 1) * size]
+
+
+def _cuts(group: list[Parameter], wholes: Sequence[Tensor]) -> Tensor:
+    return torch.cat([*map(cut, wholes, group)])
+
+
+def _only(wholes: Sequence[Tensor]) -> Tensor:
+    return wholes[0]
+
+
+def cut(whole: Tensor, parameter: Any) -> Tensor:
+    """This rank's part of a parameter at stage 3, filled up with zeros where it ends before."""
+    size = parameter.ds_tensor.ds_numel
+    rank = deepspeed.comm.get_rank(group=parameter.ds_process_group)
+    part = whole.flatten()[rank * size : (rank + 1) * size]
+    return torch.nn.functional.pad(part, (0, size - part.numel()))
+
+
+def forget_second_copies(module: torch.nn.Module) -> None:
+    """To be called when stage 3's parameters have got other values: those that --zero.hpz_partition_size lays beside
+    them would be gathered in their place until the next step (DeepSpeed 0.19.8, partition_parameters.py)."""
+    for parameter in module.parameters():
+        parameter.ds_secondary_tensor = None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _set_state(base: Any, target: Tensor, entries: list[dict[str, Any]], shard: Shard) -> None:
+    """Gives the base optimizer the state of a flat tensor, as its own kind keeps it."""
+    state: dict[str, Any] = {}
+    for key, value in entries[0].items():
+        if key == "step":
+            state |= _step(base, target, float(value))
+        elif isinstance(value, Tensor):
+            state[key] = torch.zeros_like(target)
+            state[key][: (part := shard([entry[key] for entry in entries])).numel()].copy_(part)
+        else:
+            state[key] = value
+    if state:
+        base.state[target] = state
+
+
+def _step(base: Any, target: Tensor, step: float) -> dict[str, Any]:
+    """The number of steps done: DeepSpeed's fused Adam keeps it in the group, its CPU Adam as an integer."""
+    if isinstance(base, FusedAdam):
+        for group in base.param_groups:
+            group["step"] = int(step)
+        return {}
+    if isinstance(base, DeepSpeedCPUAdam):
+        return {"step": int(step)}
+    on_device = any(group.get("fused") or group.get("capturable") for group in base.param_groups)
+    return {"step": torch.tensor(step, device=target.device if on_device else "cpu")}

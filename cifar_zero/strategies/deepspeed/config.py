@@ -1,0 +1,180 @@
+"""DeepSpeed's configuration: DeepSpeedExamples' own, and the one that a run is given."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from cifar_zero import models
+from cifar_zero.config.strategy_specs import STRATEGIES, Spec
+
+if TYPE_CHECKING:
+    from cifar_zero.config.flags import Config
+    from cifar_zero.strategies.deepspeed.strategy import ZeROStrategy
+
+BUCKET_ELEMENTS = 50_000_000  # DeepSpeedExamples, training/cifar/cifar10_deepspeed.py
+"""Largest communication bucket, in elements."""
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+
+
+def get_ds_config(stage: int, dtype: Dtype) -> dict[str, Any]:
+    """The configuration of DeepSpeedExamples' CIFAR-10 program (training/cifar/cifar10_deepspeed.py), key by key.
+
+    Ready for `deepspeed.initialize`. A run here takes its zero_optimization, bf16 and fp16 sections from it and leaves
+    the rest to the command line (`run_config`).
+
+    Args:
+        stage: ZeRO stage, 0 to 3.
+        dtype: number format of the network.
+    """
+    return {
+        "train_batch_size": 16,
+        "steps_per_print": 2000,
+        "optimizer": {
+            "type": "Adam",
+            "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7},
+        },
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000},
+        },
+        "gradient_clipping": 1.0,
+        "prescale_gradients": False,
+        "bf16": {"enabled": dtype == "bf16"},
+        "fp16": {
+            "enabled": dtype == "fp16",
+            "fp16_master_weights_and_grads": False,
+            "loss_scale": 0,  # dynamic
+            "loss_scale_window": 500,
+            "hysteresis": 2,
+            "min_loss_scale": 1,
+            "initial_scale_power": 15,
+        },
+        "wall_clock_breakdown": False,
+        "zero_optimization": {
+            "stage": stage,
+            "allgather_partitions": True,
+            "reduce_scatter": True,
+            "allgather_bucket_size": BUCKET_ELEMENTS,
+            "reduce_bucket_size": BUCKET_ELEMENTS,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+        },
+    }
+
+
+def run_config(config: Config, micro_batch_size: int, num_parameters: int) -> dict[str, Any]:
+    """The configuration that a run gives to its engine.
+
+    Batch, accumulation, clipping, precision, optimizer and schedule have one owner, the command line; Lightning adds
+    gradient_accumulation_steps.
+
+    Args:
+        config: of the run.
+        micro_batch_size: images per rank and micro-batch.
+        num_parameters: of the network: no bucket is larger, they are memory.
+    """
+    dtype: Dtype = "fp32" if config.precision == "32-true" else "bf16" if "bf16" in config.precision else "fp16"
+    owned = {
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "gradient_clipping": config.gradient_clip_val,
+        # The optimizer is ours, not one of the few that DeepSpeed has tested; SGD has no CPU form of DeepSpeed's.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    if config.ds_config:
+        return {**_buffers(dtype), **json.loads(Path(config.ds_config).read_text()), **_precision(dtype, 0), **owned}
+    spec = STRATEGIES[config.strategy]
+    source = get_ds_config(spec.stage, dtype)
+    return {
+        **owned,
+        **_precision(dtype, spec.stage),
+        **_buffers(dtype),
+        "steps_per_print": source["steps_per_print"],
+        "prescale_gradients": source["prescale_gradients"],
+        "wall_clock_breakdown": source["wall_clock_breakdown"],
+        "zero_optimization": _zero_section(source["zero_optimization"], spec, config, num_parameters),
+    }
+
+
+def build(config: Config, on_cpu: bool, micro_batch_size: int, num_parameters: int) -> ZeROStrategy:
+    """The Lightning strategy; see `run_config` for the arguments."""
+    from cifar_zero.strategies.deepspeed.strategy import ZeROPrecision, ZeROStrategy
+
+    ds_config = run_config(config, micro_batch_size, num_parameters)
+    offload = ds_config.get("zero_optimization", {}).get("offload_param", {}).get("device")
+    strategy = ZeROStrategy(
+        config=ds_config,
+        precision_plugin=ZeROPrecision(config.precision),  # pyright: ignore[reportArgumentType]
+        remote_device="nvme" if offload == "nvme" else "cpu",
+        process_group_backend="gloo" if on_cpu else None,
+    )
+    strategy.shards_while_building = not issubclass(models.MODELS[config.model.name], models.External)
+    return strategy
+
+
+def _precision(dtype: Dtype, stage: int) -> dict[str, Any]:
+    source = get_ds_config(stage, dtype)
+    return {key: source[key] for key in ("bf16", "fp16") if source[key]["enabled"]}
+
+
+def _buffers(dtype: Dtype) -> dict[str, Any]:
+    """Has the engine cast buffers as well as parameters, which DeepSpeed (0.19.8) leaves in float32, but not the
+    statistics of batch norms (models/cast.py)."""
+    if dtype == "fp32":
+        return {}
+    return {"data_types": {"buffer_dtype": dtype, "keep_in_fp32_modules": ["running_mean", "running_var"]}}
+
+
+def _zero_section(source: dict[str, Any], spec: Spec, config: Config, num_parameters: int) -> dict[str, Any]:
+    bucket = min(BUCKET_ELEMENTS, num_parameters + num_parameters % 2)  # stages 1 and 2 (0.19.8) want an even number
+    zero = {
+        **source,
+        "allgather_bucket_size": bucket,
+        "reduce_bucket_size": bucket,
+        # Overlapping has a history of wrong losses (DeepSpeed issues 4298, 5347 and 8061), and the strategy must not
+        # change the maths; a raw configuration can turn it on.
+        "overlap_comm": False,
+    }
+    offload, pinned = config.offload, {"pin_memory": config.offload.pin_memory}
+    if spec.stage == 3:
+        zero |= _switches(config)
+    if spec.offload_optimizer:
+        zero["offload_optimizer"] = {"device": spec.offload_optimizer, **pinned, "ratio": offload.ratio}
+    if spec.offload_parameters:
+        zero["offload_param"] = {"device": spec.offload_parameters, **pinned}
+    if spec.super_offload:
+        zero["offload_optimizer"] |= {"super_offload": True, "cpuadam_cores_perc": offload.cpuadam_cores_perc}
+    for section in ("offload_optimizer", "offload_param"):
+        if zero.get(section, {}).get("device") == "nvme":
+            zero[section]["nvme_path"] = config.nvme_path
+    if spec.offload_parameters == "nvme":
+        zero["offload_param"]["buffer_size"] = _largest_part(config)
+    return zero
+
+
+def _largest_part(config: Config) -> int:
+    """Elements of a rank's part of the largest parameter, for which a buffer between disk and memory has to have room.
+
+    DeepSpeed (0.19.8) has five of them from the start, of 10^8 elements each where nothing is said: 2 GB, and too small
+    for vgg16's first linear layer on one rank (`get_buffer` in swap_tensor/partitioned_param_swapper.py).
+    """
+    from cifar_zero import data
+    from cifar_zero.checkpoints.finetuning.network import on_meta
+
+    net = on_meta(config.model, len(data.class_names(config.data)), lora=config.lora)
+    return max(math.ceil(parameter.numel() / config.world_size) for parameter in net.parameters())
+
+
+def _switches(config: Config) -> dict[str, Any]:
+    """Of stage 3, those of --zero."""
+    switches = config.zero
+    return {
+        "sub_group_size": switches.sub_group_size,
+        "zero_hpz_partition_size": switches.hpz_partition_size,
+        "zero_quantized_weights": switches.quantized_weights,
+        "zero_quantized_gradients": switches.quantized_gradients,
+    }

@@ -1,0 +1,149 @@
+"""Spreads a network's mixtures of experts over ranks, by DeepSpeed's own layer: expert parallelism.
+
+Of a mixture each rank keeps its share of the experts, and tokens travel to them and back (all-to-all). What DeepSpeed
+0.19.8 wants for that: its layer in the network, the experts in parameter groups of their own, ZeRO stage 0, 1 or 2.
+"""
+
+from __future__ import annotations
+
+from contextlib import redirect_stdout
+from io import StringIO
+from typing import Any
+
+import torch
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from torch import Tensor, nn
+
+from cifar_zero.models.moe import Gate, MixtureOfExperts, outside_of_graph
+from cifar_zero.strategies.norm import global_norm
+
+
+class SpreadGate(Gate):
+    """The plain gate, called as DeepSpeed's layer calls its own.
+
+    Of DeepSpeed's differ: an evaluation has no random second choice and drops no random tokens, and a training step
+    does not wait for the device to learn its capacity.
+    """
+
+    def __init__(self, gate: Gate):
+        super().__init__(gate.wg.in_features, gate.num_experts, gate.options)
+        self.wg = gate.wg
+        self._group: Any = None
+
+    def _set_ep_group(self, group: Any) -> None:
+        self._group = group
+
+    def forward(self, tokens: Tensor, *unused: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Load-balancing loss, capacity, number of experts, experts, slots and weights of the tokens, tokens of each
+        expert; see `models.moe.Routing`."""
+        to = super().forward(tokens)
+        return to.load_balance_loss, to.capacity, self.num_experts, to.experts, to.slots, to.weights, to.tokens
+
+    def _largest(self, count: Tensor) -> int:
+        """The same on all ranks that exchange tokens."""
+        if self.options.ep_size > 1:
+            torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX, group=self._group)
+        return super()._largest(count)
+
+
+class SpreadMixture(MoE):
+    """DeepSpeed's layer with the gate, and this rank's share of the experts, of a plain mixture.
+
+    Args:
+        mixture: whose modules it takes over.
+        rank: of this process; neighbours share a mixture's experts out.
+    """
+
+    def __init__(self, mixture: MixtureOfExperts, rank: int):
+        options, experts, num_experts = mixture.options, mixture.experts, mixture.gate.num_experts
+        super().__init__(
+            mixture.gate.wg.in_features,
+            experts[0],
+            num_experts=num_experts,
+            ep_size=options.ep_size,
+            k=options.top_k,
+            use_residual=options.mlp_type == "residual",
+        )
+        self.deepspeed_moe.gate = SpreadGate(mixture.gate)
+        whole = len(experts) == num_experts  # or built within `models.moe.share_of`
+        first = rank % options.ep_size * self.num_local_experts if whole else 0
+        local: Any = self.deepspeed_moe.experts.deepspeed_experts
+        for number, own in enumerate(local):
+            own.load_state_dict(experts[first + number].state_dict())
+        if self.use_residual:
+            self.mlp, self.coefficient = mixture.mlp, mixture.coefficient
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+        """Makes the process groups, without DeepSpeed's line for each of them on the standard output."""
+        with redirect_stdout(StringIO()):
+            super().set_deepspeed_parallelism(use_data_before_expert_parallel_)
+
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """As of the plain mixture."""
+        gate: Any = self.deepspeed_moe.gate
+        return outside_of_graph(self._forward, x) if gate.breaks_graph else self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        try:
+            output, _, _ = super().forward(x)
+        finally:
+            # Its gate has the loss already. One that activation checkpointing computes again, and stops at its last
+            # activation by an exception, would keep all activations of the block.
+            self.deepspeed_moe.l_aux = None
+        return output
+
+
+def spread(network: nn.Module, rank: int) -> None:
+    """Puts DeepSpeed's layer in place of each plain mixture of a network, which holds all experts or this rank's."""
+    for parent in [*network.modules()]:
+        for name, child in parent.named_children():
+            if isinstance(child, MixtureOfExperts):
+                setattr(parent, name, SpreadMixture(child, rank))
+
+
+def ep_size(network: nn.Module) -> int:
+    """Ranks that share the experts of a mixture out; 1 where there is none."""
+    return next((module.ep_size for module in network.modules() if isinstance(module, MoE)), 1)
+
+
+def parameter_groups(network: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """An optimizer's groups, the experts of each in groups of their own, which DeepSpeed reduces among those ranks that
+    hold the same experts."""
+    if not any(isinstance(module, MoE) for module in network.modules()):
+        return groups
+    dense = [{**group, "name": f"dense {number}"} for number, group in enumerate(groups)]
+    split = split_params_into_different_moe_groups_for_optimizer(dense)
+    names = {parameter: name for name, parameter in network.named_parameters()}
+    for group in split:
+        if "param_names" in group:
+            group["param_names"] = [names[parameter] for parameter in group["params"]]
+    return [group for group in split if group["params"]]
+
+
+def mend_clipping(engine: Any) -> None:
+    """Has stage 0 clip by the norm over all experts.
+
+    In float32 DeepSpeed 0.19.8 takes the mean of the norms of the ranks, which hold different experts (DeepSpeed issue
+    8475), and in a lower precision, without its fused Adam, it leaves the experts out (DeepSpeed pull request 8613).
+    Can go with the release that has both. Stages 1 and 2 are right as they are.
+    """
+    limit = engine.gradient_clipping()
+    if not engine.has_moe_layers or engine.zero_optimization() or not limit:
+        return
+
+    def clip_fp32_gradients() -> None:
+        norm = global_norm(engine.module.parameters())
+        if norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(engine.module.parameters(), limit, norm)
+
+    engine.clip_fp32_gradients = clip_fp32_gradients
+    if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        optimizer: Any = engine.optimizer
+        theirs = optimizer.unscale_and_clip_grads
+
+        def unscale_and_clip_grads(total_norm: Any, apply_scale: bool = True) -> Any:
+            return theirs(global_norm(engine.module.parameters()), apply_scale)
+
+        optimizer.unscale_and_clip_grads = unscale_and_clip_grads

@@ -1,0 +1,290 @@
+"""Lightning's DeepSpeedStrategy, made to run on CPU ranks too and to keep the maths and the engine of a run whole."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.utils import groups, zero_to_fp32
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch import Tensor
+from torch.nn import Module
+from torch.utils.cpp_extension import CUDA_HOME
+
+from cifar_zero.checkpoints.expert_names import plain_names
+from cifar_zero.checkpoints.io import AtomicCheckpointIO, failure_of
+from cifar_zero.checkpoints.read import read
+from cifar_zero.checkpoints.zero_folder import GROUPS, ON_DISK, SHAPE, TAG, shape_of
+from cifar_zero.core import atomic
+from cifar_zero.core.console import say
+from cifar_zero.core.errors import UsageError
+from cifar_zero.launch.collectives import gather
+from cifar_zero.models.cast import compute_with_statistics
+from cifar_zero.models.moe import share_of
+from cifar_zero.optimizers import Implementation
+from cifar_zero.strategies.deepspeed import experts
+from cifar_zero.strategies.deepspeed.checkpoint import (
+    GuardedCheckpointEngine,
+    cut,
+    forget_second_copies,
+    group_names,
+    restore,
+)
+
+ENGINE = "_deepspeed_engine"
+"""Where a module keeps the engine that trained it: that one's hooks on the gradients must go before a second fit."""
+
+
+class ZeROPrecision(DeepSpeedPrecision):
+    """Leaves the division by the accumulated micro-batches to Lightning, and a batch as it is.
+
+    Lightning (2.6.6) divides the loss by accumulate_grad_batches and `engine.backward` (DeepSpeed 0.19.8) would divide
+    it by gradient_accumulation_steps again. Can go when Lightning's own plugin passes scale_wrt_gas.
+    """
+
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Back-propagates the loss of one micro-batch, already divided by their number."""
+        super().backward(tensor, model, optimizer, *args, scale_wrt_gas=False, **kwargs)
+
+    def convert_input(self, data: Any) -> Any:
+        """The batch itself: the module casts the images, and soft labels are not to be rounded to the low precision."""
+        return data
+
+
+class ZeROStrategy(DeepSpeedStrategy):
+    """DeepSpeed's engine under Lightning: on CUDA as Lightning runs it, else over DeepSpeed's own CPU accelerator.
+
+    What Lightning 2.6.6 does not do by itself:
+    - CPU ranks: its strategy refuses any accelerator but CUDA; DeepSpeed trains every stage on the CPU over gloo.
+    - `test` after `fit` (Lightning issue 15247): it would start a second engine on the same network, after which
+      `save_checkpoint` fails or silently leaves the optimizer out. Here the trained engine serves the test too.
+    """
+
+    shards_while_building = True
+    """Whether stage 3 shards each layer as it is made; else the engine does, when the whole network is there. Networks
+    of other packages draw the weights of their layers once more when they have them all, and zero.Init would let them
+    draw nothing: a sharded weight is empty."""
+
+    _trained: Any = None
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the ranks are CPU processes."""
+        return isinstance(self.accelerator, CPUAccelerator)
+
+    @property
+    def root_device(self) -> torch.device:
+        """The rank's device; DeepSpeed asks for its index, which Lightning's CPU devices lack."""
+        return torch.device("cpu", 0) if self.on_cpu else super().root_device
+
+    def optimizer_implementation(self, device_type: str) -> Implementation:
+        """DeepSpeed's C++ for an offloaded optimizer that it has; its fused Adam on CUDA where nvcc can compile it;
+        else torch's, fused on CUDA."""
+        assert isinstance(self.config, dict)
+        if self.config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none") != "none":
+            return "deepspeed_cpu"
+        if device_type == "cpu":
+            return "torch"
+        return "torch_fused" if CUDA_HOME is None else "deepspeed_fused"
+
+    def setup_environment(self) -> None:
+        """Starts the process group."""
+        if self.on_cpu:
+            # DeepSpeed's own launcher sets it. Without it the CPU accelerator starts numactl in every step to ask how
+            # many devices there are (DeepSpeed 0.19.8, accelerator/cpu_accelerator.py).
+            os.environ.setdefault("LOCAL_SIZE", str(self.num_processes))
+            deepspeed.utils.nvtx.enable_nvtx = False  # marks for NVIDIA's profiler, 260 a step at stage 3
+            super(DeepSpeedStrategy, self).setup_environment()  # past the check for CUDA, to DDP's
+        else:
+            super().setup_environment()
+
+    def setup_distributed(self) -> None:
+        """Starts the process group; on the CPU without Lightning's check of GPU indices."""
+        if not self.on_cpu:
+            super().setup_distributed()
+            return
+        # Only DeepSpeed's inference uses this collective, and it would be compiled at the first start.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """Shards every layer as it is made, at stage 3; at the others keeps this rank's share of the experts.
+
+        Mixed precision draws the initial weights in float32 as all other strategies do, and `setup` casts the shards.
+        zero.Init would draw in the low precision, which gives other weights (DeepSpeed 0.19.8).
+        """
+        self._init_config_if_needed()
+        assert isinstance(self.config, dict)
+        low = ("bf16", "fp16") if self._casts_shards else ()
+        config = {key: value for key, value in self.config.items() if key not in low}
+        # That of --zero.hpz_partition_size, which DeepSpeed (0.19.8, utils/groups.py) makes once in a process: the test
+        # after a fit builds a network too.
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+        second_copy = config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1) > 1
+        place = "none" if second_copy else self.remote_device  # on the device, where that copy is to be
+        with (
+            deepspeed.zero.Init(enabled=self._builds_sharded, remote_device=place, config_dict_or_path=config),
+            share_of(self.global_rank),
+        ):
+            yield
+
+    def setup(self, trainer: Trainer) -> None:
+        """Starts the engine."""
+        assert self.model is not None
+        if self._casts_shards and self._trained is None:
+            dtype = torch.bfloat16 if "bf16" in self.precision_plugin.precision else torch.float16
+            parameters: Any = self.model.parameters()
+            for parameter in parameters:
+                parameter.data = parameter.data.to(dtype)
+                parameter.ds_tensor.data = parameter.ds_tensor.data.to(dtype)
+            forget_second_copies(self.model)
+        experts.spread(self.model, self.global_rank)
+        compute_with_statistics(self.model)
+        super().setup(trainer)
+
+    def parameter_groups(self, module: Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """An optimizer's groups, experts apart."""
+        return experts.parameter_groups(module, groups)
+
+    @contextmanager
+    def rewriting(self) -> Generator[None, None, None]:
+        """See `strategies.rewriting`: stage 3 cuts the parameters that it keeps whole, and puts them together anew."""
+        engine: Any = self.deepspeed_engine
+        optimizer = engine.optimizer
+        if self.zero_stage_3:
+            optimizer.checkpoint_event_prologue()
+        yield
+        if self.zero_stage_3:
+            optimizer.checkpoint_event_epilogue()
+            forget_second_copies(engine.module)
+
+    def cut(self, whole: Tensor, parameter: Any) -> Tensor:
+        """This rank's flat part of what has the shape of a parameter that stage 3 has cut."""
+        return cut(whole, parameter)
+
+    def plain_names(self, names: Iterable[str]) -> dict[str, str]:
+        """For each name of a weight of the engine the plain network's: a rank's experts are some of all."""
+        engine: Any = self.deepspeed_engine
+        return plain_names(names, self.global_rank % experts.ep_size(engine.module))
+
+    @property
+    def _builds_sharded(self) -> bool:
+        return self.zero_stage_3 and self.shards_while_building
+
+    @property
+    def _casts_shards(self) -> bool:
+        return self._builds_sharded and "mixed" in self.precision_plugin.precision and self.remote_device != "nvme"
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Writes the folder, every rank its part, beside its place, and puts it there when all of it is on the disk.
+
+        DeepSpeed (0.19.8) writes in place. An error is told to all ranks and noted by the plugin.
+        """
+        final = Path(self.broadcast(filepath))
+        target = atomic.staged(final)
+        if self.is_global_zero:
+            failure_of(lambda: atomic.discard(target))
+        self.barrier()
+        engine: Any = self.deepspeed_engine
+        guard = engine.checkpoint_engine = GuardedCheckpointEngine()
+        engine._copy_recovery_script = lambda save_path: None  # it writes outside the guard
+        client_state = {key: checkpoint[key] for key in checkpoint if key not in ("state_dict", "optimizer_states")}
+        client_state[SHAPE] = self._shape
+        if not engine.zero_optimization():
+            client_state[GROUPS] = group_names(engine)
+        if engine.zero_nvme_offload_optimizer():
+            client_state[ON_DISK] = [flat.ds_id for flat in engine.optimizer.fp32_partitioned_groups_flat]
+        engine.save_checkpoint(
+            str(target),
+            tag=TAG,
+            client_state=client_state,
+            save_latest=False,
+            exclude_frozen_parameters=self.exclude_frozen_parameters,
+        )
+        failure = next(filter(None, gather(guard.failure)), "")
+        if self.is_global_zero:
+            failure = failure or failure_of(lambda: self._finish(target, final))
+            self._io.conclude(final, failure)
+        self.barrier()
+
+    @staticmethod
+    def _finish(target: Path, final: Path) -> None:
+        (target / "latest").write_text(TAG)
+        shutil.copyfile(zero_to_fp32.__file__, target / "zero_to_fp32.py")  # DeepSpeed's own, beside its own files
+        atomic.put_in_place(final)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Continues a checkpoint of any strategy on any number of ranks.
+
+        One of this very shape is loaded by DeepSpeed itself, each rank its own shard, any other from the whole.
+        """
+        path = Path(checkpoint_path)
+        if self.remote_device == "nvme":
+            raise UsageError(f"--resume {path}: not with parameters on NVMe, go on with them in the CPU's memory")
+        if path.is_dir() and shape_of(path, self._io.trust) == self._shape:
+            self.deepspeed_engine.checkpoint_engine = GuardedCheckpointEngine(self._io.trust)
+            return super().load_checkpoint(checkpoint_path)
+        checkpoint = read(path, self._io.trust, verify=False)
+        carried = restore(self.deepspeed_engine, checkpoint)
+        if self.is_global_zero and not carried:
+            say(f"{path} holds no optimizer state that can be carried over: it starts anew, the weights are the run's.")
+        return checkpoint
+
+    @property
+    def _io(self) -> AtomicCheckpointIO:
+        plugin = self.checkpoint_io
+        assert isinstance(plugin, AtomicCheckpointIO)
+        return plugin
+
+    @property
+    def _shape(self) -> dict[str, Any]:
+        """What a shard fits into: nothing else can load it as it is."""
+        assert isinstance(self.config, dict)
+        zero = self.config.get("zero_optimization", {})
+        return {
+            "stage": zero.get("stage", 0),
+            "sub_group_size": zero.get("sub_group_size"),
+            "ranks": self.world_size,
+            "precision": str(self.precision_plugin.precision),
+            "optimizer": self.optimizer_implementation(self.root_device.type),
+            "ep_size": experts.ep_size(self._trained.module),
+            "offload": [zero.get(part, {}).get("device", "none") for part in ("offload_optimizer", "offload_param")],
+        }
+
+    def _initialize_deepspeed_train(self, model: Module) -> None:
+        if (before := vars(model).get(ENGINE)) is not None:
+            before.destroy()
+        super()._initialize_deepspeed_train(model)
+        experts.mend_clipping(self.model)
+        self._trained = vars(model)[ENGINE] = self.model  # setattr would make the engine a part of the module
+
+    def _initialize_deepspeed_inference(self, model: Module) -> None:
+        if self._trained is not None and self._trained.module is model:
+            self.model = self._trained
+        else:
+            super()._initialize_deepspeed_inference(model)
+
+    def teardown(self) -> None:
+        """Ends a fit or a test; the network stays where its engine has it."""
+        if self._trained is None:
+            super().teardown()
+            return
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()

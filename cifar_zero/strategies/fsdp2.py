@@ -1,0 +1,49 @@
+"""torch's fully_shard (FSDP2): ZeRO-3 in torch itself, each parameter a DTensor cut along its first dimension.
+
+Zhao et al. 2023, "PyTorch FSDP"; https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from cifar_zero.models.cast import cast_buffers, compute_with_statistics
+from cifar_zero.strategies.mesh import MeshStrategy
+
+if TYPE_CHECKING:
+    from cifar_zero.config.flags import Config
+
+
+def build(config: Config, on_cpu: bool, micro_batch_size: int, num_parameters: int) -> MeshStrategy:
+    """Parameters, gradients and optimizer state sharded over all ranks, which all train on images of their own."""
+    mixed = config.precision == "bf16-mixed"
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32) if mixed else MixedPrecisionPolicy()
+    return MeshStrategy(
+        partial(shard, policy=policy),
+        data_parallel_size=config.world_size,
+        tensor_parallel_size=1,
+        casts=mixed,
+        process_group_backend="gloo" if on_cpu else None,
+    )
+
+
+def shard(net: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    """Shards each block of a network that has `blocks`, and then what is left of it.
+
+    A block is gathered just before it computes and given back just after; a network without blocks is gathered whole.
+    Mixed precision gathers and computes in the low precision, and adds gradients up and updates weights in float32.
+    """
+    data_parallel = mesh["data_parallel"]
+    if policy.param_dtype is not None:
+        cast_buffers(net, policy.param_dtype)
+        compute_with_statistics(net)
+    blocks = getattr(net, "blocks", nn.Sequential())
+    for block in blocks.children():
+        fully_shard(block, mesh=data_parallel, mp_policy=policy)
+    fully_shard(net, mesh=data_parallel, mp_policy=policy)

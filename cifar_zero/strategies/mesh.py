@@ -1,0 +1,148 @@
+"""Strategies whose ranks each hold a shard of the parameters as torch's DTensor: fsdp2 and tensor_parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from cifar_zero.optimizers import Implementation
+from cifar_zero.strategies.norm import global_norm
+
+Shard = Callable[[nn.Module, DeviceMesh], None]
+"""Cuts the parameters of a whole network, the same on every rank, into this rank's shards."""
+
+
+class MeshStrategy(ModelParallelStrategy):
+    """Lightning's ModelParallelStrategy with the network cut here, and checkpoints as every other strategy has them.
+
+    The module builds the whole network on each rank, with the same weights, and knows nothing of shards; `shard` cuts
+    it just before the optimizer is made. A checkpoint is one plain file: rank 0 gets each tensor whole, one at a time,
+    so that no GPU ever holds the network. Lightning's own (2.6.6) reads but what it wrote itself.
+
+    Args:
+        shard: cuts the network.
+        data_parallel_size: ranks that train on different images, each with its shard.
+        tensor_parallel_size: ranks that compute the same images together.
+        casts: whether `shard` also sees to the precision, so that Lightning is to leave it alone.
+        process_group_backend: as Lightning's.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        *,
+        data_parallel_size: int,
+        tensor_parallel_size: int,
+        casts: bool = False,
+        process_group_backend: str | None = None,
+    ):
+        super().__init__(
+            data_parallel_size,
+            tensor_parallel_size,
+            save_distributed_checkpoint=False,
+            process_group_backend=process_group_backend,
+        )
+        self.casts = casts
+        self._shard = shard
+        self._sharded = False
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Whether the trainer hands over the optimizer's state of a checkpoint, which is read whole."""
+        return True
+
+    def optimizer_implementation(self, device_type: str) -> Implementation:
+        """torch's, on a GPU too not fused: `_fused_sgd_` takes no DTensor (torch 2.15)."""
+        return "torch"
+
+    def setup(self, trainer: Trainer) -> None:
+        """Cuts the network, once for the fit and the test after it."""
+        assert self.model is not None
+        if not self._sharded:
+            self._shard(self.model.net, self.device_mesh)  # pyright: ignore[reportArgumentType]
+            self._sharded = True
+        super().setup(trainer)
+        self.precision_plugin.clip_grad_by_norm = clip_by_global_norm
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole weights, on rank 0; every rank takes part."""
+        assert self.model is not None
+        return self._whole(self.model.state_dict())
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's whole state in torch's own form, on rank 0; every rank takes part."""
+        state = unwrapped(optimizer).state_dict()
+        return {**state, "state": {number: self._whole(entry) for number, entry in state["state"].items()}}
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """A checkpoint of any strategy, on every rank."""
+        return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Keeps this rank's shard of the whole weights."""
+        assert self.lightning_module is not None
+        own = self.lightning_module.state_dict()
+        shards = {
+            name: cut(value, own[name]) if name in own else value for name, value in checkpoint["state_dict"].items()
+        }
+        self.lightning_module.load_state_dict(shards, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Keeps this rank's shard of the optimizer's whole state."""
+        for optimizer, whole in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+            state = {
+                number: {key: cut(value, parameters[number]) for key, value in entry.items()}
+                for number, entry in whole["state"].items()
+            }
+            optimizer.load_state_dict({**whole, "state": state})
+
+    def _whole(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in tensors.items():
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            if self.is_global_zero:
+                found |= on_host({name: whole})
+        return found
+
+
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """torch's own optimizer, where Lightning (2.6.6) has put its wrapper around it."""
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def on_host(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, tensors on the CPU."""
+    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in values.items()}
+
+
+def cut(whole: Any, like: Any) -> Any:
+    """This rank's shard of a whole tensor that every rank has, cut as `like` is; what is not of its shape, as the count
+    of an optimizer's steps, as it is. Nothing is communicated."""
+    if not isinstance(like, DTensor) or not isinstance(whole, Tensor) or whole.shape != like.shape:
+        return whole
+    whole = whole.to(like.device)
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def clip_by_global_norm(optimizer: Optimizer, clip_val: float) -> None:
+    """Clips by the norm over all ranks' shards.
+
+    torch's own clip_grad_norm_ (2.15) cannot take DTensors and plain tensors together, which tensor parallelism has.
+    """
+    if clip_val > 0:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        norm = global_norm(parameters)
+        if norm is not None:
+            for sharded in (True, False):
+                of_a_kind = [parameter for parameter in parameters if isinstance(parameter, DTensor) == sharded]
+                torch.nn.utils.clip_grads_with_norm_(of_a_kind, clip_val, norm)

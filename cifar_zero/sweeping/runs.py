@@ -1,0 +1,81 @@
+"""The runs of a sweep: their flags, their names, and the metric that they end with; no torch."""
+
+import json
+import re
+import zlib
+from pathlib import Path
+from typing import Any, Literal
+
+from cifar_zero.checkpoints import run_folder
+from cifar_zero.config import command_line, rules
+from cifar_zero.config.flags import Config
+from cifar_zero.config.strategy_specs import AUTO
+from cifar_zero.core.errors import RunError, UsageError
+from cifar_zero.training import run_process
+
+VALIDATION = "val/acc"
+
+METRICS: dict[str, Literal["maximize", "minimize"]] = {
+    VALIDATION: "maximize",
+    "train/loss": "minimize",
+    "perf/images_per_second": "maximize",
+    "perf/step_time_ms": "minimize",
+}
+"""Keys of metrics.json that settings can be chosen by. None of the test set: the best of many draws is too good, and
+the test would say nothing about new images. For the same reason val/acc is a run's last validation, not its best."""
+
+
+def flags_of(options: dict[str, Any]) -> list[str]:
+    """Returns options as flags of train.py."""
+    return [part for name, value in options.items() for part in (f"--{name}", str(value))]
+
+
+def name_of(options: dict[str, Any]) -> str:
+    """Returns the name of the run with these options: optimizer.lr_0.1-seed_0."""
+    name = re.sub(r"[^\w.+-]+", "_", "-".join(f"{key}_{shown(value, 6)}" for key, value in options.items()))
+    return name if len(name) < 200 else f"{name[:190]}-{zlib.crc32(name.encode()):08x}"  # file systems end at 255
+
+
+def shown(value: Any, digits: int = 4) -> str:
+    """Returns a value as text, a number with so many digits."""
+    return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
+
+
+def settled(flags: list[str], metric: str) -> Config:
+    """Returns the checked configuration of a run; raises UsageError if it cannot be trained, or not by a sweep."""
+    config = command_line.parse(flags)
+    for name in ("bench_steps", "find_lr", "plot_schedule", "resume"):
+        if getattr(config, name):
+            raise UsageError(f"--{name} cannot be used with sweep.py: leave it out")
+    if config.strategy == AUTO or config.num_nodes > 1:
+        raise UsageError("sweep.py takes neither --strategy auto nor --num_nodes: name a strategy for this machine")
+    if metric == VALIDATION and not config.data.val_fraction:
+        raise UsageError(f"--metric {VALIDATION} needs validation images: add --data.val_fraction 0.1")
+    rules.settle(config)
+    return config
+
+
+def result(out: Path, name: str, metric: str) -> dict[str, Any] | None:
+    """Returns the result of a finished run as sweep.json has it; raises RunError if it ended without the metric."""
+    finished = [folder for folder in run_process.folders(out, name) if (folder / run_folder.METRICS).is_file()]
+    if not finished:
+        return None
+    metrics = json.loads((finished[-1] / run_folder.METRICS).read_text())
+    value = metrics.get(metric)
+    if value is None and metric == VALIDATION:  # resumed after its last validation, a run does not repeat it
+        value = (validations(out, name) or [None])[-1]
+    if value is None:
+        raise RunError(f"it ended without {metric}; {VALIDATION} needs an epoch that ends before --max_steps")
+    return {"value": value, "folder": str(finished[-1]), "seconds": metrics["perf/fit_seconds"] or 0.0}
+
+
+def validations(out: Path, name: str) -> list[float]:
+    """Returns val/acc after each epoch of a run so far, from the event files of TensorBoard in its run folders."""
+    from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+
+    found: dict[int, float] = {}  # by step: a resumed run may repeat a validation
+    for folder in run_process.folders(out, name):
+        events = EventAccumulator(str(folder), size_guidance={SCALARS: 0}).Reload()
+        if VALIDATION in events.Tags()[SCALARS]:
+            found |= {point.step: point.value for point in events.Scalars(VALIDATION)}
+    return [found[step] for step in sorted(found)]

@@ -1,0 +1,1 @@
+"""Assembles the Trainer of a run: the fast loop, metrics, test-time augmentation and callbacks."""

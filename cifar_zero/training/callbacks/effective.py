@@ -1,0 +1,99 @@
+"""What the strategy made of the request: the number formats, the sizes of the buckets, the steps that were skipped."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import DeepSpeedStrategy
+
+from cifar_zero.checkpoints import run_folder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from lightning.pytorch import LightningModule, Trainer
+
+
+class Effective(Callback):
+    """Reads it from the engine and the network; of a DeepSpeed run rank 0 writes the configuration down as well.
+
+    Args:
+        run_dir: the run folder, on rank 0.
+    """
+
+    def __init__(self, run_dir: Path | None):
+        self._run_dir = run_dir
+        self._first_step = 0
+        self._applied_steps: int | None = None
+        self.totals: dict[str, Any] = {
+            "compute_dtype": None,
+            "parameter_dtype": None,
+            "skipped_steps": None,
+            "reduce_bucket_size": None,
+            "allgather_bucket_size": None,
+        }
+        """Keys of metrics.json, after the fit; buckets in elements, of DeepSpeed's stages 1 to 3 alone."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Looks, writes DeepSpeed's configuration down, and counts the steps that a gradient scaler lets through."""
+        parameters = next(pl_module.parameters()).dtype
+        self.totals |= {
+            "compute_dtype": _name(_compute_dtype(trainer, parameters)),
+            "parameter_dtype": _name(parameters),
+        }
+        engine = _engine(trainer)
+        if engine is not None:
+            if engine.zero_optimization():
+                at_stage_3 = engine.zero_optimization_partition_weights()
+                gathered = engine.zero_prefetch_bucket_size() if at_stage_3 else engine.zero_allgather_bucket_size()
+                self.totals |= {
+                    "reduce_bucket_size": engine.zero_reduce_bucket_size(),
+                    "allgather_bucket_size": gathered,
+                }
+            if self._run_dir is not None:
+                text = json.dumps(_configuration(engine), indent=1, default=str)
+                (self._run_dir / run_folder.DEEPSPEED_CONFIG).write_text(text + "\n")
+        elif getattr(trainer.precision_plugin, "scaler", None) is not None:
+            self._first_step, self._applied_steps = trainer.global_step, 0
+            trainer.optimizers[0].register_step_post_hook(self._count)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Counts the optimizer steps that float16 skipped because a gradient overflowed; 0 in other formats."""
+        engine = _engine(trainer)
+        if engine is not None:
+            self.totals["skipped_steps"] = engine.skipped_steps
+        elif self._applied_steps is not None:
+            self.totals["skipped_steps"] = trainer.global_step - self._first_step - self._applied_steps
+        else:
+            self.totals["skipped_steps"] = 0
+
+    def _count(self, *_: Any) -> None:
+        assert self._applied_steps is not None
+        self._applied_steps += 1
+
+
+def _compute_dtype(trainer: Trainer, parameters: torch.dtype) -> torch.dtype:
+    """Of the layers: autocast's, or the one that fully_shard casts to, or else that of the parameters."""
+    if getattr(trainer.strategy, "casts", False):
+        return torch.bfloat16  # strategies/fsdp2.py
+    device = trainer.strategy.root_device.type
+    with trainer.precision_plugin.forward_context():
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parameters
+
+
+def _configuration(engine: Any) -> dict[str, Any]:
+    """What the engine was given, and how DeepSpeed (0.19.8) has filled its ZeRO section in."""
+    config = engine._config
+    given = {**config._param_dict, "zero_optimization": config.zero_config.model_dump(mode="json")}
+    return {**given, "communication_data_type": _name(engine.communication_data_type)}
+
+
+def _engine(trainer: Trainer) -> Any:
+    return trainer.strategy.deepspeed_engine if isinstance(trainer.strategy, DeepSpeedStrategy) else None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

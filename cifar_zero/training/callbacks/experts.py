@@ -1,0 +1,175 @@
+"""What the mixtures of experts of a network do with their tokens: curves of a training, and a figure of a test."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import Callback
+
+from cifar_zero.models.moe import Gate, gates
+from cifar_zero.reports.expert_figure import expert_figure
+from cifar_zero.training.callbacks.figures import write_figure
+from cifar_zero.training.callbacks.interval import Interval, log_scalars
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lightning.pytorch import Trainer
+    from torch import Tensor
+
+
+@dataclass
+class Seen:
+    """What a gate of E experts did in the micro-batches since the newest point, of this rank and on its device."""
+
+    tokens: list[Tensor] = field(default_factory=list)
+    """int64 (E,), that each expert took of a micro-batch."""
+
+    load_balance_losses: list[Tensor] = field(default_factory=list)
+    """float32 scalars, one a micro-batch."""
+
+    probabilities: Tensor | None = None
+    """float32 (S, E), of the last micro-batch alone."""
+
+    routes: int = 0
+    """Experts that all tokens asked for: tokens x top_k."""
+
+
+class Experts(Callback):
+    """Writes the moe/* curves, and experts.png of a test into the run folder and the loggers.
+
+    Between two points it only keeps references to what the gates have on the device anyhow.
+
+    Args:
+        log_interval: optimizer steps between two points.
+        run_dir: the run folder, on rank 0; None on the others.
+    """
+
+    def __init__(self, log_interval: int, run_dir: Path | None):
+        self._interval = Interval(log_interval)
+        self._run_dir = run_dir
+        self._gates: Sequence[Gate] = ()
+        self._seen: list[Seen] = []
+        self._logged_step = 0
+        self._test_counts: list[Tensor] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Begins the first interval, with the gates that the strategy has put into the network."""
+        self._interval.start(trainer)
+        self._logged_step = trainer.global_step
+        self._gates = _gates(pl_module)
+        self._seen = [Seen() for _ in self._gates]
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Keeps what a micro-batch's tokens did, and writes the point that is due."""
+        for gate, seen in zip(self._gates, self._seen, strict=True):
+            routing = gate.routing
+            assert routing is not None
+            seen.tokens.append(routing.tokens)
+            seen.load_balance_losses.append(routing.load_balance_loss.detach())
+            seen.probabilities = routing.probabilities
+            seen.routes += routing.experts.numel()
+        if self._interval.due(trainer.global_step):
+            self._log(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Writes the last point of a run that was stopped early."""
+        if trainer.global_step > self._logged_step:
+            self._log(trainer)
+
+    def on_test_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Forgets the last test."""
+        shapes = [(pl_module.num_classes, gate.num_experts) for gate in _gates(pl_module)]
+        self._test_counts = [torch.zeros(shape, dtype=torch.int64, device=pl_module.device) for shape in shapes]
+
+    def on_test_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: Any,
+        outputs: Any,
+        batch: tuple[Tensor, Tensor],
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Counts the experts of each class's tokens, on the device."""
+        for gate, counts in zip(_gates(pl_module), self._test_counts, strict=True):
+            assert gate.routing is not None
+            counts += experts_of_classes(batch[1], gate.routing.experts, *counts.shape)
+
+    def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Draws on rank 0 what all ranks have counted."""
+        counts = [_of_all_ranks(trainer, of_gate).cpu().numpy() for of_gate in self._test_counts]
+        if self._run_dir is not None:
+            class_names = trainer.datamodule.classes  # pyright: ignore[reportAttributeAccessIssue]
+            write_figure(trainer, expert_figure(counts, class_names), "figures/experts", self._run_dir / "experts.png")
+
+    def _log(self, trainer: Trainer) -> None:
+        self._logged_step = trainer.global_step
+        # All that the curves need of all mixtures travels between the ranks, and to the host, at once.
+        totals = iter(_of_all_ranks(trainer, torch.cat([_summed(seen) for seen in self._seen])).tolist())
+        scalars: dict[str, float] = {}
+        for number, (gate, seen) in enumerate(zip(self._gates, self._seen, strict=True)):
+            steps = len(seen.tokens) / trainer.accumulate_grad_batches
+            tokens = list(islice(totals, gate.num_experts))
+            load_balance_loss, entropy = next(totals), next(totals)
+            for expert, count in enumerate(tokens):
+                scalars[f"moe/tokens/mixture_{number}/expert_{expert}"] = count / steps
+            scalars[f"moe/dropped/mixture_{number}"] = 1 - sum(tokens) / (seen.routes * trainer.world_size)
+            scalars[f"moe/load_balance_loss/mixture_{number}"] = load_balance_loss / trainer.world_size
+            scalars[f"moe/gate_entropy/mixture_{number}"] = entropy / trainer.world_size
+        log_scalars(trainer, scalars)
+        self._seen = [Seen() for _ in self._gates]
+
+
+def experts_of_classes(labels: Tensor, experts: Tensor, num_classes: int, num_experts: int) -> Tensor:
+    """Counts how many tokens of the images of each class went to each expert.
+
+    Args:
+        labels: (N,); a negative one is no image.
+        experts: (k, S), of `Routing`: the tokens of an image beside one another, -1 where one was dropped.
+        num_classes: of the labels.
+        num_experts: of the mixture.
+
+    Returns:
+        int64 (num_classes, num_experts).
+    """
+    of_tokens = labels.repeat_interleave(experts.shape[1] // len(labels)).expand_as(experts)
+    pairs = (of_tokens * num_experts + experts)[(of_tokens >= 0) & (experts >= 0)]
+    return pairs.bincount(minlength=num_classes * num_experts).view(num_classes, num_experts)
+
+
+def relative_entropy(probabilities: Tensor) -> Tensor:
+    """How undecided a gate is, a scalar: the mean entropy of probabilities (S, E) as a share of log(E), the largest;
+    0 for one expert."""
+    return torch.special.entr(probabilities).sum(dim=1).mean() / math.log(max(2, probabilities.shape[1]))
+
+
+def _gates(module: Any) -> Sequence[Gate]:
+    assert module.net is not None
+    return gates(module.net)
+
+
+def _summed(seen: Seen) -> Tensor:
+    """float64 (E + 2,): tokens of each expert, mean load-balancing loss, entropy of the gate."""
+    assert seen.probabilities is not None
+    means = torch.stack([torch.stack(seen.load_balance_losses).mean(), relative_entropy(seen.probabilities)])
+    return torch.cat([torch.stack(seen.tokens).sum(dim=0).double(), means.double()])
+
+
+def _of_all_ranks(trainer: Trainer, values: Tensor) -> Tensor:
+    """The sum over the ranks, each of which must call it."""
+    if trainer.world_size > 1:
+        torch.distributed.all_reduce(values)
+    return values

@@ -1,0 +1,130 @@
+"""The figures of a test: confusion matrix, surest mistakes, ROC and precision-recall curves, calibration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+
+from cifar_zero.data.augment import MEAN, STD
+from cifar_zero.launch.collectives import gather
+from cifar_zero.reports.curve_figures import calibration_figure, precision_recall_figure, roc_figure
+from cifar_zero.reports.figures import MISTAKE_COLUMNS, MISTAKE_ROWS, confusion_figure, mistakes_figure
+from cifar_zero.strategies import data_group
+from cifar_zero.training.metrics import calibration_error
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from matplotlib.figure import Figure
+    from torch import Tensor
+
+    from cifar_zero.training.metrics import Curve
+
+SHOWN = MISTAKE_ROWS * MISTAKE_COLUMNS
+"""Mistakes that the figure has room for; no more are kept."""
+
+Mistakes = tuple["Tensor", "Tensor", "Tensor", "Tensor"]
+"""Confidence (n,), images (n, 3, H, W), true labels (n,) and predicted labels (n,), the surest first."""
+
+
+class TestFigures(Callback):
+    """Writes the figures of a test into the run folder and the loggers when it ends.
+
+    Args:
+        run_dir: the run folder, on rank 0; None on the others.
+    """
+
+    def __init__(self, run_dir: Path | None):
+        self._run_dir = run_dir
+        self._mistakes: Mistakes | None = None
+
+    def on_test_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Forgets the last test."""
+        self._mistakes = None
+
+    def on_test_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: Any,
+        outputs: Any,
+        batch: tuple[Tensor, Tensor],
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Keeps the surest mistakes so far, on the device; `outputs` are the class scores (N, classes) of the batch."""
+        found = surest_mistakes(outputs, *batch)
+        self._mistakes = found if self._mistakes is None else merge([self._mistakes, found])
+
+    def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Draws on rank 0 what all ranks have found."""
+        assert self._mistakes is not None
+        of_each_rank = gather(tuple(part.cpu() for part in self._mistakes), data_group(trainer.strategy))
+        tested = pl_module.test_metrics  # every rank asks it: it adds the ranks' counts up
+        counts, bins = tested.confusion.compute(), tested.calibration.compute().cpu()
+        per_class, roc, precision_recall = tested.per_class(), tested.roc(), tested.precision_recall()
+        if self._run_dir is None:
+            return
+        class_names = trainer.datamodule.classes  # pyright: ignore[reportAttributeAccessIssue]
+        confidence, images, true, predicted = merge(of_each_rank)  # pyright: ignore[reportArgumentType]
+        grid = mistakes_figure(as_pixels(images), true.numpy(), predicted.numpy(), confidence.numpy(), class_names)
+        matrix = confusion_figure(counts.cpu().numpy(), class_names)
+        write_figure(trainer, matrix, "figures/confusion_matrix", self._run_dir / "confusion_matrix.png")
+        write_figure(trainer, grid, "figures/most_confident_mistakes", self._run_dir / "mistakes.png")
+        curves = {
+            "roc": roc_figure(as_arrays(roc), per_class["auroc"].numpy(), class_names),
+            "precision_recall": precision_recall_figure(
+                as_arrays(precision_recall), per_class["average_precision"].numpy(), class_names
+            ),
+            "calibration": calibration_figure(bins.numpy(), calibration_error(bins)),
+        }
+        for name, figure in curves.items():
+            write_figure(trainer, figure, f"figures/{name}", self._run_dir / f"{name}.png")
+
+
+def surest_mistakes(scores: Tensor, images: Tensor, labels: Tensor) -> Mistakes:
+    """The wrongly classified images of a batch, the surest first, no more than a figure shows.
+
+    Args:
+        scores: (N, classes), before the softmax.
+        images: (N, 3, H, W).
+        labels: (N,); a negative one is no image.
+    """
+    confidence, predicted = scores.float().softmax(dim=1).max(dim=1)
+    wrong = (predicted != labels) & (labels >= 0)
+    return merge([(confidence[wrong], images[wrong], labels[wrong], predicted[wrong])])
+
+
+def merge(found: list[Mistakes]) -> Mistakes:
+    """The surest of several lots of mistakes."""
+    confidence, images, true, predicted = (torch.cat(parts) for parts in zip(*found, strict=True))
+    surest = confidence.argsort(descending=True, stable=True)[:SHOWN]
+    return confidence[surest], images[surest], true[surest], predicted[surest]
+
+
+def as_pixels(images: Tensor) -> np.ndarray:
+    """uint8 pixels of images that may have been normalised to [-1, 1], on the CPU."""
+    if images.is_floating_point():
+        images = ((images.float() * STD + MEAN) * 255).round().clamp(0, 255).to(torch.uint8)
+    return images.numpy()
+
+
+def as_arrays(curves: list[Curve]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Curves of metrics.py as those of reports/, which know no torch."""
+    return [(x.numpy(), y.numpy()) for x, y in curves]
+
+
+def write_figure(trainer: Trainer, figure: Figure, tag: str, file: Path) -> None:
+    """Saves a figure as a PNG and shows it in the loggers that can show images."""
+    figure.savefig(file, dpi=120)
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            from PIL import Image
+
+            pixels = np.asarray(Image.open(file).convert("RGB"))
+            logger.experiment.add_image(tag, pixels, trainer.global_step, dataformats="HWC")
+        elif isinstance(logger, WandbLogger):
+            logger.log_image(tag, [str(file)], trainer.global_step)

@@ -1,0 +1,61 @@
+"""checkpoints/last.ckpt: the newest state of a run, wherever it ends."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.callbacks import Checkpoint
+
+from cifar_zero.training.callbacks.agreement import Agreement
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+
+class LastCheckpoint(Checkpoint):
+    """Saves at the end of each epoch, and after the last step where --max_steps or Ctrl-C ends the training earlier.
+
+    ModelCheckpoint(save_last=True) does not (Lightning 2.6.6): it saves the last state only together with a best one.
+
+    Args:
+        path: of the checkpoint, on rank 0, which tells the others.
+        minutes: of training after which it saves in mid-epoch too; 0: never.
+    """
+
+    def __init__(self, path: Path | None, minutes: float = 0.0):
+        self._path = path
+        self._seconds = 60 * minutes
+        self._saved_at = 0.0
+        self._agreement = Agreement()
+        self._saved_step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Agrees on the path; what was resumed from need not be saved again."""
+        self._path = trainer.strategy.broadcast(self._path)
+        self._saved_step = trainer.global_step
+        self._saved_at = time.monotonic()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Saves."""
+        self._save(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Saves, where this is the last step: when the training ends the trainer counts its epoch as done."""
+        if (batch_idx + 1) % trainer.accumulate_grad_batches or trainer.is_last_batch:
+            return
+        if trainer.should_stop or trainer.global_step == trainer.max_steps or self._is_time(trainer):
+            self._save(trainer)
+
+    def _is_time(self, trainer: Trainer) -> bool:
+        if not self._seconds:
+            return False
+        return self._agreement.reached(trainer, time.monotonic() - self._saved_at >= self._seconds)
+
+    def _save(self, trainer: Trainer) -> None:
+        if self._path is not None and trainer.global_step > self._saved_step:
+            self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
+            trainer.save_checkpoint(self._path, weights_only=False)

@@ -1,0 +1,78 @@
+"""How much memory a run takes: the peak of each rank, and what of it is the model's own."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import Callback
+
+from cifar_zero.launch.collectives import gather
+from cifar_zero.training.callbacks.interval import Interval, log_scalars
+from cifar_zero.training.callbacks.model_state import ModelStates, model_states
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+    from torch.optim import Optimizer
+
+PARTS = ("mem/parameter_rank_bytes", "mem/gradient_rank_bytes", "mem/optimizer_rank_bytes")
+"""What mem/model_state_rank_bytes is the sum of."""
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most memory that this rank has held so far: tensors on its GPU; on the CPU all of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "linux":
+        # Not getrusage: there a process starts with the peak of the one that started it.
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(status.split("VmHWM:")[1].split()[0])
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): bytes on macOS, kilobytes elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class Memory(Callback):
+    """Writes the curve mem/peak_gb (10^9 bytes, the rank with the most) and keeps the totals of the run.
+
+    Args:
+        log_interval: optimizer steps between two points.
+    """
+
+    def __init__(self, log_interval: int):
+        self._interval = Interval(log_interval)
+        self._state_step = 0
+        self._states = ModelStates(0, 0, 0)
+        self.totals: dict[str, list[int]] = {"mem/peak_rank_bytes": [], "mem/model_state_rank_bytes": []}
+        self.totals |= {key: [] for key in PARTS}
+        """mem/* of metrics.json, one value a rank, after the fit."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begins the first interval."""
+        self._interval.start(trainer)
+        # From the second step on the optimizer has its state; a run of one step is measured in that.
+        self._state_step = trainer.global_step + (trainer.estimated_stepping_batches != trainer.global_step + 1)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Measures the model states once, while the gradients are there."""
+        if trainer.global_step == self._state_step:
+            self._states = model_states(pl_module, trainer.optimizers[0])
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Writes the point that is due."""
+        if self._interval.due(trainer.global_step):
+            peak = torch.tensor(peak_bytes(pl_module.device), device=pl_module.device)
+            highest = trainer.strategy.reduce(peak, reduce_op="max")
+            log_scalars(trainer, {"mem/peak_gb": int(highest) / 1e9})
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Gathers the totals of all ranks."""
+        self.totals = {
+            "mem/peak_rank_bytes": gather(peak_bytes(pl_module.device)),
+            "mem/model_state_rank_bytes": gather(sum(self._states)),
+            **{key: gather(part) for key, part in zip(PARTS, self._states, strict=True)},
+        }

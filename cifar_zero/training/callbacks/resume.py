@@ -1,0 +1,91 @@
+"""What a checkpoint needs beside Lightning's own to be continued exactly, and to be read without its run folder."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback
+
+from cifar_zero.checkpoints.read import RECORD
+from cifar_zero.launch.collectives import gather
+from cifar_zero.strategies import replica
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+    from cifar_zero.config.flags import Config
+
+SCHEMA = 1
+"""Of the record."""
+
+
+class Resume(Callback):
+    """Keeps the configuration, the class names and the random state of every rank in each checkpoint, and takes a run
+    up from there: on as many ranks with their random states. A run that begins, or goes on with other ranks, gets
+    states drawn from seed, step and rank: the noise of a network is to be another one on each replica.
+
+    Args:
+        config: of the run.
+    """
+
+    def __init__(self, config: Config):
+        self._config = config
+        self._states: list[dict[str, Any]] = []
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Adds the record, with the source that was really used in place of auto; called on every rank."""
+        datamodule: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+        data = replace(self._config.data, source=datamodule.source)
+        checkpoint[RECORD] = {
+            "schema": SCHEMA,
+            "config": asdict(replace(self._config, data=data)),
+            "classes": list(datamodule.classes),
+            "random_states": gather(_random_state()),
+        }
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Counts the micro-batches of the epoch anew, where a step is made of another number of them."""
+        record = checkpoint.get(RECORD)
+        if record is not None:
+            self._states = record["random_states"]
+            _recount(checkpoint["loops"]["fit_loop"], record["config"]["accumulate"], self._config.accumulate)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Sets the random state."""
+        here = [self._config.seed, trainer.global_step, replica(trainer.strategy)[1]]
+        seed = int(np.random.SeedSequence(here).generate_state(1)[0])
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if len(self._states) == trainer.world_size:  # a GPU's is missing where they were CPU processes
+            _set_random_state(self._states[trainer.global_rank])
+
+
+def _recount(fit_loop: dict[str, Any], before: int, now: int) -> None:
+    """Optimizer steps stay; a checkpoint is written between two of them, so that the micro-batches divide."""
+    for progress in (fit_loop["epoch_loop.batch_progress"][part] for part in ("total", "current")):
+        in_hand = progress["processed"] - progress["completed"]  # 1 in a hook at the end of a batch
+        for key in ("ready", "started", "processed"):
+            progress[key] = progress[key] * now // before
+        progress["completed"] = progress["processed"] - in_hand
+    for state in fit_loop["state_dict"].get("combined_loader", []):
+        state["given"] = state["given"] * now // before
+
+
+def _random_state() -> dict[str, Any]:
+    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "cuda": torch.cuda.get_rng_state() if on_gpu else None,
+    }
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

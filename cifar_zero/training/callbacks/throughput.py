@@ -1,0 +1,199 @@
+"""How fast a run trains: time per optimizer step and what of it is waiting for data, images and FLOPs per second."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.utilities.throughput import Throughput as Meter
+from lightning.pytorch import Callback
+
+from cifar_zero.core import start_time
+from cifar_zero.training.callbacks.interval import Interval, log_scalars
+from cifar_zero.training.callbacks.peaks import peak_flops
+from cifar_zero.training.callbacks.stopwatch import Stopwatch
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+    from cifar_zero.config.flags import Config
+
+
+def rates(
+    seconds: float,
+    data_seconds: float,
+    steps: int,
+    batch_size: int,
+    flops_per_step: int,
+    peak_flops_per_second: float | None = None,
+    recomputed_flops_per_step: int = 0,
+) -> dict[str, float]:
+    """perf/* of `steps` optimizer steps that took `seconds`; perf/mfu only where the peak is known.
+
+    Args:
+        seconds: of training alone.
+        data_seconds: of these, waiting for data.
+        steps: at least one.
+        batch_size: images per step, over all ranks.
+        flops_per_step: over all ranks, without recomputation.
+        peak_flops_per_second: what all devices together can reach.
+        recomputed_flops_per_step: of activation checkpointing, over all ranks. perf/tflops counts them, as the hardware
+            works them off; perf/mfu does not (PaLM, Chowdhery et al. 2022, appendix B).
+    """
+    meter = Meter(window_size=2)
+    meter.update(time=0.0, batches=0, samples=0, flops=0)
+    meter.update(time=seconds, batches=steps, samples=steps * batch_size, flops=steps * flops_per_step)
+    measured = meter.compute()
+    flops_per_second = measured["device/flops_per_sec"]
+    hardware_flops_per_second = flops_per_second + recomputed_flops_per_step * measured["device/batches_per_sec"]
+    utilisation = {} if peak_flops_per_second is None else {"perf/mfu": flops_per_second / peak_flops_per_second}
+    return {
+        "perf/step_time_ms": 1e3 / measured["device/batches_per_sec"],
+        "perf/data_time_ms": 1e3 * data_seconds / steps,
+        "perf/images_per_second": measured["device/samples_per_sec"],
+        "perf/tflops": hardware_flops_per_second / 1e12,
+        **utilisation,
+    }
+
+
+class Throughput(Callback):
+    """Writes the perf/* curves and keeps the totals of the run.
+
+    The clock runs inside the epochs: waiting for a batch counts; validation, the writing of checkpoints, the start of
+    an epoch and the first `warmup_steps` do not.
+
+    perf/data_time_ms is the part of a step between the end of one micro-batch and the start of the next: the wait for
+    the loader, the copy to the device and the loop's own bookkeeping. It is this rank's time on the host; a GPU that
+    still has work queued does not wait with it.
+
+    Args:
+        config: of the run.
+        flops_per_step: over all ranks, see `callbacks.counts`.
+        warmup_steps: optimizer steps left out at the start; half of the run where that is shorter, but for a benchmark.
+        recomputed_flops_per_step: of activation checkpointing, over all ranks, beside flops_per_step.
+    """
+
+    seconds_to_first_step: float | None = None
+    """From the start of the command to the end of the first optimizer step."""
+
+    fit_seconds: float = 0.0
+    """Wall-clock time of the whole fit, with all that the clock leaves out."""
+
+    def __init__(self, config: Config, flops_per_step: int, warmup_steps: int = 10, recomputed_flops_per_step: int = 0):
+        self._interval = Interval(config.log_interval)
+        self._batch_size = config.batch_size
+        self._precision = config.precision
+        self._benchmark = config.bench_steps > 0
+        self._warmup_steps = warmup_steps
+        self._flops_per_step = flops_per_step
+        self._recomputed_flops_per_step = recomputed_flops_per_step
+        self._peak_flops: float | None = None
+        self._fit_started = 0.0
+        self._first_step = self._first_timed_step = 0
+        self._lap_step = self._logged_step = 0
+        self._logged_seconds = self._logged_data_seconds = 0.0
+        self._data_seconds = 0.0
+        self._batch_ended = 0.0
+        self._clock = Stopwatch(torch.device("cpu"))
+
+    @property
+    def totals(self) -> dict[str, float | None]:
+        """perf/* of metrics.json: over all timed steps; None where no step was timed.
+
+        The shortest, the median and the longest step are a benchmark's alone.
+        """
+        steps = self._logged_step - self._first_timed_step
+        timed = self._rates(self._clock.seconds, self._data_seconds, steps) if steps > 0 else {}
+        laps = [1e3 * seconds for seconds in self._clock.lap_seconds()]
+        return {
+            "perf/step_time_ms": timed.get("perf/step_time_ms"),
+            "perf/step_time_min_ms": min(laps, default=None),
+            "perf/step_time_median_ms": statistics.median(laps) if laps else None,
+            "perf/step_time_max_ms": max(laps, default=None),
+            "perf/data_time_ms": timed.get("perf/data_time_ms"),
+            "perf/images_per_second": timed.get("perf/images_per_second"),
+            "perf/tflops": timed.get("perf/tflops"),
+            "perf/mfu": timed.get("perf/mfu"),
+            "perf/seconds_to_first_step": self.seconds_to_first_step,
+            "perf/fit_seconds": self.fit_seconds,
+        }
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Starts the clock of the whole fit."""
+        if stage == "fit":
+            self._fit_started = time.perf_counter()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Finds where the timed steps begin."""
+        device = pl_module.device
+        peak = peak_flops(device, self._precision)
+        self._peak_flops = peak and peak * trainer.world_size
+        self._interval.start(trainer)
+        self._clock = Stopwatch(device)
+        self._first_step = trainer.global_step
+        steps = trainer.estimated_stepping_batches - self._first_step
+        length_known = steps > 0 and not self._benchmark
+        warmup_steps = min(self._warmup_steps, steps // 2) if length_known else self._warmup_steps
+        self._first_timed_step = self._logged_step = self._lap_step = self._first_step + int(warmup_steps)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Adds the wait for this batch up; after the warm-up and after each pause it starts the clock instead."""
+        if self._clock.running:
+            self._data_seconds += time.perf_counter() - self._batch_ended
+        elif trainer.global_step >= self._first_timed_step:
+            self._clock.start()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Notes the end of the first step and of a benchmark's every step, and writes the point that is due."""
+        step = trainer.global_step
+        if self.seconds_to_first_step is None and step > self._first_step:
+            self.seconds_to_first_step = time.time() - start_time.command_given()
+        if self._benchmark and step > self._lap_step:
+            self._lap_step = step
+            self._clock.lap()
+        if self._interval.due(step) and self._clock.running:
+            self._log(trainer)
+            self._clock.start()
+        self._batch_ended = time.perf_counter()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Pauses."""
+        self._clock.stop()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Pauses: Lightning is about to write a checkpoint."""
+        self._clock.stop()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Pauses: the next epoch's loader starts."""
+        self._clock.stop()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Writes the last point of a run that was stopped early."""
+        self._log(trainer)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stops the clock of the whole fit."""
+        self.fit_seconds = time.perf_counter() - self._fit_started
+
+    def _log(self, trainer: Trainer) -> None:
+        self._clock.stop()
+        steps = trainer.global_step - self._logged_step
+        if steps <= 0:
+            return
+        seconds = self._clock.seconds - self._logged_seconds
+        log_scalars(trainer, self._rates(seconds, self._data_seconds - self._logged_data_seconds, steps))
+        self._logged_step, self._logged_seconds = trainer.global_step, self._clock.seconds
+        self._logged_data_seconds = self._data_seconds
+
+    def _rates(self, seconds: float, data_seconds: float, steps: int) -> dict[str, float]:
+        flops = {
+            "flops_per_step": self._flops_per_step,
+            "peak_flops_per_second": self._peak_flops,
+            "recomputed_flops_per_step": self._recomputed_flops_per_step,
+        }
+        return rates(seconds, data_seconds, steps, self._batch_size, **flops)

@@ -1,0 +1,103 @@
+"""Starts a run of train.py in a process group of its own, and ends it; no torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from cifar_zero.checkpoints import run_folder
+from cifar_zero.core import start_time
+from cifar_zero.launch import local_launcher
+
+POLL_SECONDS = 0.25
+"""Time between two checks of a run."""
+
+SAVING_SECONDS = 45.0
+"""Time for a run to end when it is asked to: supervisor.py gives its ranks 30 s to write a checkpoint."""
+
+Run = subprocess.Popen[bytes]
+
+
+def start(
+    program: Sequence[str],
+    flags: Sequence[str],
+    log: Path,
+    extra_env: Mapping[str, str] | None = None,
+    cores: Collection[int] = (),
+) -> Run:
+    """Starts a run.
+
+    Args:
+        program: what Python starts: the path of train.py, since the user's directory may have one too.
+        flags: of train.py.
+        log: file for what the run prints.
+        extra_env: environment variables to add.
+        cores: CPU cores for the run and its ranks, on Linux; empty: all cores of this process.
+    """
+    with log.open("w") as output:
+        return subprocess.Popen(
+            [sys.executable, *program, *flags],
+            env={**_environment(), **(extra_env or {})},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=partial(_prepare, cores),
+        )
+
+
+def ask_to_end(run: Run) -> None:
+    """Sends what a terminal's Ctrl-C sends: the launcher and all ranks save a checkpoint and end."""
+    os.killpg(run.pid, signal.SIGINT)
+
+
+def end(runs: Sequence[Run]) -> None:
+    """Asks live runs to end; kills what is left of their process groups, and at a second Ctrl-C kills them at once."""
+    try:
+        live = [run for run in runs if run.poll() is None]
+        for run in live:
+            ask_to_end(run)
+        over = time.monotonic() + SAVING_SECONDS
+        for run in live:
+            with suppress(subprocess.TimeoutExpired):
+                run.wait(max(0.0, over - time.monotonic()))
+    finally:
+        for run in runs:
+            with suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
+            run.wait()
+
+
+def failure(log: Path, code: int) -> str:
+    """The last line of a log that begins with error:, else its last line, else how the run ended."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+    return errors[-1] if errors else f"{how}: {lines[-1]}" if lines else how
+
+
+def folders(out: Path, name: str) -> list[Path]:
+    """The run folders of a name, also those that fell back to the digits; the newest last."""
+    names = (name, name + run_folder.FALLBACK_SUFFIX)
+    found = [folder for each in names for folder in (out / each).glob("version_*")]
+    return sorted(found, key=lambda folder: int(folder.name.removeprefix("version_")))
+
+
+def _environment() -> dict[str, str]:
+    """Without what a run must find out by itself: the time of its start, and whether it is requeued."""
+    left_out = (start_time.VARIABLE, "SLURM_RESTART_COUNT")
+    return {key: value for key, value in os.environ.items() if key not in left_out}
+
+
+def _prepare(cores: Collection[int]) -> None:
+    """Makes the new process end with this one, and heed SIGINT even in a shell's background job."""
+    local_launcher.die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
