@@ -16,9 +16,10 @@ import time
 from pathlib import Path
 
 import train
-from cifar_zero.config import command_line, rules
+from cifar_zero.config import command_line
 from cifar_zero.core import exits
 from cifar_zero.launch import local_launcher, rank_environment
+from cifar_zero.training.resolve import resolve
 
 POLL_SECONDS = 0.02
 IDLE_SECONDS = 900.0
@@ -40,9 +41,8 @@ def main() -> int:
             time.sleep(POLL_SECONDS)
         for flags in json.loads(file.read_text()):
             os.environ.update(environment)  # Lightning takes WORLD_SIZE away at the end of a run
-            config = command_line.parse(flags)
-            rules.settle(config)
-            train.train(config, figures=False, last=False)
+            run = resolve(command_line.parse(flags), command_line.consent(flags))
+            train.train(run, figures=False, last=False)
         if rank_environment.global_rank() == 0:
             file.with_suffix(".done").touch()
     return 0

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cifar_zero.config import command_line, rules
+from cifar_zero.config import command_line, machine
 from cifar_zero.core.errors import UsageError
+from cifar_zero.training.resolve import resolve
 from tests.gpu import test_on_gpu
 
 
@@ -20,7 +21,7 @@ def machine_without_ranks(monkeypatch: pytest.MonkeyPatch):
 def refused(flags: str) -> str:
     config = command_line.parse(flags.split())
     with pytest.raises(UsageError) as error:
-        rules.settle(config)
+        resolve(config)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -68,12 +69,12 @@ def refused(flags: str) -> str:
     ],
 )
 def test_without_a_gpu(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rules, "gpu_count", lambda: 0)
+    monkeypatch.setattr(machine, "gpu_count", lambda: 0)
     assert expected in refused(flags)
 
 
 def test_more_devices_than_there_are(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rules, "gpu_count", lambda: 2)
+    monkeypatch.setattr(machine, "gpu_count", lambda: 2)
     assert "this machine has 2 GPUs" in refused("--devices 4")
 
 
@@ -82,29 +83,29 @@ def test_more_devices_than_there_are(monkeypatch: pytest.MonkeyPatch):
     ["--accumulate 2", "--strategy deepspeed_stage_3", "--strategy fsdp2", "--model net_moe"],
 )
 def test_graphs_where_addresses_move(flags: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rules, "gpu_count", lambda: 1)
+    monkeypatch.setattr(machine, "gpu_count", lambda: 1)
     assert "use --compile" in refused(f"--cuda_graphs {flags}")
 
 
 def test_graphs_without_offloaded_activations(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rules, "gpu_count", lambda: 1)
+    monkeypatch.setattr(machine, "gpu_count", lambda: 1)
     assert "leave out --activation_offload" in refused("--cuda_graphs --activation_offload")
 
 
 def test_more_ranks_than_blocks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rules, "gpu_count", lambda: 16)
+    monkeypatch.setattr(machine, "gpu_count", lambda: 16)
     assert "12 blocks for 13 ranks: --devices 12" in refused("--strategy pipeline --model vit_tiny --devices 13")
 
 
 def test_float16_needs_loss_scaling(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rules, "gpu_count", lambda: 1)
+    monkeypatch.setattr(machine, "gpu_count", lambda: 1)
     assert "use --precision bf16-mixed" in refused("--strategy fsdp2 --precision 16-mixed")
 
 
 def test_one_network_on_several_ranks_takes_the_whole_batch(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rules, "gpu_count", lambda: 0)
+    monkeypatch.setattr(machine, "gpu_count", lambda: 0)
     flags = ["--strategy", "tensor_parallel", "--model", "vit_small", "--devices", "3", "--batch_size", "4"]
-    rules.settle(command_line.parse(flags))
+    resolve(command_line.parse(flags))
 
 
 @pytest.mark.parametrize(
@@ -120,11 +121,11 @@ def test_one_network_on_several_ranks_takes_the_whole_batch(monkeypatch: pytest.
             "--strategy deepspeed_stage_3_offload --offload.cpuadam_cores_perc 0.5",
             "is for deepspeed_stage_3_superoffload",
         ),
-        ("--strategy deepspeed_stage_3 --zero.quantized_weights true", "raise --devices"),
-        ("--strategy deepspeed_stage_3 --zero.quantized_gradients true --devices 2", "needs two machines or more"),
+        ("--strategy deepspeed_stage_3 --zero.quantized_weights true", "needs --devices 2 or more"),
+        ("--strategy deepspeed_stage_3 --zero.quantized_gradients true --devices 2", "needs two nodes or more"),
         (
             "--strategy deepspeed_stage_3 --zero.quantized_gradients true --devices 1 --num_nodes 2",
-            "needs all 2 GPUs of each machine: --devices 2",
+            "needs all 2 GPUs of each node: --devices 2",
         ),
         ("--strategy deepspeed_stage_3_offload --optimizer adam --offload.ratio 0.5", "add --optimizer adamw"),
         (
@@ -137,9 +138,9 @@ def test_one_network_on_several_ranks_takes_the_whole_batch(monkeypatch: pytest.
     ],
 )
 def test_switches_of_zero_and_offload(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rules, "gpu_count", lambda: 2)
+    monkeypatch.setattr(machine, "gpu_count", lambda: 2)
     monkeypatch.setattr("cifar_zero.config.rules.offload.gpu_count", lambda: 2)
-    monkeypatch.setattr(rules, "settle_resume", lambda config: None)
+    monkeypatch.setattr("cifar_zero.training.resolve.checkpoint_to_resume", lambda config: config.resume)
     assert expected in refused(f"{flags} --batch_size 4")
 
 
@@ -152,7 +153,7 @@ def test_switches_of_zero_and_offload(flags: str, expected: str, monkeypatch: py
     ],
 )
 def test_switches_that_need_a_gpu(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rules, "gpu_count", lambda: 0)
+    monkeypatch.setattr(machine, "gpu_count", lambda: 0)
     assert expected in refused(flags)
 
 
@@ -180,19 +181,17 @@ def test_cpu_adam_without_a_compiler(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_eight_bits_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rules, "gpu_count", lambda: 1)
+    monkeypatch.setattr(machine, "gpu_count", lambda: 1)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert "pip install bitsandbytes" in refused("--optimizer adam8bit")
 
 
 def test_a_range_test_has_its_own_schedule():
-    config = command_line.parse(["--find_lr", "--schedule", "cosine", "--accelerator", "cpu"])
-    rules.settle(config)
+    config = resolve(command_line.parse(["--find_lr", "--schedule", "cosine", "--accelerator", "cpu"])).config
     assert config.schedule.name == "range_test"
-    config = command_line.parse(
-        ["--find_lr", "--schedule", "range_test", "--schedule.max_lr", "10", "--accelerator", "cpu"]
-    )
-    rules.settle(config)
+    config = resolve(
+        command_line.parse(["--find_lr", "--schedule", "range_test", "--schedule.max_lr", "10", "--accelerator", "cpu"])
+    ).config
     assert config.schedule.options["max_lr"] == 10
 
 
@@ -221,32 +220,28 @@ def test_raw_configuration(text: str, expected: str, more: str, tmp_path: Path):
 
 
 def test_the_machine_settles_what_is_left_to_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rules, "gpu_count", lambda: 4)
-    config = command_line.parse(["--devices", "auto", "--precision", "auto"])
-    rules.settle(config)
+    monkeypatch.setattr(machine, "gpu_count", lambda: 4)
+    config = resolve(command_line.parse(["--devices", "auto", "--precision", "auto"])).config
     assert (config.accelerator, config.devices, config.precision) == ("gpu", 4, "16-mixed")
-    config = command_line.parse(["--devices", "auto", "--precision", "auto", "--accelerator", "cpu"])
-    rules.settle(config)
+    config = resolve(command_line.parse(["--devices", "auto", "--precision", "auto", "--accelerator", "cpu"])).config
     assert (config.accelerator, config.devices, config.precision) == ("cpu", 1, "32-true")
 
 
 def test_torchrun_says_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    config = command_line.parse(["--accelerator", "cpu"])
-    rules.settle(config)
+    config = resolve(command_line.parse(["--accelerator", "cpu"])).config
     assert (config.devices, config.num_nodes) == (2, 2)
 
 
 @pytest.mark.parametrize("model", ["speednet", "resnet18"])
 @pytest.mark.parametrize("side", [12, 24, 31])
 def test_networks_that_take_smaller_images(model: str, side: int):
-    rules.settle(command_line.parse(f"--model {model} --augment.low_resolution {side} --augment.low_epochs 1".split()))
+    resolve(command_line.parse(f"--model {model} --augment.low_resolution {side} --augment.low_epochs 1".split()))
 
 
 def test_what_the_gpu_tests_train_is_not_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rules, "gpu_count", lambda: 1)
+    monkeypatch.setattr(machine, "gpu_count", lambda: 1)
     for run in test_on_gpu.RUNS:
-        config = command_line.parse([*test_on_gpu.flags_of(*run), "--data.source", "digits"])
-        rules.settle(config)
+        config = resolve(command_line.parse([*test_on_gpu.flags_of(*run), "--data.source", "digits"])).config
         assert config.accelerator == "gpu"

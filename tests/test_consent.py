@@ -52,15 +52,27 @@ def test_a_run_folder_cannot_switch_trust_on(tmp_path: Path):
 def test_trust_is_a_flag_and_no_option_of_a_recipe(tmp_path: Path):
     recipe = tmp_path / "recipe.yaml"
     config = command_line.parse(["--trust"])
-    assert config.trust
-    assert command_line.parse([]).trust is command_line.parse(["--trust", "false"]).trust is False
+    assert command_line.consent(["--trust"]).trust
+    assert command_line.consent([]).trust is command_line.consent(["--trust", "false"]).trust is False
     recipe.write_text(command_line.dump(config))
     assert "trust" not in recipe.read_text()
     assert "trust" not in asdict(config)
-    assert not command_line.parse(["--config", str(recipe)]).trust
+    assert not command_line.consent(["--config", str(recipe)]).trust
     for value in ("true", "'false'", "1", "{a: 1}"):
         recipe.write_text(f"trust: {value}")
         with pytest.raises(UsageError, match=REFUSED):
             command_line.parse(["--config", str(recipe), "--trust"])
     with pytest.raises(UsageError, match=REFUSED):
         config_of({**asdict(Config()), "trust": False})
+
+
+def test_no_recipe_names_a_callback(tmp_path: Path):
+    """A class path is imported: only the command line may give one."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("trainer: {callbacks: os.system}")
+    with pytest.raises(UsageError, match="use the flag --trainer.callbacks, which no recipe may set"):
+        command_line.parse(["--config", str(recipe)])
+    flags = ["--trainer.callbacks", "a.B", "--epochs", "3", "--trainer.callbacks.patience=3"]
+    assert command_line.consent(flags).callbacks == ("--trainer.callbacks", "a.B", "--trainer.callbacks.patience=3")
+    assert command_line.parse(flags).trainer == {}
+    assert command_line.parse(flags).epochs == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -68,14 +69,12 @@ def test_batches_are_divided_among_ranks_and_accumulation(config: DataConfig) ->
 
 
 def test_all_training_images_are_trained_on_without_a_validation_share(config: DataConfig) -> None:
-    config.val_fraction = 0
-    datamodule = make(config)
+    datamodule = make(replace(config, val_fraction=0))
     assert datamodule.num_train == 205
     assert datamodule.val_dataloader() == []
     for fraction in (-0.1, 1.0):
-        config.val_fraction = fraction
         with pytest.raises(UsageError, match="val_fraction"):
-            make(config)
+            make(replace(config, val_fraction=fraction))
 
 
 class Recorder(LightningModule):
@@ -123,8 +122,7 @@ def record(
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_lightning_sees_the_same_from_both_loaders(config: DataConfig, tmp_path: Path) -> None:
     memory = record(config, tmp_path)
-    config.loader = "torch"
-    tutorial = record(config, tmp_path)
+    tutorial = record(replace(config, loader="torch"), tmp_path)
     assert memory.keys() == tutorial.keys()
     for name in memory:
         assert torch.equal(memory[name], tutorial[name]), name

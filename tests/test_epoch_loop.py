@@ -20,6 +20,7 @@ from cifar_zero.data.dataset import Split
 from cifar_zero.data.memory_loader import MemoryLoader
 from cifar_zero.data.order import EvalOrder, TrainOrder
 from cifar_zero.training import fast_loop
+from cifar_zero.training.resolve import of_machine
 
 COUNT, BATCH = 44, 8  # five whole steps an epoch
 
@@ -81,9 +82,11 @@ def fit(
     ours: bool, accumulate: int, folder: Path, more: Callback | None = None, strategy: str = "baseline", **options: Any
 ) -> tuple[Trainer, CIFARModule, Recorder, str]:
     recorder, checkpoint = Recorder(), options.pop("ckpt_path", None)
-    config = Config(strategy=strategy, accelerator="cpu", devices=1, gradient_clip_val=0.5)
+    config = Config(
+        strategy=strategy, accelerator="cpu", batch_size=BATCH, accumulate=accumulate, gradient_clip_val=0.5
+    )
     trainer = Trainer(
-        strategy=strategies.build(config, True, BATCH // accumulate, 62_006),
+        strategy=strategies.build(of_machine(config), 62_006),
         accelerator="cpu",
         max_epochs=2,
         accumulate_grad_batches=accumulate,

@@ -12,6 +12,8 @@ from cifar_module import CIFARModule
 from cifar_zero.config import command_line
 from cifar_zero.config.flags import Choice, Config, config_of
 from cifar_zero.config.rules.averaging import check_averaging
+from cifar_zero.config.run import Run
+from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.core.errors import UsageError
 
 
@@ -59,7 +61,7 @@ def test_refused_by_the_command_line(flags: list[str], message: str):
 @pytest.mark.parametrize("strategy", ["fsdp2", "pipeline", "deepspeed_stage_3_offload_nvme"])
 def test_weights_that_cannot_be_averaged_are_refused(strategy: str):
     with pytest.raises(UsageError, match=r"--swa_from: .*use deepspeed_stage_3"):
-        check_averaging(Config(strategy=strategy, swa_from=0.5), raw={})
+        check_averaging(Run(Config(strategy=strategy, swa_from=0.5), STRATEGIES[strategy], 10))
 
 
 def test_the_configuration_of_an_older_run_has_none_of_it():

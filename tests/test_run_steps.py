@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import train
 from cifar_module import CIFARModule
-from cifar_zero.config import command_line, rules
+from cifar_zero.config import command_line
 from cifar_zero.schedules import Cosine
 from cifar_zero.training import build
+from cifar_zero.training.resolve import resolve
 from cifar_zero.training.run_steps import run_steps
 from datamodule import CIFARDataModule
 
@@ -31,9 +33,9 @@ def test_is_lightnings(flags: str, small_data: list[str], tmp_path: Path, monkey
     for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     config = command_line.parse([*small_data, *shlex.split(flags), "--schedule", "cosine", "--accelerator", "cpu"])
-    rules.settle(config)
-    config.logger, config.trainer = ["none"], {**config.trainer, "limit_val_batches": 0}
-    module, trainer = build.module(CIFARModule, config), build.trainer(config, None)
+    config = replace(config, logger=["none"], trainer={**config.trainer, "limit_val_batches": 0})
+    run = resolve(config)
+    module, trainer = build.module(CIFARModule, run), build.trainer(run, None)
     trainer.fit_loop.max_epochs, epochs = 0, trainer.max_epochs  # all of a fit but its steps
 
     def configure_optimizers(theirs=module.configure_optimizers):

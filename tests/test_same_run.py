@@ -10,16 +10,14 @@ import pytest
 import torch
 
 from cifar_zero import data
-from cifar_zero.checkpoints.resume import check_same_run, newest_of, settle_resume, source_of
-from cifar_zero.config import command_line, rules
-from cifar_zero.config.rules.offload import check_resume
+from cifar_zero.checkpoints.resume import check_same_run, checkpoint_to_resume, newest_of, source_of
+from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
+from cifar_zero.training.resolve import of_machine, with_checkpoint
 
 
 def resumed(out: Path, *flags: str) -> str:
-    config = command_line.parse(["--out", str(out), "--name", "mine", *flags])
-    settle_resume(config)
-    return config.resume
+    return checkpoint_to_resume(command_line.parse(["--out", str(out), "--name", "mine", *flags]))
 
 
 def checkpoint_of(out: Path, name: str) -> Path:
@@ -125,12 +123,10 @@ def test_a_damaged_note_of_the_ranks_is_passed_over(damaged: str, tmp_path: Path
     assert newest_of({""}, str(tmp_path), "mine") is None
 
 
-def test_what_cannot_go_on_is_refused_when_that_is_known():
-    """Over several machines rank 0 finds the checkpoint, after the other checks."""
-    config = command_line.parse(
-        ["--strategy", "deepspeed_stage_3_offload_nvme", "--nvme_path", "/", "--resume", "auto"]
-    )
-    check_resume(config)
-    config.resume = "runs/mine/version_0/checkpoints/last.ckpt"
-    with pytest.raises(UsageError, match="--resume: deepspeed_stage_3_offload_nvme cannot go on"):
-        rules.settle_resumed(config)
+def test_what_cannot_be_resumed_is_refused_when_that_is_known():
+    """Over several nodes rank 0 finds the checkpoint, after the other checks."""
+    flags = ["--strategy", "deepspeed_stage_3_offload_nvme", "--nvme_path", "/", "--resume", "auto"]
+    run = of_machine(command_line.parse(flags))
+    assert with_checkpoint(run, "").config.resume == ""
+    with pytest.raises(UsageError, match="--resume: deepspeed_stage_3_offload_nvme cannot be resumed"):
+        with_checkpoint(run, "runs/mine/version_0/checkpoints/last.ckpt")

@@ -311,7 +311,7 @@ def test_a_signal_saves_and_says_how_to_go_on(
     _, said = process.communicate(timeout=60)
     run = run_folder_of(tmp_path / "out")
     assert process.returncode == 128 + number, said
-    assert f"stopped by {name}: the run goes on with --resume {run}" in said
+    assert f"stopped by {name}: resume the run with --resume {run}" in said
     assert "Traceback" not in said
     assert read(run_folder.newest_checkpoint(run))["global_step"] > 36
     assert (requeued.read_text() if requeued.exists() else "") == ("requeue 7\n" if number == signal.SIGUSR1 else "")

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from cifar_module import CIFARModule
-from cifar_zero.config import command_line, rules
+from cifar_zero.config import command_line
 from cifar_zero.training import build
+from cifar_zero.training.resolve import resolve
 from tests.helpers import ROOT, on_a_small_cpu
 
 PACKAGE = ROOT / "cifar_zero"
@@ -62,7 +63,6 @@ def test_models_and_data_know_no_lightning():
             assert not imports(path) & {"lightning", "deepspeed"}, path
 
 
-@pytest.mark.xfail(strict=True, reason="the rules and the rendezvous still look up checkpoints and images themselves")
 def test_imports_go_one_way():
     """Between the floors, none within a floor, and none of a root file."""
     floor = {name: number for number, names in enumerate(FLOORS) for name in names}
@@ -106,9 +106,9 @@ def test_recipes_build(recipe: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     config = command_line.parse(["--config", str(recipe), "--accelerator", "cpu", *on_a_small_cpu(recipe)])
-    rules.settle(config)
+    run = resolve(config)
     assert config.data.source != "auto"  # a recipe names its source
-    module, trainer = build.module(CIFARModule, config), build.trainer(config, None)
+    module, trainer = build.module(CIFARModule, run), build.trainer(run, None)
     module.configure_model()
     assert module.net is not None
     assert trainer.max_epochs == config.epochs

@@ -105,4 +105,4 @@ def test_a_server_that_does_not_answer_is_one_line(tmp_path: Path, monkeypatch: 
 
 
 def test_only_rank_0_opens_a_run():
-    assert build.loggers(command_line.parse(["--logger", "wandb"]), run_dir=None) == []
+    assert build._loggers(command_line.parse(["--logger", "wandb"]), run_dir=None) == []

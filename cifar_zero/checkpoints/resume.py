@@ -36,42 +36,43 @@ MAY_CHANGE = ("model.ep_size",)
 """Options among them that say where the run is, not what it is."""
 
 
-def settle_resume(config: Config) -> None:
-    """Puts the checkpoint's own path for what --resume names, or means in a job that SLURM has started again.
+def checkpoint_to_resume(config: Config) -> str:
+    """Returns the path of the checkpoint that --resume means; empty for a run that begins.
+
+    Reads no weights: rank 0 compares checksums, names and shapes later, see `training.build.check_resume`.
 
     Raises:
-        UsageError: there is none, it is not whole, or it is of a run that cannot be continued with this configuration.
+        UsageError: there is none, it is incomplete, or it is of a run that cannot be continued with this configuration.
     """
-    settle_restart(config, config.run_name)
-    if not config.resume:
-        return
-    checkpoint = find_recovered(config.resume, config.out, config.run_name, config.data.source == "digits")
+    given = restarted(config, config.run_name)
+    if not given:
+        return ""
+    checkpoint = find_recovered(given, config.out, config.run_name, config.data.source == "digits")
     for file in sorted(checkpoint.rglob("*.pt")) if checkpoint.is_dir() else [checkpoint]:
-        check_records(file, checksums=False)  # `build.check_resume` compares them, on one rank
+        check_records(file, checksums=False)
     recipe = run_folder.recipe_of(checkpoint)
     if recipe is not None:
-        check_same_run(config, yaml.safe_load(recipe.read_text()))
-    config.resume = str(checkpoint)
+        check_same_run(replace(config, resume=given), yaml.safe_load(recipe.read_text()))
+    return str(checkpoint)
 
 
-def settle_restart(config: Config, name: str) -> None:
-    """Puts the newest checkpoint of the name for auto, and in a job that SLURM has started again for whatever it was
-    submitted with: it goes on from where it was itself, on the digits too where it had to take these. Before there is
-    such a checkpoint: nothing for auto, else what --resume says.
+def restarted(config: Config, name: str) -> str:
+    """Replaces `auto` by the newest checkpoint of a name; after a SLURM requeue, replaces any --resume value.
+
+    A requeued job resumes its own checkpoint, on the digits too if it fell back to them. Before it has written one,
+    `auto` becomes empty and any other value stays.
 
     Args:
         config: of the run.
         name: of the run.
     """
-    restarted = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0 and not config.only_measures
-    if not restarted and config.resume != IF_ANY:
-        return
+    requeued = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0 and not config.only_measures
+    if not requeued and config.resume != IF_ANY:
+        return config.resume
     try:
-        own = find_recovered("last", config.out, name, restarted or config.data.source == "digits")
+        return str(find_recovered("last", config.out, name, requeued or config.data.source == "digits"))
     except UsageError:
-        config.resume = "" if config.resume == IF_ANY else config.resume
-    else:
-        config.resume = str(own)
+        return "" if config.resume == IF_ANY else config.resume
 
 
 def newest_of(agents: Collection[str], out: str, name: str) -> Path | None:

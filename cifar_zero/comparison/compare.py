@@ -20,12 +20,13 @@ from cifar_zero.comparison.reading import load
 from cifar_zero.comparison.result import Comparison, Run, Variant
 from cifar_zero.comparison.running import Runner
 from cifar_zero.comparison.variants import PERTURBED, Planned, plan
-from cifar_zero.config import command_line, rules
+from cifar_zero.config import command_line
 from cifar_zero.config.values import check_plain_name
 from cifar_zero.core import exits
 from cifar_zero.core.errors import RunError, Stopped, UsageError
 from cifar_zero.core.hardware import core_count
 from cifar_zero.launch import local_launcher, rank_environment
+from cifar_zero.training.resolve import resolve
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -81,13 +82,12 @@ def main(train: Callable[..., Any], module_class: Callable[[], type[LightningMod
 
 def perturb(flags: list[str], train: Callable[..., Any], module_class: Callable[[], type[LightningModule]]) -> int:
     """Trains one perturbed run, in this process or in the ranks that it starts; returns the exit code."""
-    config = command_line.parse(flags)
-    rules.settle(config)
-    if config.world_size > 1 and not rank_environment.is_rank():
-        return local_launcher.run(config.world_size, on_cpu=config.accelerator == "cpu")
+    run = resolve(command_line.parse(flags), command_line.consent(flags))
+    if run.world_size > 1 and not rank_environment.is_rank():
+        return local_launcher.run(run.world_size, run.on_cpu)
     from cifar_zero.comparison.perturbed import perturbed
 
-    train(config, perturbed(module_class(), config.precision, config.accelerator))
+    train(run, perturbed(module_class(), run.config.precision, run.config.accelerator))
     return 0
 
 
@@ -115,7 +115,7 @@ def of_trainings(arguments: Namespace, rest: Sequence[str], programs: Programs) 
     rest = [*rest, *["--trust"] * arguments.trust]
     planned = plan(*axes, 1 if arguments.seeds is None else arguments.seeds, rest)
     _prepare(planned)
-    folder = run_folder.claim(arguments.out, arguments.name or planned[0].config.model.name.replace(":", "-"))
+    folder = run_folder.claim(arguments.out, arguments.name or planned[0].run.config.model.name.replace(":", "-"))
     runner = Runner(folder, sum(len(variant.seeds) for variant in planned))
     try:
         return folder, _trained(arguments, planned, runner, programs)
@@ -131,7 +131,7 @@ def _trained(arguments: Namespace, planned: Sequence[Planned], runner: Runner, p
 
     variants = []
     for each in planned:
-        config = each.config
+        config = each.run.config
         variant = Variant(each.name, config.strategy_name, config.world_size, config.accumulate, each.command)
         for seed in each.seeds:
             try:
@@ -164,13 +164,13 @@ def _prepare(planned: Sequence[Planned]) -> None:
     """Checks Lightning's options and the weights of each variant, and prepares the images, before a run starts."""
     from cifar_zero import data
     from cifar_zero.core.quiet import quieten
-    from cifar_zero.training import build
+    from cifar_zero.training import build, starting_point
 
     quieten()
-    for config in (variant.config for variant in planned):
-        build.check_trainer_options(config)
-        build.finetuning(config)
-        data.prepare(config.data)
+    for run in (variant.run for variant in planned):
+        build.check_trainer_options(run.config)
+        starting_point.pretrained_weights(run)
+    data.prepare(planned[0].run.config.data)
 
 
 def _how_to_compare(folder: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from numbers import Real
 from pathlib import Path
@@ -69,13 +70,14 @@ def _figures(runs: Sequence[Run]) -> dict[str, Spread]:
 def _predicted_bytes(run: Run) -> int | None:
     """None where there is no formula."""
     from cifar_zero.planning import model_states, network
+    from cifar_zero.training.resolve import of_machine
 
     try:
         config = command_line.parse(["--config", str(Path(run.folder, run_folder.CONFIG))])
-        weights = network.of(config).weights
+        if config.ds_config:
+            return None
+        weights = network.of(of_machine(replace(config, devices=run.metrics["world_size"], num_nodes=1))).weights
     except UsageError:
-        return None
-    if config.ds_config:
         return None
     ranks = run.metrics["world_size"]
     found = model_states.predicted(config.strategy, weights, ranks, config.precision, config.optimizer)

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from cifar_zero.config import command_line, rules
+from cifar_zero.config import command_line
 from cifar_zero.config.flags import Config
+from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import AUTO
 from cifar_zero.core.errors import UsageError
+from cifar_zero.training.resolve import resolve
 
 PERTURBED = "perturbed-"
 """How the names of perturbed runs begin."""
@@ -21,7 +23,7 @@ class Planned:
     """A variant to train, with a run for each seed."""
 
     name: str
-    config: Config
+    run: Run
     """Of its first seed."""
     flags: list[str]
     """For train.py, without --seed, --out and --name."""
@@ -88,14 +90,15 @@ def variant_name(strategy: str, ranks: int, accumulate: int, several: Sequence[b
 
 
 def _planned(flags: list[str], seeds: int, several: Sequence[bool]) -> Planned:
-    config = _config(flags)
-    name = variant_name(config.strategy_name, config.world_size, config.accumulate, several)
-    planned = Planned(name, config, flags, range(config.seed, config.seed + seeds))
-    _config(planned.flags_of(planned.seeds[-1]))
+    run = _resolved(flags)
+    config = run.config
+    name = variant_name(config.strategy_name, run.world_size, config.accumulate, several)
+    planned = Planned(name, run, flags, range(config.seed, config.seed + seeds))
+    _resolved(planned.flags_of(planned.seeds[-1]))
     return planned
 
 
-def _config(flags: list[str]) -> Config:
+def _resolved(flags: list[str]) -> Run:
     config = command_line.parse(flags)
     if config.only_measures or config.plot_schedule:
         raise UsageError("compare.py trains and tests: leave out --bench_steps, --find_lr and --plot_schedule")
@@ -103,10 +106,10 @@ def _config(flags: list[str]) -> Config:
         raise UsageError("--strategies auto cannot be compared: name the strategy that plan.py recommends")
     if config.resume:
         raise UsageError("compare.py trains from the start: leave out --resume")
-    rules.settle(config)
-    if config.num_nodes > 1:
+    run = resolve(config, command_line.consent(flags))
+    if run.config.num_nodes > 1:
         raise UsageError("compare.py starts ranks on one node only: leave out --num_nodes")
-    return config
+    return run
 
 
 def _strategy_flags(strategy: str) -> list[str]:

@@ -32,6 +32,7 @@ from cifar_zero.config.flags import (
     ZeROConfig,
     check_no_consent,
 )
+from cifar_zero.config.run import Consent
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.config.values import REGISTRIES, check_values
 from cifar_zero.core.errors import UsageError
@@ -60,7 +61,7 @@ SWITCHES = (
 OWNED = {
     "accelerator": "--accelerator",
     "accumulate_grad_batches": "--accumulate",
-    "callbacks": "the callbacks/ folder",
+    "callbacks": "the flag --trainer.callbacks, which no recipe may set: it loads code",
     "default_root_dir": "--out",
     "devices": "--devices",
     "enable_checkpointing": "--bench_steps, a run without checkpoints",
@@ -106,6 +107,7 @@ def parse(argv: list[str] | None = None) -> Config:
         UsageError: an unknown key, a value of the wrong type, an unreadable recipe.
     """
     short, rest = _short_forms().parse_known_args(sys.argv[1:] if argv is None else argv)
+    rest = _split_callbacks(rest)[1]
     tree: dict[str, Any] = {}
     for file in short.config:
         _overlay(tree, _read_yaml(file))
@@ -125,7 +127,6 @@ def parse(argv: list[str] | None = None) -> Config:
     except (ArgumentError, argparse.ArgumentError, TypeError, ValueError) as error:
         raise UsageError(_one_line(error)) from error
     config = _config(namespace, names)
-    config.trust = namespace["trust"]  # of the flag alone: _read_yaml lets none through
     check_values(config)
     if short.print_config:
         print(dump(config), end="")
@@ -133,9 +134,10 @@ def parse(argv: list[str] | None = None) -> Config:
     return config
 
 
-def trusts(argv: list[str]) -> bool:
-    """Whether --trust is among these flags: for programs that read a checkpoint before they know its recipe."""
-    return _short_forms().parse_known_args(argv)[0].trust is True
+def consent(argv: list[str] | None = None) -> Consent:
+    """Returns what a command line allows that could run code; see `parse` for errors in it."""
+    short, rest = _short_forms().parse_known_args(sys.argv[1:] if argv is None else argv)
+    return Consent(short.trust is True, tuple(_split_callbacks(rest)[0]))
 
 
 def dump(config: Config) -> str:
@@ -162,6 +164,18 @@ def _short_forms() -> argparse.ArgumentParser:
         parser.add_argument(f"--{switch}", nargs="?", const="true", type=yaml.safe_load)
     parser.add_argument("--print_config", action="store_true")
     return parser
+
+
+def _split_callbacks(flags: list[str]) -> tuple[list[str], list[str]]:
+    """Returns the flags --trainer.callbacks, in any form of LightningCLI's, and the other flags."""
+    own: list[str] = []
+    others: list[str] = []
+    takes_value = False
+    for flag in flags:
+        starts = re.match(r"--trainer\.callbacks[.+=]|--trainer\.callbacks$", flag)
+        (own if starts or takes_value else others).append(flag)
+        takes_value = bool(starts) and "=" not in flag
+    return own, others
 
 
 def _parser(names: dict[str, str]) -> ArgumentParser:

@@ -18,7 +18,7 @@ Padding = Literal["black", "reflect"]
 Views = Literal["none", "mirror", "mirror_translate"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class DeviceConfig:
     """where the run goes"""
 
@@ -65,12 +65,15 @@ class DeviceConfig:
     channels_last: bool = False
     """On a GPU too lay the images and the filters with channels last in memory, for convolutions in half precision."""
 
+    fast_loop: bool = True
+    """Train in this project's loop, which does less work per batch; false: in Lightning's, with the same results."""
+
     cuda_graphs: bool = False
     """Compile the network and replay its forward and backward as CUDA graphs, one launch each: for small networks,
     whose kernels end before the next one is launched."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainingConfig:
     """what is trained and for how long"""
 
@@ -123,7 +126,7 @@ class TrainingConfig:
     (--schedule range_test has others); print a suggestion, draw the losses in lr_find.png in the run folder, end."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class RegularizationConfig:
     """against overfitting: nothing by default"""
 
@@ -148,7 +151,7 @@ class RegularizationConfig:
     right, the unmoved ones counting half."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class FineTuneConfig:
     """where the weights come from and which of them are trained"""
 
@@ -164,7 +167,7 @@ class FineTuneConfig:
     others are frozen. Empty: all of them; with LoRA the adapters alone."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class LoRAConfig:
     """LoRA: in place of a layer's weights, a product of two small matrices beside them is trained (Hu et al. 2022)"""
 
@@ -181,7 +184,7 @@ class LoRAConfig:
     """Share of an adapter's inputs that is set to 0 in training."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class ZeROConfig:
     """DeepSpeed's switches for ZeRO 3, by the names of its configuration"""
 
@@ -200,7 +203,7 @@ class ZeROConfig:
     """ZeRO++: reduce gradients as 4-bit integers. CUDA, two machines or more; it changes the maths."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class OffloadConfig:
     """how the strategies that offload to the CPU do it, by the names of DeepSpeed's configuration"""
 
@@ -215,7 +218,7 @@ class OffloadConfig:
     """Share of the process's cores, over 0 to 1, on which SuperOffload's optimizer runs, in a process of its own."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class OutputConfig:
     """what is left behind"""
 
@@ -242,7 +245,7 @@ class OutputConfig:
     """Show the traceback of an error."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class DataConfig:
     """the images"""
 
@@ -278,7 +281,7 @@ class DataConfig:
     """Training images of the synthetic source."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class AugmentConfig:
     """augmentation of the training images: nothing by default, the same under every strategy and number of ranks"""
 
@@ -317,7 +320,7 @@ class AugmentConfig:
     """Number of these epochs."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Choice:
     """A name from a registry (models, optimizers, schedules) with its options, all of them filled in."""
 
@@ -325,7 +328,7 @@ class Choice:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config(DeviceConfig, TrainingConfig, RegularizationConfig, FineTuneConfig, OutputConfig):
     """Everything that a run depends on. The defaults are the PyTorch tutorial's recipe with a validation split."""
 
@@ -339,12 +342,9 @@ class Config(DeviceConfig, TrainingConfig, RegularizationConfig, FineTuneConfig,
     schedule: Choice = field(default_factory=lambda: Choice("constant"))
     trainer: dict[str, Any] = field(default_factory=dict)
 
-    trust = False  # no annotation, so no field: `cli.parse` alone sets it, no file holds it
-    """Whether --trust was given."""
-
     @property
     def world_size(self) -> int:
-        """Ranks over all machines, once `checks.settle` has put a number for devices."""
+        """Ranks over all nodes, once devices is a number."""
         assert self.devices != "auto"
         return self.devices * self.num_nodes
 

@@ -1,4 +1,4 @@
-"""The registry of strategies: how a run is spread over ranks, and what of it is sharded or offloaded.
+"""The registry of strategies: how each spreads a run over ranks, what it shards or offloads, and what it can do.
 
 A name that Lightning has too (ddp, fsdp, deepspeed_stage_2, ...) has the same meaning as there; `fsdp` runs torch's
 FSDP2, to which torch tells users of its FullyShardedDataParallel to migrate. Plain data: no torch, Lightning or
@@ -7,73 +7,120 @@ DeepSpeed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from functools import partial
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from cifar_zero.config.flags import Config
+Device = Literal["", "cpu", "nvme"]
+"""Where something is offloaded to; empty: it stays on the rank's device."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What a strategy's name stands for.
+    """What a strategy does and can do.
 
     Attributes:
-        family: the module of this package that builds it.
+        family: the module of `strategies` that builds it.
         summary: one line for the help and the documentation.
         stage: ZeRO stage; 0 shards nothing.
-        offload_optimizer: where the optimizer's state and update go when not on the rank's device.
-        offload_parameters: where the parameters rest when not on the rank's device.
+        offload_optimizer: where the optimizer's state and update are.
+        offload_parameters: where the parameters rest.
         super_offload: DeepSpeed's SuperOffload, for CPU-GPU links as fast as a GH200's.
-        one_replica: whether all ranks together hold one network and compute the same images.
+        one_replica: whether all ranks together hold one model and compute the same images.
+        casts: whether mixed precision casts the model instead of running it under autocast.
+        shards_tensors: whether a rank holds only parts of the parameters or of the optimizer state.
+        scales_loss: whether it can train in float16.
+        averages: whether --ema and --swa_from can average its weights.
+        spreads_experts: whether the experts of a mixture can be spread over ranks.
+        graphs: whether --cuda_graphs can record its steps, which must not move parameters.
+        raw: the content of a raw DeepSpeed configuration (--ds_config); None for a named strategy.
     """
 
     family: Literal["baseline", "deepspeed", "fsdp2", "tensor_parallel", "pipeline"]
     summary: str
     stage: int = 0
-    offload_optimizer: Literal["", "cpu", "nvme"] = ""
-    offload_parameters: Literal["", "cpu", "nvme"] = ""
+    offload_optimizer: Device = ""
+    offload_parameters: Device = ""
     super_offload: bool = False
     one_replica: bool = False
+    casts: bool = False
+    shards_tensors: bool = False
+    scales_loss: bool = True
+    averages: bool = True
+    spreads_experts: bool = False
+    graphs: bool = False
+    raw: Mapping[str, Any] | None = None
 
+
+_zero_0 = partial(Spec, "deepspeed", casts=True, spreads_experts=True)
+_zero = partial(_zero_0, shards_tensors=True)
+_shards = partial(Spec, shards_tensors=True, scales_loss=False, averages=False)
 
 STRATEGIES: dict[str, Spec] = {
-    "baseline": Spec("baseline", "plain PyTorch on one device, DDP where there are several"),
-    "ddp": Spec("baseline", "torch's DistributedDataParallel: every rank holds everything"),
-    "deepspeed_stage_0": Spec("deepspeed", "DeepSpeed's engine, nothing sharded"),
-    "deepspeed_stage_1": Spec("deepspeed", "ZeRO 1: optimizer state sharded", stage=1),
-    "deepspeed_stage_1_offload": Spec("deepspeed", "ZeRO 1, optimizer on the CPU", stage=1, offload_optimizer="cpu"),
-    "deepspeed_stage_2": Spec("deepspeed", "ZeRO 2: optimizer state and gradients sharded", stage=2),
-    "deepspeed_stage_2_offload": Spec("deepspeed", "ZeRO 2, optimizer on the CPU", stage=2, offload_optimizer="cpu"),
-    "deepspeed_stage_3": Spec("deepspeed", "ZeRO 3: optimizer state, gradients and parameters sharded", stage=3),
-    "deepspeed_stage_3_offload": Spec(
-        "deepspeed", "ZeRO 3, optimizer and parameters on the CPU", 3, offload_optimizer="cpu", offload_parameters="cpu"
+    "baseline": Spec("baseline", "plain PyTorch on one device, DDP on several", graphs=True),
+    "ddp": Spec("baseline", "torch's DistributedDataParallel: every rank holds everything", graphs=True),
+    "deepspeed_stage_0": _zero_0("DeepSpeed's engine, nothing sharded", graphs=True),
+    "deepspeed_stage_1": _zero("ZeRO 1: optimizer state sharded", stage=1, graphs=True),
+    "deepspeed_stage_1_offload": _zero("ZeRO 1, optimizer on the CPU", stage=1, offload_optimizer="cpu", graphs=True),
+    "deepspeed_stage_2": _zero("ZeRO 2: optimizer state and gradients sharded", stage=2, graphs=True),
+    "deepspeed_stage_2_offload": _zero("ZeRO 2, optimizer on the CPU", stage=2, offload_optimizer="cpu", graphs=True),
+    "deepspeed_stage_3": _zero("ZeRO 3: optimizer state, gradients and parameters sharded", stage=3),
+    "deepspeed_stage_3_offload": _zero(
+        "ZeRO 3, optimizer and parameters on the CPU", stage=3, offload_optimizer="cpu", offload_parameters="cpu"
     ),
-    "deepspeed_stage_3_offload_nvme": Spec(
-        "deepspeed", "ZeRO 3, optimizer and parameters on disk", 3, offload_optimizer="nvme", offload_parameters="nvme"
+    "deepspeed_stage_3_offload_nvme": _zero(
+        "ZeRO 3, optimizer and parameters on disk",
+        stage=3,
+        offload_optimizer="nvme",
+        offload_parameters="nvme",
+        averages=False,
     ),
-    "deepspeed_stage_3_superoffload": Spec(
-        "deepspeed", "ZeRO 3, SuperOffload to the CPU (CUDA)", 3, offload_optimizer="cpu", super_offload=True
+    "deepspeed_stage_3_superoffload": _zero(
+        "ZeRO 3, SuperOffload to the CPU (CUDA)", stage=3, offload_optimizer="cpu", super_offload=True
     ),
-    "fsdp2": Spec("fsdp2", "torch's fully_shard (FSDP2): optimizer state, gradients and parameters sharded"),
-    "fsdp": Spec("fsdp2", "the same as fsdp2: torch replaces FullyShardedDataParallel by it"),
-    "tensor_parallel": Spec(
-        "tensor_parallel", "each layer of a vit_* cut over the ranks, which compute the same images", one_replica=True
+    "fsdp2": _shards(
+        "fsdp2", "torch's fully_shard (FSDP2): optimizer state, gradients and parameters sharded", casts=True
     ),
-    "pipeline": Spec(
-        "pipeline", "the blocks of a vit_* shared out over the ranks, one after the other", one_replica=True
+    "fsdp": _shards("fsdp2", "the same as fsdp2: torch replaces FullyShardedDataParallel by it", casts=True),
+    "tensor_parallel": _shards(
+        "tensor_parallel",
+        "each layer of a vit_* split over the ranks, which compute the same images",
+        one_replica=True,
+    ),
+    "pipeline": _shards(
+        "pipeline", "the blocks of a vit_* divided among the ranks, one after the other", one_replica=True
     ),
 }
 
 AUTO = "auto"
-"""In place of a name: the one that planning recommends, which train.py puts there before anything is launched."""
+"""In place of a name: train.py replaces it by the strategy that plan.py recommends, before it starts the ranks."""
 
 
-def replicas(config: Config) -> int:
-    """Networks that a run trains on images of their own: one a rank, or one in all.
+def spec_of_raw(raw: Mapping[str, Any]) -> Spec:
+    """Returns what a raw DeepSpeed configuration stands for.
 
     Args:
-        config: of the run, its devices a number.
+        raw: its content, checked by `rules.raw_config.read`.
     """
-    split = STRATEGIES[config.strategy].one_replica and not config.ds_config
-    return 1 if split else config.world_size
+    zero = raw.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    parameters = _device(zero, "offload_param")
+    return Spec(
+        "deepspeed",
+        "a raw DeepSpeed configuration",
+        stage,
+        offload_optimizer=_device(zero, "offload_optimizer"),
+        offload_parameters=parameters,
+        super_offload=bool(zero.get("offload_optimizer", {}).get("super_offload")),
+        casts=True,
+        shards_tensors=stage > 0,
+        averages=parameters != "nvme",
+        spreads_experts=True,
+        raw=raw,
+    )
+
+
+def _device(zero: Mapping[str, Any], section: str) -> Device:
+    device: Device | Literal["none"] = zero.get(section, {}).get("device", "none")
+    return "" if device == "none" else device

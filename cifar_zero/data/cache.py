@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 from cifar_zero.core import atomic
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError, UsageError
-from cifar_zero.data.dataset import IMAGE_SHAPE, Dataset
+from cifar_zero.data.dataset import Dataset
 from cifar_zero.data.lock import locked
+from cifar_zero.models import IMAGE_SHAPE
 
 SCHEMA = 2
 """Of this layout; a cache of another schema is replaced. Since 2 the images are stored with their channels last."""

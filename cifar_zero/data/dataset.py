@@ -7,9 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-IMAGE_SHAPE = (3, 32, 32)
-"""Channels (RGB), height and width in pixels of every image: CIFAR's, to which the other sources are brought."""
-
 IGNORED = -1
 """Label of an entry that only fills up a batch: it counts in no loss and no metric."""
 

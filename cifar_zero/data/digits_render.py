@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import affine_grid, grid_sample
 
-from cifar_zero.data.dataset import IMAGE_SHAPE
+from cifar_zero.models import IMAGE_SHAPE
 
 TEST_SHARE = 6
 """One original in so many of each class is kept for the test split: the share of 10,000 among 60,000 images."""

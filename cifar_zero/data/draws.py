@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cifar_zero.config.flags import AugmentConfig
-from cifar_zero.data.dataset import IMAGE_SHAPE
+from cifar_zero.models import IMAGE_SHAPE
 
 SIDE = IMAGE_SHAPE[1]
 """Height and width of an image in pixels."""

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from cifar_zero.core.errors import UsageError
-from cifar_zero.data.dataset import IMAGE_SHAPE
+from cifar_zero.models import IMAGE_SHAPE
 
 FORMATS = ("PNG", "JPEG")
 """Pillow tries these decoders alone, whatever a file's name says: others start programs (EPS: Ghostscript)."""

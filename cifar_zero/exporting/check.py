@@ -14,8 +14,9 @@ from cifar_zero.config import command_line
 from cifar_zero.config.flags import DataConfig
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.data.augment import normalize
-from cifar_zero.data.dataset import IMAGE_SHAPE, Dataset
+from cifar_zero.data.dataset import Dataset
 from cifar_zero.exporting.classifier import Classifier
+from cifar_zero.models import IMAGE_SHAPE
 
 BATCH_SIZE = 1000
 """Test images in one pass, as in a run's own test."""

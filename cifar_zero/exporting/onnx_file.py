@@ -13,8 +13,8 @@ from onnx import helper
 from torch import Tensor, nn
 
 from cifar_zero.core.errors import UsageError
-from cifar_zero.data.dataset import IMAGE_SHAPE
 from cifar_zero.exporting.classifier import Classifier
+from cifar_zero.models import IMAGE_SHAPE
 
 INPUT, OUTPUT = "images", "scores"
 """Names in the file: float32 (N, 3, 32, 32) in [-1, 1] -> float32 (N, classes), for any N."""

@@ -43,7 +43,9 @@ SHARED_MEMORY = Path("/dev/shm")
 """Where Linux shows shared memory that has a name."""
 
 
-def run(ranks: int, on_cpu: bool, watch: heartbeat.Watch | None = None, told: Mapping[str, str] | None = None) -> int:
+def run(
+    ranks: int, on_cpu: bool, watch: heartbeat.Watch | None = None, extra_env: Mapping[str, str] | None = None
+) -> int:
     """Runs this process's own command line again as so many ranks on this machine, and ends with them.
 
     On Linux whatever processes the ranks leave behind are ended too.
@@ -52,7 +54,7 @@ def run(ranks: int, on_cpu: bool, watch: heartbeat.Watch | None = None, told: Ma
         ranks: how many.
         on_cpu: whether they compute there, and so share the cores out.
         watch: decides when ranks hang, if not with the limits of its own.
-        told: further environment variables of the ranks.
+        extra_env: further environment variables of the ranks.
 
     Returns:
         The exit code: 0 where all ranks ended well, else that of the first that failed; 1 where they hung.
@@ -64,16 +66,18 @@ def run(ranks: int, on_cpu: bool, watch: heartbeat.Watch | None = None, told: Ma
     started: list[Rank] = []
     try:
         for number in range(ranks):
-            started.append(_start(number, ranks, port, on_cpu, board, told or {}))
+            started.append(_start(number, ranks, port, on_cpu, board, extra_env or {}))
         return supervise(started, board, watch or heartbeat.Watch())
     finally:
         _clean_up(started, port)
 
 
-def _start(number: int, ranks: int, port: int, on_cpu: bool, board: heartbeat.Board, told: Mapping[str, str]) -> Rank:
+def _start(
+    number: int, ranks: int, port: int, on_cpu: bool, board: heartbeat.Board, extra_env: Mapping[str, str]
+) -> Rank:
     log, stack = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - until _clean_up
     ticket, descriptors = board.ticket(number, stack)
-    environment = _environment(number, ranks, port) | {**told, heartbeat.VARIABLE: ticket}
+    environment = _environment(number, ranks, port) | {**extra_env, heartbeat.VARIABLE: ticket}
     cores: set[int] = set()
     if on_cpu and "OMP_NUM_THREADS" not in os.environ:  # who sets it has shared the cores out himself
         # Two ranks that each take all cores were measured 5 times slower than with a share each.

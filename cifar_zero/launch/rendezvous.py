@@ -1,32 +1,23 @@
-"""How the ranks of a run meet, how long they wait for each other, and what they agree on before training."""
+"""How the ranks of a run meet, and how long they wait for each other."""
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from cifar_zero.checkpoints import run_folder
-from cifar_zero.checkpoints.resume import newest_of
-from cifar_zero.checkpoints.resume import settle_resume as settle_resume_here
-from cifar_zero.config import rules
-from cifar_zero.core import atomic
 from cifar_zero.core.console import say
-from cifar_zero.core.errors import UsageError
 from cifar_zero.launch import rank_environment
-from cifar_zero.launch.collectives import by_rank_0, gather, ranks_on_another_disk
+from cifar_zero.launch.collectives import gather
 
 if TYPE_CHECKING:
-    from cifar_zero.config.flags import Config
+    from cifar_zero.config.run import Run
 
 START = timedelta(minutes=30)
 """Time limit for the ranks to meet, and then for data preparation: nodes start minutes apart, and rank 0 downloads
@@ -62,90 +53,38 @@ class Place:
     agent: str
 
 
-def meet(config: Config) -> list[Place]:
+def meet(run: Run) -> list[Place]:
     """Starts the process group and returns the place of every rank, in order of rank.
 
     Here and not in the strategies, so that one time limit holds for the groups of Lightning and of DeepSpeed, which the
     strategies' own `timeout` does not reach (DeepSpeed 0.19.8 passes none to torch.distributed.new_group).
 
     Args:
-        config: of the run, settled by `rules.settle`.
+        run: of this rank.
     """
-    if config.world_size == 1 or dist.is_initialized():
-        return gather(_place(config))
-    on_gpu = config.accelerator == "gpu"
+    if run.world_size == 1 or dist.is_initialized():
+        return gather(_place(run))
+    on_gpu = not run.on_cpu
     if on_gpu:
         torch.cuda.set_device(rank_environment.local_rank())
     _warn_of_restarts()
     dist.init_process_group(
         "nccl" if on_gpu else "gloo", timeout=AFTER_AGENTS if rank_environment.by_torchrun() else START
     )
-    places = gather(_place(config))
-    _set_timeout(max(timedelta(seconds=config.timeout), START))
+    places = gather(_place(run))
+    _set_timeout(max(timedelta(seconds=run.config.timeout), START))
     return places
 
 
-def settle_resume(config: Config, places: Sequence[Place]) -> None:
-    """Sets the checkpoint that the run resumes from, the same on all ranks.
-
-    After torchrun has restarted the ranks it is the newest checkpoint of this very run, whatever --resume names. Before
-    the first one is written, the run begins again.
-
-    Args:
-        config: of the run, settled by `rules.settle`.
-        places: of all ranks.
-
-    Raises:
-        UsageError: there is none, or it is of another run; on all ranks.
-    """
-    if config.num_nodes == 1 and not rank_environment.by_torchrun():
-        return
-
-    def settled() -> str:
-        agents = {place.agent for place in places}
-        if own := newest_of(agents, config.out, config.run_name):
-            config.resume = str(own)
-            say(f"torchrun has restarted the run: it resumes from {own}")
-        settle_resume_here(config)
-        return config.resume
-
-    config.resume = by_rank_0(settled)
-    rules.settle_resumed(config)
-
-
-def record(config: Config, places: Sequence[Place], run_dir: Path | None) -> None:
-    """Writes the places into the run folder, and checks that all nodes share --out.
-
-    Args:
-        config: of the run, settled by `rules.settle`.
-        places: of all ranks.
-        run_dir: the run folder, on rank 0.
-
-    Raises:
-        UsageError: they do not; on all ranks.
-    """
-    if config.num_nodes == 1 and not rank_environment.by_torchrun():
-        return
-    if run_dir is not None:
-        file = run_dir / run_folder.RANKS
-        atomic.staged(file).write_text(json.dumps([asdict(place) for place in places], indent=1) + "\n")
-        atomic.put_in_place(file)
-    if hosts := sorted({places[rank].host for rank in ranks_on_another_disk(run_dir)}):
-        raise UsageError(
-            f"--out {config.out}: {', '.join(hosts)} cannot see what {places[0].host} writes there: name a directory "
-            "that all nodes share"
-        )
-
-
-def limit(config: Config) -> None:
+def limit(run: Run) -> None:
     """Waits for all ranks to be ready to train; from then on the time limit of a collective is --timeout.
 
     Args:
-        config: of the run.
+        run: of this rank.
     """
-    if config.world_size > 1:
+    if run.world_size > 1:
         dist.barrier()
-        _set_timeout(timedelta(seconds=config.timeout))
+        _set_timeout(timedelta(seconds=run.config.timeout))
 
 
 def _warn_of_restarts() -> None:
@@ -166,13 +105,13 @@ def _set_timeout(limit: timedelta) -> None:
         setattr(distributed_c10d, default, limit)
 
 
-def _place(config: Config) -> Place:
+def _place(run: Run) -> Place:
     local_rank = rank_environment.local_rank()
     return Place(
         rank=rank_environment.global_rank(),
         host=socket.gethostname(),
         local_rank=local_rank,
-        device=f"cuda:{local_rank}" if config.accelerator == "gpu" else "cpu",
+        device="cpu" if run.on_cpu else f"cuda:{local_rank}",
         threads=torch.get_num_threads(),
         agent=rank_environment.torchrun_agent(),
     )

@@ -15,6 +15,9 @@ from cifar_zero.models.vit_shapes import SHAPES, Shape, Size
 if TYPE_CHECKING:
     from torch import nn
 
+IMAGE_SHAPE = (3, 32, 32)
+"""Channels, height and width of the images, in pixels."""
+
 
 class Model(Protocol):
     """An entry of the registry, with its options set."""

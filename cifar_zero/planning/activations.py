@@ -24,12 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from cifar_zero import data
 from cifar_zero.checkpoints.finetuning.network import on_meta
-from cifar_zero.config.flags import Config
+from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import Spec
 from cifar_zero.core.errors import UsageError
-from cifar_zero.data.dataset import IMAGE_SHAPE
+from cifar_zero.models import IMAGE_SHAPE
 from cifar_zero.models.moe import gates
 from cifar_zero.models.recomputation import checkpoint_blocks
 
@@ -131,11 +130,11 @@ def counted(net: nn.Module, images: int, computes: Computes) -> Bytes:
     return Bytes(saved, own + held.peak, held.peak_of_activations)
 
 
-def measure(config: Config, micro_batch: int, computes: Computes) -> Line:
+def measure(run: Run, micro_batch: int, computes: Computes) -> Line:
     """Measures the activations of a run, by images.
 
     Args:
-        config: of the run.
+        run: to plan.
         micro_batch: images; measured at this size and at twice as many.
         computes: the format.
 
@@ -144,16 +143,16 @@ def measure(config: Config, micro_batch: int, computes: Computes) -> Line:
     """
     few = max(2, micro_batch)  # batch normalisation takes no single image
     with FakeTensorMode():
-        net = _fake(config, torch.bfloat16 if computes == "cast" else torch.float32)
-        if config.activation_checkpointing:
+        net = _fake(run, torch.bfloat16 if computes == "cast" else torch.float32)
+        if run.config.activation_checkpointing:
             checkpoint_blocks(net)
         try:
             small, large = (_of_all_blocks(net, images, computes) for images in (few, 2 * few))
         except Exception as error:  # any: a model of another package may do anything without values
-            if ":" not in config.model.name:
+            if ":" not in run.config.model.name:
                 raise
             raise UsageError(
-                f"--model {config.model.name}: its activations cannot be counted without values "
+                f"--model {run.config.model.name}: its activations cannot be counted without values "
                 f"({textwrap.shorten(str(error), 120, placeholder=' ...')}): name a strategy and train"
             ) from error
     return Line(2 * small.activations - large.activations, (large.activations - small.activations) / few)
@@ -163,14 +162,14 @@ def _own_bytes(net: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*net.parameters(), *net.buffers()))
 
 
-def _fake(config: Config, dtype: torch.dtype) -> nn.Module:
+def _fake(run: Run, dtype: torch.dtype) -> nn.Module:
     """Builds the run's model without values on the CPU, in a format; to be called in a FakeTensorMode.
 
     It is built on the meta device first: some models of other packages read values as they are built, which
     FakeTensorMode refuses (torch 2.15).
     """
     with unset_fake_temporarily():
-        net = on_meta(config.model, len(data.class_names(config.data)), config.trainable, config.lora)
+        net = on_meta(run.config.model, run.num_classes, run.config.trainable, run.config.lora)
     made: dict[int, Tensor] = {}
 
     def of(tensor: Tensor) -> Tensor:
@@ -214,4 +213,4 @@ def format_of(spec: Spec, precision: str) -> Computes:
     """Returns the format in which a model computes under a strategy."""
     if precision == "32-true":
         return "float32"
-    return "cast" if precision == "bf16-true" or spec.family in ("deepspeed", "fsdp2") else "autocast"
+    return "cast" if precision == "bf16-true" or spec.casts else "autocast"

@@ -8,47 +8,49 @@ from dataclasses import replace
 import yaml
 
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.checkpoints.resume import find_recovered, settle_restart
+from cifar_zero.checkpoints.resume import find_recovered, restarted
 from cifar_zero.config import rules
 from cifar_zero.config.flags import Config
+from cifar_zero.config.machine import on_this_machine
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import UsageError
 from cifar_zero.launch import rank_environment
+from cifar_zero.training.resolve import of_machine
 
 VARIABLE = "CIFAR_ZERO_STRATEGY"
 """Environment variable in which the launching process passes its choice to the ranks that it starts."""
 
 
-def settle(config: Config) -> None:
-    """Replaces auto by a strategy's name, and prints which one and why.
+def choose(config: Config) -> str:
+    """Returns a strategy's name in place of auto, and prints which one and why.
 
     Raises:
         UsageError: no strategy fits, or another launcher has started the ranks, each of which would choose.
     """
     if not rank_environment.is_rank():
-        config.strategy = _chosen(config)
-        return
-    config.strategy = os.environ.pop(VARIABLE, "")
-    if config.strategy not in STRATEGIES:
+        return _chosen(config)
+    name = os.environ.pop(VARIABLE, "")
+    if name not in STRATEGIES:
         raise UsageError(
             "--strategy auto cannot be used with torchrun, srun or DeepSpeed's launcher, whose ranks would each "
             "choose: name the strategy that plan.py recommends"
         )
+    return name
 
 
 def _chosen(config: Config) -> str:
-    rules.settle_machine(config)
     if kept := _of_resumed_run(config):
         say(f"--strategy auto: {kept}, as in the resumed run")
         return kept
-    rules.check_model(config)
+    run = of_machine(replace(on_this_machine(config), strategy=Config.strategy))
+    rules.check_model(run)
     from cifar_zero.planning import machine, network
     from cifar_zero.planning.recommend import recommended
     from cifar_zero.planning.survey import survey
 
-    room = machine.this_machine(config)
-    choice, reason = recommended(survey(config, network.of(config), room, {}), room)
+    room = machine.this_machine(run.config)
+    choice, reason = recommended(survey(run, network.of(run), room, {}), room)
     if choice is None:
         raise UsageError(f"--strategy auto: {reason}; or name a strategy to try it anyway")
     say(f"--strategy auto: {reason}")
@@ -59,12 +61,11 @@ def _of_resumed_run(config: Config) -> str:
     """Returns the strategy of the run that --resume names; empty if it names none, or one with a --ds_config."""
     if config.resume == "last" and not config.name:
         raise UsageError("--resume last with --strategy auto needs --name: the default name contains the strategy")
-    config = replace(config)  # --resume is settled again when the run has its name
-    settle_restart(config, config.run_name)
-    if not config.resume:
+    resume = restarted(config, config.run_name)
+    if not resume:
         return ""
     fallback = config.data.source == "digits"
-    recipe = run_folder.recipe_of(find_recovered(config.resume, config.out, config.run_name, fallback))
+    recipe = run_folder.recipe_of(find_recovered(resume, config.out, config.run_name, fallback))
     tree = yaml.safe_load(recipe.read_text()) if recipe is not None else {}
     kept = "" if tree.get("ds_config") else tree.get("strategy", "")
     return kept if kept in STRATEGIES else ""

@@ -20,23 +20,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cifar_zero.config.flags import Config
-from cifar_zero.config.strategy_specs import Spec
+from cifar_zero.config.run import Run
 from cifar_zero.planning.model_states import FLOAT32, PERSISTENT_ELEMENTS, Weight, parameter_size
 from cifar_zero.planning.network import Network
 from cifar_zero.planning.overheads import REUSE_ELEMENTS
 
 
-def sent_bytes(spec: Spec, config: Config, network: Network) -> int:
+def sent_bytes(run: Run, network: Network) -> int:
     """Returns the bytes of one rank and optimizer step, under a strategy that spreads images over all ranks.
 
     Not counted: the tokens that a mixture of experts sends to the ranks of its experts, and what is a few numbers
     (losses, norms, batch statistics).
     """
-    ranks, micro_batches = config.world_size, config.accumulate
+    config, spec = run.config, run.spec
+    ranks, micro_batches = run.world_size, config.accumulate
     size = parameter_size(spec, config.precision)
     trained = _sent(network, ranks, lambda weight: weight.trained)
-    scattered = trained * (2 if config.accelerator == "cpu" else 1)
+    scattered = trained * (2 if run.on_cpu else 1)
     if spec.family == "fsdp2":
         # Gathered in the format of computing, reduced in float32 where that is mixed (strategies/fsdp2.py).
         gathered = FLOAT32 if config.precision == "32-true" else 2

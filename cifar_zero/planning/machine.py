@@ -36,7 +36,11 @@ class Room:
 
 
 def this_machine(config: Config) -> Room:
-    """Returns what is free for a rank now; `config` has its devices and accelerator settled."""
+    """Returns what is free for a rank now.
+
+    Args:
+        config: with devices and accelerator decided.
+    """
     assert config.devices != "auto"
     disk = disk_bytes(config.nvme_path, config.devices)
     host = max(0, free_memory_bytes() // config.devices - CPU_RANK_BYTES)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cifar_zero import data
-from cifar_zero.config.flags import Config
+from cifar_zero.config.run import Run
 from cifar_zero.planning.model_states import Weight
 
 
@@ -28,7 +27,7 @@ class Network:
         return sum(weight.elements for weight in self.weights if weight.trained)
 
 
-def of(config: Config) -> Network:
+def of(run: Run) -> Network:
     """Returns the model of a run, with its adapters and what is frozen.
 
     Raises:
@@ -39,7 +38,8 @@ def of(config: Config) -> Network:
     from cifar_zero.models.moe import MixtureOfExperts
     from cifar_zero.optimizers.groups import hidden_matrices
 
-    net = on_meta(config.model, len(data.class_names(config.data)), config.trainable, config.lora)
+    config = run.config
+    net = on_meta(config.model, run.num_classes, config.trainable, config.lora)
     ep_size = config.model.options.get("ep_size", 1)
     check_patterns(net, config.trainable, ep_size)
     mixtures = [module for module in net.modules() if isinstance(module, MixtureOfExperts)]

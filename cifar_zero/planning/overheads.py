@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 
-from cifar_zero.config.flags import Config
-from cifar_zero.config.strategy_specs import Spec
+from cifar_zero.config.run import Run
 from cifar_zero.models import MODELS, External
 from cifar_zero.planning.model_states import FLOAT32, parameter_size
 from cifar_zero.planning.network import Network
@@ -16,94 +15,94 @@ from cifar_zero.strategies.deepspeed.config import BUCKET_ELEMENTS
 
 REUSE_ELEMENTS = 10**9
 """ZeRO-3 keeps a gathered parameter if its next use is within so many elements: stage3_max_reuse_distance (DeepSpeed
-0.19.8, zero/config.py and partitioned_param_coordinator.py). At the end of the forward pass this holds for the last
+0.19.8, zero/run.config.py and partitioned_param_coordinator.py). At the end of the forward pass this holds for the last
 half of them, because the backward pass goes through the model in the opposite direction."""
 
 PREFETCH_ELEMENTS = 50_000_000
-"""ZeRO-3 gathers so many elements ahead: stage3_prefetch_bucket_size (zero/config.py)."""
+"""ZeRO-3 gathers so many elements ahead: stage3_prefetch_bucket_size (zero/run.config.py)."""
 
 
-def buckets(spec: Spec, config: Config, network: Network) -> int:
+def buckets(run: Run, network: Network) -> int:
     """Returns what the backward pass holds next to the activations: buckets, and parameters gathered for a while.
 
     Stage 1 also holds whole gradients, which it reduces at the end of the last backward pass (zero/stage_1_and_2.py,
     without overlap_comm). All of them are counted next to all activations, which is more than it ever holds.
     """
-    size = parameter_size(spec, config.precision)
-    if spec.family == "fsdp2":
-        return _gathered_by_fsdp2(config, network)
-    if spec.stage == 0:
+    size = parameter_size(run.spec, run.config.precision)
+    if run.spec.family == "fsdp2":
+        return _gathered_by_fsdp2(run, network)
+    if run.spec.stage == 0:
         return 0
     bucket = min(BUCKET_ELEMENTS, network.elements) * size
-    if spec.stage == 1:
+    if run.spec.stage == 1:
         return bucket + network.trained * size
-    if spec.stage == 2:
+    if run.spec.stage == 2:
         return bucket
-    ranks_with_a_copy = config.zero.hpz_partition_size
+    ranks_with_a_copy = run.config.zero.hpz_partition_size
     copy = math.ceil(network.elements / ranks_with_a_copy) * size if ranks_with_a_copy > 1 else 0
     return bucket + copy + min(REUSE_ELEMENTS // 2 + PREFETCH_ELEMENTS, network.elements) * size
 
 
-def _gathered_by_fsdp2(config: Config, network: Network) -> int:
+def _gathered_by_fsdp2(run: Run, network: Network) -> int:
     """A block, the block gathered ahead, and the gradients of one block.
 
     In mixed precision the gradients have a float32 copy, in which they are reduced (reduce_dtype in
     strategies/fsdp2.py; foreach_reduce in torch 2.15's _fsdp_collectives.py). A model without blocks is one block.
     """
-    computed_in = FLOAT32 if config.precision == "32-true" else 2
-    copy = FLOAT32 if config.precision == "bf16-mixed" else 0
+    computed_in = FLOAT32 if run.config.precision == "32-true" else 2
+    copy = FLOAT32 if run.config.precision == "bf16-mixed" else 0
     return network.largest_block * (3 * computed_in + copy)
 
 
-def update(spec: Spec, config: Config, network: Network) -> int:
+def update(run: Run, network: Network) -> int:
     """Returns the copies of the gradients that the update makes on the device, when the activations are gone."""
-    if spec.family != "deepspeed" or spec.offload_optimizer:
+    if run.spec.family != "deepspeed" or run.spec.offload_optimizer:
         return 0
-    ranks, size = config.world_size, parameter_size(spec, config.precision)
+    ranks, size = run.world_size, parameter_size(run.spec, run.config.precision)
     part, is_cast = math.ceil(network.trained / ranks), size < FLOAT32
-    if spec.stage == 0:
+    if run.spec.stage == 0:
         # At most float32 gradients, and those again, flat, for the norm (DeepSpeed 0.19.8, fp16/fused_optimizer.py).
         # In float32 only the flat copy that is sent.
         return network.trained * 2 * FLOAT32 if is_cast else network.trained * size * (ranks > 1)
-    if spec.stage == 3:
-        return min(part, config.zero.sub_group_size) * FLOAT32
+    if run.spec.stage == 3:
+        return min(part, run.config.zero.sub_group_size) * FLOAT32
     return part * (size + FLOAT32 if is_cast else size)  # flat, then in float32 (zero/stage_1_and_2.py, step)
 
 
-def average(spec: Spec, config: Config, network: Network) -> int:
+def average(run: Run, network: Network) -> int:
     """Returns the average of the weights (callbacks/averaging.py): float32, with a float32 copy of cast weights.
 
     It lies where the parameters lie.
     """
-    if not (config.ema or config.swa_from):
+    if not (run.config.ema or run.config.swa_from):
         return 0
-    ranks = config.world_size if spec.stage == 3 else 1
-    copies = 2 if parameter_size(spec, config.precision) < FLOAT32 else 1
+    ranks = run.world_size if run.spec.stage == 3 else 1
+    copies = 2 if parameter_size(run.spec, run.config.precision) < FLOAT32 else 1
     return network.trained // ranks * FLOAT32 * copies
 
 
-def host_buffers(spec: Spec, config: Config, network: Network) -> int:
+def host_buffers(run: Run, network: Network) -> int:
     """Returns what offloading takes on the host in addition to what is offloaded."""
-    part, size = math.ceil(network.trained / config.world_size), parameter_size(spec, config.precision)
-    if spec.offload_optimizer == "nvme":  # the sub-group that is updated
-        return min(part, config.zero.sub_group_size) * 4 * FLOAT32
-    if spec.offload_optimizer and spec.stage < 3:
+    part, size = math.ceil(network.trained / run.world_size), parameter_size(run.spec, run.config.precision)
+    if run.spec.offload_optimizer == "nvme":  # the sub-group that is updated
+        return min(part, run.config.zero.sub_group_size) * 4 * FLOAT32
+    if run.spec.offload_optimizer and run.spec.stage < 3:
         # Updated weights on their way back (param_buffer_of_bit16_for_cpu_offload_groups), and the gradients of several
         # micro-batches (accumulated_grads_in_cpu, zero/stage_1_and_2.py).
-        return part * size * (2 if config.accumulate > 1 else 1)
+        return part * size * (2 if run.config.accumulate > 1 else 1)
     return 0
 
 
-def built_on_host(spec: Spec, config: Config, network: Network) -> int:
+def built_on_host(run: Run, network: Network) -> int:
     """Returns what the model takes on the host as it is built, before it is cast and sharded.
 
     It is built in float32 (in bfloat16 with bf16-true), by fsdp2 and at stage 3 on the host (tensor_init_context in
     Lightning 2.6.6, strategies/model_parallel.py). Stage 3 shards each layer as it is made (strategies/zero.py); it
     builds models of other packages whole.
     """
-    if spec.family != "fsdp2" and spec.stage < 3:
+    if run.spec.family != "fsdp2" and run.spec.stage < 3:
         return 0
-    size = network.elements * (2 if config.precision == "bf16-true" else FLOAT32)
-    if spec.family == "fsdp2" or issubclass(MODELS[config.model.name], External):
+    size = network.elements * (2 if run.config.precision == "bf16-true" else FLOAT32)
+    if run.spec.family == "fsdp2" or issubclass(MODELS[run.config.model.name], External):
         return size
-    return 0 if spec.offload_parameters == "nvme" else math.ceil(size / config.world_size)
+    return 0 if run.spec.offload_parameters == "nvme" else math.ceil(size / run.world_size)

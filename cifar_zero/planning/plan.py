@@ -17,13 +17,16 @@ import yaml
 
 from cifar_zero.config import command_line, rules
 from cifar_zero.config.flags import Config
+from cifar_zero.config.machine import on_this_machine, with_accelerator
+from cifar_zero.config.run import Run
 from cifar_zero.core import exits
 from cifar_zero.core.errors import UsageError
 from cifar_zero.launch import local_launcher
 from cifar_zero.planning import machine
 from cifar_zero.planning.machine import Room
 from cifar_zero.planning.recommend import RULE, gigabytes, recommended
-from cifar_zero.planning.survey import Need, micro_batch, survey
+from cifar_zero.planning.survey import Need, survey
+from cifar_zero.training.resolve import of_machine
 
 if TYPE_CHECKING:
     from cifar_zero.planning.network import Network
@@ -53,15 +56,22 @@ def main() -> int:
     """Prints the plan; returns the exit code, 1 if nothing fits."""
     arguments, flags = _parse()
     config = command_line.parse(flags)
-    room = _settle(config, arguments)
+    if config.ds_config:
+        raise UsageError("--ds_config cannot be planned, only named strategies: leave it out")
+    config = replace(config, strategy=Config.strategy)  # all are planned
+    if arguments.device_memory is None:
+        config = on_this_machine(config)
+    else:
+        devices = 1 if config.devices == "auto" else config.devices
+        config = replace(with_accelerator(config, config.accelerator != "cpu"), devices=devices)
+    room = _room(config, arguments)
     if not _names_batch_size(flags):
-        config.batch_size = IMAGES * config.world_size * config.accumulate
+        config = replace(config, batch_size=IMAGES * config.world_size * config.accumulate)
         flags += ["--batch_size", str(config.batch_size)]
-    micro_batch(config)  # refused as train.py does
-    return _plan(config, arguments, flags, room)
+    return _plan(of_machine(config), arguments, flags, room)
 
 
-def _plan(config: Config, arguments: Namespace, flags: list[str], room: Room) -> int:
+def _plan(run: Run, arguments: Namespace, flags: list[str], room: Room) -> int:
     from rich.console import Console
 
     from cifar_zero.planning import network
@@ -69,18 +79,18 @@ def _plan(config: Config, arguments: Namespace, flags: list[str], room: Room) ->
 
     of_size = arguments.parameters is not None
     if not of_size:
-        rules.check_model(config)
-    net = network.of_size(round(arguments.parameters)) if of_size else network.of(config)
+        rules.check_model(run)
+    net = network.of_size(round(arguments.parameters)) if of_size else network.of(run)
     lines = None if of_size else {}
-    needs = survey(config, net, room, lines)
+    needs = survey(run, net, room, lines)
     choice, reason = recommended(needs, room)
-    command = "" if choice is None or of_size else _command(config, [*flags, "--strategy", choice.strategy])
+    command = "" if choice is None or of_size else _command(run.config, [*flags, "--strategy", choice.strategy])
     if arguments.json:
         about = {
             "parameters": net.elements,
             "trained_parameters": net.trained,
-            "ranks": config.world_size,
-            "micro_batch": None if of_size else micro_batch(config),
+            "ranks": run.world_size,
+            "micro_batch": None if of_size else run.micro_batch,
             "room": {"device": room.device, "host": room.host, "disk": room.disk},
             "recommended": choice and choice.strategy,
             "reason": reason,
@@ -89,9 +99,9 @@ def _plan(config: Config, arguments: Namespace, flags: list[str], room: Room) ->
         print(json.dumps(as_json(needs, about), indent=1))
         return int(choice is None)
     console = Console(highlight=False)
-    console.print(_heading(config, net, of_size, room), soft_wrap=True)
+    console.print(_heading(run, net, of_size, room), soft_wrap=True)
     if arguments.table:
-        print_scaling({count: _at(config, count, net, room, lines) for count in DEVICES}, room.device, console)
+        print_scaling({count: _at(run, count, net, room, lines) for count in DEVICES}, room.device, console)
     else:
         print_plan(needs, console)
     console.print(f"recommended ({RULE}):", soft_wrap=True)
@@ -101,10 +111,11 @@ def _plan(config: Config, arguments: Namespace, flags: list[str], room: Room) ->
     return int(choice is None)
 
 
-def _at(config: Config, devices: int, net: Network, room: Room, lines: Any) -> list[Need]:
+def _at(run: Run, devices: int, net: Network, room: Room, lines: Any) -> list[Need]:
     """The plan for so many devices, with the same micro-batch on each."""
-    batch_size = micro_batch(config) * devices * config.accumulate
-    return survey(replace(config, devices=devices, num_nodes=1, batch_size=batch_size), net, room, lines)
+    batch_size = run.micro_batch * devices * run.config.accumulate
+    config = replace(run.config, devices=devices, num_nodes=1, batch_size=batch_size)
+    return survey(replace(run, config=config), net, room, lines)
 
 
 def _command(config: Config, flags: list[str]) -> str:
@@ -164,21 +175,12 @@ def _names_batch_size(flags: list[str]) -> bool:
     return given.batch_size is not None or any("batch_size" in recipe for recipe in recipes)
 
 
-def _settle(config: Config, arguments: Namespace) -> Room:
-    """Settles devices, accelerator and precision for the planned machine; returns what is available to a rank there."""
-    if config.ds_config:
-        raise UsageError("--ds_config cannot be planned, only named strategies: leave it out")
-    config.strategy = Config().strategy  # all are planned
+def _room(config: Config, arguments: Namespace) -> Room:
+    """Returns what is available to a rank on the planned machine, which --device_memory describes."""
     if arguments.device_memory is None:
-        rules.settle_machine(config)
         room = machine.this_machine(config)
     else:
-        size = machine.size_in_bytes(arguments.device_memory, "--device_memory")
-        on_cpu = config.accelerator == "cpu"
-        config.accelerator = "cpu" if on_cpu else "gpu"
-        config.devices = 1 if config.devices == "auto" else config.devices
-        if config.precision == "auto":
-            config.precision = "32-true" if on_cpu else "16-mixed"
+        size, on_cpu = machine.size_in_bytes(arguments.device_memory, "--device_memory"), config.accelerator == "cpu"
         usable = max(0, size - machine.CPU_RANK_BYTES) if on_cpu else round(machine.USABLE * size)
         room = Room(usable, None, shared=on_cpu, elsewhere=True)
     if arguments.host_memory is None:
@@ -188,11 +190,12 @@ def _settle(config: Config, arguments: Namespace) -> Room:
     return replace(room, host=max(0, host - machine.CPU_RANK_BYTES))
 
 
-def _heading(config: Config, net: Network, of_size: bool, room: Room) -> str:
+def _heading(run: Run, net: Network, of_size: bool, room: Room) -> str:
+    config = run.config
     model = "a model" if of_size else config.model.name
     trained = "" if net.trained == net.elements else f" ({net.trained:,} trained)"
     ranks = f"{config.world_size} rank{'s'[: config.world_size > 1]}"
-    images = "model states only" if of_size else f"micro-batches of {micro_batch(config)} images"
+    images = "model states only" if of_size else f"micro-batches of {run.micro_batch} images"
     where = "" if room.elsewhere else " of this machine's " + ("free memory" if room.shared else "GPU memory")
     return (
         f"{model}, {net.elements:,} parameters{trained}, {config.optimizer.name}, {config.precision}, {ranks}, "

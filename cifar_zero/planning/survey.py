@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cifar_zero.config import rules
-from cifar_zero.config.batch import micro_batch_size
-from cifar_zero.config.flags import Config
-from cifar_zero.config.strategy_specs import STRATEGIES, replicas
+from cifar_zero.config.run import Run
+from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.core.errors import UsageError
 from cifar_zero.planning import overheads
 from cifar_zero.planning.communication import sent_bytes
@@ -97,7 +96,7 @@ class Need:
 
 
 def survey(
-    config: Config,
+    run: Run,
     network: Network,
     room: Room,
     lines: dict[str, Line] | None,
@@ -106,7 +105,7 @@ def survey(
     """Returns the needs of a run under each strategy.
 
     Args:
-        config: of the run, its devices a number, accelerator and precision settled; its strategy does not matter.
+        run: its strategy does not matter.
         network: of the run.
         room: what is available to a rank.
         lines: the activations by format of computing, filled in as they are measured; None: they are not counted.
@@ -115,45 +114,40 @@ def survey(
     Raises:
         UsageError: the batch does not divide, or activation checkpointing finds no blocks.
     """
-    return [_need(replace(config, strategy=name, ds_config=""), network, room, lines) for name in strategies]
+    return [_need(run.under(name), network, room, lines) for name in strategies]
 
 
-def micro_batch(config: Config) -> int:
-    """Returns the images of a rank and micro-batch; raises UsageError if the batch does not divide."""
-    return micro_batch_size(config.batch_size, replicas(config), config.accumulate)
-
-
-def _need(config: Config, network: Network, room: Room, lines: dict[str, Line] | None) -> Need:
-    spec = STRATEGIES[config.strategy]
-    refused = _refusal(config, room)
-    line = None if lines is None or refused else _activations(config, lines)
+def _need(run: Run, network: Network, room: Room, lines: dict[str, Line] | None) -> Need:
+    config, spec = run.config, run.spec
+    refused = _refusal(run, room)
+    line = None if lines is None or refused else _activations(run, lines)
     states = predicted(config.strategy, network.weights, config.world_size, config.precision, config.optimizer)
     assert states is not None
-    average = overheads.average(spec, config, network)
+    average = overheads.average(run, network)
     average_on_host = average if spec.offload_parameters else 0
     need = Need(
         config.strategy,
         states,
-        buckets=overheads.buckets(spec, config, network),
-        activations=line and line.at(micro_batch(config)),
-        update=overheads.update(spec, config, network),
+        buckets=overheads.buckets(run, network),
+        activations=line and line.at(run.micro_batch),
+        update=overheads.update(run, network),
         average=average - average_on_host,
-        host_buffers=overheads.host_buffers(spec, config, network) + average_on_host,
+        host_buffers=overheads.host_buffers(run, network) + average_on_host,
         activation_offload=config.activation_offload,
-        built_on_host=overheads.built_on_host(spec, config, network),
-        sent_bytes=sent_bytes(spec, config, network),
+        built_on_host=overheads.built_on_host(run, network),
+        sent_bytes=sent_bytes(run, network),
         refused=refused,
     )
     return replace(need, fits=not need.lacking(room), most_images=line and _most_images(need, line, room))
 
 
-def _activations(config: Config, lines: dict[str, Line]) -> Line:
+def _activations(run: Run, lines: dict[str, Line]) -> Line:
     """Returns the activations of a run by images, counted once for each format of computing."""
     from cifar_zero.planning.activations import format_of, measure
 
-    computes = format_of(STRATEGIES[config.strategy], config.precision)
+    computes = format_of(run.spec, run.config.precision)
     if computes not in lines:
-        lines[computes] = measure(config, micro_batch(config), computes)
+        lines[computes] = measure(run, run.micro_batch, computes)
     return lines[computes]
 
 
@@ -164,10 +158,11 @@ def _most_images(need: Need, line: Line, room: Room) -> int:
     return max(0, bisect_left(range(MOST_IMAGES), True, key=is_too_large) - 1)
 
 
-def _refusal(config: Config, room: Room) -> str:
-    check = rules.check_possible if room.elsewhere else rules.check_strategy
+def _refusal(run: Run, room: Room) -> str:
     try:
-        check(config, {})
+        rules.check_strategy(run)
+        if not room.elsewhere:
+            rules.check_here(run)
     except UsageError as error:
         return str(error)
     return ""

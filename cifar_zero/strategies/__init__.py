@@ -1,54 +1,79 @@
-"""Builds Lightning's strategy of a run, one file per family; `build` imports only the family that the run needs."""
+"""Builds Lightning's strategy of a run, one file per family; `build` imports only the family that the run needs.
+
+The other functions ask a strategy for what this project's own ones decide themselves (`OwnStrategy`). They take any of
+Lightning's strategies, so that the module and the data module work with a plain Trainer too.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from cifar_zero.config.strategy_specs import STRATEGIES
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
     from torch.distributed import ProcessGroup
     from torch.nn import Module
 
-    from cifar_zero.config.flags import Config
+    from cifar_zero.config.run import Run
     from cifar_zero.optimizers import Implementation
 
 
-def build(config: Config, on_cpu: bool, micro_batch_size: int, num_parameters: int) -> Strategy | str:
-    """Lightning's strategy for a run.
+class OwnStrategy:
+    """What a strategy of this project decides about a run, in addition to Lightning's interface."""
+
+    def optimizer_implementation(self, device_type: str) -> Implementation:
+        """Returns which implementation of the optimizer runs on devices of a type, cuda or cpu."""
+        raise NotImplementedError
+
+    def parameter_groups(self, module: Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Returns an optimizer's parameter groups, split further where the strategy must tell parameters apart."""
+        return groups
+
+    def rewriting(self) -> AbstractContextManager[None]:
+        """Returns a context in which the weights that a rank holds may be overwritten; all ranks enter it."""
+        return nullcontext()
+
+    def plain_names(self, names: Iterable[str]) -> dict[str, str]:
+        """Returns the plain model's name for each name of a weight."""
+        return {name: name for name in names}
+
+
+def build(run: Run, num_parameters: int) -> Strategy | str:
+    """Returns Lightning's strategy for a run.
 
     Args:
-        config: of the run, its devices a number; its strategy is a key of STRATEGIES, unless ds_config names a raw
-            DeepSpeed configuration.
-        on_cpu: whether the ranks are CPU processes.
-        micro_batch_size: images per rank and micro-batch.
-        num_parameters: of the network, in elements.
+        run: to train.
+        num_parameters: of the model, in elements.
     """
-    family = "deepspeed" if config.ds_config else STRATEGIES[config.strategy].family
-    return import_module(f"cifar_zero.strategies.{family}").build(config, on_cpu, micro_batch_size, num_parameters)
+    return import_module(f"cifar_zero.strategies.{run.spec.family}").build(run, num_parameters)
 
 
 def replica(strategy: Strategy) -> tuple[int, int]:
-    """How many replicas of the network train on images of their own, and which of them this rank is, or is a part of.
+    """Returns how many replicas train on images of their own, and which of them this rank is, or is a part of.
 
-    To be called when the ranks have found each other.
+    To be called after the rendezvous of the ranks.
     """
-    kwargs = getattr(strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0})
+    from lightning.pytorch.strategies import ParallelStrategy
+
+    if not isinstance(strategy, ParallelStrategy):
+        return 1, 0
+    kwargs = strategy.distributed_sampler_kwargs
     return kwargs["num_replicas"], kwargs["rank"]
 
 
 def data_group(strategy: Strategy) -> ProcessGroup | None:
-    """One rank of each replica, this one among them, which together see each image once; None for all ranks."""
-    mesh = getattr(strategy, "device_mesh", None)
+    """Returns one rank of each replica, this one among them, which together see each image once; None for all ranks."""
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    mesh = strategy.device_mesh if isinstance(strategy, ModelParallelStrategy) else None
     return None if mesh is None else mesh["data_parallel"].get_group()
 
 
 def optimizer_implementation(strategy: Strategy, device_type: str, clips: bool) -> Implementation:
-    """The optimizer that a strategy runs: DeepSpeed's CPU optimizer where it is offloaded, DeepSpeed's fused one on
-    CUDA where it can be compiled, else torch's.
+    """Returns the implementation that a strategy runs: DeepSpeed's CPU optimizer where it is offloaded, DeepSpeed's
+    fused one on CUDA where it can be compiled, else torch's.
 
     torch's fused optimizer updates all parameters in one call. It is used on CUDA: on the CPU it rounds an element at
     the end of a tensor differently from one in its middle (torch 2.15), so that sharding would change the weights.
@@ -62,21 +87,23 @@ def optimizer_implementation(strategy: Strategy, device_type: str, clips: bool) 
     """
     from lightning.pytorch.plugins.precision import MixedPrecision
 
-    own = getattr(strategy, "optimizer_implementation", None)
-    if own is not None:
-        return own(device_type)
+    if isinstance(strategy, OwnStrategy):
+        return strategy.optimizer_implementation(device_type)
     precision = strategy.precision_plugin
     refused = isinstance(precision, MixedPrecision) and (clips or precision.scaler is not None)
     return "torch_fused" if device_type == "cuda" and not refused else "torch"
 
 
 def parameter_groups(strategy: Strategy, module: Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """An optimizer's groups of a network's parameters, split further where the strategy has to tell them apart."""
-    own = getattr(strategy, "parameter_groups", None)
-    return own(module, groups) if own is not None else groups
+    """Returns an optimizer's parameter groups, split further where the strategy must tell parameters apart."""
+    return strategy.parameter_groups(module, groups) if isinstance(strategy, OwnStrategy) else groups
 
 
 def rewriting(strategy: Strategy) -> AbstractContextManager[None]:
-    """Within it the weights that a rank holds may be given other values; to be entered by all ranks."""
-    own = getattr(strategy, "rewriting", None)
-    return own() if own is not None else nullcontext()
+    """Returns a context in which the weights that a rank holds may be overwritten; all ranks enter it."""
+    return strategy.rewriting() if isinstance(strategy, OwnStrategy) else nullcontext()
+
+
+def plain_names(strategy: Strategy, names: Iterable[str]) -> dict[str, str]:
+    """Returns the plain model's name for each name of a weight; they differ where experts are spread over ranks."""
+    return strategy.plain_names(names) if isinstance(strategy, OwnStrategy) else {name: name for name in names}

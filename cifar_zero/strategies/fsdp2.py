@@ -17,19 +17,19 @@ from cifar_zero.models.cast import cast_buffers, compute_with_statistics
 from cifar_zero.strategies.mesh import MeshStrategy
 
 if TYPE_CHECKING:
-    from cifar_zero.config.flags import Config
+    from cifar_zero.config.run import Run
 
 
-def build(config: Config, on_cpu: bool, micro_batch_size: int, num_parameters: int) -> MeshStrategy:
+def build(run: Run, num_parameters: int) -> MeshStrategy:
     """Parameters, gradients and optimizer state sharded over all ranks, which all train on images of their own."""
-    mixed = config.precision == "bf16-mixed"
+    mixed = run.config.precision == "bf16-mixed"
     policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32) if mixed else MixedPrecisionPolicy()
     return MeshStrategy(
         partial(shard, policy=policy),
-        data_parallel_size=config.world_size,
+        data_parallel_size=run.world_size,
         tensor_parallel_size=1,
         casts=mixed,
-        process_group_backend="gloo" if on_cpu else None,
+        process_group_backend="gloo" if run.on_cpu else None,
     )
 
 

@@ -15,13 +15,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from cifar_zero.optimizers import Implementation
+from cifar_zero.strategies import OwnStrategy
 from cifar_zero.strategies.norm import global_norm
 
 Shard = Callable[[nn.Module, DeviceMesh], None]
 """Cuts the parameters of a whole network, the same on every rank, into this rank's shards."""
 
 
-class MeshStrategy(ModelParallelStrategy):
+class MeshStrategy(OwnStrategy, ModelParallelStrategy):
     """Lightning's ModelParallelStrategy with the network cut here, and checkpoints as every other strategy has them.
 
     The module builds the whole network on each rank, with the same weights, and knows nothing of shards; `shard` cuts

@@ -26,20 +26,20 @@ from cifar_zero.optimizers.state import numbers_by_name
 from cifar_zero.strategies.mesh import MeshStrategy, on_host, unwrapped
 
 if TYPE_CHECKING:
-    from cifar_zero.config.flags import Config
+    from cifar_zero.config.run import Run
 
 CHUNKS_PER_RANK = 4
 """Of a micro-batch, where it has as many images: ranks wait for each other for (ranks - 1) / (chunks + ranks - 1) of a
 step, which is little from four chunks a rank on (GPipe, section 2.3)."""
 
 
-def build(config: Config, on_cpu: bool, micro_batch_size: int, num_parameters: int) -> PipelineStrategy:
+def build(run: Run, num_parameters: int) -> PipelineStrategy:
     """All ranks together hold one network; `checks` has seen that it has a block for each."""
     return PipelineStrategy(
         shard,
         data_parallel_size=1,
-        tensor_parallel_size=config.world_size,  # Lightning has no other name for the ranks of one network
-        process_group_backend="gloo" if on_cpu else None,
+        tensor_parallel_size=run.world_size,  # Lightning has no other name for the ranks of one network
+        process_group_backend="gloo" if run.on_cpu else None,
     )
 
 

@@ -18,16 +18,16 @@ from cifar_zero.models.vit import Block
 from cifar_zero.strategies.mesh import MeshStrategy
 
 if TYPE_CHECKING:
-    from cifar_zero.config.flags import Config
+    from cifar_zero.config.run import Run
 
 
-def build(config: Config, on_cpu: bool, micro_batch_size: int, num_parameters: int) -> MeshStrategy:
+def build(run: Run, num_parameters: int) -> MeshStrategy:
     """All ranks together hold one network; `checks` has seen that its heads divide."""
     return MeshStrategy(
         shard,
         data_parallel_size=1,
-        tensor_parallel_size=config.world_size,
-        process_group_backend="gloo" if on_cpu else None,
+        tensor_parallel_size=run.world_size,
+        process_group_backend="gloo" if run.on_cpu else None,
     )
 
 

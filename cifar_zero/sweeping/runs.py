@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.config import command_line, rules
-from cifar_zero.config.flags import Config
+from cifar_zero.config import command_line
+from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import AUTO
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.training import run_process
+from cifar_zero.training.resolve import resolve
 
 VALIDATION = "val/acc"
 
@@ -41,8 +42,8 @@ def shown(value: Any, digits: int = 4) -> str:
     return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
 
 
-def settled(flags: list[str], metric: str) -> Config:
-    """Returns the checked configuration of a run; raises UsageError if it cannot be trained, or not by a sweep."""
+def resolved(flags: list[str], metric: str) -> Run:
+    """Returns a resolved run; raises UsageError if it cannot be trained, or not by a sweep."""
     config = command_line.parse(flags)
     for name in ("bench_steps", "find_lr", "plot_schedule", "resume"):
         if getattr(config, name):
@@ -51,8 +52,7 @@ def settled(flags: list[str], metric: str) -> Config:
         raise UsageError("sweep.py takes neither --strategy auto nor --num_nodes: name a strategy for this machine")
     if metric == VALIDATION and not config.data.val_fraction:
         raise UsageError(f"--metric {VALIDATION} needs validation images: add --data.val_fraction 0.1")
-    rules.settle(config)
-    return config
+    return resolve(config, command_line.consent(flags))
 
 
 def result(out: Path, name: str, metric: str) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ from cifar_zero.config.values import check_plain_name
 from cifar_zero.core import exits
 from cifar_zero.core.errors import UsageError
 from cifar_zero.launch import rank_environment
-from cifar_zero.sweeping.runs import METRICS, VALIDATION, flags_of, settled
+from cifar_zero.sweeping.runs import METRICS, VALIDATION, flags_of, resolved
 
 EPILOG = """\
 --search takes options of train.py, each with values or a range:
@@ -52,24 +52,24 @@ def main(program: str) -> int:
     if sampler == "grid" and (arguments.trials or not is_grid(space)):
         raise UsageError("a grid is all combinations of values: with --trials or a range use --sampler random or tpe")
     checked = combinations(space) if sampler == "grid" else samples(space)
-    configs = [settled([*rest, *flags_of(params)], metric) for params in checked]
-    if arguments.prune and (metric != VALIDATION or "tensorboard" not in configs[0].logger):
+    planned = [resolved([*rest, *flags_of(params)], metric) for params in checked]
+    if arguments.prune and (metric != VALIDATION or "tensorboard" not in planned[0].config.logger):
         raise UsageError(f"--prune reads {VALIDATION} from TensorBoard: leave out --metric and --logger")
-    folder = Path(arguments.out) / (arguments.name or configs[0].model.name.replace(":", "-"))
+    folder = Path(arguments.out) / (arguments.name or planned[0].config.model.name.replace(":", "-"))
     folder.mkdir(parents=True, exist_ok=True)
     record = "\n".join(
         [metric, *arguments.search, command_line.dump(command_line.parse([*rest, *flags_of(checked[0])]))]
     )
-    flags = [*rest, "--out", str(folder), *(["--resume", "auto"] if all(map(resumes, configs)) else [])]
+    flags = [*rest, "--out", str(folder), *(["--resume", "auto"] if all(map(resumes, planned)) else [])]
     if names := [name for name in space if name not in (SEED, "config")]:
         flags += ["--hparams", *names]
     try:
         with FileLock(folder / "sweep.lock", timeout=0):
             study = open_study(folder, record, metric)
-            to_sample = enqueue(study, space, sampler, arguments.trials or 20, configs[0].seed)
+            to_sample = enqueue(study, space, sampler, arguments.trials or 20, planned[0].config.seed)
             trials = Trials(folder, study, space, metric, flags, arguments.prune, to_sample, program)
             try:
-                trials.train(slots(configs, arguments.parallel, max(1, trials.waiting)))
+                trials.train(slots(planned, arguments.parallel, max(1, trials.waiting)))
             finally:  # after Ctrl-C too
                 code = report(study, space, metric, rest, folder)
             return code

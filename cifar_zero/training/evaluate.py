@@ -8,17 +8,20 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.config import command_line, rules
+from cifar_zero.config import command_line
 from cifar_zero.config.flags import Choice, Config, config_of
+from cifar_zero.config.machine import on_this_machine
+from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.core.errors import UsageError
 from cifar_zero.optimizers import OPTIMIZERS
+from cifar_zero.training.resolve import of_machine
 
 
 def main(classes: Callable[[], tuple[Any, Any]]) -> int:
@@ -46,26 +49,34 @@ def main(classes: Callable[[], tuple[Any, Any]]) -> int:
     if arguments.delta:
         from cifar_zero.checkpoints.finetuning.delta import together
 
-        content = together(checkpoint, Path(arguments.delta), command_line.trusts(overrides))
+        content = together(checkpoint, Path(arguments.delta), command_line.consent(overrides).trust)
         checkpoint = Path(arguments.delta)
     config = configuration(checkpoint, overrides, content)
-    trained_cast = bool(config.ds_config) or STRATEGIES[config.strategy].family in ("deepspeed", "fsdp2")
-    # One device and one micro-batch, whatever the run had: its batch size need not divide here.
-    config.strategy, config.ds_config, config.devices, config.num_nodes = "baseline", "", 1, 1
-    config.accumulate, config.logger, config.resume = 1, ["none"], ""
-    # What is of the training alone need not be here.
-    config.activation_offload = config.activation_checkpointing = config.cuda_graphs = False
-    config.optimizer = Choice("sgd", asdict(OPTIMIZERS["sgd"]()))
-    config.trainer.pop("sync_batchnorm", None)
-    config.weights = config.delta = ""  # the checkpoint has them
-    if "ep_size" in config.model.options:
-        config.model.options["ep_size"] = 1
-    wanted = config.precision
-    config.precision = "32-true"
-    rules.settle(config)
-    precision = "32-true" if wanted == "16-mixed" and config.accelerator == "cpu" else wanted  # it has no float16
-    evaluate(classes(), config, checkpoint, precision, trained_cast, content)
+    consent = command_line.consent(overrides)
+    trained_cast = bool(config.ds_config) or STRATEGIES[config.strategy].casts
+    run = replace(of_machine(on_this_machine(for_one_device(config))), consent=consent)
+    # A CPU has no float16.
+    precision = "32-true" if config.precision == "16-mixed" and run.on_cpu else config.precision
+    evaluate(classes(), run, checkpoint, precision, trained_cast, content)
     return 0
+
+
+def for_one_device(config: Config) -> Config:
+    """Returns what a test on one device needs of a run's configuration.
+
+    Its batch size need not divide here, and options of the training alone are left out.
+    """
+    model = config.model
+    if "ep_size" in model.options:
+        model = replace(model, options={**model.options, "ep_size": 1})
+    return replace(
+        config,
+        **{"strategy": "baseline", "ds_config": "", "devices": 1, "num_nodes": 1, "precision": "32-true"},
+        **{"accumulate": 1, "logger": ["none"], "resume": "", "weights": "", "delta": ""},
+        **{"activation_offload": False, "activation_checkpointing": False, "cuda_graphs": False},
+        model=model,
+        optimizer=Choice("sgd", asdict(OPTIMIZERS["sgd"]())),
+    )
 
 
 def configuration(checkpoint: Path, overrides: list[str], content: dict[str, Any] | None = None) -> Config:
@@ -79,7 +90,7 @@ def configuration(checkpoint: Path, overrides: list[str], content: dict[str, Any
         return command_line.parse(["--config", str(recipe), *overrides])
     from cifar_zero.checkpoints.read import RECORD, read
 
-    record = (content or read(checkpoint, command_line.trusts(overrides))).get(RECORD)
+    record = (content or read(checkpoint, command_line.consent(overrides).trust)).get(RECORD)
     if record is None:
         raise UsageError(f"{checkpoint} lies in no run folder, and was not written by train.py")
     with TemporaryDirectory() as folder:
@@ -90,7 +101,7 @@ def configuration(checkpoint: Path, overrides: list[str], content: dict[str, Any
 
 def evaluate(
     classes: tuple[Any, Any],
-    config: Config,
+    run: Run,
     checkpoint: Path,
     precision: str,
     cast: bool,
@@ -100,7 +111,7 @@ def evaluate(
 
     Args:
         classes: the LightningModule and the LightningDataModule.
-        config: of the run, settled for one device.
+        run: resolved for one device.
         checkpoint: file or folder.
         precision: Lightning's name of the number format that the network runs in.
         cast: whether mixed precision is a network cast to the format, as DeepSpeed's and fsdp2's is, and not autocast.
@@ -121,11 +132,11 @@ def evaluate(
     from cifar_zero.training.callbacks.summary import test_metrics
 
     quieten()
-    module = build.module(classes[0], config)
+    module = build.module(classes[0], run)
     module.configure_model()
     assert module.net is not None
-    averaged = bool(config.ema or config.swa_from)
-    weights = network(content or read(checkpoint, config.trust), averaged)
+    averaged = bool(run.config.ema or run.config.swa_from)
+    weights = network(content or read(checkpoint, run.consent.trust), averaged)
     check_fits(module.net, weights, str(checkpoint))
     module.net.load_state_dict(weights)
     if cast and "mixed" in precision:
@@ -135,7 +146,7 @@ def evaluate(
         compute_with_statistics(module.net)
         precision = "32-true"
     trainer = Trainer(
-        accelerator=config.accelerator,
+        accelerator=run.config.accelerator,
         devices=1,
         precision=precision,  # pyright: ignore[reportArgumentType]
         logger=False,
@@ -144,7 +155,7 @@ def evaluate(
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    datamodule = build.datamodule(classes[1], config)
+    datamodule = build.datamodule(classes[1], run.config)
     trainer.test(module, datamodule=datamodule, verbose=False)
     metrics = test_metrics(module, datamodule)
     print(f"{checkpoint}: {datamodule.num_test:,} test images of {datamodule.dataset.name}")

@@ -41,11 +41,17 @@ STEP_METHODS = (
 """Of the module: one that has its own takes Lightning's way."""
 
 
-def install(trainer: Trainer) -> None:
-    """Gives a trainer these loops; to be called before `fit`."""
+def install(trainer: Trainer, fast: bool = True) -> None:
+    """Gives a trainer these loops; to be called before `fit`.
+
+    Args:
+        trainer: of the run.
+        fast: whether batches take the way of `EpochLoop`, else Lightning's own.
+    """
     theirs = trainer.fit_loop
     trainer.fit_loop = FitLoop(trainer, theirs.min_epochs, theirs.max_epochs)
-    trainer.fit_loop.epoch_loop = EpochLoop(trainer, theirs.epoch_loop.min_steps, theirs.epoch_loop.max_steps)
+    loop = EpochLoop if fast else _TrainingEpochLoop
+    trainer.fit_loop.epoch_loop = loop(trainer, theirs.epoch_loop.min_steps, theirs.epoch_loop.max_steps)
 
 
 class FitLoop(_FitLoop):

@@ -23,10 +23,11 @@ from benchmarks.pss import mapped_bytes
 from benchmarks.spread import Spread, number, paired_ratios
 from cifar_module import CIFARModule
 from cifar_zero import data as sources
-from cifar_zero.config import command_line, rules
+from cifar_zero.config import command_line
 from cifar_zero.config.flags import DataConfig
 from cifar_zero.core.errors import RunError
 from cifar_zero.training import build
+from cifar_zero.training.resolve import resolve
 from datamodule import CIFARDataModule
 from tests.helpers import assert_ok, of_make_fuzz, run_program
 
@@ -146,8 +147,8 @@ def test_the_bare_loop_trains_what_train_py_trains(tmp_path: Path):
     config = command_line.parse(
         ["--config", "configs/tutorial.yaml", "--batch_size", "64", "--bench_steps", "20", *data]
     )
-    rules.settle(config)
-    module, trainer = build.module(CIFARModule, config), build.trainer(config, None)
+    run = resolve(config)
+    module, trainer = build.module(CIFARModule, run), build.trainer(run, None)
     trainer.fit(module, datamodule=build.datamodule(CIFARDataModule, config))
     for tuned in (False, True):
         net, figures = bare.train(images, 64, trainer.global_step - WARMUP_STEPS, torch.device("cpu"), tuned)

@@ -16,6 +16,7 @@ from cifar_zero.config.flags import Choice, Config
 from cifar_zero.schedules import WarmupLR
 from cifar_zero.training.callbacks.curves import TrainingCurves
 from cifar_zero.training.callbacks.effective import Effective
+from cifar_zero.training.resolve import of_machine
 
 Fit = Callable[..., Any]
 
@@ -94,7 +95,7 @@ def test_every_deepspeed_stage_logs_the_curves_of_the_baseline(fit: Fit) -> None
     assert max(baseline.points("train/grad_norm").values()) > 0.2  # or there would be nothing to clip
     for stage in range(4):
         settings = config(strategy=f"deepspeed_stage_{stage}", **clipped)
-        strategy = strategies.build(settings, on_cpu=True, micro_batch_size=4, num_parameters=62006)
+        strategy = strategies.build(of_machine(settings), num_parameters=62006)
         run = fit(settings, 40, strategy=strategy)
         for tag in ("train/grad_norm", "train/loss", "train/learning_rate", "train/epoch"):
             assert run.points(tag) == pytest.approx(baseline.points(tag), rel=1e-5), f"stage {stage}, {tag}"

@@ -27,7 +27,7 @@ def test_a_run_for_each_seed() -> None:
     baseline, other = plan(["baseline", "ddp"], ["2"], [], 2, [*SMALL, "--seed", "5"])
     assert [other.run_name(seed) for seed in other.seeds] == ["ddp-seed_5", "ddp-seed_6"]
     assert other.flags_of(6)[-4:] == ["--devices", "2", "--seed", "6"]
-    assert (baseline.config.batch_size, other.config.batch_size, other.config.world_size) == (16, 16, 2)
+    assert (baseline.run.config.batch_size, other.run.config.batch_size, other.run.world_size) == (16, 16, 2)
 
 
 @pytest.mark.parametrize("names", [("a b", "a_b"), ("a", "perturbed-a")])

@@ -13,9 +13,9 @@ from cifar_module import CIFARModule
 from cifar_zero.checkpoints.safetensors_file import read_safetensors
 from cifar_zero.checkpoints.weights import network
 from cifar_zero.checkpoints.zero_folder import AVERAGE
-from cifar_zero.config import rules
 from cifar_zero.exporting import export
 from cifar_zero.training import evaluate
+from cifar_zero.training.resolve import of_machine
 from datamodule import CIFARDataModule
 from tests.helpers import WHOLE, largest_difference, last_checkpoint, run_folder_of, train_all
 
@@ -97,9 +97,8 @@ def test_evaluate_and_export_use_the_average(runs: dict[str, Path], tmp_path: Pa
 
     def tested(*flags: str) -> Any:
         config = evaluate.configuration(checkpoint, ["--accelerator", "cpu", "--strategy", "baseline", *flags])
-        config.devices = 1
-        rules.settle(config)
-        return evaluate.evaluate((CIFARModule, CIFARDataModule), config, checkpoint, "32-true", cast=False)
+        run = of_machine(evaluate.for_one_device(config))
+        return evaluate.evaluate((CIFARModule, CIFARDataModule), run, checkpoint, "32-true", cast=False)
 
     assert tested()["test/loss"] == pytest.approx(metrics["test/loss"], rel=1e-6)
     assert tested("--ema", "0")["test/loss"] != pytest.approx(metrics["test/loss"], rel=1e-6)  # the newest

@@ -131,9 +131,10 @@ from pathlib import Path
 import torch
 from cifar_module import CIFARModule
 from cifar_zero.checkpoints.read import read
-from cifar_zero.config import command_line, rules
+from cifar_zero.config import command_line
 from cifar_zero.launch import local_launcher, rank_environment
 from cifar_zero.training import build
+from cifar_zero.training.resolve import resolve
 from datamodule import CIFARDataModule
 
 def same(one, other):
@@ -144,15 +145,15 @@ def same(one, other):
     assert len(states[0]) == 24
     assert all(torch.equal(states[0][number]["exp_avg"], states[1][number]["exp_avg"]) for number in range(24))
 
-config = command_line.parse(sys.argv[1:])
-rules.settle(config)
+run_spec = resolve(command_line.parse(sys.argv[1:]))
+config = run_spec.config
 if not rank_environment.is_rank():
     sys.exit(local_launcher.run(2, on_cpu=True))
-module, datamodule = build.module(CIFARModule, config), build.datamodule(CIFARDataModule, config)
+module, datamodule = build.module(CIFARModule, run_spec), build.datamodule(CIFARDataModule, config)
 datamodule.prepare_data()
 run = Path(config.out)
 run_dir = run if rank_environment.global_rank() == 0 else None
-trainer = build.trainer(config, run_dir)
+trainer = build.trainer(run_spec, run_dir)
 trainer.fit(module, datamodule=datamodule)
 last = run / "checkpoints" / "last.ckpt"
 trainer.test(module, datamodule=datamodule, verbose=False)
@@ -164,7 +165,7 @@ if trainer.is_global_zero:
 trainer.strategy.barrier()
 trainer.test(module, datamodule=datamodule, verbose=False, ckpt_path=str(run / "after.ckpt"))
 assert module.test_metrics.overall()["loss"] == tested
-again = build.trainer(config, run_dir)
+again = build.trainer(run_spec, run_dir)
 again.fit_loop.max_epochs, again.fit_loop.epoch_loop.max_steps = -1, 20
 again.fit(module, datamodule=datamodule, ckpt_path=str(run / "after.ckpt"))
 assert again.global_step == 20

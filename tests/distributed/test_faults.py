@@ -123,7 +123,7 @@ def test_a_launcher_that_is_asked_to_end_saves_and_the_run_goes_on(
     run.launcher.terminate()
     assert run.launcher.wait(SECONDS) == 128 + signal.SIGTERM
     folder = run_folder_of(tmp_path)
-    assert f"stopped by SIGTERM: the run goes on with --resume {folder}" in run.said()
+    assert f"stopped by SIGTERM: resume the run with --resume {folder}" in run.said()
     assert "Traceback" not in run.said()
     run.assert_nothing_left()
     step = last_checkpoint(folder)["global_step"]

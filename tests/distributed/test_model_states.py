@@ -11,6 +11,7 @@ from cifar_zero.config import command_line
 from cifar_zero.planning import network
 from cifar_zero.planning.model_states import predicted
 from cifar_zero.training.callbacks.memory import PARTS
+from cifar_zero.training.resolve import of_machine
 from tests.helpers import WHOLE, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
@@ -34,7 +35,9 @@ def test_what_is_predicted_is_measured(small_data: list[str], tmp_path: Path) ->
     train_all(runs)
     for out, flags in runs.items():
         config = command_line.parse(flags)
-        found = predicted(config.strategy, network.of(config).weights, 2, config.precision, config.optimizer)
+        found = predicted(
+            config.strategy, network.of(of_machine(config)).weights, 2, config.precision, config.optimizer
+        )
         assert found is not None
         states = found.in_memory
         metrics = json.loads((run_folder_of(out) / "metrics.json").read_text())

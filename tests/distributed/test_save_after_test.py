@@ -16,15 +16,16 @@ PROGRAM = """
 import sys
 from cifar_module import CIFARModule
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.config import command_line, rules
+from cifar_zero.config import command_line
 from cifar_zero.training import build
+from cifar_zero.training.resolve import resolve
 from datamodule import CIFARDataModule
-config = command_line.parse(sys.argv[1:])
-rules.settle(config)
-module, datamodule = build.module(CIFARModule, config), build.datamodule(CIFARDataModule, config)
+run_spec = resolve(command_line.parse(sys.argv[1:]))
+config = run_spec.config
+module, datamodule = build.module(CIFARModule, run_spec), build.datamodule(CIFARDataModule, config)
 datamodule.prepare_data()
 run = run_folder.claim(config.out, config.run_name)
-trainer = build.trainer(config, run)
+trainer = build.trainer(run_spec, run)
 trainer.fit(module, datamodule=datamodule)
 trainer.test(module, datamodule=datamodule, verbose=False)
 trainer.save_checkpoint(run / "after.ckpt")

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from cifar_zero.config import command_line
-from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.planning import network
 from cifar_zero.planning.communication import sent_bytes
+from cifar_zero.training.resolve import of_machine
 from tests.helpers import WHOLE
 from tests.wire import TwoRanks, two_ranks
 
@@ -67,7 +67,7 @@ def test_bytes_on_the_link(
         limits = ["--trainer.limit_val_batches", "0", "--trainer.limit_test_batches", "1", "--max_steps", str(steps)]
         ranks.train([*flags, *limits, "--out", str(tmp_path / str(steps))])
         sent.append(ranks.sent() - before)
-    config = command_line.parse([*flags, "--num_nodes", "2"])
-    planned = sent_bytes(STRATEGIES[strategy], config, network.of(config))
+    run = of_machine(command_line.parse([*flags, "--num_nodes", "2"]))
+    planned = sent_bytes(run, network.of(run))
     counted = (sent[1] - sent[0]) / (STEPS[1] - STEPS[0])
     assert counted == pytest.approx(planned, rel=TOLERANCE)

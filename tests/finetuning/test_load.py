@@ -54,7 +54,7 @@ def test_what_fits_is_loaded_and_the_rest_is_listed(net: nn.Module, tmp_path: Pa
     wider = models.build("net", 100)
     before = {name: value.clone() for name, value in wider.state_dict().items()}
     found = match(wider, weights, "net.pt")
-    assert found.told(tmp_path) == (
+    assert found.summary(tmp_path) == (
         "loaded 8 of 10 tensors; initialised: fc3.weight (100x84), fc3.bias (100); "
         "not used: fc3.weight (10x84), fc3.bias (10), ema.step (scalar)"
     )
@@ -66,7 +66,7 @@ def test_what_fits_is_loaded_and_the_rest_is_listed(net: nn.Module, tmp_path: Pa
 
 def test_long_lists_go_into_the_run_folder(net: nn.Module, tmp_path: Path):
     few = {name: value for name, value in net.state_dict().items() if name.startswith("conv")}
-    line = match(net, few, "net.pt").told(tmp_path)
+    line = match(net, few, "net.pt").summary(tmp_path)
     assert line.startswith("loaded 4 of 10 tensors; initialised: fc1.weight (120x400), ")
     assert f" and 2 more; all names in {tmp_path / FILE}" in line
     lines = (tmp_path / FILE).read_text().splitlines()

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from cifar_zero.checkpoints.resume import check_same_run
-from cifar_zero.config import command_line, rules
+from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
+from cifar_zero.training.resolve import resolve
 
 LORA = ["--lora.rank", "2", "--lora.target", "fc1"]
 
@@ -29,7 +30,7 @@ def test_refused(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
     for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UsageError, match=expected) as error:
-        rules.settle(command_line.parse([*flags.split(), "--accelerator", "cpu"]))
+        resolve(command_line.parse([*flags.split(), "--accelerator", "cpu"]))
     assert "\n" not in str(error.value)
 
 

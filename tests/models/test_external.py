@@ -11,10 +11,11 @@ import torch
 import torchvision
 
 from cifar_zero import models
-from cifar_zero.config import command_line, rules
+from cifar_zero.config import command_line
 from cifar_zero.config.flags import Choice
 from cifar_zero.core.errors import UsageError
 from cifar_zero.training.callbacks.counts import parameter_count
+from cifar_zero.training.resolve import resolve
 from tests.helpers import run_program
 
 
@@ -68,7 +69,7 @@ def test_is_a_run_like_any_other(tmp_path: Path):
 def test_mistakes_are_one_clear_line(flags: str, message: str):
     config = command_line.parse(["--data.source", "digits", "--accelerator", "cpu", "--model", *flags.split()])
     with pytest.raises(UsageError) as error:
-        rules.settle(config)
+        resolve(config)
     assert str(error.value).startswith(f"--model {config.model.name}: ")
     assert message in str(error.value)
     assert "\n" not in str(error.value)
@@ -107,7 +108,7 @@ def test_numbers_lists_and_names_of_layers_are_passed_on():
 def test_what_cannot_be_normalised_or_drawn_is_refused(flags: str, message: str):
     config = command_line.parse(["--data.source", "digits", "--accelerator", "cpu", "--model", *flags.split()])
     with pytest.raises(UsageError, match=message):
-        rules.settle(config)
+        resolve(config)
 
 
 def test_without_timm_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch):

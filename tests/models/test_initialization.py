@@ -15,6 +15,7 @@ from cifar_zero import models
 from cifar_zero.config.command_line import parse
 from cifar_zero.models.initialization import initialize
 from cifar_zero.training.build import module
+from cifar_zero.training.resolve import of_machine
 
 VARIANCES: dict[str, Callable[[int, int], float]] = {
     "he": lambda fan_in, fan_out: 2 / fan_in,
@@ -63,9 +64,8 @@ def test_deep_perceptrons_keep_their_signal(activation: str, scheme: str):
 
 def test_the_seed_draws_them():
     def start(*flags: str) -> torch.Tensor:
-        built = module(
-            CIFARModule, parse(["--data.source", "digits", "--model", "mlp", "--model.hidden", "[8]", *flags])
-        )
+        flags = ("--data.source", "digits", "--model", "mlp", "--model.hidden", "[8]", *flags)
+        built = module(CIFARModule, of_machine(parse([*flags])))
         built.configure_model()
         net: Any = built.net
         return net[1].weight

@@ -17,14 +17,12 @@ ALONE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", automatic.VARIA
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ALONE:
-        monkeypatch.setenv(name, "")  # so that what `settle` sets is undone
+        monkeypatch.setenv(name, "")  # so that what `choose` sets is undone
         monkeypatch.delenv(name)
 
 
 def settled(*flags: str) -> str:
-    config = command_line.parse(["--strategy", "auto", "--accelerator", "cpu", *flags])
-    automatic.settle(config)
-    return config.strategy
+    return automatic.choose(command_line.parse(["--strategy", "auto", "--accelerator", "cpu", *flags]))
 
 
 def test_a_cpu_takes_the_baseline_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:

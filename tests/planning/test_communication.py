@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cifar_zero.config.flags import Config
+from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.planning.communication import sent_bytes
 from cifar_zero.planning.model_states import Weight
@@ -23,7 +24,7 @@ SMALL = Network((Weight(10**6, 10**6), Weight(5 * 10**4, 5 * 10**4)), 5 * 10**5)
 def sent(strategy: str, network: Network, nodes: int = 4, precision: str = "bf16-mixed", **options: object) -> float:
     """Bytes for each parameter, without the (N - 1)/N."""
     config = replace(Config(), devices=1, num_nodes=nodes, accelerator="gpu", precision=precision, **options)  # pyright: ignore[reportArgumentType]
-    return sent_bytes(STRATEGIES[strategy], config, network) / network.elements / (nodes - 1) * nodes
+    return sent_bytes(Run(config, STRATEGIES[strategy], 10), network) / network.elements / (nodes - 1) * nodes
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_parameters_that_stay_whole_are_gathered_once_in_a_step() -> None:
 
 def test_gloo_scatters_by_an_all_reduce() -> None:
     config = replace(Config(), devices=1, num_nodes=2, accelerator="cpu", precision="32-true")
-    assert sent_bytes(STRATEGIES["deepspeed_stage_3"], config, SMALL) == (1 + 2) * SMALL.elements * 4 // 2
+    assert sent_bytes(Run(config, STRATEGIES["deepspeed_stage_3"], 10), SMALL) == (1 + 2) * SMALL.elements * 4 // 2
 
 
 def test_frozen_and_expert_parameters_send_less() -> None:
@@ -69,4 +70,6 @@ def test_frozen_and_expert_parameters_send_less() -> None:
 
 
 def test_one_rank_sends_nothing() -> None:
-    assert [sent_bytes(STRATEGIES[name], replace(Config(), devices=1), LARGE) for name in PLANNED] == [0] * len(PLANNED)
+    assert [sent_bytes(Run(replace(Config(), devices=1), STRATEGIES[name], 10), LARGE) for name in PLANNED] == [
+        0
+    ] * len(PLANNED)

@@ -7,7 +7,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cifar_zero.config import command_line
-from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.core.errors import UsageError
 from cifar_zero.planning import activations, network, overheads
 from cifar_zero.planning.activations import Line
@@ -15,15 +14,26 @@ from cifar_zero.planning.machine import Room, size_in_bytes
 from cifar_zero.planning.model_states import Weight
 from cifar_zero.planning.recommend import recommended
 from cifar_zero.planning.survey import PLANNED, Need, survey
+from cifar_zero.training.resolve import of_machine
 
 GB = 10**9
 
 
 def plan(room: Room, *flags: str, elements: int = 10 * GB) -> list[Need]:
-    config = command_line.parse(["--optimizer", "adam", "--precision", "bf16-mixed", "--batch_size", "64", *flags])
-    config.accelerator = "gpu"
+    all_flags = [
+        "--accelerator",
+        "gpu",
+        "--optimizer",
+        "adam",
+        "--precision",
+        "bf16-mixed",
+        "--batch_size",
+        "64",
+        *flags,
+    ]
+    run = of_machine(command_line.parse(all_flags))
     line = Line(0, GB)
-    return survey(config, network.of_size(elements), room, {"autocast": line, "cast": line})
+    return survey(run, network.of_size(elements), room, {"autocast": line, "cast": line})
 
 
 @pytest.mark.parametrize(
@@ -159,8 +169,8 @@ def test_offloaded_gradients_of_several_micro_batches() -> None:
 def test_fsdp2_reduces_in_float32() -> None:
     net = network.Network((Weight(1_000, 10),), largest_block=100)
     for precision, each in (("bf16-mixed", 10), ("32-true", 12)):
-        config = command_line.parse(["--strategy", "fsdp2", "--precision", precision, "--devices", "2"])
-        assert overheads.buckets(STRATEGIES["fsdp2"], config, net) == each * 100
+        run = of_machine(command_line.parse(["--strategy", "fsdp2", "--precision", precision, "--devices", "2"]))
+        assert overheads.buckets(run, net) == each * 100
 
 
 def test_second_copy_of_parameters() -> None:
@@ -180,9 +190,9 @@ def test_what_lacks_is_named() -> None:
 
 def test_alike_blocks_are_counted_as_three() -> None:
     """To the byte, as all of them."""
-    config = command_line.parse(["--model", "vit_tiny", "--activation_checkpointing"])
+    run = of_machine(command_line.parse(["--model", "vit_tiny", "--activation_checkpointing"]))
     with FakeTensorMode():
-        net = activations._fake(config, torch.bfloat16)
+        net = activations._fake(run, torch.bfloat16)
         whole = activations.counted(net, 4, "cast")
         assert activations._of_all_blocks(net, 4, "cast") == whole
     assert len(net.blocks) == 12  # pyright: ignore[reportArgumentType]
@@ -196,7 +206,7 @@ def test_a_network_that_looks_at_its_values_as_it_is_built(monkeypatch: pytest.M
 
     monkeypatch.setattr(activations, "on_meta", build)
     with FakeTensorMode():
-        net = activations._fake(command_line.parse([]), torch.bfloat16)
+        net = activations._fake(of_machine(command_line.parse([])), torch.bfloat16)
         assert net(torch.empty(2, 3, dtype=torch.bfloat16)).shape == (2, 10)
 
 

@@ -10,6 +10,7 @@ import pytest
 from cifar_zero.config import command_line
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.strategies.deepspeed.config import Dtype, get_ds_config, run_config
+from cifar_zero.training.resolve import of_machine
 from tests.helpers import ROOT
 
 
@@ -64,12 +65,15 @@ def test_recipe_says_what_the_source_says():
     assert config.schedule.options["warmup_min_lr"] == warmup["warmup_min_lr"]
 
 
+BATCH_8 = ["--batch_size", "8"]
+
+
 @pytest.mark.parametrize("name", [name for name, spec in STRATEGIES.items() if spec.family == "deepspeed"])
 def test_run_config_follows_the_command_line(name: str):
     config = command_line.parse(
-        ["--strategy", name, "--gradient_clip_val", "0.5", "--precision", "bf16-mixed", "--nvme_path", "/x"]
+        ["--strategy", name, "--gradient_clip_val", "0.5", "--precision", "bf16-mixed", "--nvme_path", "/x", *BATCH_8]
     )
-    made = run_config(config, micro_batch_size=8, num_parameters=62_005)
+    made = run_config(of_machine(config), num_parameters=62_005)
     spec, zero = STRATEGIES[name], made["zero_optimization"]
     assert made["train_micro_batch_size_per_gpu"] == 8
     assert made["gradient_clipping"] == 0.5
@@ -87,7 +91,7 @@ def test_run_config_follows_the_command_line(name: str):
 @pytest.mark.parametrize(("model", "devices", "largest"), [("net", 1, 120 * 400), ("vgg16", 2, 4096 * 25088 // 2)])
 def test_a_buffer_of_parameters_on_a_disk_has_room_for_the_largest(model: str, devices: int, largest: int):
     flags = ["--strategy", "deepspeed_stage_3_offload_nvme", "--nvme_path", "/x", "--model", model]
-    made = run_config(command_line.parse([*flags, "--devices", str(devices)]), micro_batch_size=8, num_parameters=10)
+    made = run_config(of_machine(command_line.parse([*flags, "--devices", str(devices)])), num_parameters=10)
     assert made["zero_optimization"]["offload_param"]["buffer_size"] == largest
 
 
@@ -95,7 +99,7 @@ def test_raw_configuration_keeps_what_is_not_ours(tmp_path: Path):
     file = tmp_path / "raw.json"
     file.write_text(json.dumps({"zero_optimization": {"stage": 2, "overlap_comm": True}, "steps_per_print": 7}))
     config = command_line.parse(["--ds_config", str(file), "--gradient_clip_val", "2"])
-    made = run_config(config, micro_batch_size=4, num_parameters=10)
+    made = run_config(of_machine(config), num_parameters=10)
     assert made["zero_optimization"] == {"stage": 2, "overlap_comm": True}
     assert (made["steps_per_print"], made["gradient_clipping"], made["train_micro_batch_size_per_gpu"]) == (7, 2.0, 4)
 
@@ -114,7 +118,7 @@ def test_switches_key_by_key():
         "true",
     ]
     flags += ["--offload.ratio", "0.75", "--offload.pin_memory", "true", "--offload.cpuadam_cores_perc", "0.5"]
-    read = DeepSpeedZeroConfig(**run_config(command_line.parse(flags), 8, 62_006)["zero_optimization"])
+    read = DeepSpeedZeroConfig(**run_config(of_machine(command_line.parse(flags)), 62_006)["zero_optimization"])
     assert (read.stage, read.sub_group_size, read.zero_hpz_partition_size) == (3, 1000, 2)
     assert (read.zero_quantized_weights, read.zero_quantized_gradients) == (True, True)
     offload = read.offload_optimizer
@@ -127,7 +131,7 @@ def test_switches_key_by_key():
 def test_without_switches_deepspeeds_own_values_stay():
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    made = run_config(command_line.parse(["--strategy", "deepspeed_stage_3_superoffload"]), 8, 62_006)[
+    made = run_config(of_machine(command_line.parse(["--strategy", "deepspeed_stage_3_superoffload"])), 62_006)[
         "zero_optimization"
     ]
     read, default = DeepSpeedZeroConfig(**made), DeepSpeedZeroConfig.model_validate({"offload_optimizer": {}})

@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 
 from cifar_zero import strategies
 from cifar_zero.config import command_line
+from cifar_zero.training.resolve import of_machine
 
 GPU = torch.device("cuda", 0)
 STRATEGIES = [SingleDeviceStrategy(GPU), DDPStrategy(parallel_devices=[GPU])]
@@ -38,6 +39,7 @@ def test_the_optimizer_is_fused_where_lightning_takes_it(
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "tensor_parallel", "pipeline", "deepspeed_stage_2"])
 def test_gpus_talk_over_the_backend_that_torch_takes_for_them(name: str):
-    config = command_line.parse(["--strategy", name, "--devices", "2", "--precision", "bf16-mixed"])
-    made, on_cpu = (strategies.build(config, each, 2, 1000) for each in (False, True))
+    flags = ["--strategy", name, "--devices", "2", "--precision", "bf16-mixed"]
+    runs = [of_machine(command_line.parse([*flags, "--accelerator", accelerator])) for accelerator in ("gpu", "cpu")]
+    made, on_cpu = (strategies.build(run, 1000) for run in runs)
     assert [each._process_group_backend for each in (made, on_cpu)] == [None, "gloo"]  # pyright: ignore

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from cifar_zero.core.errors import UsageError
-from cifar_zero.sweeping.runs import flags_of, name_of, settled
+from cifar_zero.sweeping.runs import flags_of, name_of, resolved
 
 REST = ["--data.source", "synthetic", "--accelerator", "cpu", "--batch_size", "16"]
 
@@ -11,7 +11,7 @@ REST = ["--data.source", "synthetic", "--accelerator", "cpu", "--batch_size", "1
 def test_names_and_flags() -> None:
     options = {"optimizer.lr": 0.0123456789, "model.hidden": "[64,64]", "seed": "3"}
     assert name_of(options) == "optimizer.lr_0.0123457-model.hidden__64_64_-seed_3"
-    config = settled([*REST, "--model", "mlp", *flags_of(options)], "val/acc")
+    config = resolved([*REST, "--model", "mlp", *flags_of(options)], "val/acc").config
     assert (config.optimizer.options["lr"], config.model.options["hidden"], config.seed) == (0.0123456789, [64, 64], 3)
 
 
@@ -35,4 +35,4 @@ def test_long_names_are_cut_and_stay_different() -> None:
 )
 def test_what_cannot_be_trained_is_refused(flags: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        settled([*REST, *flags.split()], "val/acc")
+        resolved([*REST, *flags.split()], "val/acc")

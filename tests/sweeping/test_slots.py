@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import pytest
 
-from cifar_zero.config.flags import Config
+from cifar_zero.config import command_line
+from cifar_zero.config.run import Run
 from cifar_zero.core import hardware
 from cifar_zero.sweeping import slots as module
 from cifar_zero.sweeping.slots import slots
+from cifar_zero.training.resolve import of_machine
 
 
-def config(accelerator: str, devices: int) -> Config:
-    return Config(accelerator=accelerator, devices=devices)  # pyright: ignore[reportArgumentType]
+def planned(accelerator: str, devices: int, strategy: str = "baseline") -> Run:
+    flags = ["--accelerator", accelerator, "--devices", str(devices), "--strategy", strategy, "--batch_size", "12"]
+    return of_machine(command_line.parse(flags))
 
 
 @pytest.fixture
@@ -23,20 +26,20 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_cores_are_shared_out(machine: pytest.MonkeyPatch) -> None:
-    places = slots([config("cpu", 1), config("cpu", 2)], None, runs=100)
+    places = slots([planned("cpu", 1), planned("cpu", 2)], None, runs=100)
     assert [sorted(cores) for _, cores in places] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert [len(cores) for _, cores in slots([config("cpu", 1)], None, runs=2)] == [4, 4]
-    assert len(slots([config("cpu", 1)], 3, runs=100)) == 3
+    assert [len(cores) for _, cores in slots([planned("cpu", 1)], None, runs=2)] == [4, 4]
+    assert len(slots([planned("cpu", 1)], 3, runs=100)) == 3
 
 
 def test_the_memory_of_the_cpu_is_heeded(machine: pytest.MonkeyPatch) -> None:
     machine.setattr(module, "free_memory_bytes", lambda: 3_500_000_000)
-    assert len(slots([config("cpu", 1)], None, runs=100)) == 3
+    assert len(slots([planned("cpu", 1)], None, runs=100)) == 3
 
 
 def test_gpus_are_shared_out(machine: pytest.MonkeyPatch) -> None:
     def visible(devices: int, parallel: int | None = None) -> list[str]:
-        return [environment[module.VISIBLE] for environment, _ in slots([config("gpu", devices)], parallel, runs=100)]
+        return [environment[module.VISIBLE] for environment, _ in slots([planned("gpu", devices)], parallel, runs=100)]
 
     assert visible(1) == ["0", "1", "2", "3"]
     assert visible(2) == ["0,1", "2,3"]
@@ -47,6 +50,5 @@ def test_gpus_are_shared_out(machine: pytest.MonkeyPatch) -> None:
 
 
 def test_runs_that_share_a_disk_for_their_parameters_take_turns(machine: pytest.MonkeyPatch) -> None:
-    nvme = config("cpu", 1)
-    nvme.strategy = "deepspeed_stage_3_offload_nvme"
-    assert len(slots([config("cpu", 1), nvme], 2, runs=100)) == 1
+    nvme = planned("cpu", 1, "deepspeed_stage_3_offload_nvme")
+    assert len(slots([planned("cpu", 1), nvme], 2, runs=100)) == 1

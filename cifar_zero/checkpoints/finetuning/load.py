@@ -44,7 +44,7 @@ class Match:
     unused: list[str]
     """Names and shapes of what the network does not have so."""
 
-    def told(self, run_dir: Path) -> str:
+    def summary(self, run_dir: Path) -> str:
         """A line for the console; the run folder gets a list of all names where the line leaves some out."""
         parts = [f"loaded {len(self.loaded)} of {len(self.loaded) + len(self.initialised)} tensors"]
         parts += [f"initialised: {_few(self.initialised)}"] if self.initialised else []

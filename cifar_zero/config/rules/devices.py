@@ -1,11 +1,10 @@
-"""What the machine has: its ranks, its memory, and what is for GPUs alone."""
+"""What only a GPU can do, and how many ranks fit into the CPU's memory."""
 
 from __future__ import annotations
 
 import os
 
-from cifar_zero.config.flags import Config
-from cifar_zero.config.strategy_specs import STRATEGIES
+from cifar_zero.config.run import Run
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import free_memory_bytes
 
@@ -13,56 +12,47 @@ CPU_RANK_BYTES = 1_000_000_000
 """Memory of one CPU rank of the smallest run (measured: 0.9 to 1.1 GB resident, torch 2.15 with DeepSpeed 0.19)."""
 
 
-def settle_devices(config: Config, gpus: int) -> None:
-    """Puts the number of ranks for `auto`, or what the launcher says; `gpus` are those that torch can use."""
-    if "LOCAL_WORLD_SIZE" in os.environ:  # the ranks are there already, whoever has started them
-        config.devices = int(os.environ["LOCAL_WORLD_SIZE"])
-        config.num_nodes, left = divmod(int(os.environ["WORLD_SIZE"]), config.devices)
-        if left:
-            raise UsageError(f"{os.environ['WORLD_SIZE']} ranks, {config.devices} here: give each machine as many")
-    elif config.devices == "auto":
-        config.devices = max(1, gpus)
-    if gpus and config.devices > gpus:
-        raise UsageError(f"--devices {config.devices}: this machine has {gpus} GPU{'s'[: gpus > 1]}")
-
-
-def check_on_cpu(config: Config) -> None:
-    """What only a GPU can do."""
-    if config.precision == "16-mixed":
+def check_on_cpu(run: Run) -> None:
+    """Refuses what needs a GPU."""
+    if run.config.precision == "16-mixed":
         raise UsageError("--precision 16-mixed needs a GPU: on the CPU use bf16-mixed or 32-true")
-    if config.activation_offload:
+    if run.config.activation_offload:
         raise UsageError("--activation_offload needs a GPU: on the CPU --activation_checkpointing saves activations")
-    if STRATEGIES[config.strategy].super_offload and not config.ds_config:
-        raise UsageError(f"--strategy {config.strategy} needs a CUDA GPU: on the CPU use deepspeed_stage_3_offload")
+    if run.spec.super_offload:
+        raise UsageError(
+            f"--strategy {run.config.strategy_name} needs a CUDA GPU: on the CPU use deepspeed_stage_3_offload"
+        )
 
 
-def check_cpu_memory(config: Config) -> None:
-    """What ranks on the CPU have no memory for."""
-    assert config.devices != "auto"
-    launched = "LOCAL_WORLD_SIZE" in os.environ  # the ranks have taken their memory already
-    if config.devices > 1 and not launched and config.devices * CPU_RANK_BYTES > (free := free_memory_bytes()):
+def check_cpu_memory(run: Run) -> None:
+    """Refuses more CPU ranks than the memory has room for; a launcher's ranks have taken their memory already."""
+    devices = run.config.devices
+    assert devices != "auto"
+    launched = "LOCAL_WORLD_SIZE" in os.environ
+    if devices > 1 and not launched and devices * CPU_RANK_BYTES > (free := free_memory_bytes()):
         fit = max(1, free // CPU_RANK_BYTES)
-        raise UsageError(f"--devices {config.devices}: a CPU rank takes about 1 GB, and there is room for {fit} here")
+        raise UsageError(f"--devices {devices}: a CPU rank takes about 1 GB, and there is room for {fit} here")
 
 
-def check_cuda_graphs(config: Config) -> None:
-    """A graph replays the same kernels on the same addresses."""
-    spec = STRATEGIES[config.strategy]
-    if config.accelerator == "cpu":
-        raise UsageError("--cuda_graphs needs a GPU: --compile compiles the network on the CPU too")
-    if config.activation_offload:
+def check_cuda_graphs(run: Run) -> None:
+    """Refuses --cuda_graphs where a step is not the same kernels on the same addresses, which a graph replays."""
+    if run.on_cpu:
+        raise UsageError("--cuda_graphs needs a GPU: --compile compiles the model on the CPU too")
+    if run.config.activation_offload:
         raise UsageError(
             "--cuda_graphs keeps the activations in the graph's own memory: leave out --activation_offload"
         )
-    if config.accumulate > 1:
+    if run.config.accumulate > 1:
         raise UsageError("--cuda_graphs cannot add gradients up over --accumulate micro-batches: use --compile")
-    if spec.stage == 3 or spec.family not in ("baseline", "deepspeed") or config.ds_config:
-        raise UsageError(f"--cuda_graphs: {config.strategy_name} may move the parameters in every step: use --compile")
+    if not run.spec.graphs:
+        strategy = run.config.strategy_name
+        raise UsageError(f"--cuda_graphs: {strategy} may move the parameters in every step: use --compile")
 
 
-def check_sync_batch_norm(config: Config) -> None:
-    """torch's SyncBatchNorm (2.15) needs GPUs; of the strategies here Lightning (2.6.6) uses it under DDP alone."""
-    if config.accelerator == "cpu":
+def check_sync_batch_norm(run: Run) -> None:
+    """Refuses SyncBatchNorm without GPUs (torch 2.15) or DDP, the only strategy here with which Lightning (2.6.6) uses
+    it."""
+    if run.on_cpu:
         raise UsageError("--trainer.sync_batchnorm needs a GPU: on the CPU each rank normalises by its micro-batch")
-    if config.ds_config or STRATEGIES[config.strategy].family != "baseline":
-        raise UsageError(f"--trainer.sync_batchnorm is for ddp, not for {config.strategy_name}")
+    if run.spec.family != "baseline":
+        raise UsageError(f"--trainer.sync_batchnorm is for ddp, not for {run.config.strategy_name}")

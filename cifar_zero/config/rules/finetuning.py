@@ -4,23 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cifar_zero.checkpoints import run_folder
 from cifar_zero.config.flags import Config, LoRAConfig
 from cifar_zero.config.values import check_flags
 from cifar_zero.core.errors import UsageError
 
 
-def settle_finetuning(config: Config) -> None:
-    """Refuses what does not go together, and puts the file's own path for what --weights names."""
-    check_finetuning(config)
-    if config.weights:
-        file = Path(config.weights) if config.resume else run_folder.find_checkpoint(config.weights, "", "")
-        config.weights = str(file.absolute())
-        config.delta = config.delta and str(Path(config.delta).absolute())
-
-
 def check_finetuning(config: Config) -> None:
-    """Refuses what does not go together."""
+    """Refuses options of fine-tuning that cannot be combined."""
     lora = config.lora
     if lora != LoRAConfig():
         check_flags(lora, "lora.", "rank", at_least=1)
@@ -30,4 +20,4 @@ def check_finetuning(config: Config) -> None:
     if config.delta and not config.weights:
         raise UsageError(f"--delta {config.delta} needs --weights, what the run that wrote it started from")
     if config.delta and not Path(config.delta).is_file():
-        raise UsageError(f"--delta {config.delta} is no file")
+        raise UsageError(f"--delta {config.delta} is not a file")

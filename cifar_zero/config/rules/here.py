@@ -1,4 +1,4 @@
-"""What a run needs of the machine that it is started on, beside its devices: memory, packages, a compiler, a disk."""
+"""What a run needs of this computer apart from its devices: memory, packages, a compiler, a disk."""
 
 from __future__ import annotations
 
@@ -7,35 +7,32 @@ import importlib.util
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
-from cifar_zero.config.flags import Config
 from cifar_zero.config.rules.devices import check_cpu_memory
-from cifar_zero.config.strategy_specs import STRATEGIES
+from cifar_zero.config.run import Run
 from cifar_zero.core.errors import UsageError
 from cifar_zero.optimizers import BY_DEEPSPEED, OFFLOADED_BY
 
 
-def check_here(config: Config, raw: dict[str, Any]) -> None:
-    """Refuses what this machine lacks for a run that others could do; `raw` as in `check_experts`."""
-    if config.accelerator == "cpu":
-        check_cpu_memory(config)
-    name, spec = config.optimizer.name, STRATEGIES[config.strategy]
-    if name == "adam8bit" and importlib.util.find_spec("bitsandbytes") is None:
+def check_here(run: Run) -> None:
+    """Refuses what this computer lacks for a run that others could do."""
+    if run.on_cpu:
+        check_cpu_memory(run)
+    optimizer, spec = run.config.optimizer.name, run.spec
+    if optimizer == "adam8bit" and importlib.util.find_spec("bitsandbytes") is None:
         raise UsageError("--optimizer adam8bit needs bitsandbytes: pip install bitsandbytes, or use --optimizer adam")
-    offload = raw.get("zero_optimization", {}).get("offload_optimizer", {})
-    offloads = offload.get("device", "none") != "none" or spec.offload_optimizer
-    compiles = offloads and OFFLOADED_BY.get(name) == BY_DEEPSPEED
+    compiles = spec.offload_optimizer and OFFLOADED_BY.get(optimizer) == BY_DEEPSPEED
     if compiles and not (shutil.which("g++") or shutil.which("c++")):
         raise UsageError(
-            f"--strategy {config.strategy_name} compiles DeepSpeed's CPU {name}: install g++ or use --optimizer sgd"
+            f"--strategy {run.config.strategy_name} compiles DeepSpeed's CPU {optimizer}: install g++ or use "
+            "--optimizer sgd"
         )
-    if spec.offload_optimizer == "nvme" and not config.ds_config:
-        check_nvme(config.nvme_path)
+    if spec.offload_optimizer == "nvme" and spec.raw is None:
+        check_nvme(run.config.nvme_path)
 
 
 def check_nvme(path: str) -> None:
-    """Refuses a directory that is none, and a machine without libaio, against which DeepSpeed compiles its I/O."""
+    """Refuses a missing directory, and a computer without libaio, against which DeepSpeed compiles its I/O."""
     if not path:
         raise UsageError("--strategy deepspeed_stage_3_offload_nvme needs --nvme_path DIRECTORY on a local disk")
     if not os.access(path, os.W_OK | os.X_OK):

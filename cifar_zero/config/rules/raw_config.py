@@ -24,8 +24,12 @@ OWNED_BY_FLAGS = {
 }
 
 
-def raw_config(file: str) -> dict[str, Any]:
-    """What a raw DeepSpeed configuration holds, where a run can be given it."""
+def read(file: str) -> dict[str, Any]:
+    """Returns the content of a raw DeepSpeed configuration.
+
+    Raises:
+        UsageError: it cannot be read, or sets what has another owner.
+    """
     try:
         raw: Any = json.loads(Path(file).read_text())
     except OSError as error:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from cifar_zero import models
-from cifar_zero.config.strategy_specs import STRATEGIES, Spec
 
 if TYPE_CHECKING:
-    from cifar_zero.config.flags import Config
+    from cifar_zero.config.flags import ZeROConfig
+    from cifar_zero.config.run import Run
     from cifar_zero.strategies.deepspeed.strategy import ZeROStrategy
 
 BUCKET_ELEMENTS = 50_000_000  # DeepSpeedExamples, training/cifar/cifar10_deepspeed.py
@@ -66,28 +64,27 @@ def get_ds_config(stage: int, dtype: Dtype) -> dict[str, Any]:
     }
 
 
-def run_config(config: Config, micro_batch_size: int, num_parameters: int) -> dict[str, Any]:
+def run_config(run: Run, num_parameters: int) -> dict[str, Any]:
     """The configuration that a run gives to its engine.
 
     Batch, accumulation, clipping, precision, optimizer and schedule have one owner, the command line; Lightning adds
     gradient_accumulation_steps.
 
     Args:
-        config: of the run.
-        micro_batch_size: images per rank and micro-batch.
-        num_parameters: of the network: no bucket is larger, they are memory.
+        run: under one of DeepSpeed's strategies.
+        num_parameters: of the model: no bucket is larger, they are memory.
     """
+    config, spec = run.config, run.spec
     dtype: Dtype = "fp32" if config.precision == "32-true" else "bf16" if "bf16" in config.precision else "fp16"
     owned = {
-        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "train_micro_batch_size_per_gpu": run.micro_batch,
         "gradient_clipping": config.gradient_clip_val,
         # The optimizer is ours, not one of the few that DeepSpeed has tested; SGD has no CPU form of DeepSpeed's.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
-    if config.ds_config:
-        return {**_buffers(dtype), **json.loads(Path(config.ds_config).read_text()), **_precision(dtype, 0), **owned}
-    spec = STRATEGIES[config.strategy]
+    if spec.raw is not None:
+        return {**_buffers(dtype), **spec.raw, **_precision(dtype, 0), **owned}
     source = get_ds_config(spec.stage, dtype)
     return {
         **owned,
@@ -96,23 +93,23 @@ def run_config(config: Config, micro_batch_size: int, num_parameters: int) -> di
         "steps_per_print": source["steps_per_print"],
         "prescale_gradients": source["prescale_gradients"],
         "wall_clock_breakdown": source["wall_clock_breakdown"],
-        "zero_optimization": _zero_section(source["zero_optimization"], spec, config, num_parameters),
+        "zero_optimization": _zero_section(source["zero_optimization"], run, num_parameters),
     }
 
 
-def build(config: Config, on_cpu: bool, micro_batch_size: int, num_parameters: int) -> ZeROStrategy:
+def build(run: Run, num_parameters: int) -> ZeROStrategy:
     """The Lightning strategy; see `run_config` for the arguments."""
     from cifar_zero.strategies.deepspeed.strategy import ZeROPrecision, ZeROStrategy
 
-    ds_config = run_config(config, micro_batch_size, num_parameters)
+    ds_config = run_config(run, num_parameters)
     offload = ds_config.get("zero_optimization", {}).get("offload_param", {}).get("device")
     strategy = ZeROStrategy(
         config=ds_config,
-        precision_plugin=ZeROPrecision(config.precision),  # pyright: ignore[reportArgumentType]
+        precision_plugin=ZeROPrecision(run.config.precision),  # pyright: ignore[reportArgumentType]
         remote_device="nvme" if offload == "nvme" else "cpu",
-        process_group_backend="gloo" if on_cpu else None,
+        process_group_backend="gloo" if run.on_cpu else None,
     )
-    strategy.shards_while_building = not issubclass(models.MODELS[config.model.name], models.External)
+    strategy.shards_while_building = not issubclass(models.MODELS[run.config.model.name], models.External)
     return strategy
 
 
@@ -129,7 +126,8 @@ def _buffers(dtype: Dtype) -> dict[str, Any]:
     return {"data_types": {"buffer_dtype": dtype, "keep_in_fp32_modules": ["running_mean", "running_var"]}}
 
 
-def _zero_section(source: dict[str, Any], spec: Spec, config: Config, num_parameters: int) -> dict[str, Any]:
+def _zero_section(source: dict[str, Any], run: Run, num_parameters: int) -> dict[str, Any]:
+    config, spec = run.config, run.spec
     bucket = min(BUCKET_ELEMENTS, num_parameters + num_parameters % 2)  # stages 1 and 2 (0.19.8) want an even number
     zero = {
         **source,
@@ -141,7 +139,7 @@ def _zero_section(source: dict[str, Any], spec: Spec, config: Config, num_parame
     }
     offload, pinned = config.offload, {"pin_memory": config.offload.pin_memory}
     if spec.stage == 3:
-        zero |= _switches(config)
+        zero |= _switches(config.zero)
     if spec.offload_optimizer:
         zero["offload_optimizer"] = {"device": spec.offload_optimizer, **pinned, "ratio": offload.ratio}
     if spec.offload_parameters:
@@ -152,26 +150,24 @@ def _zero_section(source: dict[str, Any], spec: Spec, config: Config, num_parame
         if zero.get(section, {}).get("device") == "nvme":
             zero[section]["nvme_path"] = config.nvme_path
     if spec.offload_parameters == "nvme":
-        zero["offload_param"]["buffer_size"] = _largest_part(config)
+        zero["offload_param"]["buffer_size"] = _largest_part(run)
     return zero
 
 
-def _largest_part(config: Config) -> int:
+def _largest_part(run: Run) -> int:
     """Elements of a rank's part of the largest parameter, for which a buffer between disk and memory has to have room.
 
     DeepSpeed (0.19.8) has five of them from the start, of 10^8 elements each where nothing is said: 2 GB, and too small
     for vgg16's first linear layer on one rank (`get_buffer` in swap_tensor/partitioned_param_swapper.py).
     """
-    from cifar_zero import data
     from cifar_zero.checkpoints.finetuning.network import on_meta
 
-    net = on_meta(config.model, len(data.class_names(config.data)), lora=config.lora)
-    return max(math.ceil(parameter.numel() / config.world_size) for parameter in net.parameters())
+    net = on_meta(run.config.model, run.num_classes, lora=run.config.lora)
+    return max(math.ceil(parameter.numel() / run.world_size) for parameter in net.parameters())
 
 
-def _switches(config: Config) -> dict[str, Any]:
-    """Of stage 3, those of --zero."""
-    switches = config.zero
+def _switches(switches: ZeROConfig) -> dict[str, Any]:
+    """Returns the switches of stage 3 that --zero sets."""
     return {
         "sub_group_size": switches.sub_group_size,
         "zero_hpz_partition_size": switches.hpz_partition_size,

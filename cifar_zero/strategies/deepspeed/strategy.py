@@ -32,6 +32,7 @@ from cifar_zero.launch.collectives import gather
 from cifar_zero.models.cast import compute_with_statistics
 from cifar_zero.models.moe import share_of
 from cifar_zero.optimizers import Implementation
+from cifar_zero.strategies import OwnStrategy
 from cifar_zero.strategies.deepspeed import experts
 from cifar_zero.strategies.deepspeed.checkpoint import (
     GuardedCheckpointEngine,
@@ -61,7 +62,7 @@ class ZeROPrecision(DeepSpeedPrecision):
         return data
 
 
-class ZeROStrategy(DeepSpeedStrategy):
+class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
     """DeepSpeed's engine under Lightning: on CUDA as Lightning runs it, else over DeepSpeed's own CPU accelerator.
 
     What Lightning 2.6.6 does not do by itself:

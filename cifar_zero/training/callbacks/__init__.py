@@ -1,2 +1,1 @@
-"""The observers of a run, one per file: they read what happens and write curves, figures and totals; none changes the
-training."""
+"""Callbacks, one per file: they observe a run and write curves, figures and totals; `run_callbacks` lists them."""

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import get_swa_multi_avg_fn
 from cifar_zero.checkpoints.finetuning.freeze import counting, rest_statistics, resting
 from cifar_zero.checkpoints.zero_folder import AVERAGE
 from cifar_zero.launch.collectives import average_over_ranks, gather
-from cifar_zero.strategies import rewriting
+from cifar_zero.strategies import plain_names, rewriting
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -106,7 +106,7 @@ class Averaging(Callback):
             self._swap_out(trainer, pl_module)
         self._agree(pl_module)
         parts = held(pl_module)
-        plain = plain_names(trainer, parts)
+        plain = plain_names(trainer.strategy, parts)
         weights = {plain[name]: value for name, value in zip(parts, self._averages, strict=True)}
         of_experts = {plain[name]: weights[plain[name]].cpu() for name, part in parts.items() if is_spread(part)}
         if of_experts:  # rank 0 writes, and has its own alone
@@ -121,7 +121,7 @@ class Averaging(Callback):
         if saved is None or saved["kind"] != self._kind:
             return
         parts = held(pl_module)
-        plain = plain_names(trainer, parts)
+        plain = plain_names(trainer.strategy, parts)
         if not saved["weights"].keys() >= {*plain.values()}:  # others are trained now
             return
         self._count, self._averages = saved["count"], []
@@ -210,9 +210,3 @@ def own_part(value: Any) -> Tensor:
 def is_spread(value: Any) -> bool:
     """Whether other ranks have other values of it: DeepSpeed (0.19.8) marks the parameters of experts so."""
     return not getattr(value, "allreduce", True)
-
-
-def plain_names(trainer: Trainer, names: dict[str, Any]) -> dict[str, str]:
-    """The plain network's name for each; they differ where a strategy spreads experts over ranks."""
-    own = getattr(trainer.strategy, "plain_names", None)
-    return own(names) if own is not None else {name: name for name in names}

@@ -13,7 +13,7 @@ from lightning.fabric.utilities.throughput import measure_flops
 
 from cifar_zero.checkpoints.finetuning.network import NO_LORA, on_meta
 from cifar_zero.config.flags import Choice, LoRAConfig
-from cifar_zero.data.dataset import IMAGE_SHAPE
+from cifar_zero.models import IMAGE_SHAPE
 from cifar_zero.models.recomputation import checkpoint_blocks
 
 

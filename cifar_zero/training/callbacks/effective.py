@@ -10,6 +10,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from cifar_zero.checkpoints import run_folder
+from cifar_zero.strategies.mesh import MeshStrategy
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -77,7 +78,7 @@ class Effective(Callback):
 
 def _compute_dtype(trainer: Trainer, parameters: torch.dtype) -> torch.dtype:
     """Of the layers: autocast's, or the one that fully_shard casts to, or else that of the parameters."""
-    if getattr(trainer.strategy, "casts", False):
+    if isinstance(trainer.strategy, MeshStrategy) and trainer.strategy.casts:
         return torch.bfloat16  # strategies/fsdp2.py
     device = trainer.strategy.root_device.type
     with trainer.precision_plugin.forward_context():

@@ -1,0 +1,71 @@
+"""From the configuration to the resolved run: the only place where what is left open is decided."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from cifar_zero import data
+from cifar_zero.checkpoints import run_folder
+from cifar_zero.checkpoints.resume import checkpoint_to_resume
+from cifar_zero.config import rules
+from cifar_zero.config.flags import Choice, Config
+from cifar_zero.config.machine import on_this_machine
+from cifar_zero.config.rules import raw_config
+from cifar_zero.config.run import NO_CONSENT, Consent, Run
+from cifar_zero.config.strategy_specs import STRATEGIES, spec_of_raw
+from cifar_zero.schedules import SCHEDULES
+
+
+def resolve(config: Config, consent: Consent = NO_CONSENT) -> Run:
+    """Returns the run that a configuration comes to on this computer.
+
+    With several nodes, or under torchrun, rank 0 decides later for all ranks what is resumed: see `training.nodes`.
+
+    Args:
+        config: of the run; its strategy is a name, not auto.
+        consent: what the command line allows.
+
+    Raises:
+        UsageError: it cannot run; says what to use instead.
+    """
+    run = of_machine(on_this_machine(config), consent)
+    if run.config.num_nodes == 1:
+        run = with_checkpoint(run, checkpoint_to_resume(run.config))
+    rules.check(run)
+    return run
+
+
+def of_machine(config: Config, consent: Consent = NO_CONSENT) -> Run:
+    """Returns the run of a configuration whose accelerator, devices and precision are decided.
+
+    Raises:
+        UsageError: the batch cannot be divided, or the images or a raw DeepSpeed configuration cannot be used.
+    """
+    if config.find_lr and config.schedule.name != "range_test":
+        config = replace(config, schedule=Choice("range_test", asdict(SCHEDULES["range_test"]())))
+    spec = spec_of_raw(raw_config.read(config.ds_config)) if config.ds_config else STRATEGIES[config.strategy]
+    run = Run(config, spec, num_classes=len(data.class_names(config.data)), consent=consent)
+    _ = run.micro_batch
+    rules.check_finetuning(config)
+    return run
+
+
+def with_checkpoint(run: Run, resume: str) -> Run:
+    """Returns the run with the paths of the checkpoint that it resumes, or of the weights that it starts from.
+
+    Args:
+        run: of this computer.
+        resume: path of the checkpoint; empty for a run that begins.
+
+    Raises:
+        UsageError: the strategy cannot resume, or the weights do not exist.
+    """
+    config = replace(run.config, resume=resume)
+    if config.weights:
+        file = Path(config.weights) if resume else run_folder.find_checkpoint(config.weights, "", "")
+        delta = config.delta and str(Path(config.delta).absolute())
+        config = replace(config, weights=str(file.absolute()), delta=delta)
+    run = replace(run, config=config)
+    rules.check_resume(run)
+    return run
