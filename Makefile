@@ -37,8 +37,8 @@ check: setup  ## ruff and pyright
 recipes: setup  ## a few steps of every recipe, on one rank and under ZeRO on two, and of every command of the course: minutes
 	RECIPES=1 $(WITH_NINJA) $(BIN)/pytest tests/distributed/test_recipes.py tests/test_readme.py tests/test_cluster.py
 
-bench: setup  ## measure against the reference loops, in short: a few minutes (docs/performance.md)
-	for name in tutorial limit deepspeed startup data; do $(BIN)/python -m benchmarks.$$name --short || exit; done
+bench: setup  ## one round of each comparison with the reference loops: a few minutes (docs/performance.md)
+	for name in tutorial limit startup data "deepspeed --stages 3"; do $(BIN)/python -m benchmarks.$$name --repeats 1 || exit; done
 
 fuzz: setup  ## all tests in their whole form: every recipe, every pair of strategies, twenty kills, damaged files: some hours
 	RECIPES=1 FUZZ=1 $(WITH_NINJA) $(BIN)/pytest --timeout 7200

@@ -1,22 +1,21 @@
-"""What a benchmark prints: the machine, the versions, and a table of every comparison."""
+"""What a benchmark prints: the machine, the versions, and a table of each comparison."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+import os
+import statistics
+from collections.abc import Mapping, Sequence
 
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.case import Case
-from benchmarks.options import Options
-from benchmarks.others import Others
-from benchmarks.processes import ROOT
-from benchmarks.spread import Spread
+from benchmarks.runs import ROOT
 from cifar_zero.core.hardware import core_count, cpu_name
 from cifar_zero.reports.summary import git_commit, versions
+
+Figures = Mapping[str, float]
+"""What one run measured; keys are those of UNITS, and others that no table shows."""
 
 UNITS = {
     "images_per_second": "images/s",
@@ -24,72 +23,63 @@ UNITS = {
     "seconds_to_first_step": "s to the first step",
     "seconds_to_first_batch": "s to the first batch",
     "seconds": "s",
-    "copies": "copies in memory",
 }
-"""The figures of a run in the order of their columns, each with its heading."""
-
-WIDTH = 120
-"""Characters of a line where the output is not a terminal."""
+"""The heading of each figure, in the order of the columns."""
 
 
-def show(title: str, cases: Sequence[Case], options: Options, others: Others) -> None:
-    """Prints to the standard output what was measured, and the end of what a failed run said."""
-    console = heading(f"{title}; ratios are taken round by round", options, others)
-    for case in cases:
-        timed = "" if case.timed_images is None else f" ({case.timed_images:,} timed images in each run)"
-        console.print(f"\n[bold]{escape(case.name)}[/]{timed}")
-        console.print(_table(case))
-        for name, failure in case.failures.items():
-            console.print(f"failed: {name} {failure}", markup=False, soft_wrap=True)
-
-
-def heading(title: str, options: Options, others: Others) -> Console:
-    """Prints what the tables hold and where they were measured; returns the console that they go to.
-
-    Args:
-        title: of the benchmark.
-        options: of the benchmark.
-        others: counting since before the first run.
-    """
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
-    rounds = "1 round" if options.repeats == 1 else f"{options.repeats} rounds"
-    console.print(f"{title}; minimum / median / maximum of {rounds}", markup=False, soft_wrap=True)
-    for line in machine(options):
-        console.print(line, markup=False, soft_wrap=True)
-    console.print(f"other programs took {others.share():.0%} of the cores meanwhile", markup=False)
-    return console
-
-
-def machine(options: Options) -> list[str]:
-    """Lines on the processor, the GPU where it is used, the versions and the commit."""
+def heading(name: str, rounds: int, accelerator: str) -> str:
+    """Returns three lines that name the benchmark, the machine, the versions and the commit."""
     cores = core_count()
-    where = f"{cpu_name()}, {cores} core{'s'[: cores > 1]}"
-    if options.accelerator == "gpu":
+    machine = f"{cpu_name()}, {cores} core{'s'[: cores > 1]}"
+    if accelerator == "gpu":
         import torch
 
-        where += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
-    packages = {"python": "", **versions()}
-    shown = ", ".join(f"{name} {packages[name]}" for name in ("python", "torch", "lightning", "deepspeed"))
-    return [where, f"{shown}; commit {git_commit(ROOT) or 'unknown'}"]
+        machine += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    found = versions()
+    shown = ", ".join(f"{package} {found[package]}" for package in ("python", "torch", "lightning", "deepspeed"))
+    title = f"{name}; minimum / median / maximum of {rounds} round{'s'[: rounds > 1]}; ratios are taken within a round"
+    load = f"load average {os.getloadavg()[0]:.2f}"
+    return f"{title}\n{machine}; {load}\n{shown}; commit {git_commit(ROOT) or 'unknown'}"
 
 
-def _table(case: Case) -> Table:
-    found = {figure for runs in case.figures.values() for one in runs if one for figure in one}
+def table(runs: Mapping[str, Sequence[Figures | None]], ratios: Sequence[tuple[str, str]], ratio_of: str) -> Table:
+    """Returns the table of a comparison.
+
+    Args:
+        runs: by contender, the figures of each round; None where the run failed.
+        ratios: pairs of contenders, the first divided by the second.
+        ratio_of: the figure that is divided.
+    """
+    found = {figure for rounds in runs.values() for one in rounds if one for figure in one}
     shown = [figure for figure in UNITS if figure in found]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", no_wrap=True)
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    made.add_column("", no_wrap=True)
     for figure in shown:
-        table.add_column(UNITS[figure], justify="right", no_wrap=True)
-    for name, runs in case.figures.items():
-        failed = sum(one is None for one in runs)
-        label = name if not failed else f"{name}: {failed} of {len(runs)} failed"
-        table.add_row(escape(label), *(_cell(case.values(name, figure)) for figure in shown))
-    for ratio in case.ratios:
-        cells = [_cell(case.ratio(ratio, figure)) if figure in ratio.figures else "" for figure in shown]
-        table.add_row(escape(f"{ratio.over} / {ratio.under}"), *cells, style="bold")
-    return table
+        made.add_column(UNITS[figure], justify="right", no_wrap=True)
+    for name, rounds in runs.items():
+        failed = sum(one is None for one in rounds)
+        label = name if not failed else f"{name}: {failed} of {len(rounds)} failed"
+        known = [one for one in rounds if one is not None]
+        made.add_row(escape(label), *(spread([one[key] for one in known if key in one]) for key in shown))
+    for over, under in ratios:
+        cell = spread(paired_ratios(runs[over], runs[under], ratio_of))
+        made.add_row(escape(f"{over} / {under}"), *(cell if key == ratio_of else "" for key in shown), style="bold")
+    return made
 
 
-def _cell(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return str(Spread.of(known)) if known else "-"
+def paired_ratios(over: Sequence[Figures | None], under: Sequence[Figures | None], figure: str) -> list[float]:
+    """Returns the ratio of each round in which both ran: both saw the machine in one state."""
+    pairs = zip(over, under, strict=True)
+    return [first[figure] / second[figure] for first, second in pairs if first is not None and second is not None]
+
+
+def spread(values: Sequence[float]) -> str:
+    """Returns "minimum / median / maximum", or "-" for no values."""
+    if not values:
+        return "-"
+    return " / ".join(map(number, (min(values), statistics.median(values), max(values))))
+
+
+def number(value: float) -> str:
+    """Formats a figure with three digits or more: 0.812, 2.61, 34.2, 3,329."""
+    return f"{value:,.{2 if 1 <= value < 10 else 1 if 10 <= value < 100 else 3 if value < 1 else 0}f}"

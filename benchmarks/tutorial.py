@@ -5,36 +5,28 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from benchmarks import harness, options
-from benchmarks.case import Case, Ratio
-from benchmarks.contenders import Bench, bench
+from benchmarks import harness
+from benchmarks.harness import Case
+from benchmarks.runs import bench
 from cifar_zero.core import exits
 
-BATCH_SIZE = 4
-STEPS, SHORT_STEPS = 2000, 500
+STEPS = 2000
 
 
 def main() -> int:
     """Measures; returns the exit code."""
-    given = options.settle(options.parser("tutorial", __doc__).parse_args())
-    harness.heed_sigterm()
-    with bench(given) as place:
-        place.prepare()
-        return harness.compare("tutorial", [case(place)], given)
-
-
-def case(place: Bench) -> Case:
-    """The comparison."""
-    steps = place.options.steps or (SHORT_STEPS if place.options.short else STEPS)
-    return Case(
-        f"configs/tutorial.yaml, batch {BATCH_SIZE}, {place.options.accelerator}",
-        {
-            "ours": partial(place.ours, BATCH_SIZE, steps, "--config", "configs/tutorial.yaml"),
-            "tutorial loop": partial(place.reference, "tutorial", steps),
-            "bare loop": partial(place.reference, "bare", steps, "--batch_size", str(BATCH_SIZE)),
-        },
-        [Ratio("ours", "tutorial loop"), Ratio("ours", "bare loop")],
-    )
+    parser = harness.parser("tutorial", __doc__)
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"timed steps of a run (default: {STEPS})")
+    given = harness.parse(parser)
+    with bench(given.accelerator) as place:
+        contenders = {
+            "ours": partial(place.ours, given.steps, "--config", "configs/tutorial.yaml"),
+            "tutorial loop": partial(place.reference, "tutorial", given.steps),
+            "bare loop": partial(place.reference, "bare", given.steps),
+        }
+        ratios = [("ours", "tutorial loop"), ("ours", "bare loop")]
+        case = Case(f"configs/tutorial.yaml, batch 4, {given.accelerator}", contenders, ratios)
+        return harness.compare("tutorial", [case], given)
 
 
 if __name__ == "__main__":

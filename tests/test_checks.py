@@ -35,12 +35,12 @@ def refused(flags: str) -> str:
         ("--optimizer muon_sgd --schedule range_test", "--schedule range_test gives all groups"),
         ("--optimizer muon_sgd --optimizer.first_bias_share 0.5", "add --schedule linear"),
         ("--model speednet --init he", "leave --init he out"),
-        ("--augment.low_resolution 24 --augment.low_epochs 1", "--model net takes images of 32 x 32 pixels alone"),
+        ("--augment.low_resolution 24 --augment.low_epochs 1", "--model net takes images of 32 x 32 pixels only"),
         ("--augment.low_resolution 24 --augment.low_epochs 1 --model vit_tiny", "use speednet or resnet18"),
         ("--augment.low_resolution 24", "a number of epochs"),
         ("--augment.low_epochs 2", "a side from 12 to 31"),
         ("--augment.low_resolution 32 --augment.low_epochs 2", "a side from 12 to 31"),
-        ("--accelerator gpu", "no GPU here"),
+        ("--accelerator gpu", "torch finds no GPU"),
         ("--precision 16-mixed", "use bf16-mixed or 32-true"),
         ("--strategy deepspeed_stage_3_superoffload --optimizer adam", "use deepspeed_stage_3_offload"),
         ("--strategy deepspeed_stage_3_offload_nvme", "needs --nvme_path"),
@@ -60,11 +60,14 @@ def refused(flags: str) -> str:
             "--model net_moe --model.ep_size 2 --strategy deepspeed_stage_1 --devices 3 --batch_size 3",
             "does not divide the 3 ranks of --devices",
         ),
-        ("--strategy tensor_parallel", "has no plan how to cut --model net: it has one for vit_tiny, vit_small"),
-        ("--strategy pipeline --model vit_moe", "has no plan how to cut --model vit_moe"),
-        ("--strategy tensor_parallel --model vit_tiny --devices 2", "cannot be shared out among 2: --devices 1 or 3"),
+        ("--strategy tensor_parallel", "cannot split --model net: it splits vit_tiny, vit_small"),
+        ("--strategy pipeline --model vit_moe", "cannot split --model vit_moe"),
+        (
+            "--strategy tensor_parallel --model vit_tiny --devices 2",
+            "2 ranks cannot divide the 3 heads of vit_tiny: --devices 1 or 3",
+        ),
         ("--strategy pipeline --model vit_tiny --compile", "leave --compile out"),
-        ("--strategy tensor_parallel --model vit_small --num_nodes 2", "is for the ranks of one machine"),
+        ("--strategy tensor_parallel --model vit_small --num_nodes 2", "is for the ranks of one node"),
         ("--strategy tensor_parallel --model vit_small --devices 2 --batch_size 3 --accumulate 2", "batch_size 3"),
     ],
 )
@@ -75,7 +78,7 @@ def test_without_a_gpu(flags: str, expected: str, monkeypatch: pytest.MonkeyPatc
 
 def test_more_devices_than_there_are(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(machine, "gpu_count", lambda: 2)
-    assert "this machine has 2 GPUs" in refused("--devices 4")
+    assert "this computer has 2 GPUs" in refused("--devices 4")
 
 
 @pytest.mark.parametrize(

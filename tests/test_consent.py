@@ -70,7 +70,7 @@ def test_no_recipe_names_a_callback(tmp_path: Path):
     """A class path is imported: only the command line may give one."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("trainer: {callbacks: os.system}")
-    with pytest.raises(UsageError, match="use the flag --trainer.callbacks, which no recipe may set"):
+    with pytest.raises(UsageError, match=r"use the flag --trainer\.callbacks, which no recipe may set"):
         command_line.parse(["--config", str(recipe)])
     flags = ["--trainer.callbacks", "a.B", "--epochs", "3", "--trainer.callbacks.patience=3"]
     assert command_line.consent(flags).callbacks == ("--trainer.callbacks", "a.B", "--trainer.callbacks.patience=3")

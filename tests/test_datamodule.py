@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
 
 from cifar_zero.config.flags import AugmentConfig, DataConfig
 from cifar_zero.core.errors import UsageError
@@ -26,11 +27,7 @@ def config(tmp_path: Path) -> DataConfig:
 def make(config: DataConfig, batch_size: int = 8, accumulate: int = 1, world_size: int = 1) -> CIFARDataModule:
     """A data module after `setup`, as rank 0 of a trainer of `world_size` ranks sees it."""
     datamodule = CIFARDataModule(config, batch_size=batch_size, accumulate=accumulate, seed=7)
-    strategy = SimpleNamespace(
-        broadcast=lambda value: value,
-        root_device=torch.device("cpu", 0),
-        distributed_sampler_kwargs={"num_replicas": world_size, "rank": 0},
-    )
+    strategy = DDPStrategy(parallel_devices=[torch.device("cpu")] * world_size)
     datamodule.trainer = cast(Any, SimpleNamespace(strategy=strategy))
     datamodule.prepare_data()
     datamodule.setup("fit")

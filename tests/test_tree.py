@@ -94,8 +94,9 @@ def test_light_modules_stay_light(module: str):
 
 
 def test_the_baseline_does_not_import_deepspeed():
-    code = "import sys; from cifar_zero.training import build; from cifar_zero.config import command_line"
-    code += "; build.trainer(command_line.parse(['--accelerator', 'cpu']), None)"
+    code = "import sys; from cifar_zero.training import build; from cifar_zero.config import command_line\n"
+    code += "from cifar_zero.training.resolve import resolve\n"
+    code += "build.trainer(resolve(command_line.parse(['--accelerator', 'cpu'])), None)"
     code += "; sys.exit('deepspeed' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,7 @@
-"""The limit of what the hardware gives: plain eager PyTorch over uint8 images that lie on the device, and nothing else.
+"""The upper limit of the hardware: plain eager PyTorch over uint8 images in the device's memory, and nothing else.
 
-The images come in the order that train.py gives them, so that both train the same. `--tuned` adds what makes
-such a loop faster: the fused optimizer, and the threads, convolution kernels and memory format that train.py chooses.
+The images come in train.py's order, so that both train the same model. `--tuned` adds what makes such a loop
+faster: the fused optimizer, and the threads, convolution kernels and memory format that train.py chooses.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.loops import arguments
-from benchmarks.loops.clock import Clock
+from benchmarks.loops import common
+from benchmarks.loops.common import Clock
 from cifar_zero import data as sources
-from cifar_zero.config.flags import DataConfig
+from cifar_zero.config.flags import Choice, DataConfig
 from cifar_zero.data.augment import memory_format
 from cifar_zero.data.order import TrainOrder
 from cifar_zero.models.net import Net
+from cifar_zero.training.callbacks.counts import training_flops
+from cifar_zero.training.callbacks.cpu_kernels import CPUKernels
 
 SEED = 0
-"""Of the weights and the order: train.py's default."""
+"""The seed of the weights and of the order: train.py's default."""
 
 
 def train(
@@ -33,33 +35,32 @@ def train(
     """Trains for the warm-up and `steps` timed steps of `batch_size` images each.
 
     Returns:
-        The network, and the clock's figures with the mean loss of all steps.
+        The trained model and the clock's figures.
     """
     dataset = sources.load(data, data.source)
     images = torch.from_numpy(np.ascontiguousarray(dataset.train_images)).to(device)
     labels = torch.from_numpy(np.array(dataset.train_labels)).to(device)
     if tuned:
-        if device.type == "cpu":
-            suit_kernels(batch_size)
+        if device.type == "cpu":  # the threads and convolution kernels that train.py chooses for the batch
+            kernels: Any = CPUKernels(training_flops(Choice("net"), 10, batch_size), "32-true")
+            kernels.on_train_start(None, None)  # it uses neither the trainer nor the module
         images = images.contiguous(memory_format=memory_format(device))  # batches cut from them keep it
 
     torch.manual_seed(SEED)
     net = Net().to(device)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.001, momentum=0.9, fused=tuned)
     clock = Clock(steps, batch_size, device)
-    loss_sum = torch.zeros((), device=device)
     for rows in clock.over(shuffled(len(images), batch_size, device)):
         inputs = images[rows].float().div_(255).sub_(0.5).div_(0.5)
         optimizer.zero_grad(set_to_none=True)
         loss = F.cross_entropy(net(inputs), labels[rows])
         loss.backward()
         optimizer.step()
-        loss_sum += loss.detach()
-    return net, {**clock.figures(), "loss": loss_sum.item() / clock.steps}
+    return net, clock.figures()
 
 
 def shuffled(count: int, batch_size: int, device: torch.device) -> Iterator[Tensor]:
-    """Rows of the images of each batch (batch_size,), epoch after epoch."""
+    """Yields the indices of each batch's images, (batch_size,), epoch after epoch."""
     order = TrainOrder(count, batch_size, accumulate=1, world_size=1, rank=0, seed=SEED)
     epoch = 0
     while True:
@@ -68,21 +69,11 @@ def shuffled(count: int, batch_size: int, device: torch.device) -> Iterator[Tens
         epoch += 1
 
 
-def suit_kernels(batch_size: int) -> None:
-    """The threads and convolution kernels that train.py chooses for a batch."""
-    from cifar_zero.config.flags import Choice
-    from cifar_zero.training.callbacks.counts import training_flops  # here, as they import Lightning
-    from cifar_zero.training.callbacks.cpu_kernels import CPUKernels
-
-    kernels: Any = CPUKernels(training_flops(Choice("net"), 10, batch_size), "32-true")
-    kernels.on_train_start(None, None)  # it looks at neither the trainer nor the module
-
-
 if __name__ == "__main__":
-    parser = arguments.parser(__doc__)
+    parser = common.parser(__doc__)
     parser.add_argument("--batch_size", type=int, default=4, help="images per step (default: 4)")
     parser.add_argument("--tuned", action="store_true", help="with the settings that make it faster")
     options = parser.parse_args()
-    data, device = arguments.data_config(options.cache), torch.device(options.device)
+    data, device = DataConfig(source="synthetic", cache=options.cache), torch.device(options.device)
     _, figures = train(data, options.batch_size, options.steps, device, options.tuned)
     print(json.dumps(figures))

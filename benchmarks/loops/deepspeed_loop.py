@@ -11,27 +11,23 @@ import os
 import sys
 from typing import Any
 
-from benchmarks.loops import arguments
+import torch
+from torch import nn
+
+from benchmarks.loops import common
+from benchmarks.loops.common import CIFAR10InMemory, Clock
 from cifar_zero.launch import local_launcher, rank_environment
+from cifar_zero.models.net import Net
 
 BATCH_SIZE = 16
 """Images per step over all ranks: train_batch_size of the program's configuration."""
 
 
 def train(cache: str, steps: int, stage: int) -> dict[str, float]:
-    """Trains as one rank for the warm-up and `steps` timed steps on the images in `cache`; `stage`: ZeRO stage, 0 to 3.
-
-    Returns:
-        The clock's figures and the mean loss of this rank over all steps.
-    """
-    import deepspeed
-    import torch
+    """Trains as one rank on the images in `cache` at a ZeRO stage from 0 to 3 and returns the clock's figures."""
+    import deepspeed  # here: it reads DS_ACCELERATOR when it is imported, and the launching process needs none of it
     from deepspeed.accelerator import get_accelerator
-    from torch import nn
 
-    from benchmarks.loops.cifar10 import CIFAR10InMemory
-    from benchmarks.loops.clock import Clock
-    from cifar_zero.models.net import Net
     from cifar_zero.strategies.deepspeed.config import get_ds_config
 
     os.environ["LOCAL_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]  # as DeepSpeed's own launcher does
@@ -40,7 +36,7 @@ def train(cache: str, steps: int, stage: int) -> dict[str, float]:
     accelerator.set_device(int(os.environ["LOCAL_RANK"]))
     trainset = CIFAR10InMemory(cache)
     net = Net()
-    initialize: Any = deepspeed.initialize  # its annotations are narrower than what it takes and gives
+    initialize: Any = deepspeed.initialize  # its annotations are narrower than what it accepts and returns
     parameters = filter(lambda parameter: parameter.requires_grad, net.parameters())
     model_engine, _, trainloader, _ = initialize(
         model=net,
@@ -62,16 +58,16 @@ def train(cache: str, steps: int, stage: int) -> dict[str, float]:
         running_loss += loss.item()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
-    return {**clock.figures(), "loss": running_loss / clock.steps}
+    return clock.figures()
 
 
 def main() -> int:
     """Trains as one rank, or starts the ranks that do; returns the exit code."""
-    parser = arguments.parser(__doc__)
+    parser = common.parser(__doc__)
     parser.add_argument("--stage", type=int, choices=range(4), default=0, help="ZeRO stage (default: 0)")
     parser.add_argument("--ranks", type=int, default=1, help="on this machine (default: 1)")
     options = parser.parse_args()
-    os.environ["DS_ACCELERATOR"] = options.device  # on a machine with a GPU DeepSpeed would take that one
+    os.environ["DS_ACCELERATOR"] = options.device  # otherwise DeepSpeed takes a GPU if there is one
     if not rank_environment.is_rank():
         return local_launcher.run(options.ranks, on_cpu=options.device == "cpu")
     figures = train(options.cache, options.steps, options.stage)

@@ -1,19 +1,19 @@
-"""The reference of benchmarks/speedrun.py: the same recipe as a plain eager loop, with torch's own calls alone.
+"""The reference of benchmarks/speedrun.py: the same recipe as a plain eager loop that uses only torch's own calls.
 
-As the programs of the speed records do it (airbench94_muon.py): the images lie on the device, already normalised and
-padded, an epoch is cropped as a whole, and Muon goes through the filters one by one. It knows the options of
-configs/speedrun.yaml that it needs, and none of the others.
+It works as the programs of the speed records do (airbench94_muon.py): the images are on the device, already normalised
+and padded, an epoch is cropped as a whole, and Muon updates the filters one by one. It reads the options of
+configs/speedrun.yaml that it needs, and no others.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.loops.common import now
 from cifar_zero import models
 from cifar_zero.config.flags import Config
 from cifar_zero.data.dataset import Dataset
@@ -21,7 +21,7 @@ from cifar_zero.data.residence import place
 
 
 def train(config: Config, dataset: Dataset, device: torch.device) -> list[float]:
-    """Trains; returns the seconds of each epoch. `config`: of configs/speedrun.yaml, on one device."""
+    """Trains on one device with a configuration of configs/speedrun.yaml; returns the seconds of each epoch."""
     torch.manual_seed(config.seed)
     memory = torch.channels_last if device.type == "cpu" or config.channels_last else torch.contiguous_format
     net = models.build(config.model.name, len(dataset.classes), **config.model.options).to(device)
@@ -50,7 +50,7 @@ def train(config: Config, dataset: Dataset, device: torch.device) -> list[float]
     total, done, seconds = config.epochs * (len(images) // config.batch_size), 0, list[float]()
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16-mixed")
     for epoch in range(config.epochs):
-        begun = _now(device)
+        begun = now(device)
         turned = padded.flip(3) if epoch % 2 else padded
         for inputs, targets in batches(cropped(turned, images.shape[2]), labels, config.batch_size):
             with autocast:
@@ -64,12 +64,12 @@ def train(config: Config, dataset: Dataset, device: torch.device) -> list[float]
             sgd.step()
             muon(rates["lr"] * (1 - done / total))
             done += 1
-        seconds.append(_now(device) - begun)
+        seconds.append(now(device) - begun)
     return seconds
 
 
 def muon_step(filters: Sequence[Tensor], momentum: float, iterations: int) -> Callable[[float], None]:
-    """Muon with normalised filters, one after the other; gives the step for a learning rate."""
+    """Returns Muon's step as a function of the learning rate; it normalises and updates the filters one by one."""
     sums = [torch.zeros_like(weight) for weight in filters]
 
     @torch.no_grad()
@@ -93,7 +93,7 @@ def muon_step(filters: Sequence[Tensor], momentum: float, iterations: int) -> Ca
 
 
 def cropped(padded: Tensor, side: int) -> Tensor:
-    """A square of `side` pixels from anywhere in each padded image (N, 3, S, S)."""
+    """Returns a random square of `side` pixels of each padded image: (N, 3, S, S) to (N, 3, side, side)."""
     places = padded.shape[2] - side + 1
     corners = torch.randint(places, (len(padded), 2), device=padded.device)
     found = padded[:, :, :side, :side].clone()
@@ -105,13 +105,7 @@ def cropped(padded: Tensor, side: int) -> Tensor:
 
 
 def batches(images: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Whole batches in a random order."""
+    """Yields whole batches in a random order."""
     order = torch.randperm(len(images), device=images.device)
     for rows in order[: len(order) // size * size].split(size):
         yield images[rows], labels[rows]
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

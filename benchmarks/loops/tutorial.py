@@ -11,17 +11,15 @@ import torch
 from torch import nn, optim
 from torch.utils.data import DataLoader
 
-from benchmarks.loops import arguments
-from benchmarks.loops.cifar10 import CIFAR10InMemory
-from benchmarks.loops.clock import Clock
+from benchmarks.loops import common
+from benchmarks.loops.common import CIFAR10InMemory, Clock
 from cifar_zero.models.net import Net
 
 BATCH_SIZE = 4
 
 
 def train(cache: str, steps: int, device: torch.device) -> dict[str, float]:
-    """Trains for the warm-up and `steps` timed steps on the images in `cache`; returns the clock's figures and the
-    mean loss of all steps."""
+    """Trains for the warm-up and `steps` timed steps on the images in `cache` and returns the clock's figures."""
     trainset = CIFAR10InMemory(cache)
     trainloader = DataLoader(trainset, batch_size=BATCH_SIZE, shuffle=True, num_workers=2)
     net = Net().to(device)
@@ -38,9 +36,9 @@ def train(cache: str, steps: int, device: torch.device) -> dict[str, float]:
         loss.backward()
         optimizer.step()
         running_loss += loss.item()
-    return {**clock.figures(), "loss": running_loss / clock.steps}
+    return clock.figures()
 
 
 if __name__ == "__main__":
-    options = arguments.parser(__doc__).parse_args()
+    options = common.parser(__doc__).parse_args()
     print(json.dumps(train(options.cache, options.steps, torch.device(options.device))))

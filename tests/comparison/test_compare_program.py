@@ -94,7 +94,7 @@ def test_a_full_disk_ends_with_what_is_there(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_every_variant_is_checked_before_the_first_is_trained(planned: list[Planned]) -> None:
     planned[1].run.config.trainer["limit_train_batch"] = 5
-    with pytest.raises(UsageError, match=r"--trainer.limit_train_batch is no option .* limit_train_batches"):
+    with pytest.raises(UsageError, match=r"--trainer.limit_train_batch is not an option .* limit_train_batches"):
         compare._prepare(planned)
 
 

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from cifar_module import CIFARModule
 from cifar_zero import exporting, models
 from cifar_zero.checkpoints.finetuning.delta import together
 from cifar_zero.checkpoints.finetuning.load import put, read_plain
@@ -22,6 +23,7 @@ from cifar_zero.config.flags import Choice, Config, LoRAConfig
 from cifar_zero.core.errors import UsageError
 from cifar_zero.exporting import export
 from cifar_zero.training import evaluate
+from datamodule import CIFARDataModule
 
 FLAGS = ["--lora.rank", "2", "--lora.target", "fc1", "--trainable", "fc3.*", "--accelerator", "cpu"]
 TRAINED = {"fc1.lora_a", "fc1.lora_b", "fc3.weight", "fc3.bias"}
@@ -62,7 +64,8 @@ def delta(checkpoint: Path, tmp_path: Path) -> Path:
 
 def run(program: object, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     monkeypatch.setattr(sys, "argv", ["program", *map(str, arguments)])
-    return program.main()  # pyright: ignore[reportAttributeAccessIssue]
+    classes = [lambda: (CIFARModule, CIFARDataModule)] if program is evaluate else []
+    return program.main(*classes)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_holds_what_was_trained_alone_and_restores_it_to_the_bit(base: Path, checkpoint: Path, delta: Path):

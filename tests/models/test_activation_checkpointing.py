@@ -9,15 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from benchmarks.activation_memory import counted
 from cifar_zero import models
 from cifar_zero.config.flags import Choice
 from cifar_zero.core.errors import UsageError
 from cifar_zero.models.moe import gates
 from cifar_zero.models.net import Net
 from cifar_zero.models.recomputation import checkpoint_blocks
+from cifar_zero.planning.activations import Bytes, counted
 from cifar_zero.training.callbacks.counts import training_flops
 
 STEPS = 20
@@ -114,6 +115,14 @@ def test_a_network_without_blocks_is_refused() -> None:
         checkpoint_blocks(nn.Linear(2, 2))
 
 
+def counted_transformer(checkpointed: bool) -> Bytes:
+    with FakeTensorMode():
+        net = models.build("vit_tiny", 10)
+        if checkpointed:
+            checkpoint_blocks(net)
+        return counted(net, 16, "float32")
+
+
 def test_memory_of_a_transformer() -> None:
     """What is counted is what hooks see of a real step, memory that several share counted once; checkpointed it is
     about the inputs of 12 blocks, (N, 64, 192) in float32."""
@@ -128,7 +137,7 @@ def test_memory_of_a_transformer() -> None:
 
     with saved_tensors_hooks(note, lambda saved: saved):
         loss = F.cross_entropy(net(torch.randn(16, 3, 32, 32)), torch.zeros(16, dtype=torch.int64))
-    plain, checkpointed = (counted("vit_tiny", 16, "32-true", switch) for switch in (False, True))
+    plain, checkpointed = (counted_transformer(switch) for switch in (False, True))
     assert loss.requires_grad
     assert plain.saved == pytest.approx(sum(size for pointer, size in seen.items() if pointer not in own), rel=0.01)
     assert 1 < checkpointed.saved / (12 * 16 * 64 * 192 * 4) < 1.2

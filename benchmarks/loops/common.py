@@ -1,0 +1,98 @@
+"""What the reference loops share: their options, torchvision's CIFAR10 over images in memory, and the clock."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torchvision
+from torchvision import transforms
+
+from cifar_zero import data as sources
+from cifar_zero.config.flags import DataConfig
+
+WARMUP_STEPS = 20
+"""Optimizer steps before the timed ones, as many as train.py's --bench_steps has."""
+
+Batch = TypeVar("Batch")
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Returns a parser with the options that all loops share."""
+    made = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    made.add_argument("--cache", required=True, help="directory of decoded images, as --data.cache of train.py")
+    made.add_argument("--steps", type=int, default=1000, help="timed optimizer steps (default: 1000)")
+    made.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to train (default: cpu)")
+    return made
+
+
+class CIFAR10InMemory(torchvision.datasets.CIFAR10):
+    """torchvision's CIFAR10 on synthetic images: what they show makes no difference to the speed.
+
+    An item is (image, label), the image float32 (3, 32, 32) from -1 to 1, as in the tutorial and DeepSpeedExamples.
+
+    Args:
+        cache: directory of decoded images.
+    """
+
+    def __init__(self, cache: str):  # does not call CIFAR10's own, which reads the files
+        dataset = sources.load(DataConfig(source="synthetic", cache=cache), "synthetic")
+        self.data = np.ascontiguousarray(dataset.train_images.transpose(0, 2, 3, 1))  # (N, 32, 32, 3), as in CIFAR10
+        self.targets = dataset.train_labels.tolist()
+        self.transform = to_normalised_tensor()
+        self.target_transform = None
+
+
+def to_normalised_tensor() -> transforms.Compose:
+    """Returns the transform of the tutorial and DeepSpeedExamples, from uint8 to float32 from -1 to 1."""
+    return transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))])
+
+
+class Clock:
+    """Iterates over a loop's batches and ends it after the warm-up and `steps` timed steps, so that the loop's body
+    stays as its source has it. Waiting for a batch counts.
+
+    Args:
+        steps: timed optimizer steps.
+        batch_size: images per step, over all ranks.
+        device: of the model; on a GPU the clock is read when all queued work is done.
+    """
+
+    def __init__(self, steps: int, batch_size: int, device: torch.device):
+        self.steps = WARMUP_STEPS + steps
+        """All optimizer steps."""
+        self._timed_steps = steps
+        self._batch_size = batch_size
+        self._device = device
+        self._seconds = 0.0
+
+    def over(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """Yields the batches of as many epochs as it takes."""
+        done, started = 0, 0.0
+        while True:
+            for batch in loader:
+                if done == WARMUP_STEPS:
+                    started = now(self._device)
+                if done == self.steps:
+                    self._seconds = now(self._device) - started
+                    return
+                yield batch
+                done += 1
+
+    def figures(self) -> dict[str, float]:
+        """What was measured, named as in metrics.json."""
+        return {
+            "images_per_second": self._timed_steps * self._batch_size / self._seconds,
+            "step_time_ms": 1e3 * self._seconds / self._timed_steps,
+        }
+
+
+def now(device: torch.device) -> float:
+    """Returns the time in seconds, on a GPU when all queued work is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,61 @@
+"""Times an epoch of a loader without training: one of ours, or torchvision's dataset with torch's DataLoader.
+
+Times are taken inside the process, after the imports. All give batches of float32 from -1 to 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torchvision
+from torch.utils.data import DataLoader
+
+from benchmarks.loops.common import CIFAR10InMemory, to_normalised_tensor
+from cifar_zero.config.flags import DataConfig
+from datamodule import CIFARDataModule
+
+BATCH_SIZE = 64
+
+WORKERS = 2
+"""Worker processes of torch's DataLoader, as in the tutorial."""
+
+
+def ours(config: DataConfig) -> Iterable[Any]:
+    """Returns our loader of the training images, which are decoded first if the cache is empty."""
+    images = CIFARDataModule(config, batch_size=BATCH_SIZE, accumulate=1, seed=0)
+    images.prepare_data()
+    images.setup()
+    return images.train_dataloader()
+
+
+def of_torchvision(config: DataConfig) -> Iterable[Any]:
+    """Returns torch's DataLoader of torchvision's ImageFolder or CIFAR10."""
+    if config.source == "folder":
+        dataset = torchvision.datasets.ImageFolder(str(Path(config.root) / "train"), to_normalised_tensor())
+    else:
+        dataset = CIFAR10InMemory(config.cache)
+    return DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True, num_workers=WORKERS, drop_last=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("loader", choices=["memory", "torch", "torchvision"])
+    parser.add_argument("--root", default="", help="a folder with train/ and test/ (default: synthetic images)")
+    parser.add_argument("--cache", required=True, help="directory of decoded images")
+    options = parser.parse_args()
+    started = time.perf_counter()
+    source = "folder" if options.root else "synthetic"
+    config = DataConfig(source=source, root=options.root, cache=options.cache, val_fraction=0, workers=WORKERS)
+    loader = of_torchvision(config) if options.loader == "torchvision" else ours(replace(config, loader=options.loader))
+    first, images, epoch_started = 0.0, 0, time.perf_counter()
+    for inputs, _ in loader:
+        first = first or time.perf_counter() - started
+        images += len(inputs)
+    per_second = images / (time.perf_counter() - epoch_started)
+    print(json.dumps({"seconds_to_first_batch": first, "images_per_second": per_second}))

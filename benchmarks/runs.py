@@ -1,0 +1,127 @@
+"""The measured runs: train.py as a user starts it, and the reference loops, each in a fresh process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cifar_zero import data as sources
+from cifar_zero.config.flags import DataConfig
+from cifar_zero.core import start_time
+from cifar_zero.core.errors import RunError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+TIMEOUT_SECONDS = 1800.0
+"""Limit of one run. DeepSpeed compiles its operators when it first needs them: 4 minutes on two busy cores."""
+
+FIGURES = ("images_per_second", "step_time_ms", "seconds_to_first_step")
+"""What a benchmark takes of metrics.json, there named perf/*."""
+
+TAIL_LINES = 15
+"""Lines of output shown of a failed run."""
+
+NOT_INHERITED = (
+    *("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS"),
+)
+"""Environment variables of this shell that would change a run: its ranks, its threads."""
+
+
+class RunFailed(RunError):
+    """A measured run failed; the message says how and quotes the end of its output."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where a benchmark's runs take place.
+
+    Attributes:
+        accelerator: cpu or gpu.
+        directory: a scratch directory.
+    """
+
+    accelerator: str
+    directory: Path
+
+    @property
+    def cache(self) -> Path:
+        """The directory of decoded images that all runs share."""
+        return self.directory / "cache"
+
+    def ours(self, steps: int, *flags: str) -> dict[str, float]:
+        """Runs train.py for `steps` timed steps and returns the figures of its metrics.json."""
+        data = ["--data.source", "synthetic", "--data.cache", str(self.cache), "--accelerator", self.accelerator]
+        with tempfile.TemporaryDirectory(dir=self.directory) as out:
+            run("train.py", *flags, *data, "--bench_steps", str(steps), "--out", out)
+            (file,) = Path(out).glob("*/version_*/metrics.json")
+            metrics = json.loads(file.read_text())
+        return {figure: metrics[f"perf/{figure}"] for figure in FIGURES}
+
+    def reference(self, loop: str, steps: int, *flags: str, extra_env: Mapping[str, str] | None = None) -> Any:
+        """Runs a loop of benchmarks/loops for `steps` timed steps and returns the figures that it prints."""
+        device = "cuda" if self.accelerator == "gpu" else "cpu"
+        given = ["--cache", str(self.cache), "--steps", str(steps), "--device", device]
+        return last_json(run("-m", f"benchmarks.loops.{loop}", *given, *flags, extra_env=extra_env))
+
+
+@contextmanager
+def bench(accelerator: str) -> Iterator[Bench]:
+    """Makes a benchmark's scratch directory with the synthetic images, and removes it afterwards."""
+    with tempfile.TemporaryDirectory(prefix="cifar-zero-bench-") as directory:
+        made = Bench(accelerator, Path(directory))
+        sources.prepare(DataConfig(source="synthetic", cache=str(made.cache)))
+        yield made
+
+
+def run(*arguments: str, exit_code: int = 0, extra_env: Mapping[str, str] | None = None) -> str:
+    """Runs `python <arguments>` from the repository's root and returns its standard output.
+
+    Raises:
+        RunFailed: it ended with another exit code than `exit_code`, or took too long.
+    """
+    inherited = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**inherited, start_time.VARIABLE: str(time.time()), **(extra_env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # a process group of its own, so that its ranks can be ended with it
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=TIMEOUT_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise RunFailed(f"did not end within {TIMEOUT_SECONDS:.0f} s") from error
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if process.returncode != exit_code:
+        tail = "\n".join([line for line in (stderr or stdout).splitlines() if line.strip()][-TAIL_LINES:])
+        raise RunFailed(f"ended with exit code {process.returncode}, not {exit_code}; its last lines:\n{tail}")
+    return stdout
+
+
+def last_json(stdout: str) -> Any:
+    """Returns the last line that is a JSON object: libraries print before and after it.
+
+    Raises:
+        RunFailed: there is none.
+    """
+    for line in reversed(stdout.splitlines()):
+        if line.startswith("{") and line.endswith("}"):
+            return json.loads(line)
+    raise RunFailed("printed no figures")
