@@ -2,7 +2,7 @@
 
 The maths is that of DeepSpeed's layer (deepspeed/moe/sharded_moe.py, 0.19.8; GShard, Lepikhin et al. 2020; Switch
 Transformer, Fedus et al. 2021). The gate is used under every strategy; here all experts are on one device, and
-strategies/experts.py spreads them over ranks.
+strategies/deepspeed/experts.py spreads them over ranks.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def built_on_host(run: Run, network: Network) -> int:
     """Returns what the model takes on the host as it is built, before it is cast and sharded.
 
     It is built in float32 (in bfloat16 with bf16-true), by fsdp2 and at stage 3 on the host (tensor_init_context in
-    Lightning 2.6.6, strategies/model_parallel.py). Stage 3 shards each layer as it is made (strategies/zero.py); it
+    Lightning 2.6.6, strategies/model_parallel.py). Stage 3 shards each layer as it is made (deepspeed/strategy.py); it
     builds models of other packages whole.
     """
     if run.spec.family != "fsdp2" and run.spec.stage < 3:

@@ -19,7 +19,7 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.models.moe import whole_names
 
 BASE = "base"
-"""Key of a delta's metadata, see finetuning/delta.py."""
+"""Key of a delta's metadata, see checkpoints/finetuning/delta.py."""
 
 FILE = "weights.txt"
 """In the run folder: all that was loaded, initialised and not used."""
