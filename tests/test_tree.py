@@ -14,7 +14,7 @@ from cifar_module import CIFARModule
 from cifar_zero.config import command_line
 from cifar_zero.training import build
 from cifar_zero.training.resolve import resolve
-from tests.helpers import ROOT, on_a_small_cpu
+from tests.support.helpers import ROOT, on_a_small_cpu
 
 PACKAGE = ROOT / "cifar_zero"
 COMMANDS = ["train", "evaluate", "export", "predict", "doctor", "plan", "compare", "sweep"]

@@ -4,7 +4,7 @@ Around the forward, backward and optimizer step of a batch, Lightning 2.6.6 call
 module and of the strategy through a profiler's context, whether anybody implements it, and with several ranks it
 broadcasts a tensor and waits for its value. For a small network that is a third of the step (Lightning issues 6196,
 7093 and 8857). Here the hooks that somebody implements are looked up once an epoch and called in the same order, and
-nothing else is done. Same weights, same checkpoints, same counters: tests/test_epoch_loop.py compares the two.
+nothing else is done. Same weights, same checkpoints, same counters: tests/training/test_fast_loop.py compares the two.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from cifar_zero.config.flags import DataConfig
 from cifar_zero.training import build
 from cifar_zero.training.resolve import resolve
 from datamodule import CIFARDataModule
-from tests.helpers import assert_ok, of_make_fuzz, run_program
+from tests.support.helpers import assert_ok, of_make_fuzz, run_program
 
 
 def test_spread_by_hand():

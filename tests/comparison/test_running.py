@@ -9,7 +9,7 @@ import pytest
 
 from cifar_zero.comparison.running import Runner
 from cifar_zero.core.errors import RunError
-from tests.helpers import ROOT
+from tests.support.helpers import ROOT
 
 PROGRAM = "import signal, sys, time; print('error: the first'); {what}"
 

@@ -17,7 +17,7 @@ from cifar_zero.exporting import export
 from cifar_zero.training import evaluate
 from cifar_zero.training.resolve import of_machine
 from datamodule import CIFARDataModule
-from tests.helpers import WHOLE, largest_difference, last_checkpoint, run_folder_of, train_all
+from tests.support.helpers import WHOLE, largest_difference, last_checkpoint, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
 

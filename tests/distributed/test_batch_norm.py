@@ -18,7 +18,7 @@ from cifar_zero.config import command_line
 from cifar_zero.data.augment import normalize
 from cifar_zero.data.order import TrainOrder
 from cifar_zero.models.mlp import MLP
-from tests.helpers import (
+from tests.support.helpers import (
     WHOLE,
     assert_ok,
     last_checkpoint,

@@ -1,4 +1,4 @@
-"""A run of two ranks as a user starts it, to its end: tests/many_runs.py leaves the figures and the exit out."""
+"""A run of two ranks as a user starts it, to its end: support/many_runs.py leaves out the figures and the exit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import assert_ok, run_folder_of, run_program
+from tests.support.helpers import assert_ok, run_folder_of, run_program
 
 FIGURES = {"calibration.png", "confusion_matrix.png", "mistakes.png", "precision_recall.png", "roc.png"}
 

@@ -12,7 +12,7 @@ import torch
 
 from cifar_zero import models
 from cifar_zero.checkpoints.read import RECORD
-from tests.helpers import (
+from tests.support.helpers import (
     WHOLE,
     assert_ok,
     largest_difference,

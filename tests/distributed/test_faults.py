@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers import ROOT, last_checkpoint, of_make_fuzz, run_folder_of, train_all
+from tests.support.helpers import ROOT, last_checkpoint, of_make_fuzz, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
 

@@ -17,7 +17,7 @@ from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.finetuning.delta import together, write
 from cifar_zero.checkpoints.read import read
 from cifar_zero.checkpoints.weights import network, plain_network
-from tests.helpers import WHOLE, last_weights, run_folder_of, train_all
+from tests.support.helpers import WHOLE, last_weights, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import last_checkpoint, loss_by_step, run_folder_of, train_all
+from tests.support.helpers import last_checkpoint, loss_by_step, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
 
@@ -33,7 +33,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Pat
     folder = tmp_path_factory.mktemp("runs")
     same = [*small_data, "--accelerator", "cpu", "--devices", "2", "--batch_size", "8", "--max_steps", "6"]
     same += ["--data.val_fraction", "0", "--logger", "none", "--trainer.limit_test_batches", "1"]
-    train_all({folder / name: [*same, *flags] for name, (flags, _) in RUNS.items()}, program="tests.gpu_choices_runs")
+    train_all(
+        {folder / name: [*same, *flags] for name, (flags, _) in RUNS.items()}, program="tests.support.gpu_choices_runs"
+    )
     return folder
 
 

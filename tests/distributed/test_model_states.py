@@ -12,7 +12,7 @@ from cifar_zero.planning import network
 from cifar_zero.planning.model_states import predicted
 from cifar_zero.training.callbacks.memory import PARTS
 from cifar_zero.training.resolve import of_machine
-from tests.helpers import WHOLE, run_folder_of, train_all
+from tests.support.helpers import WHOLE, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
 

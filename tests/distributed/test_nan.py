@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from cifar_zero.comparison.reading import read_losses
-from tests.helpers import largest_difference, last_weights, run_folder_of, train_all
+from tests.support.helpers import largest_difference, last_weights, run_folder_of, train_all
 
 TRAIN, HIDDEN, PIXELS = 16, 8, 3 * 32 * 32
 

@@ -8,7 +8,7 @@ import torch
 from cifar_zero.config.rules.here import check_nvme
 from cifar_zero.core.errors import UsageError
 from cifar_zero.diagnosis.ops import is_built
-from tests.helpers import WHOLE, largest_difference, last_weights, run_folder_of, train_all
+from tests.support.helpers import WHOLE, largest_difference, last_weights, run_folder_of, train_all
 
 
 def lacking() -> str:

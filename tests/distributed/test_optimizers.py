@@ -8,7 +8,7 @@ import pytest
 
 from cifar_zero.checkpoints.weights import network
 from cifar_zero.optimizers import BY_DEEPSPEED, OFFLOADED_BY, OPTIMIZERS
-from tests.helpers import WHOLE, last_checkpoint, run_folder_of, train_all
+from tests.support.helpers import WHOLE, last_checkpoint, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
 

@@ -16,7 +16,7 @@ import torch
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.read import read
-from tests.helpers import run_folder_of, train_all
+from tests.support.helpers import run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
 
@@ -60,7 +60,7 @@ def test_a_run_handed_from_one_to_the_other_ends_as_it_does_under_ddp(optimizer:
         before = ["--resume", str(outs[number - 1])] if number else []
         accumulate = ["--accumulate", "2"] if name == "tensor_parallel" else []
         runs[out] = [*same, *before, *accumulate, "--strategy", name, "--max_steps", str(number + 1)]
-    train_all(runs, program="tests.small_vit_runs")
+    train_all(runs, program="tests.support.small_vit_runs")
 
     (whole, expected), (ended, found) = finished(tmp_path / "whole"), finished(outs[-1])
     assert ended["global_step"] == whole["global_step"] == len(RELAY)

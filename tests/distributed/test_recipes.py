@@ -23,7 +23,7 @@ from cifar_zero.schedules import SCHEDULES
 from cifar_zero.training import build
 from cifar_zero.training.run_steps import run_steps
 from datamodule import CIFARDataModule
-from tests.helpers import ROOT, on_a_small_cpu, run_folder_of, train_all
+from tests.support.helpers import ROOT, on_a_small_cpu, run_folder_of, train_all
 
 pytestmark = [
     pytest.mark.distributed,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.helpers import WHOLE, last_weights, run_folder_of, train_all
+from tests.support.helpers import WHOLE, last_weights, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
 

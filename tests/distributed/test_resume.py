@@ -18,7 +18,7 @@ import torch
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.read import read
-from tests.helpers import (
+from tests.support.helpers import (
     ROOT,
     WHOLE,
     assert_ok,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cifar_zero.checkpoints.read import read
-from tests.helpers import WHOLE, assert_ok, run_folder_of, run_program
+from tests.support.helpers import WHOLE, assert_ok, run_folder_of, run_program
 
 pytestmark = pytest.mark.distributed
 

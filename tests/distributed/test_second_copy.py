@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers import largest_difference, last_weights, run_folder_of, train_all
+from tests.support.helpers import largest_difference, last_weights, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cifar_zero.checkpoints.weights import network
-from tests.helpers import largest_difference, last_checkpoint, run_folder_of, train_all
+from tests.support.helpers import largest_difference, last_checkpoint, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
 

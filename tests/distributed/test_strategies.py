@@ -10,7 +10,7 @@ import torch
 
 from cifar_zero import models
 from cifar_zero.config.strategy_specs import STRATEGIES
-from tests.helpers import (
+from tests.support.helpers import (
     WHOLE,
     assert_ok,
     largest_difference,

@@ -19,8 +19,8 @@ import torch
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.launch import rendezvous
-from tests.helpers import ROOT, largest_difference, last_weights, of_make_fuzz, run_folder_of, train_all
-from tests.namespaces import DEVICE, Host, Hosts, two_hosts
+from tests.support.helpers import ROOT, largest_difference, last_weights, of_make_fuzz, run_folder_of, train_all
+from tests.support.namespaces import DEVICE, Host, Hosts, two_hosts
 
 pytestmark = pytest.mark.distributed
 
@@ -58,7 +58,15 @@ class Node:
         self.log = folder / f"{host.name}.log"
         rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{endpoint.name}:29400"]
         torchrun = ["--nnodes", nodes, *rendezvous, "--rdzv_conf", RENDEZVOUS[nodes], "--max_restarts", str(restarts)]
-        program = ["--nproc_per_node", "1", "-m", "tests.without_figures", *flags, "--timeout", str(TIMEOUT_SECONDS)]
+        program = [
+            "--nproc_per_node",
+            "1",
+            "-m",
+            "tests.support.without_figures",
+            *flags,
+            "--timeout",
+            str(TIMEOUT_SECONDS),
+        ]
         self.process = host.start(
             *(sys.executable, "-m", "torch.distributed.run", *torchrun, *program),
             cwd=cwd,

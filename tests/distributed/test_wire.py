@@ -11,8 +11,8 @@ from cifar_zero.config import command_line
 from cifar_zero.planning import network
 from cifar_zero.planning.communication import sent_bytes
 from cifar_zero.training.resolve import of_machine
-from tests.helpers import WHOLE
-from tests.wire import TwoRanks, two_ranks
+from tests.support.helpers import WHOLE
+from tests.support.wire import TwoRanks, two_ranks
 
 pytestmark = pytest.mark.distributed
 

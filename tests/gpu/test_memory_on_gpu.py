@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import assert_ok, run_folder_of, run_program
+from tests.support.helpers import assert_ok, run_folder_of, run_program
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers import assert_ok, last_weights, run_folder_of, run_program
+from tests.support.helpers import assert_ok, last_weights, run_folder_of, run_program
 
 pytestmark = [
     pytest.mark.gpu,

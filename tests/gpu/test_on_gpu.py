@@ -11,7 +11,7 @@ import torch
 
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.training.callbacks.peaks import peak_by_name
-from tests.helpers import assert_ok, loss_by_step, run_folder_of, run_program
+from tests.support.helpers import assert_ok, loss_by_step, run_folder_of, run_program
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,7 +16,7 @@ from cifar_zero.config.flags import Choice
 from cifar_zero.core.errors import UsageError
 from cifar_zero.training.callbacks.counts import parameter_count
 from cifar_zero.training.resolve import resolve
-from tests.helpers import run_program
+from tests.support.helpers import run_program
 
 
 def test_is_torchvisions_own():

@@ -11,7 +11,7 @@ import pytest
 from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
 from cifar_zero.models import NetMoE, ViTMoE
-from tests.helpers import run_program
+from tests.support.helpers import run_program
 
 MIXTURES: dict[str, type[NetMoE | ViTMoE]] = {"net_moe": NetMoE, "vit_moe": ViTMoE}
 

@@ -1,0 +1,201 @@
+"""configs/cluster/: the SLURM script with stubs of SLURM's programs, the manifest with torchrun's own reading of what
+the operator sets."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from torch.distributed.run import parse_args
+
+from cifar_zero.config import command_line
+from tests.support.helpers import ROOT, WHOLE, run_program
+
+FOLDER = ROOT / "configs" / "cluster"
+
+SRUN = f"""#!{sys.executable}
+import json, os, signal, subprocess, sys, time
+command, flags = sys.argv[1:], []
+while command[0].startswith("-"):
+    flags.append(command.pop(0))
+with open(os.environ["SRUN_FLAGS"], "w") as file:
+    json.dump(flags, file)
+tasks = []
+for number in range(int(os.environ["SLURM_NTASKS"])):
+    place = {{"SLURM_PROCID": number, "SLURM_LOCALID": 0, "SLURM_NODEID": number, "SLURM_STEP_NUM_NODES": 2}}
+    environment = {{**os.environ, **{{name: str(value) for name, value in place.items()}}}}
+    environment |= {{"SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}}
+    environment["SLURM_STEP_NUM_TASKS"] = os.environ["SLURM_NTASKS"]
+    tasks.append(subprocess.Popen(command, env=environment))
+signal.signal(signal.SIGUSR1, lambda *_: [task.send_signal(signal.SIGUSR1) for task in tasks])
+bad = 0
+while any(task.poll() is None for task in tasks):
+    bad = bad or next((task.returncode for task in tasks if task.returncode), 0)
+    if bad and "--kill-on-bad-exit=1" in flags:
+        [task.kill() for task in tasks if task.returncode is None]
+    time.sleep(0.005)
+bad = bad or next((task.returncode for task in tasks if task.returncode), 0)
+sys.exit(bad if bad >= 0 else 128 - bad)
+"""
+"""Starts the tasks as two nodes with one each, hands the signal of --signal on to them, as slurmstepd does, and with
+--kill-on-bad-exit=1 ends the others when one fails: at once, where SLURM gives them some seconds."""
+
+SCONTROL = """#!/bin/sh
+if [ "$1" = show ]; then echo localhost; else echo "$@" >> "$REQUESTS"; fi
+"""
+
+JOB = {
+    "SLURM_JOB_ID": "4217",
+    "SLURM_JOB_NAME": "cifar-zero",
+    "SLURM_JOB_NODELIST": "localhost",
+    "SLURM_NODELIST": "localhost",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_NNODES": "2",
+    "SLURM_NTASKS": "2",
+    "SLURM_NTASKS_PER_NODE": "1",
+    "SLURM_TASKS_PER_NODE": "1(x2)",
+    "SLURM_CPUS_PER_TASK": "8",
+}
+
+Submit = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def submit(tmp_path: Path, small_data: list[str]) -> Submit:
+    """Starts the script as SLURM does, on small data."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+
+    def start(*flags: str, **more: str) -> subprocess.Popen[str]:
+        places = {"RUNS": str(tmp_path / "runs"), "DATA": small_data[-1], "PYTHON": sys.executable}
+        places |= {"REQUESTS": str(tmp_path / "requests"), "SRUN_FLAGS": str(tmp_path / "flags.json")}
+        places |= {"PATH": f"{programs}:{os.environ['PATH']}"}
+        command = ["bash", str(FOLDER / "slurm.sbatch"), *small_data[:-2], "--batch_size", "16", *flags]
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **JOB, **places, **more},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    return start
+
+
+@pytest.mark.distributed
+def test_a_slurm_job_is_queued_again_and_goes_on(submit: Submit, tmp_path: Path) -> None:
+    """The run goes on in `make fuzz` alone."""
+    flags = ["--accelerator", "cpu", "--strategy", "ddp", "--save_every_n_steps", "2"]
+    first = submit(*flags, "--epochs", "10000")
+    runs = tmp_path / "runs" / "cifar-zero-4217"
+    over = time.monotonic() + 240
+    while not [*runs.glob("version_0/checkpoints/*.ckpt")] and first.poll() is None and time.monotonic() < over:
+        time.sleep(0.1)
+    first.send_signal(signal.SIGUSR1)
+    said = first.communicate(timeout=240)[0]
+    assert first.returncode == 128 + signal.SIGUSR1, said[-3000:]
+    assert (tmp_path / "requests").read_text() == "requeue 4217\n"
+    assert (runs / "version_0" / "checkpoints" / "last.ckpt").exists()
+    assert f"resume the run with --resume {runs}" in said
+    flags_of_srun = json.loads((tmp_path / "flags.json").read_text())
+    assert flags_of_srun == ["--kill-on-bad-exit=1", "--cpus-per-task=8"]
+    if WHOLE:
+        again = submit(*flags, "--max_steps", "100000", "--epochs", "10000", SLURM_RESTART_COUNT="1")
+        while not [*runs.glob("version_1/checkpoints/*.ckpt")] and again.poll() is None and time.monotonic() < over:
+            time.sleep(0.1)
+        again.send_signal(signal.SIGUSR1)
+        said = again.communicate(timeout=240)[0]
+        assert again.returncode == 128 + signal.SIGUSR1, said[-3000:]
+        assert str(runs / "version_0") in (runs / "version_1" / "config.yaml").read_text()
+
+
+def test_what_the_slurm_script_asks_for() -> None:
+    lines = (FOLDER / "slurm.sbatch").read_text().splitlines()
+    asked = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
+    assert {"--signal=USR1@120", "--requeue", "--open-mode=append"} <= {*asked}  # USR1: callbacks.interrupt
+
+
+def test_the_manifest_is_a_pytorchjob() -> None:
+    """What the operator (v1.9, pkg/apis/kubeflow.org/v1/pytorch_validation.go) requires, and what it looks for."""
+    job = yaml.safe_load((FOLDER / "pytorchjob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    assert [*replicas] == ["Worker"]
+    elastic = job["spec"]["elasticPolicy"]
+    assert elastic["minReplicas"] <= replicas["Worker"]["replicas"] <= elastic["maxReplicas"]
+    pod = replicas["Worker"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["name"] == "pytorch"
+    assert container["image"]
+    assert container["ports"] == [{"name": "pytorchjob-port", "containerPort": 23456}]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_the_manifests_command_is_one_that_torchrun_and_train_py_understand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the variables that the operator sets (pkg/controller.v1/pytorch/elastic.go)."""
+    job = yaml.safe_load((FOLDER / "pytorchjob.yaml").read_text())
+    elastic = job["spec"]["elasticPolicy"]
+    (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    monkeypatch.setenv("PET_NNODES", f"{elastic['minReplicas']}:{elastic['maxReplicas']}")
+    monkeypatch.setenv("PET_RDZV_BACKEND", elastic["rdzvBackend"])
+    monkeypatch.setenv("PET_RDZV_ENDPOINT", "cifar-zero-worker-0:23456")
+    monkeypatch.setenv("PET_MAX_RESTARTS", str(elastic["maxRestarts"]))
+    program, *flags = container["command"]
+    assert program == "torchrun"
+    told = parse_args(flags)
+    assert (told.nnodes, told.nproc_per_node, told.max_restarts) == ("2:2", "8", 10)
+    assert (told.rdzv_backend, told.rdzv_endpoint) == ("c10d", "cifar-zero-worker-0:23456")
+    assert int(told.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
+    assert told.training_script == "train.py"
+    config = command_line.parse(told.training_script_args)
+    paths = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert {config.data.root, config.out} <= paths
+    # Without worker-0, which holds the rendezvous, every container starts its command again.
+    assert (config.resume, config.name) == ("auto", job["metadata"]["name"])
+    assert config.batch_size % (int(told.nproc_per_node) * elastic["maxReplicas"]) == 0
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif("RECIPES" not in os.environ, reason="some minutes, of make recipes")
+def test_commands_of_the_page(small_data: list[str], tmp_path: Path) -> None:
+    """As they are written, torchrun's on two machines that are one, for a few steps."""
+    page = (ROOT / "docs" / "cluster.md").read_text()
+    commands = re.findall(r"^\.venv/bin/(.+)$", page, re.MULTILINE)
+    assert {command.split()[0] for command in commands} == {"torchrun", "python", "deepspeed"}
+    small = ["--accelerator", "cpu", "--max_steps", "4", "--out", str(tmp_path), *small_data]
+    for command in commands:
+        program, *arguments = shlex.split(command)
+        if program == "python":
+            assert run_program(*arguments).returncode in (0, 1)  # 1: nothing fits this machine
+            continue
+        trains = "train.py" in arguments
+        line = [str(Path(sys.executable).parent / program), *arguments, *(small if trains else [])]
+        machines = [
+            subprocess.Popen(
+                line,
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for _ in range(2 if program == "torchrun" else 1)
+        ]
+        for machine in machines:
+            said = machine.communicate(timeout=300)[0]
+            assert machine.returncode == 0, f"{command}\n{said[-3000:]}"

@@ -1,0 +1,176 @@
+"""Damaged and hostile files: each ends in one clear error, or does no harm at all; `make fuzz` makes 1000 of them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import random
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchvision.datasets import CIFAR10
+
+from cifar_zero import data, models
+from cifar_zero.checkpoints.weights import read_weights
+from cifar_zero.config import command_line
+from cifar_zero.config.flags import DataConfig
+from cifar_zero.core.errors import RunError, UsageError
+from tests.data.archives import cifar_files, publish, tar_gz
+from tests.support.helpers import ROOT, WHOLE, assert_ok, run_folder_of, run_program
+
+pytestmark = pytest.mark.distributed
+
+MUTATIONS = 200 if WHOLE else 15
+"""Of each kind of file."""
+
+SECONDS = 30
+"""That reading a file may take before it counts as hanging."""
+
+
+class Evil:
+    """Leaves a proof behind when it is unpickled."""
+
+    def __init__(self, proof: Path):
+        self.proof = proof
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.proof),)
+
+
+def truncate(file: Path, rng: random.Random, proof: Path) -> None:
+    os.truncate(file, rng.randrange(file.stat().st_size))
+
+
+def flip(file: Path, rng: random.Random, proof: Path) -> None:
+    content = bytearray(file.read_bytes())
+    for _ in range(rng.choice((1, 1, 10, 100))):
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    file.write_bytes(content)
+
+
+def remove(file: Path, rng: random.Random, proof: Path) -> None:
+    file.unlink()
+
+
+def fill_with_noise(file: Path, rng: random.Random, proof: Path) -> None:
+    file.write_bytes(rng.randbytes(rng.choice((0, 1, 100, 10_000))))
+
+
+def run_code(file: Path, rng: random.Random, proof: Path) -> None:
+    if rng.random() < 0.5:
+        torch.save({"state_dict": {}, "module": {}, "optimizer_state_dict": {}, "evil": Evil(proof)}, file)
+    else:
+        file.write_bytes(pickle.dumps(Evil(proof)))
+
+
+def take_anothers_place(file: Path, rng: random.Random, proof: Path) -> None:
+    torch.save({"state_dict": {"net.weight": torch.ones(3)}, "global_step": 1}, file)
+
+
+DAMAGES = [truncate, flip, flip, remove, fill_with_noise, run_code, take_anothers_place]
+
+
+@pytest.fixture(autouse=True)
+def _no_hang() -> Iterator[None]:
+    def hangs(*_: Any) -> None:
+        raise AssertionError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, hangs)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def fuzz(original: Path, tmp_path: Path, read: Callable[[Path], Any], same: Callable[[Any], bool]) -> int:
+    """Damages copies of a file or folder; `same` says of what was read that it may be so.
+
+    Returns how many were refused.
+    """
+    rng = random.Random(0)
+    refused = 0
+    proof = tmp_path / "proof"
+    for number in range(MUTATIONS):
+        copy = tmp_path / f"{number}" / original.name
+        if original.is_dir():
+            shutil.copytree(original, copy)
+        else:
+            copy.parent.mkdir()
+            shutil.copyfile(original, copy)
+        target = rng.choice([*(path for path in sorted(copy.rglob("*")) if path.is_file())] or [copy])
+        damage = rng.choice(DAMAGES)
+        damage(target, rng, proof)
+        signal.alarm(SECONDS)
+        case = f"{number}: {damage.__name__} {target.name}"
+        try:
+            found = read(copy)
+        except (UsageError, RunError) as error:
+            refused += 1
+            lines = str(error).count("\n") + 1
+        except Exception as error:
+            raise AssertionError(case) from error
+        else:
+            lines = 1
+            assert same(found), case
+        assert lines == 1, case
+        assert not proof.exists(), case
+        shutil.rmtree(copy.parent)
+    return refused
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    [("deepspeed_stage_3", 2), *([("baseline", 1), ("deepspeed_stage_2", 1)] if WHOLE else [])],
+)
+def test_checkpoints(strategy: str, devices: int, small_data: list[str], tmp_path: Path):
+    flags = ["--strategy", strategy, "--devices", str(devices), "--accelerator", "cpu", "--batch_size", "16"]
+    assert_ok(run_program("train.py", *small_data, *flags, "--max_steps", "4", "--out", str(tmp_path / "out")))
+    checkpoint = run_folder_of(tmp_path / "out") / "checkpoints" / "last.ckpt"
+    net = models.build("net", 10)
+    whole = read_weights(net, checkpoint)
+
+    def same(found: Any) -> bool:
+        return all(torch.equal(found[key], whole[key]) for key in whole)
+
+    assert fuzz(checkpoint, tmp_path, lambda path: read_weights(net, path), same) > MUTATIONS / 3
+
+
+def test_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """--data.md5 has the sum of the damaged archive; the files in it must still be the published ones."""
+    files = cifar_files(10)
+    publish(files, CIFAR10, monkeypatch)
+    archive = tmp_path / "cifar-10-python.tar.gz"
+    archive.write_bytes(tar_gz(files))
+
+    def read(path: Path) -> Any:
+        md5 = hashlib.md5(path.read_bytes()).hexdigest() if path.exists() else ""
+        url = "http://127.0.0.1:9/cifar-10-python.tar.gz"
+        config = DataConfig(source="cifar10", root=str(path.parent), md5=md5, url=url)
+        return data.load(config, data.prepare(config))
+
+    whole = read(archive)
+    assert fuzz(archive, tmp_path, read, lambda found: (found.train_images == whole.train_images).all()) > MUTATIONS / 3
+
+
+def test_caches(tmp_path: Path):
+    """They are made again. One wrong bit of an image may be overlooked; it is an image all the same."""
+    cache = tmp_path / "cache" / "synthetic-640"
+
+    def read(path: Path) -> Any:
+        config = DataConfig(source="synthetic", synthetic_size=640, root=str(tmp_path), cache=str(path.parent))
+        return data.load(config, data.prepare(config))
+
+    whole = read(cache)
+    assert (cache / "meta.json").exists()
+    assert fuzz(cache, tmp_path, read, lambda found: (found.train_labels == whole.train_labels).all()) == 0
+
+
+def test_recipes(tmp_path: Path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(command_line.dump(command_line.parse(["--config", str(ROOT / "configs" / "deepspeed.yaml")])))
+    fuzz(recipe, tmp_path, lambda path: command_line.parse(["--config", str(path)]), lambda found: True)

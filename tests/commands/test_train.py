@@ -1,0 +1,340 @@
+"""train.py and evaluate.py as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from cifar_zero.checkpoints import run_folder
+from cifar_zero.checkpoints.read import read
+from cifar_zero.reports.summary import MEASURED
+from tests.support.helpers import (
+    ROOT,
+    assert_ok,
+    of_make_fuzz,
+    run_folder_of,
+    run_program,
+    small_disk,
+    train_all,
+    weights_of_net,
+)
+
+CLASSES = [f"class {number}" for number in range(10)]
+SCALARS = {
+    *("train/loss", "train/epoch", "train/global_step", "train/learning_rate", "train/grad_norm"),
+    *(f"{split}/{name}" for split in ("val", "test") for name in ("loss", "acc", "acc_top5", "precision", "recall")),
+    *(f"{split}/{name}" for split in ("val", "test") for name in ("f1", "calibration_error")),
+    *("test/auroc", "test/average_precision"),
+    *(f"{split}/{name}_class/{c}" for split in ("val", "test") for name in ("acc", "precision", "f1") for c in CLASSES),
+    *("perf/step_time_ms", "perf/data_time_ms", "perf/images_per_second", "perf/tflops", "mem/peak_gb"),
+}
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    first, second = weights_of_net(one), weights_of_net(other)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> tuple[Path, str]:
+    """The folder and the output of one plain run of two epochs."""
+    out = tmp_path_factory.mktemp("out")
+    flags = ["--batch_size", "16", "--log_interval", "10", "--accelerator", "cpu", "--out", str(out)]
+    done = run_program("train.py", *small_data, *flags)
+    assert_ok(done)
+    return run_folder_of(out), done.stdout + done.stderr
+
+
+def test_tensorboard_has_every_curve_and_figure(run: tuple[Path, str]):
+    events = EventAccumulator(str(run[0]), size_guidance={"scalars": 0, "images": 0, "tensors": 0})
+    events.Reload()
+    assert set(events.Tags()["scalars"]) >= SCALARS
+    figures = ("confusion_matrix", "most_confident_mistakes", "roc", "precision_recall", "calibration")
+    assert set(events.Tags()["images"]) >= {f"figures/{name}" for name in figures}
+    steps = [event.step for event in events.Scalars("train/loss")]
+    assert steps == [10, 20, 30, 40, 50, 60, 70, 72]
+    assert [event.value for event in events.Scalars("train/global_step")] == steps
+    assert all(event.value > 0 for event in events.Scalars("train/grad_norm"))
+    assert [event.step for event in events.Scalars("val/acc")] == [36, 72, 72]  # the last one for HPARAMS too
+    assert "_hparams_/session_start_info" in events.summary_metadata
+
+
+def test_metrics_json(run: tuple[Path, str]):
+    metrics = json.loads((run[0] / "metrics.json").read_text())
+    assert list(metrics) == ["schema", *MEASURED, "versions", "git_commit"]
+    assert (metrics["num_train"], metrics["num_test"], metrics["steps"], metrics["epochs"]) == (580, 640, 72, 2)
+    assert metrics["parameters"] == 62_006
+    assert metrics["train/loss"] == pytest.approx(math.log(10), abs=0.2)  # random images
+    assert list(metrics["test/acc_per_class"]) == CLASSES
+    assert metrics["perf/step_time_ms"] * metrics["perf/images_per_second"] / 1e3 == pytest.approx(16)
+    assert 0 < metrics["perf/data_time_ms"] < metrics["perf/step_time_ms"]
+    assert metrics["perf/mfu"] is None  # of a CPU
+    assert len(metrics["mem/peak_rank_bytes"]) == 1
+
+
+def test_what_is_left_behind_and_printed(run: tuple[Path, str]):
+    folder, output = run
+    left = {path.name for path in folder.iterdir()}
+    assert left >= {"config.yaml", "metrics.json", "checkpoints", "confusion_matrix.png", "mistakes.png"}
+    assert left >= {"roc.png", "precision_recall.png", "calibration.png"}
+    metrics = json.loads((folder / "metrics.json").read_text())
+    for expected in (*CLASSES, f"{metrics['test/acc']:.2%}", "images/s", str(folder), "tensorboard --logdir"):
+        assert expected in output
+    assert "Warning" not in output
+    assert "WARNING" not in output
+    assert "weights_only" not in output
+
+
+def test_config_yaml_repeats_the_run(run: tuple[Path, str], tmp_path: Path):
+    recipe = str(run[0] / "config.yaml")
+    assert_ok(run_program("train.py", "--config", recipe, "--out", str(tmp_path)))
+    assert_same_weights(run[0], run_folder_of(tmp_path))
+
+
+def test_torch_loader_trains_to_the_same_weights(run: tuple[Path, str], tmp_path: Path):
+    recipe = str(run[0] / "config.yaml")
+    train_all({tmp_path: ["--config", recipe, "--data.loader", "torch"]})
+    assert_same_weights(run[0], run_folder_of(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "stop"),
+    [
+        ("baseline", "--epochs 1"),
+        pytest.param("deepspeed_stage_2", "--max_steps 50", marks=of_make_fuzz),
+    ],
+)
+def test_a_resumed_run_ends_as_if_never_stopped(strategy: str, stop: str, run: tuple[Path, str], tmp_path: Path):
+    """Stopped after an epoch of 36 steps, and in the middle of the second."""
+    flags = ["--config", str(run[0] / "config.yaml"), "--strategy", strategy, "--out", str(tmp_path), "--name", "run"]
+    assert_ok(run_program("train.py", *flags, *stop.split()))
+    done = run_program("train.py", *flags, "--resume", "last")
+    assert_ok(done)
+    assert "Warning" not in done.stderr
+    assert json.loads((tmp_path / "run" / "version_1" / "metrics.json").read_text())["steps"] == 72
+    assert_same_weights(run[0], tmp_path / "run" / "version_1")
+
+
+def test_evaluate_prints_the_same_table_again(run: tuple[Path, str], tmp_path: Path):
+    """Of a checkpoint that was taken out of its run folder."""
+    metrics = json.loads((run[0] / "metrics.json").read_text())
+    shutil.copyfile(run[0] / "checkpoints" / "last.ckpt", tmp_path / "net.ckpt")
+    done = run_program("evaluate.py", str(tmp_path / "net.ckpt"))
+    assert_ok(done)
+    columns = [metrics[f"test/{figure}_per_class"] for figure in ("acc", "precision", "f1")]
+    expected = {name: [f"{column[name]:.2%}" for column in columns] for name in CLASSES}
+    expected["all"] = [f"{metrics[f'test/{figure}']:.2%}" for figure in ("acc", "precision_weighted", "f1_weighted")]
+    table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if "│" in line]
+    assert {name: cells for name, *cells in table} == expected
+    for figure in ("f1", "acc_top5", "calibration_error"):
+        assert f"{metrics[f'test/{figure}']:.2%}" in done.stdout
+    for figure in ("auroc", "average_precision"):
+        assert f"{metrics[f'test/{figure}']:.4f}" in done.stdout
+
+
+def test_bench_steps_times_so_many_steps_and_stops(small_data: list[str], tmp_path: Path):
+    flags = ["--bench_steps", "30", "--batch_size", "16", "--accelerator", "cpu", "--out", str(tmp_path)]
+    done = run_program("train.py", *small_data, *flags)
+    assert_ok(done)
+    run = run_folder_of(tmp_path)
+    metrics = json.loads((run / "metrics.json").read_text())
+    assert metrics["steps"] == 50  # 20 to warm up
+    assert metrics["test/acc"] is None
+    shortest, median, longest = (metrics[f"perf/step_time_{name}_ms"] for name in ("min", "median", "max"))
+    assert 0 < shortest <= median <= longest < 30 * metrics["perf/step_time_ms"]
+    assert shortest < metrics["perf/step_time_ms"] < longest
+    assert not (run / "checkpoints").exists()
+    rows = dict([cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if "│" in line)
+    assert rows["images per second"] == f"{metrics['perf/images_per_second']:,.1f}"
+    assert rows["shortest / median / longest (ms)"] == f"{shortest:.2f} / {median:.2f} / {longest:.2f}"
+    assert rows["model states of each rank (MB)"] == "0.74"
+
+
+def test_cifar_out_of_reach_is_said_everywhere(tmp_path: Path, small_data: list[str]):
+    data = ["--data.root", str(tmp_path / "data"), "--data.url", "http://127.0.0.1:9/cifar-10-python.tar.gz"]
+    flags = ["--max_steps", "5", "--batch_size", "16", "--accelerator", "cpu", "--out", str(tmp_path / "out")]
+    done = run_program("train.py", *data, *flags)
+    assert_ok(done)
+    run = run_folder_of(tmp_path / "out")
+    assert run.parent.name == "net-baseline-digits-fallback"
+    assert "CIFAR-10" in done.stderr
+    assert "figures of the embedded handwritten digits" in done.stdout
+    metrics = json.loads((run / "metrics.json").read_text())
+    assert (metrics["dataset"], metrics["num_train"], metrics["num_test"]) == ("digits", 45_000, 10_000)
+    taken_out = tmp_path / "net.ckpt"  # it tells by itself what it was trained on
+    shutil.copyfile(run / "checkpoints" / "last.ckpt", taken_out)
+    flags[1] = "8"
+    done = run_program("train.py", *data, *flags, "--resume", str(taken_out))
+    assert_ok(done)
+    assert "cannot be had" not in done.stderr  # CIFAR-10 is not asked for
+    assert "continues on the embedded handwritten digits" in done.stderr
+    assert json.loads((run.parent / "version_1" / "metrics.json").read_text())["dataset"] == "digits"
+    done = run_program("train.py", *small_data, *flags, "--resume", str(taken_out))
+    assert done.returncode == 2
+    assert "that run trained on --data.source digits, this one has synthetic" in done.stderr
+    done = run_program("train.py", *data, *flags, "--data.source", "cifar10")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.distributed
+def test_torchrun_and_a_raw_configuration(small_data: list[str], tmp_path: Path):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    flags = ["--ds_config", "configs/deepspeed/stage_2_overlap.json", "--accelerator", "cpu", "--batch_size", "16"]
+    done = run_program(*launcher, "train.py", *small_data, *flags, "--max_steps", "8", "--out", str(tmp_path))
+    assert_ok(done)
+    assert json.loads((run_folder_of(tmp_path) / "metrics.json").read_text())["world_size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "expected"),
+    [
+        ("--data.source folder --data.root nowhere", 2, "nowhere"),
+        ("--batch_size 6 --devices 4", 2, "4 or 8"),
+        ("--strategy deepspeed_stage_2 --precision 16-mixed --accelerator cpu", 2, "bf16-mixed"),
+        ("--resume nowhere.ckpt", 2, "nowhere.ckpt does not exist"),
+        ("--trainer.no_such_option 1", 2, "no option of Lightning's Trainer"),
+        ("--out /dev/null", 2, "cannot be written"),
+        ("--batch_size 10000", 2, "training images"),
+    ],
+)
+def test_mistakes_end_in_one_line(flags: str, code: int, expected: str, small_data: list[str], tmp_path: Path):
+    given = flags.split()
+    data = [] if "--data.source" in given else small_data
+    out = [] if "--out" in given else ["--out", str(tmp_path)]
+    done = run_program("train.py", *data, *out, *given)
+    assert done.returncode == code, done.stderr[-2000:]
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert expected in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--optimizer adam", "that run had --optimizer sgd, this one has adam"),
+        ("--optimizer.lr 0.5", "that run had --optimizer.lr"),
+        ("--resume README.md", "is damaged or no checkpoint"),
+        ("--resume last --name never", "no run of the name never"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused_at_once(
+    flags: str, expected: str, run: tuple[Path, str], tmp_path: Path, small_data: list[str]
+):
+    given = ["--resume", str(run[0]), *flags.split()]
+    done = run_program("train.py", *small_data, "--batch_size", "16", "--out", str(tmp_path), *given)
+    assert done.returncode == 2
+    assert expected in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_cut_checkpoint_is_refused(run: tuple[Path, str], tmp_path: Path, small_data: list[str]):
+    whole = (run[0] / "checkpoints" / "last.ckpt").read_bytes()
+    cut = tmp_path / "cut.ckpt"
+    cut.write_bytes(whole[: len(whole) // 2])
+    done = run_program("train.py", *small_data, "--resume", str(cut), "--out", str(tmp_path / "out"))
+    assert done.returncode == 2
+    assert "is damaged" in done.stderr
+
+
+def test_a_run_that_diverges_ends_with_the_step_and_the_way_back_to_it(small_data: list[str], tmp_path: Path):
+    flags = ["--batch_size", "16", "--max_steps", "30", "--optimizer.lr", "1e10", "--accelerator", "cpu"]
+    flags += ["--save_every_n_steps", "1", "--log_interval", "20"]
+    done = run_program("train.py", *small_data, *flags, "--out", str(tmp_path))
+    assert done.returncode == 1, done.stderr[-2000:]
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert "no number or infinite from step" in line
+    assert "learning rate 1e+10" in line
+    assert "Traceback" not in done.stderr
+    step = int(line.split("from step ")[1].split()[0])
+    again = line.split("that batch again: train.py ")[1].split()
+    kept = torch.load(again[-1], weights_only=True)  # the newest checkpoint is of before
+    assert kept["global_step"] < step
+    assert all(weights.isfinite().all() for weights in kept["state_dict"].values())
+    done = run_program("train.py", *again, "--out", str(tmp_path / "again"))
+    assert f"from step {step} on" in done.stderr
+
+
+@pytest.mark.distributed
+def test_a_mistake_that_the_ranks_find_is_said_once(small_data: list[str], tmp_path: Path):
+    flags = ["--devices", "2", "--accelerator", "cpu", "--batch_size", "10000", "--out", str(tmp_path)]
+    done = run_program("train.py", *small_data, *flags)
+    assert done.returncode == 2
+    assert len([line for line in done.stderr.splitlines() if "error:" in line]) == 1
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("devices", "number", "name"),
+    [
+        ("1", signal.SIGUSR1, "SIGUSR1"),
+        ("2", signal.SIGINT, "Ctrl-C"),
+        pytest.param("2", signal.SIGTERM, "SIGTERM", marks=of_make_fuzz),
+    ],
+)
+def test_a_signal_saves_and_says_how_to_go_on(
+    devices: str, number: signal.Signals, name: str, small_data: list[str], tmp_path: Path
+):
+    """All processes get it, as from a terminal or `scancel`; SLURM is one command, which notes its arguments."""
+    slurm, requeued = tmp_path / "bin" / "scontrol", tmp_path / "requeued"
+    slurm.parent.mkdir()
+    slurm.write_text(f'#!/bin/sh\necho "$@" > {requeued}\n')
+    slurm.chmod(0o755)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{slurm.parent}:{os.environ['PATH']}"}
+    flags = ["--devices", devices, "--accelerator", "cpu", "--batch_size", "16", "--epochs", "5000"]
+    command = [sys.executable, "train.py", *small_data, *flags, "--log_interval", "10", "--out", str(tmp_path / "out")]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**env, "SLURM_JOB_ID": "7"} if number == signal.SIGUSR1 else env,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # as under a terminal
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "val/acc" in line:  # it trains
+            break
+    os.killpg(process.pid, number)
+    _, said = process.communicate(timeout=60)
+    run = run_folder_of(tmp_path / "out")
+    assert process.returncode == 128 + number, said
+    assert f"stopped by {name}: resume the run with --resume {run}" in said
+    assert "Traceback" not in said
+    assert read(run_folder.newest_checkpoint(run))["global_step"] > 36
+    assert (requeued.read_text() if requeued.exists() else "") == ("requeue 7\n" if number == signal.SIGUSR1 else "")
+
+
+def test_a_full_disk_is_one_line(small_data: list[str], tmp_path: Path):
+    with small_disk(tmp_path, "200k") as disk:
+        done = run_program("train.py", *small_data, "--batch_size", "16", "--accelerator", "cpu", "--out", str(disk))
+    assert done.returncode == 1, done.stderr[-2000:]
+    assert "Traceback" not in done.stderr
+    assert "No space left" in done.stderr
+
+
+@of_make_fuzz
+@pytest.mark.distributed
+def test_the_checkpoint_before_the_disk_was_full_is_whole(small_data: list[str], tmp_path: Path):
+    """A checkpoint of stage 2 takes 0.8 MB, and so does the next one before it takes its place."""
+    flags = ["--strategy", "deepspeed_stage_2", "--devices", "2", "--accelerator", "cpu", "--batch_size", "16"]
+    flags += ["--max_steps", "90", "--epochs", "9"]
+    with small_disk(tmp_path, "1200k") as disk:
+        done = run_program("train.py", *small_data, *flags, "--out", str(disk))
+        assert done.returncode == 1, done.stderr[-2000:]
+        assert "Traceback" not in done.stderr
+        assert "last.ckpt could not be written: No space left on device. The training goes on" in done.stderr
+        (kept,) = [file.parent for file in disk.rglob("latest")]
+        assert read(kept)["global_step"] == 36

@@ -1,0 +1,162 @@
+"""The command line: what it accepts, what it refuses and how fast."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cifar_zero.config import command_line
+from cifar_zero.config.flags import AugmentConfig
+from cifar_zero.core.errors import UsageError
+from tests.support.helpers import ROOT, run_program
+
+RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+def test_bare_command_is_the_tutorial_with_a_validation_split():
+    config = command_line.parse([])
+    assert (config.strategy, config.batch_size, config.epochs) == ("baseline", 4, 2)
+    options = {"lr": 0.001, "momentum": 0.9, "weight_decay": 0.0, "weight_decay_on": "matrices", "nesterov": False}
+    assert config.optimizer.options == options
+    assert config.data.val_fraction == 0.1
+
+
+def test_later_recipes_and_flags_win(tmp_path: Path):
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first.write_text("epochs: 3\nseed: 1\noptimizer: {name: sgd, lr: 0.5, momentum: 0.3}\n")
+    second.write_text("epochs: 4\noptimizer: {name: sgd, lr: 0.25}\n")
+    config = command_line.parse(["--config", str(first), "--config", str(second), "--seed", "9"])
+    assert (config.epochs, config.seed) == (4, 9)
+    assert (config.optimizer.options["lr"], config.optimizer.options["momentum"]) == (0.25, 0.3)
+
+
+def test_another_optimizer_drops_the_options_of_the_first():
+    config = command_line.parse(
+        ["--config", "configs/tutorial.yaml", "--optimizer", "adam", "--optimizer.betas", "[0.8, 0.99]"]
+    )
+    assert config.optimizer.name == "adam"
+    options = {"eps": 1e-8, "weight_decay": 0.0, "weight_decay_on": "matrices"}
+    assert config.optimizer.options == {"lr": 0.001, "betas": (0.8, 0.99), **options}
+
+
+def test_augmentation_of_a_recipe_and_of_flags(tmp_path: Path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("augment: {flip: alternating, crop: 2}\n")
+    config = command_line.parse(["--config", str(recipe), "--augment.crop", "4", "--augment.mixup", "0.2"])
+    assert config.augment == AugmentConfig(flip="alternating", crop=4, mixup=0.2)
+    recipe.write_text(command_line.dump(config))
+    assert command_line.parse(["--config", str(recipe)]) == config
+
+
+def test_short_forms():
+    config = command_line.parse(["--logger", "tensorboard", "wandb", "--compile", "--trainer.limit_test_batches", "3"])
+    assert config.logger == ["tensorboard", "wandb"]
+    assert config.compile is True
+    assert config.trainer == {"limit_test_batches": 3}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
+def test_printed_configuration_is_the_same_run_again(recipe: Path, tmp_path: Path):
+    config = command_line.parse(["--config", str(recipe), "--seed", "5"])
+    again = tmp_path / "again.yaml"
+    again.write_text(command_line.dump(config))
+    assert command_line.parse(["--config", str(again)]) == config
+    assert set(yaml.safe_load(recipe.read_text())) <= set(yaml.safe_load(again.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--data.sourc digits", "did you mean --data.source?"),
+        ("--epoch 3", "did you mean --epochs?"),
+        ("--epochs 1.5", "--epochs: expected int, not 1.5"),
+        ("--epochs 0", "--epochs must be at least 1"),
+        ("--precision 33", "expected one of ['32-true'"),
+        ("--devices many", "--devices: expected int or one of ['auto'], not many"),
+        ("--strategy deepspeed_stage_4", "did you mean deepspeed_stage_3?"),
+        ("--model nett", "did you mean net?"),
+        ("--optimizer adamm", "did you mean adam?"),
+        ("--optimizer.betas 3", "unknown option --optimizer.betas"),
+        ("--trainer.precision 16", "use --precision"),
+        ("--trainer.accumulate_grad_batches 2", "use --accumulate"),
+        ("--config nowhere.yaml", "nowhere.yaml cannot be read"),
+        ("--config README.md", "is not YAML"),
+        ("--data.val_fraction 1", "--data.val_fraction must be"),
+        ("--hparams optimizer.lrr", "did you mean --optimizer.lr?"),
+        ("--name a/b", "must be a plain name"),
+        ("--name ..", "must be a plain name"),
+        ("--max_steps 0", "--max_steps must be at least 1"),
+        ("--seed -1", "--seed must be at least 0"),
+        ("--timeout 0", "--timeout must be over 0"),
+        ("--timeout 1e16", "at most 604800, not"),
+        ("--logger tensorboard none", "cannot be combined"),
+        ("--bench_steps 5 --resume last", "leave --resume out"),
+        ("--optimizer.lr -1", "--optimizer.lr must be at least 0"),
+        ("--optimizer.momentum 2", "under 1"),
+        ("--optimizer adam --optimizer.betas [2,3]", "--optimizer.betas must be"),
+        ("--schedule warmup_lr --schedule.warmup_num_steps 0", "--schedule.warmup_num_steps must be"),
+        ("--ds_config x.json --strategy ddp", "leave --strategy out"),
+        ("--augment.flip sideways", "--augment.flip: expected one of ['none', 'random', 'alternating'], not sideways"),
+        ("--augment.crop 17", "--augment.crop must be at least 0 and at most 16, not 17"),
+        ("--augment.cutout -1", "--augment.cutout must be at least 0 and at most 32, not -1"),
+        ("--augment.mixup .inf", "--augment.mixup must be at least 0 and finite, not inf"),
+        ("--augment.flipp random", "did you mean --augment.flip?"),
+        ("--augment.cutmix 1 --data.loader torch", "--augment.cutmix needs --data.loader memory"),
+        ("--optimiser adam", "did you mean --optimizer?"),
+        ("--optimizer.weight_decay_on biases", "expected one of ['matrices', 'all'], not biases"),
+        ("--optimizer muon --optimizer.ns_steps 0", "--optimizer.ns_steps must be at least 1 and under 100"),
+        ("--schedule cosine --schedule.total_steps -1", "--schedule.total_steps must be at least 0, not -1"),
+        ("--schedule onecycle --schedule.pct_start 1", "--schedule.pct_start must be over 0 and under 1"),
+        ("--find_lr --bench_steps 5", "leave one of them out"),
+        ("--find_lr --resume last", "--find_lr counts from the first step"),
+        ("--plot_schedule a.pdf", "give the name of a .png file"),
+        ("stray", "stray"),
+    ],
+)
+def test_mistakes_are_one_clear_line(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(UsageError) as error:
+        command_line.parse(flags.split())
+    assert expected in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("data: {val_fractoin: 0.2}", "did you mean --data.val_fraction?"),
+        ("epochs:", "epochs has no value"),
+        ("data: 3", "data must be a mapping"),
+        ("augment: flip", "augment must be a mapping"),
+        ("augment: {cropp: 4}", "did you mean --augment.crop?"),
+        ("3: 4", "holds no options"),
+        ("optimizer: {name: [a]}", "must be a mapping with a name"),
+        ("optimizer: adam", "must be a mapping with a name"),
+        ("epochs: many", "--epochs: expected int"),
+    ],
+)
+def test_mistakes_in_a_recipe_are_refused(text: str, expected: str, tmp_path: Path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text)
+    with pytest.raises(UsageError) as error:
+        command_line.parse(["--config", str(recipe)])
+    assert expected in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [(["--help"], 0), (["--print_config"], 0), (["--epochs", "x"], 2), (["--batch_size", "6", "--devices", "4"], 2)],
+)
+def test_answers_without_torch(flags: list[str], code: int):
+    started = time.monotonic()
+    done = run_program("-X", "importtime", "train.py", *flags)
+    seconds = time.monotonic() - started
+    assert done.returncode == code, done.stderr[-500:]
+    imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time")}
+    assert "jsonargparse" in imported
+    assert not imported & {"torch", "lightning", "numpy", "deepspeed"}
+    assert seconds < 30  # a hang, not a benchmark: these machines are noisy
+    assert "Traceback" not in done.stderr

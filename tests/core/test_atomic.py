@@ -1,0 +1,63 @@
+"""A checkpoint's name belongs to the old one or to the new one, whenever the writer is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cifar_zero.checkpoints import run_folder
+from cifar_zero.core import atomic
+from tests.support.helpers import ROOT
+
+WRITER = """
+import sys
+from pathlib import Path
+import atomic
+if sys.argv[2] == "without":
+    atomic._exchange = lambda one, other: False
+final = Path(sys.argv[1]) / "last.ckpt"
+for number in range(100_000):
+    new = atomic.staged(final)
+    atomic.discard(new)
+    (new / "checkpoint").mkdir(parents=True)
+    for name in ("checkpoint/one", "checkpoint/two", "latest"):
+        (new / name).write_text(str(number))
+    atomic.put_in_place(final)
+"""
+
+
+@pytest.mark.parametrize("exchange", ["with", "without"])
+def test_a_killed_writer_leaves_a_whole_checkpoint_that_is_found(exchange: str, tmp_path: Path):
+    newest = 0
+    for kill in range(8):
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), exchange], cwd=ROOT)
+        while kill == 0 and not (tmp_path / "last.ckpt").exists():
+            time.sleep(0.01)
+        time.sleep(0.3 + 0.013 * kill)
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        atomic.recover(tmp_path)
+        found = run_folder.find_checkpoint(str(tmp_path), "", "")
+        assert found == tmp_path / "last.ckpt"
+        numbers = {(found / name).read_text() for name in ("checkpoint/one", "checkpoint/two", "latest")}
+        assert len(numbers) == 1
+        newest = max(newest, int(numbers.pop()))
+    assert newest > 0
+
+
+def test_a_file_takes_the_place_of_another(tmp_path: Path):
+    final = tmp_path / "last.ckpt"
+    for content in ("old", "new"):
+        atomic.staged(final).write_text(content)
+        atomic.put_in_place(final)
+    assert final.read_text() == "new"
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+    atomic.discard(final)
+    atomic.discard(final)
+    assert not os.listdir(tmp_path)

@@ -1,0 +1,290 @@
+"""Known failures of the libraries, provoked for real wherever a machine without a GPU can, and the line of each."""
+
+# pyright: reportPrivateImportUsage=false
+# torch.distributed does not list its stores as exports, although they are documented.
+
+from __future__ import annotations
+
+import errno
+import fractions
+import mmap
+import os
+import re
+import shutil
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+from cifar_zero.core import exits
+from cifar_zero.core.errors import RunError, UsageError
+from cifar_zero.core.known_failures import TABLE, explain
+from tests.support.helpers import run_program
+
+Patch = pytest.MonkeyPatch
+
+SHORT = timedelta(milliseconds=200)
+HOST = "127.0.0.1"
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    """A port at which another program listens."""
+    with socket.socket() as listener:
+        listener.bind((HOST, 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+class Dying(Dataset[int]):
+    """Images whose worker is ended by a signal, as by a full /dev/shm (SIGBUS) or a full memory (SIGKILL)."""
+
+    def __init__(self, number: signal.Signals):
+        self.number = number
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        os.kill(os.getpid(), self.number)
+        return index
+
+
+def of_dying_worker(number: signal.Signals, told: bool = True) -> Callable[[Path, Patch], object]:
+    """Loads a batch from such a worker; `told`: torch hears of its end by a signal, as in a process's first run."""
+
+    def load(path: Path, patch: Patch) -> None:
+        patch.setattr("torch.utils.data._utils.signal_handling._SIGCHLD_handler_set", not told)
+        before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        try:
+            list(DataLoader(Dying(number), num_workers=1))
+        finally:
+            signal.signal(signal.SIGCHLD, before)
+
+    return load
+
+
+def two_ranks() -> list[Any]:
+    """Gloo's process groups of two ranks, in this process."""
+    store = dist.HashStore()
+    groups: list[Any] = [None, None]
+
+    def join(rank: int) -> None:
+        groups[rank] = dist.ProcessGroupGloo(store, rank, 2, SHORT)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return groups
+
+
+def lost_rank(path: Path, patch: Patch) -> None:
+    """Gloo's answer where a rank ends within a collective."""
+    groups = two_ranks()
+    work = groups[0].allreduce([torch.ones(1)])
+    groups.pop()
+    work.wait()
+
+
+def absent_rank(path: Path, patch: Patch) -> None:
+    """Gloo's answer where a rank never comes to a collective."""
+    groups = two_ranks()
+    groups[0].allreduce([torch.ones(1)]).wait()
+
+
+def lost_store(path: Path, patch: Patch) -> None:
+    """The answer of torch's store where rank 0, which keeps it, ends."""
+    server = dist.TCPStore(HOST, 0, 1, True, SHORT)
+    client = dist.TCPStore(HOST, server.port, 1, False, SHORT)
+    del server
+    client.get("key")
+
+
+def untrusted_file(path: Path, patch: Patch) -> None:
+    """Loads an object that is neither a tensor nor plain."""
+    torch.save(fractions.Fraction(1, 2), path / "file.pt")
+    torch.load(path / "file.pt", weights_only=True)
+
+
+def full_disk(path: Path, patch: Patch) -> None:
+    """Saves a tensor on a full disk."""
+    torch.save(torch.zeros(1_000_000), "/dev/full")
+
+
+def no_cuda_home(path: Path, patch: Patch) -> None:
+    """DeepSpeed's question for nvcc's version, without a CUDA toolkit."""
+    from deepspeed.ops.op_builder.builder import installed_cuda_version
+
+    patch.setattr("torch.utils.cpp_extension.CUDA_HOME", None)
+    installed_cuda_version()
+
+
+def no_cuda_home_for_torch(path: Path, patch: Patch) -> None:
+    """torch's own answer to the same."""
+    from torch.utils.cpp_extension import CUDAExtension
+
+    patch.setattr("torch.utils.cpp_extension.CUDA_HOME", None)
+    CUDAExtension("kernels", ["kernels.cu"])
+
+
+def no_compiler(path: Path, patch: Patch) -> None:
+    """Builds DeepSpeed's CPU Adam with nothing in PATH but ninja."""
+    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
+
+    found = shutil.which("ninja")
+    assert found is not None  # DeepSpeed requires it
+    (path / "ninja").symlink_to(found)
+    _build_alone(path, patch, CPUAdamBuilder())
+
+
+def no_ninja(path: Path, patch: Patch) -> None:
+    """Builds DeepSpeed's CPU Adam with nothing in PATH."""
+    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
+
+    _build_alone(path, patch, CPUAdamBuilder())
+
+
+def _build_alone(path: Path, patch: Patch, builder: Any) -> None:
+    patch.setenv("PATH", str(path))
+    patch.setenv("TORCH_EXTENSIONS_DIR", str(path))
+    patch.delenv("CXX", raising=False)
+    builder.jit_load(verbose=False)
+
+
+PROVOKED: dict[str, tuple[Callable[[Path, Patch], object], str]] = {
+    "cpu memory": (lambda path, patch: torch.empty(1 << 60), "the machine's memory is full"),
+    "python memory": (lambda path, patch: bytearray(1 << 60), "the machine's memory is full"),
+    "shared memory": (of_dying_worker(signal.SIGBUS), "the loader's workers have filled the shared memory"),
+    "killed worker": (of_dying_worker(signal.SIGKILL), "a worker of the loader was killed"),
+    "ended worker": (of_dying_worker(signal.SIGKILL, told=False), "a worker of the loader was killed"),
+    "no rank 0": (lambda path, patch: dist.TCPStore(HOST, 1, 1, False, SHORT), "the ranks did not all come together"),
+    "no rank 1": (lambda path, patch: dist.TCPStore(HOST, 0, 2, True, SHORT), "the ranks did not all come together"),
+    "lost rank": (lost_rank, "another rank has ended"),
+    "lost store": (lost_store, "another rank has ended"),
+    "absent rank": (absent_rank, "this rank has waited for the others in vain"),
+    "store": (
+        lambda path, patch: dist.TCPStore(HOST, 0, 1, True, SHORT).get("key"),
+        "this rank has waited for the others in vain",
+    ),
+    "no CUDA_HOME": (no_cuda_home, "DeepSpeed finds no nvcc"),
+    "no CUDA_HOME, torch": (no_cuda_home_for_torch, "DeepSpeed finds no nvcc"),
+    "no ninja": (no_ninja, "DeepSpeed's C++ code could not be compiled"),
+    "no compiler": (no_compiler, "DeepSpeed's C++ code could not be compiled"),
+    "full disk": (full_disk, "a file could not be written to its end"),
+    "untrusted": (untrusted_file, "the file holds more than tensors"),
+}
+"""What is done, and how its line begins."""
+
+
+@pytest.mark.parametrize("name", PROVOKED)
+def test_provoked(name: str, tmp_path: Path, monkeypatch: Patch):
+    provoke, says = PROVOKED[name]
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - of many kinds
+        provoke(tmp_path, monkeypatch)
+    line = str(explain(caught.value))
+    assert line.startswith(says), repr(caught.value)
+    assert re.fullmatch(r"[^\n]+; [^\n]+", line)
+
+
+@pytest.mark.parametrize(
+    ("library", "text", "says"),
+    [
+        ("libc10_cuda.so", "CUDA out of memory. Tried to allocate ", "the GPU's memory is full"),
+        (
+            "libtorch_cuda.so",
+            "Watchdog caught collective operation timeout: ",
+            "this rank has waited for the others in vain",
+        ),
+        ("libtorch_cuda.so", "a remote process exiting prematurely", "another rank has ended"),
+    ],
+)
+def test_what_takes_a_gpu(library: str, text: str, says: str):
+    """The libraries still say it in these words."""
+    file = Path(torch.__file__).parent / "lib" / library
+    if not file.exists():
+        pytest.skip(f"a torch without CUDA: no {library}")
+    with file.open("rb") as content, mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ) as memory:
+        assert memory.find(text.encode()) >= 0
+    assert str(explain(torch.OutOfMemoryError(text) if "memory" in text else RuntimeError(text))).startswith(says)
+
+
+def as_rank(port: int, ranks: int = 1) -> dict[str, str]:
+    """torchrun's variables of rank 0."""
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    return {**rank, "MASTER_ADDR": HOST, "MASTER_PORT": str(port), "LOCAL_SIZE": str(ranks)}
+
+
+def test_taken_port_in_train(taken_port: int, small_data: list[str], tmp_path: Path):
+    flags = ["--accelerator", "cpu", "--strategy", "ddp", "--out", str(tmp_path)]
+    done = run_program("train.py", *small_data, *flags, env=as_rank(taken_port, ranks=2))
+    assert done.returncode == 1
+    assert f"error: another program uses port {taken_port}, where the ranks are to meet; " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_guarded(taken_port: int, capsys: pytest.CaptureFixture[str], monkeypatch: Patch):
+    def main() -> int:
+        dist.TCPStore(HOST, taken_port, 1, True, SHORT)
+        return 0
+
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    assert exits.guarded(main) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: another program uses port {taken_port}")
+    monkeypatch.setattr("sys.argv", ["train.py", "--debug"])
+    with pytest.raises(dist.DistNetworkError, match="EADDRINUSE"):
+        exits.guarded(main)
+
+
+def test_unknown_failures_keep_their_line(capsys: pytest.CaptureFixture[str], monkeypatch: Patch):
+    monkeypatch.setattr("sys.argv", ["train.py"])
+
+    def fail_with(error: Exception) -> str:
+        def main() -> int:
+            raise error
+
+        assert exits.guarded(main) == 1
+        return capsys.readouterr().err
+
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "last.ckpt")
+    assert fail_with(full) == "error: No space left on device (last.ckpt)\n"
+    assert fail_with(KeyError("step")) == "error: KeyError: 'step' (--debug shows where)\n"
+
+
+def test_every_row_is_met():
+    met = [says for _, says in PROVOKED.values()]
+    met += ["the GPU's memory", "another program uses port "]
+    for row in TABLE:
+        fixed = row.cause.split("{")[0]
+        assert any(says.startswith(fixed) or fixed.startswith(says) for says in met), row.cause
+
+
+def test_what_led_to_it_counts():
+    known = torch.OutOfMemoryError("CUDA out of memory.")
+    handled, caused, hidden = ValueError("while handling it"), ValueError("from it"), ValueError("from None")
+    handled.__context__ = caused.__cause__ = hidden.__context__ = known
+    hidden.__suppress_context__ = True
+    assert explain(handled) == explain(caused) == explain(known)
+    assert explain(hidden) is None
+
+
+def test_own_errors_stay():
+    assert explain(UsageError("ours")) is None
+    assert explain(RunError("ours")) is None
+    assert explain(KeyError("step")) is None
+
+
+def test_a_chain_that_leads_back_to_itself_ends() -> None:
+    first, second = ValueError("first"), ValueError("second")
+    first.__cause__, second.__cause__ = second, first
+    assert explain(first) is None

@@ -1,0 +1,131 @@
+"""CIFAR's archives are read right, and nothing but CIFAR's archives."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from torchvision.datasets import CIFAR10, CIFAR100
+
+from cifar_zero import data
+from cifar_zero.config.flags import DataConfig
+from cifar_zero.core.errors import RunError
+from cifar_zero.data.dataset import Dataset
+from tests.data.archives import ArchiveServer, cifar_files, md5, publish, tar_gz
+
+FOLDER = "cifar-10-batches-py"
+ARCHIVE = "cifar-10-python.tar.gz"
+
+
+def prepare(root: Path, archive: bytes) -> Dataset:
+    """Prepare an archive of one's own, put into the root by hand."""
+    root.mkdir(exist_ok=True)
+    (root / ARCHIVE).write_bytes(archive)
+    config = DataConfig("cifar10", root=str(root), md5=md5(archive))
+    return data.load(config, data.prepare(config))
+
+
+@pytest.mark.parametrize(
+    ("name", "published", "num_classes"), [("cifar10", CIFAR10, 10), ("cifar100", CIFAR100, 100)], ids=str
+)
+def test_images_labels_and_names_are_those_of_the_files(
+    name: str, published: type[CIFAR10], num_classes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the root, which may be read-only, is left as it is."""
+    files = cifar_files(num_classes)
+    publish(files, published, monkeypatch)
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / published.filename).write_bytes(tar_gz(files))
+    config = DataConfig(name, root=str(tmp_path / "root"), cache=str(tmp_path / "cache"))  # pyright: ignore[reportArgumentType]
+    dataset = data.load(config, data.prepare(config))
+    batches = {name.partition("/")[2]: pickle.loads(content, encoding="latin1") for name, content in files.items()}
+    for batch_list, images, labels in (
+        (published.train_list, dataset.train_images, dataset.train_labels),
+        (published.test_list, dataset.test_images, dataset.test_labels),
+    ):
+        expected = [batches[name] for name, _ in batch_list]
+        np.testing.assert_array_equal(images.reshape(-1, 3072), np.concatenate([batch["data"] for batch in expected]))
+        key = "labels" if num_classes == 10 else "fine_labels"
+        np.testing.assert_array_equal(labels, np.concatenate([batch[key] for batch in expected]))
+    assert dataset.classes == tuple(f"class{label}" for label in range(num_classes))
+    assert dataset.train_images.dtype == np.uint8
+    assert dataset.train_labels.dtype == np.int64
+    assert not dataset.train_images.flags.writeable
+    assert [path.name for path in (tmp_path / "root").iterdir()] == [published.filename]
+    assert len(list((tmp_path / "cache" / name).iterdir())) == 5, "the extracted files are gone"
+
+
+def test_the_extracted_folder_is_used_where_its_sums_are_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed_url: str
+) -> None:
+    files = cifar_files(10)
+    (tmp_path / FOLDER).mkdir()
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    config = DataConfig("cifar10", root=str(tmp_path), url=closed_url)
+    with pytest.raises(RunError, match="cannot download"):  # these files are not the published ones
+        data.prepare(config)
+    publish(files, CIFAR10, monkeypatch)
+    assert data.prepare(config) == "cifar10"
+
+
+def test_a_damaged_archive_in_the_root_is_downloaded_again(
+    tmp_path: Path,
+    serve: Callable[[bytes], ArchiveServer],
+    archive10: bytes,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    publish(cifar_files(10), CIFAR10, monkeypatch)
+    (tmp_path / ARCHIVE).write_bytes(archive10[:-100])
+    config = DataConfig("cifar10", root=str(tmp_path), url=serve(archive10).url)
+    assert data.prepare(config) == "cifar10"
+    assert (tmp_path / ARCHIVE).read_bytes() == archive10
+    assert f"{ARCHIVE} is not used: its MD5 is not {CIFAR10.tgz_md5}" in capsys.readouterr().err
+
+
+def link(target: str) -> tarfile.TarInfo:
+    member = tarfile.TarInfo(f"{FOLDER}/link")
+    member.type, member.linkname = tarfile.SYMTYPE, target
+    return member
+
+
+@pytest.mark.parametrize("member", [tarfile.TarInfo("../evil"), link("/etc/passwd")], ids=["path", "link"])
+def test_an_archive_with_a_hostile_member_is_refused(tmp_path: Path, member: tarfile.TarInfo) -> None:
+    with pytest.raises(RunError, match=r"not a readable \.tar\.gz archive: .*(outside|absolute)"):
+        prepare(tmp_path / "root", tar_gz(cifar_files(10), member))
+    assert [path.name for path in tmp_path.iterdir()] == ["root"]
+    assert not list(tmp_path.rglob("evil"))
+    assert not list(tmp_path.rglob("*.npy"))
+
+
+def test_a_pickle_that_runs_code_is_refused_whatever_the_sum_of_its_archive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Hostile:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.mkdir, (str(tmp_path / "evil"),)
+
+    files = cifar_files(10)
+    publish(files, CIFAR10, monkeypatch)
+    for name in (f"{FOLDER}/data_batch_3", f"{FOLDER}/test_batch", f"{FOLDER}/batches.meta"):
+        with pytest.raises(RunError, match="does not hold CIFAR10's published files"):
+            prepare(tmp_path, tar_gz(files | {name: pickle.dumps({"data": Hostile()})}))
+    assert not (tmp_path / "evil").exists()
+    prepare(tmp_path, tar_gz(files | {f"{FOLDER}/readme": b"packed anew"}))
+
+
+def test_an_archive_that_is_none_or_lacks_a_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = cifar_files(10)
+    publish(files, CIFAR10, monkeypatch)
+    del files[f"{FOLDER}/data_batch_5"]
+    with pytest.raises(RunError, match="does not hold CIFAR10's published files"):
+        prepare(tmp_path, tar_gz(files))
+    for content in (b"<html>not found</html>", tar_gz(files)[:-500], tar_gz(files)[:100]):
+        with pytest.raises(RunError, match=r"cifar-10-python\.tar\.gz is not a readable \.tar\.gz archive"):
+            prepare(tmp_path, content)

@@ -1,0 +1,237 @@
+"""doctor.py as a user starts it, on machines that lack something."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from filelock import FileLock
+
+from cifar_zero.diagnosis import CHECKS
+from cifar_zero.diagnosis.examination import Check, Examination
+from cifar_zero.diagnosis.finding import Finding, Options, ok
+from cifar_zero.diagnosis.ops import blocking
+from cifar_zero.diagnosis.software import PYTHON, TORCH, pinned
+from tests.support.helpers import ROOT, assert_ok, run_program, small_disk
+
+REQUIREMENTS = ROOT / "requirements.txt"
+OPTIONS = Options(
+    ranks=2,
+    out="runs",
+    data_root="data",
+    data_cache="",
+    build=False,
+    timeout=20.0,
+    requirements=ROOT / "requirements.txt",
+)
+
+CHILD = ["sleep", "60.0625"]
+"""What a check has started; nobody else sleeps so long."""
+
+
+def lines_of(done: subprocess.CompletedProcess[str]) -> dict[str, tuple[str, str]]:
+    """What was printed: name -> status and text."""
+    found = re.findall(r"^(ok|warning|failed) +(\S+) +(\S.*)$", done.stdout, re.MULTILINE)
+    return {name: (status, text) for status, name, text in found}
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_this_machine_is_fit():
+    done = run_program("doctor.py", "--json")
+    assert_ok(done)
+    assert done.stderr == ""
+    answer = json.loads(done.stdout)
+    assert answer["schema"] == 1
+    assert [check["name"] for check in answer["checks"]] == [*CHECKS]
+    for check in answer["checks"]:
+        assert set(check) == {"name", "status", "found", "mend"}
+        assert check["found"]
+        assert check["status"] in ("ok", "warning")
+        assert bool(check["mend"]) == (check["status"] == "warning"), check
+
+
+def test_a_line_for_each_check_and_nothing_else():
+    done = run_program("doctor.py", "python", "cores", "port", "--ranks", "1")
+    assert_ok(done)
+    assert [*lines_of(done)] == ["python", "cores", "port"]
+    assert {status for status, _ in lines_of(done).values()} == {"ok"}
+    assert done.stdout.splitlines()[3:] == ["Nothing failed, 0 warnings."]
+
+
+def test_help_is_quick_and_lists_the_checks():
+    started = time.monotonic()
+    done = run_program("doctor.py", "--help")
+    assert time.monotonic() - started < 1
+    assert_ok(done)
+    assert all(f"\n  {name} " in done.stdout for name in CHECKS)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["prot"], "there is no check prot: did you mean port?"),
+        (["--ranks", "0"], "--ranks must be at least 1"),
+        (["--timeout", "nan"], "--timeout must be"),
+        (["port", "--build"], "--build is for the check ops"),
+        (["--unknown"], "unrecognized arguments: --unknown"),
+    ],
+)
+def test_wrong_usage_is_one_line(flags: list[str], said: str):
+    done = run_program("doctor.py", *flags)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+def test_a_taken_port_is_reported():
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        done = run_program("doctor.py", "port", env={"MASTER_PORT": str(port)})
+    assert done.returncode == 1
+    status, text = lines_of(done)["port"]
+    assert status == "failed"
+    assert text.startswith(f"MASTER_PORT={port}: Address already in use: unset MASTER_PORT, or export MASTER_PORT=")
+    assert_ok(run_program("doctor.py", "port", env={"MASTER_PORT": str(port)}))
+
+
+def test_a_missing_compiler_is_reported(tmp_path: Path):
+    done = run_program("doctor.py", "compiler", "ninja", env={"PATH": str(tmp_path), "CXX": "c++"})
+    assert_ok(done)  # runs without offload need none
+    assert lines_of(done)["compiler"][0] == "warning"
+    assert "no c++ on PATH" in lines_of(done)["compiler"][1]
+    assert lines_of(done)["ninja"][0] == "warning"
+    (tmp_path / "g++").write_text("")
+    (tmp_path / "g++").chmod(0o755)
+    done = run_program("doctor.py", "compiler", env={"PATH": str(tmp_path), "CXX": "c++"})
+    assert lines_of(done)["compiler"][1].endswith(f"export CXX={tmp_path}/g++")
+
+
+def test_a_full_disk_is_reported(tmp_path: Path):
+    with small_disk(tmp_path, "200k") as disk:
+        done = run_program("doctor.py", "out", "data-disk", "--out", f"{disk}/runs", "--data.root", str(disk))
+        assert list(disk.iterdir()) == []
+    assert done.returncode == 1
+    for name in ("out", "data-disk"):
+        status, text = lines_of(done)[name]
+        assert status == "failed"
+        assert f"0 MB are free in {disk}" in text
+
+
+def test_images_are_found_where_they_are(tmp_path: Path):
+    flags = ["data", "data-disk", "--data.root", str(tmp_path)]
+    assert lines_of(run_program("doctor.py", *flags))["data"][0] == "warning"
+    (tmp_path / "cifar-10-python.tar.gz").write_bytes(b"")
+    assert lines_of(run_program("doctor.py", *flags))["data"][0] == "ok"
+    done = run_program("doctor.py", *flags, "--data.cache", str(tmp_path / "cifar-10-python.tar.gz" / "cache"))
+    status, text = lines_of(done)["data-disk"]
+    assert status == "failed"
+    assert "Not a directory" in text
+
+
+def test_a_lock_that_is_held_is_reported(tmp_path: Path):
+    (tmp_path / "cpu_adam").mkdir()
+    lock = tmp_path / "cpu_adam" / "lock"
+    with FileLock(lock):
+        done = run_program("doctor.py", "locks", env={"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+    status, text = lines_of(done)["locks"]
+    assert status in ("warning", "failed")  # failed where this torch would wait even for a file that nobody holds
+    assert str(lock) in text
+
+
+def test_a_lock_file_left_behind_blocks_an_older_torch_alone(tmp_path: Path):
+    (tmp_path / "cpu_adam").mkdir()
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.write_text("")
+    assert blocking(tmp_path, by_existence=True) == [lock]
+    assert blocking(tmp_path, by_existence=False) == []
+    assert lock.exists()
+
+
+@pytest.mark.distributed
+def test_a_rank_that_never_answers_is_named():
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "doctor.py", "all-reduce", "--timeout", "10"]
+    started = time.monotonic()
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as doctor:
+        frozen = _rank_of(doctor.pid, "1")
+        frozen.suspend()
+        said, _ = doctor.communicate(timeout=120)
+    assert doctor.returncode == 1
+    assert "rank 1 did not answer within 10 s while starting" in said
+    assert time.monotonic() - started < 60
+    assert not frozen.is_running() or frozen.status() == psutil.STATUS_ZOMBIE
+
+
+def _rank_of(doctor: int, rank: str) -> psutil.Process:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for process in psutil.Process(doctor).children(recursive=True):
+            try:
+                if (
+                    any(part.endswith("diagnosis/rank.py") for part in process.cmdline())
+                    and process.environ().get("RANK") == rank
+                ):
+                    return process
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+    raise AssertionError(f"rank {rank} was not started")
+
+
+@pytest.mark.distributed
+def test_a_rank_that_fails_is_named():
+    done = run_program("doctor.py", "all-reduce", env={"GLOO_SOCKET_IFNAME": "no-such-interface"})
+    assert done.returncode == 1
+    text = lines_of(done)["all-reduce"][1]
+    assert re.search(r"rank [01] failed while meeting the others \(.*no-such-interface", text)
+
+
+def _raises(options: Options) -> Finding:
+    raise ValueError("what a library says")
+
+
+def _hangs(options: Options) -> Finding:
+    subprocess.Popen(CHILD)
+    time.sleep(60)
+    return ok("")
+
+
+def _crashes(options: Options) -> Finding:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return ok("")
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        (_raises, "ValueError: what a library says"),
+        (_hangs, "no answer within 1 s"),
+        (_crashes, "it crashed with signal SIGKILL"),
+    ],
+)
+def test_whatever_a_check_does_it_ends_as_a_finding(answer, found: str):
+    started = time.monotonic()
+    finding = Examination(Check("", answer, limit=1.0), OPTIONS).finding()
+    assert (finding.status, finding.found) == ("failed", found)
+    assert finding.mend
+    assert time.monotonic() - started < 10
+    assert CHILD not in [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
+
+
+def test_the_supported_versions_are_those_of_the_requirements():
+    newest = pinned("torch", REQUIREMENTS).rsplit(".", 1)[0]
+    assert f"torch {TORCH[0]} to {newest}" in REQUIREMENTS.read_text()
+    assert f'requires-python = ">={".".join(map(str, PYTHON))}"' in (ROOT / "pyproject.toml").read_text()

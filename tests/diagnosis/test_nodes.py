@@ -1,0 +1,131 @@
+"""doctor.py --nodes on two hosts of this machine, and what it says of figures that no such hosts have."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cifar_zero.diagnosis import nodes
+from tests.support.helpers import ROOT, run_program
+from tests.support.namespaces import DEVICE, Host, Hosts, two_hosts
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with two_hosts() as hosts:
+        yield hosts
+
+
+def start(hosts: Hosts, rank: int, *flags: str, cwd: Path = ROOT) -> subprocess.Popen[str]:
+    """One rank of two, one on each host."""
+    host: Host = (hosts.a, hosts.b)[rank]
+    place = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "NODE_RANK": rank}
+    meeting = {"MASTER_ADDR": hosts.a.address, "MASTER_PORT": "29532", "GLOO_SOCKET_IFNAME": DEVICE}
+    return host.start(
+        *(sys.executable, str(ROOT / "doctor.py"), "--nodes", *flags),
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in place.items()}, **meeting},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def lines_of(rank: subprocess.Popen[str], timeout: float = 100) -> tuple[list[str], list[str]]:
+    """Its standard output and error, without torch's warning of a name that it cannot resolve."""
+    out, errors = rank.communicate(timeout=timeout)
+    return out.splitlines(), [line for line in errors.splitlines() if "socket.cpp" not in line]
+
+
+@pytest.mark.distributed
+def test_two_hosts_that_do_not_share_a_disk(hosts: Hosts, tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    ranks = [start(hosts, rank, "--out", "runs", cwd=folder) for rank, folder in enumerate(folders)]
+    (out, errors), others = map(lines_of, ranks)
+    assert [rank.returncode for rank in ranks] == [1, 0], errors
+    assert others == ([], [])  # rank 0 speaks
+    found = [" ".join(line.split()) for line in out]
+    assert found[0] == f"ok ranks 2 ranks on 2 nodes have met: {hosts.a.name}, {hosts.b.name}"
+    assert found[2] == "ok all-reduce 1 MiB over gloo, the right sum on every rank"
+    assert found[3].startswith("ok versions the same on all nodes: torch 2")
+    assert found[4].startswith("ok clock ")
+    assert found[5].startswith(f"failed out {hosts.b.name} cannot see what {hosts.a.name} writes to runs: --out DIR")
+    assert found[6].startswith("Not fit to train: 1 failed, 0 warnings. Bandwidth is not measured: run all_reduce_perf")
+    assert not [*tmp_path.glob("*/*")]
+
+
+@pytest.mark.distributed
+def test_a_node_that_does_not_come_is_named_in_time(hosts: Hosts) -> None:
+    alone = start(hosts, 0, "--timeout", "2")
+    assert lines_of(alone) == ([], ["error: meeting the others took longer than 2 s: rank 1 did not come so far"])
+    assert alone.returncode == 1
+
+
+HANGS = """
+import time
+from torch.distributed import HashStore
+from diagnosis.watchdog import Watchdog
+watchdog = Watchdog(HashStore(), 0.2)
+watchdog.begin("an all-reduce")
+watchdog.hosts = ["gpu0", "gpu1", "gpu2"]
+watchdog.store.set("comparing the nodes/1", "")
+watchdog.begin("comparing the nodes")
+time.sleep(60)
+"""
+
+
+def test_a_node_that_hangs_is_named() -> None:
+    """By its host, which is known once all have met; rank 1 has come, and rank 2 has not."""
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1"}
+    done = run_program("-c", HANGS, env=ranks)
+    assert done.returncode == 1
+    assert done.stderr == "error: comparing the nodes took longer than 0.2 s: rank 2 (gpu2) did not come so far\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--nodes"], "start it on each node with torchrun --nnodes N --nproc_per_node M --rdzv_backend c10d"),
+        (["--nodes", "port"], "--nodes compares nodes: it cannot be combined with --build or the name of a check"),
+    ],
+)
+def test_wrong_usage_is_one_line(flags: list[str], said: str) -> None:
+    done = run_program("doctor.py", *flags)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_versions_that_differ_fail_and_are_named() -> None:
+    names = ["gpu0", "gpu1", "gpu2"]
+    old, new = {"torch": "2.14.0"}, {"torch": "2.15.0"}
+    finding = nodes.check_versions(names, [new, old, new])
+    assert finding.status == "failed"
+    assert "torch 2.15.0 on gpu0, gpu2; 2.14.0 on gpu1" in finding.found
+    assert nodes.check_versions(names, [new] * 3).status == "ok"
+    missing = nodes.check_versions(names[:2], [{**new, "nccl": "2.27.3"}, new])
+    assert "nccl 2.27.3 on gpu0; none on gpu1" in missing.found
+
+
+def test_nodes_without_the_gpus_of_the_others_are_named() -> None:
+    good, bad = ("gpu0", ""), ("gpu1", "driver too old")
+    assert nodes.check_gpus([good, good]).status == nodes.check_gpus([bad, bad]).status == "ok"
+    finding = nodes.check_gpus([good, good, bad, bad])
+    assert (finding.status, finding.found) == ("failed", "not every rank has one: gpu1 (driver too old)")
+
+
+def test_wrong_sums_and_clocks_are_named() -> None:
+    names = ["gpu0", "gpu1"]
+    assert nodes.check_sums(names, [True, True], "nccl").status == "ok"
+    assert nodes.check_sums(names, [True, False], "nccl").found == "a wrong sum on rank 1 (gpu1)"
+    assert nodes.check_clocks(names, [100.0, 100.5]).status == "ok"
+    behind = nodes.check_clocks(names, [103.0, 100.5])
+    assert (behind.status, behind.found) == ("warning", "the clock of gpu1 is 2.5 s behind that of gpu0")

@@ -1,0 +1,299 @@
+"""Exports of real checkpoints: the same scores to the bit, read with nothing but torch; nothing bad is kept."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from cifar_zero import exporting, models
+from cifar_zero.checkpoints import run_folder
+from cifar_zero.checkpoints.weights import read_weights
+from cifar_zero.core.errors import RunError, UsageError
+from cifar_zero.exporting import FORMATS, export, state_dict_file
+from cifar_zero.models.moe import gates
+from cifar_zero.models.vit_shapes import SHAPES, Shape
+from tests.support.helpers import ROOT, assert_ok, run_folder_of, run_program, train_all
+
+SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "export.md").read_text(), re.DOTALL)
+
+
+FLAGS = ["--accelerator", "cpu", "--logger", "none", "--max_steps", "6", "--batch_size", "16"]
+
+
+@pytest.fixture(scope="module")
+def baseline(small_data: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("baseline")
+    train_all({out: [*FLAGS, *small_data]})
+    return run_folder.newest_checkpoint(out)
+
+
+@pytest.fixture(scope="module")
+def sharded(small_data: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    out = tmp_path_factory.mktemp("sharded")
+    runs = {strategy: out / strategy for strategy in ("deepspeed_stage_2", "deepspeed_stage_3")}
+    train_all({folder: [*FLAGS, *small_data, "--strategy", name, "--devices", "2"] for name, folder in runs.items()})
+    return runs
+
+
+@pytest.fixture(
+    params=["baseline", *(pytest.param(f"deepspeed_stage_{n}", marks=pytest.mark.distributed) for n in (2, 3))]
+)
+def checkpoint(request: pytest.FixtureRequest) -> Path:
+    if request.param == "baseline":
+        return request.getfixturevalue("baseline")
+    return run_folder.newest_checkpoint(request.getfixturevalue("sharded")[request.param])
+
+
+@pytest.fixture(scope="module")
+def images() -> Tensor:
+    return torch.rand(7, 3, 32, 32, generator=torch.Generator().manual_seed(1)) * 2 - 1
+
+
+def evaluated(checkpoint: Path) -> nn.Module:
+    """The network that evaluate.py tests."""
+    net = models.build("net", 10).eval()
+    net.load_state_dict(read_weights(net, checkpoint))
+    return net
+
+
+@torch.inference_mode()
+def test_every_format_has_the_scores_of_the_checkpoint(checkpoint: Path, images: Tensor, tmp_path: Path):
+    images = images.contiguous(
+        memory_format=torch.channels_last
+    )  # as a classifier lays them: the last bits depend on it
+    expected = evaluated(checkpoint)(images)
+    for name, format in FORMATS.items():
+        output = tmp_path / "exports" / f"net{format.suffix}"
+        output.parent.mkdir(exist_ok=True)
+        export.export(checkpoint, output, name, "float32")
+        scores = exporting.load(str(output), model="net" if name == "state_dict" else "").scores
+        torch.testing.assert_close(scores(images), expected, rtol=format.tolerance, atol=format.tolerance)
+        assert torch.equal(scores(images).argmax(1), expected.argmax(1))
+    assert sorted(file.name for file in output.parent.iterdir()) == ["net.onnx", "net.pt", "net.safetensors"]
+
+
+def test_a_user_reads_the_exports_with_torch_alone(baseline: Path, images: Tensor, tmp_path: Path):
+    folder = run_folder_of(baseline.parents[3])
+    done = run_program("export.py", str(folder), "--to", "onnx")
+    assert_ok(done)
+    assert re.search(r"last\.onnx: net, 62,006 parameters in float32, 0\.\d\d MB", done.stdout)
+    accuracy = json.loads((folder / run_folder.METRICS).read_text())["test/acc"]
+    assert f"test accuracy {100 * accuracy:.2f} %, the same class as the checkpoint's for each of 640" in done.stdout
+    for name in FORMATS.keys() - {"onnx"}:
+        export.export(baseline, baseline.with_suffix(FORMATS[name].suffix), name, "float32")
+    np.save(tmp_path / "images.npy", images.numpy())
+    code = "import sys, numpy, torch\nimages = torch.from_numpy(numpy.load(sys.argv[1]))\nfound = []\n"
+    for snippet in SNIPPETS:
+        code += snippet + "\nif 'net' in dir(): found.append(net(images).tolist()); del net\n"
+    code += "assert not {'lightning', 'deepspeed'} & set(sys.modules)\nprint(found)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "images.npy")],
+        cwd=baseline.parent,
+        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert_ok(done)
+    with torch.inference_mode():
+        expected = evaluated(baseline)(images)
+    assert len(SNIPPETS) == 3
+    found = json.loads(done.stdout)
+    assert len(found) == 2
+    for scores in found:  # rounded otherwise where that process has another number of threads
+        torch.testing.assert_close(torch.tensor(scores), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_metadata(baseline: Path, tmp_path: Path):
+    for name in ("safetensors", "onnx"):
+        export.export(baseline, tmp_path / f"net.{name}", name, "float32")
+    with safe_open(tmp_path / "net.safetensors", "pt") as file:
+        metadata = file.metadata()
+    session = onnxruntime.InferenceSession(tmp_path / "net.onnx")
+    assert session.get_modelmeta().custom_metadata_map == metadata
+    assert json.loads(metadata.pop("classes")) == [f"class {label}" for label in range(10)]
+    assert metadata == {
+        **{"format": "pt", "model": "net", "options": "{}", "mean": "0.5", "std": "0.5", "dtype": "float32"},
+        **{"checkpoint": "last.ckpt", "step": "6"},
+    }
+    assert str(ROOT).encode() not in (tmp_path / "net.onnx").read_bytes()
+
+
+def test_bfloat16_is_rounded_once_and_half_the_size(baseline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    export.export(baseline, tmp_path / "net.safetensors", "safetensors", "bfloat16")
+    with safe_open(tmp_path / "net.safetensors", "pt") as file:
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        assert file.metadata()["dtype"] == "bfloat16"
+    expected = evaluated(baseline).state_dict()
+    assert set(weights) == set(expected)
+    assert all(torch.equal(weights[name], expected[name].bfloat16()) for name in expected)
+    assert "in bfloat16, 0.13 MB\ntest accuracy " in capsys.readouterr().out
+
+
+def checkpoint_of(net: nn.Module, name: str, options: dict[str, Any], classes: list[str], folder: Path) -> Path:
+    """What a run leaves behind, as far as an export needs it."""
+    state = {f"net.{key}": value for key, value in net.state_dict().items()}
+    config = {"model": {"name": name, "options": options}, "data": {"root": str(folder)}}
+    record = {"config": config, "classes": classes}
+    torch.save({"state_dict": state, "global_step": 1, "cifar_zero": record}, folder / "net.ckpt")
+    return folder / "net.ckpt"
+
+
+class Other(nn.Module):
+    """With what Net does not have: an option, buffers, an integer one too, dropout, weights of two names."""
+
+    def __init__(self, num_classes: int, width: int):
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, width, 32), nn.BatchNorm2d(width), nn.Dropout(), nn.Flatten())
+        self.last = self.tied = nn.Linear(width, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.last(self.features(images))
+
+
+@dataclass
+class OtherModel:
+    """Its entry in the registry."""
+
+    width: int = 4
+
+    def build(self, num_classes: int) -> nn.Module:
+        return Other(num_classes, self.width)
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_network_with_options_buffers_and_tied_weights(
+    to: str, images: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(models.MODELS, "other", OtherModel)
+    net = Other(3, width=5)
+    net(images)  # moves BatchNorm's buffers
+    checkpoint = checkpoint_of(net, "other", {"width": 5}, ["a", "b", "c"], tmp_path)
+    output = tmp_path / f"net{FORMATS[to].suffix}"
+    export.export(checkpoint, output, to, "float32")
+    if to == "state_dict":
+        with pytest.raises(UsageError, match=r"size mismatch.*--model has its default options"):
+            exporting.load(str(output), model="other")
+        monkeypatch.setitem(models.MODELS, "other", partial(OtherModel, width=5))
+    classifier = exporting.load(str(output), model="other" if to == "state_dict" else "")
+    assert classifier.classes == (("0", "1", "2") if to == "state_dict" else ("a", "b", "c"))
+    with torch.inference_mode():
+        torch.testing.assert_close(classifier.scores(images), net.eval()(images), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("net_moe", {"num_experts": [2, 4], "mlp_type": "residual", "ep_size": 2}),
+        ("net_moe", {"num_experts": [4], "eval_capacity_factor": 0.5}),
+        ("vit_moe", {"num_experts": [4], "top_k": 2, "noisy_gate_policy": "Jitter"}),
+    ],
+    ids=["residual", "drops", "transformer"],
+)
+@pytest.mark.filterwarnings("error")  # torch warns where it has to try another way of exporting
+@torch.inference_mode()
+def test_mixtures_of_experts(name: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The ranks over which the experts were spread in training do not matter."""
+    monkeypatch.setitem(SHAPES, "tiny", Shape(width=32, depth=4, heads=2))  # ONNX takes 10 seconds for the real one
+    torch.manual_seed(3)
+    images = F.interpolate(torch.rand(20, 3, 2, 2) * 2 - 1, (32, 32))  # unlike one another, for different experts
+    images = images.contiguous(
+        memory_format=torch.channels_last
+    )  # as a classifier lays them: the last bits depend on it
+    net = models.build(name, 10, **options).eval()
+    for weight in (parameter for parameter in net.parameters() if parameter.dim() > 1):
+        weight.mul_(3)  # the biases outweigh the images otherwise, and one expert takes them all
+    checkpoint = checkpoint_of(net, name, options, [str(label) for label in range(10)], tmp_path)
+    expected = net(images)
+    for routing in (gate.routing for gate in gates(net)):
+        assert routing is not None
+        assert (routing.tokens > 0).sum() > 1
+        assert (routing.experts < 0).any() == ("eval_capacity_factor" in options)
+    for to, format in FORMATS.items():
+        output = tmp_path / f"net{format.suffix}"
+        export.export(checkpoint, output, to, "float32")
+        known = {} if format.describes_itself else {"model": name, "options": json.dumps(options)}
+        scores = exporting.exporter(to).load(output, known).scores
+        for found, wanted in ((scores(images), expected), (scores(images[:1]), net(images[:1]))):
+            torch.testing.assert_close(found, wanted, rtol=format.tolerance, atol=format.tolerance)
+
+
+def test_keys_that_are_missing_or_unknown_are_refused(baseline: Path, tmp_path: Path):
+    content = torch.load(baseline, weights_only=True)
+    content["state_dict"]["net.fc3.extra"] = content["state_dict"].pop("net.fc3.bias")
+    broken = tmp_path / "broken.ckpt"
+    torch.save(content, broken)
+    done = run_program("export.py", str(broken), "--to", "safetensors")
+    assert done.returncode == 2
+    assert re.fullmatch(r'error: .*another network: Missing.*"fc3.bias".*"fc3.extra".*\n', done.stderr)
+    assert [file.name for file in tmp_path.iterdir()] == ["broken.ckpt"]
+
+
+def test_an_export_that_does_something_else_is_not_kept(
+    baseline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    output = tmp_path / "net.pt"
+    output.write_text("the one before")
+    right = state_dict_file.encode
+
+    def wrong(net: nn.Module, metadata: dict[str, str]) -> bytes:
+        with torch.no_grad():
+            net.get_parameter("fc3.bias")[0] += 1e-6
+        return right(net, metadata)
+
+    monkeypatch.setattr(state_dict_file, "encode", wrong)
+    with pytest.raises(RunError, match="does not do what the checkpoint does: scores differ by up to"):
+        export.export(baseline, output, "state_dict", "float32")
+    assert output.read_text() == "the one before"
+    assert [file.name for file in tmp_path.iterdir()] == ["net.pt"]
+
+
+def test_without_the_images_the_accuracy_is_not_checked(
+    baseline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    content = torch.load(baseline, weights_only=True)
+    content["cifar_zero"]["config"]["data"]["root"] = str(tmp_path / "gone")
+    torch.save(content, tmp_path / "last.ckpt")
+    export.export(tmp_path / "last.ckpt", tmp_path / "last.pt", "state_dict", "float32")
+    assert "test accuracy not checked: no decoded images in " in capsys.readouterr().out
+    assert not (tmp_path / "gone").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--to", "tensorflow"], "invalid choice: 'tensorflow'"),
+        ([], "required: --to"),
+        (["--to", "onnx", "--dtype", "bfloat16"], "--dtype bfloat16 is not for --to onnx"),
+        (["--to", "onnx", "--output", "net.pt"], "must end in .onnx"),
+        (["--to", "onnx", "--output", "nowhere/net.onnx"], "nowhere/net.onnx cannot be written"),
+    ],
+)
+def test_mistakes(
+    arguments: list[str], message: str, baseline: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    monkeypatch.setattr(sys, "argv", ["export.py", str(baseline), *arguments])
+    with pytest.raises(UsageError, match=re.escape(message)):
+        export.main()
+
+
+def test_a_checkpoint_is_never_overwritten(baseline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    named = tmp_path / "net.pt"
+    named.write_bytes(baseline.read_bytes())
+    monkeypatch.setattr(sys, "argv", ["export.py", str(named), "--to", "state_dict"])
+    with pytest.raises(UsageError, match="is the checkpoint itself"):
+        export.main()
+    assert named.read_bytes() == baseline.read_bytes()

@@ -1,0 +1,146 @@
+"""predict.py on image files as people have them: the class that the network itself gives."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from cifar_zero import data as sources
+from cifar_zero import models
+from cifar_zero.checkpoints import run_folder
+from cifar_zero.checkpoints.safetensors_file import write_safetensors
+from cifar_zero.checkpoints.weights import load_weights
+from cifar_zero.config.flags import DataConfig
+from cifar_zero.core.errors import UsageError
+from cifar_zero.data.augment import normalize
+from cifar_zero.data.dataset import Dataset
+from cifar_zero.exporting import FORMATS, export, predict
+from tests.support.helpers import ROOT, WHOLE, assert_ok, run_program, train_all
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Dataset]:
+    """The checkpoint of a run that has learnt to tell some digits, and its images."""
+    out = tmp_path_factory.mktemp("digits")
+    data = DataConfig(source="digits", root=str(out / "data"))
+    options = ["--max_steps", "100", "--batch_size", "64", "--optimizer", "adam", "--logger", "none"]
+    train_all({out: ["--data.source", "digits", "--data.root", data.root, *options]})
+    return run_folder.newest_checkpoint(out), sources.load(data, "digits")
+
+
+@pytest.fixture(scope="module")
+def folder(digits: tuple[Path, Dataset], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """100 test images, more than one batch, some in a folder below, among what is no image."""
+    folder = tmp_path_factory.mktemp("images")
+    (folder / "below").mkdir()
+    for number, image in enumerate(digits[1].test_images[:100]):
+        Image.fromarray(image.transpose(1, 2, 0)).save(folder / ("below" if number >= 90 else "") / f"{number:02}.png")
+    (folder / "notes.txt").write_text("no image")
+    (folder / ".hidden.png").write_text("no image")
+    return folder
+
+
+def own_probabilities(checkpoint: Path, images: np.ndarray) -> torch.Tensor:
+    """What the network itself says of images uint8 (N, 3, 32, 32)."""
+    net = models.build("net", 10).eval()
+    load_weights(net, checkpoint)
+    with torch.inference_mode():
+        return net(normalize(torch.tensor(images))).softmax(1)
+
+
+def predictions(*arguments: str) -> dict[str, list[tuple[str, float]]]:
+    """By name of the file."""
+    done = run_program("predict.py", *arguments, "--json")
+    assert_ok(done)
+    assert not done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return {Path(line["file"]).name: [(p["class"], p["probability"]) for p in line["predictions"]] for line in lines}
+
+
+def test_a_folder_by_a_checkpoint_and_every_export(digits: tuple[Path, Dataset], folder: Path, tmp_path: Path):
+    checkpoint, dataset = digits
+    probabilities, labels = own_probabilities(checkpoint, dataset.test_images[:100]).topk(2)
+    assert len(labels[:, 0].unique()) > 4
+    networks = [[str(checkpoint)]]
+    for name, format in FORMATS.items():
+        export.export(checkpoint, tmp_path / f"net{format.suffix}", name, "float32")
+        networks.append([str(tmp_path / f"net{format.suffix}"), *(["--model", "net"] * (name == "state_dict"))])
+    for network in networks if WHOLE else networks[:2]:  # tests/exporting/test_export.py has the scores of them all
+        found = predictions(*network, str(folder), "--top", "2")
+        assert sorted(found) == [f"{number:02}.png" for number in range(100)]
+        classes = [str(label) for label in range(10)] if "--model" in network else dataset.classes
+        for number in range(100):
+            names, values = zip(*found[f"{number:02}.png"], strict=True)
+            assert names == tuple(classes[label] for label in labels[number])
+            assert values == pytest.approx(probabilities[number].tolist(), abs=1e-5)
+
+
+def test_lines_and_unreadable_images(digits: tuple[Path, Dataset], folder: Path, tmp_path: Path):
+    checkpoint, dataset = digits
+    cut = tmp_path / "cut.jpg"
+    Image.fromarray(dataset.test_images[0].transpose(1, 2, 0)).save(cut)
+    cut.write_bytes(cut.read_bytes()[:400])
+    first, last = folder / "00.png", folder / "01.png"
+    done = run_program("predict.py", str(checkpoint), str(first), str(cut), str(tmp_path / "none.png"), str(last))
+    assert done.returncode == 2
+    best = own_probabilities(checkpoint, dataset.test_images[:2]).max(1)
+    assert done.stdout.splitlines() == [
+        f"{file}: {dataset.classes[label]} {100 * probability:.1f} %"
+        for file, label, probability in zip((first, last), best.indices, best.values.tolist(), strict=True)
+    ]
+    assert [line.split(": ")[:2] for line in done.stderr.splitlines()] == [
+        ["error", f"cannot read the image {cut}"],
+        ["error", f"cannot read the image {tmp_path / 'none.png'}"],
+    ]
+
+
+def test_no_lightning_and_no_deepspeed(digits: tuple[Path, Dataset], folder: Path):
+    code = "import sys; from cifar_zero.exporting import predict; predict.main(); "
+    code += "assert not {'lightning', 'deepspeed'} & set(sys.modules)"
+    command = [sys.executable, "-c", code, str(digits[0]), str(folder / "00.png")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert_ok(done)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["CHECKPOINT"], "required: IMAGE"),
+        (["CHECKPOINT", "EMPTY"], "no .png, .jpg, .jpeg images in"),
+        (["CHECKPOINT", "a.png", "--top", "0"], "--top must be at least 1, not 0"),
+        (["nowhere", "a.png"], "nowhere does not exist"),
+        (["CHECKPOINT", "a.png", "--model", "net"], "leave --model out"),
+        (["STATE_DICT", "a.png"], "does not say which network it is of: add --model NAME"),
+        (["STATE_DICT", "a.png", "--model", "net_moe"], 'is of another network: Missing key(s) in state_dict: "fc3.'),
+        (["TIMM.safetensors", "a.png"], "timm:resnet18 (kwargs.checkpoint_path must be a number"),
+        (["TORCHVISION.safetensors", "a.png"], "torchvision:resnet18 (kwargs.weights must be a number"),
+        (["CUT.onnx", "a.png"], "damaged or no ONNX file"),
+        (["CUT.safetensors", "a.png"], "damaged or no safetensors file"),
+    ],
+)
+@pytest.mark.filterwarnings("error")  # a warning is a second line
+def test_mistakes(
+    arguments: list[str], message: str, digits: tuple[Path, Dataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    export.export(digits[0], tmp_path / "net.pt", "state_dict", "float32", check=False)
+    places = {"CHECKPOINT": digits[0], "STATE_DICT": tmp_path / "net.pt", "EMPTY": tmp_path / "empty"}
+    (tmp_path / "empty").mkdir()
+    for package, kwargs in (("timm", {"checkpoint_path": "evil.pth"}), ("torchvision", {"weights": "DEFAULT"})):
+        about = {"model": f"{package}:resnet18", "options": json.dumps({"kwargs": kwargs}), "classes": '["a"]'}
+        places[f"{package.upper()}.safetensors"] = tmp_path / f"{package}.safetensors"
+        write_safetensors({}, places[f"{package.upper()}.safetensors"], about)
+    for suffix in ("onnx", "safetensors"):
+        places[f"CUT.{suffix}"] = tmp_path / f"cut.{suffix}"
+        places[f"CUT.{suffix}"].write_bytes((tmp_path / "net.pt").read_bytes()[:1000])
+    monkeypatch.setattr(sys, "argv", ["predict.py", *(str(places.get(word, word)) for word in arguments)])
+    with pytest.raises(UsageError, match=re.escape(message)) as caught:
+        predict.main()
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,148 @@
+"""plan.py as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cifar_zero.core import exits
+from cifar_zero.planning import plan
+from tests.support.helpers import ROOT, run_program
+
+LARGE = ["--parameters", "10e9", "--optimizer", "adam", "--precision", "bf16-mixed", "--device_memory", "80GB"]
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Runs it in this process; gives the exit code and what it printed."""
+
+    def run(*flags: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["plan.py", *flags])
+        code = exits.guarded(plan.main)
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+def test_thirteen_billion_parameters_take_little_memory() -> None:
+    """The peak of the process, which is mostly torch: 0.84 GB, where the weights alone would be 52."""
+    flags = ["--model", "vit_13b", "--devices", "8", "--device_memory", "80GB", "--optimizer", "adamw", "--json"]
+    code = "import pathlib, runpy, sys; sys.argv = sys.argv[1:]\n"
+    code += "try: runpy.run_path('plan.py', run_name='__main__')\n"
+    # Linux's ru_maxrss would be that of pytest, from which the process was forked.
+    code += (
+        "finally: print(pathlib.Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0], file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "plan.py", *flags],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["parameters"] == 12_900_853_770
+    assert said["recommended"] == "deepspeed_stage_3"
+    assert said["command"].endswith("--strategy deepspeed_stage_3")
+    assert int(done.stderr.split()[-1]) * 1024 < 2e9
+
+
+def test_a_table_for_people(planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    for columns in ("80", "140"):
+        monkeypatch.setenv("COLUMNS", columns)
+        code, out, _ = planned("--model", "vit_tiny", "--devices", "2", "--device_memory", "80GB", "--batch_size", "64")
+        assert code == 0
+        assert "vit_tiny, 5,362,378 parameters, sgd, 32-true, 2 ranks, micro-batches of 32 images" in out
+        assert out.endswith(
+            "baseline needs 0.38 of the 72.0 GB available to a rank\n"
+            "python train.py --model vit_tiny --devices 2 --batch_size 64 --strategy baseline\n"
+        )
+        table = out.split("device, host: the peak")[0]
+        assert "…" not in table
+        assert len([line for line in table.splitlines() if " yes " in line]) == 11
+
+
+def test_model_states_over_numbers_of_devices(planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    code, out, _ = planned(*LARGE, "--table", "--devices", "16")
+    assert code == 0
+    (row,) = [line.split() for line in out.splitlines() if line.split()[:1] == ["deepspeed_stage_2"]]
+    # 2 + 14/N bytes a parameter, and 6/N more in the update; the star is for what fits.
+    assert row[1:4] == ["220", "70.0*", "32.5*"]
+    assert "deepspeed_stage_1" in out.splitlines()[-1]
+
+
+def test_several_machines_are_started_by_torchrun(planned) -> None:
+    code, out, _ = planned("--num_nodes", "2", "--devices", "4", "--device_memory", "80GB", "--batch_size", "8")
+    assert code == 0
+    assert out.splitlines()[-1].startswith("torchrun --nnodes 2 --nproc_per_node 4 --rdzv_backend c10d")
+
+
+def test_what_several_machines_send(planned) -> None:
+    """An all-reduce of 5.4 million float32 parameters among two ranks; stage 2 sends half as much again."""
+    flags = ["--model", "vit_tiny", "--num_nodes", "2", "--batch_size", "8", "--accelerator", "cpu", "--json"]
+    _, out, _ = planned(*flags)
+    sent = {row["strategy"]: row["sent_bytes"] for row in json.loads(out)["strategies"]}
+    assert (sent["ddp"], sent["deepspeed_stage_2"]) == (21449512, 32174268)
+    assert not {"tensor_parallel", "pipeline", "fsdp"} & {*sent}
+
+
+def test_what_this_machine_lacks_refuses_nothing_of_another(planned, tmp_path: Path) -> None:
+    recipe = tmp_path / "small.yaml"
+    recipe.write_text("batch_size: 4\n")
+    flags = ["--config", str(recipe), "--optimizer", "adam8bit", "--device_memory", "80GB"]
+    code, out, _ = planned(*flags, "--json")
+    assert code == 0
+    assert json.loads(out)["micro_batch"] == 4  # the default, but said
+    assert json.loads(out)["recommended"] == "baseline"
+
+
+def test_nothing_fits(planned) -> None:
+    code, out, _ = planned(*LARGE[:-1], "1GiB", "--json")
+    assert code == 1
+    assert json.loads(out)["recommended"] is None
+    assert json.loads(out)["reason"].endswith("GB of device memory, of which 0.97 GB are available; use more devices")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model", "vit_lage"], "unknown model 'vit_lage': did you mean vit_large?"),
+        (["--devices", "3", "--batch_size", "64"], "the nearest that divide: 63 or 66"),
+        (["--device_memory", "80PB"], "--device_memory 80PB: give a size such as 80GB"),
+        (["--parameters", "0"], "--parameters 0: give a number such as 100e9"),
+        (["--device_memry", "80GB"], "unknown option --device_memry"),
+        (["--device_memory", ""], "--device_memory : give a size such as 80GB"),
+        (["--host_memory", "0.0000000001"], "--host_memory 0.0000000001: give a size"),
+        (
+            ["--parameters", "1e9", "--lora.rank", "4"],
+            "--lora.rank cannot be combined with --parameters",
+        ),
+        (["--lora.rank", "-1", "--lora.target", "fc1"], "--lora.rank must be at least 1, not -1"),
+        (["--lora.rank", "4"], "--lora.rank needs --lora.target"),
+        (["--precision", "16-mixed", "--accelerator", "cpu"], "--precision 16-mixed needs a GPU"),
+        (["--ds_config", "some.json"], "--ds_config cannot be planned"),
+        (["--model", "vit_tiny", "--trainable", "nothing.*"], "--trainable nothing.* is no parameter of the network"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(planned, flags: list[str], message: str) -> None:
+    code, out, err = planned(*flags)
+    assert code == 2
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+
+
+def test_help_needs_no_torch() -> None:
+    done = run_program("-X", "importtime", "plan.py", "--help")
+    assert done.returncode == 0
+    assert "--device_memory" in done.stdout
+    assert " torch\n" not in done.stderr

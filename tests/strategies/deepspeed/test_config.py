@@ -1,0 +1,143 @@
+"""The DeepSpeed configuration: DeepSpeedExamples' facts, and one owner for each setting."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cifar_zero.config import command_line
+from cifar_zero.config.strategy_specs import STRATEGIES
+from cifar_zero.strategies.deepspeed.config import Dtype, get_ds_config, run_config
+from cifar_zero.training.resolve import of_machine
+from tests.support.helpers import ROOT
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_get_ds_config_key_by_key(stage: int, dtype: Dtype):
+    assert get_ds_config(stage, dtype) == {
+        "train_batch_size": 16,
+        "steps_per_print": 2000,
+        "optimizer": {
+            "type": "Adam",
+            "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7},
+        },
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000},
+        },
+        "gradient_clipping": 1.0,
+        "prescale_gradients": False,
+        "bf16": {"enabled": dtype == "bf16"},
+        "fp16": {
+            "enabled": dtype == "fp16",
+            "fp16_master_weights_and_grads": False,
+            "loss_scale": 0,
+            "loss_scale_window": 500,
+            "hysteresis": 2,
+            "min_loss_scale": 1,
+            "initial_scale_power": 15,
+        },
+        "wall_clock_breakdown": False,
+        "zero_optimization": {
+            "stage": stage,
+            "allgather_partitions": True,
+            "reduce_scatter": True,
+            "allgather_bucket_size": 50_000_000,
+            "reduce_bucket_size": 50_000_000,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+        },
+    }
+
+
+def test_recipe_says_what_the_source_says():
+    config = command_line.parse(["--config", str(ROOT / "configs" / "deepspeed.yaml")])
+    source = get_ds_config(0, "fp16")
+    adam, warmup = source["optimizer"]["params"], source["scheduler"]["params"]
+    assert config.batch_size == source["train_batch_size"]
+    assert config.gradient_clip_val == source["gradient_clipping"]
+    assert config.optimizer.options == {**adam, "betas": tuple(adam["betas"]), "weight_decay_on": "all"}
+    assert config.optimizer.options["lr"] == warmup["warmup_max_lr"]
+    assert config.schedule.options["warmup_num_steps"] == warmup["warmup_num_steps"]
+    assert config.schedule.options["warmup_min_lr"] == warmup["warmup_min_lr"]
+
+
+BATCH_8 = ["--batch_size", "8"]
+
+
+@pytest.mark.parametrize("name", [name for name, spec in STRATEGIES.items() if spec.family == "deepspeed"])
+def test_run_config_follows_the_command_line(name: str):
+    config = command_line.parse(
+        ["--strategy", name, "--gradient_clip_val", "0.5", "--precision", "bf16-mixed", "--nvme_path", "/x", *BATCH_8]
+    )
+    made = run_config(of_machine(config), num_parameters=62_005)
+    spec, zero = STRATEGIES[name], made["zero_optimization"]
+    assert made["train_micro_batch_size_per_gpu"] == 8
+    assert made["gradient_clipping"] == 0.5
+    assert made["bf16"] == {"enabled": True}
+    statistics = ["running_mean", "running_var"]
+    assert made["data_types"] == {"buffer_dtype": "bf16", "keep_in_fp32_modules": statistics}
+    assert not {"fp16", "optimizer", "scheduler", "train_batch_size", "gradient_accumulation_steps"} & set(made)
+    assert zero["stage"] == spec.stage
+    assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"] == 62_006  # an even number
+    assert zero.get("offload_optimizer", {}).get("device", "") == spec.offload_optimizer
+    assert zero.get("offload_param", {}).get("device", "") == spec.offload_parameters
+    assert zero.get("offload_optimizer", {}).get("super_offload", False) == spec.super_offload
+
+
+@pytest.mark.parametrize(("model", "devices", "largest"), [("net", 1, 120 * 400), ("vgg16", 2, 4096 * 25088 // 2)])
+def test_a_buffer_of_parameters_on_a_disk_has_room_for_the_largest(model: str, devices: int, largest: int):
+    flags = ["--strategy", "deepspeed_stage_3_offload_nvme", "--nvme_path", "/x", "--model", model]
+    made = run_config(of_machine(command_line.parse([*flags, "--devices", str(devices)])), num_parameters=10)
+    assert made["zero_optimization"]["offload_param"]["buffer_size"] == largest
+
+
+def test_raw_configuration_keeps_what_is_not_ours(tmp_path: Path):
+    file = tmp_path / "raw.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2, "overlap_comm": True}, "steps_per_print": 7}))
+    config = command_line.parse(["--ds_config", str(file), "--gradient_clip_val", "2"])
+    made = run_config(of_machine(config), num_parameters=10)
+    assert made["zero_optimization"] == {"stage": 2, "overlap_comm": True}
+    assert (made["steps_per_print"], made["gradient_clipping"], made["train_micro_batch_size_per_gpu"]) == (7, 2.0, 4)
+
+
+def test_switches_key_by_key():
+    """As DeepSpeed itself reads them."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    flags = ["--strategy", "deepspeed_stage_3_superoffload", "--zero.sub_group_size", "1000"]
+    flags += [
+        "--zero.hpz_partition_size",
+        "2",
+        "--zero.quantized_weights",
+        "true",
+        "--zero.quantized_gradients",
+        "true",
+    ]
+    flags += ["--offload.ratio", "0.75", "--offload.pin_memory", "true", "--offload.cpuadam_cores_perc", "0.5"]
+    read = DeepSpeedZeroConfig(**run_config(of_machine(command_line.parse(flags)), 62_006)["zero_optimization"])
+    assert (read.stage, read.sub_group_size, read.zero_hpz_partition_size) == (3, 1000, 2)
+    assert (read.zero_quantized_weights, read.zero_quantized_gradients) == (True, True)
+    offload = read.offload_optimizer
+    assert offload is not None
+    assert (offload.device, offload.pin_memory, offload.super_offload) == ("cpu", True, True)
+    assert (offload.ratio, offload.cpuadam_cores_perc) == (0.75, 0.5)
+    assert read.offload_param is None
+
+
+def test_without_switches_deepspeeds_own_values_stay():
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    made = run_config(of_machine(command_line.parse(["--strategy", "deepspeed_stage_3_superoffload"])), 62_006)[
+        "zero_optimization"
+    ]
+    read, default = DeepSpeedZeroConfig(**made), DeepSpeedZeroConfig.model_validate({"offload_optimizer": {}})
+    for name in ("sub_group_size", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"):
+        assert getattr(read, name) == getattr(default, name)
+    assert read.offload_optimizer is not None
+    assert default.offload_optimizer is not None
+    for name in ("ratio", "cpuadam_cores_perc"):
+        assert getattr(read.offload_optimizer, name) == getattr(default.offload_optimizer, name)

@@ -1,0 +1,239 @@
+"""Starting the programs as a user does."""
+
+from __future__ import annotations
+
+import atexit
+import csv
+import functools
+import itertools
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from cifar_zero import models
+from cifar_zero.checkpoints.read import read
+from cifar_zero.checkpoints.weights import load_weights, network
+from cifar_zero.config import command_line
+from cifar_zero.config.flags import OffloadConfig, ZeROConfig
+
+WHOLE = "FUZZ" in os.environ
+"""Whether `make fuzz` runs the tests: in their whole form, which takes hours, and all of them."""
+
+of_make_fuzz = pytest.mark.skipif(not WHOLE, reason="of make fuzz")
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_SECONDS = 240
+
+WARM = ("train.py", "evaluate.py", "export.py", "predict.py")
+"""Programs that take five seconds to import what they need. Those that import little start as ever."""
+
+
+def run_program(
+    *command: str, cwd: Path = ROOT, timeout: float = TIMEOUT_SECONDS, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs `python <command>` from the repository and returns what it printed and its exit code.
+
+    The programs of one process that nothing more is asked of come from tests.support.warm_start."""
+    if command[0] in WARM and cwd == ROOT and env is None:
+        return _warm_start().run(command, timeout)
+    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=cwd,
+        env={"OMP_NUM_THREADS": "1", **clean, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+class WarmStart:
+    """tests.support.warm_start, for all tests of this process of pytest."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="warm-start-"))
+        clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.warm_start", str(self.folder / "socket")],
+            cwd=ROOT,
+            env={"OMP_NUM_THREADS": "1", **clean},
+            stdin=subprocess.DEVNULL,
+        )
+        atexit.register(self.end)
+        while not (self.folder / "socket").exists():
+            assert self.process.poll() is None, "tests.support.warm_start ended"
+            time.sleep(0.02)
+
+    def run(self, command: tuple[str, ...], timeout: float) -> subprocess.CompletedProcess[str]:
+        """What a program printed, and its exit code."""
+        with (
+            socket.socket(socket.AF_UNIX) as connection,
+            tempfile.TemporaryFile("w+") as output,
+            tempfile.TemporaryFile("w+") as errors,
+        ):
+            connection.connect(str(self.folder / "socket"))
+            socket.send_fds(connection, [json.dumps(command).encode()], [output.fileno(), errors.fileno()])
+            with connection.makefile() as answers:
+                process = int(answers.readline())
+                connection.settimeout(timeout)
+                try:
+                    code = int(answers.readline())
+                except TimeoutError as error:
+                    os.killpg(process, signal.SIGKILL)
+                    raise subprocess.TimeoutExpired(command, timeout) from error
+            output.seek(0)
+            errors.seek(0)
+            return subprocess.CompletedProcess(command, code, output.read(), errors.read())
+
+    def end(self) -> None:
+        """Ends it, when all programs have."""
+        self.process.kill()
+        self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+_warm_start = functools.cache(WarmStart)
+
+
+class Ranks:
+    """Processes that train one run after the other, for all tests of this process of pytest.
+
+    Args:
+        program: tests.support.many_runs, or one that is it with something else in place.
+        ranks: how many.
+    """
+
+    def __init__(self, program: str, ranks: int):
+        self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self.numbers = itertools.count()
+        with (self.folder / "output").open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", program, str(self.folder), str(ranks)],
+                cwd=ROOT,
+                env={"OMP_NUM_THREADS": "1", **os.environ},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        atexit.register(self.end)
+
+    def train(self, runs: list[list[str]], timeout: float) -> None:
+        """Trains them, and shows the end of the output where one fails."""
+        request = self.folder / f"{next(self.numbers)}.json"
+        request.with_suffix(".part").write_text(json.dumps(runs))
+        request.with_suffix(".part").rename(request)
+        over = time.monotonic() + timeout
+        while not request.with_suffix(".done").exists():
+            if self.process.poll() is not None or time.monotonic() > over:
+                output = (self.folder / "output").read_text()
+                self.end()
+                raise AssertionError(output[-6000:])
+            time.sleep(0.02)
+
+    def end(self) -> None:
+        """Ends the launcher, which ends its ranks."""
+        self.process.terminate()
+        self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+_RANKS: dict[tuple[str, int], Ranks] = {}
+
+
+def train_all(runs: Mapping[Path, list[str]], timeout: float = 600, program: str = "tests.support.many_runs") -> None:
+    """Trains several runs of one number of ranks; `runs` are output directories and flags."""
+    flags = [[*own, "--out", str(out)] for out, own in runs.items()]
+    train_in_ranks(flags, command_line.parse(flags[0]).world_size, timeout, program)
+
+
+def train_in_ranks(
+    runs: list[list[str]], ranks: int, timeout: float = 600, program: str = "tests.support.many_runs"
+) -> None:
+    """Trains command lines of so many ranks in processes that are there already, or are started now."""
+    key = (program, ranks)
+    if key not in _RANKS or _RANKS[key].process.poll() is not None:
+        _RANKS[key] = Ranks(program, ranks)
+    _RANKS[key].train(runs, timeout)
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A disk of so many bytes (200k, 2m), mounted for a while; the test is skipped where that is not permitted."""
+    disk = folder / "disk"
+    disk.mkdir()
+    mounted = os.name == "posix" and os.geteuid() == 0
+    if not mounted or subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]).returncode:
+        pytest.skip("mounting a small disk needs root, and a machine that lets root do it")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def on_a_small_cpu(recipe: Path) -> list[str]:
+    """What a recipe is told besides to be tried out here: those for one large GPU are made small, and trained."""
+    if not recipe.stem.endswith("offload_vit"):
+        return []
+    small = ["--model", "vit_tiny", "--strategy", "baseline", "--bench_steps", "0", "--batch_size", "16"]
+    switches = ["--zero.sub_group_size", str(ZeROConfig().sub_group_size), "--offload.pin_memory", "false"]
+    return [*small, *switches, "--offload.cpuadam_cores_perc", str(OffloadConfig().cpuadam_cores_perc)]
+
+
+def assert_ok(done: subprocess.CompletedProcess[str]) -> None:
+    """Shows the end of a program's output where it failed."""
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def run_folder_of(out: Path) -> Path:
+    """The only run folder under an output directory."""
+    (folder,) = out.glob("*/version_*")
+    return folder
+
+
+def last_checkpoint(run: Path) -> dict[str, Any]:
+    """What a run's last checkpoint holds, whatever strategy wrote it."""
+    return read(run / "checkpoints" / "last.ckpt")
+
+
+def last_weights(run: Path) -> dict[str, torch.Tensor]:
+    """The weights in it by the network's own names, the average where there is one."""
+    return network(last_checkpoint(run))
+
+
+def weights_of_net(run: Path) -> dict[str, torch.Tensor]:
+    """The weights of Net once it has been given those of a run's last checkpoint, as evaluate.py does."""
+    net = models.build("net", 10)
+    load_weights(net, run / "checkpoints" / "last.ckpt")
+    return dict(net.state_dict())
+
+
+def losses(run: Path) -> dict[int, float]:
+    """train/loss by optimizer step, as a run has logged it for TensorBoard."""
+    events = EventAccumulator(str(run))
+    events.Reload()
+    return {event.step: event.value for event in events.Scalars("train/loss")}
+
+
+def loss_by_step(run: Path) -> dict[int, float]:
+    """The training loss of each optimizer step, from a run's losses.csv."""
+    with (run / "losses.csv").open() as file:
+        return {int(row["step"]): float(row["loss"]) for row in csv.DictReader(file)}
+
+
+def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Between any two elements of the same place in two state dictionaries, which have the same names."""
+    assert one.keys() == other.keys()
+    return max((one[key] - other[key]).abs().max().item() for key in one)

@@ -1,0 +1,16 @@
+"""many_runs with a vit_tiny whose step takes milliseconds, and whose heads are for two ranks, not for three."""
+
+from __future__ import annotations
+
+import sys
+
+from cifar_zero.core import exits
+from cifar_zero.models.vit_shapes import SHAPES, Shape
+from tests.support.many_runs import main
+
+SHAPES["tiny"] = Shape(width=64, depth=3, heads=4)
+
+__all__ = ["main"]
+
+if __name__ == "__main__":
+    sys.exit(exits.guarded(main))

@@ -1,0 +1,84 @@
+"""The programs, in processes that have imported what a program of one rank needs: what takes a short run is that.
+
+`python -m tests.support.warm_start SOCKET` waits for requests at a Unix socket. Each is the list of a program and its
+arguments, with two descriptors for its output; a copy of this process becomes that program, and the answers are its
+process number and its exit code, in lines.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import runpy
+import socket
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+import matplotlib.pyplot
+import sklearn.metrics
+
+from cifar_zero.core.quiet import quieten
+from cifar_zero.reports import figures, summary
+from cifar_zero.training import build
+from cifar_zero.training.callbacks import summary as end_of_run
+
+IMPORTED = (matplotlib.pyplot, sklearn.metrics, build, end_of_run, figures, summary, quieten)
+"""They are in memory, and nothing has been called: a copy begins as a program that has just been started does."""
+
+REQUEST_BYTES = 2**16
+"""Of a command line at most."""
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def main() -> None:
+    """Serves one request after the other until it is killed."""
+    gc.freeze()  # the copies share this memory as long as nobody writes to it
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{sys.argv[1]}.part")
+        listener.listen()
+        os.rename(f"{sys.argv[1]}.part", sys.argv[1])  # it is there once it listens
+        while True:
+            connection, _ = listener.accept()
+            with connection:
+                request, descriptors, *_ = socket.recv_fds(connection, REQUEST_BYTES, 2)
+                command, (output, errors) = json.loads(request), descriptors
+                process = os.fork()
+                if not process:
+                    listener.close()
+                    connection.close()
+                    become(command, output, errors)
+                os.close(output)
+                os.close(errors)
+                connection.sendall(f"{process}\n".encode())
+                _, status = os.waitpid(process, 0)
+                connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+
+
+def become(command: list[str], output: int, errors: int) -> None:
+    """Runs a program as `python <command>` does, and ends with it."""
+    os.setpgrp()  # and no session of its own, which would not give way: tests/conftest.py
+    os.dup2(output, sys.stdout.fileno())
+    os.dup2(errors, sys.stderr.fileno())
+    sys.argv, sys.orig_argv = command, [sys.executable, *command]  # the launcher starts ranks from the second one
+    code = 0
+    try:
+        runpy.run_path(str(ROOT / command[0]), run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
