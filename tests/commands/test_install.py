@@ -1,0 +1,32 @@
+"""An installation with pip, from which the classes and the package can be imported anywhere."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.helpers import ROOT, assert_ok
+
+IMPORTS = """
+import site, sys
+site.addsitedir(sys.argv[1])
+from cifar_module import CIFARModule
+from datamodule import CIFARDataModule
+import cifar_zero.comparison
+print(cifar_zero.comparison.__file__)
+"""
+
+
+@pytest.mark.slow
+def test_an_editable_installation_is_importable_from_any_directory(tmp_path: Path):
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-index"]
+    command = [*pip, "--prefix", str(tmp_path), "--editable", str(ROOT)]
+    assert_ok(subprocess.run(command, capture_output=True, text=True))
+    (packages,) = tmp_path.glob("lib/python*/site-packages")
+    command = [sys.executable, "-c", IMPORTS, str(packages)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert_ok(done)
+    assert done.stdout.strip() == str(ROOT / "cifar_zero" / "comparison" / "__init__.py")
