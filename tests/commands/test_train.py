@@ -338,3 +338,30 @@ def test_the_checkpoint_before_the_disk_was_full_is_whole(small_data: list[str],
         assert "last.ckpt could not be written: No space left on device. The training goes on" in done.stderr
         (kept,) = [file.parent for file in disk.rglob("latest")]
         assert read(kept)["global_step"] == 36
+
+
+OWN_CALLBACK = """
+from pathlib import Path
+from lightning.pytorch import Callback
+
+class Note(Callback):
+    def __init__(self, file: str):
+        self.file, self.batches = Path(file), 0
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.batches += 1
+
+    def on_train_end(self, trainer, pl_module):
+        self.file.write_text(f"{self.batches} batches, {type(trainer.fit_loop.epoch_loop).__name__}")
+"""
+
+
+@pytest.mark.slow
+def test_own_callbacks_by_class_path_in_lightnings_loop(small_data: list[str], tmp_path: Path):
+    (tmp_path / "own_callback.py").write_text(OWN_CALLBACK)
+    note = tmp_path / "note"
+    flags = ["--trainer.callbacks", "own_callback.Note", "--trainer.callbacks.file", str(note), "--fast_loop", "false"]
+    flags += ["--batch_size", "16", "--max_steps", "7", "--accelerator", "cpu", "--logger", "none"]
+    done = run_program("train.py", *small_data, *flags, "--out", str(tmp_path), env={"PYTHONPATH": str(tmp_path)})
+    assert_ok(done)
+    assert note.read_text() == "7 batches, _TrainingEpochLoop"
