@@ -203,7 +203,7 @@ def test_torchrun_and_a_raw_configuration(small_data: list[str], tmp_path: Path)
         ("--batch_size 6 --devices 4", 2, "4 or 8"),
         ("--strategy deepspeed_stage_2 --precision 16-mixed --accelerator cpu", 2, "bf16-mixed"),
         ("--resume nowhere.ckpt", 2, "nowhere.ckpt does not exist"),
-        ("--trainer.no_such_option 1", 2, "no option of Lightning's Trainer"),
+        ("--trainer.no_such_option 1", 2, "is not an option of Lightning's Trainer"),
         ("--out /dev/null", 2, "cannot be written"),
         ("--batch_size 10000", 2, "training images"),
     ],
