@@ -4,8 +4,6 @@ A pair of runs -> how far they are apart -> the bound: what rounding alone may d
 reference -> the verdict. docs/comparison.md has the measurements behind the constants.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ Causes that are rounding explain the verdict "within rounding" and no other. Wit
 change what is computed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """What a comparison prints; no torch."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

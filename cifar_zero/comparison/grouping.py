@@ -1,7 +1,5 @@
 """Which of the runs given with --runs make a variant, and which are perturbed runs of the reference."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from pathlib import Path

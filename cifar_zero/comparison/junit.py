@@ -1,7 +1,5 @@
 """The verdicts as JUnit XML, which CI systems read (format: https://github.com/testmoapp/junitxml); no torch."""
 
-from __future__ import annotations
-
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The module of a perturbed run: what rounding can do to a recipe."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any

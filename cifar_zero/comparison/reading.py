@@ -1,7 +1,5 @@
 """Reads run folders; no torch."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a comparison found, as comparison.json holds it and the report shows it; plain Python, no torch."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Trains the runs of a comparison one after the other, each in a process group of its own; no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The settings that compared runs should share; no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A comparison from its variants: figures over the seeds, recipe, machine, differences, verdicts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """The tables of a comparison, as text for the console, JUnit and the report; plain Python."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a comparison trains: every combination of its axes, each checked before the first run starts; no torch."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass

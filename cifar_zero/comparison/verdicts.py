@@ -1,7 +1,5 @@
 """Judges every variant against the reference, seed by seed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """The weights of runs after the last step, and how far those of two runs are apart."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """The arithmetic of a batch, in plain integers: it can be checked before torch is imported or a rank is started."""
 
-from __future__ import annotations
-
 from cifar_zero.core.errors import UsageError
 
 

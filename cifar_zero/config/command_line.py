@@ -4,8 +4,6 @@ The options of the chosen model, optimizer and schedule are typed flags like all
 --optimizer.betas '[0.8, 0.999]'`), so the names are read first and the parser is made for them.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

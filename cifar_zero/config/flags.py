@@ -3,8 +3,6 @@
 The docstring under each field is its text in `--help`, so it names the unit, the scope and what the default means.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -20,304 +18,312 @@ Views = Literal["none", "mirror", "mirror_translate"]
 
 @dataclass(frozen=True)
 class DeviceConfig:
-    """where the run goes"""
+    """devices, strategy and precision"""
 
     strategy: str = "baseline"
-    """How the run is spread over devices and what of it is sharded or offloaded (names below). auto: the one
-    that plan.py recommends for this machine; a resumed run keeps its own."""
+    """How the run is spread over devices, and what is sharded or offloaded (names below). auto: the strategy that
+    plan.py recommends for this machine; a resumed run keeps its own."""
 
     devices: int | Literal["auto"] = 1
-    """Ranks on this machine: GPUs, or processes on the CPU. auto: every GPU, or one CPU process."""
+    """Ranks per node: one per GPU, or processes on the CPU. auto: all GPUs, or one CPU process."""
 
     num_nodes: int = 1
-    """Machines; more than one is started by torchrun, DeepSpeed's launcher or SLURM on each of them."""
+    """Number of nodes. For more than one, start the run on each node with torchrun, DeepSpeed's launcher or SLURM."""
 
     timeout: float = 600.0
-    """Seconds that a rank waits for the others in a collective before it ends with an error: more than one of them may
-    be busy by itself with compiling or writing a checkpoint. Until the images are there it waits for 30 minutes at
-    least, for torchrun's ranks to meet for 5."""
+    """Time limit of a collective, in seconds; when it expires, the waiting ranks end with an error. It must allow for a
+    rank that compiles or writes a checkpoint while the others wait. Before training starts the limits are at least 30
+    minutes for data preparation, and 5 minutes for the rendezvous of torchrun's ranks."""
 
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
-    """Where to train; auto: the GPU where there is one."""
+    """Device type. auto: the GPU if there is one, otherwise the CPU."""
 
     precision: Precision = "32-true"
-    """Number format. *-mixed under DeepSpeed and fsdp2: a network cast to that type with float32 master weights;
-    elsewhere: autocast. auto: 16-mixed where there is a GPU, else 32-true."""
+    """Number format. *-mixed: DeepSpeed and fsdp2 run a model cast to 16 bits, with float32 master weights; the other
+    strategies use autocast. auto: 16-mixed on a GPU, 32-true on the CPU."""
 
     ds_config: str = ""
-    """Raw DeepSpeed configuration (a JSON file) instead of a strategy; batch size, accumulation, clipping, precision
-    and learning rate stay those of this command."""
+    """Raw DeepSpeed configuration (JSON file) to use instead of a strategy. Batch size, accumulation, clipping,
+    precision and learning rate are still set by their own flags."""
 
     nvme_path: str = ""
-    """Directory on a local NVMe disk, for deepspeed_stage_3_offload_nvme."""
+    """Directory on a local NVMe disk; required by deepspeed_stage_3_offload_nvme."""
 
     activation_checkpointing: bool = False
-    """Of each block of the network keep the input alone in the forward pass, and compute its activations a second time
-    in the backward pass: less memory, about a third more computing, the same result."""
+    """Store only each block's input and recompute its activations in the backward pass: less memory, about a third more
+    computation, same result."""
 
     activation_offload: bool = False
-    """Keep what the forward pass saves for the backward pass in the CPU's memory (pinned) instead of the GPU's; with
-    --activation_checkpointing the inputs of the blocks alone."""
+    """Store the tensors that the forward pass saves for the backward pass in pinned CPU memory instead of GPU memory.
+    With --activation_checkpointing, only the inputs of the blocks."""
 
     compile: bool = False
-    """Compile the network with torch.compile."""
+    """Compile the model with torch.compile."""
 
     channels_last: bool = False
-    """On a GPU too lay the images and the filters with channels last in memory, for convolutions in half precision."""
+    """Use the channels_last memory format on a GPU too; faster for convolutions in half precision."""
 
     fast_loop: bool = True
-    """Train in this project's loop, which does less work per batch; false: in Lightning's, with the same results."""
+    """Train with this project's training loop, which has less overhead per batch. false: Lightning's own loop, with the
+    same results."""
 
     cuda_graphs: bool = False
-    """Compile the network and replay its forward and backward as CUDA graphs, one launch each: for small networks,
-    whose kernels end before the next one is launched."""
+    """Compile the model and replay its forward and backward passes as one CUDA graph each. Speeds up small models,
+    whose kernels finish before the CPU can launch the next one."""
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """what is trained and for how long"""
+    """training"""
 
     epochs: int = 2
-    """Passes over the training images."""
+    """Number of passes over the training images."""
 
     max_steps: int = -1
-    """Stop after this many optimizer steps, where that comes before the last epoch; -1: no limit."""
+    """Maximum number of optimizer steps; training stops at whichever of this and --epochs comes first. -1: no limit."""
 
     batch_size: int = 4
-    """Images per optimizer step, over all ranks and accumulated micro-batches (DeepSpeed's train_batch_size). The
-    micro-batch of a rank follows: batch_size / (ranks x accumulate), where ranks that hold one network together
-    (tensor_parallel, pipeline) count as one."""
+    """Global batch size: images per optimizer step, over all ranks and accumulated micro-batches (DeepSpeed's
+    train_batch_size). The micro-batch of a rank is batch_size / (ranks x accumulate). Under tensor_parallel and
+    pipeline all ranks share one model and count as one."""
 
     accumulate: int = 1
-    """Micro-batches whose gradients are added up before an optimizer step."""
+    """Micro-batches per optimizer step whose gradients are accumulated."""
 
     gradient_clip_val: float = 0.0
-    """Largest global L2 norm of the gradient; 0: no clipping."""
+    """Maximum global L2 norm of the gradient. 0: no clipping."""
 
     seed: int = 0
     """Seed of the initial weights, the data order, the augmentation and the validation split."""
 
     init: Literal["default", "xavier", "he"] = "default"
-    """Initial weights of convolutions and linear layers, whose biases become 0. xavier: uniform, for tanh and sigmoid
-    (Glorot and Bengio 2010). he: normal, for ReLU (He et al. 2015). default: as torch's layers draw them."""
+    """Initialisation of convolutions and linear layers. xavier: uniform, for tanh and sigmoid (Glorot and Bengio 2010).
+    he: normal, for ReLU (He et al. 2015). Both set the biases to 0. default: torch's defaults."""
 
     resume: str = ""
-    """Continue from a checkpoint: its path, a run's directory, last (the newest run of this name), or auto (last where
-    there is a checkpoint of this name, else from the start). Another strategy and number of ranks may go on with it."""
+    """Resume from a checkpoint: its path, a run folder, last (the newest run of this name), or auto (like last if this
+    name has a checkpoint, otherwise from the start). Strategy and number of ranks may differ from the original run."""
 
     save_every_n_steps: int = 0
-    """Write a checkpoint every so many optimizer steps as well; 0: at the end of each epoch only."""
+    """Also save a checkpoint every N optimizer steps. 0: only at the end of each epoch."""
 
     save_every_minutes: float = 0.0
-    """Renew last.ckpt every so many minutes as well; 0: at the end of each epoch only."""
+    """Also update last.ckpt every N minutes. 0: only at the end of each epoch."""
 
     save_weights: bool = False
-    """Write the network's float32 weights beside each checkpoint, as one safetensors file that needs no DeepSpeed."""
+    """Also save the model's float32 weights next to each checkpoint, as one safetensors file that can be read without
+    DeepSpeed."""
 
     on_nan: Literal["stop", "skip"] = "stop"
-    """A loss that is no number or infinite. stop: end the run and say where it came from. skip: leave the micro-batch
-    out, which costs a wait for the device in each step."""
+    """What to do if the loss is NaN or infinite. stop: end the run and report where it came from. skip: leave out the
+    micro-batch, at the cost of one device synchronisation per step."""
 
     bench_steps: int = 0
-    """Measure: stop after this many timed steps (a warm-up goes before), print the figures, skip the test; 0: train."""
+    """Benchmark: run this many timed steps after a warm-up, print the figures and skip the test. 0: train normally."""
 
     find_lr: bool = False
-    """Try learning rates out: 200 steps (or --max_steps) with ever larger ones in place of the schedule, from 1e-6 to 1
-    (--schedule range_test has others); print a suggestion, draw the losses in lr_find.png in the run folder, end."""
+    """Learning rate range test: instead of the schedule, increase the learning rate from 1e-6 to 1 over 200 steps (or
+    --max_steps), print a suggestion, plot the losses in lr_find.png in the run folder, and exit. --schedule range_test
+    has options for the range."""
 
 
 @dataclass(frozen=True)
 class RegularizationConfig:
-    """against overfitting: nothing by default"""
+    """regularization (off by default)"""
 
     label_smoothing: float = 0.0
-    """Share of each training label that is spread evenly over all classes, from 0 to under 1; 0: none. The loss of an
-    evaluation is of the labels as they are."""
+    """Label smoothing: share of each training label that is spread evenly over all classes, from 0 to below 1. Not
+    applied in validation and test. 0: off."""
 
     early_stopping: int = 0
-    """End the training after this many validations in a row (one an epoch) without a better val/acc; 0: never."""
+    """Stop after this many validations in a row (one per epoch) without a better val/acc. 0: never."""
 
     ema: float = 0.0
-    """Decay of an exponential moving average of the weights, over about 1 / (1 - decay) optimizer steps: 0.999 for a
-    thousand. Validation, test, the best checkpoint and exports use the average. 0: none."""
+    """Decay of an exponential moving average of the weights; it averages over about 1 / (1 - decay) optimizer steps, so
+    0.999 over a thousand. Validation, test, the best checkpoint and exports use the average. 0: off."""
 
     swa_from: float = 0.0
-    """Stochastic weight averaging: share of the training, from 0 to under 1, after which the weights at the end of each
-    epoch, and of the training, are averaged equally. Used as that of --ema, from its first epoch on. 0: none."""
+    """Stochastic weight averaging: the point of training, from 0 to below 1 of its length, from which the weights at
+    the end of each epoch (and of training) are averaged with equal weight. From its first epoch on, the average is used
+    as with --ema. 0: off."""
 
     tta: Views = "none"
-    """Test-time augmentation: average the scores of several views of each image in the test, not in validation. mirror:
-    of the image and its mirror image. mirror_translate: 6 views, these also moved by a pixel up and left, and down and
-    right, the unmoved ones counting half."""
+    """Test-time augmentation: average the scores of several views of each image in the test, but not in validation.
+    mirror: the image and its mirror image. mirror_translate: 6 views: these two, and both shifted by one pixel up and
+    left, and down and right; the unshifted views have half of the total weight."""
 
 
 @dataclass(frozen=True)
 class FineTuneConfig:
-    """where the weights come from and which of them are trained"""
+    """fine-tuning"""
 
     weights: str = ""
-    """Start from weights that are there: a run's directory, a checkpoint of any strategy, a safetensors file, or a
-    state_dict of torch. What differs in name or shape is initialised, and listed. Optimizer and steps begin anew."""
+    """Start from existing weights: a run folder, a checkpoint of any strategy, a safetensors file, or a torch state
+    dict. Tensors with another name or shape are initialised and listed. The optimizer and the step count start
+    fresh."""
 
     delta: str = ""
-    """Lay what another run has trained over --weights: a file that export.py --to delta wrote."""
+    """Delta to apply on top of --weights: a file written by export.py --to delta."""
 
     trainable: list[str] = field(default_factory=list)
-    """Names of the parameters that are trained, one or more, with * and ? as for files ('blocks.11.*' 'head.*'); the
-    others are frozen. Empty: all of them; with LoRA the adapters alone."""
+    """Names of the parameters to train, one or more, with the wildcards * and ? ('blocks.11.*' 'head.*'); all others
+    are frozen. Empty: all parameters, or with LoRA only the adapters."""
 
 
 @dataclass(frozen=True)
 class LoRAConfig:
-    """LoRA: in place of a layer's weights, a product of two small matrices beside them is trained (Hu et al. 2022)"""
+    """LoRA: instead of a layer's weights, train the product of two small matrices added to them (Hu et al. 2022)"""
 
     rank: int = 0
-    """Width between the two matrices of an adapter; 0: no adapters."""
+    """Rank of the adapters: the inner dimension of the two matrices. 0: no adapters."""
 
     alpha: float = 16.0
-    """What an adapter adds is multiplied by alpha / rank."""
+    """Scale of the adapters: their output is multiplied by alpha / rank."""
 
     target: list[str] = field(default_factory=list)
-    """Names of the linear layers that get an adapter, one or more, with * and ? ('blocks.*.attention.qkv')."""
+    """Names of the linear layers that get an adapter, one or more, with the wildcards * and ?
+    ('blocks.*.attention.qkv')."""
 
     dropout: float = 0.0
-    """Share of an adapter's inputs that is set to 0 in training."""
+    """Dropout probability on the input of each adapter, in training."""
 
 
 @dataclass(frozen=True)
 class ZeROConfig:
-    """DeepSpeed's switches for ZeRO 3, by the names of its configuration"""
+    """ZeRO 3, under the names of DeepSpeed's configuration"""
 
     sub_group_size: int = 1_000_000_000
-    """Elements that the optimizer updates at a time; a smaller number gives the update that overlaps with the backward
-    pass (SuperOffload) and the share of --offload.ratio a finer grain."""
+    """Elements that the optimizer updates at a time. Smaller sub-groups let SuperOffload overlap its updates with the
+    backward pass at a finer grain, and let --offload.ratio split the optimizer more exactly."""
 
     hpz_partition_size: int = 1
-    """ZeRO++: each so many ranks keep a second copy of the parameters among them, from which the backward pass gathers;
-    the GPUs of a machine, for less traffic between machines (Wang et al. 2023, arXiv 2306.10209). 1: no copy."""
+    """ZeRO++: each group of this many ranks keeps a second sharded copy of the parameters, and the backward pass
+    gathers from it. Set it to the number of GPUs per node to reduce traffic between nodes (Wang et al. 2023, arXiv
+    2306.10209). 1: no copy."""
 
     quantized_weights: bool = False
-    """ZeRO++: gather parameters as 8-bit integers. CUDA, two ranks or more; it changes the maths."""
+    """ZeRO++: gather parameters as 8-bit integers. Requires CUDA and at least two ranks. Changes the results."""
 
     quantized_gradients: bool = False
-    """ZeRO++: reduce gradients as 4-bit integers. CUDA, two machines or more; it changes the maths."""
+    """ZeRO++: reduce gradients as 4-bit integers. Requires CUDA and at least two nodes. Changes the results."""
 
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """how the strategies that offload to the CPU do it, by the names of DeepSpeed's configuration"""
+    """offload to the CPU, under the names of DeepSpeed's configuration"""
 
     ratio: float = 1.0
-    """Share of the optimizer that is on the CPU, the rest staying on the GPU (Twin-Flow of ZeRO-Offload++), in whole
-    sub-groups of --zero.sub_group_size; for ZeRO 3, AdamW and a constant learning rate."""
+    """Share of the optimizer that is offloaded to the CPU, in whole sub-groups of --zero.sub_group_size; the rest stays
+    on the GPU (Twin-Flow of ZeRO-Offload++). Below 1 only with ZeRO 3, AdamW and a constant learning rate."""
 
     pin_memory: bool = False
-    """Keep what is offloaded in page-locked memory, to and from which a GPU copies faster, and beside computing."""
+    """Keep offloaded tensors in pinned (page-locked) CPU memory: faster copies, which can overlap with computation."""
 
     cpuadam_cores_perc: float = 0.8
-    """Share of the process's cores, over 0 to 1, on which SuperOffload's optimizer runs, in a process of its own."""
+    """Share of the process's cores, above 0 to 1, on which SuperOffload runs its optimizer in a separate process."""
 
 
 @dataclass(frozen=True)
 class OutputConfig:
-    """what is left behind"""
+    """output"""
 
     out: str = "runs"
-    """Directory under which runs are kept."""
+    """Directory for run folders."""
 
     name: str = ""
-    """Name of the run, kept in <out>/<name>/version_N; empty: <model>-<strategy>."""
+    """Name of the run; its folder is <out>/<name>/version_N. Empty: <model>-<strategy>."""
 
     logger: list[LoggerName] = field(default_factory=lambda: ["tensorboard"])
-    """Where the curves go, one or more: tensorboard, wandb; none: nowhere."""
+    """Loggers, one or more: tensorboard, wandb; or none."""
 
     hparams: list[str] = field(default_factory=list)
-    """More options of this run for TensorBoard's HPARAMS table, one or more, beside those that it always has
-    (optimizer.momentum model.width)."""
+    """Additional options to list in TensorBoard's HPARAMS tab, one or more (optimizer.momentum model.width)."""
 
     log_interval: int = 100
-    """Optimizer steps between two points of the training curves."""
+    """Optimizer steps between two logged points of the training metrics."""
 
     plot_schedule: str = ""
-    """Draw the learning rate over the run's steps into this PNG file, and end; without a value: schedule.png."""
+    """Plot the learning rate of each step of the run to this PNG file, and exit. Without a value: schedule.png."""
 
     debug: bool = False
-    """Show the traceback of an error."""
+    """Print the full traceback of an error."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """the images"""
+    """data"""
 
     source: SourceName = "auto"
-    """auto: CIFAR-10 where it is on disk, else downloaded, else the embedded digits (said loudly); a named source never
-    falls back. folder: <root>/train/<class>/*.png|jpg and <root>/test/<class>/*. digits: real handwritten digits in
-    CIFAR-10's shape. synthetic: random images, for measuring."""
+    """Dataset. auto: CIFAR-10 from disk or by download; if neither is possible, the embedded digits, with a warning.
+    All other sources never fall back. folder: your own images, <root>/train/<class>/*.png|jpg and
+    <root>/test/<class>/*. digits: real handwritten digits in CIFAR-10's shape. synthetic: random images, for
+    benchmarks."""
 
     root: str = "data"
-    """Directory of the dataset: downloads go there, a folder source is read there."""
+    """Directory of the dataset: the download location, and the root of a folder source."""
 
     cache: str = ""
-    """Directory for the decoded images, shared by all ranks and runs; empty: <root>/.cifar-zero."""
+    """Directory for the decoded images, shared by all ranks and runs. Empty: <root>/.cifar-zero."""
 
     loader: Literal["memory", "torch"] = "memory"
-    """memory: whole batches cut from uint8 images in shared memory. torch: the tutorial's torchvision transforms and
-    DataLoader. Both give the same images in the same order."""
+    """memory: slices whole batches from uint8 images in shared memory. torch: the tutorial's torchvision transforms and
+    DataLoader. Both yield the same images in the same order."""
 
     workers: int = 2
-    """Worker processes of the torch loader, per rank."""
+    """Worker processes per rank of the torch loader."""
 
     val_fraction: float = 0.1
-    """Share of the training images held out for validation (seeded, stratified by class); 0 trains on all of them."""
+    """Share of the training images held out for validation, chosen by seed and stratified by class. 0: train on all."""
 
     url: str = ""
-    """Mirror to download the CIFAR archive from; empty: the address that torchvision publishes."""
+    """Mirror from which to download the CIFAR archive. Empty: the URL that torchvision uses."""
 
     md5: str = ""
-    """MD5 of the archive at --data.url, if it was packed anew (the files in it must be the published ones); empty: the
-    sum that torchvision publishes."""
+    """MD5 checksum of the archive at --data.url, if it was repacked (the files inside must be the original ones).
+    Empty: the checksum that torchvision uses."""
 
     synthetic_size: int = 50_000
-    """Training images of the synthetic source."""
+    """Number of training images of the synthetic source."""
 
 
 @dataclass(frozen=True)
 class AugmentConfig:
-    """augmentation of the training images: nothing by default, the same under every strategy and number of ranks"""
+    """augmentation of the training images (off by default), identical for every strategy and number of ranks"""
 
     flip: Literal["none", "random", "alternating"] = "none"
-    """Mirror images left to right. random: each with probability 1/2, anew in every epoch. alternating: a random half
-    of them in even epochs, the other half in odd ones. none: never."""
+    """Horizontal flips. random: each image with probability 1/2, drawn again in each epoch. alternating: a random half
+    of the images in even epochs, the other half in odd epochs."""
 
     crop: int = 0
-    """Pixels put around each side of an image, out of which its size is cut at random; 0: no cropping."""
+    """Padding in pixels on each side, from which a random crop of the original size is taken. 0: off."""
 
     padding: Padding = "black"
-    """What the pixels of crop are: black, or the image mirrored at its edges (reflect)."""
+    """Content of the padding of --augment.crop: black pixels, or the image mirrored at its edges (reflect)."""
 
     cutout: int = 0
-    """Side in pixels of a square anywhere in the image that is blanked out (mean grey); 0: none."""
+    """Side in pixels of a square at a random position that is set to mean grey. 0: off."""
 
     mixup: float = 0.0
-    """Blend each image and its label with those of another image, whose share is drawn from Beta(ALPHA, ALPHA); 0: no
-    blending. With cutmix as well, each image gets one of the two, with probability 1/2."""
+    """Mixup: blend each image and its label with another image; the share is drawn from Beta(MIXUP, MIXUP). 0: off. If
+    cutmix is on as well, each image gets one of the two with probability 1/2."""
 
     cutmix: float = 0.0
-    """Paste a rectangle of another image into each image: its share of the area is drawn from Beta(ALPHA, ALPHA), what
-    sticks out is cut off, and the labels are shared as the pixels are; 0: no pasting."""
+    """CutMix: paste a rectangle of another image into each image. Its share of the area is drawn from Beta(CUTMIX,
+    CUTMIX) and it is clipped at the borders; the labels are mixed in proportion to the pixels. 0: off."""
 
     brightness: float = 0.0
-    """Add a number from -BRIGHTNESS to BRIGHTNESS to all pixels of an image, which lie between -1 and 1; 0: none."""
+    """Add a random number from -BRIGHTNESS to BRIGHTNESS to all pixels of an image, which range from -1 to 1. 0:
+    off."""
 
     contrast: float = 0.0
-    """Multiply all pixels of an image, 0 being grey, by a number from 1 - CONTRAST to 1 + CONTRAST; 0: none."""
+    """Multiply all pixels of an image (0 is grey) by a random number from 1 - CONTRAST to 1 + CONTRAST. 0: off."""
 
     low_resolution: int = 0
-    """Side in pixels to which the images of the first epochs are scaled down, for a network that takes any size; 0:
-    none. FLOPs are counted as if they were whole."""
+    """Side in pixels to which images are downscaled in the first epochs, for models that accept any size. FLOPs are
+    counted at full size. 0: off."""
 
     low_epochs: int = 0
-    """Number of these epochs."""
+    """Number of first epochs with --augment.low_resolution."""
 
 
 @dataclass(frozen=True)

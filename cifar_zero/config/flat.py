@@ -1,7 +1,5 @@
 """The options of a run by the names of their flags; plain Python."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any

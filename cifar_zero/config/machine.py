@@ -1,7 +1,5 @@
 """Decides what the configuration leaves to the computer: accelerator, precision, number of ranks."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ FSDP2, to which torch tells users of its FullyShardedDataParallel to migrate. Pl
 DeepSpeed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Values that make no sense on any machine, be they of the right type; no torch, no Lightning."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path

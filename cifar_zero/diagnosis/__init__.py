@@ -4,8 +4,6 @@ To add one, write a function from `Options` to `Finding` beside others of its fa
 where it needs it, by itself: a check runs in its own process, and the doctor must answer at once.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from cifar_zero.diagnosis import devices, network, ops, resources, software, storage, toolchain

@@ -1,7 +1,5 @@
 """GPUs, their driver, and the CUDA toolkit that DeepSpeed compiles with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from cifar_zero.diagnosis.examination import one_line

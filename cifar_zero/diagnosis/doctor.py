@@ -4,8 +4,6 @@ python doctor.py [CHECK ...] [--ranks N] [--build] [--json]
 torchrun --nnodes N --nproc_per_node M ... doctor.py --nodes [--json]
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

@@ -1,7 +1,5 @@
 """A check in a process of its own, so that it may hang or crash as it likes: the doctor goes on."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

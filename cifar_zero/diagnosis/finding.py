@@ -1,7 +1,5 @@
 """What a check is asked and what it answers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal

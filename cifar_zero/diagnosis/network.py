@@ -1,7 +1,5 @@
 """Whether the ranks of a run find one another."""
 
-from __future__ import annotations
-
 import os
 import selectors
 import socket

@@ -3,8 +3,6 @@
 torchrun or srun starts it on every node, as it will start the run. Each rank runs `examine`, and rank 0 reports.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """DeepSpeed's operators: compiled at their first use, each into a folder of torch's, under a lock."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One rank of the all-reduce: python -m diagnosis.rank BACKEND SECONDS, with torchrun's variables."""
 
-from __future__ import annotations
-
 import os
 import sys
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """What the doctor says: a line for each check on the standard output, and what it waits for on the standard error."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter

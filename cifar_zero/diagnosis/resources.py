@@ -1,7 +1,5 @@
 """Cores and memory for the ranks."""
 
-from __future__ import annotations
-
 from cifar_zero.diagnosis.finding import Finding, Options, failed, ok, warning
 
 

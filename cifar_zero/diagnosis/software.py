@@ -1,7 +1,5 @@
 """Python and the packages that a run needs."""
 
-from __future__ import annotations
-
 import platform
 import sys
 from importlib import metadata

@@ -1,7 +1,5 @@
 """Disks, shared memory, and the images."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from dataclasses import dataclass

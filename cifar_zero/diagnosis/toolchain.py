@@ -1,7 +1,5 @@
 """What DeepSpeed compiles its operators with; nothing else here is compiled."""
 
-from __future__ import annotations
-
 import ctypes.util
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Ends a rank that waits too long for another one, and names the ranks that are missing."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

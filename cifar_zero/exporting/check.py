@@ -1,7 +1,5 @@
 """Whether an export that was read back does what the checkpoint does."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

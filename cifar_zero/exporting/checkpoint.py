@@ -1,7 +1,5 @@
 """Reading a network out of a checkpoint of any strategy, without its run folder and without Lightning."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What predict.py and the check of an export need of a network, whatever file it comes from."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The command line of export.py and predict.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from cifar_zero.core import exits

@@ -1,7 +1,5 @@
 """The image files that are meant by a command line."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

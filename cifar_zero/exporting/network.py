@@ -1,7 +1,5 @@
 """From plain weights to the network: every name and shape is compared with the model's own."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from collections.abc import Mapping

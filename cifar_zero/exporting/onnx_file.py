@@ -1,7 +1,5 @@
 """Export as ONNX: the network itself, for onnxruntime and others that know no torch."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Export as safetensors: weights and metadata in a file that runs no code and is mapped into memory."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Export as a dict of plain tensors, for torch.load(weights_only=True) and load_state_dict; it says nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path

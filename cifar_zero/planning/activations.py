@@ -7,8 +7,6 @@ torch's own MemTracker (torch.distributed._tools, 2.15) counts the same bytes, b
 operation: 24 seconds for one size of vit_large, where this takes 2.
 """
 
-from __future__ import annotations
-
 import textwrap
 import weakref
 from collections.abc import MutableMapping

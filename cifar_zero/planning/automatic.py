@@ -1,7 +1,5 @@
 """`--strategy auto`: the launching process chooses once, before the ranks start. Choosing imports torch."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

@@ -16,8 +16,6 @@ and torch 2.15 differ from this in places. What they send is counted here (docs/
 - Activation checkpointing gathers nothing more: the backward pass needs a recomputed block at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from cifar_zero.config.run import Run

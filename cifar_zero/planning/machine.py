@@ -1,7 +1,5 @@
 """The memory that is available to a rank, on this machine or as the user says."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ follow DeepSpeed 0.19.8 and torch 2.15 where these differ from the paper:
 - Frozen parameters have neither gradient nor state. Stages 0 to 2 keep them whole on each rank.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass

@@ -1,7 +1,5 @@
 """The parameters of a run's model, read from one with shapes and no values (torch's meta device)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from cifar_zero.config.run import Run

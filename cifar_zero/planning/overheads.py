@@ -3,8 +3,6 @@
 Buckets, copies for the update, an average of the weights, buffers on the host, and the model as it is built there.
 """
 
-from __future__ import annotations
-
 import math
 
 from cifar_zero.config.run import Run

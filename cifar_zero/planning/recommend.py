@@ -1,7 +1,5 @@
 """Which strategy to take, and why."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from cifar_zero.config.strategy_specs import STRATEGIES

@@ -1,7 +1,5 @@
 """The plan of a run's memory: a table of the strategies, one over numbers of devices, and the same as JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any

@@ -1,7 +1,5 @@
 """Plots of loss and accuracy: the curves of all variants over one another."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """Writes report.html, which needs no other file, and its plots as PNG files."""
 
-from __future__ import annotations
-
 import base64
 from pathlib import Path
 

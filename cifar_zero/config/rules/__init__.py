@@ -3,8 +3,6 @@
 Nothing here imports torch, except for a model of torchvision or timm.
 """
 
-from __future__ import annotations
-
 from cifar_zero.config.rules.averaging import check_averaging
 from cifar_zero.config.rules.devices import check_cuda_graphs, check_on_cpu, check_sync_batch_norm
 from cifar_zero.config.rules.experts import check_experts

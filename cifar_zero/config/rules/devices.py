@@ -1,7 +1,5 @@
 """What only a GPU can do, and how many ranks fit into the CPU's memory."""
 
-from __future__ import annotations
-
 import os
 
 from cifar_zero.config.run import Run

@@ -1,7 +1,5 @@
 """What mixtures of experts need of the ranks and the strategy."""
 
-from __future__ import annotations
-
 from cifar_zero.config.run import Run
 from cifar_zero.core.errors import UsageError
 

@@ -1,7 +1,5 @@
 """What the weights that a run starts from, and its adapters, need."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from cifar_zero.config.flags import Config, LoRAConfig

@@ -1,7 +1,5 @@
 """What a run needs of this computer apart from its devices: memory, packages, a compiler, a disk."""
 
-from __future__ import annotations
-
 import ctypes.util
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """What a model needs of the micro-batch and of the images."""
 
-from __future__ import annotations
-
 from cifar_zero.config.run import Run
 from cifar_zero.core.errors import UsageError
 from cifar_zero.models import IMAGE_SHAPE, MODELS

@@ -1,7 +1,5 @@
 """What a model needs whose tensors, or whose layers, lie on several ranks."""
 
-from __future__ import annotations
-
 from cifar_zero.config.run import Run
 from cifar_zero.core.errors import UsageError
 from cifar_zero.models import MODELS, ViT

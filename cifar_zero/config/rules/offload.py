@@ -1,7 +1,5 @@
 """What DeepSpeed's switches need: those of ZeRO 3 (--zero), of offloading and of SuperOffload (--offload)."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 from cifar_zero.config.flags import OffloadConfig, ZeROConfig

@@ -1,7 +1,5 @@
 """What an optimizer needs of the strategy, offloaded or not."""
 
-from __future__ import annotations
-
 from cifar_zero.config.run import Run
 from cifar_zero.core.errors import UsageError
 from cifar_zero.optimizers import OFFLOADED_BY

@@ -1,7 +1,5 @@
 """What a raw DeepSpeed configuration may hold."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
