@@ -1,7 +1,8 @@
-"""GPUs, their driver, and the CUDA toolkit that DeepSpeed compiles with."""
+"""Checks the GPUs, their driver, and the CUDA toolkit with which DeepSpeed compiles."""
 
 from pathlib import Path
 
+from cifar_zero.core.hardware import DRIVER_FILES, cpu_name
 from cifar_zero.diagnosis.examination import one_line
 from cifar_zero.diagnosis.finding import Finding, Options, failed, ok, warning
 
@@ -10,15 +11,13 @@ NO_GPU = "no GPU, ranks run on the CPU"
 
 def gpu(options: Options) -> Finding:
     """Whether torch can compute on every GPU."""
-    from cifar_zero.core.hardware import cpu_name
-
     if not _has_driver():
         return ok(f"{NO_GPU} ({cpu_name()})")
     import torch
 
     if torch.version.cuda is None and torch.version.hip is None:
         return warning(
-            "a GPU driver is here, but torch is built for the CPU and trains there",
+            "there is a GPU driver, but this torch is built for the CPU and trains there",
             "install the torch that https://pytorch.org/get-started/locally names for this machine",
         )
     try:
@@ -28,21 +27,18 @@ def gpu(options: Options) -> Finding:
     except (RuntimeError, AssertionError) as error:  # an old driver; a GPU that this torch has no kernels for
         return failed(
             f"torch, built for CUDA {torch.version.cuda}, cannot compute on the GPU ({one_line(error)})",
-            "renew the driver, or install a torch that is built for it: https://pytorch.org/get-started/locally",
+            "update the driver, or install a torch that supports it: https://pytorch.org/get-started/locally",
         )
     count = torch.cuda.device_count()
     names = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
     if options.ranks > count:
-        return warning(
-            f"{names}: fewer than the {options.ranks} ranks asked about",
-            f"train.py --devices {count}",
-        )
+        return warning(f"{names}: fewer than the {options.ranks} of --ranks", f"train.py --devices {count}")
     return ok(f"{names}; torch is built for CUDA {torch.version.cuda}")
 
 
 def nvcc(options: Options) -> Finding:
-    """Whether nvcc is of the CUDA that torch is built for: of another major version it cannot compile DeepSpeed's
-    operators for the GPU (DeepSpeed issues 3223 and 6636)."""
+    """Whether nvcc has the CUDA version that torch is built for; with another major version it cannot compile
+    DeepSpeed's operators for the GPU (DeepSpeed issues 3223 and 6636)."""
     if not _has_driver():
         return ok(f"not needed: {NO_GPU}")
     import torch
@@ -53,16 +49,14 @@ def nvcc(options: Options) -> Finding:
     try:
         major, minor = installed_cuda_version()
     except MissingCUDAException:
-        return ok("none: DeepSpeed's fused Adam is not compiled, torch's takes its place")
+        return ok("none: torch's fused Adam is used instead of DeepSpeed's")
     if major != int(torch.version.cuda.split(".")[0]):
         return failed(
-            f"nvcc is of CUDA {major}.{minor}, torch of {torch.version.cuda}: DeepSpeed's operators cannot be compiled",
-            f"install the CUDA toolkit {torch.version.cuda} and name it with CUDA_HOME",
+            f"nvcc has CUDA {major}.{minor}, torch {torch.version.cuda}: DeepSpeed's operators cannot be compiled",
+            f"install the CUDA toolkit {torch.version.cuda} and set CUDA_HOME to it",
         )
     return ok(f"CUDA {major}.{minor}; torch is built for {torch.version.cuda}")
 
 
 def _has_driver() -> bool:
-    from cifar_zero.core.hardware import DRIVER_FILES
-
     return any(Path(file).exists() for file in DRIVER_FILES)

@@ -1,8 +1,4 @@
-"""Is this machine fit to train? Looks at everything that a run needs and says how to mend what is missing.
-
-python doctor.py [CHECK ...] [--ranks N] [--build] [--json]
-torchrun --nnodes N --nproc_per_node M ... doctor.py --nodes [--json]
-"""
+"""Checks everything that a run needs on this machine, or on the nodes of a cluster; see --help."""
 
 import argparse
 import math
@@ -10,142 +6,120 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
 
 from cifar_zero.config.flags import DataConfig, OutputConfig
 from cifar_zero.core import exits
-from cifar_zero.core.errors import RunError, UsageError
+from cifar_zero.core.errors import UsageError
+from cifar_zero.core.suggestions import nearest
 from cifar_zero.diagnosis import CHECKS, report
-from cifar_zero.diagnosis.examination import Examination
+from cifar_zero.diagnosis.examination import examine
 from cifar_zero.diagnosis.finding import Finding, Options
 from cifar_zero.launch import local_launcher, rank_environment
 
 EPILOG = """\
-exit code: 0 where nothing failed (a warning tells what some runs cannot do), 1 where something did, 2 for wrong usage
+exit code: 0 if no check failed (a warning says what some runs cannot do), 1 if one failed, 2 for wrong usage
 
 examples:
-  python doctor.py                          everything, in about ten seconds
+  python doctor.py                          all checks, in about ten seconds
   python doctor.py all-reduce --ranks 8     one check, for eight ranks
-  python doctor.py ops --build              compile DeepSpeed's operators now, not in the first run that needs them
+  python doctor.py ops --build              compile DeepSpeed's operators now instead of in the first run
 
   torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29400 doctor.py --nodes
-                                            on each of two nodes: whether they can train together
+                                            run on each of two nodes: checks that they can train together
 
 checks:
 """
 
 
 def main(requirements: Path) -> int:
-    """Prints a line for each check; returns the exit code, 1 where one failed.
+    """Prints a line for each check; returns the exit code, 1 if one failed.
 
     Args:
-        requirements: requirements.txt.
+        requirements: path of requirements.txt.
     """
-    arguments = _parse()
-    names = arguments.checks or [*CHECKS]
-    options = Options(
-        ranks=arguments.ranks,
-        out=arguments.out,
-        data_root=arguments.data_root,
-        data_cache=arguments.data_cache,
-        build=arguments.build,
-        timeout=arguments.timeout,
-        requirements=requirements,
-    )
+    arguments = _parse(requirements)
+    options = Options(**{field.name: getattr(arguments, field.name) for field in fields(Options)})
+    names, closing = arguments.checks or [*CHECKS], ""
     if arguments.nodes:
-        return between_nodes(arguments, options)
+        found = _of_nodes(options)
+        if found is None:
+            return 0
+        from cifar_zero.diagnosis.nodes import BANDWIDTH
+
+        names, closing, answers = [*found], f" {BANDWIDTH}", found.items()
+    else:
+        answers = _of_this_machine(names, options)
     findings: dict[str, Finding] = {}
-    try:
-        for name, finding in examine(names, options):
-            findings[name] = finding
-            if not arguments.json:
-                report.print_line(name, finding, max(map(len, names)))
-    except ModuleNotFoundError as error:
-        raise RunError(f"{error.name} is not installed: pip install -r requirements.txt") from error
-    print(report.as_json(findings) if arguments.json else report.summary(findings))
+    for name, finding in answers:
+        findings[name] = finding
+        if not arguments.json:
+            report.print_line(name, finding, max(map(len, names)))
+    print(report.as_json(findings) if arguments.json else report.summary(findings) + closing)
     return int(any(finding.status == "failed" for finding in findings.values()))
 
 
-def between_nodes(arguments: Namespace, options: Options) -> int:
-    """Compares the nodes with the other ranks; rank 0 prints the findings."""
+def _of_nodes(options: Options) -> dict[str, Finding] | None:
+    """Compares the nodes together with the other ranks; returns the findings on rank 0, None on the others."""
     rank_environment.adopt()
     if not rank_environment.is_rank() or os.environ["WORLD_SIZE"] == "1":
         start = local_launcher.TORCHRUN.replace("train.py", "doctor.py --nodes")
         raise UsageError(f"--nodes needs ranks that a launcher has started: start it on each node with {start}")
     from cifar_zero.diagnosis import nodes
 
-    findings = nodes.examine(options)
-    if findings is None:
-        return 0
-    if arguments.json:
-        print(report.as_json(findings))
-    else:
-        for name, finding in findings.items():
-            report.print_line(name, finding, max(map(len, findings)))
-        print(f"{report.summary(findings)} {nodes.BANDWIDTH}")
-    return int(any(finding.status == "failed" for finding in findings.values()))
+    return nodes.examine(options)
 
 
-def examine(names: Iterable[str], options: Options) -> Iterator[tuple[str, Finding]]:
-    """Makes some of CHECKS, one after the other, and gives the name and the finding of each as it comes."""
+def _of_this_machine(names: Iterable[str], options: Options) -> Iterator[tuple[str, Finding]]:
+    """Runs some of CHECKS and yields the name and the finding of each as soon as it is known."""
     for name in names:
         if name == "ops" and options.build:
             print("Building DeepSpeed's operators, which takes minutes ...", file=sys.stderr, flush=True)
-        examination = Examination(CHECKS[name], options)
-        with report.waiting(name):
-            finding = examination.finding()
-        yield name, finding
+        yield name, examine(CHECKS[name], options)
 
 
-def _parse() -> Namespace:
+def _parse(requirements: Path) -> Namespace:
     width = max(map(len, CHECKS))
     parser = exits.Parser(
         prog="doctor.py",
-        description="Is this machine fit to train? Looks at everything that a run needs and says how to mend what is "
-        "missing. Nothing is changed but by --build.",
+        description="Checks everything that a run needs on this machine, and says how to fix what is missing. "
+        "Changes nothing, except with --build.",
         epilog=EPILOG + "\n".join(f"  {name:<{width}}  {check.summary}" for name, check in CHECKS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("checks", metavar="CHECK", nargs="*", help="only these (below; default: all)")
-    parser.add_argument(
-        "--ranks", metavar="N", type=int, default=2, help="processes of a run on this machine (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--out", metavar="DIR", default=OutputConfig.out, help="where runs will be kept (default: %(default)s)"
-    )
-    parser.add_argument(
+    parser.set_defaults(requirements=requirements)
+    add = parser.add_argument
+    add("checks", metavar="CHECK", nargs="*", help="run only these checks (listed below; default: all)")
+    add("--ranks", metavar="N", type=int, default=2, help="ranks of a run on this machine (default: %(default)s)")
+    add("--out", metavar="DIR", default=OutputConfig.out, help="directory for run folders (default: %(default)s)")
+    add(
         "--data.root",
         dest="data_root",
         metavar="DIR",
         default=DataConfig.root,
-        help="where the dataset is or will be (default: %(default)s)",
+        help="directory of the dataset (default: %(default)s)",
     )
-    parser.add_argument(
+    add(
         "--data.cache",
         dest="data_cache",
         metavar="DIR",
         default=DataConfig.cache,
-        help="where decoded images are or will be (default: <data.root>/.cifar-zero)",
+        help="directory for the decoded images (default: <data.root>/.cifar-zero)",
     )
-    parser.add_argument("--build", action="store_true", help="build DeepSpeed's operators that a strategy here needs")
-    parser.add_argument(
+    add("--build", action="store_true", help="build the missing DeepSpeed operators that a strategy here needs")
+    add(
         "--timeout",
         metavar="SECONDS",
         type=float,
         default=20.0,
-        help="without any answer, after which a rank is given up (default: %(default)g)",
+        help="how long a rank may wait for the others in each step (default: %(default)g)",
     )
-    parser.add_argument(
-        "--nodes",
-        action="store_true",
-        help="compare the nodes of a run instead; torchrun or srun starts this on each of them",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead, for programs")
+    add("--nodes", action="store_true", help="compare the nodes of a run instead; start it with torchrun or srun")
+    add("--json", action="store_true", help="print one JSON object, for programs")
     arguments = parser.parse_intermixed_args(rank_environment.arguments(sys.argv[1:]))
     for name in arguments.checks:
         if name not in CHECKS:
-            from cifar_zero.core.suggestions import nearest
-
             raise UsageError(f"there is no check {name}: {nearest(name, CHECKS)}")
     if arguments.ranks < 1:
         raise UsageError(f"--ranks must be at least 1, not {arguments.ranks}")
@@ -154,5 +128,5 @@ def _parse() -> Namespace:
     if arguments.nodes and (arguments.checks or arguments.build):
         raise UsageError("--nodes compares nodes: it cannot be combined with --build or the name of a check")
     if arguments.build and arguments.checks and "ops" not in arguments.checks:
-        raise UsageError("--build is for the check ops: name it, or no check at all")
+        raise UsageError("--build is for the check ops: name it, or give no check at all")
     return arguments

@@ -1,4 +1,4 @@
-"""A check in a process of its own, so that it may hang or crash as it likes: the doctor goes on."""
+"""Runs a check in its own process: if it hangs or crashes, the doctor goes on to the next one."""
 
 import multiprocessing
 import os
@@ -12,10 +12,10 @@ from multiprocessing.connection import Connection
 from cifar_zero.diagnosis.finding import INSTALL, Finding, Options, failed
 
 MESSAGE_CHARACTERS = 200
-"""Most that is shown of a library's message."""
+"""Length to which a library's message is shortened."""
 
 GRACE_SECONDS = 5.0
-"""How long a check may take to end by itself after its time is up, or after Ctrl-C."""
+"""How long a check may take to end after SIGINT, before it is killed."""
 
 _FORK = multiprocessing.get_context("fork")  # nothing is imported again, and the doctor has no threads and no torch
 
@@ -25,9 +25,9 @@ class Check:
     """One question about this machine.
 
     Attributes:
-        summary: what is looked at, for the help.
-        answer: looks, in the check's own process; whatever it raises is a finding too.
-        limit: seconds that it may take.
+        summary: what is checked, for --help.
+        answer: runs the check in its own process; an exception becomes a finding too.
+        limit: time limit in seconds.
     """
 
     summary: str
@@ -35,43 +35,37 @@ class Check:
     limit: float = 60.0
 
 
-class Examination:
-    """A check under way. What it and its libraries print is dropped."""
+def examine(check: Check, options: Options) -> Finding:
+    """Returns the finding of a check, whose output is dropped; no process that it started is left behind."""
+    receiver, sender = _FORK.Pipe(duplex=False)
+    process = _FORK.Process(target=_answer, args=(check, options, sender))
+    process.start()
+    sender.close()  # so that the pipe ends when the process ends
+    try:
+        if not receiver.poll(check.limit):
+            return failed(f"no answer within {check.limit:g} s", "a disk or a driver may hang: look into dmesg")
+        return receiver.recv()
+    except EOFError:
+        process.join()
+        code = process.exitcode or 0
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return failed(f"the check crashed with {how}", INSTALL)
+    finally:
+        _signal_group(process.pid, signal.SIGINT)  # a build removes its lock file
+        process.join(GRACE_SECONDS)
+        process.kill()
+        _signal_group(process.pid, signal.SIGKILL)
+        process.join()
 
-    def __init__(self, check: Check, options: Options):
-        self._limit = check.limit
-        self._receiver, sender = _FORK.Pipe(duplex=False)
-        self._process = _FORK.Process(target=_answer, args=(check, options, sender))
-        self._process.start()
-        sender.close()  # so that the end of the process is the end of the pipe
 
-    def finding(self) -> Finding:
-        """Waits for the answer; afterwards nothing that the check started is left."""
-        try:
-            if not self._receiver.poll(self._limit):
-                return failed(f"no answer within {self._limit:g} s", "a disk or a driver hangs: look into dmesg")
-            return self._receiver.recv()
-        except EOFError:
-            self._process.join()
-            code = self._process.exitcode or 0
-            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            return failed(f"it crashed with {how}", INSTALL)
-        finally:
-            self._end(signal.SIGINT)  # so that a build takes its lock away
-            self._process.join(GRACE_SECONDS)
-            self._process.kill()
-            self._end(signal.SIGKILL)
-            self._process.join()
-
-    def _end(self, request: signal.Signals) -> None:
-        """Asks the check and what it started to end, if there is anything left."""
-        assert self._process.pid is not None
-        with suppress(ProcessLookupError, PermissionError):  # macOS says the latter of those that have ended
-            os.killpg(self._process.pid, request)
+def _signal_group(group: int | None, number: signal.Signals) -> None:
+    assert group is not None
+    with suppress(ProcessLookupError, PermissionError):  # macOS raises the latter for processes that have ended
+        os.killpg(group, number)
 
 
 def _answer(check: Check, options: Options, sender: Connection) -> None:
-    os.setsid()  # a group of its own, which ends with it
+    os.setsid()  # a process group of its own, which `examine` ends
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(nothing, stream)
@@ -80,10 +74,10 @@ def _answer(check: Check, options: Options, sender: Connection) -> None:
     except ModuleNotFoundError as error:
         finding = failed(f"{error.name} is not installed", INSTALL)
     except Exception as error:
-        finding = failed(f"{type(error).__name__}: {one_line(error)}", "mend what the error names")
+        finding = failed(f"{type(error).__name__}: {one_line(error)}", "fix what the error names")
     sender.send(finding)
 
 
 def one_line(message: object) -> str:
-    """A library's message, shortened."""
+    """Returns a library's message as one shortened line."""
     return textwrap.shorten(str(message), MESSAGE_CHARACTERS, placeholder=" ...")

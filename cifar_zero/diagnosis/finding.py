@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 INSTALL = "pip install -r requirements.txt"
-"""Mends what is wrong with a package."""
+"""Fixes a missing or broken package."""
 
 Status = Literal["ok", "warning", "failed"]
 
@@ -16,12 +16,12 @@ class Options:
 
     Attributes:
         ranks: processes of a run on this machine.
-        out: directory under which runs are kept.
+        out: directory for run folders.
         data_root: directory of the dataset.
         data_cache: directory of the decoded images; empty: <data_root>/.cifar-zero.
-        build: whether DeepSpeed's operators are built where they are not yet.
-        timeout: seconds without any answer after which a rank is given up.
-        requirements: requirements.txt, whose versions everything was tried with.
+        build: whether to build the DeepSpeed operators that are missing.
+        timeout: time limit, in seconds, of each step in which a rank waits for the others.
+        requirements: path of requirements.txt, which has the tested versions.
     """
 
     ranks: int
@@ -38,26 +38,26 @@ class Finding:
     """The answer of a check.
 
     Attributes:
-        status: ok; warning: something here does not work, or will be slow; failed: runs will not work.
-        found: what is there, in half a sentence.
-        mend: what to do, a command where there is one; empty where all is well.
+        status: ok; warning: some runs are not possible, or will be slow; failed: no run will work.
+        found: what was found, in half a sentence.
+        fix: what to do, as a command if there is one; empty if nothing is wrong.
     """
 
     status: Status
     found: str
-    mend: str = ""
+    fix: str = ""
 
 
 def ok(found: str) -> Finding:
-    """All is well."""
+    """Returns a finding: nothing is wrong."""
     return Finding("ok", found)
 
 
-def warning(found: str, mend: str) -> Finding:
-    """Some runs will be slow or will not work."""
-    return Finding("warning", found, mend)
+def warning(found: str, fix: str) -> Finding:
+    """Returns a finding: some runs are not possible, or will be slow."""
+    return Finding("warning", found, fix)
 
 
-def failed(found: str, mend: str) -> Finding:
-    """Runs will not work."""
-    return Finding("failed", found, mend)
+def failed(found: str, fix: str) -> Finding:
+    """Returns a finding: no run will work."""
+    return Finding("failed", found, fix)

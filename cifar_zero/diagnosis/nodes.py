@@ -1,6 +1,6 @@
-"""doctor.py --nodes: do the ranks of all nodes meet, add up their numbers, and run the same software?
+"""doctor.py --nodes: checks that the ranks of all nodes meet, compute the right sum, and run the same software.
 
-torchrun or srun starts it on every node, as it will start the run. Each rank runs `examine`, and rank 0 reports.
+A launcher starts it on every node, as it will start the run. Each rank runs `examine`, and rank 0 reports.
 """
 
 import json
@@ -26,13 +26,13 @@ from cifar_zero.reports import summary
 BANDWIDTH = "Bandwidth is not measured: run all_reduce_perf of https://github.com/NVIDIA/nccl-tests"
 
 ELEMENTS = 2**18
-"""Size of the all-reduce, in float32: 1 MiB, since large packets may get lost where small ones pass (MTU)."""
+"""Size of the all-reduce in float32, 1 MiB: with a wrong MTU small packets arrive and large ones get lost."""
 
 CLOCK_SECONDS = 1.0
 """Largest difference between clocks without a warning: --resume last compares the times of checkpoints."""
 
 DRIVER = Path("/sys/module/nvidia/version")
-"""Where Linux shows the version of NVIDIA's driver, if it is loaded."""
+"""File in which Linux shows the version of NVIDIA's driver, if it is loaded."""
 
 
 def examine(options: Options) -> dict[str, Finding] | None:
@@ -42,14 +42,14 @@ def examine(options: Options) -> dict[str, Finding] | None:
     seconds.
 
     Args:
-        options: of the command line; torchrun's variables say which rank this process is.
+        options: of the command line. The rank is read from torchrun's environment variables.
     """
-    patience = timedelta(seconds=3 * options.timeout)  # so that the watchdog speaks first
+    patience = timedelta(seconds=3 * options.timeout)  # so that the watchdog reports first
     store = PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store(options.timeout))
     store.set_timeout(patience)
     watchdog = Watchdog(store.clone(), options.timeout)
     rank, ranks = rank_environment.global_rank(), int(os.environ["WORLD_SIZE"])
-    watchdog.begin("trying its GPU")
+    watchdog.begin("testing the GPU")
     no_gpu = _no_gpu()
     store.set(f"arrival/{rank}", json.dumps([socket.gethostname(), no_gpu]))
     watchdog.begin("meeting the others")
@@ -63,7 +63,7 @@ def examine(options: Options) -> dict[str, Finding] | None:
     data = torch.full((ELEMENTS,), float(rank), device="cuda" if on_gpu else "cpu")
     dist.all_reduce(data)
     right = bool((data == sum(range(ranks))).all())
-    clock = time.time()  # now: the all-reduce ends on all ranks at nearly the same time
+    clock = time.time()  # here, because the all-reduce ends on all ranks at nearly the same time
     watchdog.begin("comparing the nodes")
     sums, clocks, software = gather(right), gather(clock), gather(versions())
     apart = ranks_on_another_disk(_existing(Path(options.out)) if rank == 0 else None)
@@ -82,9 +82,9 @@ def examine(options: Options) -> dict[str, Finding] | None:
 
 
 def _store(seconds: float) -> TCPStore:
-    """Connects to the store of torchrun's agents, or to the one that rank 0 opens here."""
+    """Connects to the store of torchrun's agents, or to a store that rank 0 opens."""
     opens = rank_environment.global_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    # torch's "env://" would have rank 0 wait for the others here, where it cannot say for whom.
+    # Not torch's "env://": with it rank 0 waits here for the others, and cannot name who is missing.
     return TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
@@ -95,7 +95,7 @@ def _store(seconds: float) -> TCPStore:
 
 
 def _no_gpu() -> str:
-    """Makes this rank's GPU the current one; returns why it cannot be used, empty if it can."""
+    """Sets this rank's GPU as the current device; returns why it cannot be used, or an empty string."""
     try:
         torch.cuda.set_device(rank_environment.local_rank())
         torch.ones(1, device="cuda").sum().item()
@@ -105,12 +105,12 @@ def _no_gpu() -> str:
 
 
 def _existing(folder: Path) -> Path:
-    """Returns a folder, or the one in which it would be made; relative if it is, as every node has its own."""
+    """Returns the folder, or its nearest parent that exists; a relative path stays relative."""
     return next(parent for parent in (folder, *folder.parents) if parent.exists())
 
 
 def versions() -> dict[str, str]:
-    """Returns what must be the same on all nodes, by name: Python, packages, NCCL, NVIDIA's driver and the commit."""
+    """Returns the versions that must be the same on all nodes: Python, packages, NCCL, NVIDIA's driver, the commit."""
     found = {name: version or "none" for name, version in summary.versions().items()}
     if torch.cuda.is_available():
         found["nccl"] = ".".join(map(str, nccl.version()))
@@ -119,7 +119,7 @@ def versions() -> dict[str, str]:
 
 
 def check_gpus(arrivals: Sequence[tuple[str, str]]) -> Finding:
-    """Whether all ranks have a GPU, or none has; `arrivals` are the host of each rank, and why it has no GPU."""
+    """Whether all ranks have a GPU, or none has; `arrivals` holds each rank's host, and why it cannot use its GPU."""
     lacking = {host: why for host, why in arrivals if why}
     if not lacking:
         return ok("each rank has one")
@@ -130,7 +130,7 @@ def check_gpus(arrivals: Sequence[tuple[str, str]]) -> Finding:
 
 
 def check_sums(hosts: Sequence[str], right: Sequence[bool], backend: str) -> Finding:
-    """Whether every rank has the right sum."""
+    """Whether every rank computed the right sum."""
     wrong = [f"rank {rank} ({host})" for rank, host in enumerate(hosts) if not right[rank]]
     if wrong:
         return failed(f"a wrong sum on {', '.join(wrong)}", "replace the network adapter or the GPU there")

@@ -1,55 +1,30 @@
-"""What the doctor says: a line for each check on the standard output, and what it waits for on the standard error."""
+"""Prints the findings: one line per check, or JSON."""
 
 import json
-import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 
 from cifar_zero.diagnosis.finding import Finding
 
 SCHEMA = 1
-"""Of what `--json` prints; goes up when a key changes its meaning."""
+"""Version of the output of `--json`; goes up when a key changes its meaning or its name."""
 
 COLORS = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
-FILE_COLUMNS = 10_000
-"""Width where the output is no terminal: each check is one line there, however long."""
 
-
-@contextmanager
-def waiting(name: str) -> Iterator[None]:
-    """On a terminal: the check that is under way, and for how long it has been."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        progress.add_task(name, total=None)
-        yield
-
-
-def print_line(name: str, finding: Finding, name_columns: int) -> None:
-    """Prints status, name, what was found, and the mend; on a terminal long texts stay in their column."""
+def print_line(name: str, finding: Finding, width: int) -> None:
+    """Prints status, name (padded to `width` characters), what was found, and the fix."""
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
-    line = Table.grid(padding=(0, 2, 0, 0))
-    line.add_column(width=max(map(len, COLORS)))
-    line.add_column(width=name_columns)
-    line.add_column(overflow="fold")
-    text = ": ".join(filter(None, [finding.found, finding.mend]))
-    line.add_row(f"[{COLORS[finding.status]}]{finding.status}", name, escape(text))
-    Console(highlight=False, width=None if sys.stdout.isatty() else FILE_COLUMNS).print(line)
+    status = f"[{COLORS[finding.status]}]{finding.status:<7}[/]"
+    text = ": ".join(filter(None, [finding.found, finding.fix]))
+    Console(highlight=False).print(f"{status}  {name:<{width}}  {escape(text)}", soft_wrap=True)
 
 
 def summary(findings: Mapping[str, Finding]) -> str:
-    """How the checks came out, in one sentence."""
+    """Returns the overall result in one sentence."""
     count = Counter(finding.status for finding in findings.values())
     warnings = f"{count['warning']} warning{'s'[: count['warning'] != 1]}"
     if count["failed"]:
@@ -58,6 +33,6 @@ def summary(findings: Mapping[str, Finding]) -> str:
 
 
 def as_json(findings: Mapping[str, Finding]) -> str:
-    """The findings for programs."""
+    """Returns the findings for programs."""
     checks = [{"name": name, **asdict(finding)} for name, finding in findings.items()]
     return json.dumps({"schema": SCHEMA, "checks": checks}, indent=2)

@@ -12,12 +12,11 @@ from cifar_zero.launch import rank_environment
 class Watchdog:
     """Ends this process with one line and exit code 1 if a step takes too long.
 
-    It has a thread of its own, because a rank may hang in what has no time limit: NCCL's kernels, a host name, a disk.
+    It uses a thread, because a rank may hang in calls without a time limit: NCCL's kernels, a host name, a disk.
 
     Attributes:
-        store: where all ranks note the steps that they have begun. It needs a connection of its own, since another
-            one may be waiting for an answer.
-        hosts: of all ranks; empty until they are known.
+        store: holds the steps that each rank has begun. Needs its own connection, as another may be blocked.
+        hosts: host of each rank; empty until they are known.
 
     Args:
         store: as above.
@@ -30,11 +29,7 @@ class Watchdog:
         self._timer = threading.Timer(0, self._give_up)
 
     def begin(self, step: str) -> None:
-        """Begins a step and ends the one before.
-
-        Args:
-            step: the first words of the line, such as `meeting the others`.
-        """
+        """Begins a step, such as `meeting the others`, and ends the one before."""
         self.end()
         self.store.set(f"{step}/{rank_environment.global_rank()}", "")
         self._timer = threading.Timer(self._seconds, self._give_up, [step])
@@ -58,4 +53,4 @@ class Watchdog:
         except RuntimeError:
             return f"the node of rank 0, {os.environ['MASTER_ADDR']}, does not answer"
         named = [f"rank {rank}" + (f" ({self.hosts[rank]})" if self.hosts else "") for rank in missing]
-        return f"{', '.join(named)} did not come so far" if named else "all ranks have begun it"
+        return f"{', '.join(named)} did not get this far" if named else "all ranks have begun it"

@@ -1,4 +1,4 @@
-"""doctor.py --nodes on two hosts of this machine, and what it says of figures that no such hosts have."""
+"""doctor.py --nodes on two simulated hosts, and its findings from figures that such hosts cannot have."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_two_hosts_that_do_not_share_a_disk(hosts: Hosts, tmp_path: Path) -> Non
     ranks = [start(hosts, rank, "--out", "runs", cwd=folder) for rank, folder in enumerate(folders)]
     (out, errors), others = map(lines_of, ranks)
     assert [rank.returncode for rank in ranks] == [1, 0], errors
-    assert others == ([], [])  # rank 0 speaks
+    assert others == ([], [])  # only rank 0 reports
     found = [" ".join(line.split()) for line in out]
     assert found[0] == f"ok ranks 2 ranks on 2 nodes have met: {hosts.a.name}, {hosts.b.name}"
     assert found[2] == "ok all-reduce 1 MiB over gloo, the right sum on every rank"
@@ -64,14 +64,14 @@ def test_two_hosts_that_do_not_share_a_disk(hosts: Hosts, tmp_path: Path) -> Non
 @pytest.mark.distributed
 def test_a_node_that_does_not_come_is_named_in_time(hosts: Hosts) -> None:
     alone = start(hosts, 0, "--timeout", "2")
-    assert lines_of(alone) == ([], ["error: meeting the others took longer than 2 s: rank 1 did not come so far"])
+    assert lines_of(alone) == ([], ["error: meeting the others took longer than 2 s: rank 1 did not get this far"])
     assert alone.returncode == 1
 
 
 HANGS = """
 import time
 from torch.distributed import HashStore
-from diagnosis.watchdog import Watchdog
+from cifar_zero.diagnosis.watchdog import Watchdog
 watchdog = Watchdog(HashStore(), 0.2)
 watchdog.begin("an all-reduce")
 watchdog.hosts = ["gpu0", "gpu1", "gpu2"]
@@ -86,7 +86,7 @@ def test_a_node_that_hangs_is_named() -> None:
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1"}
     done = run_program("-c", HANGS, env=ranks)
     assert done.returncode == 1
-    assert done.stderr == "error: comparing the nodes took longer than 0.2 s: rank 2 (gpu2) did not come so far\n"
+    assert done.stderr == "error: comparing the nodes took longer than 0.2 s: rank 2 (gpu2) did not get this far\n"
 
 
 @pytest.mark.parametrize(
