@@ -1,1 +1,1 @@
-"""The same run under several strategies: trained, read back, judged. The report of it is in reports/."""
+"""Trains one recipe under several strategies, reads the runs back, judges whether they agree, and writes the report."""

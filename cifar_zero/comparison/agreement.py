@@ -1,6 +1,6 @@
-"""Whether two runs trained the same model: bit by bit, within rounding, or not; no torch.
+"""Decides whether two runs trained the same model: bit by bit, within rounding, or not; no torch.
 
-A pair of runs -> how far they are apart -> the bound: what rounding alone may do, measured on a perturbed run of the
+A pair of runs -> their differences -> the bound: what rounding alone may do, measured on a perturbed run of the
 reference -> the verdict. docs/comparison.md has the measurements behind the constants.
 """
 
@@ -16,56 +16,56 @@ EPS = {"32": 2.0**-23, "bf16": 2.0**-7, "16": 2.0**-10}
 """Distance from 1 to the next number in float32, bfloat16 and float16 (torch.finfo's eps), by the precision's name."""
 
 TF32_EPS = 2.0**-10
-"""The same of TensorFloat-32. GPUs compute the convolutions of a float32 model in it, and nothing else, by default
+"""The same for TensorFloat-32, in which GPUs by default compute the convolutions of a float32 model, and nothing else
 (torch's notes on CUDA semantics)."""
 
 LEAST_PERTURBATION = 2.0**-17
 """Smallest relative change of a perturbed run's initial weights: 64 eps of float32.
 
-Rounding now and then decides which of two nearly equal pixels a max-pool takes, and the gradient jumps. One eps meets
-such a tie about once in a hundred steps of the tutorial's model, and so spares many runs; 64 eps meet one every few
-steps. In lower precisions one eps is enough."""
+Sometimes rounding decides which of two nearly equal pixels a max-pool takes, and the gradient jumps. A change of one
+eps meets such a tie about once in a hundred steps of the tutorial's model, so many runs never meet one; 64 eps meet one
+every few steps. In lower precisions one eps is enough."""
 
 FACTOR = 8.0
-"""Times the perturbed run's drift that a difference may reach."""
+"""A difference may reach this multiple of the perturbed run's drift."""
 
 FLOOR = 16.0
-"""Eps of float32, of a loss or of the largest weight, below which nothing counts as a difference."""
+"""Smallest difference that counts: this many eps of float32, relative to the loss or the largest weight."""
 
 SATURATED = 0.1
-"""Share of the loss: where rounding may change it by more, agreement says nothing about what was computed."""
+"""Share of the loss. If rounding may change the loss by more, agreement says nothing about what was computed."""
 
-BROKEN = "weights that are no numbers, or of other names or shapes"
+BROKEN = "weights that are NaN or infinite, or have other names or shapes"
 
 
 @dataclass
 class Apart:
-    """The distance of one tensor from the reference's."""
+    """The difference of one tensor from the reference's."""
 
     difference: float
-    """Largest of its elements; infinite where there is none to take."""
+    """Largest over its elements, absolute; infinite if the tensors cannot be compared."""
     largest: float
     """Largest element of the reference, absolute."""
 
 
 @dataclass
 class Pair:
-    """A run next to the reference's run of the same seed, compared at the steps that both have."""
+    """A run and the reference's run of the same seed, compared at the steps that both have."""
 
     reference: Run
     other: Run
     weights: Mapping[str, Apart] | None
-    """After the last step, by the tensor's name; None where unknown."""
+    """Differences after the last step, by tensor name; None if unknown."""
     eps: float = EPS["32"]
-    """Of the coarser number format of both runs, see `eps_of`."""
+    """Eps of the coarser number format of both runs, see `eps_of`."""
     normalises: bool = False
     """Whether the model has batch normalisations."""
     steps: list[int] = field(init=False)
-    """Those that both have."""
+    """Optimizer steps that both runs have."""
     losses: list[float] = field(init=False)
-    """The reference's at these steps, absolute."""
+    """Losses of the reference at these steps, absolute."""
     differences: list[float] = field(init=False)
-    """Of the losses at these steps, absolute; infinite where only one is a number."""
+    """Differences of the losses at these steps, absolute; infinite if only one is a number."""
 
     def __post_init__(self) -> None:
         ours, theirs = self.reference.losses.by_step, self.other.losses.by_step
@@ -80,12 +80,12 @@ class Pair:
 
     @property
     def needs_bound(self) -> bool:
-        """Whether there are steps to judge and they are not identical."""
+        """Whether there are steps to judge, and the runs are not identical."""
         return bool(self.steps) and not self.identical
 
     @property
     def weight_difference(self) -> float | None:
-        """The largest of all tensors; None where unknown."""
+        """The largest difference over all tensors; None if unknown."""
         return None if self.weights is None else max((each.difference for each in self.weights.values()), default=0.0)
 
     @property
@@ -95,7 +95,7 @@ class Pair:
 
     @property
     def ended(self) -> int | None:
-        """The step after the last one of the shorter run; None where both ended at the same step."""
+        """The step after the last one of the shorter run; None if both ended at the same step."""
         ours, theirs = self.reference.losses.steps[-1:], self.other.losses.steps[-1:]
         return None if ours == theirs else min([*ours, *theirs]) + 1
 
@@ -105,15 +105,15 @@ class Bound:
     """What rounding alone may change in the reference."""
 
     losses: list[float]
-    """At each common step; from `undecided` on the largest loss so far, which only gross faults exceed."""
+    """At each common step; from `undecided` on the largest loss so far, which only gross errors exceed."""
     weights: dict[str, float] | None
-    """By tensor, after the last step; None where the weights decide only if they are broken."""
+    """By tensor, after the last step; None if the weights count only when they are broken."""
     undecided: int | None = None
     """The first step at which rounding may change the loss by more than `SATURATED`."""
 
 
 def eps_of(precision: str, accelerator: str, convolves: bool) -> float:
-    """The distance from 1 to the next number in the format that a run computes in.
+    """Returns the distance from 1 to the next number in the format that a run computes in.
 
     Args:
         precision: 32-true, bf16-mixed, bf16-true or 16-mixed.
@@ -125,11 +125,11 @@ def eps_of(precision: str, accelerator: str, convolves: bool) -> float:
 
 
 def bound(pair: Pair, perturbed: Pair | None) -> Bound:
-    """What rounding may change in the losses and weights of a run.
+    """Returns what rounding may change in the losses and weights of a run.
 
     Args:
         pair: the run to judge.
-        perturbed: the perturbed run of the same reference; None without one: then rounding may do anything.
+        perturbed: the perturbed run of the same reference; None: there is no such run, and no limit either.
     """
     unknown = Bound([math.inf] * len(pair.steps), None)
     found = unknown if perturbed is None else _measured(pair, perturbed)
@@ -143,7 +143,7 @@ def bound(pair: Pair, perturbed: Pair | None) -> Bound:
 
 
 def judge(pair: Pair, allowed: Bound) -> Verdict:
-    """The verdict on a run that has steps in common with the reference."""
+    """Returns the verdict on a run that has steps in common with the reference."""
     if pair.identical:
         return Verdict("bit-identical", loss_difference=0.0, weight_difference=pair.weight_difference)
     losses = [*zip(pair.differences, allowed.losses, strict=True)]
@@ -171,7 +171,7 @@ def judge(pair: Pair, allowed: Bound) -> Verdict:
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """The worst kind of several seeds; of the same kind, the verdict whose loss uses more of its bound."""
+    """Returns the worst verdict of several seeds; of the same kind, the one whose loss uses most of its bound."""
 
     def badness(verdict: Verdict) -> tuple[int, float]:
         share = _share(verdict.loss_difference or 0.0, verdict.loss_bound or 0.0)
@@ -181,7 +181,7 @@ def worst(verdicts: Iterable[Verdict]) -> Verdict:
 
 
 def _measured(pair: Pair, perturbed: Pair) -> Bound:
-    """Grows with the drift of the perturbed run; in a coarser format, of which that shows nothing, by one eps too."""
+    """Returns a bound that grows with the perturbed run's drift, plus one eps of a coarser format."""
     coarser = pair.eps > perturbed.eps
     floor = pair.eps if coarser else FLOOR * EPS["32"]
     drifts = [0.0, *accumulate(perturbed.differences, max)]
@@ -196,14 +196,14 @@ def _measured(pair: Pair, perturbed: Pair) -> Bound:
 
 
 def _share(found: float, most: float) -> float:
-    """How much of a bound is used; over 1 is too much."""
+    """Returns the share of a bound that is used; above 1 it is exceeded."""
     if found == 0:
         return 0.0
     return found / most if most and math.isfinite(found) else math.inf
 
 
 def _finite(value: float | None) -> float | None:
-    """None for infinities, which JSON lacks."""
+    """Returns None for infinity and NaN, which JSON lacks."""
     return value if value is not None and math.isfinite(value) else None
 
 

@@ -1,7 +1,7 @@
-"""Known causes of a difference between a run and its reference, read from what both wrote down; no torch.
+"""Known causes of a difference between a run and its reference, found from the files of both runs; no torch.
 
-Causes that are rounding explain the verdict "within rounding" and no other. With "different" only those are named that
-change what is computed.
+A cause that is rounding explains only the verdict "within rounding". For "different", only causes that change what is
+computed are named.
 """
 
 from collections.abc import Callable
@@ -19,16 +19,16 @@ class Cause(NamedTuple):
     sentence: str
     applies: Callable[[Pair], bool]
     is_rounding: bool = True
-    """Whether the same numbers are only added up in another order or format."""
+    """Whether the same numbers are only summed in another order or format."""
 
 
 def _either(applies: Callable[[Run], bool]) -> Callable[[Pair], bool]:
-    """Whether something holds for one run or both."""
+    """Returns a condition that holds if it holds for one run or both."""
     return lambda pair: applies(pair.reference) or applies(pair.other)
 
 
 def _differs(key: str) -> Callable[[Pair], bool]:
-    """Whether both runs have another value in metrics.json."""
+    """Returns a condition that holds if the runs have different values in metrics.json."""
     return lambda pair: (pair.reference.metrics.get(key) or 0) != (pair.other.metrics.get(key) or 0)
 
 
@@ -58,15 +58,15 @@ CAUSES = (
         is_rounding=False,
     ),
     Cause(
-        "Clipping: ZeRO adds up the gradients' norm shard by shard, torch over whole gradients (about 1e-7).",
+        "Clipping: ZeRO sums the norm of the gradients shard by shard, torch over whole gradients (about 1e-7).",
         _either(lambda run: _zero(run).get("stage", 0) > 0 and bool(run.settings.get("gradient_clip_val"))),
     ),
     Cause(
-        "Gradients are added up over the ranks in a lower precision; set communication_data_type to fp32.",
+        "Gradients are summed over the ranks in a lower precision; set communication_data_type to fp32.",
         _either(lambda run: _several_ranks(run) and run.deepspeed.get("communication_data_type", FP32) != FP32),
     ),
     Cause(
-        "Accumulation: stages 2 and 3 add gradients up over the ranks before the micro-batches, DDP after.",
+        "Accumulation: stages 2 and 3 sum gradients over the ranks before the micro-batches, DDP after.",
         _either(lambda run: _zero(run).get("stage", 0) >= 2 and _several_ranks(run) and run.metrics["accumulate"] > 1),
     ),
     Cause(
@@ -74,25 +74,28 @@ CAUSES = (
         _either(lambda run: _offloads(run) and run.settings["optimizer"] != "sgd"),
     ),
     Cause(
-        "Mixed precision: DeepSpeed casts the model, torch's autocast each operation that gains by it.",
+        "Mixed precision: DeepSpeed casts the model, torch's autocast only operations that benefit.",
         lambda pair: (
             "mixed" in pair.other.metrics["precision"] and bool(pair.other.deepspeed) != bool(pair.reference.deepspeed)
         ),
     ),
-    Cause("Another number of micro-batches: the gradients' mean is added up in other parts.", _differs("accumulate")),
-    Cause("Another number of ranks: the gradients' mean is added up in other parts.", _differs("world_size")),
     Cause(
-        "Batch normalisation is over a micro-batch, and the micro-batches have another size.",
+        "The number of micro-batches differs: gradients are summed in other parts.",
+        _differs("accumulate"),
+    ),
+    Cause("The number of ranks differs: gradients are summed in other parts.", _differs("world_size")),
+    Cause(
+        "Batch normalisation works on a micro-batch, and the sizes of the micro-batches differ.",
         lambda pair: pair.normalises and _differs("micro_batch_size")(pair),
         is_rounding=False,
     ),
     Cause(
-        "float16 skipped another number of steps: the loss scales moved differently.",
+        "float16 skipped different numbers of steps: the loss scales changed differently.",
         _differs("skipped_steps"),
         is_rounding=False,
     ),
     Cause(
-        "The learning rates differ: a schedule steps once per micro-batch, or goes on where float16 skips a step.",
+        "The learning rates differ: a schedule steps once per micro-batch, or also when float16 skips a step.",
         _rates_differ,
         is_rounding=False,
     ),
@@ -100,7 +103,7 @@ CAUSES = (
 
 
 def causes(pair: Pair, kind: VerdictKind) -> list[str]:
-    """The known causes that may explain a verdict on a pair, one sentence each."""
+    """Returns the known causes that may explain a verdict on a pair, one sentence each."""
     if kind not in ("within rounding", "different"):
         return []
     candidates = (cause for cause in CAUSES if kind == "within rounding" or not cause.is_rounding)

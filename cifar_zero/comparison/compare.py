@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.comparison import console, junit, result
-from cifar_zero.comparison.grouping import grouped, perturbed_runs
 from cifar_zero.comparison.reading import load
 from cifar_zero.comparison.result import Comparison, Run, Variant
 from cifar_zero.comparison.running import Runner
-from cifar_zero.comparison.variants import PERTURBED, Planned, plan
+from cifar_zero.comparison.variants import PERTURBED, Planned, grouped, perturbed_runs, plan
 from cifar_zero.config import command_line
 from cifar_zero.config.values import check_plain_name
 from cifar_zero.core import exits
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 EPILOG = """\
 exit code: 0 if every variant trained and agrees with the reference, 1 if one did not, 2 for wrong usage
 
-"compare.py perturb" trains one perturbed run, which shows --runs what rounding does to the recipe.
+"compare.py perturb" trains one perturbed run, from which --runs learns what rounding alone does to the recipe.
 
 examples:
   python compare.py --strategies baseline deepspeed_stage_1 deepspeed_stage_3_offload --devices 2 --max_steps 500
@@ -47,26 +46,26 @@ examples:
 
 @dataclass(frozen=True)
 class Programs:
-    """The files that Python starts a run with."""
+    """The scripts that start a run."""
 
     train: str
     compare: str
 
 
 def main(train: Callable[..., Any], module_class: Callable[[], type[LightningModule]], programs: Programs) -> int:
-    """Prints the verdicts; returns the exit code, 1 if a variant did not train or does not agree.
+    """Compares and prints the verdicts; returns the exit code, 1 if a variant did not train or does not agree.
 
     Args:
-        train: trains a run as one rank: `train(config, module_class)`.
+        train: trains a run as one rank: `train(run, module_class)`.
         module_class: imports and returns the LightningModule of the runs.
-        programs: train.py and compare.py.
+        programs: paths of train.py and compare.py.
     """
     if sys.argv[1:2] == ["perturb"]:
         return perturb(sys.argv[2:], train, module_class)
     arguments, rest = _parse()
     if rank_environment.is_rank():
         raise UsageError("compare.py starts the ranks itself: start it once, without torchrun or srun")
-    # After a SLURM requeue the comparison starts anew: its runs must not look for checkpoints of their own.
+    # After a SLURM requeue the comparison starts anew: its runs must not resume.
     os.environ.pop("SLURM_RESTART_COUNT", None)
     exits.stop_at_signals()
     folder, comparison = of_runs(arguments, rest) if arguments.runs else of_trainings(arguments, rest, programs)
@@ -81,7 +80,7 @@ def main(train: Callable[..., Any], module_class: Callable[[], type[LightningMod
 
 
 def perturb(flags: list[str], train: Callable[..., Any], module_class: Callable[[], type[LightningModule]]) -> int:
-    """Trains one perturbed run, in this process or in the ranks that it starts; returns the exit code."""
+    """Trains one perturbed run, in this process or in ranks that it starts; returns the exit code."""
     run = resolve(command_line.parse(flags), command_line.consent(flags))
     if run.world_size > 1 and not rank_environment.is_rank():
         return local_launcher.run(run.world_size, run.on_cpu)
@@ -92,7 +91,7 @@ def perturb(flags: list[str], train: Callable[..., Any], module_class: Callable[
 
 
 def of_runs(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
-    """Compares existing runs; returns the folder of the report too."""
+    """Compares existing runs; returns the folder of the report, and the comparison."""
     axes = (arguments.strategies, arguments.devices, arguments.accumulate, arguments.seeds)
     if rest or any(axis is not None for axis in axes):
         raise UsageError("--runs trains nothing: leave out the flags of a training")
@@ -110,7 +109,7 @@ def of_runs(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison
 
 
 def of_trainings(arguments: Namespace, rest: Sequence[str], programs: Programs) -> tuple[Path, Comparison]:
-    """Trains and compares; returns the folder of the runs and of the report too."""
+    """Trains and compares; returns the folder of the runs and of the report, and the comparison."""
     axes = (arguments.strategies or [], arguments.devices or [], arguments.accumulate or [])
     rest = [*rest, *["--trust"] * arguments.trust]
     planned = plan(*axes, 1 if arguments.seeds is None else arguments.seeds, rest)
@@ -145,7 +144,7 @@ def _trained(arguments: Namespace, planned: Sequence[Planned], runner: Runner, p
         runner.runs += len(seeds)
         runs = []
         for seed in sorted(seeds):
-            flags = [*reference.flags_of(seed), "--logger", "none"]  # its curves do not belong next to the variants'
+            flags = [*reference.flags_of(seed), "--logger", "none"]  # TensorBoard shows only the variants
             try:
                 runs.append(
                     load(runner.run(PERTURBED + reference.run_name(seed), [programs.compare, "perturb"], flags))
@@ -161,7 +160,7 @@ def _trained(arguments: Namespace, planned: Sequence[Planned], runner: Runner, p
 
 
 def _prepare(planned: Sequence[Planned]) -> None:
-    """Checks Lightning's options and the weights of each variant, and prepares the images, before a run starts."""
+    """Checks the Trainer's options and the weights of each variant and prepares the images, before the first run."""
     from cifar_zero import data
     from cifar_zero.core.quiet import quieten
     from cifar_zero.training import build, starting_point
@@ -174,10 +173,10 @@ def _prepare(planned: Sequence[Planned]) -> None:
 
 
 def _how_to_compare(folder: Path) -> str:
-    """How to compare the finished runs of a comparison that was stopped."""
+    """Returns how to compare the finished runs of a comparison that was stopped."""
     finished = sorted(str(file.parent) for file in folder.glob(f"*/version_*/{run_folder.METRICS}"))
     if len(finished) < 2:
-        return f"what was trained is in {folder}"
+        return f"the runs are in {folder}"
     return f"to compare the finished runs: python compare.py --runs {shlex.join(finished)}"
 
 
@@ -201,15 +200,15 @@ def _parse() -> tuple[Namespace, list[str]]:
         "--strategies",
         nargs="+",
         metavar="NAME",
-        help="names of train.py, or raw DeepSpeed configurations (*.json)",
+        help="strategies of train.py, or raw DeepSpeed configurations (*.json)",
     )
-    add("--devices", nargs="+", metavar="N", help="numbers of ranks, one or several (default: train.py's)")
-    add("--accumulate", nargs="+", metavar="N", help="numbers of micro-batches in a step, one or several")
-    add("--seeds", type=int, metavar="N", help="runs of each variant, counted up from --seed (default: 1)")
+    add("--devices", nargs="+", metavar="N", help="numbers of ranks (default: that of train.py)")
+    add("--accumulate", nargs="+", metavar="N", help="numbers of micro-batches per optimizer step")
+    add("--seeds", type=int, metavar="N", help="runs per variant, with seeds counted up from --seed (default: 1)")
     add("--runs", nargs="+", metavar="RUN", help="compare these run folders; nothing is trained")
     add("--junit", metavar="FILE", help="write the verdicts as JUnit XML, for CI systems")
-    add("--out", default="comparisons", metavar="DIR", help="directory of comparisons (default: %(default)s)")
-    add("--name", default="", metavar="NAME", help="name of this comparison (default: the model's, or runs)")
+    add("--out", default="comparisons", metavar="DIR", help="directory for comparisons (default: %(default)s)")
+    add("--name", default="", metavar="NAME", help="name of this comparison (default: name of the model, or runs)")
     add("--trust", action="store_true", help="load checkpoints that could run code; only if you trust their author")
     arguments, rest = parser.parse_known_args()
     check_plain_name(arguments.name)

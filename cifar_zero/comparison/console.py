@@ -1,4 +1,4 @@
-"""What a comparison prints; no torch."""
+"""Prints a comparison; no torch."""
 
 import shlex
 from pathlib import Path
@@ -11,7 +11,7 @@ from cifar_zero.comparison.result import Comparison
 from cifar_zero.comparison.tables import figures, number, percent, size, verdict_line
 
 LOG_WIDTH = 160
-"""Characters of a line where the output is not a terminal."""
+"""Characters per line if the output is not a terminal."""
 
 FIGURES = {
     "images/s": ("perf/images_per_second", number),

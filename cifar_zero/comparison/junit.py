@@ -1,4 +1,4 @@
-"""The verdicts as JUnit XML, which CI systems read (format: https://github.com/testmoapp/junitxml); no torch."""
+"""Writes the verdicts as JUnit XML for CI systems (format: https://github.com/testmoapp/junitxml); no torch."""
 
 import re
 import xml.etree.ElementTree as ET
@@ -8,11 +8,11 @@ from cifar_zero.comparison.result import Comparison
 from cifar_zero.comparison.tables import verdict_line
 
 NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""Characters that XML 1.0 forbids: the control characters of a log's colours, for example."""
+"""Characters that XML 1.0 forbids, such as the control characters of colours in a log."""
 
 
 def write(comparison: Comparison, file: Path) -> None:
-    """Writes one test suite with a test case for each variant; one that did not train or agree is a failure."""
+    """Writes one test suite with a test case per variant; a variant that did not train or agree is a failure."""
     failures = sum(not variant.passed for variant in comparison.variants)
     counts = {"tests": str(len(comparison.variants)), "failures": str(failures), "errors": "0"}
     about = {"name": comparison.title, "timestamp": comparison.created.removesuffix("Z")}

@@ -1,4 +1,4 @@
-"""The module of a perturbed run: what rounding can do to a recipe."""
+"""The LightningModule of a perturbed run, which shows what rounding can do to a recipe."""
 
 from dataclasses import fields, replace
 from pathlib import Path
@@ -16,8 +16,8 @@ from cifar_zero.reports.summary import write_json
 def perturbed(base: type[Any], precision: str, accelerator: str) -> type[Any]:
     """Returns a subclass whose initial weights and optimizer constants are changed by about one rounding error.
 
-    The weights change as soon as they are initialised, before the strategy copies, shards or casts them. The constants
-    matter as much: DeepSpeed's Adam on the CPU holds beta2 in float32, and 1 - 0.999 is then off by up to 6e-5.
+    The weights change right after initialisation, before the strategy copies, shards or casts them. The constants
+    matter as much: DeepSpeed's Adam on the CPU stores beta2 in float32, so 1 - 0.999 is off by up to 6e-5.
     `perturbed.json` in the run folder marks the run.
 
     Args:
@@ -46,8 +46,8 @@ def perturbed(base: type[Any], precision: str, accelerator: str) -> type[Any]:
 
 
 def with_perturbed_constants(optimizer: Any) -> Any:
-    """Makes the learning rate, decays and so on of a dataclass of optimizers/ larger by one eps of float32, in which
-    the arithmetic with them is done whatever the precision of the model."""
+    """Returns an entry of optimizers/ whose learning rate, decays and other numbers are larger by one eps of float32,
+    in which optimizers compute with them at any precision of the model."""
 
     def larger(value: Any) -> Any:
         if isinstance(value, (tuple, list)):
@@ -58,7 +58,7 @@ def with_perturbed_constants(optimizer: Any) -> Any:
 
 
 def perturb(net: nn.Module, distance: float) -> None:
-    """Multiplies each weight by 1 + distance or 1 - distance at random, the same on every rank that has it.
+    """Multiplies each weight at random by 1 + distance or 1 - distance, identically on every rank that has it.
 
     Args:
         net: its parameters may be sharded by ZeRO-3 or as DTensors.

@@ -12,7 +12,7 @@ from cifar_zero.config.flat import flat
 from cifar_zero.core.errors import UsageError
 
 PERTURBED = "perturbed.json"
-"""File that marks the run folder of a perturbed run; comparison.perturbed writes it."""
+"""File that marks the run folder of a perturbed run; written by comparison.perturbed."""
 
 
 def load(folder: Path) -> Run:
@@ -38,12 +38,12 @@ def load(folder: Path) -> Run:
 
 
 def last_checkpoint(run: Run) -> Path:
-    """The checkpoint with the weights after the last step: a file, or a folder under DeepSpeed."""
+    """Returns the path of the checkpoint after the last step: a file, or a folder under DeepSpeed."""
     return Path(run.folder, run_folder.CHECKPOINTS, "last.ckpt")
 
 
 def read_losses(file: Path) -> Curve:
-    """The loss of each optimizer step, to the bit.
+    """Returns the loss of each optimizer step, bit by bit as it was computed.
 
     Raises:
         ValueError: the file is damaged or cut off.
@@ -56,9 +56,9 @@ def read_losses(file: Path) -> Curve:
 
 
 def read_curves(folder: Path) -> dict[str, Curve]:
-    """TensorBoard's curves of a run by tag; empty where another logger was used.
+    """Returns TensorBoard's curves of a run by tag; empty if another logger was used.
 
-    Seconds count from the opening of the event file: Lightning opens it when the model is built and training begins.
+    Seconds count from the start of the event file, which Lightning opens when training begins.
     """
     from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 

@@ -1,4 +1,4 @@
-"""What a comparison found, as comparison.json holds it and the report shows it; plain Python, no torch."""
+"""The result of a comparison, as in comparison.json and in the report; plain Python, no torch."""
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any, Literal
 from cifar_zero.reports.summary import write_json
 
 SCHEMA = 1
-"""Version of comparison.json: keys may be added, none changes its meaning."""
+"""Version of comparison.json: keys may be added, but none changes its meaning."""
 
 VerdictKind = Literal["reference", "bit-identical", "within rounding", "different", "not trained"]
 
@@ -23,18 +23,18 @@ class Verdict:
     loss_difference: float | None = None
     """Difference of the loss at the step that uses most of its bound."""
     loss_bound: float | None = None
-    """What rounding may change in the loss at that step."""
+    """Bound at that step: what rounding may change in the loss."""
     weight_difference: float | None = None
     """Largest difference of a weight after the last step, in the tensor that uses most of its bound."""
     weight_bound: float | None = None
     first_difference: int | None = None
-    """First optimizer step (from 1) whose losses are not equal bit by bit; None where all are."""
+    """First optimizer step (from 1) whose losses are not bit-identical; None if all are."""
     first_parting: int | None = None
-    """First optimizer step whose losses differ by more than rounding, or that only one run has; None for none."""
+    """First optimizer step whose losses differ by more than rounding, or that only one run has; None if none."""
     causes: list[str] = field(default_factory=list)
     """Known causes of the difference that apply to this variant, one sentence each."""
     remark: str = ""
-    """What the numbers do not show: runs of different length, weights that are no numbers."""
+    """What the numbers do not show: runs of different length, weights that are NaN or infinite."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Curve:
     """Optimizer steps, from 1."""
     values: list[float]
     seconds: list[float] = field(default_factory=list)
-    """Since the start of the training, as long as `steps`; empty for losses and bounds."""
+    """Seconds since the start of training, one per step; empty for losses and bounds."""
 
     @property
     def by_step(self) -> dict[int, float]:
@@ -62,7 +62,7 @@ class Run:
     metrics: dict[str, Any]
     """The content of metrics.json."""
     settings: dict[str, Any]
-    """The content of config.yaml, by the names of the flags (see options.flat)."""
+    """The content of config.yaml, by the names of the flags (see `config.flat`)."""
     deepspeed: dict[str, Any]
     """DeepSpeed's configuration (deepspeed.json); empty for other strategies."""
     losses: Curve
@@ -70,7 +70,7 @@ class Run:
     curves: dict[str, Curve]
     """TensorBoard's curves by tag: train/loss, val/acc, val/loss, ..."""
     perturbed: bool = False
-    """Whether it is a perturbed run, see comparison.perturbed."""
+    """Whether this is a perturbed run, see comparison.perturbed."""
     checkpoint_bytes: int | None = None
 
 
@@ -93,11 +93,11 @@ class Variant:
     world_size: int
     accumulate: int
     command: str
-    """Trains it again."""
+    """The command that trains it again."""
     runs: list[Run] = field(default_factory=list)
     """One for each seed."""
     figures: dict[str, Spread] = field(default_factory=dict)
-    """By key of metrics.json: numbers, and the largest of lists with a number for each rank. And checkpoint_bytes,
+    """Metrics by their key in metrics.json; of a list with a number per rank, the largest. Also checkpoint_bytes and
     predicted_bytes (model states of the fullest rank by ZeRO's formulas)."""
     error: str = ""
     """The error line of the run that failed."""
@@ -142,16 +142,16 @@ class Comparison:
     machine: dict[str, str]
     """Device, cores, and the versions of the libraries."""
     recipe: dict[str, str]
-    """What all variants share: dataset, model, global batch, epochs or steps, optimizer, schedule, precision."""
+    """Settings that all variants share: dataset, model, optimizer, schedule, precision, batch size, epochs, steps."""
     reference: str
     """Name of the variant that the others are judged against."""
     variants: list[Variant]
     """The reference first."""
     differences: list[Difference] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What to know about the verdicts, one sentence each: where their bounds come from."""
+    """Notes on the verdicts, one sentence each."""
     rounding: Curve | None = None
-    """The smallest bound of the loss at each step; None where nothing needed one."""
+    """The smallest bound of the loss at each step; None if no pair needed one."""
 
     @property
     def passed(self) -> bool:
@@ -160,5 +160,5 @@ class Comparison:
 
 
 def write(comparison: Comparison, file: Path) -> None:
-    """Writes comparison.json, whole or not at all; NaN and infinities become null."""
+    """Writes comparison.json atomically; NaN and infinity become null."""
     write_json(file, {"schema": SCHEMA, "passed": comparison.passed, **asdict(comparison)})

@@ -1,4 +1,4 @@
-"""Trains the runs of a comparison one after the other, each in a process group of its own; no torch."""
+"""Trains the runs of a comparison one after the other, each in its own process group; no torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,11 +10,11 @@ from cifar_zero.training import run_process
 
 
 class Runner:
-    """Starts runs, says how many are done, and leaves no process behind.
+    """Starts runs, prints the progress, and leaves no process behind.
 
     Args:
-        folder: of the comparison; gets the run folders and the output of each run.
-        runs: how many there will be.
+        folder: of the comparison; receives the run folders and the log of each run.
+        runs: total number of runs.
     """
 
     def __init__(self, folder: Path, runs: int):
@@ -28,16 +28,16 @@ class Runner:
 
         Args:
             name: of the run, its folder and its curves.
-            program: what Python starts.
-            flags: of train.py.
+            program: script to start, with its first arguments.
+            flags: flags of train.py.
 
         Raises:
-            RunError: the run failed; with its last error line.
-            KeyboardInterrupt, Stopped: after the run has been ended.
+            RunError: the run failed; the message is its last error line.
+            KeyboardInterrupt, Stopped: raised after the run has been ended.
         """
         self._started += 1
         log = self._folder / f"{name}.log"
-        self._say(f"[{self._started}/{self.runs}] {name}: training, its progress is in {log}")
+        self._say(f"[{self._started}/{self.runs}] {name}: training, see {log}")
         child = run_process.start(program, [*flags, "--out", str(self._folder), "--name", name], log)
         try:
             child.wait()

@@ -1,4 +1,4 @@
-"""A comparison from its variants: figures over the seeds, recipe, machine, differences, verdicts."""
+"""Builds a comparison from its variants: figures over the seeds, recipe, machine, differences, verdicts."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,16 +15,16 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.reports.summary import FALLBACK
 
 RECIPE = ("dataset", "model", "optimizer", "schedule", "precision", "batch_size", "epochs", "max_steps")
-"""Shared settings that a report begins with."""
+"""Shared settings at the top of a report."""
 
 
 def summarize(variants: Sequence[Variant], perturb: Perturb, command: str, trust: bool = False) -> Comparison:
-    """Adds up the figures and judges the variants.
+    """Returns the comparison of the variants, with their figures and verdicts.
 
     Args:
         variants: the reference first.
-        perturb: makes or finds perturbed runs of the reference, see `judge_all`.
-        command: makes the comparison again.
+        perturb: trains or finds perturbed runs of the reference, see `judge_all`.
+        command: the command that repeats the comparison.
         trust: whether to load checkpoints that could run code.
     """
     reference, found = variants[0], differences(variants)
@@ -53,7 +53,7 @@ def summarize(variants: Sequence[Variant], perturb: Perturb, command: str, trust
 
 
 def _figures(runs: Sequence[Run]) -> dict[str, Spread]:
-    """Mean and range over the seeds; a metric with a number for each rank counts by its fullest rank."""
+    """Returns mean and range over the seeds; a metric with a number per rank counts with its largest."""
     found: dict[str, list[float]] = {}
     for run in runs:
         own = {"checkpoint_bytes": run.checkpoint_bytes, "predicted_bytes": _predicted_bytes(run)}
@@ -66,7 +66,7 @@ def _figures(runs: Sequence[Run]) -> dict[str, Spread]:
 
 
 def _predicted_bytes(run: Run) -> int | None:
-    """None where there is no formula."""
+    """Returns the predicted model states of the fullest rank; None if there is no formula."""
     from cifar_zero.planning import model_states, network
     from cifar_zero.training.resolve import of_machine
 

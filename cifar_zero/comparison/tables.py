@@ -1,4 +1,4 @@
-"""The tables of a comparison, as text for the console, JUnit and the report; plain Python."""
+"""Tables and texts of a comparison for the console, JUnit and the report; plain Python."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ from rich.filesize import decimal
 from cifar_zero.comparison.result import Comparison, Spread, Variant, VerdictKind
 
 MISSING = "-"
-"""Stands for a number that is not known."""
+"""Text for an unknown number."""
 
 SIGNS: dict[VerdictKind, str] = {
     "reference": "●",
@@ -19,7 +19,7 @@ SIGNS: dict[VerdictKind, str] = {
     "different": "≠",
     "not trained": "✗",
 }
-"""Printed before a verdict, so that it does not rest on its colour alone."""
+"""Sign before each verdict, so that colour is not the only difference."""
 
 
 class Cell(NamedTuple):
@@ -40,7 +40,7 @@ class Table:
 
 
 def number(value: float) -> str:
-    """Three significant digits, and a separator of thousands: 0.0123, 1.23, 4,329."""
+    """Returns three significant digits, with a thousands separator: 0.0123, 1.23, 4,329."""
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
     decimals = max(0, 2 - math.floor(math.log10(abs(value))))
@@ -48,21 +48,21 @@ def number(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share from 0 to 1; the sign is in the column's title."""
+    """Returns a share from 0 to 1 in percent; the sign is in the column's title."""
     return f"{100 * share:.2f}"
 
 
 def size(count: float) -> str:
-    """Bytes in the unit that suits them."""
+    """Returns bytes in a suitable unit."""
     return decimal(round(count), precision=2)
 
 
 IN_EFFECT = ("compute_dtype", "parameter_dtype", "skipped_steps", "reduce_bucket_size", "allgather_bucket_size")
-"""Keys of metrics.json with the settings that a strategy put into effect."""
+"""Keys of metrics.json with the settings actually in effect."""
 
 Form = Callable[[float], str]
 Figures = Mapping[str, tuple[str, Form]]
-"""Columns: from the title to a key of `Variant.figures` and the form of its values."""
+"""Columns: title -> key of `Variant.figures` and format of its values."""
 
 ACCURACY: Figures = {
     "test accuracy (%)": ("test/acc", percent),
@@ -88,7 +88,7 @@ MEMORY: Figures = {
 
 
 def figures(comparison: Comparison, columns: Figures) -> Table:
-    """A table of figures over the seeds, without those that no variant has; each cell has a bar as long as its mean."""
+    """Returns a table of figures over the seeds, without columns that no variant has; the bars show the means."""
     variants = comparison.variants
     known = {title: each for title, each in columns.items() if any(each[0] in variant.figures for variant in variants)}
     rows: dict[str, list[Cell]] = {variant.name: [] for variant in variants}
@@ -102,7 +102,7 @@ def figures(comparison: Comparison, columns: Figures) -> Table:
 
 
 def settings(comparison: Comparison) -> Table:
-    """The settings actually in effect."""
+    """Returns a table of the settings actually in effect."""
     rows = {}
     for variant in comparison.variants:
         found = [dict.fromkeys(run.metrics.get(key) for run in variant.runs) for key in IN_EFFECT]
@@ -112,7 +112,7 @@ def settings(comparison: Comparison) -> Table:
 
 
 def spread(figure: Spread | None, form: Form) -> str:
-    """A mean, and where the seeds differ the lowest and the highest value in brackets."""
+    """Returns a mean, and if the seeds differ, the lowest and the highest value in brackets."""
     if figure is None:
         return MISSING
     mean, lowest, highest = form(figure.mean), form(figure.lowest), form(figure.highest)
@@ -120,7 +120,7 @@ def spread(figure: Spread | None, form: Form) -> str:
 
 
 def verdict_line(variant: Variant) -> str:
-    """The verdict with its numbers, or why there is none."""
+    """Returns the verdict with its numbers, or why there is none."""
     verdict = variant.verdict
     if verdict is None:
         return f"not judged: {variant.unjudged}"
@@ -137,7 +137,7 @@ def verdict_line(variant: Variant) -> str:
 
 
 def headline(comparison: Comparison) -> str:
-    """The outcome in one sentence."""
+    """Returns the outcome in one sentence."""
     agree = sum(variant.passed for variant in comparison.variants)
     parts = [f"{agree} of {len(comparison.variants)} variants trained and agree"]
     for variant in comparison.variants:

@@ -1,10 +1,16 @@
-"""What a comparison trains: every combination of its axes, each checked before the first run starts; no torch."""
+"""The variants of a comparison: to train, each checked before the first run starts, or groups of existing runs."""
 
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
+from typing import Any
 
+from cifar_zero.checkpoints import run_folder
+from cifar_zero.comparison import result
+from cifar_zero.comparison.result import Variant
+from cifar_zero.comparison.settings import shared
 from cifar_zero.config import command_line
 from cifar_zero.config.flags import Config
 from cifar_zero.config.run import Run
@@ -13,7 +19,13 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.training.resolve import resolve
 
 PERTURBED = "perturbed-"
-"""How the names of perturbed runs begin."""
+"""Prefix of the names of perturbed runs."""
+
+SHAPE = ("strategy", "world_size", "accumulate")
+"""Keys of metrics.json that define a variant."""
+
+NO_DIFFERENCE = ("out", "name", "logger", "hparams", "seed")
+"""Options in which the runs of one variant may differ."""
 
 
 @dataclass
@@ -22,35 +34,35 @@ class Planned:
 
     name: str
     run: Run
-    """Of its first seed."""
+    """The run of its first seed."""
     flags: list[str]
-    """For train.py, without --seed, --out and --name."""
+    """Flags of train.py, without --seed, --out and --name."""
     seeds: range
 
     @property
     def command(self) -> str:
-        """Trains its first seed again."""
+        """The command that repeats the run of the first seed."""
         return f"python train.py {shlex.join(self.flags_of(self.seeds[0]))}"
 
     def flags_of(self, seed: int) -> list[str]:
-        """For train.py, without --out and --name."""
+        """Returns the flags of train.py, without --out and --name."""
         return [*self.flags, "--seed", str(seed)]
 
     def run_name(self, seed: int) -> str:
-        """The name of a run, and so of its folder and of its curves."""
+        """Returns the name of a run, of its folder and of its curves."""
         return self.name.replace(", ", "-").replace(" ", "_") + f"-seed_{seed}" * (len(self.seeds) > 1)
 
 
 def plan(
     strategies: Sequence[str], devices: Sequence[str], accumulate: Sequence[str], seeds: int, rest: Sequence[str]
 ) -> list[Planned]:
-    """The variants, the reference first: baseline if it is one of the strategies, else the first value of each axis.
+    """Returns the variants to train. The reference is first: baseline, or without it the first value of each axis.
 
     Args:
         strategies: names, or raw DeepSpeed configurations (*.json); empty: train.py's default.
-        devices: values of --devices; empty likewise.
-        accumulate: values of --accumulate; empty likewise.
-        seeds: how many, from the --seed in `rest` on.
+        devices: values of --devices; empty: train.py's default.
+        accumulate: values of --accumulate; empty: train.py's default.
+        seeds: runs per variant, counted up from the --seed in `rest`.
         rest: flags of train.py for all variants.
 
     Raises:
@@ -78,13 +90,43 @@ def plan(
 
 
 def variant_name(strategy: str, ranks: int, accumulate: int, several: Sequence[bool]) -> str:
-    """The strategy, the ranks and the micro-batches, as far as the variants have several of them."""
+    """Returns the name of a variant: of strategy, ranks and micro-batches those that vary (`several`)."""
     parts = (
         strategy,
         "1 rank" if ranks == 1 else f"{ranks} ranks",
         "1 micro-batch" if accumulate == 1 else f"{accumulate} micro-batches",
     )
     return ", ".join(part for part, varies in zip(parts, several, strict=True) if varies) or strategy
+
+
+def grouped(runs: Sequence[result.Run]) -> list[Variant]:
+    """Returns the variants of existing runs, baseline first. Runs that differ only in the seed are one variant."""
+    groups: list[list[result.Run]] = []
+    for run in (run for run in runs if not run.perturbed):
+        same = (group for group in groups if _belongs(run, group))
+        group = next(same, [])
+        if not group:
+            groups.append(group)
+        group.append(run)
+    several = [len({group[0].metrics[key] for group in groups}) > 1 for key in SHAPE]
+    variants: list[Variant] = []
+    for group in groups:
+        strategy, ranks, accumulate = (group[0].metrics[key] for key in SHAPE)
+        name, folder = variant_name(strategy, ranks, accumulate, several), group[0].folder
+        name += f" ({folder})" * any(other.name == name for other in variants)
+        command = f"python train.py --config {shlex.quote(str(Path(folder, run_folder.CONFIG)))}"
+        variants.append(Variant(name, strategy, ranks, accumulate, command, group))
+    return sorted(variants, key=lambda variant: variant.strategy != "baseline")
+
+
+def perturbed_runs(runs: Sequence[result.Run], reference: Variant) -> list[result.Run]:
+    """Returns the perturbed runs of the reference's recipe, at most one per seed."""
+    found = {
+        run.seed: run
+        for run in runs
+        if run.perturbed and run.seed in reference.by_seed and _recipe(run) == _recipe(reference.runs[0])
+    }
+    return [*found.values()]
 
 
 def _planned(flags: list[str], seeds: int, several: Sequence[bool]) -> Planned:
@@ -114,3 +156,18 @@ def _strategy_flags(strategy: str) -> list[str]:
     if strategy.endswith(".json"):
         return ["--strategy", Config.strategy, "--ds_config", strategy]
     return ["--strategy", strategy] if strategy else []
+
+
+def _belongs(run: result.Run, group: Sequence[result.Run]) -> bool:
+    known = any(run.seed == other.seed for other in group)
+    return not known and _all(run) == _all(group[0])
+
+
+def _all(run: result.Run) -> dict[str, Any]:
+    asked = {key: value for key, value in run.settings.items() if key not in NO_DIFFERENCE}
+    return {**asked, **_recipe(run)}
+
+
+def _recipe(run: result.Run) -> dict[str, Any]:
+    """Returns the shared settings, the strategy, the ranks and the micro-batches."""
+    return {**shared(run), **{key: run.metrics[key] for key in SHAPE}}

@@ -12,15 +12,15 @@ from cifar_zero.core.errors import UsageError
 
 SATURATION = (
     "From step {step:,} on rounding alone may change the losses by more than a tenth: only the steps before are "
-    "judged. After it only a loss that is off by more than the largest loss so far counts."
+    "judged. After it, only a loss that is off by more than the largest loss so far counts."
 )
 
 Perturb = Callable[[set[int]], list[Run]]
-"""Makes or finds a perturbed run of the reference for each of some seeds."""
+"""Trains or finds a perturbed run of the reference for each of the given seeds."""
 
 
 def judge_all(comparison: Comparison, perturb: Perturb, trust: bool = False) -> None:
-    """Fills in a comparison's verdicts, and the notes about them.
+    """Adds the verdicts to a comparison, and notes about them.
 
     Args:
         comparison: without verdicts, the reference first.
@@ -47,7 +47,7 @@ def judge_all(comparison: Comparison, perturb: Perturb, trust: bool = False) -> 
 
 
 def _comparable(comparison: Comparison) -> list[Variant]:
-    """The variants to judge; the reference gets its verdict, the others the reason why they have none."""
+    """Returns the variants to judge. Sets the verdict of the reference, and why other variants cannot be judged."""
     reference = comparison.variants[0]
     reference.verdict = Verdict("reference" if reference.runs and not reference.error else "not trained")
     for variant in comparison.variants[1:]:
@@ -58,7 +58,7 @@ def _comparable(comparison: Comparison) -> list[Variant]:
         elif reference.verdict.kind == "not trained":
             variant.unjudged = "the reference did not train"
         elif hindering:
-            variant.unjudged = f"another recipe than the reference's ({', '.join(hindering)})"
+            variant.unjudged = f"its recipe differs from the reference's ({', '.join(hindering)})"
         elif not seeds:
             variant.unjudged = "no seed in common with the reference"
         elif seeds != reference.by_seed.keys() | variant.by_seed.keys():
@@ -68,7 +68,7 @@ def _comparable(comparison: Comparison) -> list[Variant]:
 
 
 def _pairs(reference: Run, others: Iterable[Run], trust: bool, notes: list[str]) -> Iterator[Pair]:
-    """Compares runs of several variants with the reference's, whose weights are read once."""
+    """Compares runs of several variants with the reference's run, whose weights are read once."""
     ours = _weights(reference, trust, notes)
     convolves = ours is None or weights.convolves(ours)
     normalises = ours is not None and weights.normalises(ours)
@@ -80,7 +80,7 @@ def _pairs(reference: Run, others: Iterable[Run], trust: bool, notes: list[str])
 
 
 def _weights(run: Run, trust: bool, notes: list[str]) -> weights.Weights | None:
-    """None, and a note, where they cannot be read: then the losses decide."""
+    """Returns the weights; None, with a note, if they cannot be read: then only the losses decide."""
     try:
         return weights.of_run(run, trust)
     except UsageError as error:
@@ -89,7 +89,7 @@ def _weights(run: Run, trust: bool, notes: list[str]) -> weights.Weights | None:
 
 
 def _judge(variant: Variant, pairs: Sequence[tuple[Pair, Bound]], has_perturbed: bool) -> None:
-    """Gives a variant the worst verdict of its seeds, or the reason why there is none."""
+    """Sets the worst verdict of a variant's seeds, or why there is none."""
     if not all(pair.steps for pair, _ in pairs):
         variant.unjudged = "no optimizer step in common with the reference"
         return
@@ -109,7 +109,7 @@ def _judge(variant: Variant, pairs: Sequence[tuple[Pair, Bound]], has_perturbed:
 
 
 def _explain(comparison: Comparison, bounds: Sequence[tuple[Pair, Bound]]) -> None:
-    """Notes how far the bounds reach, and keeps the lowest for the plot."""
+    """Notes how far the bounds reach, and stores the lowest for the plot."""
     limits: dict[int, float] = {}
     end = math.inf
     for pair, allowed in bounds:

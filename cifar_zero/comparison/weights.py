@@ -1,4 +1,4 @@
-"""The weights of runs after the last step, and how far those of two runs are apart."""
+"""Reads the weights of runs after the last step, and compares those of two runs."""
 
 import math
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ Weights = Mapping[str, Tensor]
 
 
 def of_run(run: Run, trust: bool = False) -> Weights:
-    """The weights in a run's last checkpoint; not the average of --ema.
+    """Returns the weights in a run's last checkpoint; not the average of --ema.
 
     Raises:
         UsageError: there is no checkpoint, or it cannot be read.
@@ -30,7 +30,7 @@ def of_run(run: Run, trust: bool = False) -> Weights:
 
 
 def apart(reference: Weights, other: Weights) -> dict[str, Apart]:
-    """Compares two runs tensor by tensor; integers (the batches that a normalisation has counted) are left out."""
+    """Compares two runs tensor by tensor; integers (batch norm's count of batches) are left out."""
     names = [name for name in {**reference, **other} if _is_weight(reference.get(name)) or _is_weight(other.get(name))]
     return {name: _apart(reference.get(name), other.get(name)) for name in names}
 
@@ -50,7 +50,7 @@ def _is_weight(tensor: Tensor | None) -> bool:
 
 
 def _apart(one: Tensor | None, other: Tensor | None) -> Apart:
-    """Infinitely far where one run lacks the tensor or has another shape of it, or where only one has a number."""
+    """Returns the difference; infinite if a run lacks the tensor, if the shapes differ, or if only one has a number."""
     largest = 0.0 if one is None or not one.numel() else float(one.abs().max())
     if one is None or other is None or one.shape != other.shape:
         return Apart(math.inf, largest)

@@ -1,12 +1,13 @@
-"""The arithmetic of a batch, in plain integers: it can be checked before torch is imported or a rank is started."""
+"""Batch arithmetic in plain integers, so that it can be checked before torch is imported or a rank is started."""
 
 from cifar_zero.core.errors import UsageError
 
 
 def micro_batch_size(batch_size: int, world_size: int, accumulate: int) -> int:
-    """Images in one forward of one rank, where `batch_size` is the images of one optimizer step over all ranks.
+    """Returns the images per forward pass of one rank; `batch_size` is images per optimizer step, over all ranks.
 
-    Raises UsageError where batch_size = micro-batch x world_size x accumulate has no solution in whole images.
+    Raises:
+        UsageError: batch_size = micro-batch x world_size x accumulate has no solution in whole images.
     """
     if batch_size < 1 or accumulate < 1:
         raise UsageError(f"batch_size {batch_size} and accumulate {accumulate} must both be at least 1")

@@ -1,10 +1,11 @@
-"""From the command line and YAML recipes to a checked `Config`, by jsonargparse; no torch, no Lightning.
+"""Parses the command line and YAML recipes into a checked `Config`, with jsonargparse; no torch, no Lightning.
 
 The options of the chosen model, optimizer and schedule are typed flags like all others (`--optimizer adam
---optimizer.betas '[0.8, 0.999]'`), so the names are read first and the parser is made for them.
+--optimizer.betas '[0.8, 0.999]'`), so their names are read first, and then the parser is built for them.
 """
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Mapping
@@ -16,18 +17,14 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
 from cifar_zero.config.flags import (
-    AugmentConfig,
+    SECTIONS,
     Choice,
     Config,
-    DataConfig,
     DeviceConfig,
     FineTuneConfig,
-    LoRAConfig,
-    OffloadConfig,
     OutputConfig,
     RegularizationConfig,
     TrainingConfig,
-    ZeROConfig,
     check_no_consent,
 )
 from cifar_zero.config.run import Consent
@@ -37,10 +34,6 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.core.suggestions import nearest, nearest_flag
 from cifar_zero.models import PACKAGES
 from cifar_zero.optimizers import OFFLOADED_BY, OPTIMIZERS
-
-# Sections of the configuration with fields of their own: --data.root, or data: {root: ...} in a recipe.
-SECTIONS = {"lora": LoRAConfig, "zero": ZeROConfig, "offload": OffloadConfig}
-SECTIONS |= {"data": DataConfig, "augment": AugmentConfig}
 
 SWITCHES = (
     "activation_checkpointing",
@@ -53,17 +46,17 @@ SWITCHES = (
     "save_weights",
     "trust",
 )
-"""Flags that may stand without a value."""
+"""Flags that need no value."""
 
-# Lightning Trainer options that have a name of their own here, so that two owners can never disagree.
+# Options of Lightning's Trainer that have their own flag here, so that there is only one owner of each setting.
 OWNED = {
     "accelerator": "--accelerator",
     "accumulate_grad_batches": "--accumulate",
     "callbacks": "the flag --trainer.callbacks, which no recipe may set: it loads code",
     "default_root_dir": "--out",
     "devices": "--devices",
-    "enable_checkpointing": "--bench_steps, a run without checkpoints",
-    "enable_progress_bar": "2>/dev/null, the progress goes to the standard error",
+    "enable_checkpointing": "--bench_steps for a run without checkpoints",
+    "enable_progress_bar": "2>/dev/null, as the progress bar goes to the standard error",
     "gradient_clip_algorithm": "--gradient_clip_val (clipping is by global norm under every strategy)",
     "gradient_clip_val": "--gradient_clip_val",
     "log_every_n_steps": "--log_interval",
@@ -75,17 +68,17 @@ OWNED = {
     "precision": "--precision",
     "reload_dataloaders_every_n_epochs": "--data.loader",
     "strategy": "--strategy",
-    "use_distributed_sampler": "--data.loader (it shards by itself)",
+    "use_distributed_sampler": "--data.loader (it shards the data itself)",
 }
 
 USAGE = "%(prog)s [--config FILE ...] [--strategy NAME] [--devices N] [--<option> VALUE ...]"
 EPILOG = """\
 examples:
-  python train.py                                          the tutorial's recipe: Net, SGD, batch 4, 2 epochs
+  python train.py                                          the tutorial's recipe: Net, SGD, batch size 4, 2 epochs
   python train.py --strategy deepspeed_stage_3 --devices 2
   python train.py --config configs/deepspeed.yaml --strategy deepspeed_stage_2 --precision bf16-mixed
-  python train.py --optimizer adam --optimizer.lr 3e-4 --help    the options of another optimizer
-  python train.py --model torchvision:resnet50 --model.image_size 64     a classifier of torchvision, or timm:NAME
+  python train.py --optimizer adam --help                  lists the options of another optimizer
+  python train.py --model torchvision:resnet50 --model.image_size 64     a model of torchvision, or timm:NAME
 
 optimizers:
 {optimizers}
@@ -96,13 +89,11 @@ strategies:
 
 
 def parse(argv: list[str] | None = None) -> Config:
-    """The run that a command line asks for.
-
-    Recipes (`--config`) are laid over the defaults in their order, flags over the recipes. For `--help` and
-    `--print_config` it prints and exits.
+    """Returns the configuration of a command line. Recipes (`--config`) override the defaults in their order, and flags
+    override the recipes. `--help` and `--print_config` print and exit.
 
     Raises:
-        UsageError: an unknown key, a value of the wrong type, an unreadable recipe.
+        UsageError: there is an unknown key, a value of the wrong type, or an unreadable recipe.
     """
     short, rest = _short_forms().parse_known_args(sys.argv[1:] if argv is None else argv)
     rest = _split_callbacks(rest)[1]
@@ -133,22 +124,22 @@ def parse(argv: list[str] | None = None) -> Config:
 
 
 def consent(argv: list[str] | None = None) -> Consent:
-    """Returns what a command line allows that could run code; see `parse` for errors in it."""
+    """Returns the consent to run code that a command line gives; see `parse` for errors in it."""
     short, rest = _short_forms().parse_known_args(sys.argv[1:] if argv is None else argv)
     return Consent(short.trust is True, tuple(_split_callbacks(rest)[0]))
 
 
 def dump(config: Config) -> str:
-    """The configuration as a YAML recipe that `--config` reads back to the same run."""
+    """Returns the configuration as a YAML recipe, from which `--config` repeats the run."""
     tree = asdict(config)
     for key in REGISTRIES:
         choice: Choice = getattr(config, key)
         tree[key] = {"name": choice.name, **choice.options}
-    return yaml.safe_dump(_plain(tree), sort_keys=False)
+    return yaml.safe_dump(json.loads(json.dumps(tree)), sort_keys=False)  # by JSON, because YAML has no tuples
 
 
 def _short_forms() -> argparse.ArgumentParser:
-    """The flags that jsonargparse has no form for: names, lists without brackets, switches without a value."""
+    """Parses what jsonargparse cannot: names of choices, lists without brackets, switches without a value."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", action="extend", nargs="+", default=[])
     for key in REGISTRIES:
@@ -165,7 +156,7 @@ def _short_forms() -> argparse.ArgumentParser:
 
 
 def _split_callbacks(flags: list[str]) -> tuple[list[str], list[str]]:
-    """Returns the flags --trainer.callbacks, in any form of LightningCLI's, and the other flags."""
+    """Returns the flags --trainer.callbacks, in all forms of LightningCLI, and the other flags."""
     own: list[str] = []
     others: list[str] = []
     takes_value = False
@@ -179,21 +170,28 @@ def _split_callbacks(flags: list[str]) -> tuple[list[str], list[str]]:
 def _parser(names: dict[str, str]) -> ArgumentParser:
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     strategies = _listed({name: spec.summary for name, spec in STRATEGIES.items()})
-    optimizers = _listed({name: f"{_summary(entry)}; {_offload(name)}" for name, entry in OPTIMIZERS.items()})
+    unsharded = "needs whole tensors: baseline, ddp, deepspeed_stage_0"
+    offloads = {
+        name: f"offloaded by {OFFLOADED_BY[name]}" if name in OFFLOADED_BY else unsharded for name in OPTIMIZERS
+    }
+    optimizers = _listed({name: f"{_summary(entry)}; {offloads[name]}" for name, entry in OPTIMIZERS.items()})
     parser = ArgumentParser(
         prog="train.py",
         usage=USAGE,
-        description="Trains and tests a CIFAR classifier under plain PyTorch, DeepSpeed's ZeRO, FSDP and others.",
+        description="Trains and tests a CIFAR classifier with plain PyTorch, DDP, DeepSpeed ZeRO, FSDP2 and others.",
         epilog=EPILOG.format(optimizers=optimizers, strategies=strategies),
         formatter_class=_HelpFormatter,
         exit_on_error=False,
         allow_abbrev=False,
     )
     recipes = parser.add_argument_group("recipes")
-    recipes.add_argument("--config", metavar="FILE", help="YAML recipe; several may be given, the later wins.")
-    recipes.add_argument("--print_config", action="store_true", help="Print the resulting recipe and exit.")
-    parser.add_argument_group("consent, on the command line only").add_argument(
-        "--trust", type=bool, default=False, help="Load a checkpoint that could run code, of somebody you trust."
+    recipes.add_argument("--config", metavar="FILE", help="YAML recipe; of several, the later ones override.")
+    recipes.add_argument("--print_config", action="store_true", help="Print the configuration as a recipe and exit.")
+    parser.add_argument_group("consent (on the command line only, never in a recipe)").add_argument(
+        "--trust",
+        type=bool,
+        default=False,
+        help="Load checkpoints that could run code. Only if you trust their author.",
     )
     for section in (DeviceConfig, TrainingConfig, RegularizationConfig, FineTuneConfig, OutputConfig):
         parser.add_class_arguments(section)
@@ -201,11 +199,11 @@ def _parser(names: dict[str, str]) -> ArgumentParser:
         parser.add_argument_group(section.__doc__).add_class_arguments(section, key, as_group=False)
     for key, registry in REGISTRIES.items():
         _add_choice(parser, key, names[key], registry)
-    parser.add_argument_group("anything else").add_argument(
+    parser.add_argument_group("Lightning").add_argument(
         "--trainer",
         type=dict[str, Any],
         default={},
-        help="Any other option of Lightning's Trainer, for instance --trainer.limit_test_batches 10.",
+        help="Any other option of Lightning's Trainer, such as --trainer.limit_test_batches 10.",
     )
     return parser
 
@@ -219,19 +217,12 @@ def _summary(entry: Any) -> str:
     return (entry.__doc__ or "").splitlines()[0]
 
 
-def _offload(name: str) -> str:
-    return (
-        f"offloaded by {OFFLOADED_BY[name]}"
-        if name in OFFLOADED_BY
-        else "whole tensors: baseline, ddp, deepspeed_stage_0"
-    )
-
-
 def _add_choice(parser: ArgumentParser, key: str, name: str, registry: Mapping[str, Any]) -> None:
     entry = registry[name]
     group = parser.add_argument_group(f"{key} {name}", description=_summary(entry))
     names = [*registry, *(f"{package}:NAME" for package in PACKAGES if key == "model")]
-    group.add_argument(f"--{key}.name", default=name, help=f"Short: --{key} NAME, one of {', '.join(names)}.")
+    described = f"Name, also as --{key} NAME; one of {', '.join(names)}."
+    group.add_argument(f"--{key}.name", default=name, help=described)
     group.add_class_arguments(entry, key, as_group=False)
 
 
@@ -245,7 +236,7 @@ def _read_yaml(file: str) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise UsageError(f"--config {file} is not YAML: {_one_line(error)}") from error
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
-        raise UsageError(f"--config {file} holds no options: it must be a mapping such as 'epochs: 2'")
+        raise UsageError(f"--config {file} has no options: it must be a mapping such as 'epochs: 2'")
     check_no_consent(tree, f"--config {file}")
     for key, value in tree.items():
         if value is None:
@@ -253,7 +244,7 @@ def _read_yaml(file: str) -> dict[str, Any]:
         if key in (*SECTIONS, "trainer") and not isinstance(value, dict):
             raise UsageError(f"--config {file}: {key} must be a mapping of options")
         if key in REGISTRIES and not (isinstance(value, dict) and isinstance(value.get("name"), str)):
-            raise UsageError(f"--config {file}: {key} must be a mapping with a name, for instance {key}: {{name: ...}}")
+            raise UsageError(f"--config {file}: {key} must be a mapping with a name, such as {key}: {{name: ...}}")
         if key in (*SECTIONS, *REGISTRIES):
             for option in (option for option, set_to in value.items() if set_to is None):
                 raise UsageError(f"--config {file}: {key}.{option} has no value")
@@ -261,7 +252,7 @@ def _read_yaml(file: str) -> dict[str, Any]:
 
 
 def _overlay(tree: dict[str, Any], over: dict[str, Any]) -> None:
-    """Lays one recipe over another; where the model, optimizer or schedule changes, the old one's options go."""
+    """Overrides a recipe by another; a new model, optimizer or schedule drops the old one's options."""
     for key, value in over.items():
         old = tree.get(key)
         another = key in REGISTRIES and old is not None and value["name"] != old["name"]
@@ -297,15 +288,8 @@ def _config(namespace: Namespace, names: dict[str, str]) -> Config:
     return Config(**{field.name: values[field.name] for field in fields(Config)})
 
 
-def _plain(value: Any) -> Any:
-    """Tuples as lists, for YAML."""
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
-
-
 def _one_line(error: Exception) -> str:
-    """jsonargparse's message, without its names for Python's types."""
+    """Returns jsonargparse's message without the names of Python types."""
     text = " ".join(str(error).split())
     text = re.sub(r'^Parser key "(.*?)": ', r"--\1: ", text)
     text = re.sub(r"Does not validate .* Errors: - (.*) Given value type: .* Given value: ", r"\1. Got value: ", text)
@@ -315,7 +299,7 @@ def _one_line(error: Exception) -> str:
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Help text as it is written, with the default at its end."""
+    """Shows the help as it is written, followed by the default."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""

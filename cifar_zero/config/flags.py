@@ -326,9 +326,14 @@ class AugmentConfig:
     """Number of first epochs with --augment.low_resolution."""
 
 
+SECTIONS: dict[str, type] = {"lora": LoRAConfig, "zero": ZeROConfig, "offload": OffloadConfig}
+SECTIONS |= {"data": DataConfig, "augment": AugmentConfig}
+"""Sections with dotted flags: --data.root, or data: {root: ...} in a recipe."""
+
+
 @dataclass(frozen=True)
 class Choice:
-    """A name from a registry (models, optimizers, schedules) with its options, all of them filled in."""
+    """A name from a registry (models, optimizers, schedules) with all its options."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -336,7 +341,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Config(DeviceConfig, TrainingConfig, RegularizationConfig, FineTuneConfig, OutputConfig):
-    """Everything that a run depends on. The defaults are the PyTorch tutorial's recipe with a validation split."""
+    """All options of a run. The defaults are the PyTorch tutorial's recipe, plus a validation split."""
 
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     zero: ZeROConfig = field(default_factory=ZeROConfig)
@@ -350,50 +355,48 @@ class Config(DeviceConfig, TrainingConfig, RegularizationConfig, FineTuneConfig,
 
     @property
     def world_size(self) -> int:
-        """Ranks over all nodes, once devices is a number."""
+        """Ranks over all nodes; devices must be a number."""
         assert self.devices != "auto"
         return self.devices * self.num_nodes
 
     @property
     def only_measures(self) -> bool:
-        """Whether the run ends after a few steps, without a checkpoint and a test."""
+        """Whether the run is a benchmark or a learning rate range test: a few steps, no checkpoint, no test."""
         return bool(self.bench_steps or self.find_lr)
 
     @property
     def strategy_name(self) -> str:
-        """The strategy, or the name of the raw DeepSpeed configuration that stands in for it."""
+        """The strategy, or the file name of the raw DeepSpeed configuration that replaces it."""
         return Path(self.ds_config).stem if self.ds_config else self.strategy
 
     @property
     def run_name(self) -> str:
-        """The run's name, made from the network and the strategy where none is given."""
-        network = self.model.name.replace(":", "-")  # torchvision:resnet50 is no name for a folder everywhere
-        return self.name or f"{network}-{self.strategy_name}"
+        """--name, or <model>-<strategy> without one."""
+        model = self.model.name.replace(":", "-")  # some file systems allow no colon
+        return self.name or f"{model}-{self.strategy_name}"
 
 
 def config_of(tree: dict[str, Any]) -> Config:
-    """The configuration that `dataclasses.asdict` made this of.
+    """Returns the configuration from the output of `dataclasses.asdict`.
 
     Raises:
-        TypeError: it has fields that are not known here, of another version of the program.
-        UsageError: it asks for `trust`.
+        TypeError: it has unknown fields, of another version of the program.
+        UsageError: it sets `trust`.
     """
     check_no_consent(tree, "the checkpoint's configuration")
-    sections: dict[str, type] = {"lora": LoRAConfig, "data": DataConfig, "augment": AugmentConfig}
-    sections |= {"zero": ZeROConfig, "offload": OffloadConfig}
-    sections |= dict.fromkeys(("model", "optimizer", "schedule"), Choice)
+    sections = SECTIONS | dict.fromkeys(("model", "optimizer", "schedule"), Choice)
     return Config(**{key: sections[key](**value) if key in sections else value for key, value in tree.items()})
 
 
 def check_no_consent(tree: dict[str, Any], source: str) -> None:
-    """Refuses `trust` in a recipe or a record: a file must not consent to loading code, its author's for example.
+    """Refuses `trust` among options that were read from a file, which must not consent to loading code.
 
     Args:
         tree: the options.
-        source: where they were read, for the message.
+        source: the file, for the message.
 
     Raises:
-        UsageError: `trust` is among them, whatever its value.
+        UsageError: `trust` is set, to whatever value.
     """
     if "trust" in tree:
         raise UsageError(f"{source} sets trust, which only the command line may: take it out and add --trust")

@@ -1,4 +1,4 @@
-"""Decides what the configuration leaves to the computer: accelerator, precision, number of ranks."""
+"""Decides what the configuration leaves open: accelerator, precision, number of ranks."""
 
 import os
 from dataclasses import replace
@@ -12,11 +12,11 @@ def on_this_machine(config: Config) -> Config:
     """Returns the configuration with accelerator, precision, devices and num_nodes decided.
 
     Raises:
-        UsageError: there are not as many devices, or a launcher started different numbers of ranks on the nodes.
+        UsageError: there are too few devices, or a launcher started different numbers of ranks on the nodes.
     """
     gpus = gpu_count() if config.accelerator != "cpu" else 0
     if config.accelerator == "gpu" and gpus == 0:
-        raise UsageError("--accelerator gpu: torch finds no GPU it can use; --accelerator cpu trains on the CPU")
+        raise UsageError("--accelerator gpu: torch finds no usable GPU; use --accelerator cpu to train on the CPU")
     devices, num_nodes = _ranks(config, gpus)
     if gpus and devices > gpus:
         raise UsageError(f"--devices {devices}: this computer has {gpus} GPU{'s'[: gpus > 1]}")
@@ -24,7 +24,7 @@ def on_this_machine(config: Config) -> Config:
 
 
 def with_accelerator(config: Config, on_gpu: bool) -> Config:
-    """Returns the configuration for GPUs or for the CPU, with a precision in place of auto."""
+    """Returns the configuration for GPUs or for the CPU, with auto precision replaced."""
     precision = config.precision if config.precision != "auto" else "16-mixed" if on_gpu else "32-true"
     return replace(config, accelerator="gpu" if on_gpu else "cpu", precision=precision)
 

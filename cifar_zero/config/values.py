@@ -1,4 +1,4 @@
-"""Values that make no sense on any machine, be they of the right type; no torch, no Lightning."""
+"""Refuses values of the right type that make no sense on any machine; no torch, no Lightning."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -16,14 +16,14 @@ from cifar_zero.optimizers import OPTIMIZERS
 from cifar_zero.schedules import SCHEDULES
 
 REGISTRIES: dict[str, Mapping[str, Any]] = {"model": MODELS, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
-"""Where a `Choice` of the configuration is looked up."""
+"""Registry of each `Choice` of the configuration."""
 
 LONGEST_TIMEOUT = 7 * 24 * 3600
-"""Of --timeout, in seconds; many more are no length of time for Python or torch."""
+"""Largest --timeout, in seconds; Python and torch cannot represent much larger ones."""
 
 
 def check_values(config: Config) -> None:
-    """Refuses values that have the right type and make no sense.
+    """Refuses values that make no sense.
 
     Raises:
         UsageError: names the flag and what it may be.
@@ -32,20 +32,20 @@ def check_values(config: Config) -> None:
         raise UsageError(f"unknown strategy {config.strategy!r}: {nearest(config.strategy, [*STRATEGIES, AUTO])}")
     _check_ranges(config)
     if config.plot_schedule and (config.find_lr or config.bench_steps):
-        raise UsageError("--plot_schedule draws the schedule of a training: leave out --find_lr and --bench_steps")
+        raise UsageError("--plot_schedule cannot be combined with --find_lr or --bench_steps: leave them out")
     if config.max_steps < -1 or config.max_steps == 0:
         raise UsageError(f"--max_steps must be at least 1, or -1 for no limit, not {config.max_steps}")
     if "none" in config.logger and len(config.logger) > 1:
         raise UsageError("--logger none cannot be combined with other loggers")
     if config.bench_steps and config.find_lr:
-        raise UsageError("--find_lr and --bench_steps are two runs: leave one of them out")
+        raise UsageError("--find_lr and --bench_steps cannot be combined: leave one of them out")
     if config.only_measures and config.resume:
         flag = "find_lr" if config.find_lr else "bench_steps"
-        raise UsageError(f"--{flag} counts from the first step: leave --resume out")
+        raise UsageError(f"--{flag} starts at the first step: leave --resume out")
     if config.plot_schedule and Path(config.plot_schedule).suffix != ".png":
         raise UsageError(f"--plot_schedule {config.plot_schedule}: give the name of a .png file")
     if config.ds_config and config.strategy != Config().strategy:
-        raise UsageError("--ds_config stands in for a strategy: leave --strategy out")
+        raise UsageError("--ds_config replaces the strategy: leave --strategy out")
     for key, registry in REGISTRIES.items():
         choice: Choice = getattr(config, key)
         try:
@@ -57,21 +57,17 @@ def check_values(config: Config) -> None:
     check_plain_name(config.name)
     options = flat(config)
     for name in (name for name in config.hparams if name not in options):
-        raise UsageError(f"--hparams {name} is no option of this run: {nearest_flag(name, options)}")
+        raise UsageError(f"--hparams {name} is not an option of this run: {nearest_flag(name, options)}")
 
 
 def check_plain_name(name: str) -> None:
-    """Refuses a --name that leads to another directory; none at all is fine.
-
-    Raises:
-        UsageError: says what --name and --out are for.
-    """
+    """Raises UsageError for a --name with a directory in it; an empty one is fine."""
     if name and (Path(name).name != name or name in (".", "..")):
-        raise UsageError(f"--name {name} must be a plain name; --out is the directory")
+        raise UsageError(f"--name {name} must be a plain name: give the directory with --out")
 
 
 def _check_ranges(config: Config) -> None:
-    """Each number by itself."""
+    """Checks each number on its own."""
     at_least_1 = ["epochs", "batch_size", "accumulate", "num_nodes", "log_interval"]
     check_flags(config, "", *at_least_1, *(["devices"] if config.devices != "auto" else []), at_least=1)
     check_flags(config, "", "timeout", over=0, at_most=LONGEST_TIMEOUT)
@@ -93,16 +89,10 @@ def _check_ranges(config: Config) -> None:
 
 
 def check_flags(options: Any, group: str, *names: str, **limits: float) -> None:
-    """As `ranges.check_range`, for fields of the configuration.
-
-    Args:
-        options: the configuration, or one of its groups.
-        group: what stands before the names in the flags.
-        names: of the fields.
-        limits: of `ranges.check_range`.
+    """Calls `ranges.check_range` for fields of the configuration or of a section, whose flags begin with `group`.
 
     Raises:
-        UsageError: names the flag and what it may be.
+        UsageError: names the flag and the values that are allowed.
     """
     try:
         check_range(options, *names, **limits)
@@ -114,17 +104,15 @@ def _check_augmentation(config: Config) -> None:
     augment = config.augment
     if config.data.loader == "torch" and augment != AugmentConfig():
         given = next(field.name for field in fields(augment) if getattr(augment, field.name) != field.default)
-        raise UsageError(
-            f"--augment.{given} needs --data.loader memory: the torch loader, the tutorial's own, does not augment"
-        )
+        raise UsageError(f"--augment.{given} needs --data.loader memory: the torch loader does not augment")
     if augment.padding == "reflect" and not augment.crop:
-        raise UsageError("--augment.padding reflect is for the pixels of --augment.crop: give a number of them")
+        raise UsageError("--augment.padding reflect needs --augment.crop: set it to a number of pixels")
 
 
 def _check_regularization(config: Config) -> None:
     if config.ema and config.swa_from:
-        raise UsageError("--ema and --swa_from are two ways to average the weights: leave one of them out")
+        raise UsageError("--ema and --swa_from cannot be combined: leave one of them out")
     if config.early_stopping and not config.data.val_fraction:
         raise UsageError("--early_stopping needs validation images: set --data.val_fraction above 0")
     if config.early_stopping and config.trainer.get("limit_val_batches") == 0:
-        raise UsageError("--early_stopping needs a validation: leave --trainer.limit_val_batches out")
+        raise UsageError("--early_stopping needs validation: leave --trainer.limit_val_batches out")

@@ -1,6 +1,5 @@
-"""Whether an export that was read back does what the checkpoint does."""
+"""Checks that an export that was read back computes the same as the checkpoint."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,44 +16,33 @@ from cifar_zero.exporting.classifier import Classifier
 from cifar_zero.models import IMAGE_SHAPE
 
 BATCH_SIZE = 1000
-"""Test images in one pass, as in a run's own test."""
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """Of a checkpoint and its export on the test images."""
-
-    images: int
-    correct: int
-    """Images that the export names rightly."""
-    checkpoint_correct: int
-    differing: int
-    """Images that the two name differently."""
+"""Test images per forward pass, as in a run's own test."""
 
 
 def compare_scores(expected: Tensor, found: Tensor, tolerance: float | None) -> None:
-    """Compares the scores (N, classes) of a checkpoint with those of its export; None: they may differ at will.
+    """Compares the scores (N, classes) of a checkpoint and its export; tolerance None accepts any difference.
 
     Raises:
-        RunError: they differ by more than the tolerance.
+        RunError: they differ by more than the tolerance, relative and absolute.
     """
     if tolerance is not None and not torch.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True):
         most = (found - expected).abs().max().item()
-        raise RunError(f"the export does not do what the checkpoint does: scores differ by up to {most:.2g}")
+        raise RunError(f"the export does not compute what the checkpoint does: scores differ by up to {most:.2g}")
 
 
 def on_random_images(checkpoint: Classifier, export: Classifier, tolerance: float | None) -> None:
-    """Compares the scores of random images, of one and of several at a time; raises RunError where they differ."""
+    """Compares the scores of random images, in batches of one and of several; raises RunError if they differ."""
     generator = torch.Generator().manual_seed(0)
     for count in (1, 5):
         images = torch.rand(count, *IMAGE_SHAPE, generator=generator) * 2 - 1
         compare_scores(checkpoint.scores(images), export.scores(images), tolerance)
 
 
-def on_test_images(checkpoint: Classifier, export: Classifier, dataset: Dataset, tolerance: float | None) -> Agreement:
-    """Compares the scores of all test images, and counts; raises RunError where the scores differ."""
+def on_test_images(checkpoint: Classifier, export: Classifier, dataset: Dataset, tolerance: float | None) -> str:
+    """Compares the scores of all test images; returns a text with the accuracies. Raises RunError if scores differ."""
     correct = checkpoint_correct = differing = 0
-    for start in range(0, len(dataset.test_labels), BATCH_SIZE):
+    total = len(dataset.test_labels)
+    for start in range(0, total, BATCH_SIZE):
         batch = slice(start, start + BATCH_SIZE)
         images = normalize(torch.tensor(dataset.test_images[batch])).contiguous()
         labels = torch.tensor(dataset.test_labels[batch])
@@ -64,24 +52,28 @@ def on_test_images(checkpoint: Classifier, export: Classifier, dataset: Dataset,
         correct += int((named == labels).sum())
         checkpoint_correct += int((checkpoint_named == labels).sum())
         differing += int((named != checkpoint_named).sum())
-    return Agreement(len(dataset.test_labels), correct, checkpoint_correct, differing)
+    accuracy = f"{100 * correct / total:.2f} %"
+    if not differing:
+        return f"{accuracy}, the same class as the checkpoint's for each of {total:,} images"
+    before = f"{100 * checkpoint_correct / total:.2f} %"
+    return f"{accuracy}, the checkpoint's {before}; {differing:,} of {total:,} images differ in class"
 
 
 def test_images(checkpoint: Path, recorded: DataConfig, classes: tuple[str, ...]) -> Dataset:
-    """The images that the run was tested on, where they are still decoded on this machine; nothing is downloaded.
+    """Returns the images that the run was tested on, if they are decoded on this machine; nothing is downloaded.
 
     Args:
-        checkpoint: in its run folder, whose recipe names the images by their full path, or elsewhere.
-        recorded: what the checkpoint itself says of the images.
+        checkpoint: in its run folder, whose recipe has the full path of the images, or elsewhere.
+        recorded: the data options in the checkpoint itself.
         classes: of the checkpoint.
 
     Raises:
-        RunError: they are not there.
-        UsageError: the recipe is none.
+        RunError: they are not on this machine.
+        UsageError: the recipe is damaged, or the images have other classes.
     """
     recipe = run_folder.recipe_of(checkpoint)
     config = command_line.parse(["--config", str(recipe)]).data if recipe is not None else recorded
     dataset = data.load(config, "cifar10" if config.source == "auto" else config.source)
     if dataset.classes != classes:
-        raise UsageError(f"the images of --data.root {config.root} are of other classes")
+        raise UsageError(f"the images of --data.root {config.root} have other classes")
     return dataset

@@ -1,30 +1,92 @@
-"""What predict.py and the check of an export need of a network, whatever file it comes from."""
+"""A trained model with the names of its classes, built from plain weights or a checkpoint of any strategy."""
 
-from collections.abc import Callable
+import json
+import textwrap
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from cifar_zero import models
+from cifar_zero.checkpoints import weights as checkpoint_weights
+from cifar_zero.checkpoints.read import RECORD
+from cifar_zero.checkpoints.safetensors_file import metadata_of
+from cifar_zero.core.errors import UsageError
 from cifar_zero.data.augment import memory_format
 
 
 @dataclass(frozen=True)
 class Classifier:
-    """A trained network and the names of its classes."""
+    """A trained model and the names of its classes, by label."""
 
     scores: Callable[[Tensor], Tensor]
     """Images float32 (N, 3, 32, 32) in [-1, 1] -> scores float32 (N, classes)."""
 
     classes: tuple[str, ...]
-    """By label."""
 
 
-def of_network(net: nn.Module, classes: tuple[str, ...]) -> Classifier:
-    """A classifier that runs a float32 network of models/, in evaluation mode, on the CPU."""
+def of_model(net: nn.Module, classes: tuple[str, ...]) -> Classifier:
+    """Returns a classifier that runs a float32 model in evaluation mode on the CPU."""
 
     def scores(images: Tensor) -> Tensor:
         with torch.inference_mode():
             return net(images.contiguous(memory_format=memory_format(images.device)))
 
     return Classifier(scores, classes)
+
+
+def of_checkpoint(content: Mapping[str, Any], file: Path, known: Mapping[str, str] | None = None) -> Classifier:
+    """Returns the classifier of a checkpoint that was read from `file`; see `build` for `known`."""
+    metadata = metadata_of(content, file.name) if RECORD in content else {}
+    return of_model(*build(checkpoint_weights.plain_network(content), metadata, file, known))
+
+
+def build(
+    weights: Mapping[str, Tensor], metadata: Mapping[str, str], file: Path, known: Mapping[str, str] | None = None
+) -> tuple[nn.Module, tuple[str, ...]]:
+    """Returns the model with these weights in float32, in evaluation mode, and the names of its classes.
+
+    Args:
+        weights: by the model's own names, in any floating-point format.
+        metadata: of `safetensors_file.metadata_of`; empty if the file has none.
+        file: where the weights come from, for messages.
+        known: replaces missing metadata, with at least `model`. Without `options` the model has its default options,
+            without `classes` its classes are numbered.
+
+    Raises:
+        UsageError: the weights are of another model, or the model is given never or twice.
+    """
+    if "model" in metadata and known:
+        raise UsageError(f"{file} already names its model, {metadata['model']}: leave --model out")
+    about = metadata if "model" in metadata else known
+    if not about:
+        raise UsageError(f"{file} does not say which model it is of: add --model NAME ({', '.join(models.MODELS)})")
+    try:
+        options = json.loads(about.get("options", "{}"))
+        classes = json.loads(about["classes"]) if "classes" in about else _numbers(about["model"], options, weights)
+        net = models.build(about["model"], len(classes), **options)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{file} is of a model that is not known here: {about['model']} ({error})") from error
+    try:
+        net.load_state_dict(dict(weights))
+    except RuntimeError as error:
+        listed = str(error).partition(":")[2]  # torch (2.15) names the class first, then what differs
+        differing = textwrap.shorten(listed, 160, placeholder=" ...")
+        hint = "" if "options" in about else " (--model uses default options; a safetensors file contains the run's)"
+        raise UsageError(f"{file} is of another model: {differing}{hint}") from error
+    return net.eval(), tuple(classes)
+
+
+def _numbers(name: str, options: dict[str, Any], weights: Mapping[str, Tensor]) -> list[str]:
+    """Returns the labels as texts. Their number is the size of the dimension that is 2 in a model for two classes and 3
+    in a model for three."""
+    with torch.device("meta"):
+        two, three = (models.build(name, classes, **options).state_dict() for classes in (2, 3))
+    for key, value in two.items():
+        for axis, (size, other) in enumerate(zip(value.shape, three[key].shape, strict=True)):
+            if size != other and key in weights and weights[key].dim() == value.dim():
+                return [*map(str, range(weights[key].shape[axis]))]
+    return ["0"]  # of another model: load_state_dict will report it

@@ -1,34 +1,23 @@
-"""Writes the network of any checkpoint as one plain file, which needs neither Lightning nor DeepSpeed.
-
-python export.py RUN_OR_CHECKPOINT --to safetensors|onnx|state_dict [--output FILE] [--dtype bfloat16]
-python export.py RUN_OR_CHECKPOINT --to delta    only what was trained, of a run that froze the rest
-"""
-
-from __future__ import annotations
+"""Writes the model of any checkpoint as one plain file that needs neither Lightning nor DeepSpeed; see --help."""
 
 import os
 from argparse import Namespace, RawDescriptionHelpFormatter
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.config.flags import DataConfig
-from cifar_zero.core import atomic
+from cifar_zero.core import atomic, exits
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.core.quiet import quieten
 from cifar_zero.exporting import FORMATS, exporter
-from cifar_zero.exporting.command_line import Parser
-
-if TYPE_CHECKING:
-    from cifar_zero.exporting.classifier import Classifier
 
 DELTA, DELTA_SUFFIX = "delta", ".delta.safetensors"
-"""A format beside FORMATS: it is no network by itself."""
+"""A format that is not in FORMATS: its file is not a complete model."""
 
 
 def main() -> int:
-    """Writes one export and says what it is; returns the exit code."""
+    """Writes one export and prints what it is; returns the exit code."""
     arguments = _parse()
     quieten()
     checkpoint = run_folder.find_checkpoint(arguments.checkpoint, out="", name="")
@@ -44,13 +33,13 @@ def main() -> int:
 
 
 def export_delta(checkpoint: Path, output: Path, trust: bool = False) -> None:
-    """Writes what a run has trained; see `finetuning.delta.write`."""
+    """Writes only the trained parameters of a run; see `finetuning.delta.write`."""
     from cifar_zero.checkpoints.finetuning.delta import write
     from cifar_zero.checkpoints.read import read
 
     names = write(read(checkpoint, trust), output, checkpoint.name)
     print(f"{output}: {len(names)} trained tensors, {output.stat().st_size / 1e6:,.2f} MB")
-    print(f"whole again with the weights that the run started from: BASE --delta {output}")
+    print(f"apply it to the weights that the run started from: BASE --delta {output}")
 
 
 def export(
@@ -60,17 +49,17 @@ def export(
 
     Args:
         checkpoint: of any strategy, file or folder.
-        output: to be written.
+        output: file to write.
         to: a name in FORMATS.
         dtype: of the weights in the file, float32 or bfloat16.
-        trust: see `checkpointing.safe_load.load`.
-        check: whether the run's test images are compared too, where they are on this machine.
-        delta: what a run has trained over the checkpoint, which may then be any file of weights.
+        trust: see `safe_load.load`.
+        check: whether to compare the scores of the run's test images too, if they are on this machine.
+        delta: file of export.py --to delta to apply to the checkpoint, which may then be any file of weights.
 
     Raises:
-        UsageError: the checkpoint is damaged, or not of the network that it says.
-        RunError: the file does not do what the checkpoint does.
-        OSError: it cannot be written.
+        UsageError: the checkpoint is damaged, or not of the model that it names.
+        RunError: the file does not compute what the checkpoint does.
+        OSError: the file cannot be written.
     """
     import torch
 
@@ -78,22 +67,27 @@ def export(
     from cifar_zero.checkpoints.finetuning.delta import together
     from cifar_zero.checkpoints.read import RECORD, read
     from cifar_zero.checkpoints.safetensors_file import metadata_of
-    from cifar_zero.exporting import network
-    from cifar_zero.exporting.check import on_random_images
-    from cifar_zero.exporting.classifier import of_network
+    from cifar_zero.exporting.check import on_random_images, on_test_images, test_images
+    from cifar_zero.exporting.classifier import build, of_model
 
     content = together(checkpoint, Path(delta), trust) if delta else read(checkpoint, trust)
     metadata = metadata_of(content, checkpoint.name, dtype)
-    net, classes = network.build(weights.plain_network(content), metadata, checkpoint)
-    original = of_network(net, classes)
-    tolerance = FORMATS[to].tolerance if dtype == "float32" else None  # bfloat16 has 8 bits: what it costs is shown
+    net, classes = build(weights.plain_network(content), metadata, checkpoint)
+    original = of_model(net, classes)
+    tolerance = FORMATS[to].tolerance if dtype == "float32" else None  # rounding to bfloat16 is shown, not refused
+    accuracy = "not checked"
     staged = atomic.staged(output)
     try:
         staged.write_bytes(exporter(to).encode(deepcopy(net).to(getattr(torch, dtype)), metadata))
         written = exporter(to).load(staged, None if FORMATS[to].describes_itself else metadata)
         on_random_images(original, written, tolerance)
-        data = content[RECORD]["config"]["data"]
-        accuracy = _accuracy(checkpoint, data, original, written, tolerance) if check else "not checked"
+        if check:
+            try:
+                dataset = test_images(checkpoint, DataConfig(**content[RECORD]["config"]["data"]), classes)
+            except (UsageError, RunError) as error:
+                accuracy = f"not checked: {error}"
+            else:
+                accuracy = on_test_images(original, written, dataset, tolerance)
         atomic.put_in_place(output)
     finally:
         atomic.discard(staged)
@@ -102,49 +96,43 @@ def export(
     print(f"test accuracy {accuracy}")
 
 
-def _accuracy(
-    checkpoint: Path, data: dict[str, Any], original: Classifier, written: Classifier, tolerance: float | None
-) -> str:
-    """The end of a sentence on the test accuracy of both; raises RunError where their scores differ."""
-    from cifar_zero.exporting.check import on_test_images, test_images
-
-    try:
-        dataset = test_images(checkpoint, DataConfig(**data), original.classes)
-    except (UsageError, RunError) as error:
-        return f"not checked: {error}"
-    counts = on_test_images(original, written, dataset, tolerance)
-    accuracy = f"{counts.correct / counts.images:.2%}".replace("%", " %")
-    if not counts.differing:
-        return f"{accuracy}, the same class as the checkpoint's for each of {counts.images:,} images"
-    before = f"{counts.checkpoint_correct / counts.images:.2%}".replace("%", " %")
-    return f"{accuracy}, the checkpoint's {before}; {counts.differing:,} of {counts.images:,} images differ in class"
+def add_weight_options(parser: exits.Parser) -> None:
+    """Adds the options that export.py and predict.py share."""
+    parser.add_argument(
+        "--delta", metavar="FILE", default="", help="file of export.py --to delta to apply to the weights"
+    )
+    parser.add_argument(
+        "--trust", action="store_true", help="load a checkpoint that could run code; only if you trust its author"
+    )
 
 
 def _parse() -> Namespace:
     width = max(map(len, FORMATS))
-    parser = Parser(
+    parser = exits.Parser(
         prog="export.py",
-        description="Writes the network of a checkpoint of any strategy as one plain file.",
+        description="Writes the model of a checkpoint of any strategy as one plain file.",
         epilog="formats:\n"
         + "\n".join(f"  {name:<{width}}  {format.summary}" for name, format in FORMATS.items())
-        + f"\n  {DELTA:<{width}}  what was trained, where the rest was frozen: read with BASE --delta FILE",
+        + f"\n  {DELTA:<{width}}  only the trained parameters of a run that froze the rest (read: BASE --delta FILE)",
         formatter_class=RawDescriptionHelpFormatter,
     )
+    add_weight_options(parser)
     parser.add_argument("checkpoint", help="a run folder (its newest checkpoint), or a .ckpt file or folder")
     parser.add_argument("--to", required=True, choices=[*FORMATS, DELTA], help="format of the file")
-    parser.add_argument("--output", metavar="FILE", help="file to write (default: beside the checkpoint)")
+    parser.add_argument("--output", metavar="FILE", help="file to write (default: next to the checkpoint)")
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights (default: %(default)s)"
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="number format of the weights (default: %(default)s)",
     )
-    parser.add_argument(
-        "--no_check", action="store_true", help="do not classify the run's test images with the file that was written"
-    )
+    parser.add_argument("--no_check", action="store_true", help="skip the comparison on the run's test images")
     arguments = parser.parse_args()
     if arguments.to == DELTA:
         if arguments.delta or arguments.dtype != "float32":
-            raise UsageError(f"--to {DELTA} stands without --{'delta' if arguments.delta else 'dtype'}")
-        return arguments
-    if arguments.dtype not in FORMATS[arguments.to].dtypes:
+            flag = "--delta" if arguments.delta else "--dtype"
+            raise UsageError(f"{flag} cannot be combined with --to {DELTA}: leave it out")
+    elif arguments.dtype not in FORMATS[arguments.to].dtypes:
         raise UsageError(
             f"--dtype {arguments.dtype} is not for --to {arguments.to}: onnxruntime cannot run it on a CPU"
         )
@@ -153,8 +141,8 @@ def _parse() -> Namespace:
 
 def _check_output(output: Path, suffix: str, checkpoint: Path) -> None:
     if output.suffix != suffix:
-        raise UsageError(f"--output {output} must end in {suffix}, by which predict.py knows the format")
+        raise UsageError(f"--output {output} must end in {suffix}, by which predict.py recognises the format")
     if output.is_dir() or not os.access(output.parent, os.W_OK | os.X_OK):
-        raise UsageError(f"{output} cannot be written: name a file in a folder of yours with --output FILE")
+        raise UsageError(f"{output} cannot be written: name a file in a writable folder with --output FILE")
     if output.resolve() == checkpoint.resolve():
         raise UsageError(f"{output} is the checkpoint itself: name another file with --output FILE")

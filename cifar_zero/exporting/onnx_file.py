@@ -1,4 +1,4 @@
-"""Export as ONNX: the network itself, for onnxruntime and others that know no torch."""
+"""Exports as ONNX: the model itself, for onnxruntime and other programs without torch."""
 
 import json
 import textwrap
@@ -19,10 +19,10 @@ INPUT, OUTPUT = "images", "scores"
 
 
 def encode(net: nn.Module, metadata: dict[str, str]) -> bytes:
-    """See `exporting.Exporter`."""
+    """See `exporting.Format.module`."""
     program = torch.onnx.export(
         net,
-        (torch.zeros(2, *IMAGE_SHAPE),),  # two images: torch takes a size of 1 for a constant
+        (torch.zeros(2, *IMAGE_SHAPE),),  # two images: torch would treat a size of 1 as a constant
         dynamo=True,
         verbose=False,
         input_names=[INPUT],
@@ -32,23 +32,23 @@ def encode(net: nn.Module, metadata: dict[str, str]) -> bytes:
     assert program is not None  # with dynamo
     model = program.model_proto
     for node in model.graph.node:
-        del node.metadata_props[:]  # lines of this machine's source files, with their paths
+        del node.metadata_props[:]  # source lines of this machine, with their paths
     helper.set_model_props(model, metadata)
     return model.SerializeToString()
 
 
 def load(file: Path, known: Mapping[str, str] | None = None, trust: bool = False) -> Classifier:
-    """See `exporting.Exporter`; neither `known` nor `trust` is ever needed."""
+    """See `exporting.Format.module`; `known` and `trust` are never needed."""
     if known:
-        raise UsageError(f"{file} holds the network itself: leave --model out")
+        raise UsageError(f"{file} contains the model itself: leave --model out")
     try:
         session = onnxruntime.InferenceSession(file.read_bytes(), providers=["CPUExecutionProvider"])
         classes = tuple(json.loads(session.get_modelmeta().custom_metadata_map["classes"]))
     except KeyError as error:
         raise UsageError(f"{file} was not written by export.py: it does not name its classes") from error
-    except Exception as error:  # onnxruntime's own are of no common kind
+    except Exception as error:  # onnxruntime's errors have no common base class
         why = textwrap.shorten(str(error), 120, placeholder=" ...")
-        raise UsageError(f"{file} cannot be read, it is damaged or no ONNX file: {why}") from error
+        raise UsageError(f"{file} cannot be read, it is damaged or not an ONNX file: {why}") from error
 
     def scores(images: Tensor) -> Tensor:
         (found,) = session.run([OUTPUT], {INPUT: images.numpy()})

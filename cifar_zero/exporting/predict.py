@@ -1,7 +1,4 @@
-"""Names what is on image files, by any checkpoint or export.
-
-python predict.py CHECKPOINT_OR_EXPORT IMAGE_OR_FOLDER... [--top K] [--json]
-"""
+"""Classifies image files with any checkpoint or export; see --help."""
 
 from __future__ import annotations
 
@@ -9,17 +6,18 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cifar_zero import models
+from cifar_zero.core import exits
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.quiet import quieten
+from cifar_zero.data.folder import SUFFIXES
 from cifar_zero.exporting import load
-from cifar_zero.exporting.command_line import Parser
-from cifar_zero.exporting.image_files import find_images
+from cifar_zero.exporting.export import add_weight_options
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,14 +26,14 @@ if TYPE_CHECKING:
     from cifar_zero.exporting.classifier import Classifier
 
 Named = list[tuple[str, float]]
-"""Names of classes with their probabilities, from 0 to 1, the most probable first."""
+"""Class names with their probabilities, from 0 to 1, the most probable first."""
 
 BATCH_SIZE = 64
-"""Images that are decoded and classified at once; their lines are printed together."""
+"""Images that are decoded and classified together."""
 
 
 def main() -> int:
-    """Prints a line for each image; returns the exit code, 2 where one could not be read."""
+    """Prints a line for each image; returns the exit code, 2 if an image could not be read."""
     arguments = _parse()
     quieten()
     files = find_images(arguments.images)
@@ -54,8 +52,8 @@ def main() -> int:
 
 
 def predict(classifier: Classifier, files: list[Path], top: int) -> Iterator[tuple[Path, Named | UsageError]]:
-    """For each file, in their order, its `top` most probable classes, or why it has none."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow decodes outside the interpreter's lock
+    """Yields each file, in order, with its `top` most probable classes, or the error if it cannot be read."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow releases the GIL
         for start in range(0, len(files), BATCH_SIZE):
             batch = files[start : start + BATCH_SIZE]
             images = list(pool.map(_read, batch))
@@ -65,7 +63,7 @@ def predict(classifier: Classifier, files: list[Path], top: int) -> Iterator[tup
 
 
 def classify(classifier: Classifier, images: list[NDArray[np.uint8]], top: int) -> list[Named]:
-    """The `top` most probable classes of each image, uint8 (3, 32, 32), in one pass of the network."""
+    """Returns the `top` most probable classes of each image, uint8 (3, 32, 32), from one forward pass."""
     import torch
 
     from cifar_zero.data.augment import normalize
@@ -89,16 +87,35 @@ def _read(path: Path) -> NDArray[np.uint8] | UsageError:
         return error
 
 
+def find_images(paths: Sequence[str]) -> list[Path]:
+    """Returns the files, and for a folder all images in it and below, sorted by name, without hidden ones.
+
+    Raises:
+        UsageError: a folder has no images.
+    """
+    found: list[Path] = []
+    for path in map(Path, paths):
+        if not path.is_dir():
+            found.append(path)
+            continue
+        inside = [file for file in sorted(path.rglob("[!.]*")) if file.suffix.lower() in SUFFIXES and file.is_file()]
+        if not inside:
+            raise UsageError(f"no {', '.join(SUFFIXES)} images in {path}")
+        found += inside
+    return found
+
+
 def _parse() -> Namespace:
-    parser = Parser(prog="predict.py", description="Names what is on image files.")
+    parser = exits.Parser(prog="predict.py", description="Classifies image files with any checkpoint or export.")
+    add_weight_options(parser)
     parser.add_argument(
         "network", metavar="CHECKPOINT_OR_EXPORT", help="a run folder, a checkpoint, or a file that export.py wrote"
     )
     parser.add_argument("images", metavar="IMAGE", nargs="+", help="an image file, or a folder of images")
-    parser.add_argument("--top", metavar="K", type=int, default=1, help="classes to name (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print a JSON object for each image")
+    parser.add_argument("--top", metavar="K", type=int, default=1, help="classes to print (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per image")
     parser.add_argument(
-        "--model", choices=models.MODELS, default="", help="the network, for a file that does not say it: a state_dict"
+        "--model", choices=models.MODELS, default="", help="the model, for a file that does not name it (a state_dict)"
     )
     arguments = parser.parse_intermixed_args()
     if arguments.top < 1:

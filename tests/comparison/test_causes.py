@@ -41,7 +41,7 @@ def test_a_cause_is_named_where_it_applies(changes: dict[str, Any], word: str) -
 def test_accumulation_under_zero_2_is_in_another_order() -> None:
     both: dict[str, Any] = {"accumulate": 4}
     (cause,) = causes(made_up(**both), made_up(deepspeed=ZERO, **both), normalises=False)
-    assert "stages 2 and 3 add gradients up over the ranks before" in cause
+    assert "stages 2 and 3 sum gradients over the ranks before" in cause
 
 
 def test_a_cause_may_lie_in_the_reference() -> None:

@@ -88,7 +88,7 @@ def test_a_full_disk_ends_with_what_is_there(monkeypatch: pytest.MonkeyPatch, tm
         out=str(tmp_path),
         name="n",
     )
-    with pytest.raises(RunError, match=r"No space left on device \(a.log\); what was trained is in"):
+    with pytest.raises(RunError, match=r"No space left on device \(a.log\); the runs are in"):
         compare.of_trainings(arguments, SMALL, PROGRAMS)
 
 

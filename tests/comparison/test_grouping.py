@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cifar_zero.comparison.grouping import grouped, perturbed_runs
 from cifar_zero.comparison.result import Variant
+from cifar_zero.comparison.variants import grouped, perturbed_runs
 from tests.comparison.made_up import made_up
 
 

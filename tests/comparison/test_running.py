@@ -23,7 +23,7 @@ def test_a_failed_run_is_told_with_its_last_error(tmp_path: Path, capfd: pytest.
     with pytest.raises(RunError, match=r"^the last$"):
         runner(tmp_path).run("a", ("-c", PROGRAM.format(what=what)), [])
     said = capfd.readouterr().err
-    assert "[1/2] a: training, its progress is in" in said
+    assert "[1/2] a: training, see " in said
     assert "a: the last" in said
 
 

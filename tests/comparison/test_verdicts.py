@@ -192,7 +192,7 @@ def test_what_is_printed_names_what_differs_first() -> None:
     text = console.export_text()
     assert text.startswith("not the same: epochs 2 (baseline); 3 ([bold]other)")
     assert "[bold]other" in text
-    assert "not judged: another recipe" in text
+    assert "not judged: its recipe differs" in text
     assert "tensorboard" not in text
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from cifar_module import CIFARModule
 from cifar_zero.config import command_line
 from cifar_zero.config.flags import Choice, Config, config_of
-from cifar_zero.config.rules.averaging import check_averaging
+from cifar_zero.config.rules.strategy import check_averaging
 from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.core.errors import UsageError
@@ -50,7 +50,7 @@ def test_labels_are_smoothed_in_training_alone(soft: bool):
         (["--ema", "0.9", "--swa_from", "0.5"], "leave one of them out"),
         (["--early_stopping", "-1"], "--early_stopping must be at least 0"),
         (["--early_stopping", "2", "--data.val_fraction", "0"], "--early_stopping needs validation images"),
-        (["--early_stopping", "2", "--trainer.limit_val_batches", "0"], "--early_stopping needs a validation"),
+        (["--early_stopping", "2", "--trainer.limit_val_batches", "0"], "--early_stopping needs validation: leave"),
     ],
 )
 def test_refused_by_the_command_line(flags: list[str], message: str):
@@ -60,7 +60,7 @@ def test_refused_by_the_command_line(flags: list[str], message: str):
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "pipeline", "deepspeed_stage_3_offload_nvme"])
 def test_weights_that_cannot_be_averaged_are_refused(strategy: str):
-    with pytest.raises(UsageError, match=r"--swa_from: .*use deepspeed_stage_3"):
+    with pytest.raises(UsageError, match=r"--swa_from.*use deepspeed_stage_3"):
         check_averaging(Run(Config(strategy=strategy, swa_from=0.5), STRATEGIES[strategy], 10))
 
 

@@ -91,7 +91,7 @@ def test_what_is_drawn_last_changes_no_older_draws():
     [
         ("--augment.brightness 1", "--augment.brightness must be at least 0 and under 1, not 1.0"),
         ("--augment.contrast -0.1", "--augment.contrast must be at least 0 and under 1, not -0.1"),
-        ("--augment.padding reflect", "--augment.padding reflect is for the pixels of --augment.crop"),
+        ("--augment.padding reflect", "--augment.padding reflect needs --augment.crop"),
         ("--augment.padding grey", "--augment.padding: expected one of ['black', 'reflect'], not grey"),
     ],
 )

@@ -121,7 +121,8 @@ def test_the_plain_network_scores_what_the_spread_one_was_tested_with(runs: dict
     done = run_program("export.py", str(run), "--to", "safetensors", "--output", str(file))
     assert_ok(done)
     assert f"{metrics['test/acc']:.2%}".replace("%", " %") + ", the same class as the checkpoint's" in done.stdout
-    load = "import sys, exporting; exporting.load(sys.argv[1]); assert 'deepspeed' not in sys.modules"
+    load = "import sys; from cifar_zero import exporting; exporting.load(sys.argv[1]); "
+    load += "assert 'deepspeed' not in sys.modules"
     assert_ok(run_program("-c", load, str(file)))
 
 

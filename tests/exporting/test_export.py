@@ -1,4 +1,4 @@
-"""Exports of real checkpoints: the same scores to the bit, read with nothing but torch; nothing bad is kept."""
+"""Exports of real checkpoints: bit-identical scores, readable with torch alone, and no bad file is kept."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def images() -> Tensor:
 
 
 def evaluated(checkpoint: Path) -> nn.Module:
-    """The network that evaluate.py tests."""
+    """Returns the model that evaluate.py tests."""
     net = models.build("net", 10).eval()
     net.load_state_dict(read_weights(net, checkpoint))
     return net
@@ -72,9 +72,7 @@ def evaluated(checkpoint: Path) -> nn.Module:
 
 @torch.inference_mode()
 def test_every_format_has_the_scores_of_the_checkpoint(checkpoint: Path, images: Tensor, tmp_path: Path):
-    images = images.contiguous(
-        memory_format=torch.channels_last
-    )  # as a classifier lays them: the last bits depend on it
+    images = images.contiguous(memory_format=torch.channels_last)  # as in a Classifier: the last bits depend on it
     expected = evaluated(checkpoint)(images)
     for name, format in FORMATS.items():
         output = tmp_path / "exports" / f"net{format.suffix}"
@@ -144,7 +142,7 @@ def test_bfloat16_is_rounded_once_and_half_the_size(baseline: Path, tmp_path: Pa
 
 
 def checkpoint_of(net: nn.Module, name: str, options: dict[str, Any], classes: list[str], folder: Path) -> Path:
-    """What a run leaves behind, as far as an export needs it."""
+    """Returns a checkpoint with what an export needs."""
     state = {f"net.{key}": value for key, value in net.state_dict().items()}
     config = {"model": {"name": name, "options": options}, "data": {"root": str(folder)}}
     record = {"config": config, "classes": classes}
@@ -153,7 +151,7 @@ def checkpoint_of(net: nn.Module, name: str, options: dict[str, Any], classes: l
 
 
 class Other(nn.Module):
-    """With what Net does not have: an option, buffers, an integer one too, dropout, weights of two names."""
+    """Has what Net does not have: an option, buffers (one of integers), dropout, weights with two names."""
 
     def __init__(self, num_classes: int, width: int):
         super().__init__()
@@ -185,7 +183,7 @@ def test_a_network_with_options_buffers_and_tied_weights(
     output = tmp_path / f"net{FORMATS[to].suffix}"
     export.export(checkpoint, output, to, "float32")
     if to == "state_dict":
-        with pytest.raises(UsageError, match=r"size mismatch.*--model has its default options"):
+        with pytest.raises(UsageError, match=r"size mismatch.*--model uses default options"):
             exporting.load(str(output), model="other")
         monkeypatch.setitem(models.MODELS, "other", partial(OtherModel, width=5))
     classifier = exporting.load(str(output), model="other" if to == "state_dict" else "")
@@ -210,9 +208,7 @@ def test_mixtures_of_experts(name: str, options: dict[str, Any], tmp_path: Path,
     monkeypatch.setitem(SHAPES, "tiny", Shape(width=32, depth=4, heads=2))  # ONNX takes 10 seconds for the real one
     torch.manual_seed(3)
     images = F.interpolate(torch.rand(20, 3, 2, 2) * 2 - 1, (32, 32))  # unlike one another, for different experts
-    images = images.contiguous(
-        memory_format=torch.channels_last
-    )  # as a classifier lays them: the last bits depend on it
+    images = images.contiguous(memory_format=torch.channels_last)  # as in a Classifier: the last bits depend on it
     net = models.build(name, 10, **options).eval()
     for weight in (parameter for parameter in net.parameters() if parameter.dim() > 1):
         weight.mul_(3)  # the biases outweigh the images otherwise, and one expert takes them all
@@ -238,13 +234,11 @@ def test_keys_that_are_missing_or_unknown_are_refused(baseline: Path, tmp_path: 
     torch.save(content, broken)
     done = run_program("export.py", str(broken), "--to", "safetensors")
     assert done.returncode == 2
-    assert re.fullmatch(r'error: .*another network: Missing.*"fc3.bias".*"fc3.extra".*\n', done.stderr)
+    assert re.fullmatch(r'error: .*another model: Missing.*"fc3.bias".*"fc3.extra".*\n', done.stderr)
     assert [file.name for file in tmp_path.iterdir()] == ["broken.ckpt"]
 
 
-def test_an_export_that_does_something_else_is_not_kept(
-    baseline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_export_with_other_scores_is_not_kept(baseline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     output = tmp_path / "net.pt"
     output.write_text("the one before")
     right = state_dict_file.encode
@@ -255,7 +249,7 @@ def test_an_export_that_does_something_else_is_not_kept(
         return right(net, metadata)
 
     monkeypatch.setattr(state_dict_file, "encode", wrong)
-    with pytest.raises(RunError, match="does not do what the checkpoint does: scores differ by up to"):
+    with pytest.raises(RunError, match="does not compute what the checkpoint does: scores differ by up to"):
         export.export(baseline, output, "state_dict", "float32")
     assert output.read_text() == "the one before"
     assert [file.name for file in tmp_path.iterdir()] == ["net.pt"]

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from cifar_zero.comparison.result import Comparison, Curve, Variant
 
 PALETTE = ("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd")
-"""Ten colours that colour-blind readers can tell apart too: Petroff 2021 (https://arxiv.org/abs/2107.02270). The
-reference is black."""
+"""Ten colours that colour-blind readers can distinguish: Petroff 2021 (https://arxiv.org/abs/2107.02270). The reference
+is black."""
 
 POINTS = 200
-"""Most points of a curve: of more steps each point stands for several, or noise would hide the curves."""
+"""Most points per curve: with more steps, each point stands for several, or noise would hide the curves."""
 
 DASH = 4.0
-"""Length of a dash in widths of the line."""
+"""Length of a dash, in line widths."""
 
 Array = NDArray[np.float64]
 Line = tuple[str, Array, Array]
@@ -30,14 +30,14 @@ Line = tuple[str, Array, Array]
 
 
 def style() -> AbstractContextManager[None]:
-    """Within it plots are drawn on white, and a $ in a name is a $."""
+    """Returns the style in which plots are drawn; a $ in a name stays a $."""
     return matplotlib.rc_context({"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "text.parse_math": False})
 
 
 def loss_plot(comparison: Comparison) -> Figure | None:
-    """The loss of each step, mean over the seeds; below it the largest difference to the reference at each step.
+    """Plots the mean loss over the seeds by step, and below it the largest difference from the reference.
 
-    None where no run has losses.
+    Returns None if no run has losses.
     """
     variants = [variant for variant in comparison.variants if any(run.losses.steps for run in variant.runs)]
     if not variants:
@@ -63,7 +63,7 @@ def loss_plot(comparison: Comparison) -> Figure | None:
 
 
 def accuracy_plot(comparison: Comparison) -> Figure | None:
-    """The validation accuracy by step and by time, a line for each seed; None where there was no validation."""
+    """Plots the validation accuracy by step and by time, one line per seed; returns None without validation."""
     found = [(variant.name, run.curves.get("val/acc")) for variant in comparison.variants for run in variant.runs]
     curves = [(name, curve) for name, curve in found if curve is not None and curve.steps]
     if not curves:
@@ -80,7 +80,7 @@ def accuracy_plot(comparison: Comparison) -> Figure | None:
 
 
 def _draw(axes: Axes, comparison: Comparison, lines: Sequence[Line], marker: str = "") -> None:
-    """Equal curves hide one another: where they do, each shows as dashes in turn."""
+    """Draws the lines. Equal curves would hide each other, so each is also drawn as dashes in turn."""
     names = [*dict.fromkeys(name for name, _, _ in lines)]
     for name, x, y in lines:
         axes.plot(x, y, color=_color(comparison, name), marker=marker, markersize=3)
@@ -90,14 +90,14 @@ def _draw(axes: Axes, comparison: Comparison, lines: Sequence[Line], marker: str
 
 
 def _draw_differences(axes: Axes, comparison: Comparison, differences: Sequence[Line]) -> None:
-    """On a log axis, where steps that do not differ are gaps; the bound of rounding is grey."""
+    """Draws differences on a log axis; steps that do not differ are gaps, and the bound of rounding is grey."""
     _draw(axes, comparison, [(name, x, np.where(y > 0, y, np.nan)) for name, x, y in differences], marker=".")
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(LogFormatter())  # 1e-05 and the like: matplotlib's own labels are formulas
     for variant in comparison.variants:
         if variant.verdict is not None and variant.verdict.first_parting is not None:
             axes.axvline(variant.verdict.first_parting, color=_color(comparison, variant.name), linestyle=":")
-    title = f"largest difference to {comparison.reference} at a step; dotted: parts from it"
+    title = f"largest difference to {comparison.reference} at a step; dotted: first step beyond rounding"
     if comparison.rounding is not None and comparison.rounding.steps:
         bottom = axes.get_ylim()[0]
         _, x, bound = _line("", [comparison.rounding], np.fmax.reduce)
@@ -108,7 +108,7 @@ def _draw_differences(axes: Axes, comparison: Comparison, differences: Sequence[
 
 
 def _differences(reference: Variant, variant: Variant) -> list[Curve]:
-    """Of the losses, by seed; empty where none differ."""
+    """Returns the differences of the losses, one curve per seed; empty if there are none."""
     curves = []
     for seed in reference.by_seed.keys() & variant.by_seed.keys():
         ours, theirs = reference.by_seed[seed].losses, variant.by_seed[seed].losses
@@ -118,7 +118,7 @@ def _differences(reference: Variant, variant: Variant) -> list[Curve]:
 
 
 def _line(name: str, curves: Sequence[Curve], of_several: Callable[..., Array]) -> Line:
-    """One line of the curves of several seeds, thinned out to POINTS.
+    """Returns one line for the curves of several seeds, thinned out to POINTS.
 
     Args:
         name: of the variant.
@@ -137,28 +137,28 @@ def _line(name: str, curves: Sequence[Curve], of_several: Callable[..., Array]) 
 
 
 def _mean(values: Array) -> Array:
-    """Along the first axis, of what is a number."""
+    """Returns the mean of the finite values along the first axis."""
     return np.ma.filled(np.ma.masked_invalid(values).mean(axis=0), np.nan)
 
 
 def _size(steps: int) -> int:
-    """Steps that a point stands for."""
+    """Returns the number of steps per point."""
     return max(1, math.ceil(steps / POINTS))
 
 
 def _array(values: Sequence[float]) -> Array:
-    """Infinities become NaN, which is not drawn."""
+    """Returns an array in which infinity is replaced by NaN, which is not drawn."""
     array = np.asarray(values, dtype=np.float64)
     return np.where(np.isfinite(array), array, np.nan)
 
 
 def _color(comparison: Comparison, name: str) -> str:
-    """A variant's colour, the same in all plots."""
+    """Returns a variant's colour, the same in all plots."""
     place = [variant.name for variant in comparison.variants].index(name)
     return PALETTE[(place - 1) % len(PALETTE)] if place else "black"
 
 
 def _legend(figure: Figure, comparison: Comparison, labels: dict[str, str]) -> None:
-    """Below the figure; labels by the variant's name."""
+    """Draws the legend below the figure; labels by the variant's name."""
     handles = [Line2D([], [], color=_color(comparison, name), label=label) for name, label in labels.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=2)

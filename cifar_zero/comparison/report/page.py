@@ -10,13 +10,13 @@ from cifar_zero.comparison.report.curves import accuracy_plot, loss_plot, style
 from cifar_zero.comparison.result import Comparison
 
 DPI = 150
-"""Plots are 1,500 pixels wide, for screens with two pixels to a point."""
+"""Resolution of the plots, which are 1,500 pixels wide for high-density screens."""
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 
 
 def write_page(comparison: Comparison, folder: Path) -> None:
-    """Writes the report of a comparison into an existing folder; what the comparison lacks is left out."""
+    """Writes the report of a comparison into an existing folder; sections without content are left out."""
     with style():
         drawn = {"losses.png": loss_plot(comparison), "accuracy.png": accuracy_plot(comparison)}
         plots: dict[str, str] = {}

@@ -1,17 +1,13 @@
-"""Refuses what cannot run before anything is launched, in one line that says what to use instead.
+"""Refuses what cannot run, before anything is launched, in one line that says what to use instead.
 
 Nothing here imports torch, except for a model of torchvision or timm.
 """
 
-from cifar_zero.config.rules.averaging import check_averaging
-from cifar_zero.config.rules.devices import check_cuda_graphs, check_on_cpu, check_sync_batch_norm
+from cifar_zero.config.rules import strategy
+from cifar_zero.config.rules.devices import check_here, check_on_cpu, check_sync_batch_norm
 from cifar_zero.config.rules.experts import check_experts
-from cifar_zero.config.rules.finetuning import check_finetuning
-from cifar_zero.config.rules.here import check_here
-from cifar_zero.config.rules.model import check_model
-from cifar_zero.config.rules.model_parallel import check_model_parallel
+from cifar_zero.config.rules.model import check_finetuning, check_model
 from cifar_zero.config.rules.offload import check_resume, check_switches
-from cifar_zero.config.rules.optimizer import check_offloaded_optimizer, check_optimizer
 from cifar_zero.config.run import Run
 
 __all__ = ["check", "check_finetuning", "check_here", "check_model", "check_resume", "check_strategy"]
@@ -40,12 +36,12 @@ def check_strategy(run: Run) -> None:
     if run.on_cpu:
         check_on_cpu(run)
     if config.cuda_graphs:
-        check_cuda_graphs(run)
-    check_optimizer(run)
-    check_offloaded_optimizer(run)
+        strategy.check_cuda_graphs(run)
+    strategy.check_optimizer(run)
+    strategy.check_offloaded_optimizer(run)
     check_switches(run)
-    check_model_parallel(run)
+    strategy.check_model_parallel(run)
     if "ep_size" in config.model.options:
         check_experts(run)
     if config.ema or config.swa_from:
-        check_averaging(run)
+        strategy.check_averaging(run)

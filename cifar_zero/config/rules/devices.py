@@ -1,10 +1,15 @@
-"""What only a GPU can do, and how many ranks fit into the CPU's memory."""
+"""What a run needs of the computer: a GPU, memory, packages, a compiler, a disk."""
 
+import ctypes.util
+import importlib.util
 import os
+import shutil
+from pathlib import Path
 
 from cifar_zero.config.run import Run
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import free_memory_bytes
+from cifar_zero.optimizers import BY_DEEPSPEED, OFFLOADED_BY
 
 CPU_RANK_BYTES = 1_000_000_000
 """Memory of one CPU rank of the smallest run (measured: 0.9 to 1.1 GB resident, torch 2.15 with DeepSpeed 0.19)."""
@@ -22,35 +27,49 @@ def check_on_cpu(run: Run) -> None:
         )
 
 
-def check_cpu_memory(run: Run) -> None:
-    """Refuses more CPU ranks than the memory has room for; a launcher's ranks have taken their memory already."""
+def check_here(run: Run) -> None:
+    """Refuses what this computer lacks and another one may have."""
+    if run.on_cpu:
+        _check_cpu_memory(run)
+    optimizer, spec = run.config.optimizer.name, run.spec
+    if optimizer == "adam8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        raise UsageError("--optimizer adam8bit needs bitsandbytes: pip install bitsandbytes, or use --optimizer adam")
+    compiles = spec.offload_optimizer and OFFLOADED_BY.get(optimizer) == BY_DEEPSPEED
+    if compiles and not (shutil.which("g++") or shutil.which("c++")):
+        raise UsageError(
+            f"--strategy {run.config.strategy_name} compiles DeepSpeed's CPU {optimizer}: install g++ or use "
+            "--optimizer sgd"
+        )
+    if spec.offload_optimizer == "nvme" and spec.raw is None:
+        check_nvme(run.config.nvme_path)
+
+
+def check_nvme(path: str) -> None:
+    """Refuses a missing directory, and a computer without libaio, which DeepSpeed's I/O is compiled against."""
+    if not path:
+        raise UsageError("--strategy deepspeed_stage_3_offload_nvme needs --nvme_path DIRECTORY on a local disk")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise UsageError(f"--nvme_path {path} is not a writable directory")
+    if not ctypes.util.find_library("aio") or not Path("/usr/include/libaio.h").exists():
+        raise UsageError(
+            "NVMe offload needs libaio (Debian: apt-get install libaio-dev); without it use deepspeed_stage_3_offload"
+        )
+
+
+def check_sync_batch_norm(run: Run) -> None:
+    """Refuses SyncBatchNorm without GPUs (torch 2.15), or without DDP: Lightning (2.6.6) has it in no other strategy
+    here."""
+    if run.on_cpu:
+        raise UsageError("--trainer.sync_batchnorm needs a GPU: on the CPU each rank normalises by its micro-batch")
+    if run.spec.family != "baseline":
+        raise UsageError(f"--trainer.sync_batchnorm is for ddp, not for {run.config.strategy_name}")
+
+
+def _check_cpu_memory(run: Run) -> None:
+    """Refuses more CPU ranks than fit into memory; the ranks of a launcher have already taken theirs."""
     devices = run.config.devices
     assert devices != "auto"
     launched = "LOCAL_WORLD_SIZE" in os.environ
     if devices > 1 and not launched and devices * CPU_RANK_BYTES > (free := free_memory_bytes()):
         fit = max(1, free // CPU_RANK_BYTES)
-        raise UsageError(f"--devices {devices}: a CPU rank takes about 1 GB, and there is room for {fit} here")
-
-
-def check_cuda_graphs(run: Run) -> None:
-    """Refuses --cuda_graphs where a step is not the same kernels on the same addresses, which a graph replays."""
-    if run.on_cpu:
-        raise UsageError("--cuda_graphs needs a GPU: --compile compiles the model on the CPU too")
-    if run.config.activation_offload:
-        raise UsageError(
-            "--cuda_graphs keeps the activations in the graph's own memory: leave out --activation_offload"
-        )
-    if run.config.accumulate > 1:
-        raise UsageError("--cuda_graphs cannot add gradients up over --accumulate micro-batches: use --compile")
-    if not run.spec.graphs:
-        strategy = run.config.strategy_name
-        raise UsageError(f"--cuda_graphs: {strategy} may move the parameters in every step: use --compile")
-
-
-def check_sync_batch_norm(run: Run) -> None:
-    """Refuses SyncBatchNorm without GPUs (torch 2.15) or DDP, the only strategy here with which Lightning (2.6.6) uses
-    it."""
-    if run.on_cpu:
-        raise UsageError("--trainer.sync_batchnorm needs a GPU: on the CPU each rank normalises by its micro-batch")
-    if run.spec.family != "baseline":
-        raise UsageError(f"--trainer.sync_batchnorm is for ddp, not for {run.config.strategy_name}")
+        raise UsageError(f"--devices {devices}: a CPU rank takes about 1 GB, and this computer has memory for {fit}")

@@ -5,7 +5,7 @@ from cifar_zero.core.errors import UsageError
 
 
 def check_experts(run: Run) -> None:
-    """Refuses a model with mixtures of experts where its experts cannot be spread over the ranks."""
+    """Refuses a mixture of experts that the strategy or the number of ranks does not allow."""
     config, ranks = run.config, run.world_size
     ep_size = config.model.options["ep_size"]
     given = f"--ds_config {config.ds_config}" if config.ds_config else f"--strategy {config.strategy}"
@@ -25,8 +25,10 @@ def check_experts(run: Run) -> None:
         if raw.get("zero_optimization", {}).get(key) is False:
             raise UsageError(f"{given} sets {key} to false: DeepSpeed needs it for mixtures of experts, take it out")
     if raw.get("use_data_before_expert_parallelism"):
-        raise UsageError(f"{given} sets use_data_before_expert_parallelism: take it out, neighbours share experts here")
+        raise UsageError(
+            f"{given} sets use_data_before_expert_parallelism: take it out, neighbouring ranks share experts"
+        )
     if config.init != "default" and ep_size > 1:
-        raise UsageError(f"--init {config.init} draws the experts of all ranks: add --model.ep_size 1")
+        raise UsageError(f"--init {config.init} initialises the experts of all ranks: add --model.ep_size 1")
     if config.cuda_graphs:
         raise UsageError(f"--cuda_graphs cannot replay the routing of --model {config.model.name}: use --compile")

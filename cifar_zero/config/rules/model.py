@@ -1,20 +1,24 @@
-"""What a model needs of the micro-batch and of the images."""
+"""What a model needs of the micro-batch and of the images, and fine-tuning of its weights."""
 
+from pathlib import Path
+
+from cifar_zero.config.flags import Config, LoRAConfig
 from cifar_zero.config.run import Run
+from cifar_zero.config.values import check_flags
 from cifar_zero.core.errors import UsageError
 from cifar_zero.models import IMAGE_SHAPE, MODELS
 
 LEAST_SIDE = 12
-"""Smallest side of scaled-down images, in pixels."""
+"""Smallest side of downscaled images, in pixels."""
 
 
 def check_model(run: Run) -> None:
-    """Refuses a model that cannot train on these micro-batches; tries out one of another package."""
+    """Refuses a model that cannot train on these micro-batches; runs a model of another package to find out."""
     config = run.config
     if config.model.options.get("batch_norm") and run.micro_batch == 1:
-        raise UsageError("--model.batch_norm normalises over a micro-batch, here a single image: raise --batch_size")
+        raise UsageError("--model.batch_norm normalises over the micro-batch, a single image here: raise --batch_size")
     if config.model.name == "speednet" and config.init != "default":
-        raise UsageError(f"--model speednet draws its weights in its own way: leave --init {config.init} out")
+        raise UsageError(f"--model speednet has its own initialisation: leave --init {config.init} out")
     if config.augment.low_resolution or config.augment.low_epochs:
         _check_resolution(run)
     if ":" in config.model.name:
@@ -22,6 +26,20 @@ def check_model(run: Run) -> None:
             _try_out(run, IMAGE_SHAPE[1])
         except ValueError as error:
             raise UsageError(f"--model {config.model.name}: {error}") from error
+
+
+def check_finetuning(config: Config) -> None:
+    """Refuses options of fine-tuning that cannot be combined."""
+    lora = config.lora
+    if lora != LoRAConfig():
+        check_flags(lora, "lora.", "rank", at_least=1)
+    if lora.rank and not lora.target:
+        raise UsageError("--lora.rank needs --lora.target: names of linear layers such as 'blocks.*.attention.qkv'")
+    check_flags(lora, "lora.", "dropout", below=1)
+    if config.delta and not config.weights:
+        raise UsageError(f"--delta {config.delta} needs --weights: those that the run which wrote it started from")
+    if config.delta and not Path(config.delta).is_file():
+        raise UsageError(f"--delta {config.delta} is not a file")
 
 
 def _check_resolution(run: Run) -> None:

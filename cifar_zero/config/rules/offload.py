@@ -9,7 +9,7 @@ from cifar_zero.core.hardware import gpu_count
 
 
 def check_switches(run: Run) -> None:
-    """Refuses a switch that would have no effect, or another one than it says."""
+    """Refuses a switch that would have no effect, or another effect than its name says."""
     config, spec = run.config, run.spec
     switches = (("zero", config.zero, ZeROConfig()), ("offload", config.offload, OffloadConfig()))
     given = [
@@ -21,7 +21,7 @@ def check_switches(run: Run) -> None:
     if not given:
         return
     if spec.raw is not None:
-        raise UsageError(f"{given[0]} goes into {config.ds_config}, under the name that DeepSpeed has for it")
+        raise UsageError(f"{given[0]} goes into {config.ds_config}, under DeepSpeed's own name")
     of_stage_3 = [flag for flag in given if flag.startswith("--zero.") or flag == "--offload.ratio"]
     if of_stage_3 and spec.stage != 3:
         raise UsageError(
@@ -36,7 +36,7 @@ def check_switches(run: Run) -> None:
 
 
 def check_resume(run: Run) -> None:
-    """Refuses to resume where the checkpoints do not hold all that is needed."""
+    """Refuses --resume if the checkpoints of the strategy lack part of the state."""
     if run.config.resume and not resumes(run):
         raise UsageError(f"--resume: {_why_not(run)}")
 
@@ -54,7 +54,7 @@ def _why_not(run: Run) -> str:
     config, spec = run.config, run.spec
     if spec.super_offload or config.offload.ratio < 1:
         what = "--offload.ratio" if config.offload.ratio < 1 else config.strategy_name
-        return f"under {what} DeepSpeed keeps Adam's state out of its checkpoints, begin with --weights"
+        return f"under {what} DeepSpeed does not save Adam's state: start anew with --weights"
     if spec.offload_optimizer == "nvme":
         return f"{config.strategy_name} cannot be resumed, use --strategy deepspeed_stage_3_offload"
     return ""
@@ -94,7 +94,7 @@ def _check_offload(run: Run) -> None:
     if not run.spec.offload_optimizer:
         raise UsageError(f"{flag}: {strategy} offloads nothing")
     if run.on_cpu:
-        raise UsageError(f"{flag} needs a GPU: on the CPU what is offloaded is in the same memory as everything else")
+        raise UsageError(f"{flag} needs a GPU: without one, offloaded tensors stay in the same memory")
     if offload.ratio < 1:
         _check_ratio(run)
 

@@ -1,0 +1,97 @@
+"""What a strategy can do: optimizers, averages of the weights, CUDA graphs, models that it splits."""
+
+from cifar_zero.config.run import Run
+from cifar_zero.core.errors import UsageError
+from cifar_zero.models import MODELS, ViT
+from cifar_zero.optimizers import OFFLOADED_BY
+
+
+def check_optimizer(run: Run) -> None:
+    """Refuses an optimizer that the strategy or the device cannot run."""
+    name = run.config.optimizer.name
+    if name not in OFFLOADED_BY and run.spec.shards_tensors:
+        raise UsageError(
+            f"--optimizer {name} needs whole tensors, and {run.config.strategy_name} shards them: "
+            "use deepspeed_stage_0, ddp or baseline, or --optimizer adamw"
+        )
+    if name == "muon_sgd":
+        _check_muon_sgd(run)
+    if name == "adam8bit" and run.on_cpu:
+        raise UsageError("--optimizer adam8bit needs a CUDA GPU: use --optimizer adam")
+
+
+def _check_muon_sgd(run: Run) -> None:
+    """Refuses schedules that cannot set the learning rate of each of its groups."""
+    config = run.config
+    if config.schedule.name == "range_test":
+        given = "--find_lr" if config.find_lr else "--schedule range_test"
+        raise UsageError(f"{given} gives all groups one learning rate, but --optimizer muon_sgd has three: use muon")
+    if config.optimizer.options["first_bias_share"] < 1 and config.schedule.name == "constant":
+        raise UsageError("--optimizer.first_bias_share needs a schedule that ends at 0: add --schedule linear")
+
+
+def check_offloaded_optimizer(run: Run) -> None:
+    """Refuses an optimizer that SuperOffload cannot run."""
+    if not run.spec.super_offload:
+        return
+    optimizer, strategy = run.config.optimizer, run.config.strategy_name
+    if optimizer.name not in ("adam", "adamw"):
+        raise UsageError(f"--strategy {strategy} runs only Adam and AdamW: add --optimizer adam")
+    if optimizer.name == "adam" and optimizer.options["weight_decay"]:
+        # Its process makes a DeepSpeedCPUAdam without adamw_mode=False (DeepSpeed 0.19.8, superoffload_utils.py).
+        raise UsageError(f"--strategy {strategy} applies weight decay as AdamW does: use --optimizer adamw")
+
+
+def check_averaging(run: Run) -> None:
+    """Refuses --ema and --swa_from if the strategy cannot average its weights in place."""
+    if run.spec.averages:
+        return
+    flag, strategy = "--ema" if run.config.ema else "--swa_from", run.config.strategy_name
+    if run.spec.offload_parameters == "nvme":
+        raise UsageError(f"{flag}: {strategy} keeps the weights on disk, use deepspeed_stage_3_offload")
+    raise UsageError(f"{flag} cannot average the shards of {strategy}: use deepspeed_stage_3")
+
+
+def check_cuda_graphs(run: Run) -> None:
+    """Refuses --cuda_graphs if steps do not run the same kernels on the same addresses, which a graph replays."""
+    if run.on_cpu:
+        raise UsageError("--cuda_graphs needs a GPU: --compile compiles the model on the CPU too")
+    if run.config.activation_offload:
+        raise UsageError(
+            "--cuda_graphs keeps the activations in the graph's own memory: leave out --activation_offload"
+        )
+    if run.config.accumulate > 1:
+        raise UsageError("--cuda_graphs cannot accumulate gradients over --accumulate micro-batches: use --compile")
+    if not run.spec.graphs:
+        strategy = run.config.strategy_name
+        raise UsageError(f"--cuda_graphs: {strategy} may move the parameters in every step: use --compile")
+
+
+def check_model_parallel(run: Run) -> None:
+    """Refuses a model that cannot be split over the ranks, and float16 without loss scaling."""
+    config, spec, ranks, model = run.config, run.spec, run.world_size, run.config.model.name
+    given = f"--strategy {config.strategy}"
+    if not spec.scales_loss and config.precision == "16-mixed":
+        raise UsageError(f"{given} has no loss scaling for float16: use --precision bf16-mixed")
+    if not spec.one_replica:
+        return
+    entry = MODELS[model]
+    if not issubclass(entry, ViT):
+        known = ", ".join(name for name, other in MODELS.items() if issubclass(other, ViT))
+        raise UsageError(f"{given} cannot split --model {model}: it splits {known}")
+    if config.num_nodes > 1:
+        raise UsageError(f"{given} works within one node: over several nodes use fsdp2 or deepspeed_stage_3")
+    if config.trainable or config.lora.rank:
+        raise UsageError(f"{given} trains whole models only: use fsdp2 or ZeRO with --trainable and --lora.rank")
+    if spec.family == "tensor_parallel" and config.activation_offload:
+        raise UsageError(f"{given} splits the activations: use --activation_checkpointing, or fsdp2")
+    if config.compile:
+        raise UsageError(f"{given} exchanges tensors within the model: leave --compile out, or use fsdp2")
+    shape = entry(**config.model.options).shape
+    if spec.family == "tensor_parallel" and shape.heads % ranks:
+        fit = " or ".join(str(number) for number in range(1, shape.heads + 1) if shape.heads % number == 0)
+        raise UsageError(f"{given}: {ranks} ranks cannot divide the {shape.heads} heads of {model}: --devices {fit}")
+    if spec.family == "pipeline" and ranks > shape.depth:
+        raise UsageError(
+            f"{given}: {model} has {shape.depth} blocks for {ranks} ranks: --devices {shape.depth} at most"
+        )
