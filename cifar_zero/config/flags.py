@@ -384,7 +384,7 @@ def config_of(tree: dict[str, Any]) -> Config:
         UsageError: it sets `trust`.
     """
     check_no_consent(tree, "the checkpoint's configuration")
-    sections = SECTIONS | dict.fromkeys(("model", "optimizer", "schedule"), Choice)
+    sections: dict[str, type] = {**SECTIONS, **dict.fromkeys(("model", "optimizer", "schedule"), Choice)}
     return Config(**{key: sections[key](**value) if key in sections else value for key, value in tree.items()})
 
 

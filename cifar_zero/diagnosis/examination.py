@@ -1,4 +1,4 @@
-"""Runs a check in its own process: if it hangs or crashes, the doctor goes on to the next one."""
+"""Runs a check in its own process: if it hangs or crashes, the doctor continues with the next one."""
 
 import multiprocessing
 import os
@@ -65,7 +65,7 @@ def _signal_group(group: int | None, number: signal.Signals) -> None:
 
 
 def _answer(check: Check, options: Options, sender: Connection) -> None:
-    os.setsid()  # a process group of its own, which `examine` ends
+    os.setsid()  # a separate process group, which `examine` ends
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(nothing, stream)

@@ -145,8 +145,8 @@ def check_versions(hosts: Sequence[str], software: Sequence[Mapping[str, str]]) 
         for host, found in zip(hosts, software, strict=True):
             where.setdefault(found.get(name, "none"), {})[host] = None
         if len(where) > 1:
-            told = "; ".join(f"{version} on {', '.join(named)}" for version, named in where.items())
-            differ.append(f"{name} {told}")
+            listed = "; ".join(f"{version} on {', '.join(named)}" for version, named in where.items())
+            differ.append(f"{name} {listed}")
     if differ:
         return failed(f"not the same on all nodes: {' | '.join(differ)}", "install the same on each, from one checkout")
     return ok(f"the same on all nodes: {', '.join(f'{name} {version}' for name, version in software[0].items())}")

@@ -1,1 +1,1 @@
-"""Predicts what a run takes of a rank's memory under each strategy, before a launch, and which strategy to take."""
+"""Predicts a rank's memory and the bytes that it sends under each strategy, and recommends one (plan.py)."""

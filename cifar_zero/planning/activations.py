@@ -1,10 +1,10 @@
 """Counts the activations of a training step to the byte, without computing them.
 
-They are counted on tensors with shapes and no values (torch's FakeTensorMode), so the model may be larger than any
-memory. The kernels are those of the CPU; a GPU's may save less or more.
+It runs the step on tensors that have shapes but no values (torch's FakeTensorMode), so the model may be larger than any
+memory. The kernels are those of the CPU; those of a GPU may save more or less.
 
-torch's own MemTracker (torch.distributed._tools, 2.15) counts the same bytes, but goes through all modules after each
-operation: 24 seconds for one size of vit_large, where this takes 2.
+torch's own MemTracker (torch.distributed._tools, 2.15) counts the same bytes, but visits all modules after each
+operation: it takes 24 seconds for one size of vit_large, this file 2.
 """
 
 import textwrap
@@ -31,26 +31,23 @@ from cifar_zero.models.moe import gates
 from cifar_zero.models.recomputation import checkpoint_blocks
 
 Computes = Literal["float32", "autocast", "cast"]
-"""The format in which a model computes: float32, bfloat16 where autocast says so, or bfloat16 throughout. float16 takes
-as many bytes as bfloat16."""
+"""The format in which a model computes: float32, bfloat16 under autocast, or bfloat16 throughout. float16 takes as many
+bytes as bfloat16."""
 
 
 class Bytes(NamedTuple):
-    """Bytes of one micro-batch."""
+    """Activations of one micro-batch, in bytes."""
 
     saved: int
-    """Activations held between the forward and the backward pass."""
+    """Held between the forward and the backward pass."""
 
     peak: int
-    """The peak of everything: parameters, gradients, activations, and what an operation takes."""
-
-    activations: int
-    """The peak without parameters and gradients."""
+    """The peak, including temporary tensors of operations, without parameters and gradients."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Bytes by the number of images: linear, measured at two sizes of the micro-batch."""
+    """Bytes as a linear function of the number of images, measured at two sizes of the micro-batch."""
 
     base: float
     per_image: float
@@ -61,54 +58,49 @@ class Line:
 
 
 class Held(TorchDispatchMode):
-    """Counts the memory that operations allocate, as long as a tensor uses it; the model's own is left out."""
+    """Counts the memory that operations allocate and tensors still use, without that of the model itself."""
 
     def __init__(self, net: nn.Module):
         super().__init__()
         own = (tensor.untyped_storage() for tensor in (*net.parameters(), *net.buffers()))
-        self._kinds: MutableMapping[UntypedStorage, list[str]] = WeakIdKeyDictionary({storage: [] for storage in own})
-        self.now = {"activation": 0, "gradient": 0}
-        """Bytes allocated now, by kind."""
-        self.peak = self.peak_of_activations = 0
-        """The peak so far, in bytes, of both kinds and of activations."""
+        self._known: MutableMapping[UntypedStorage, list[bool]] = WeakIdKeyDictionary({storage: [] for storage in own})
+        self.now = self.peak = 0
+        """Bytes of activations that are allocated now, and their peak so far."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operation and counts what it allocates."""
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
-            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self._kinds:
-                self._kinds[storage] = kind = ["activation"]
-                self.now["activation"] += storage.nbytes()
-                weakref.finalize(storage, self._free, kind, storage.nbytes())
-        self.peak = max(self.peak, sum(self.now.values()))
-        self.peak_of_activations = max(self.peak_of_activations, self.now["activation"])
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self._known:
+                self._known[storage] = counts = [True]
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._free, counts, storage.nbytes())
+        self.peak = max(self.peak, self.now)
         return made
 
-    def is_gradient(self, parameter: Tensor) -> None:
-        """Recounts a gradient, an activation so far; to be called when a parameter has its gradient."""
+    def leave_out_gradient(self, parameter: Tensor) -> None:
+        """Stops counting a gradient as an activation; a hook that runs when the parameter has its gradient."""
         assert parameter.grad is not None
         storage = parameter.grad.untyped_storage()
-        if self._kinds[storage] == ["activation"]:
-            self._kinds[storage][:] = ["gradient"]
-            self.now["activation"] -= storage.nbytes()
-            self.now["gradient"] += storage.nbytes()
+        if self._known[storage] == [True]:
+            self._free(self._known[storage], storage.nbytes())
+            self._known[storage][:] = [False]
 
-    def _free(self, kind: list[str], size: int) -> None:
-        self.now[kind[0]] -= size
+    def _free(self, counts: list[bool], size: int) -> None:
+        self.now -= size * counts[0]
 
 
 def counted(net: nn.Module, images: int, computes: Computes) -> Bytes:
-    """Counts the bytes of one forward and one backward pass.
+    """Counts the bytes of one forward and backward pass.
 
     Args:
-        net: on the CPU, built within the FakeTensorMode in which this is called.
-        images: of the micro-batch.
-        computes: its format; "cast" needs a network that is cast already.
+        net: model on the CPU, built in the FakeTensorMode in which this is called.
+        images: size of the micro-batch.
+        computes: format; "cast" needs a model that is already cast.
     """
     held = Held(net)
-    own = _own_bytes(net)
     hooks = [
-        parameter.register_post_accumulate_grad_hook(held.is_gradient)
+        parameter.register_post_accumulate_grad_hook(held.leave_out_gradient)
         for parameter in net.parameters()
         if parameter.requires_grad
     ]
@@ -120,50 +112,46 @@ def counted(net: nn.Module, images: int, computes: Computes) -> Bytes:
         for gate in gates(net):
             assert gate.routing is not None
             loss = loss + gate.routing.load_balance_loss
-        saved = held.now["activation"]
+        saved = held.now
         loss.backward()
     for hook in hooks:
         hook.remove()
     net.zero_grad()
-    return Bytes(saved, own + held.peak, held.peak_of_activations)
+    return Bytes(saved, held.peak)
 
 
 def measure(run: Run, micro_batch: int, computes: Computes) -> Line:
-    """Measures the activations of a run, by images.
+    """Returns the activations of a run, by images.
 
     Args:
-        run: to plan.
-        micro_batch: images; measured at this size and at twice as many.
-        computes: the format.
+        run: the run to plan.
+        micro_batch: images; the activations are counted at this size and at twice this size.
+        computes: format.
 
     Raises:
         UsageError: activation checkpointing finds no blocks, or a model of another package cannot be counted.
     """
-    few = max(2, micro_batch)  # batch normalisation takes no single image
+    few = max(2, micro_batch)  # batch normalisation cannot take a single image
     with FakeTensorMode():
         net = _fake(run, torch.bfloat16 if computes == "cast" else torch.float32)
         if run.config.activation_checkpointing:
             checkpoint_blocks(net)
         try:
             small, large = (_of_all_blocks(net, images, computes) for images in (few, 2 * few))
-        except Exception as error:  # any: a model of another package may do anything without values
+        except Exception as error:  # of any kind: models of other packages may fail on tensors without values
             if ":" not in run.config.model.name:
                 raise
             raise UsageError(
                 f"--model {run.config.model.name}: its activations cannot be counted without values "
-                f"({textwrap.shorten(str(error), 120, placeholder=' ...')}): name a strategy and train"
+                f"({textwrap.shorten(str(error), 120, placeholder=' ...')}): choose a strategy and train"
             ) from error
-    return Line(2 * small.activations - large.activations, (large.activations - small.activations) / few)
-
-
-def _own_bytes(net: nn.Module) -> int:
-    return sum(tensor.nbytes for tensor in (*net.parameters(), *net.buffers()))
+    return Line(2 * small.peak - large.peak, (large.peak - small.peak) / few)
 
 
 def _fake(run: Run, dtype: torch.dtype) -> nn.Module:
-    """Builds the run's model without values on the CPU, in a format; to be called in a FakeTensorMode.
+    """Builds the run's model on the CPU without values, in `dtype`; call it in a FakeTensorMode.
 
-    It is built on the meta device first: some models of other packages read values as they are built, which
+    The model is built on the meta device first: some models of other packages read values while they are built, which
     FakeTensorMode refuses (torch 2.15).
     """
     with unset_fake_temporarily():
@@ -171,7 +159,7 @@ def _fake(run: Run, dtype: torch.dtype) -> nn.Module:
     made: dict[int, Tensor] = {}
 
     def of(tensor: Tensor) -> Tensor:
-        """Returns the same tensor for a tensor that layers share."""
+        """Returns a new tensor without values; the same one again for a tensor that layers share."""
         if id(tensor) not in made:
             empty = torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
             made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
@@ -184,8 +172,8 @@ def _fake(run: Run, dtype: torch.dtype) -> nn.Module:
 
 
 def _of_all_blocks(net: nn.Module, images: int, computes: Computes) -> Bytes:
-    """Counts as `counted` does, but of identical blocks only two and three: each further block adds as much (to the
-    byte for vit_13b, whose 41 blocks take 15 times as long)."""
+    """Counts like `counted`, but only two and three of identical blocks: each further block adds the same (to the byte
+    for vit_13b, whose 41 blocks would take 15 times as long)."""
     blocks = getattr(net, "blocks", None)
     if not isinstance(blocks, nn.Sequential) or len(blocks) <= 3 or len({*map(_kind, blocks)}) > 1:
         return counted(net, images, computes)
@@ -202,7 +190,7 @@ def _of_all_blocks(net: nn.Module, images: int, computes: Computes) -> Bytes:
 
 
 def _kind(block: nn.Module) -> tuple[Any, ...]:
-    """What two blocks must have in common to hold the same activations."""
+    """Returns what two blocks must have in common to hold the same activations."""
     modules = tuple((type(module), module.extra_repr()) for module in block.modules())
     return modules, tuple((parameter.shape, parameter.requires_grad) for parameter in block.parameters())
 

@@ -1,4 +1,4 @@
-"""`--strategy auto`: the launching process chooses once, before the ranks start. Choosing imports torch."""
+"""`--strategy auto`: the launching process chooses a strategy once, before the ranks start. This imports torch."""
 
 import os
 from dataclasses import replace
@@ -21,10 +21,10 @@ VARIABLE = "CIFAR_ZERO_STRATEGY"
 
 
 def choose(config: Config) -> str:
-    """Returns a strategy's name in place of auto, and prints which one and why.
+    """Returns the strategy that replaces auto, and prints which one and why.
 
     Raises:
-        UsageError: no strategy fits, or another launcher has started the ranks, each of which would choose.
+        UsageError: no strategy fits, or another launcher started the ranks, so that each would choose.
     """
     if not rank_environment.is_rank():
         return _chosen(config)
@@ -50,13 +50,13 @@ def _chosen(config: Config) -> str:
     room = machine.this_machine(run.config)
     choice, reason = recommended(survey(run, network.of(run), room, {}), room)
     if choice is None:
-        raise UsageError(f"--strategy auto: {reason}; or name a strategy to try it anyway")
+        raise UsageError(f"--strategy auto: {reason}; or choose a strategy to try it anyway")
     say(f"--strategy auto: {reason}")
     return choice.strategy
 
 
 def _of_resumed_run(config: Config) -> str:
-    """Returns the strategy of the run that --resume names; empty if it names none, or one with a --ds_config."""
+    """Returns the strategy of the run that --resume names; empty without such a run, or if it used --ds_config."""
     if config.resume == "last" and not config.name:
         raise UsageError("--resume last with --strategy auto needs --name: the default name contains the strategy")
     resume = restarted(config, config.run_name)

@@ -1,8 +1,8 @@
 """The bytes that a rank sends to other ranks in an optimizer step under each strategy; no torch.
 
 Rajbhandari et al. 2020, "ZeRO", section 7: an all-reduce is a reduce-scatter and an all-gather, in each of which a rank
-of N sends (N - 1)/N of the numbers; so ZeRO 0, 1 and 2 send two for each parameter and ZeRO 3 three. DeepSpeed 0.19.8
-and torch 2.15 differ from this in places. What they send is counted here (docs/planning.md has the measurement):
+of N sends (N - 1)/N of the numbers. So ZeRO 0, 1 and 2 send two numbers per parameter, and ZeRO 3 three. DeepSpeed
+0.19.8 and torch 2.15 differ from this in places, and the formulas follow them (measured in docs/planning.md):
 
 - Stages 1 and 2 all-reduce a bucket over all ranks, of which each then keeps its part
   (use_multi_rank_bucket_allreduce in zero/config.py, average_tensor in zero/stage_1_and_2.py), and gather the updated
@@ -27,7 +27,7 @@ from cifar_zero.planning.overheads import REUSE_ELEMENTS
 def sent_bytes(run: Run, network: Network) -> int:
     """Returns the bytes of one rank and optimizer step, under a strategy that spreads images over all ranks.
 
-    Not counted: the tokens that a mixture of experts sends to the ranks of its experts, and what is a few numbers
+    Not counted: the tokens that a mixture of experts sends to the ranks of its experts, and messages of a few numbers
     (losses, norms, batch statistics).
     """
     config, spec = run.config, run.spec
@@ -36,10 +36,10 @@ def sent_bytes(run: Run, network: Network) -> int:
     trained = _sent(network, ranks, lambda weight: weight.trained)
     scattered = trained * (2 if run.on_cpu else 1)
     if spec.family == "fsdp2":
-        # Gathered in the format of computing, reduced in float32 where that is mixed (strategies/fsdp2.py).
+        # Gathered in the compute format, reduced in float32 if the precision is mixed (strategies/fsdp2.py).
         gathered = FLOAT32 if config.precision == "32-true" else 2
         reduced = 2 if config.precision == "bf16-true" else FLOAT32
-        gathers = 1 if network.largest_block == network.elements else 2  # without blocks once for both passes
+        gathers = 1 if network.largest_block == network.elements else 2  # without blocks: once for both passes
         whole = _sent(network, ranks, lambda weight: True)
         return round(micro_batches * (gathers * whole * gathered + scattered * reduced))
     if spec.stage == 3:
@@ -53,9 +53,9 @@ def sent_bytes(run: Run, network: Network) -> int:
 
 
 def _sent(network: Network, ranks: int, chosen: Callable[[Weight], bool]) -> float:
-    """Returns the elements that a rank sends if the chosen weights are scattered, or gathered, once.
+    """Returns the elements that a rank sends when the chosen weights are scattered, or gathered, once.
 
-    An expert's weights go only to the ranks that have the same experts.
+    An expert's weights are sent only to the ranks that have the same experts.
     """
 
     def share(weight: Weight) -> float:

@@ -1,4 +1,4 @@
-"""The memory that is available to a rank, on this machine or as the user says."""
+"""The memory that is available to a rank, on this machine or as given by the user."""
 
 import re
 import shutil
@@ -21,24 +21,20 @@ vllm/config/cache.py)."""
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes available to a rank; None: not known, so not checked."""
+    """Bytes available to a rank; None: unknown, and not checked."""
 
     device: int
     host: int | None
     shared: bool = False
-    """Whether the device is the CPU, so that what is offloaded takes of the same memory."""
+    """Whether the device is the CPU, so that offloaded tensors stay in the same memory."""
     disk: int | None = None
     """Free space of --nvme_path."""
     elsewhere: bool = False
-    """Whether it is another machine's, which may have what this one lacks (a compiler, bitsandbytes, --nvme_path)."""
+    """Whether this is another machine, which may have what this one lacks (a compiler, bitsandbytes, --nvme_path)."""
 
 
 def this_machine(config: Config) -> Room:
-    """Returns what is free for a rank now.
-
-    Args:
-        config: with devices and accelerator decided.
-    """
+    """Returns what is free for a rank now; devices and accelerator must be resolved."""
     assert config.devices != "auto"
     disk = disk_bytes(config.nvme_path, config.devices)
     host = max(0, free_memory_bytes() // config.devices - CPU_RANK_BYTES)
@@ -51,7 +47,7 @@ def size_in_bytes(text: str, flag: str) -> int:
     """Returns the bytes of `80GB`, `24GiB`, `512MiB` or `80`, which is gigabytes (10^9 bytes).
 
     Raises:
-        UsageError: it is no size, or less than a byte.
+        UsageError: it is not a size, or less than a byte.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?\s*", text.lower())
     if not match or match[2] not in UNITS or not 1 <= (size := float(match[1]) * UNITS[match[2]]) < 1e18:
@@ -60,9 +56,9 @@ def size_in_bytes(text: str, flag: str) -> int:
 
 
 def free_gpu_bytes(devices: int) -> int:
-    """Returns what a rank may take of the fullest of so many GPUs, in addition to what others use there now.
+    """Returns what a rank may use on the fullest of the first `devices` GPUs, without what others use there now.
 
-    Without NVIDIA's pynvml nothing is known to be used: to ask CUDA itself takes memory there.
+    Without NVIDIA's pynvml the memory in use is unknown: asking CUDA itself would take GPU memory.
     """
     import torch
 
@@ -77,5 +73,5 @@ def free_gpu_bytes(devices: int) -> int:
 
 
 def disk_bytes(path: str, ranks: int) -> int | None:
-    """Returns the free space of --nvme_path for each of so many ranks; None if there is no such directory."""
+    """Returns the free space of --nvme_path per rank; None if there is no such directory."""
     return shutil.disk_usage(path).free // ranks if path and Path(path).is_dir() else None

@@ -5,10 +5,10 @@ Adam in mixed precision a parameter takes 2 bytes, its gradient 2, its float32 m
 of N ranks 16 bytes a parameter at stage 0, 4 + 12/N at stage 1, 2 + 14/N at stage 2, 16/N at stage 3. The formulas here
 follow DeepSpeed 0.19.8 and torch 2.15 where these differ from the paper:
 
-- In float32 DeepSpeed has master weights too, a second copy; torch never has any. A float32 model under autocast takes
-  4 bytes for each number that takes 2 in a cast model.
-- Stage 1 holds whole gradients only in the backward pass, and then, until the update, its own part, as stage 2 does.
-- Stage 3 keeps parameters up to `PERSISTENT_ELEMENTS` whole, next to its own part of them.
+- DeepSpeed has master weights, a second copy, in float32 too; torch never has them. A float32 model under autocast
+  takes 4 bytes for each number that takes 2 in a cast model.
+- Stage 1 holds whole gradients only in the backward pass; then, until the update, only its own part, like stage 2.
+- Stage 3 keeps parameters of up to `PERSISTENT_ELEMENTS` whole, in addition to its own part of them.
 - An optimizer offloaded to the CPU has its gradients there in float32, at stage 3 also in the model's format.
 - Frozen parameters have neither gradient nor state. Stages 0 to 2 keep them whole on each rank.
 """
@@ -37,9 +37,9 @@ STATE_TENSORS: dict[str, Callable[[dict[str, Any]], int]] = {
     "muon": lambda options: 2,  # of what is AdamW's; of a hidden matrix, `Weight.muon`, 1
     "muon_sgd": lambda options: 1,
 }
-"""Numbers that an optimizer keeps per parameter, from its options: torch.optim's classes and ours in optimizers/.
-DeepSpeed's C++ forms keep the same. adam8bit is not here: it keeps two numbers of a byte (Dettmers et al. 2022; their
-scales, a float32 per 256 numbers in bitsandbytes, are left out)."""
+"""Numbers that an optimizer keeps per parameter, from its options: torch.optim's classes and those of optimizers/.
+DeepSpeed's C++ versions keep the same. adam8bit is not listed: it keeps two numbers of one byte (Dettmers et al. 2022;
+their scales, one float32 per 256 numbers in bitsandbytes, are left out)."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Weight:
 
     elements: int
     rows: int
-    """Length of its first dimension, along which fsdp2 shards."""
+    """Size of its first dimension, along which fsdp2 shards."""
     trained: bool = True
     muon: bool = False
-    """Whether Muon updates it, if that is the optimizer."""
+    """Whether Muon, if it is the optimizer, updates this weight."""
     ranks_that_share: int = 1
-    """Ranks over which experts are spread, each rank holding its own: --model.ep_size for an expert's weights."""
+    """Ranks over which an expert's weights are spread (--model.ep_size); 1 for all other weights."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Prediction:
 
     @property
     def in_memory(self) -> States:
-        """Bytes on the device and on the host together: what `mem/*_rank_bytes` of a run measures."""
+        """Bytes on the device and on the host together, as measured by `mem/*_rank_bytes` of a run."""
         both = zip(astuple(self.device), astuple(self.host), strict=True)
         return States(*(device + host for device, host in both))
 

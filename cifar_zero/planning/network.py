@@ -1,4 +1,4 @@
-"""The parameters of a run's model, read from one with shapes and no values (torch's meta device)."""
+"""The parameters of a run's model, read from a model without values (torch's meta device)."""
 
 from dataclasses import dataclass
 
@@ -8,11 +8,11 @@ from cifar_zero.planning.model_states import Weight
 
 @dataclass(frozen=True)
 class Network:
-    """What the formulas need to know of a model."""
+    """What the formulas need to know about a model."""
 
     weights: tuple[Weight, ...]
     largest_block: int
-    """Elements of the largest block, as fsdp2 shards them; all if there are no blocks, 0 if not known."""
+    """Elements of the largest block that fsdp2 shards; all elements if there are no blocks, 0 if unknown."""
 
     @property
     def elements(self) -> int:
@@ -26,10 +26,10 @@ class Network:
 
 
 def of(run: Run) -> Network:
-    """Returns the model of a run, with its adapters and what is frozen.
+    """Returns the model of a run, with its adapters and frozen weights.
 
     Raises:
-        UsageError: --lora.target or --trainable names nothing in the model.
+        UsageError: --lora.target or --trainable matches nothing in the model.
     """
     from cifar_zero.checkpoints.finetuning.freeze import check_patterns
     from cifar_zero.checkpoints.finetuning.network import on_meta

@@ -1,7 +1,5 @@
-"""What a rank holds next to its model states and activations, by formula, in bytes.
-
-Buckets, copies for the update, an average of the weights, buffers on the host, and the model as it is built there.
-"""
+"""Formulas for what a rank holds in addition to model states and activations, in bytes: buckets, copies for the update,
+an average of the weights, buffers on the host, and the model while it is built there."""
 
 import math
 
@@ -13,18 +11,18 @@ from cifar_zero.strategies.deepspeed.config import BUCKET_ELEMENTS
 
 REUSE_ELEMENTS = 10**9
 """ZeRO-3 keeps a gathered parameter if its next use is within so many elements: stage3_max_reuse_distance (DeepSpeed
-0.19.8, zero/run.config.py and partitioned_param_coordinator.py). At the end of the forward pass this holds for the last
+0.19.8, zero/config.py and partitioned_param_coordinator.py). At the end of the forward pass this holds for the last
 half of them, because the backward pass goes through the model in the opposite direction."""
 
 PREFETCH_ELEMENTS = 50_000_000
-"""ZeRO-3 gathers so many elements ahead: stage3_prefetch_bucket_size (zero/run.config.py)."""
+"""ZeRO-3 gathers so many elements ahead: stage3_prefetch_bucket_size (zero/config.py)."""
 
 
 def buckets(run: Run, network: Network) -> int:
-    """Returns what the backward pass holds next to the activations: buckets, and parameters gathered for a while.
+    """Returns what the backward pass holds in addition to activations: buckets and temporarily gathered parameters.
 
     Stage 1 also holds whole gradients, which it reduces at the end of the last backward pass (zero/stage_1_and_2.py,
-    without overlap_comm). All of them are counted next to all activations, which is more than it ever holds.
+    without overlap_comm). They are counted in addition to all activations, which is more than it ever holds.
     """
     size = parameter_size(run.spec, run.config.precision)
     if run.spec.family == "fsdp2":
@@ -53,7 +51,7 @@ def _gathered_by_fsdp2(run: Run, network: Network) -> int:
 
 
 def update(run: Run, network: Network) -> int:
-    """Returns the copies of the gradients that the update makes on the device, when the activations are gone."""
+    """Returns the copies of the gradients that the update makes on the device, after the activations are freed."""
     if run.spec.family != "deepspeed" or run.spec.offload_optimizer:
         return 0
     ranks, size = run.world_size, parameter_size(run.spec, run.config.precision)
@@ -70,7 +68,7 @@ def update(run: Run, network: Network) -> int:
 def average(run: Run, network: Network) -> int:
     """Returns the average of the weights (callbacks/averaging.py): float32, with a float32 copy of cast weights.
 
-    It lies where the parameters lie.
+    It is stored where the parameters are.
     """
     if not (run.config.ema or run.config.swa_from):
         return 0
@@ -80,7 +78,7 @@ def average(run: Run, network: Network) -> int:
 
 
 def host_buffers(run: Run, network: Network) -> int:
-    """Returns what offloading takes on the host in addition to what is offloaded."""
+    """Returns what offloading needs on the host in addition to the offloaded tensors."""
     part, size = math.ceil(network.trained / run.world_size), parameter_size(run.spec, run.config.precision)
     if run.spec.offload_optimizer == "nvme":  # the sub-group that is updated
         return min(part, run.config.zero.sub_group_size) * 4 * FLOAT32
@@ -92,11 +90,11 @@ def host_buffers(run: Run, network: Network) -> int:
 
 
 def built_on_host(run: Run, network: Network) -> int:
-    """Returns what the model takes on the host as it is built, before it is cast and sharded.
+    """Returns what the model takes on the host while it is built, before it is cast and sharded.
 
     It is built in float32 (in bfloat16 with bf16-true), by fsdp2 and at stage 3 on the host (tensor_init_context in
-    Lightning 2.6.6, strategies/model_parallel.py). Stage 3 shards each layer as it is made (deepspeed/strategy.py); it
-    builds models of other packages whole.
+    Lightning 2.6.6, strategies/model_parallel.py). Stage 3 shards each layer right after it is built
+    (deepspeed/strategy.py), but builds models of other packages whole.
     """
     if run.spec.family != "fsdp2" and run.spec.stage < 3:
         return 0

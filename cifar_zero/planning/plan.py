@@ -1,7 +1,4 @@
-"""Predicts the memory that a run needs under each strategy, before anything is launched, and recommends a strategy.
-
-python plan.py --model vit_large --devices 8 --device_memory 80GB [any option of train.py]
-"""
+"""Predicts the memory that a run needs under each strategy, before anything is launched, and recommends one."""
 
 from __future__ import annotations
 
@@ -43,10 +40,10 @@ All other options are those of train.py (train.py --help).
 """
 
 IMAGES = 32
-"""Micro-batch of each rank if no batch size is given."""
+"""Micro-batch per rank if no batch size is given."""
 
 OF_A_MODEL = ("--model.", "--lora.", "--trainable", "--activation_")
-"""Options that make no sense with --parameters begin so."""
+"""Prefixes of options that make no sense with --parameters."""
 
 DEVICES = tuple(4**power for power in range(8))
 """Columns of --table: 1 to 16,384."""
@@ -57,8 +54,8 @@ def main() -> int:
     arguments, flags = _parse()
     config = command_line.parse(flags)
     if config.ds_config:
-        raise UsageError("--ds_config cannot be planned, only named strategies: leave it out")
-    config = replace(config, strategy=Config.strategy)  # all are planned
+        raise UsageError("--ds_config cannot be planned: leave it out, plan.py plans all named strategies")
+    config = replace(config, strategy=Config.strategy)  # all strategies are planned
     if arguments.device_memory is None:
         config = on_this_machine(config)
     else:
@@ -112,7 +109,7 @@ def _plan(run: Run, arguments: Namespace, flags: list[str], room: Room) -> int:
 
 
 def _at(run: Run, devices: int, net: Network, room: Room, lines: Any) -> list[Need]:
-    """The plan for so many devices, with the same micro-batch on each."""
+    """Returns the plan for another number of devices, with the same micro-batch on each."""
     batch_size = run.micro_batch * devices * run.config.accumulate
     config = replace(run.config, devices=devices, num_nodes=1, batch_size=batch_size)
     return survey(replace(run, config=config), net, room, lines)
@@ -129,7 +126,7 @@ def _parse() -> tuple[Namespace, list[str]]:
         prog="plan.py",
         usage="%(prog)s [--device_memory SIZE] [--host_memory SIZE] [--table] [--json] [--<option> VALUE ...]",
         description="Predicts the memory that a run needs under each strategy, before anything is launched, and "
-        "recommends a strategy.",
+        "recommends one.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -138,14 +135,14 @@ def _parse() -> tuple[Namespace, list[str]]:
     add(
         "--device_memory",
         metavar="SIZE",
-        help=f"memory of one device, such as 80GB or 24GiB ({size}; default: what is free on this machine's GPUs or, "
+        help=f"memory of one device, such as 80GB or 24GiB ({size}; default: free memory of this machine's GPUs or, "
         "without a GPU, its free memory divided among the CPU ranks)",
     )
     add(
         "--host_memory",
         metavar="SIZE",
-        help="CPU memory of one node, for what is offloaded (default: not checked with --device_memory, else what is "
-        "free on this machine)",
+        help="CPU memory of one node, for offloading (default: free memory of this machine; not checked with "
+        "--device_memory)",
     )
     add(
         "--parameters",
@@ -153,8 +150,12 @@ def _parse() -> tuple[Namespace, list[str]]:
         type=float,
         help="plan the model states of a model of N parameters (100e9) instead of --model",
     )
-    add("--table", action="store_true", help="memory on 1 to 16,384 devices, each with the same micro-batch")
-    add("--json", action="store_true", help="print JSON")
+    add(
+        "--table",
+        action="store_true",
+        help="print the memory on 1 to 16,384 devices, with the same micro-batch",
+    )
+    add("--json", action="store_true", help="print one JSON object")
     arguments, flags = parser.parse_known_args()
     if arguments.parameters is not None:
         if not 1 <= arguments.parameters < 1e18:
@@ -166,12 +167,12 @@ def _parse() -> tuple[Namespace, list[str]]:
 
 
 def _names_batch_size(flags: list[str]) -> bool:
-    """Whether a flag or a recipe gives the batch size, even if it is the default."""
+    """Whether a flag or a recipe sets the batch size, even to its default."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--batch_size")
     parser.add_argument("--config", action="extend", nargs="+", default=[])
     given, _ = parser.parse_known_args(flags)
-    recipes = (yaml.safe_load(Path(file).read_text()) for file in given.config)  # read by command_line.parse already
+    recipes = (yaml.safe_load(Path(file).read_text()) for file in given.config)  # already checked by command_line.parse
     return given.batch_size is not None or any("batch_size" in recipe for recipe in recipes)
 
 

@@ -1,4 +1,4 @@
-"""Which strategy to take, and why."""
+"""Chooses a strategy from the plan, and says why."""
 
 from collections.abc import Sequence
 
@@ -11,21 +11,21 @@ RULE = "the first row that fits: without offloading, else offloaded to the host,
 
 
 def recommended(needs: Sequence[Need], room: Room) -> tuple[Need | None, str]:
-    """Returns the strategy that RULE recommends, or None, and its figures or what is missing.
+    """Returns the strategy that RULE recommends and its figures, or None and what is missing.
 
     Args:
         needs: in the order of recommendation.
         room: what is available to a rank.
 
     Raises:
-        UsageError: train.py would refuse every strategy; the message is that for the simplest one.
+        UsageError: train.py would refuse every strategy; the message is the one for the simplest strategy.
     """
     accepted = [need for need in needs if not need.refused]
     if not accepted:
         raise UsageError(needs[0].refused)
     too_large: list[str] = []
     for need in accepted:
-        # SuperOffload is for the links of a GH200, which no machine reports: only its user can name it.
+        # SuperOffload is for the fast links of a GH200, which cannot be detected: only the user can choose it.
         if need.fits and not STRATEGIES[need.strategy].super_offload:
             sizes = f"{gigabytes(need.compared(room))} of the {gigabytes(room.device)} GB available to a rank"
             others = f"; {', '.join(too_large)} would not fit" if too_large else ""
@@ -35,7 +35,7 @@ def recommended(needs: Sequence[Need], room: Room) -> tuple[Need | None, str]:
 
 
 def _nothing_fits(needs: Sequence[Need], room: Room) -> str:
-    """What is missing for the strategy that needs the least, and what to do."""
+    """Returns what is missing for the strategy that needs the least, and what to do."""
     least = min(needs, key=lambda need: ("device" in need.lacking(room), need.device))
     missing = (
         f"{gigabytes(size)} GB of {place} memory, of which {gigabytes(most)} GB are available"
@@ -47,5 +47,5 @@ def _nothing_fits(needs: Sequence[Need], room: Room) -> str:
 
 
 def gigabytes(size: int) -> str:
-    """Returns 10^9 bytes, with as many digits as matter."""
+    """Returns a size in GB (10^9 bytes) with a suitable number of digits."""
     return f"{size / 1e9:,.{0 if size >= 100e9 else 1 if size >= 1e9 else 2}f}"

@@ -1,4 +1,4 @@
-"""The plan of a run's memory: a table of the strategies, one over numbers of devices, and the same as JSON."""
+"""Prints the plan: a table of the strategies, a table over numbers of devices, and the same as JSON."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -12,7 +12,7 @@ from cifar_zero.planning.recommend import gigabytes
 from cifar_zero.planning.survey import Need
 
 WIDE = 132
-"""Columns of a terminal from which the table has all its columns."""
+"""Width of a terminal, in characters, from which the table shows all columns."""
 
 
 def print_plan(needs: Sequence[Need], console: Console) -> None:
@@ -20,7 +20,7 @@ def print_plan(needs: Sequence[Need], console: Console) -> None:
 
     Args:
         needs: in the order of recommendation.
-        console: where to; a narrow one gets the model states as one figure.
+        console: output; a narrow one shows the model states as one figure.
     """
     wide = console.width >= WIDE
     has_disk = any(need.disk for need in needs if not need.refused)
@@ -51,7 +51,7 @@ def _short(strategy: str, console: Console) -> str:
 
 
 def _notes(needs: Sequence[Need], console: Console) -> list[str]:
-    """What the columns mean, and why a strategy is refused."""
+    """Returns what the columns mean, and why strategies are refused."""
     lines = ["device, host: the peak; sent: to other ranks in a step; images: the largest micro-batch that fits"]
     if console.width < WIDE:
         lines.append("stage_*: deepspeed_stage_*; activ.: activations")
@@ -65,12 +65,12 @@ def _notes(needs: Sequence[Need], console: Console) -> list[str]:
 
 
 def print_scaling(by_devices: Mapping[int, Sequence[Need]], room: int, console: Console) -> None:
-    """Prints GB on the fullest rank by strategy and number of devices; what fits has a star.
+    """Prints GB on the fullest rank by strategy and number of devices; a star marks what fits.
 
     Args:
-        by_devices: the needs for each number of devices, the micro-batch being the same.
+        by_devices: the needs for each number of devices, all with the same micro-batch.
         room: bytes available to a rank on its device.
-        console: where to.
+        console: output.
     """
     table = _table(map(str, by_devices), console.width >= WIDE)
     for row in zip(*by_devices.values(), strict=True):
@@ -85,7 +85,7 @@ def as_json(needs: Sequence[Need], about: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         needs: of the strategies.
-        about: what it is a plan of, and what is recommended.
+        about: what was planned, and what is recommended.
     """
     rows = [{**asdict(need), "device": need.device, "host": need.host, "disk": need.disk} for need in needs]
     return {"schema": 1, **about, "strategies": rows}

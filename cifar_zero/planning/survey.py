@@ -1,4 +1,4 @@
-"""What a run takes of a rank's memory under each strategy, part by part, and the bytes that it sends."""
+"""Computes the memory of a rank under each strategy, part by part, and the bytes that it sends."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ PLANNED = sorted(
     (name for name, spec in STRATEGIES.items() if not spec.one_replica and name != "fsdp"),  # fsdp is fsdp2
     key=lambda name: ("", "cpu", "nvme").index(STRATEGIES[name].offload_optimizer),
 )
-"""The strategies with a formula, in the order of recommendation: without offloading, offloaded to the host, to disk; in
-each of the three from what shards the least to what shards the most."""
+"""The strategies with a formula, in the order of recommendation: without offload, offload to the host, offload to disk;
+within each group from the least sharding to the most."""
 
 MOST_IMAGES = 10**7
-"""Where the search for the largest micro-batch ends."""
+"""Upper limit of the search for the largest micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -38,31 +38,31 @@ class Need:
     strategy: str
     states: Prediction
     buckets: int
-    """Communication buckets, and parameters that are gathered for a while."""
+    """Communication buckets and temporarily gathered parameters."""
     activations: int | None
-    """Of the run's micro-batch; None if they were not counted."""
+    """Activations of the run's micro-batch; None if they were not counted."""
     update: int
-    """Copies of the gradients in the update, when activations and buckets are gone."""
+    """Copies of the gradients in the update, after activations and buckets are freed."""
     average: int
     """The average of the weights (--ema, --swa_from) on the device."""
     host_buffers: int
-    """What offloading takes on the host, and the average of weights that lie there."""
+    """Buffers of offloading on the host, and the average of weights that are stored there."""
     activation_offload: bool
-    """Whether the host holds the activations too. The device is planned as if it held them all: what of them is not
-    saved stays there, and is not known."""
+    """Whether the host holds the activations too. The device is planned as if it held all of them: temporary ones stay
+    there, and their share is unknown."""
     built_on_host: int
-    """The model as it is built."""
+    """The model on the host while it is built."""
     sent_bytes: int
-    """Sent to other ranks in an optimizer step."""
+    """Bytes sent to other ranks per optimizer step."""
     refused: str = ""
-    """Why train.py would not run it."""
+    """Why train.py would refuse it; empty if it would not."""
     fits: bool = False
     most_images: int | None = None
     """The largest micro-batch that fits."""
 
     @property
     def device(self) -> int:
-        """The peak on the device: the backward pass has activations and buckets, the update neither."""
+        """The peak on the device, in the backward pass (activations and buckets) or in the update (neither)."""
         return self.states.device.total + self.average + max(self.buckets + (self.activations or 0), self.update)
 
     @property
@@ -81,11 +81,11 @@ class Need:
         return self.states.disk.total
 
     def compared(self, room: Room) -> int:
-        """Returns what is compared with the room on the device: with the host's part where they are one memory."""
+        """Returns what must fit on the device, including the host's part if both are one memory."""
         return max(self.built_on_host, self.device + self._host_in_training) if room.shared else self.device
 
     def lacking(self, room: Room) -> dict[str, tuple[int, int]]:
-        """Returns the needed and the available bytes of device, host and disk where they are too small."""
+        """Returns the needed and the available bytes of device, host and disk, for those that are too small."""
         host = None if room.shared else room.host
         sizes = {
             "device": (self.compared(room), room.device),
@@ -105,10 +105,10 @@ def survey(
     """Returns the needs of a run under each strategy.
 
     Args:
-        run: its strategy does not matter.
-        network: of the run.
+        run: the run; its strategy is ignored.
+        network: the model of the run.
         room: what is available to a rank.
-        lines: the activations by format of computing, filled in as they are measured; None: they are not counted.
+        lines: cache of the activations by compute format, filled here; None: activations are not counted.
         strategies: some of PLANNED.
 
     Raises:
@@ -142,7 +142,7 @@ def _need(run: Run, network: Network, room: Room, lines: dict[str, Line] | None)
 
 
 def _activations(run: Run, lines: dict[str, Line]) -> Line:
-    """Returns the activations of a run by images, counted once for each format of computing."""
+    """Returns the activations of a run by images, counted once for each compute format."""
     from cifar_zero.planning.activations import format_of, measure
 
     computes = format_of(run.spec, run.config.precision)

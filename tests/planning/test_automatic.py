@@ -118,5 +118,5 @@ def test_the_last_run_needs_a_name(tmp_path: Path) -> None:
 
 
 def test_no_raw_configuration_beside_it() -> None:
-    with pytest.raises(UsageError, match="--ds_config stands in for a strategy"):
+    with pytest.raises(UsageError, match="--ds_config replaces the strategy"):
         command_line.parse(["--strategy", "auto", "--ds_config", "some.json"])
