@@ -32,7 +32,7 @@ class DeviceConfig:
 
     timeout: float = 600.0
     """Time limit of a collective, in seconds; when it expires, the waiting ranks end with an error. It must allow for a
-    rank that compiles or writes a checkpoint while the others wait. Before training starts the limits are at least 30
+    rank that compiles or writes a checkpoint while the others wait. Before training, other limits apply: at least 30
     minutes for data preparation, and 5 minutes for the rendezvous of torchrun's ranks."""
 
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
