@@ -1,1 +1,1 @@
-"""What every part uses: errors and exit codes, the console, atomic file writes, hardware, start-up time; no torch."""
+"""Errors and exit codes, the console, atomic file writes, hardware, start-up time; nothing here imports torch early."""

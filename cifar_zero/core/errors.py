@@ -1,30 +1,24 @@
-"""The ways in which a run can end before its time, each one line and one exit code."""
+"""The ways in which a run can end early, each with one line and one exit code."""
 
 import signal
 
 
 class UsageError(Exception):
-    """The command line, the configuration or the data that it names is wrong: exit code 2.
-
-    The message is one line that says what is wrong and how to mend it.
-    """
+    """The command line, the configuration or its data is wrong; the message says in one line what and how to fix it."""
 
     exit_code = 2
 
 
 class RunError(Exception):
-    """The run could not go on (network, disk, a rank that died): exit code 1.
-
-    The message is one line that says what happened and how to mend it.
-    """
+    """The run failed (network, disk, a dead rank); the message says in one line what happened and how to fix it."""
 
     exit_code = 1
 
 
 class Stopped(Exception):
-    """The user or the cluster ended the run; exit code as shells have it.
+    """The user or the cluster stopped the run; the message says in one line how to resume it.
 
-    The message is one line that says how to go on.
+    The exit code is a shell's, 128 + the number of the signal.
     """
 
     def __init__(self, number: int, message: str = ""):

@@ -1,4 +1,4 @@
-"""How the programs end in front of a user: one clear line and an exit code, the traceback only for --debug."""
+"""How the programs end: one clear line and an exit code; a traceback only with --debug."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ from cifar_zero.core.errors import RunError, Stopped, UsageError
 from cifar_zero.core.known_failures import explain
 
 MESSAGE_CHARACTERS = 300
-"""Most that is shown of a library's message."""
-
-CTRL_C = 128 + signal.SIGINT
-"""Exit code of a program that Ctrl-C ended, as shells have it."""
+"""Maximum length of a library's message."""
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, whose errors are one line as everywhere here; with the option that `guarded` heeds."""
+    """An argparse parser whose errors are one line, with the option --debug that `guarded` reads."""
 
     def __init__(self, **options: Any):
         super().__init__(allow_abbrev=False, **options)
@@ -32,7 +29,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def stop_at_signals() -> None:
-    """From now on SIGTERM and SIGHUP raise Stopped, as Ctrl-C raises KeyboardInterrupt."""
+    """Makes SIGTERM and SIGHUP raise Stopped, as Ctrl-C raises KeyboardInterrupt."""
 
     def stop(number: int, frame: Any) -> None:
         raise Stopped(number)
@@ -43,34 +40,29 @@ def stop_at_signals() -> None:
 
 
 def guarded(main: Callable[[], int]) -> int:
-    """Runs a program's `main` and returns its exit code: 2 for the user's mistakes, 1 for what failed while running."""
+    """Runs a program's `main` and returns its exit code: 2 for a user's mistake, 1 for a failure while running."""
     try:
-        return main()
-    except (UsageError, RunError) as error:
-        if "--debug" in sys.argv:
+        try:
+            return main()
+        except KeyboardInterrupt as error:
+            raise Stopped(signal.SIGINT) from error
+        except SystemExit as error:
+            if isinstance(error.__context__, KeyboardInterrupt):  # Lightning turns a second Ctrl-C into a plain exit
+                raise Stopped(signal.SIGINT) from error
             raise
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
     except Stopped as stop:
         print(": ".join(filter(None, [f"stopped by {stop.name}", str(stop)])), file=sys.stderr)
         return stop.exit_code
-    except KeyboardInterrupt:
-        print("stopped by Ctrl-C", file=sys.stderr)
-        return CTRL_C
-    except SystemExit as stop:
-        if not isinstance(stop.__context__, KeyboardInterrupt):  # Lightning makes a plain exit of a second Ctrl-C
-            raise
-        print("stopped by Ctrl-C", file=sys.stderr)
-        return CTRL_C
     except Exception as error:
         if "--debug" in sys.argv:
             raise
-        print(f"error: {explain(error) or _unexplained(error)}", file=sys.stderr)
-        return 1
+        expected = isinstance(error, (UsageError, RunError))
+        print(f"error: {error if expected else explain(error) or _unexplained(error)}", file=sys.stderr)
+        return error.exit_code if expected else 1
 
 
 def _unexplained(error: Exception) -> str:
-    """The system's own words for what it refused, else the library's message, cut short."""
+    """Returns the system's words for an OSError, else the library's message, shortened."""
     if isinstance(error, OSError):
         return f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
     text = textwrap.shorten(str(error), MESSAGE_CHARACTERS, placeholder=" ...")

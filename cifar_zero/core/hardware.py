@@ -1,4 +1,4 @@
-"""What this machine has, found out without importing torch where there is no GPU driver."""
+"""What this computer has; torch is imported only where there is a GPU driver."""
 
 import os
 import platform
@@ -7,14 +7,14 @@ from pathlib import Path
 import psutil
 
 DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
-"""Present where a GPU driver is loaded: NVIDIA on Linux, NVIDIA under WSL 2, AMD ROCm."""
+"""Exist where a GPU driver is loaded: NVIDIA on Linux, NVIDIA under WSL 2, AMD ROCm."""
 
 CGROUPS = Path("/sys/fs/cgroup")
-"""Where Linux shows control groups, version 2."""
+"""Control groups of Linux, version 2."""
 
 
 def gpu_count() -> int:
-    """GPUs that torch can use; torch is only imported where a driver is there at all."""
+    """Returns the number of GPUs that torch can use."""
     if not any(Path(file).exists() for file in DRIVER_FILES):
         return 0
     import torch
@@ -23,12 +23,12 @@ def gpu_count() -> int:
 
 
 def free_memory_bytes() -> int:
-    """Memory that new processes can have without swapping, nor being killed for it by a control group (Linux, v2)."""
+    """Returns the memory that new processes can use without swapping and within the limits of their control groups."""
     return max(0, min([psutil.virtual_memory().available, *map(_left_in_group, _limiting_groups())]))
 
 
 def _limiting_groups() -> list[Path]:
-    """The folders of this process's control groups that have a limit of memory, a container's for instance."""
+    """Returns the folders of this process's control groups that limit its memory (a container's, for example)."""
     own = Path("/proc/self/cgroup")
     lines = own.read_text().splitlines() if own.exists() else []
     names = [line.removeprefix("0::/") for line in lines if line.startswith("0::/")]
@@ -38,26 +38,26 @@ def _limiting_groups() -> list[Path]:
 
 
 def _left_in_group(folder: Path) -> int:
-    """Its limit less what it has; what of that caches files is given up first (kernel.org, admin-guide/cgroup-v2)."""
+    """Returns a group's limit less its use; cached files are given up first (kernel.org, admin-guide/cgroup-v2)."""
     limit, current = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
     counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     return limit - current + int(counts.get("inactive_file", 0))
 
 
 def cores() -> list[int]:
-    """Numbers of the cores that this process may run on."""
+    """Returns the numbers of the cores that this process may run on."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
 
 
 def core_count() -> int:
-    """Cores that this process may run on."""
+    """Returns the number of cores that this process may run on."""
     return len(cores())
 
 
 def share_of_cores(rank: int, ranks: int) -> set[int]:
-    """The cores of one of so many ranks: neighbours, as many for each; where there are too few, one of its own or not.
+    """Returns one rank's share of the cores: neighbours, the same number for each rank, at least one.
 
-    Bound to its cores a rank was measured 7 % faster than free to move, and its slowest steps by a third.
+    A rank that is bound to its cores was measured 7 % faster than a free one, and its slowest steps a third faster.
     """
     mine = cores()
     each = max(1, len(mine) // ranks)
@@ -66,7 +66,7 @@ def share_of_cores(rank: int, ranks: int) -> set[int]:
 
 
 def cpu_name() -> str:
-    """The name of this machine's processor."""
+    """Returns the name of this computer's processor."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

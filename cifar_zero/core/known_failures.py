@@ -25,7 +25,7 @@ class KnownFailure(NamedTuple):
     """One row of the table.
 
     Attributes:
-        message: regular expression that is searched for in the exception's message; `cause` may use its named groups.
+        message: regular expression that the exception's message contains; `cause` may use its named groups.
         cause: what happened.
         fix: what to do.
         kind: class of the exception; most of torch's own derive from RuntimeError.
@@ -61,12 +61,12 @@ TABLE = (
     ),
     KnownFailure(
         r"port: (?P<port>\d+).*EADDRINUSE",
-        "another program uses port {port}, where the ranks are to meet",
-        "set MASTER_PORT to a free port, or unset it: train.py finds one by itself",
+        "another program uses port {port}, at which the ranks meet",
+        "set MASTER_PORT to a free port, or unset it: train.py then finds one",
     ),
     KnownFailure(
         r"waiting for clients|timed out .* trying to connect to",
-        "the ranks did not all come together",
+        "not all ranks have met",
         "start every rank with the same MASTER_ADDR and MASTER_PORT, and let the firewall pass that port",
     ),
     KnownFailure(
@@ -77,7 +77,7 @@ TABLE = (
     ),
     KnownFailure(
         r"Timed out waiting \d+ms|wait timeout after \d+ms|Watchdog caught collective operation timeout",
-        "this rank has waited for the others in vain: one of them hangs, has ended or cannot be reached",
+        "this rank waited for the others too long: one of them hangs, has ended or cannot be reached",
         OTHER_RANKS,
     ),
     KnownFailure(
@@ -93,12 +93,12 @@ TABLE = (
     ),
     KnownFailure(
         r"PytorchStreamWriter failed writing|inline_container.*unexpected pos",
-        "a file could not be written to its end, most often because the disk is full: No space left on device",
-        "free some, or name a directory on another disk with --out",
+        "a file could not be written completely, most often because the disk is full: No space left on device",
+        "free some space, or name a directory on another disk with --out",
     ),
     KnownFailure(
         r"Weights only load failed",
-        "the file holds more than tensors and plain values, and loading it could run any code",
+        "the file holds more than tensors and plain values, and loading it could run code",
         "add --trust if you know who wrote it",
         UnpicklingError,
     ),
@@ -107,10 +107,7 @@ TABLE = (
 
 
 def explain(error: BaseException) -> str | None:
-    """Returns one line, `<cause>; <fix>`, for a known failure; None for any other, and for this program's own errors.
-
-    The exceptions that led to it are searched too: the first row that matches any of them is taken.
-    """
+    """Returns one line, `<cause>; <fix>`, if the exception or one that led to it is a known failure; else None."""
     if isinstance(error, (UsageError, RunError, Stopped)):
         return None
     chain = list(_chain(error))

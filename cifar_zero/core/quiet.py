@@ -1,4 +1,4 @@
-"""Silences messages of the libraries that are known and ask nothing of the user, each by its text."""
+"""Silences known messages of the libraries that need no action, each by its text."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ import warnings
 WARNINGS = (
     # Lightning 2.6.6 with torch 2.15 (lightning/pytorch/utilities/_pytree.py); can go with the next Lightning.
     ".*LeafSpec.* is deprecated",
-    # Our memory loader has no workers: it cuts whole batches from memory.
+    # The memory loader needs no workers.
     ".*does not have many workers.*",
-    # The data module has no validation loader where --data.val_fraction is 0.
+    # There is no validation loader with --data.val_fraction 0.
     "Total length of `list` across ranks is zero.*",
-    # A run that --max_steps ends in mid-epoch has no validation, and so no best checkpoint; last.ckpt is there.
+    # A run that --max_steps ends in mid-epoch has no validation, and so no best checkpoint.
     ".*could not find the monitored key in the returned metrics.*",
-    # Of Lightning's own step logging, which we do not use: the curves have a point at the end of a short run.
+    # Lightning's own step logging is not used.
     "The number of training batches .* is smaller than the logging interval.*",
-    # Of --trainer.overfit_batches: the data module has turned the shuffling off by itself.
+    # The data module turns shuffling off for --trainer.overfit_batches.
     "You requested to overfit but enabled train dataloader shuffling.*",
-    # A run resumed without --save_every_n_steps has one callback less than the first.
+    # A run resumed without --save_every_n_steps has one callback less.
     "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be provided.*",
-    # A resumed run has a run folder of its own.
+    # A resumed run has its own folder.
     "The dirpath has changed from .*",
-    # A stage 3 checkpoint is a folder of shards: evaluate.py reads it as it is.
+    # evaluate.py reads a stage 3 checkpoint as it is.
     "When saving the DeepSpeed Stage 3 checkpoint.*",
-    # torchmetrics 1.9.0, of a class without test images, whose figures are null in metrics.json.
+    # torchmetrics 1.9.0, for a class without test images; its metrics are null in metrics.json.
     "No (positive|negative) samples (found )?in targets?.*",
 )
 
 LOG_MESSAGES = (
-    # DeepSpeed without a GPU: the CPU was asked for, or is all there is.
+    # DeepSpeed without a GPU.
     "Setting accelerator to CPU",
-    # torch, where nvcc is installed and a GPU is not.
+    # torch, if nvcc is installed but no GPU.
     "No CUDA runtime is found",
-    # DeepSpeed, of every optimizer but its own: the tests hold that they agree.
+    # DeepSpeed, for every optimizer but its own; the tests show that they agree.
     "You are using ZeRO with an untested optimizer",
-    # Lightning, at each start of a fit and a test.
+    # Lightning, at the start of each fit and test.
     "initializing deepspeed distributed",
     "Initializing distributed",
 )
@@ -50,10 +50,10 @@ LOGGERS = (
 
 
 def quieten() -> None:
-    """To be called before the Trainer is made; what is not listed here is still shown."""
+    """Installs the filters; to be called before the Trainer is made."""
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message=message)
-    # "GPU available: ...", "`Trainer.fit` stopped: ...": the progress and the summary say it.
+    # "GPU available: ...", "`Trainer.fit` stopped: ..."; the summary shows it.
     for package in ("pytorch", "fabric"):
         logging.getLogger(f"lightning.{package}.utilities.rank_zero").setLevel(logging.WARNING)
     for name in LOGGERS:
@@ -62,7 +62,7 @@ def quieten() -> None:
 
 
 def _thread_failed(failed: threading.ExceptHookArgs) -> None:
-    """TensorBoard's writer hands an error of the disk to the next call of the main thread: that is the one to show."""
+    """Shows a thread's exception, except a disk error: TensorBoard's writer raises that in the main thread too."""
     if not isinstance(failed.exc_value, OSError):
         threading.__excepthook__(failed)
 

@@ -1,4 +1,4 @@
-"""The values that numbers among the options may take; plain Python, for the command line."""
+"""Checks the range of numeric options; plain Python, for the command line."""
 
 import math
 from typing import Any
@@ -12,15 +12,9 @@ def check_range(
     below: float | None = None,
     at_most: float | None = None,
 ) -> None:
-    """Raises ValueError unless each of these fields of `options`, or each number in it, is finite and in the range.
+    """Raises ValueError unless each named field of a dataclass, or each number in it, is finite and in the range.
 
-    Args:
-        options: a dataclass.
-        names: of its fields.
-        at_least: smallest value that is allowed, where there is no `over`.
-        over: largest value that is too small.
-        below: smallest value that is too large.
-        at_most: largest value that is allowed.
+    Limits are inclusive (`at_least`, `at_most`) or exclusive (`over`, `below`); `over` replaces `at_least`.
     """
     limits = [f"at least {at_least}" if over is None else f"over {over}"]
     limits += [f"under {below}"] if below is not None else []

@@ -1,6 +1,4 @@
-"""When the command was given: start-up is timed from there, in the launcher's ranks too; no torch."""
-
-from __future__ import annotations
+"""The time at which the command was given, in the launcher's ranks too; start-up is measured from it. No torch."""
 
 import os
 import time
@@ -8,14 +6,14 @@ import time
 import psutil
 
 VARIABLE = "CIFAR_ZERO_STARTED"
-"""Environment variable, in seconds since 1970: ranks inherit it from their launcher, measured runs from a benchmark."""
+"""Environment variable, in seconds since 1970; ranks inherit it from their launcher, measured runs from a benchmark."""
 
 
 def note() -> None:
-    """Takes now for the start, unless the process that started this one has noted an earlier one."""
+    """Notes the current time as the start, unless a parent process has noted an earlier one."""
     os.environ.setdefault(VARIABLE, str(time.time()))
 
 
 def command_given() -> float:
-    """In seconds since 1970; where nobody has noted it, the start of this process."""
+    """Returns the start in seconds since 1970: the noted one, else this process's."""
     return float(os.environ.get(VARIABLE) or psutil.Process().create_time())

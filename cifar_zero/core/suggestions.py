@@ -1,34 +1,32 @@
 """Names that a user may have meant; plain Python, for the command line."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Sequence
 
 SHOWN = 3
-"""Names that an error shows, of very many."""
+"""Number of names that an error shows of a long list."""
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """A half sentence that names the closest of `words`, or all of them where none is close."""
+    """Returns half a sentence with the closest of `words`, or with all of them if none is close."""
     known = list(words)
     return _meant(closest(word, known, most=1, cutoff=0.5), f"choose from {', '.join(known)}")
 
 
 def nearest_flag(key: str, known: Iterable[str]) -> str:
-    """The same for a flag, both without their dashes."""
+    """Returns the same for a flag; both arguments are without dashes."""
     close = closest(key, known, most=1, cutoff=0.6)
     return _meant([f"--{flag}" for flag in close], "see --help for all options")
 
 
 def nearest_few(pattern: str, names: Sequence[str]) -> str:
-    """A half sentence with those of very many names that are closest to a pattern, or the first where none is close."""
+    """Returns half a sentence with the names of a long list that are closest to a pattern, or with its first ones."""
     more = ", ..." if len(names) > SHOWN else ""
     return _meant(closest(pattern, names, SHOWN, cutoff=0.3), f"there are {', '.join(names[:SHOWN])}{more}")
 
 
 def closest(word: str, words: Iterable[str], most: int = SHOWN, cutoff: float = 0.0) -> list[str]:
-    """At most so many of `words`, the closest first, whose similarity (difflib's ratio, 0 to 1) is at least cutoff."""
+    """Returns the closest words, the best first, whose similarity (difflib's ratio, 0 to 1) is at least `cutoff`."""
     return difflib.get_close_matches(word, list(words), n=most, cutoff=cutoff)
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of a run tell each other."""
+"""Exchanges values between the ranks of a run."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from cifar_zero.core.errors import RunError, UsageError
 T = TypeVar("T")
 
 PATIENCE_SECONDS = 3.0
-"""How long a rank looks for a file that another has just written; Lightning's is_shared_filesystem waits as long."""
+"""How long a rank looks for a file that another has just written, as Lightning's is_shared_filesystem does."""
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The `value` of every rank of the group, all ranks by default, in their order. Each of them must call it; values
-    are pickled."""
+    """Returns the `value` of each rank of the group (default: all), in order. Each must call it; values are pickled."""
     if not _has_others():
         return [value]
     values: list[T | None] = [None] * dist.get_world_size(group)
@@ -31,30 +30,27 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def by_rank_0(ask: Callable[[], T]) -> T:
-    """What rank 0 finds, on every rank. Each of them must call it.
+    """Returns on every rank what rank 0 finds. Each rank must call it.
 
-    Raises:
-        UsageError: rank 0 has; raised on every rank.
-        RunError: rank 0 has failed otherwise, with its line; rank 0 itself raises what it was.
+    A UsageError of rank 0 is raised on every rank; any other error on rank 0, and as a RunError on the others.
     """
     if not _has_others():
         return ask()
-    told: list[Any] = [None]
+    answer: list[Any] = [None]
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            told = [ask()]
-        except UsageError as error:
-            told = [error]
-        except Exception as error:  # or the others would wait for an answer
+            answer = [ask()]
+        except Exception as error:  # raised here, it would leave the other ranks waiting
             failure = error
-            told = [RunError(f"rank 0: {type(error).__name__}: {error}")]
-    dist.broadcast_object_list(told)
+            expected = isinstance(error, UsageError)
+            answer = [error if expected else RunError(f"rank 0: {type(error).__name__}: {error}")]
+    dist.broadcast_object_list(answer)
     if failure is not None:
         raise failure
-    if isinstance(told[0], (UsageError, RunError)):
-        raise told[0]
-    return told[0]
+    if isinstance(answer[0], (UsageError, RunError)):
+        raise answer[0]
+    return answer[0]
 
 
 def ranks_on_another_disk(folder: Path | None) -> list[int]:
@@ -81,10 +77,10 @@ def ranks_on_another_disk(folder: Path | None) -> list[int]:
 
 
 def average_over_ranks(values: Sequence[Tensor]) -> None:
-    """Puts the mean over all ranks, taken in float32, in place of each tensor. Each rank must call it."""
+    """Replaces each tensor by its mean over all ranks, computed in float32. Each rank must call it."""
     if not values or not _has_others():
         return
-    flat = torch.cat([value.float().flatten() for value in values])  # so that one reduction serves all
+    flat = torch.cat([value.float().flatten() for value in values])  # one reduction for all
     dist.all_reduce(flat)
     flat /= dist.get_world_size()
     for value, mean in zip(values, flat.split([value.numel() for value in values]), strict=True):

@@ -1,7 +1,7 @@
-"""Signs of life: what the ranks tell their launcher through shared memory, and when silence is a hang; no torch.
+"""Detects hanging ranks by the heartbeats that they write into shared memory; no torch.
 
-A rank that is stopped or dead-locked makes the others wait for it in a collective: for 30 minutes under gloo, for ever
-in DeepSpeed's own all-reduce on the CPU (Lightning issues 16518 and 18878).
+The other ranks wait for a hanging rank in a collective: for 30 minutes under gloo, for ever in DeepSpeed's own
+all-reduce on the CPU (Lightning issues 16518 and 18878).
 """
 
 from __future__ import annotations
@@ -17,42 +17,46 @@ from collections.abc import Collection, Sequence
 from typing import IO, NamedTuple
 
 VARIABLE = "CIFAR_ZERO_HEARTBEAT"
-"""Environment variable of a rank: its place in the shared memory, and the descriptors of that and of its stack file."""
+"""Environment variable of a rank: its slot, and the file descriptors of the shared memory and of its stack file."""
 
 STACK_SIGNAL = signal.SIGUSR2
-"""Makes a rank write its Python stack, even while it waits in a library: nothing else here uses this signal."""
+"""Makes a rank write its Python stack, even while it waits in a library."""
 
 SILENT_SECONDS = 45.0
-"""Least silence of all ranks that is a hang: reported and ended within a minute."""
+"""Minimum silence of all ranks that counts as a hang, so that the run ends within a minute."""
 
 SILENT_STEPS = 10
-"""The same in units of the longest time between two batches so far."""
+"""The same, in units of the longest time between two batches so far."""
 
 STOPPED_SECONDS = 20.0
-"""How long a rank may be stopped by a signal: a debugger or `kill -STOP` for a moment ends no run."""
+"""How long a rank may be stopped by a signal before it counts as hanging."""
 
 LEAP_SECONDS = 5.0
-"""Least time between two looks that shows that the one who looks was stopped himself: he looks every second."""
+"""Minimum time between two looks, normally a second, from which the watching process was itself suspended."""
 
 ABSENT, WAITING, RUNNING = range(3)
-"""States of a rank: it has not come so far yet; it does what may take minutes (compiling, decoding, writing a
-checkpoint); it goes from batch to batch. The first is what new memory holds."""
+"""States of a rank: not started yet (the content of new memory); busy with what may take minutes (compiling, decoding,
+writing a checkpoint); going from batch to batch."""
 
 _SLOT = struct.Struct("qqd")  # native and aligned: each number is written as a whole
 
 
 class Beat(NamedTuple):
-    """The latest sign of life of a rank."""
+    """The latest heartbeat of a rank.
+
+    Attributes:
+        state: ABSENT, WAITING or RUNNING.
+        batches: micro-batches so far, of training, validation and test.
+        time: in seconds, on the clock of `time.monotonic`, which all processes of a computer share.
+    """
 
     state: int
     batches: int
-    """Micro-batches so far, of training, validation and test."""
     time: float
-    """On the clock of `time.monotonic`, which all processes of a machine share, in seconds."""
 
 
 class Board:
-    """The shared memory, as the launcher has it: one slot for each rank. It has no name that could be left behind."""
+    """The launcher's side of the shared memory: one slot for each rank. It has no name that could be left behind."""
 
     def __init__(self, ranks: int):
         self._ranks = ranks
@@ -61,20 +65,17 @@ class Board:
         self._memory = mmap.mmap(self._descriptor, ranks * _SLOT.size)
 
     def ticket(self, rank: int, stack: IO[bytes]) -> tuple[str, tuple[int, int]]:
-        """For a rank that is to be started: the value of VARIABLE, and the descriptors that it must inherit."""
+        """Returns a rank's value of VARIABLE, and the file descriptors that it must inherit."""
         descriptors = (self._descriptor, stack.fileno())
         return f"{rank},{descriptors[0]},{descriptors[1]}", descriptors
 
     def read(self) -> list[Beat]:
-        """The latest beat of every rank."""
+        """Returns the latest heartbeat of every rank."""
         return [Beat(*_SLOT.unpack_from(self._memory, rank * _SLOT.size)) for rank in range(self._ranks)]
 
 
 class Pulse:
-    """One rank's slot; where no launcher of ours has started this process, memory that nobody reads.
-
-    Takes over STACK_SIGNAL where there is a launcher.
-    """
+    """A rank's side of the shared memory, and its handler of STACK_SIGNAL; without our launcher nobody reads it."""
 
     def __init__(self) -> None:
         self._batches = 0
@@ -88,22 +89,17 @@ class Pulse:
         self.wait()
 
     def beat(self) -> None:
-        """A batch is done and the next one comes: from now on silence counts. About 0.3 us."""
+        """Notes that a batch is done; from now on silence counts. Takes about 0.3 us."""
         self._batches += 1
         _SLOT.pack_into(self._memory, self._offset, RUNNING, self._batches, time.monotonic())
 
     def wait(self) -> None:
-        """What comes now may take minutes: until the next beat silence does not count."""
+        """Notes that what follows may take minutes; until the next beat silence does not count."""
         _SLOT.pack_into(self._memory, self._offset, WAITING, self._batches, time.monotonic())
 
 
 class Watch:
-    """Decides from signs of life whether ranks hang; nothing but what `look` is given counts.
-
-    Args:
-        silent_seconds: see SILENT_SECONDS.
-        stopped_seconds: see STOPPED_SECONDS.
-    """
+    """Decides from heartbeats whether ranks hang."""
 
     def __init__(self, silent_seconds: float = SILENT_SECONDS, stopped_seconds: float = STOPPED_SECONDS):
         self._silent_seconds = silent_seconds
@@ -115,17 +111,14 @@ class Watch:
         self._longest = 0.0
 
     def look(self, beats: Sequence[Beat], stopped: Collection[int], now: float) -> str:
-        """To be called about once a second.
+        """Returns in one line which ranks hang and why; empty if none does. Called about once a second.
 
         Args:
             beats: the latest of every rank.
             stopped: the ranks that a signal has stopped.
             now: in seconds, on the clock of the beats.
-
-        Returns:
-            Who hangs and why, in one line; empty where nobody does.
         """
-        if now - self._looked > LEAP_SECONDS:  # Ctrl-Z and fg, or the first look: it counts from now on
+        if now - self._looked > LEAP_SECONDS:  # the first look, or Ctrl-Z and fg: time counts from now on
             self._since, self._beats, self._stopped = now, beats, {}
         self._looked = now
         for beat, before in zip(beats, self._beats, strict=True):
@@ -141,7 +134,7 @@ class Watch:
             return ""
         if silence <= max(self._silent_seconds, SILENT_STEPS * self._longest):
             return ""
-        # In a collective the others wait for those that have come less far.
+        # In a collective the others wait for the ranks with the fewest batches.
         least = min(beat.batches for beat in beats)
         behind = [rank for rank, beat in enumerate(beats) if beat.batches == least]
         so_far = f"{least} batches so far, nothing for {silence:.0f} s"
@@ -151,8 +144,8 @@ class Watch:
 
 
 def _nameless_file() -> int:
-    """Descriptor of a file that vanishes with who has it open. In memory where that can be had: on a disk a page that
-    is just being flushed makes who writes to it wait."""
+    """Returns the descriptor of a file without a name; in memory if possible, because writing to a page that is being
+    flushed to a disk waits."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("heartbeat")
     with tempfile.TemporaryFile() as file:

@@ -1,8 +1,7 @@
-"""Starts the ranks of a run on this machine and watches over them; no torch.
+"""Starts the ranks of a run on this computer and watches them; no torch.
 
 All ranks start at once (Lightning's own launcher starts the second one when the first has imported everything), each
-with its share of cores. When one fails or hangs the others are ended, it is named with its last lines, and nothing of
-the run stays behind: no process, no port, no shared memory.
+with its share of cores. When the run ends, no process, port or shared memory of it remains.
 """
 
 from __future__ import annotations
@@ -28,36 +27,33 @@ from cifar_zero.launch.supervisor import Rank, supervise
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: after a fork it is too late
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-"""Linux's prctl: be killed with the parent; be the parent of all descendants whose own has died (linux/prctl.h)."""
+"""Linux's prctl: be killed with the parent; adopt all descendants whose parent has died (linux/prctl.h)."""
 
 TORCHRUN = "torchrun --nnodes N --nproc_per_node M --rdzv_backend c10d --rdzv_endpoint HOST:PORT train.py"
-"""What starts a run over several machines, on each of them."""
+"""The command that starts a run over several nodes, on each of them."""
 
 ADDRESS = "127.0.0.1"
-"""Where the ranks of one machine meet."""
 
 ORPHAN_SECONDS = 3.0
-"""How long processes that a rank has left behind (loaders, compilers) may take to end by themselves."""
+"""Time for processes that a rank has left (loaders, compilers) to end on their own."""
 
 SHARED_MEMORY = Path("/dev/shm")
-"""Where Linux shows shared memory that has a name."""
+"""Named shared memory on Linux."""
 
 
 def run(
     ranks: int, on_cpu: bool, watch: heartbeat.Watch | None = None, extra_env: Mapping[str, str] | None = None
 ) -> int:
-    """Runs this process's own command line again as so many ranks on this machine, and ends with them.
-
-    On Linux whatever processes the ranks leave behind are ended too.
+    """Runs this process's own command line again as several ranks on this computer, and waits for them.
 
     Args:
-        ranks: how many.
-        on_cpu: whether they compute there, and so share the cores out.
-        watch: decides when ranks hang, if not with the limits of its own.
+        ranks: number of ranks.
+        on_cpu: whether they compute on the CPU, and so share its cores.
+        watch: decides when ranks hang.
         extra_env: further environment variables of the ranks.
 
     Returns:
-        The exit code: 0 where all ranks ended well, else that of the first that failed; 1 where they hung.
+        The exit code, see `supervisor.supervise`.
     """
     if _LIBC is not None:
         _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -77,13 +73,24 @@ def _start(
 ) -> Rank:
     log, stack = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - until _clean_up
     ticket, descriptors = board.ticket(number, stack)
-    environment = _environment(number, ranks, port) | {**extra_env, heartbeat.VARIABLE: ticket}
+    environment = {
+        **os.environ,  # and torchrun's variables, which Lightning and DeepSpeed read
+        "MASTER_ADDR": ADDRESS,
+        "MASTER_PORT": str(port),
+        "RANK": str(number),
+        "LOCAL_RANK": str(number),
+        "NODE_RANK": "0",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        **extra_env,
+        heartbeat.VARIABLE: ticket,
+    }
     cores: set[int] = set()
-    if on_cpu and "OMP_NUM_THREADS" not in os.environ:  # who sets it has shared the cores out himself
-        # Two ranks that each take all cores were measured 5 times slower than with a share each.
+    if on_cpu and "OMP_NUM_THREADS" not in os.environ:  # otherwise the user has shared the cores out
+        # Two ranks that each use all cores were measured 5 times slower than two with a share each.
         cores = share_of_cores(number, ranks)
         environment["OMP_NUM_THREADS"] = str(len(cores))
-    output = None if number == 0 else log  # rank 0 speaks for all
+    output = None if number == 0 else log  # only rank 0 prints
     process = subprocess.Popen(
         [sys.executable, *sys.orig_argv[1:]],
         env=environment,
@@ -95,29 +102,15 @@ def _start(
     return Rank(number, process, log, stack)
 
 
-def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """torchrun's variables, which Lightning and DeepSpeed both read."""
-    return {
-        **os.environ,
-        "MASTER_ADDR": ADDRESS,
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "NODE_RANK": "0",
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-    }
-
-
 def _prepare(cores: set[int]) -> None:
-    """In the new process: on Linux it keeps to its cores, and is killed with its launcher however that ends."""
+    """Prepares a new process: on Linux it is bound to its cores and killed with its launcher."""
     die_with_parent()
     if _LIBC is not None and cores:
         os.sched_setaffinity(0, cores)
 
 
 def die_with_parent() -> None:
-    """In a new process: on Linux it is killed when the one that started it ends, however that ends."""
+    """Has this new process killed when its parent ends, however that ends (Linux)."""
     if _LIBC is not None:
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -130,9 +123,9 @@ def free_port() -> int:
 
 
 def _clean_up(ranks: Sequence[Rank], port: int) -> None:
-    """Leaves nothing of the run behind."""
+    """Ends whatever is left of the run."""
     for rank in ranks:
-        rank.process.kill()  # does nothing to one that has ended
+        rank.process.kill()  # no effect on an ended process
         rank.process.wait()
         rank.log.close()
         rank.stack.close()

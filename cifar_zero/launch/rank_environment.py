@@ -1,4 +1,4 @@
-"""The environment of a rank, in torchrun's variables whichever launcher has started it; no torch."""
+"""The environment variables of a rank as torchrun sets them, whichever launcher has started it; no torch."""
 
 from __future__ import annotations
 

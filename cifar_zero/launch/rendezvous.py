@@ -41,8 +41,8 @@ class Place:
         host: name of the node.
         local_rank: on the node.
         device: cpu, or cuda and its number.
-        threads: of torch, for operations on the CPU.
-        agent: name of the torchrun process that started it, see `rank_environment.torchrun_agent`.
+        threads: number of torch's threads on the CPU.
+        agent: see `rank_environment.torchrun_agent`.
     """
 
     rank: int
@@ -56,39 +56,30 @@ class Place:
 def meet(run: Run) -> list[Place]:
     """Starts the process group and returns the place of every rank, in order of rank.
 
-    Here and not in the strategies, so that one time limit holds for the groups of Lightning and of DeepSpeed, which the
-    strategies' own `timeout` does not reach (DeepSpeed 0.19.8 passes none to torch.distributed.new_group).
-
-    Args:
-        run: of this rank.
+    One time limit then holds for the groups of Lightning and of DeepSpeed, which the strategies' own `timeout` does not
+    reach (DeepSpeed 0.19.8 passes none to torch.distributed.new_group).
     """
     if run.world_size == 1 or dist.is_initialized():
         return gather(_place(run))
-    on_gpu = not run.on_cpu
-    if on_gpu:
+    if not run.on_cpu:
         torch.cuda.set_device(rank_environment.local_rank())
     _warn_of_restarts()
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo", timeout=AFTER_AGENTS if rank_environment.by_torchrun() else START
-    )
+    patience = AFTER_AGENTS if rank_environment.by_torchrun() else START
+    dist.init_process_group("gloo" if run.on_cpu else "nccl", timeout=patience)
     places = gather(_place(run))
     _set_timeout(max(timedelta(seconds=run.config.timeout), START))
     return places
 
 
 def limit(run: Run) -> None:
-    """Waits for all ranks to be ready to train; from then on the time limit of a collective is --timeout.
-
-    Args:
-        run: of this rank.
-    """
+    """Waits for all ranks to be ready to train; from then on the time limit of a collective is --timeout."""
     if run.world_size > 1:
         dist.barrier()
         _set_timeout(timedelta(seconds=run.config.timeout))
 
 
 def _warn_of_restarts() -> None:
-    """Says what torchrun needs for its restarts to succeed, if it may restart the ranks and was started without."""
+    """Warns if torchrun may restart the ranks but was started without what its restarts need."""
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and rank_environment.global_rank() == 0:
         say(
@@ -97,8 +88,7 @@ def _warn_of_restarts() -> None:
 
 
 def _set_timeout(limit: timedelta) -> None:
-    """Sets the time limit of the group of all ranks, and of later groups that are made without one, for which torch
-    (2.15) has no public way."""
+    """Sets the time limit of the group of all ranks, and the default of later groups (not public in torch 2.15)."""
     set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # before torch 2.15
     set_timeout(limit)
     for default in ("default_pg_timeout", "default_pg_nccl_timeout"):

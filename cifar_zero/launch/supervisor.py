@@ -1,4 +1,4 @@
-"""Watches over the ranks of a run: one that fails or hangs ends them all and is named with its last lines; no torch."""
+"""Watches the ranks of a run; if one fails or hangs, ends all, names it and shows its last lines; no torch."""
 
 from __future__ import annotations
 
@@ -18,35 +18,31 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.launch import heartbeat
 
 GRACE_SECONDS = 10.0
-"""How long the other ranks may take to end by themselves after one has failed."""
+"""Time for the other ranks to end on their own after one has failed."""
 
 SAVING_SECONDS = 30.0
-"""The same after one has ended on request: they may be writing a checkpoint still. SLURM gives them as long
-(KillWait)."""
+"""The same after a rank has ended on request: the others may still write a checkpoint (SLURM's KillWait)."""
 
 HANGING_SECONDS = 5.0
-"""The same after a hang; what still can be stopped and saved is."""
+"""The same after a hang."""
 
 STACK_SECONDS = 0.5
-"""How long ranks may take to write their stacks."""
+"""Time for the ranks to write their stacks."""
 
 POLL_SECONDS, LOOK_SECONDS = 0.05, 1.0
-"""Between two looks for ranks that have ended, and for ranks that hang."""
+"""Time between two looks for ended ranks, and for hanging ranks."""
 
-TAIL_LINES = 15
-"""Lines shown of a failed rank."""
-
-TAIL_BYTES = 2**16
-"""Read of a rank's output at most."""
+TAIL_LINES, TAIL_BYTES = 15, 2**16
+"""Lines shown of a rank's output, and the bytes of it that are read at most."""
 
 STACK_LINES = 16
-"""Lines shown of a stack, the innermost first."""
+"""Lines shown of a stack, the innermost call first."""
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""With these a run is ended on purpose: by Ctrl-C, a supervisor, a closed terminal, SLURM before its time is over."""
+"""Signals that end a run on purpose: Ctrl-C, a supervisor, a closed terminal, SLURM before the job's time is over."""
 
 ON_REQUEST = frozenset(128 + number for number in REQUESTS)
-"""Exit codes of ranks that have done what they were asked to."""
+"""Exit codes of ranks that ended on request."""
 
 
 @dataclass
@@ -58,24 +54,12 @@ class Rank:
     log: IO[bytes]
     stack: IO[bytes]
 
-    @property
-    def runs(self) -> bool:
-        """Whether it has not ended yet."""
-        return self.process.poll() is None
-
 
 def supervise(ranks: Sequence[Rank], board: heartbeat.Board, watch: heartbeat.Watch) -> int:
-    """Waits until all ranks have ended, and ends them where one has failed or hangs.
-
-    Requests to end that come meanwhile are passed on to them.
-
-    Args:
-        ranks: of this machine, just started.
-        board: with their signs of life.
-        watch: decides when they hang.
+    """Waits until all ranks have ended, passes requests to end on to them, and ends them if one fails or hangs.
 
     Returns:
-        The exit code: 0 where all ranks ended well, else that of the first that failed; 1 where they hung.
+        The exit code: 0 if all ranks succeeded, else that of the first one that failed; 1 after a hang.
     """
     received = _pass_requests_on(ranks)
     failed: Rank | None = None
@@ -83,7 +67,7 @@ def supervise(ranks: Sequence[Rank], board: heartbeat.Board, watch: heartbeat.Wa
     kill_at, look_at = math.inf, 0.0
     killed: list[Rank] = []
     while True:
-        running = [rank for rank in ranks if rank.runs]
+        running = [rank for rank in ranks if rank.process.poll() is None]
         if not killed:
             failed = failed or _first_failed(ranks, received)
         if not running:
@@ -102,12 +86,14 @@ def supervise(ranks: Sequence[Rank], board: heartbeat.Board, watch: heartbeat.Wa
             stopped = {rank.number for rank in running if _is_stopped(rank)}
             if hang := watch.look(board.read(), stopped, now):
                 _report_hang(hang, running, board, stopped)
-                _ask_to_end(running)
+                for rank in running:
+                    rank.process.terminate()
+                    rank.process.send_signal(signal.SIGCONT)
                 kill_at = time.monotonic() + HANGING_SECONDS
         time.sleep(POLL_SECONDS)
     if hang:
         return 1
-    if ranks[0].process.returncode == UsageError.exit_code:  # a mistake of the user's, found by all, said by rank 0
+    if ranks[0].process.returncode == UsageError.exit_code:  # all ranks have found it, rank 0 has reported it
         return UsageError.exit_code
     if failed is not None:
         return _report_failure(failed)
@@ -119,14 +105,14 @@ def supervise(ranks: Sequence[Rank], board: heartbeat.Board, watch: heartbeat.Wa
 
 
 def _pass_requests_on(ranks: Sequence[Rank]) -> list[int]:
-    """From now on requests to end go to the ranks; returns the list in which they are noted."""
+    """Passes requests to end on to the ranks from now on; returns the list in which they are noted."""
     received: list[int] = []
 
     def pass_on(number: int, frame: object) -> None:
-        # A terminal that is closed tells the ranks by itself; where only the launcher is told they can still save.
+        # A closed terminal reaches the ranks directly; if only the launcher gets SIGHUP, they can still save.
         sent = signal.SIGTERM if number == signal.SIGHUP else number
         received.extend({number, sent})
-        if number != signal.SIGINT:  # that reaches them from the terminal by itself
+        if number != signal.SIGINT:  # the terminal sends that to the ranks directly
             for rank in ranks:
                 rank.process.send_signal(sent)
 
@@ -138,7 +124,7 @@ def _pass_requests_on(ranks: Sequence[Rank]) -> list[int]:
 
 
 def _code(rank: Rank, received: Collection[int]) -> int | None:
-    """The exit code so far; that of a rank which a request has ended before it could answer is as shells have it."""
+    """Returns the exit code so far; for a rank that a request ended before it could answer, the shell's."""
     code = rank.process.returncode
     if code is not None and (-code == signal.SIGINT or -code in received):
         return 128 - code
@@ -146,55 +132,51 @@ def _code(rank: Rank, received: Collection[int]) -> int | None:
 
 
 def _first_failed(ranks: Sequence[Rank], received: Collection[int]) -> Rank | None:
-    """Of several at once, one that was killed: the others failed because of it."""
+    """Returns a failed rank; of several a killed one, because the others failed as a consequence."""
     failed = [rank for rank in ranks if _code(rank, received) not in (None, 0, *ON_REQUEST)]
     return min(failed, key=lambda rank: rank.process.returncode > 0, default=None)
 
 
 def _is_stopped(rank: Rank) -> bool:
-    """By a signal; a debugger that holds it does not count."""
+    """Returns whether a signal has stopped a rank; a debugger does not count."""
     try:
         return psutil.Process(rank.process.pid).status() == psutil.STATUS_STOPPED
     except psutil.NoSuchProcess:
         return False
 
 
-def _ask_to_end(ranks: Sequence[Rank]) -> None:
-    for rank in ranks:
-        rank.process.terminate()
-        rank.process.send_signal(signal.SIGCONT)
-
-
 def _report_failure(rank: Rank) -> int:
-    """Names a rank that failed, with its last lines, unless it has told the terminal itself; returns the exit code."""
+    """Names a failed rank with its last lines, unless it was rank 0's own error; returns the exit code."""
     code = rank.process.returncode
     if rank.number > 0 or code < 0:
         how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
-        tail = [] if rank.number == 0 else _lines(rank.log)[-TAIL_LINES:]
+        tail = _tail(rank)
         _say(f"error: rank {rank.number} ended with {how}" + "; its last lines:" * bool(tail), *tail)
     return code if code > 0 else 1
 
 
 def _report_hang(hang: str, ranks: Sequence[Rank], board: heartbeat.Board, stopped: Collection[int]) -> None:
-    """Says who hangs, where every rank is and what it said last."""
+    """Prints which ranks hang, and the stack and the last lines of every rank."""
     beats = board.read()
     for rank in ranks:
-        if rank.number not in stopped and beats[rank.number].state != heartbeat.ABSENT:  # else it would die of it
+        if rank.number not in stopped and beats[rank.number].state != heartbeat.ABSENT:  # no handler: it would die
             rank.process.send_signal(heartbeat.STACK_SIGNAL)
     time.sleep(STACK_SECONDS)
     _say(f"error: {hang}")
     for rank in ranks:
         _say(f"rank {rank.number}: {beats[rank.number].batches} batches done")
-        stack = _lines(rank.stack)[: STACK_LINES + 1]  # its title says that the innermost call comes first
-        tail = [] if rank.number == 0 else _lines(rank.log)[-TAIL_LINES:]
-        if stack:
+        if stack := _lines(rank.stack)[: STACK_LINES + 1]:  # and a title
             _say(*stack)
-        if tail:
+        if tail := _tail(rank):
             _say(f"rank {rank.number}'s last lines:", *tail)
 
 
+def _tail(rank: Rank) -> list[str]:
+    return [] if rank.number == 0 else _lines(rank.log)[-TAIL_LINES:]
+
+
 def _lines(file: IO[bytes]) -> list[str]:
-    """The end of what a rank has written, less empty lines; the rank's own place in the file stays."""
+    """Returns the last non-empty lines that a rank has written; the rank's position in the file stays."""
     start = max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES)
     text = os.pread(file.fileno(), TAIL_BYTES, start).decode(errors="replace")
     return [line.rstrip() for line in text.splitlines() if line.strip()]

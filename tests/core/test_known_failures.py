@@ -167,20 +167,20 @@ PROVOKED: dict[str, tuple[Callable[[Path, Patch], object], str]] = {
     "shared memory": (of_dying_worker(signal.SIGBUS), "the loader's workers have filled the shared memory"),
     "killed worker": (of_dying_worker(signal.SIGKILL), "a worker of the loader was killed"),
     "ended worker": (of_dying_worker(signal.SIGKILL, told=False), "a worker of the loader was killed"),
-    "no rank 0": (lambda path, patch: dist.TCPStore(HOST, 1, 1, False, SHORT), "the ranks did not all come together"),
-    "no rank 1": (lambda path, patch: dist.TCPStore(HOST, 0, 2, True, SHORT), "the ranks did not all come together"),
+    "no rank 0": (lambda path, patch: dist.TCPStore(HOST, 1, 1, False, SHORT), "not all ranks have met"),
+    "no rank 1": (lambda path, patch: dist.TCPStore(HOST, 0, 2, True, SHORT), "not all ranks have met"),
     "lost rank": (lost_rank, "another rank has ended"),
     "lost store": (lost_store, "another rank has ended"),
-    "absent rank": (absent_rank, "this rank has waited for the others in vain"),
+    "absent rank": (absent_rank, "this rank waited for the others too long"),
     "store": (
         lambda path, patch: dist.TCPStore(HOST, 0, 1, True, SHORT).get("key"),
-        "this rank has waited for the others in vain",
+        "this rank waited for the others too long",
     ),
     "no CUDA_HOME": (no_cuda_home, "DeepSpeed finds no nvcc"),
     "no CUDA_HOME, torch": (no_cuda_home_for_torch, "DeepSpeed finds no nvcc"),
     "no ninja": (no_ninja, "DeepSpeed's C++ code could not be compiled"),
     "no compiler": (no_compiler, "DeepSpeed's C++ code could not be compiled"),
-    "full disk": (full_disk, "a file could not be written to its end"),
+    "full disk": (full_disk, "a file could not be written completely"),
     "untrusted": (untrusted_file, "the file holds more than tensors"),
 }
 """What is done, and how its line begins."""
@@ -203,7 +203,7 @@ def test_provoked(name: str, tmp_path: Path, monkeypatch: Patch):
         (
             "libtorch_cuda.so",
             "Watchdog caught collective operation timeout: ",
-            "this rank has waited for the others in vain",
+            "this rank waited for the others too long",
         ),
         ("libtorch_cuda.so", "a remote process exiting prematurely", "another rank has ended"),
     ],
@@ -228,7 +228,7 @@ def test_taken_port_in_train(taken_port: int, small_data: list[str], tmp_path: P
     flags = ["--accelerator", "cpu", "--strategy", "ddp", "--out", str(tmp_path)]
     done = run_program("train.py", *small_data, *flags, env=as_rank(taken_port, ranks=2))
     assert done.returncode == 1
-    assert f"error: another program uses port {taken_port}, where the ranks are to meet; " in done.stderr
+    assert f"error: another program uses port {taken_port}, at which the ranks meet; " in done.stderr
     assert "Traceback" not in done.stderr
 
 
