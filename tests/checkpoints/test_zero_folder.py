@@ -1,4 +1,4 @@
-"""DeepSpeed's folders of networks with mixtures of experts, written by hand: what small runs do not come to."""
+"""Hand-written DeepSpeed folders of models with mixtures of experts, as small runs do not produce them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,26 @@ from cifar_zero.checkpoints.zero_folder import GROUPS, SHAPE, TAG, read_folder
 from cifar_zero.core.errors import UsageError
 
 LOCAL, RANKS = 3, 2
-"""Experts of each rank; ranks that share them out."""
+"""Number of experts on each rank, and of ranks."""
 
 
 def engine_name(number: int) -> str:
     return f"net.deepspeed_moe.experts.deepspeed_experts.{number}.bias"
 
 
-def write(folder: Path, stage: int, groups: list[list[str]], optimizers: dict[str, Any]) -> Path:
-    """A checkpoint of a gate and six experts, each a number: of the gate -1, of an expert its place in the network."""
+def groups_of(rank: int, *groups: list[int]) -> list[dict[str, torch.Size]]:
+    """What a rank records: the gate alone, then groups of its experts."""
+    experts = [{f"net.experts.{LOCAL * rank + number}.bias": torch.Size([1]) for number in group} for group in groups]
+    return [{"net.gate.wg.weight": torch.Size([1])}, *experts]
+
+
+def write(folder: Path, stage: int, optimizers: dict[str, Any]) -> Path:
+    """Writes a checkpoint of a gate with the weight -1 and six experts with their number as weight."""
     files = folder / TAG
     files.mkdir()
     gate = "net.deepspeed_moe.gate.wg.weight"
     main = {"module": {gate: torch.tensor([-1.0])}, "buffer_names": [], "dp_world_size": RANKS, "num_experts": [6]}
     main |= {"ds_config": {"zero_optimization": {"stage": stage}}, SHAPE: {"ep_size": RANKS}, "optimizer": None}
-    main |= {GROUPS: groups, "param_shapes": [{name: torch.Size([1]) for name in group} for group in groups]}
     torch.save(main, files / "mp_rank_00_model_states.pt")
     for number in range(LOCAL * RANKS):
         expert = {engine_name(number): torch.tensor([float(number)])}
@@ -58,8 +63,7 @@ NAMES = ["net.gate.wg.weight", *(f"net.experts.{number}.bias" for number in rang
 
 
 def test_experts_that_deepspeed_has_cut_into_two_groups(tmp_path: Path):
-    """It does so from 178,956,971 parameters on, in the middle of a mixture."""
-    groups = [["net.deepspeed_moe.gate.wg.weight"], [engine_name(0), engine_name(1)], [engine_name(2)]]
+    """DeepSpeed does so from 178,956,971 parameters on, in the middle of a mixture."""
     shards = {}
     for rank in range(RANKS):
         own = [float(LOCAL * rank + number) for number in range(LOCAL)]
@@ -68,12 +72,14 @@ def test_experts_that_deepspeed_has_cut_into_two_groups(tmp_path: Path):
         state = {number: {"exp_avg": values, "step": torch.tensor(7.0)} for number, values in enumerate(flat)}
         base = {"state": state, "param_groups": adam_groups([[0], [1], [2]])}
         shard = {"single_partition_of_fp32_groups": [values + 100 for values in flat], "base_optimizer_state": base}
-        shards[f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"] = {"optimizer_state_dict": shard}
-    check(write(tmp_path, 2, groups, shards), NAMES)
+        shards[f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"] = {
+            "optimizer_state_dict": shard,
+            GROUPS: groups_of(rank, [0, 1], [2]),
+        }
+    check(write(tmp_path, 2, shards), NAMES)
 
 
 def stage_0(folder: Path) -> Path:
-    groups = [["net.deepspeed_moe.gate.wg.weight"], *([engine_name(number)] for number in range(LOCAL))]
     ranks = {}
     for rank in range(RANKS):
         values = [-1.0, *(float(LOCAL * rank + number) for number in range(LOCAL))]
@@ -81,8 +87,11 @@ def stage_0(folder: Path) -> Path:
         base = {"state": state, "param_groups": adam_groups([[0], [1, 2, 3]])}
         masters = [[torch.tensor([values[0] + 100])], [torch.tensor([value + 100]) for value in values[1:]]]
         optimizer = {"optimizer_state_dict": base, "fp32_groups": masters}
-        ranks[f"expp_rank_{rank}_mp_rank_00_optim_states.pt"] = {"optimizer": optimizer}
-    return write(folder, 0, groups, ranks)
+        ranks[f"expp_rank_{rank}_mp_rank_00_optim_states.pt"] = {
+            "optimizer": optimizer,
+            GROUPS: groups_of(rank, [0], [1], [2]),
+        }
+    return write(folder, 0, ranks)
 
 
 def test_stage_0_in_16_bits(tmp_path: Path):
@@ -95,5 +104,5 @@ def test_stage_0_in_16_bits(tmp_path: Path):
 def test_a_missing_file(file: str, tmp_path: Path):
     folder = stage_0(tmp_path)
     (folder / TAG / file).unlink()
-    with pytest.raises(UsageError, match="is not whole"):
+    with pytest.raises(UsageError, match="is incomplete"):
         read_folder(folder)

@@ -1,8 +1,8 @@
-"""What a DeepSpeed engine writes and reads its checkpoints by, and how it takes over one of another shape."""
+"""Writes and reads the files of DeepSpeed's checkpoints, and restores an engine from a checkpoint of another shape."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,19 +23,25 @@ from cifar_zero.strategies.deepspeed.experts import ep_size
 Shard = Callable[[Sequence[Tensor]], Tensor]
 """Cuts this rank's flat part out of the whole tensors of a group's parameters."""
 
+NO_NOTES: Mapping[str, Any] = {}
+
 
 class GuardedCheckpointEngine(TorchCheckpointEngine):
-    """DeepSpeed's files, read without running what they hold; an error of writing them is kept for later.
+    """Writes and reads DeepSpeed's files: reading runs no code, and an error of writing is kept for later.
 
-    Raised where it happens, it would leave the other ranks waiting for this one.
+    Raised immediately, it would leave the other ranks waiting for this one.
+
+    Args:
+        trust: see `safe_load.load`.
+        notes: added to each file that is written, except the experts'.
     """
 
     failure = ""
     """The first error while writing."""
 
-    def __init__(self, trust: bool = False):
+    def __init__(self, trust: bool = False, notes: Mapping[str, Any] = NO_NOTES):
         super().__init__()
-        self._trust = trust
+        self._trust, self._notes = trust, notes
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Makes a folder."""
@@ -43,11 +49,12 @@ class GuardedCheckpointEngine(TorchCheckpointEngine):
 
     def save(self, state_dict: Any, path: str) -> None:
         """Writes a file."""
-        self._try(lambda: save(state_dict, Path(path)))
+        of_expert = Path(path).name.startswith("layer_")
+        self._try(lambda: save(state_dict if of_expert else {**state_dict, **self._notes}, Path(path)))
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Reads a file. Raises UsageError where it is damaged or cannot be trusted."""
-        return load(Path(path), self._trust, verify=False)  # `build.check_resume` has compared the checksums
+        """Reads a file; its checksums were compared at the start. Raises UsageError if it is damaged or foreign."""
+        return load(Path(path), self._trust, verify=False)
 
     def _try(self, write: Callable[[], Any]) -> None:
         self.failure = self.failure or failure_of(write)
@@ -56,28 +63,25 @@ class GuardedCheckpointEngine(TorchCheckpointEngine):
 def restore(engine: Any, checkpoint: dict[str, Any]) -> bool:
     """Puts a checkpoint in Lightning's plain form into an engine of any stage and number of ranks.
 
-    DeepSpeed's universal checkpoints do it by way of files, for Adam alone, and not between stages 2 and 3.
-
     Returns:
-        Whether the optimizer's state was carried over too.
+        Whether the optimizer's state was restored too.
     """
     weights: dict[str, Tensor] = checkpoint["state_dict"]
     carried = bool(checkpoint.get("optimizer_states"))
     saved = checkpoint["optimizer_states"][0] if carried else {"state": {}, "param_groups": []}
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
-    rank = engine.global_rank % ep_size(engine.module)
     state_dict = [*engine.module.state_dict()]
-    plain = plain_names(state_dict, rank)  # a checkpoint has the experts of all ranks
+    plain = _plain_names(engine)
     names = {parameter: plain[name] for name, parameter in engine.module.named_parameters()}
     if stage == 3:
-        optimizer.checkpoint_event_prologue()  # every parameter is cut, also those that are kept whole
-        buffers = dict(engine.module.named_buffers())  # no rank has a part of them only
+        optimizer.checkpoint_event_prologue()  # shards every parameter, also those that are kept whole
+        buffers = dict(engine.module.named_buffers())  # whole on every rank
         for name in plain.keys() & buffers.keys():
             buffers[name].copy_(weights[plain[name]])
     else:
         engine.module.load_state_dict({name: weights[plain[name]] for name in plain})
     groups = [*_groups(engine)]
-    # As torch's optimizers number them: those of other ranks too, group by group, a single one in the network's order.
+    # torch numbers the trained parameters of all ranks, group by group, a single group in the order of the model.
     here = {names[parameter] for parameters, *_ in groups for parameter in parameters}
     fixed_here = [name for name in state_dict if plain[name] not in here]
     of_ranks = [plain_names(state_dict, other) for other in range(ep_size(engine.module))]
@@ -92,7 +96,7 @@ def restore(engine: Any, checkpoint: dict[str, Any]) -> bool:
     if carried:
         of_name = groups_by_name(saved["param_groups"], order)
         first: dict[str, Any] = saved["param_groups"][0]
-        for group in engine.basic_optimizer.param_groups:  # a single one has no names, nor a rate beside others
+        for group in engine.basic_optimizer.param_groups:  # a single group has no names
             name = next(iter(group.get("param_names", ())), "")
             group["lr"] = of_name.get(plain.get(name, name), first)["lr"]
     if stage == 3:
@@ -106,14 +110,23 @@ def restore(engine: Any, checkpoint: dict[str, Any]) -> bool:
     return carried
 
 
-def group_names(engine: Any) -> list[list[str]]:
-    """The engine's names of the parameters of each group that the optimizer keeps flat, or of each parameter."""
-    names = {parameter: name for name, parameter in engine.module.named_parameters()}
-    return [[names[parameter] for parameter in parameters] for parameters, *_ in _groups(engine)]
+def group_shapes(engine: Any) -> list[dict[str, torch.Size]]:
+    """Returns the plain names and the shapes of the parameters in each tensor that this rank's optimizer updates."""
+    plain = _plain_names(engine)
+    names = {parameter: plain[name] for name, parameter in engine.module.named_parameters()}
+    return [
+        {names[parameter]: getattr(parameter, "ds_shape", parameter.shape) for parameter in parameters}
+        for parameters, *_ in _groups(engine)
+    ]
+
+
+def _plain_names(engine: Any) -> dict[str, str]:
+    """Returns the plain name of each weight of this rank: its experts are some of all."""
+    return plain_names(engine.module.state_dict(), engine.global_rank % ep_size(engine.module))
 
 
 def _groups(engine: Any) -> Iterator[tuple[list[Parameter], Tensor, Shard]]:
-    """The parameters of each flat float32 tensor that the optimizer updates, in their order, and how it is cut."""
+    """Yields each float32 tensor that the optimizer updates with its parameters, in order, and how it is cut."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     if stage == 3:
         for group, target in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
@@ -153,7 +166,7 @@ def _only(wholes: Sequence[Tensor]) -> Tensor:
 
 
 def cut(whole: Tensor, parameter: Any) -> Tensor:
-    """This rank's part of a parameter at stage 3, filled up with zeros where it ends before."""
+    """Returns this rank's flat part of a parameter at stage 3; the last rank's is padded with zeros."""
     size = parameter.ds_tensor.ds_numel
     rank = deepspeed.comm.get_rank(group=parameter.ds_process_group)
     part = whole.flatten()[rank * size : (rank + 1) * size]
@@ -161,14 +174,14 @@ def cut(whole: Tensor, parameter: Any) -> Tensor:
 
 
 def forget_second_copies(module: torch.nn.Module) -> None:
-    """To be called when stage 3's parameters have got other values: those that --zero.hpz_partition_size lays beside
-    them would be gathered in their place until the next step (DeepSpeed 0.19.8, partition_parameters.py)."""
+    """Drops the second copies of --zero.hpz_partition_size after stage 3's parameters were overwritten; they would be
+    gathered until the next step (DeepSpeed 0.19.8, partition_parameters.py)."""
     for parameter in module.parameters():
         parameter.ds_secondary_tensor = None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _set_state(base: Any, target: Tensor, entries: list[dict[str, Any]], shard: Shard) -> None:
-    """Gives the base optimizer the state of a flat tensor, as its own kind keeps it."""
+    """Gives the base optimizer the state of a flat tensor."""
     state: dict[str, Any] = {}
     for key, value in entries[0].items():
         if key == "step":
@@ -183,7 +196,7 @@ def _set_state(base: Any, target: Tensor, entries: list[dict[str, Any]], shard: 
 
 
 def _step(base: Any, target: Tensor, step: float) -> dict[str, Any]:
-    """The number of steps done: DeepSpeed's fused Adam keeps it in the group, its CPU Adam as an integer."""
+    """Returns the number of steps as state: DeepSpeed's fused Adam keeps it in the group, its CPU Adam as an int."""
     if isinstance(base, FusedAdam):
         for group in base.param_groups:
             group["step"] = int(step)

@@ -38,7 +38,7 @@ from cifar_zero.strategies.deepspeed.checkpoint import (
     GuardedCheckpointEngine,
     cut,
     forget_second_copies,
-    group_names,
+    group_shapes,
     restore,
 )
 
@@ -200,14 +200,13 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
             failure_of(lambda: atomic.discard(target))
         self.barrier()
         engine: Any = self.deepspeed_engine
-        guard = engine.checkpoint_engine = GuardedCheckpointEngine()
+        notes: dict[str, Any] = {GROUPS: group_shapes(engine)}
+        if engine.zero_nvme_offload_optimizer():
+            notes[ON_DISK] = [flat.ds_id for flat in engine.optimizer.fp32_partitioned_groups_flat]
+        guard = engine.checkpoint_engine = GuardedCheckpointEngine(notes=notes)
         engine._copy_recovery_script = lambda save_path: None  # it writes outside the guard
         client_state = {key: checkpoint[key] for key in checkpoint if key not in ("state_dict", "optimizer_states")}
         client_state[SHAPE] = self._shape
-        if not engine.zero_optimization():
-            client_state[GROUPS] = group_names(engine)
-        if engine.zero_nvme_offload_optimizer():
-            client_state[ON_DISK] = [flat.ds_id for flat in engine.optimizer.fp32_partitioned_groups_flat]
         engine.save_checkpoint(
             str(target),
             tag=TAG,
