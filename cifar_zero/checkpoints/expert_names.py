@@ -1,5 +1,7 @@
-"""The names of the weights of a mixture of experts: DeepSpeed's, with each rank's experts numbered from 0, and those of
-the plain network, which has them all."""
+"""Translates the names of the weights of a mixture of experts.
+
+DeepSpeed numbers each rank's experts from 0; the plain model has all experts.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +9,33 @@ import re
 from collections.abc import Iterable
 
 GATE = ".deepspeed_moe.gate."
-"""Stands in DeepSpeed's name where the plain name has `.gate.`."""
+"""DeepSpeed's form of `.gate.`."""
 
 EXPERT = re.compile(r"(.*)\.deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(.*)")
-"""DeepSpeed's name of an expert's weight: mixture, number of the expert, its own name of the weight."""
+"""DeepSpeed's name of an expert's weight: the mixture, the expert's number, its own name."""
 
 
 def plain_names(names: Iterable[str], rank: int = 0) -> dict[str, str]:
-    """The plain name for each of DeepSpeed's.
+    """Returns the plain name for each of DeepSpeed's.
 
     Args:
-        names: of all weights that the rank has.
-        rank: among those that share a mixture's experts out; of experts that are numbered through, 0.
+        names: of all weights of a rank, or with the experts of all ranks.
+        rank: among those that share the experts of a mixture; 0 if the experts of all ranks are given.
     """
-    names = [*names]
     found = {name: EXPERT.fullmatch(name) for name in names}
-    mixtures = [(expert[1], int(expert[2])) for expert in found.values() if expert]
-    share = {mixture: 1 + max(number for of, number in mixtures if of == mixture) for mixture, _ in mixtures}
+    numbers: dict[str, set[str]] = {}
+    for expert in filter(None, found.values()):
+        numbers.setdefault(expert[1], set()).add(expert[2])
     return {
-        name: f"{expert[1]}.experts.{rank * share[expert[1]] + int(expert[2])}.{expert[3]}"
-        if (expert := found[name])
+        name: f"{expert[1]}.experts.{rank * len(numbers[expert[1]]) + int(expert[2])}.{expert[3]}"
+        if expert
         else name.replace(GATE, ".gate.")
-        for name in names
+        for name, expert in found.items()
     }
 
 
 def in_order(dense: Iterable[str], experts: Iterable[str]) -> list[str]:
-    """Plain names in the order of the network, where the experts of a mixture follow its gate."""
+    """Returns plain names in the order of the model, where the experts of a mixture follow its gate."""
     experts, names = [*experts], []
     for name in dense:
         names.append(name)

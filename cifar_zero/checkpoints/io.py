@@ -1,4 +1,4 @@
-"""How Lightning's strategies write, read and remove checkpoints."""
+"""Lightning's interface for writing, reading and removing checkpoints."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from cifar_zero.core.console import say
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """A checkpoint is found whole or not at all; one that cannot be written ends no training.
+    """Writes checkpoints atomically; an error of writing is reported and does not end the training.
 
-    Lightning's own (2.6.6) writes to /tmp first, and what lies on another file system is copied from there.
+    Lightning's own (2.6.6) writes to /tmp first, and copies from there to another file system.
 
     Args:
         trust: see `safe_load.load`.
-        save_weights: whether the network's float32 weights are written beside each checkpoint.
+        save_weights: whether the model's float32 weights are written next to each checkpoint.
     """
 
     failure = ""
-    """Why the newest checkpoint could not be written; empty where it was."""
+    """Why the newest checkpoint could not be written; empty if it was."""
 
     def __init__(self, trust: bool = False, save_weights: bool = False):
         self.trust = trust
         self._save_weights = save_weights
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Writes a file; rank 0 alone is asked to."""
+        """Writes a file; called on rank 0 only."""
         final = Path(path)
 
         def write() -> None:
@@ -45,31 +45,31 @@ class AtomicCheckpointIO(CheckpointIO):
         self.conclude(final, failure_of(write))
 
     def conclude(self, final: Path, failure: str) -> None:
-        """Notes on rank 0 how the writing of a checkpoint ended; the plain weights follow where it went well."""
+        """Notes on rank 0 how the writing of a checkpoint ended; after a success, writes the plain weights too."""
         if self._save_weights and not failure:
             failure = failure_of(lambda: write_weights(final))
         self.failure = f"{final} could not be written: {failure}" if failure else ""
         if failure:
             failure_of(lambda: atomic.discard(atomic.staged(final)))
-            say(f"{self.failure}. The training goes on; the checkpoints before are whole.")
+            say(f"{self.failure}. The training continues; earlier checkpoints are complete.")
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a checkpoint of any strategy, on every rank; `build.check_resume` has compared its checksums."""
+        """Reads a checkpoint of any strategy on every rank; its checksums were compared at the start."""
         return read(Path(path), self.trust, verify=False)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Removes a checkpoint that a newer one stands in for, unless that could not be written."""
+        """Removes a checkpoint that a newer one replaces, unless the newer one could not be written."""
 
         def remove() -> None:
             atomic.discard(Path(path))
             weights_file(Path(path)).unlink(missing_ok=True)
 
         if not self.failure and (failure := failure_of(remove)):
-            say(f"{path} could not be removed: {failure}. The training goes on.")
+            say(f"{path} could not be removed: {failure}. The training continues.")
 
 
 def save(content: Any, file: Path) -> None:
-    """torch.save, which by itself hides the system's error where the disk is full behind one of its own.
+    """Writes a file with torch.save, which hides the system's error (a full disk) behind its own.
 
     Raises:
         OSError: the file cannot be written.
@@ -77,19 +77,17 @@ def save(content: Any, file: Path) -> None:
     try:
         with file.open("wb") as stream:
             torch.save(content, stream)
-    except RuntimeError as error:  # torch finds its archive cut when it wants to close it
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from error
-        raise OSError(str(error)) from error
+    except RuntimeError as error:  # torch finds its archive truncated when it closes it
+        raise error.__context__ if isinstance(error.__context__, OSError) else OSError(str(error)) from error
 
 
 def weights_file(checkpoint: Path) -> Path:
-    """Where the plain weights of a checkpoint lie."""
+    """Returns the file of a checkpoint's plain weights."""
     return checkpoint.with_suffix(".safetensors")
 
 
 def write_weights(checkpoint: Path) -> None:
-    """Writes the float32 weights of a checkpoint that was just saved, put together from all ranks, beside it."""
+    """Writes the float32 weights of a saved checkpoint, assembled from all ranks, next to it."""
     content = read(checkpoint)
     state = plain_network(content)
     weights = {name: value.float() if value.is_floating_point() else value for name, value in state.items()}
@@ -97,9 +95,9 @@ def write_weights(checkpoint: Path) -> None:
 
 
 def failure_of(write: Callable[[], Any]) -> str:
-    """Runs what writes to the disk on one rank; its error as a text, empty where there was none.
+    """Runs what writes to the disk on one rank; returns its error as text, empty if there was none.
 
-    Of whatever kind: raised, it would leave the other ranks waiting for this one.
+    Errors of any kind: raised, they would leave the other ranks waiting for this one.
     """
     try:
         write()

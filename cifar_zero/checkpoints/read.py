@@ -1,4 +1,4 @@
-"""A checkpoint of any strategy, read into the one form that Lightning's plain strategies write."""
+"""Reads a checkpoint of any strategy into the one form that Lightning's plain strategies write."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RECORD = "cifar_zero"
 
 
 def read(checkpoint: Path, trust: bool = False, verify: bool = True, device: str = "cpu") -> dict[str, Any]:
-    """state_dict, optimizer_states and the progress of the run.
+    """Returns state_dict, optimizer_states and the progress of the run.
 
     Args:
         checkpoint: Lightning's file, or the folder that DeepSpeed writes.
@@ -23,7 +23,7 @@ def read(checkpoint: Path, trust: bool = False, verify: bool = True, device: str
         device: of the tensors.
 
     Raises:
-        UsageError: it is damaged, not whole, of another kind, or would need `trust`.
+        UsageError: it is damaged, incomplete, of another kind, or would need `trust`.
     """
     if checkpoint.is_dir():
         return read_folder(checkpoint, trust, verify, device)

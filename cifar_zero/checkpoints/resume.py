@@ -1,4 +1,4 @@
-"""What a run can be continued from, told before anything is launched; no torch."""
+"""Finds the checkpoint that a run resumes and refuses one of another run, before anything is launched; no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import yaml
 
 from cifar_zero import data
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.checkpoints.records import check_records
+from cifar_zero.checkpoints.safe_load import check_records
 from cifar_zero.config.flags import Config
 from cifar_zero.config.flat import flat
 from cifar_zero.core import atomic
@@ -21,25 +21,25 @@ from cifar_zero.core.errors import UsageError
 
 KEPT = ("model", "optimizer", "batch_size", "seed", "data.val_fraction")
 KEPT += ("trainable", "lora.rank", "lora.alpha", "lora.target", "lora.dropout")
-"""What a run that goes on must have as it was: else it is another run, and trains on images held out before."""
-
-OF_AUTO = ("cifar10", "digits")
-"""What --data.source auto can come to."""
-
-FEW = 6
-"""Most names of classes that a message has."""
-
-IF_ANY = "auto"
-"""For --resume: as last, but a run of which nothing is there begins."""
+"""What a resumed run must keep: otherwise it is another run, and trains on images that were held out before."""
 
 MAY_CHANGE = ("model.ep_size",)
-"""Options among them that say where the run is, not what it is."""
+"""Exceptions: options that say where the run is, not what it is."""
+
+OF_AUTO = ("cifar10", "digits")
+"""What --data.source auto can resolve to."""
+
+FEW = 6
+"""Maximum number of class names in a message."""
+
+IF_ANY = "auto"
+"""Value of --resume: as last, but starts a run if there is no checkpoint."""
 
 
 def checkpoint_to_resume(config: Config) -> str:
-    """Returns the path of the checkpoint that --resume means; empty for a run that begins.
+    """Returns the path of the checkpoint that --resume names; empty for a new run.
 
-    Reads no weights: rank 0 compares checksums, names and shapes later, see `training.build.check_resume`.
+    Reads no weights: rank 0 compares checksums, names and shapes later, see `training.starting_point.check_resume`.
 
     Raises:
         UsageError: there is none, it is incomplete, or it is of a run that cannot be continued with this configuration.
@@ -57,14 +57,10 @@ def checkpoint_to_resume(config: Config) -> str:
 
 
 def restarted(config: Config, name: str) -> str:
-    """Replaces `auto` by the newest checkpoint of a name; after a SLURM requeue, replaces any --resume value.
+    """Replaces `auto` by the newest checkpoint of a run's name; after a SLURM requeue, replaces any --resume value.
 
     A requeued job resumes its own checkpoint, on the digits too if it fell back to them. Before it has written one,
     `auto` becomes empty and any other value stays.
-
-    Args:
-        config: of the run.
-        name: of the run.
     """
     requeued = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0 and not config.only_measures
     if not requeued and config.resume != IF_ANY:
@@ -78,10 +74,10 @@ def restarted(config: Config, name: str) -> str:
 def newest_of(agents: Collection[str], out: str, name: str) -> Path | None:
     """Returns the newest checkpoint that earlier ranks of the same torchrun processes wrote; None before the first one.
 
-    torchrun's restart count does not tell a restart: it stays the same when a node joins, and is 0 on the new node.
+    torchrun's restart count does not show a restart: it stays the same when a node joins, and is 0 on the new node.
 
     Args:
-        agents: names of the torchrun processes of this run, see `launchers.torchrun_agent`.
+        agents: names of the torchrun processes of this run, see `rank_environment.torchrun_agent`.
         out: directory of the runs.
         name: of the run.
     """
@@ -99,7 +95,7 @@ def newest_of(agents: Collection[str], out: str, name: str) -> Path | None:
 
 
 def find_recovered(path: str, out: str, name: str, fallback: bool = False) -> Path:
-    """What `run_folder.find_checkpoint` finds when checkpoints that a crash has left aside are back in place."""
+    """Returns what `run_folder.find_checkpoint` finds after interrupted renames of checkpoints were completed."""
     for folder in (Path(path), Path(out) / name, Path(out) / (name + run_folder.FALLBACK_SUFFIX)):
         if folder.is_dir():
             atomic.recover(folder)
@@ -107,17 +103,17 @@ def find_recovered(path: str, out: str, name: str, fallback: bool = False) -> Pa
 
 
 def check_same_run(config: Config, recipe: dict[str, Any]) -> None:
-    """Refuses to go on with another run.
+    """Refuses to continue another run.
 
     Args:
-        config: of the run that is to go on.
-        recipe: of the run that wrote the checkpoint, as its config.yaml or the checkpoint has it.
+        config: of the run that resumes.
+        recipe: of the run that wrote the checkpoint, from its config.yaml or the checkpoint.
 
     Raises:
         UsageError: names the first option that differs.
     """
     if config.weights and not Path(recipe.get("weights", "")).is_relative_to(Path(config.weights).absolute()):
-        raise UsageError(f"--resume {config.resume} goes on with the weights that it has: leave --weights out")
+        raise UsageError(f"--resume {config.resume} continues with the weights of its checkpoint: remove --weights")
     before, now = flat(recipe), flat(config)
     source = before.get("data.source", "auto")
     if source not in ("auto", *(OF_AUTO if config.data.source == "auto" else (config.data.source,))):
@@ -149,6 +145,6 @@ def source_of(config: Config, record: dict[str, Any]) -> Any:
         differing = ", ".join(sorted({*names} ^ {*record["classes"]})[:FEW]) or "their order"
         raise UsageError(
             f"--resume {config.resume}: that run had other classes than --data.source {source} now has ({differing}): "
-            f"name the data that it had, or fine-tune it with --weights {config.resume} without --resume"
+            f"give the data that it had, or fine-tune it with --weights {config.resume} without --resume"
         )
     return source

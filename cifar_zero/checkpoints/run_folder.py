@@ -1,4 +1,4 @@
-"""Where a run is kept: <out>/<name>/version_N, claimed by one process, whatever else runs at the same time."""
+"""The folder of a run, <out>/<name>/version_N, claimed by one process, and the checkpoints in it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ DEEPSPEED_CONFIG = "deepspeed.json"
 RANKS = "ranks.json"
 
 FALLBACK_SUFFIX = "-digits-fallback"
-"""Added to the name of a run whose CIFAR-10 could not be had: its figures are those of the embedded digits."""
+"""Suffix of the name of a run on the embedded digits because CIFAR-10 was not available."""
 
 
 def claim(out: str, name: str) -> Path:
-    """Makes and returns the first version_N of a run's name that nobody else has.
+    """Makes and returns the first free version_N of a run's name.
 
     Raises:
         UsageError: the directory cannot be made or written.
     """
     parent = Path(out) / name
-    version = 0
     try:
         parent.mkdir(parents=True, exist_ok=True)
         taken = [int(suffix) for entry in parent.glob("version_*") if (suffix := entry.name[8:]).isdecimal()]
@@ -37,7 +36,7 @@ def claim(out: str, name: str) -> Path:
             try:
                 folder.mkdir()
                 return folder
-            except FileExistsError:  # another run was quicker
+            except FileExistsError:  # another run was faster
                 version += 1
     except OSError as error:
         raise UsageError(f"--out {out}: {parent} cannot be written ({error.strerror})") from error
@@ -45,7 +44,7 @@ def claim(out: str, name: str) -> Path:
 
 @contextmanager
 def removed_on_failure(folder: Path | None) -> Iterator[None]:
-    """Leaves no folder of a run that could not begin."""
+    """Removes the folder of a run that fails within the context."""
     try:
         yield
     except BaseException:
@@ -55,7 +54,7 @@ def removed_on_failure(folder: Path | None) -> Iterator[None]:
 
 
 def newest_checkpoint(folder: Path) -> Path:
-    """The checkpoint last written under a run's folder, a run's name or a checkpoints folder.
+    """Returns the last written checkpoint under a run's folder, a run's name or a checkpoints folder.
 
     Raises:
         UsageError: there is none.
@@ -67,18 +66,18 @@ def newest_checkpoint(folder: Path) -> Path:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """All whole checkpoints under a folder."""
+    """Returns all complete checkpoints under a folder."""
     return [path for path in folder.rglob("*.ckpt") if path.is_file() or is_checkpoint_folder(path)]
 
 
 def find_checkpoint(path: str, out: str, name: str, fallback: bool = False) -> Path:
-    """The checkpoint that `--resume` or the argument of a program means.
+    """Returns the checkpoint that `--resume` or the argument of a program names.
 
     Args:
-        path: a checkpoint (file, or DeepSpeed's folder), what lies in one, a run's folder or its checkpoints, or last.
-        out: directory of the runs, for last.
-        name: of the run, for last.
-        fallback: whether last may be a run on the digits that was to be one on CIFAR-10.
+        path: a checkpoint (file or DeepSpeed's folder), something in one, a run's folder, its checkpoints, or `last`.
+        out: directory of the runs, for `last`.
+        name: of the run, for `last`.
+        fallback: whether `last` may be a run that fell back from CIFAR-10 to the digits.
 
     Raises:
         UsageError: there is none.
@@ -104,24 +103,18 @@ def find_checkpoint(path: str, out: str, name: str, fallback: bool = False) -> P
 
 
 def is_checkpoint_folder(path: Path) -> bool:
-    """Whether it is what DeepSpeed writes for a checkpoint: a file `latest` and the folder that Lightning names in it.
-
-    A file `latest` alone may be another program's, in a folder above a checkpoint.
-    """
+    """Returns whether it is a folder that DeepSpeed writes; a file `latest` alone may be another program's."""
     return (path / "latest").is_file() and (path / "checkpoint").is_dir()
 
 
 def written(checkpoint: Path) -> tuple[int, str]:
-    """When a checkpoint was finished; of two at the same moment last.ckpt is the newer."""
+    """Returns a key that orders checkpoints by the time at which they were finished; on a tie last.ckpt is newer."""
     finished = checkpoint / "latest" if checkpoint.is_dir() else checkpoint  # written last
     return finished.stat().st_mtime_ns, checkpoint.name
 
 
 def recipe_of(checkpoint: Path) -> Path | None:
-    """The config.yaml of the run that a checkpoint lies in; None for one that was taken out of its run folder.
-
-    A config.yaml in any other folder above it is another program's.
-    """
+    """Returns the config.yaml of the run folder that contains a checkpoint; None outside of a run folder."""
     folder = checkpoint.resolve().parent
     recipe = folder.parent / CONFIG
     return recipe if folder.name == CHECKPOINTS and recipe.is_file() else None

@@ -1,15 +1,14 @@
-"""Reading a file of torch.save that may be damaged, or made by somebody who wants to run code here."""
+"""Reads files of torch.save that may be damaged, or made to run code. Imports torch only to load."""
 
 from __future__ import annotations
 
 import importlib
 import textwrap
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from cifar_zero.checkpoints.records import check_records
 from cifar_zero.core.errors import UsageError
 
 HARMLESS = (
@@ -18,48 +17,61 @@ HARMLESS = (
     ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
     ("deepspeed.utils.tensor_fragment", "fragment_address"),
 )
-"""What DeepSpeed (0.19.8) puts into its checkpoints beside tensors and plain Python: classes that hold data."""
+"""Classes that only hold data, which DeepSpeed (0.19.8) puts into its checkpoints."""
 
 
 def load(file: Path, trust: bool = False, verify: bool = True, device: str = "cpu") -> Any:
-    """The content of a file written by torch.save.
+    """Returns the content of a file written by torch.save.
 
     Args:
         file: to read.
         trust: whether a file that holds more than tensors and plain Python, and so can run code, is loaded too.
-        verify: whether the checksum of each record is compared first: torch itself does not look at them.
-        device: of the tensors, cpu or meta. On meta they have shapes and no values, and the file's are not read.
+        verify: whether the checksum of each record is compared first, which torch does not do.
+        device: of the tensors, cpu or meta. On meta they have shapes but no values, and the values are not read.
 
     Raises:
         UsageError: it is damaged, no checkpoint, or would need `trust`.
     """
+    import torch
+
     check_records(file, verify)
-    names = _globals(file)
-    unknown = sorted(set(names) - {f"{module}.{name}" for module, name in HARMLESS})
-    if unknown and not trust:
-        raise UsageError(
-            f"{file} wants to load {', '.join(unknown[:3])}, which could run any code: "
-            "--trust does it, where you know who wrote the file"
-        )
     try:
-        if trust:
-            return torch.load(file, map_location=device, mmap=device == "meta", weights_only=False)
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        unknown = sorted(set(names) - {f"{module}.{name}" for module, name in HARMLESS})
+        if unknown and not trust:
+            raise UsageError(
+                f"{file} wants to load {', '.join(unknown[:3])}, which could run any code: "
+                "add --trust if you know who wrote the file"
+            )
         harmless = [
             getattr(importlib.import_module(module), name) for module, name in HARMLESS if f"{module}.{name}" in names
         ]
         with torch.serialization.safe_globals(harmless):
-            return torch.load(file, map_location=device, mmap=device == "meta", weights_only=True)
-    except Exception as error:  # torch, pickle and zipfile each have errors of their own for a damaged file
-        raise UsageError(f"{file} cannot be read, it is damaged or no checkpoint: {_shortened(error)}") from error
+            return torch.load(file, map_location=device, mmap=device == "meta", weights_only=not trust)
+    except UsageError:
+        raise
+    except Exception as error:  # torch, pickle and zipfile each have their own errors for a damaged file
+        why = textwrap.shorten(str(error), 120, placeholder=" ...")
+        raise UsageError(f"{file} cannot be read, it is damaged or no checkpoint: {why}") from error
 
 
-def _globals(file: Path) -> list[str]:
-    """Names of the functions and classes, beyond torch's harmless ones, that the file would import."""
+def check_records(file: Path, checksums: bool = True) -> None:
+    """Compares every record of a file of torch.save with its checksum.
+
+    Args:
+        file: to check.
+        checksums: False only reads the list of records at the file's end, which a truncated file lacks.
+
+    Raises:
+        UsageError: they differ, or it is no such file.
+    """
     try:
-        return torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    except Exception as error:  # a pickle that is none
-        raise UsageError(f"{file} cannot be read, it is damaged or no checkpoint: {_shortened(error)}") from error
-
-
-def _shortened(error: Exception) -> str:
-    return textwrap.shorten(str(error), 120, placeholder=" ...")
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip() if checksums else None
+            named = any(name.endswith("/data.pkl") for name in archive.namelist())
+    except (OSError, zipfile.BadZipFile, zlib.error, ValueError, NotImplementedError, RuntimeError, EOFError) as error:
+        raise UsageError(f"{file} is damaged or no checkpoint: {error}") from error
+    if damaged is not None:
+        raise UsageError(f"{file} is damaged: its part {damaged} differs from its checksum")
+    if not named:
+        raise UsageError(f"{file} is no checkpoint")

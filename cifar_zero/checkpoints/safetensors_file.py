@@ -1,4 +1,4 @@
-"""A network's weights as one safetensors file, with what is needed to build the network again beside them."""
+"""A model's weights as one safetensors file, whose metadata says how to build the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cifar_zero.data.augment import MEAN, STD
 
 
 def metadata_of(checkpoint: Mapping[str, Any], name: str, dtype: str = "float32") -> dict[str, str]:
-    """What a checkpoint says of its network, as texts, for safetensors knows no other values.
+    """Returns what a checkpoint says of its model as strings, the only values that safetensors allows.
 
     Args:
         checkpoint: as `read.read` returns it.
@@ -26,15 +26,15 @@ def metadata_of(checkpoint: Mapping[str, Any], name: str, dtype: str = "float32"
         dtype: of the weights that are written.
 
     Returns:
-        `model`, `options` (JSON object) and `classes` (JSON list) build the network; `mean` and `std` are those of
-        the images, for pixels from 0 to 1, the same in each channel; `dtype`; `checkpoint` and `step` tell where the
-        weights come from. `format` is what transformers and others ask for in a safetensors file of torch.
+        `model`, `options` (JSON object) and `classes` (JSON list) build the model; `mean` and `std` normalise the
+        images, for pixels from 0 to 1, the same in each channel; `dtype`; `checkpoint` and `step` are the origin of the
+        weights. `format` is what transformers and others require in a safetensors file of torch.
 
     Raises:
         UsageError: the checkpoint was not written by train.py.
     """
     if RECORD not in checkpoint:
-        raise UsageError(f"{name} does not say which network it is of: it was not written by train.py")
+        raise UsageError(f"{name} does not say which model it is of: it was not written by train.py")
     record = checkpoint[RECORD]
     return {
         "format": "pt",
@@ -50,17 +50,13 @@ def metadata_of(checkpoint: Mapping[str, Any], name: str, dtype: str = "float32"
 
 
 def encode(weights: Mapping[str, Tensor], metadata: dict[str, str]) -> bytes:
-    """The content of a safetensors file. Weights that share memory are written once for each of their names."""
+    """Returns the content of a safetensors file. Weights that share memory are written once for each name."""
     plain = {name: value.detach().cpu().contiguous().clone() for name, value in weights.items()}
     return safetensors.torch.save(plain, metadata)
 
 
 def write_safetensors(weights: Mapping[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
-    """Writes a safetensors file; under its name there is the whole of it, or what was there before.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Writes a safetensors file atomically. Raises OSError if it cannot be written."""
     new = atomic.staged(file)
     try:
         new.write_bytes(encode(weights, metadata))
@@ -70,7 +66,7 @@ def write_safetensors(weights: Mapping[str, Tensor], file: Path, metadata: dict[
 
 
 def read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Weights, on the CPU, and metadata, empty where the file has none.
+    """Returns weights, on the CPU, and metadata, empty if the file has none.
 
     Raises:
         UsageError: it is damaged or no safetensors file.

@@ -41,17 +41,12 @@ class OwnStrategy:
 
 
 def build(run: Run, num_parameters: int) -> Strategy | str:
-    """Returns Lightning's strategy for a run.
-
-    Args:
-        run: to train.
-        num_parameters: of the model, in elements.
-    """
+    """Returns Lightning's strategy for a run, whose model has `num_parameters` elements."""
     return import_module(f"cifar_zero.strategies.{run.spec.family}").build(run, num_parameters)
 
 
 def replica(strategy: Strategy) -> tuple[int, int]:
-    """Returns how many replicas train on images of their own, and which of them this rank is, or is a part of.
+    """Returns the number of replicas that train on different images, and the number of this rank's replica.
 
     To be called after the rendezvous of the ranks.
     """
@@ -64,7 +59,7 @@ def replica(strategy: Strategy) -> tuple[int, int]:
 
 
 def data_group(strategy: Strategy) -> ProcessGroup | None:
-    """Returns one rank of each replica, this one among them, which together see each image once; None for all ranks."""
+    """Returns the ranks, one of each replica, that with this one see each image once; None for all ranks."""
     from lightning.pytorch.strategies import ModelParallelStrategy
 
     mesh = strategy.device_mesh if isinstance(strategy, ModelParallelStrategy) else None
@@ -82,7 +77,7 @@ def optimizer_implementation(strategy: Strategy, device_type: str, clips: bool) 
 
     Args:
         strategy: of the run.
-        device_type: of the ranks' devices: cuda or cpu.
+        device_type: cuda or cpu.
         clips: whether gradients are clipped.
     """
     from lightning.pytorch.plugins.precision import MixedPrecision

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def build(run: Run, num_parameters: int) -> MeshStrategy:
-    """Parameters, gradients and optimizer state sharded over all ranks, which all train on images of their own."""
+    """Returns the strategy that shards parameters, gradients and optimizer state over all ranks."""
     mixed = run.config.precision == "bf16-mixed"
     policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32) if mixed else MixedPrecisionPolicy()
     return MeshStrategy(
@@ -34,10 +34,10 @@ def build(run: Run, num_parameters: int) -> MeshStrategy:
 
 
 def shard(net: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    """Shards each block of a network that has `blocks`, and then what is left of it.
+    """Shards each block of a model that has `blocks`, and then the rest of the model.
 
-    A block is gathered just before it computes and given back just after; a network without blocks is gathered whole.
-    Mixed precision gathers and computes in the low precision, and adds gradients up and updates weights in float32.
+    A block is gathered just before it computes and freed just after; a model without blocks is gathered whole.
+    Mixed precision gathers and computes in the low precision, and sums gradients and updates weights in float32.
     """
     data_parallel = mesh["data_parallel"]
     if policy.param_dtype is not None:

@@ -1,4 +1,4 @@
-"""Strategies whose ranks each hold a shard of the parameters as torch's DTensor: fsdp2 and tensor_parallel."""
+"""Base of the strategies that cut the model themselves: fsdp2, tensor_parallel and pipeline."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from cifar_zero.strategies import OwnStrategy
 from cifar_zero.strategies.norm import global_norm
 
 Shard = Callable[[nn.Module, DeviceMesh], None]
-"""Cuts the parameters of a whole network, the same on every rank, into this rank's shards."""
+"""Cuts the parameters of a whole model, the same on every rank, into this rank's shards."""
 
 
 class MeshStrategy(OwnStrategy, ModelParallelStrategy):
-    """Lightning's ModelParallelStrategy with the network cut here, and checkpoints as every other strategy has them.
+    """Lightning's ModelParallelStrategy, except that `shard` cuts the model and checkpoints are plain files.
 
-    The module builds the whole network on each rank, with the same weights, and knows nothing of shards; `shard` cuts
-    it just before the optimizer is made. A checkpoint is one plain file: rank 0 gets each tensor whole, one at a time,
-    so that no GPU ever holds the network. Lightning's own (2.6.6) reads but what it wrote itself.
+    The module builds the whole model on each rank, with the same weights; `shard` cuts it just before the optimizer is
+    made. For a checkpoint rank 0 gets each tensor whole, one at a time, so that no GPU ever holds the model.
+    Lightning's own strategy (2.6.6) reads only what it wrote itself.
 
     Args:
-        shard: cuts the network.
+        shard: cuts the model.
         data_parallel_size: ranks that train on different images, each with its shard.
         tensor_parallel_size: ranks that compute the same images together.
-        casts: whether `shard` also sees to the precision, so that Lightning is to leave it alone.
+        casts: whether `shard` also sets the precision, so that Lightning does not.
         process_group_backend: as Lightning's.
     """
 
@@ -58,15 +58,15 @@ class MeshStrategy(OwnStrategy, ModelParallelStrategy):
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Whether the trainer hands over the optimizer's state of a checkpoint, which is read whole."""
+        """Whether the trainer passes the optimizer's state of a checkpoint, which is read whole."""
         return True
 
     def optimizer_implementation(self, device_type: str) -> Implementation:
-        """torch's, on a GPU too not fused: `_fused_sgd_` takes no DTensor (torch 2.15)."""
+        """Returns torch's, not fused on a GPU either: `_fused_sgd_` does not accept a DTensor (torch 2.15)."""
         return "torch"
 
     def setup(self, trainer: Trainer) -> None:
-        """Cuts the network, once for the fit and the test after it."""
+        """Cuts the model, once for the fit and the test after it."""
         assert self.model is not None
         if not self._sharded:
             self._shard(self.model.net, self.device_mesh)  # pyright: ignore[reportArgumentType]
@@ -75,17 +75,17 @@ class MeshStrategy(OwnStrategy, ModelParallelStrategy):
         self.precision_plugin.clip_grad_by_norm = clip_by_global_norm
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole weights, on rank 0; every rank takes part."""
+        """Returns the whole weights, on rank 0; every rank takes part."""
         assert self.model is not None
         return self._whole(self.model.state_dict())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's whole state in torch's own form, on rank 0; every rank takes part."""
+        """Returns the optimizer's whole state in torch's form, on rank 0; every rank takes part."""
         state = unwrapped(optimizer).state_dict()
         return {**state, "state": {number: self._whole(entry) for number, entry in state["state"].items()}}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """A checkpoint of any strategy, on every rank."""
+        """Returns a checkpoint of any strategy, on every rank."""
         return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -117,18 +117,18 @@ class MeshStrategy(OwnStrategy, ModelParallelStrategy):
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
-    """torch's own optimizer, where Lightning (2.6.6) has put its wrapper around it."""
+    """Returns torch's own optimizer without the wrapper of Lightning (2.6.6)."""
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def on_host(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same, tensors on the CPU."""
+    """Returns the same with tensors on the CPU."""
     return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in values.items()}
 
 
 def cut(whole: Any, like: Any) -> Any:
-    """This rank's shard of a whole tensor that every rank has, cut as `like` is; what is not of its shape, as the count
-    of an optimizer's steps, as it is. Nothing is communicated."""
+    """Returns this rank's shard of a whole tensor, cut as `like` is; a value of another shape (an optimizer's number of
+    steps) as it is. Nothing is communicated."""
     if not isinstance(like, DTensor) or not isinstance(whole, Tensor) or whole.shape != like.shape:
         return whole
     whole = whole.to(like.device)
@@ -138,7 +138,7 @@ def cut(whole: Any, like: Any) -> Any:
 def clip_by_global_norm(optimizer: Optimizer, clip_val: float) -> None:
     """Clips by the norm over all ranks' shards.
 
-    torch's own clip_grad_norm_ (2.15) cannot take DTensors and plain tensors together, which tensor parallelism has.
+    torch's clip_grad_norm_ (2.15) does not accept the mixture of DTensors and plain tensors of tensor parallelism.
     """
     if clip_val > 0:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

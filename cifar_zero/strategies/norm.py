@@ -1,4 +1,4 @@
-"""The norm of gradients of which a rank may hold a part: of experts spread over ranks, or of sharded tensors."""
+"""The norm of gradients that are spread over ranks: those of experts, or of sharded tensors."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from torch.distributed.tensor import DTensor
 
 
 def global_norm(parameters: Iterable[Any]) -> Tensor | None:
-    """L2 norm of all gradients, a float32 scalar, each expert and each shard counted once; None where there are no
-    gradients.
+    """Returns the L2 norm of all gradients, float32, each expert and shard counted once; None if there are none.
+
+    All ranks call it.
 
     Args:
-        parameters: of the network; DeepSpeed (0.19.8) marks those of experts with `allreduce` and `group_name`, the
-            pipeline those of a rank's own with `norm_group`. Where anything is spread over ranks, to be called by all.
+        parameters: of the model. DeepSpeed (0.19.8) marks those of experts with `allreduce` and `group_name`, the
+            pipeline marks those of one rank with `norm_group`.
     """
     squares: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
@@ -26,7 +27,7 @@ def global_norm(parameters: Iterable[Any]) -> Tensor | None:
                 group = parameter.group_name
             gradient = parameter.grad
             if isinstance(gradient, DTensor):
-                # One sum over the ranks for all shards, where DTensor's own norm would take one for each.
+                # One sum over the ranks for all shards; DTensor's own norm would take one for each.
                 whole = all(placement.is_replicate() for placement in gradient.placements)
                 group = None if whole else gradient.device_mesh.get_group()
                 gradient = gradient.to_local()

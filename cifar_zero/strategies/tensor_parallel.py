@@ -1,7 +1,7 @@
 """Tensor parallelism (Megatron-LM, Shoeybi et al. 2019): each layer of a transformer is cut, by torch's DTensor.
 
 Every rank sees the same images and computes its share of the attention heads and of each MLP's hidden units. A block
-adds the ranks' results up twice forward and twice backward; what lies between the blocks every rank computes whole.
+sums the ranks' results twice forward and twice backward; every rank computes what lies between the blocks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def build(run: Run, num_parameters: int) -> MeshStrategy:
-    """All ranks together hold one network; `checks` has seen that its heads divide."""
+    """Returns the strategy in which all ranks together hold one model; its heads are divisible by the ranks."""
     return MeshStrategy(
         shard,
         data_parallel_size=1,
@@ -32,11 +32,10 @@ def build(run: Run, num_parameters: int) -> MeshStrategy:
 
 
 class ColwiseQKV(ColwiseParallel):
-    """Column-wise, for one linear layer that gives queries, keys and values in this order: each rank gets its heads of
-    all three.
+    """Cuts a linear layer whose output is queries, keys and values, so that each rank has its heads of all three.
 
-    The layer stays one DTensor in its plain order, from which a checkpoint is written as any other. torch (2.15) has
-    the cut, every n-th piece of each of three parts, under a private name, for FSDP beside tensor parallelism.
+    The layer stays one DTensor in its plain order, so that a checkpoint is written as any other. torch (2.15) has this
+    cut, every n-th piece of each of three parts, under a private name, for FSDP combined with tensor parallelism.
     """
 
     def __init__(self) -> None:
@@ -55,7 +54,7 @@ PLAN: dict[str, Any] = {
     "mlp.0": ColwiseParallel(),
     "mlp.2": RowwiseParallel(),
 }
-"""Of a block of models/vit.py: its hidden units are cut, and come together in the second layer of each pair."""
+"""Layers of a block of models/vit.py: the first of each pair is cut by columns, the second by rows."""
 
 
 def shard(net: nn.Module, mesh: DeviceMesh) -> None:

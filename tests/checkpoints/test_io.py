@@ -18,7 +18,7 @@ def test_a_checkpoint_that_cannot_be_pickled(tmp_path: Path, capsys: pytest.Capt
     plugin.save_checkpoint(CANNOT_BE_PICKLED, tmp_path / "last.ckpt")
     assert "last.ckpt could not be written: " in plugin.failure
     assert "lambda" in plugin.failure
-    assert "The training goes on" in capsys.readouterr().err
+    assert "The training continues" in capsys.readouterr().err
     plugin.remove_checkpoint(before)  # as Lightning asks for when there is a newer one
     assert [path.name for path in tmp_path.iterdir()] == ["before.ckpt"]
 

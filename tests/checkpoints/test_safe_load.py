@@ -27,7 +27,7 @@ class Evil:
 def test_a_pickle_that_would_run_code_does_not_without_trust(tmp_path: Path):
     file, proof = tmp_path / "evil.ckpt", tmp_path / "proof"
     torch.save({"state_dict": {"net.weight": torch.ones(1)}, "evil": Evil(proof)}, file)
-    with pytest.raises(UsageError, match=r"mkdir, which could run any code: --trust"):
+    with pytest.raises(UsageError, match=r"mkdir, which could run any code: add --trust"):
         load(file)
     assert not proof.exists()
     load(file, trust=True)

@@ -17,12 +17,11 @@ import torch
 from torchvision.datasets import CIFAR10
 
 from cifar_zero import data, models
-from cifar_zero.checkpoints.weights import read_weights
 from cifar_zero.config import command_line
 from cifar_zero.config.flags import DataConfig
 from cifar_zero.core.errors import RunError, UsageError
 from tests.data.archives import cifar_files, publish, tar_gz
-from tests.support.helpers import ROOT, WHOLE, assert_ok, run_folder_of, run_program
+from tests.support.helpers import ROOT, WHOLE, assert_ok, read_weights, run_folder_of, run_program
 
 pytestmark = pytest.mark.distributed
 

@@ -335,7 +335,7 @@ def test_the_checkpoint_before_the_disk_was_full_is_whole(small_data: list[str],
         done = run_program("train.py", *small_data, *flags, "--out", str(disk))
         assert done.returncode == 1, done.stderr[-2000:]
         assert "Traceback" not in done.stderr
-        assert "last.ckpt could not be written: No space left on device. The training goes on" in done.stderr
+        assert "last.ckpt could not be written: No space left on device. The training continues" in done.stderr
         (kept,) = [file.parent for file in disk.rglob("latest")]
         assert read(kept)["global_step"] == 36
 

@@ -17,13 +17,12 @@ from cifar_zero import data as sources
 from cifar_zero import models
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.safetensors_file import write_safetensors
-from cifar_zero.checkpoints.weights import load_weights
 from cifar_zero.config.flags import DataConfig
 from cifar_zero.core.errors import UsageError
 from cifar_zero.data.augment import normalize
 from cifar_zero.data.dataset import Dataset
 from cifar_zero.exporting import FORMATS, export, predict
-from tests.support.helpers import ROOT, WHOLE, assert_ok, run_program, train_all
+from tests.support.helpers import ROOT, WHOLE, assert_ok, read_weights, run_program, train_all
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +50,7 @@ def folder(digits: tuple[Path, Dataset], tmp_path_factory: pytest.TempPathFactor
 def own_probabilities(checkpoint: Path, images: np.ndarray) -> torch.Tensor:
     """What the network itself says of images uint8 (N, 3, 32, 32)."""
     net = models.build("net", 10).eval()
-    load_weights(net, checkpoint)
+    net.load_state_dict(read_weights(net, checkpoint))
     with torch.inference_mode():
         return net(normalize(torch.tensor(images))).softmax(1)
 

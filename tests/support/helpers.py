@@ -26,7 +26,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from cifar_zero import models
 from cifar_zero.checkpoints.read import read
-from cifar_zero.checkpoints.weights import load_weights, network
+from cifar_zero.checkpoints.weights import check_fits, network
 from cifar_zero.config import command_line
 from cifar_zero.config.flags import OffloadConfig, ZeROConfig
 
@@ -213,10 +213,17 @@ def last_weights(run: Path) -> dict[str, torch.Tensor]:
     return network(last_checkpoint(run))
 
 
+def read_weights(net: torch.nn.Module, checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Returns the weights in a checkpoint, which must fit a model."""
+    weights = network(read(checkpoint))
+    check_fits(net, weights, str(checkpoint))
+    return weights
+
+
 def weights_of_net(run: Path) -> dict[str, torch.Tensor]:
-    """The weights of Net once it has been given those of a run's last checkpoint, as evaluate.py does."""
+    """Returns the weights of a Net that has loaded those of a run's last checkpoint, as evaluate.py does."""
     net = models.build("net", 10)
-    load_weights(net, run / "checkpoints" / "last.ckpt")
+    net.load_state_dict(read_weights(net, run / "checkpoints" / "last.ckpt"))
     return dict(net.state_dict())
 
 

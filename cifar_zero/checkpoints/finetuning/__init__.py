@@ -1,1 +1,1 @@
-"""Starting from weights that are there, training some of them or adapters beside them, and keeping only those."""
+"""Starts from existing weights, trains some of them or adapters next to them, and stores only those."""

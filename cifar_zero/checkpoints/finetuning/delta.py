@@ -1,4 +1,4 @@
-"""What a run has trained, without the rest: a safetensors file that needs the weights the run started from."""
+"""Deltas: safetensors files with only what a run has trained, which need the weights that the run started from."""
 
 from __future__ import annotations
 
@@ -21,20 +21,17 @@ from cifar_zero.config.flags import config_of
 from cifar_zero.core.errors import UsageError
 
 DTYPES, RECIPE = "base_dtypes", "recipe"
-"""Keys of the metadata beside those of `metadata_of`, both JSON objects: number format that each tensor of the base had
-in the run (DeepSpeed's mixed precision rounds what is frozen), the run's configuration. BASE is of these tensors."""
+"""Further keys of the metadata, both JSON objects: the dtype of each frozen tensor in the run (DeepSpeed's mixed
+precision rounds it), and the run's configuration. BASE is the checksum of the frozen tensors."""
 
 
 def write(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[str]:
-    """Writes the file.
+    """Writes a delta and returns the names of its weights.
 
     Args:
-        checkpoint: as `checkpointing.read.read` returns it.
+        checkpoint: as `read.read` returns it.
         output: the file.
         name: of the checkpoint.
-
-    Returns:
-        The names of what is in it.
 
     Raises:
         UsageError: the run froze nothing, or the checkpoint is not of train.py.
@@ -50,7 +47,7 @@ def write(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[str]:
     weights = network(checkpoint)
     base = {key: value for key, value in weights.items() if key not in trained}
     if not base:
-        raise UsageError(f"{name}: that run trained all of its weights, write them all with --to safetensors")
+        raise UsageError(f"--to delta: the run of {name} trained all of its weights, use --to safetensors")
     metadata |= {
         BASE: checksum(base),
         DTYPES: json.dumps({key: str(value.dtype).removeprefix("torch.") for key, value in base.items()}),
@@ -62,13 +59,12 @@ def write(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[str]:
 
 
 def together(base: Path, delta: Path, trust: bool = False) -> dict[str, Any]:
-    """The checkpoint that a delta was written of, to the bit, as `checkpointing.read.read` would return it without what
-    is needed to go on.
+    """Returns the checkpoint of a delta, bit for bit, as `read.read` would, without what is needed to resume.
 
     Args:
         base: what the run started from; see `load.read_plain`.
-        delta: of `write`.
-        trust: see `checkpointing.safe_load.load`.
+        delta: written by `write`.
+        trust: see `safe_load.load`.
 
     Raises:
         UsageError: one of them is damaged, or they do not belong together.
@@ -80,10 +76,10 @@ def together(base: Path, delta: Path, trust: bool = False) -> dict[str, Any]:
     weights = read_plain(base, trust)
     missing = [name for name in dtypes if name not in weights]
     if missing:
-        raise UsageError(f"--delta {delta} is of another base than {base}, which has no {missing[0]}")
+        raise UsageError(f"--delta {delta} has another base than {base}, which has no {missing[0]}")
     frozen = {name: weights[name].to(getattr(torch, dtype)) for name, dtype in dtypes.items()}
     if checksum(frozen) != metadata[BASE]:
-        raise UsageError(f"--delta {delta} is of another base than {base}: the checksums of their weights differ")
+        raise UsageError(f"--delta {delta} has another base than {base}: the checksums of their weights differ")
     return {
         "state_dict": {PREFIX + name: value for name, value in {**frozen, **trained}.items()},
         "global_step": int(metadata["step"]),
@@ -92,7 +88,7 @@ def together(base: Path, delta: Path, trust: bool = False) -> dict[str, Any]:
 
 
 def checksum(weights: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names, number formats, shapes and values, in the order of the names."""
+    """Returns the SHA-256 of names, dtypes, shapes and values, in the order of the names."""
     found = hashlib.sha256()
     for name in sorted(weights):
         value = weights[name].detach().cpu().contiguous()

@@ -1,9 +1,9 @@
-"""Which parameters are trained; the others are frozen: no gradient, no optimizer state."""
+"""Freezes parameters: a frozen one has neither gradient nor optimizer state."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -15,15 +15,15 @@ from cifar_zero.core.suggestions import nearest_few
 from cifar_zero.models.moe import whole_names
 
 EXPERT_NUMBER = re.compile(r"\.experts\.\d+\.")
-"""In the name of an expert's parameter."""
+"""Part of the name of an expert's parameter."""
 
 
 def freeze(net: nn.Module, trainable: Sequence[str]) -> None:
-    """Freezes the parameters that no pattern names, but adapters; without patterns and adapters none.
+    """Freezes all parameters except adapters and those that a pattern names; none without patterns and adapters.
 
     Args:
-        net: of which a rank may have its share of the experts alone, or of each parameter.
-        trainable: patterns of `fnmatch`, whose * stands for dots too.
+        net: a rank may have only its share of the experts, or of each parameter.
+        trainable: patterns of `fnmatch`; * matches dots too.
     """
     adapted = any(isinstance(module, LoRALinear) for module in net.modules())
     if not trainable and not adapted:
@@ -35,12 +35,12 @@ def freeze(net: nn.Module, trainable: Sequence[str]) -> None:
 
 
 def check_patterns(net: nn.Module, trainable: Sequence[str], ep_size: int) -> None:
-    """Refuses patterns that name nothing, or not all experts of a mixture where these are spread over ranks.
+    """Refuses patterns that match nothing, or not all experts of a mixture that is spread over ranks.
 
     Args:
-        net: the whole network, `freeze` done; one on torch's meta device will do.
+        net: the whole model after `freeze`; may be on torch's meta device.
         trainable: see `freeze`.
-        ep_size: ranks that share the experts of a mixture out, each of which trains the same parameters of its own.
+        ep_size: ranks that share the experts of a mixture; each trains the same parameters of its own.
 
     Raises:
         UsageError: names the first such pattern.
@@ -48,47 +48,41 @@ def check_patterns(net: nn.Module, trainable: Sequence[str], ep_size: int) -> No
     names = [name for name, _ in net.named_parameters()]
     for pattern in trainable:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise UsageError(f"--trainable {pattern} is no parameter of the network: {nearest_few(pattern, names)}")
+            raise UsageError(f"--trainable {pattern} matches no parameter of the model: {nearest_few(pattern, names)}")
     if ep_size > 1:
         of_experts: dict[str, set[bool]] = {}
         for name, parameter in net.named_parameters():
             of_experts.setdefault(EXPERT_NUMBER.sub(".experts.*.", name), set()).add(parameter.requires_grad)
         for name, trained in of_experts.items():
             if len(trained) > 1:
-                raise UsageError(f"--trainable: with --model.ep_size {ep_size} it is all experts or none, as in {name}")
+                raise UsageError(f"--trainable: --model.ep_size {ep_size} needs all experts or none, as in {name}")
 
 
 def trained_names(net: nn.Module) -> set[str]:
-    """Of what training changes: parameters that are not frozen, and the buffers of their layers."""
+    """Returns the names of what training changes: parameters that are not frozen, and the buffers of their layers."""
     found: set[str] = set()
     for prefix, module in net.named_modules():
-        own = dict(module.named_parameters(recurse=False))
-        trained = [name for name, parameter in own.items() if parameter.requires_grad]
-        if trained:
-            found |= {".".join(filter(None, [prefix, name])) for name in (*trained, *_buffers(module))}
+        trained = [name for name, own in module.named_parameters(recurse=False) if own.requires_grad]
+        buffers = [name for name, _ in module.named_buffers(recurse=False)] if trained else []
+        found |= {f"{prefix}.{name}".removeprefix(".") for name in (*trained, *buffers)}
     return found
 
 
 def rest_statistics(net: nn.Module) -> None:
-    """Has the batch norms without a trained parameter, in a network that has frozen ones, keep the statistics that they
-    have, as torchvision's FrozenBatchNorm2d does: else frozen layers would not stay what they were."""
+    """Has the `resting` batch norms keep their statistics, as torchvision's FrozenBatchNorm2d does."""
     for norm in resting(net):
         norm.eval()
 
 
 def counting(net: nn.Module) -> list[_BatchNorm]:
-    """The other batch norms: training changes their statistics."""
+    """Returns the batch norms whose statistics training changes."""
     rest = {*resting(net)}
     return [module for module in net.modules() if isinstance(module, _BatchNorm) and module not in rest]
 
 
 def resting(net: nn.Module) -> list[_BatchNorm]:
-    """The batch norms of `rest_statistics`."""
+    """Returns the batch norms without a trained parameter in a model with frozen ones."""
     if all(parameter.requires_grad for parameter in net.parameters()):
         return []
     norms = [module for module in net.modules() if isinstance(module, _BatchNorm)]
     return [norm for norm in norms if not any(parameter.requires_grad for parameter in norm.parameters())]
-
-
-def _buffers(module: nn.Module) -> Iterable[str]:
-    return (name for name, _ in module.named_buffers(recurse=False))

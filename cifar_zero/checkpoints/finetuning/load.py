@@ -1,4 +1,4 @@
-"""The weights that a run starts from: read from any file, compared with the network, put into it."""
+"""Reads the weights that a run starts from, compares them with the model and loads them."""
 
 from __future__ import annotations
 
@@ -19,33 +19,34 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.models.moe import whole_names
 
 BASE = "base"
-"""Key of a delta's metadata, see checkpoints/finetuning/delta.py."""
+"""Key of a delta's metadata, see delta.py."""
 
 FILE = "weights.txt"
-"""In the run folder: all that was loaded, initialised and not used."""
+"""File in the run folder with all that was loaded, initialised and not used."""
 
 LISTED = 4
-"""Names of a kind that a line on the console shows."""
+"""Maximum number of names of each kind in a line on the console."""
 
 WRAPPERS = ("state_dict", "model")
-"""Where the weights lie in files that hold more: Lightning's and timm's; those of torchvision's references and DeiT."""
+"""Keys of the weights in files of Lightning and timm, and in those of torchvision's references and DeiT."""
 
 
 @dataclass(frozen=True)
 class Match:
-    """What a file has for a network."""
+    """The weights in a file that fit a model.
+
+    Attributes:
+        loaded: by the model's own names.
+        initialised: names and shapes of what the file lacks, or has in another shape.
+        unused: names and shapes of what the model lacks, or has in another shape.
+    """
 
     loaded: dict[str, Tensor]
-    """By the network's own names."""
-
     initialised: list[str]
-    """Names and shapes of what the file does not have, or has in another shape."""
-
     unused: list[str]
-    """Names and shapes of what the network does not have so."""
 
     def summary(self, run_dir: Path) -> str:
-        """A line for the console; the run folder gets a list of all names where the line leaves some out."""
+        """Returns a line for the console; if it leaves names out, writes all of them into the run folder."""
         parts = [f"loaded {len(self.loaded)} of {len(self.loaded) + len(self.initialised)} tensors"]
         parts += [f"initialised: {_few(self.initialised)}"] if self.initialised else []
         parts += [f"not used: {_few(self.unused)}"] if self.unused else []
@@ -58,12 +59,11 @@ class Match:
 
 
 def read_plain(file: Path, trust: bool = False) -> dict[str, Tensor]:
-    """The weights in a checkpoint of any strategy, a safetensors file or a state_dict, by the plain network's names:
-    adapters are merged.
+    """Returns the weights of a checkpoint of any strategy, a safetensors file or a state_dict, with adapters merged.
 
     Args:
         file: or the folder that DeepSpeed writes.
-        trust: see `checkpointing.safe_load.load`.
+        trust: see `safe_load.load`.
 
     Raises:
         UsageError: it is damaged, of another kind, or would need `trust`.
@@ -73,7 +73,7 @@ def read_plain(file: Path, trust: bool = False) -> dict[str, Tensor]:
     if file.suffix == ".safetensors":
         weights, metadata = read_safetensors(file)
         if BASE in metadata:
-            raise UsageError(f"{file} holds only what was trained: --weights BASE --delta {file}")
+            raise UsageError(f"{file} holds only what was trained: use --weights BASE --delta {file}")
         return weights
     content: Any = load(file, trust)
     if isinstance(content, dict) and RECORD in content:
@@ -87,24 +87,22 @@ def read_plain(file: Path, trust: bool = False) -> dict[str, Tensor]:
 
 
 def match(net: nn.Module, weights: Mapping[str, Tensor], file: str) -> Match:
-    """What of the weights fits, by name and shape.
+    """Returns the weights that fit by name and shape.
 
     Args:
-        net: the plain network; one on torch's meta device will do.
-        weights: as `read_plain` gives them.
-        file: that they come from, for the message.
+        net: the plain model; may be on torch's meta device.
+        weights: as `read_plain` returns them.
+        file: of the weights, for the message.
 
     Raises:
-        UsageError: nothing does.
+        UsageError: none fits.
     """
     wanted = net.state_dict()
-    loaded = {
-        name: weights[name] for name, own in wanted.items() if name in weights and weights[name].shape == own.shape
-    }
+    loaded = {name: value for name, value in weights.items() if name in wanted and value.shape == wanted[name].shape}
     if not loaded:
         theirs = _few([*weights]) if weights else "nothing"
         raise UsageError(
-            f"--weights {file}: no tensor has a name and shape of the network's ({_few([*wanted])}): {theirs}"
+            f"--weights {file}: no tensor has a name and shape of the model's ({_few([*wanted])}): {theirs}"
         )
     return Match(
         loaded,
@@ -114,8 +112,8 @@ def match(net: nn.Module, weights: Mapping[str, Tensor], file: str) -> Match:
 
 
 def put(net: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Puts weights into a network in which each rank may have its share alone, of the experts or of each parameter; all
-    ranks call it. What the weights do not have stays."""
+    """Puts weights into a model of which each rank may have only its share; the rest of the model stays. All ranks call
+    it."""
     whole = whole_names(net)
     for name, tensor in (*net.named_parameters(), *net.named_buffers()):
         if whole[name] in weights:
@@ -124,7 +122,7 @@ def put(net: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def _gathered(tensor: Any) -> AbstractContextManager[Any]:
-    """Within it a parameter that ZeRO-3 has sharded is whole; what rank 0 writes is sharded again."""
+    """Returns a context in which a parameter that ZeRO-3 has sharded is whole; what rank 0 writes is sharded again."""
     if not hasattr(tensor, "ds_id"):
         return nullcontext()
     import deepspeed

@@ -1,8 +1,8 @@
-"""LoRA (Hu et al. 2022): beside a frozen linear layer, a product of two small matrices is trained.
+"""LoRA (Hu et al. 2022): trains a product of two small matrices next to a frozen linear layer.
 
-Not Hugging Face's peft: around a plain network it renames every weight (`base_model.model.<layer>.base_layer.weight`,
-`lora_A.default.weight`), so that no checkpoint would fit the plain network, for --weights, an evaluation or an export.
-Here a layer keeps its names, and what is beside it is called `<layer>.lora_a` and `<layer>.lora_b`.
+Not Hugging Face's peft: it renames every weight of a plain model (`base_model.model.<layer>.base_layer.weight`,
+`lora_A.default.weight`), so that no checkpoint would fit it for --weights, an evaluation or an export. Here a layer
+keeps its names, and its adapters are `<layer>.lora_a` and `<layer>.lora_b`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from cifar_zero.core.suggestions import nearest_few
 from cifar_zero.models.moe import Gate
 
 A, B = ".lora_a", ".lora_b"
-"""Ends of the adapters' names."""
+"""Suffixes of the adapters' names."""
 
 
 class LoRALinear(nn.Linear):
     """A linear layer with an adapter: x W^T + bias + alpha / rank * (x A^T) B^T.
 
-    A, (rank, in), is drawn as Microsoft's loralib and peft do (Kaiming-uniform with a = sqrt(5), which is how torch
-    draws a linear layer), B, (out, rank), is zero: before the first step the layer does what it did.
+    A, (rank, in), is drawn as torch draws a linear layer (Kaiming-uniform with a = sqrt(5)), as in Microsoft's loralib
+    and peft. B, (out, rank), is zero: before the first step the output is that of the linear layer.
 
     Args:
-        linear: whose parameters it takes over, sharded by ZeRO-3 or not.
+        linear: its parameters are taken over, sharded by ZeRO-3 or not.
         lora: rank, alpha and dropout.
     """
 
@@ -51,10 +51,10 @@ class LoRALinear(nn.Linear):
 
 
 def adapt(net: nn.Module, lora: LoRAConfig) -> None:
-    """Puts an adapter beside each linear layer of a network that is a target; none where the rank is 0.
+    """Adds an adapter to each linear layer that is a target; none if the rank is 0.
 
     Raises:
-        UsageError: a target is no linear layer of the network.
+        UsageError: a target is no linear layer of the model.
     """
     if not lora.rank:
         return
@@ -69,8 +69,7 @@ def adapt(net: nn.Module, lora: LoRAConfig) -> None:
 
 
 def merged(weights: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
-    """The weights of the plain network that does what one with adapters does, W + alpha / rank * B A in float32; those
-    of a network without adapters as they are."""
+    """Returns the weights of the plain model with the same scores, W + alpha / rank * B A in float32."""
     plain = {name: value for name, value in weights.items() if not name.endswith((A, B))}
     for name, b in weights.items():
         if name.endswith(B):
@@ -81,8 +80,8 @@ def merged(weights: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
 
 
 def _linear_layers(net: nn.Module) -> dict[str, nn.Linear]:
-    """Those that are called. A subclass may be read by its weight alone, as torch's attention does with its output, and
-    so is the layer of a gate: an adapter would be without effect there."""
+    """Returns the linear layers whose forward pass is used: of a gate, or of torch's attention (a subclass), only the
+    weight is read, and an adapter would have no effect."""
     gated = {id(module.wg) for module in net.modules() if isinstance(module, Gate)}
     return {
         name: module for name, module in net.named_modules() if type(module) is nn.Linear and id(module) not in gated
@@ -94,7 +93,7 @@ def _why_none(net: nn.Module, pattern: str, layers: list[str]) -> str:
         return f"cannot have an adapter: {type(net).__name__} has no linear layers"
     named = [module for name, module in net.named_modules() if name and fnmatchcase(name, pattern)]
     if any(isinstance(module, nn.Linear) for module in named):
-        return f"is read by its weight alone, an adapter would be without effect: {nearest_few(pattern, layers)}"
+        return f"cannot have an adapter, only its weight is read: {nearest_few(pattern, layers)}"
     if named:
-        return f"is {type(named[0]).__name__}, and adapters are for linear layers: {nearest_few(pattern, layers)}"
-    return f"is no layer of the network: {nearest_few(pattern, layers)}"
+        return f"is {type(named[0]).__name__}, but adapters need linear layers: {nearest_few(pattern, layers)}"
+    return f"is no layer of the model: {nearest_few(pattern, layers)}"

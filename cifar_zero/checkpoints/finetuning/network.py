@@ -1,4 +1,4 @@
-"""The network of a run that trains parts of it, or adapters."""
+"""The model of a run that trains parts of it, or adapters."""
 
 from __future__ import annotations
 
@@ -24,15 +24,7 @@ def build(
     init: str = "default",
     seed: int = 0,
 ) -> nn.Module:
-    """The network with fresh weights, its adapters, and what is frozen.
-
-    Args:
-        model: name and options.
-        num_classes: width of the output.
-        trainable: see `freeze.freeze`.
-        lora: see `lora.adapt`.
-        init: see `initialization.initialize`.
-        seed: of what `init` draws.
+    """Returns the model with fresh weights (`initialization.initialize`), adapters (`lora.adapt`) and `freeze.freeze`.
 
     Raises:
         UsageError: a target of LoRA is no linear layer.
@@ -45,6 +37,6 @@ def build(
 
 
 def on_meta(model: Choice, num_classes: int, trainable: Sequence[str] = (), lora: LoRAConfig = NO_LORA) -> nn.Module:
-    """The same with shapes and no values; see `build`."""
+    """Returns the same with shapes and without values; see `build`."""
     with torch.device("meta"):
         return build(model, num_classes, trainable, lora)

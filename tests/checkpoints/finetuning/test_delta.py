@@ -106,7 +106,7 @@ def test_belongs_to_its_base_alone(base: Path, checkpoint: Path, delta: Path, tm
     torch.save({**weights, "fc3.bias": torch.zeros(10)}, base)  # trained, so that the base's own is of no account
     together(base, delta)
     torch.save({**weights, "fc1.weight": weights["fc1.weight"] + 1e-6}, base)
-    with pytest.raises(UsageError, match=r"is of another base than .* checksums"):
+    with pytest.raises(UsageError, match=r"has another base than .* checksums"):
         together(base, delta)
     torch.save(models.build("vit_tiny", 10).state_dict(), base)
     with pytest.raises(UsageError, match=r"which has no conv1\.weight"):

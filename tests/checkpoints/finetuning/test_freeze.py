@@ -25,7 +25,9 @@ def test_patterns_name_what_is_trained():
 
 def test_a_pattern_that_names_nothing_is_refused():
     net = on_meta(Choice("vit_tiny"), 10, ["head"])
-    with pytest.raises(UsageError, match=r"--trainable head is no parameter .* did you mean head\.\w+ or ") as error:
+    with pytest.raises(
+        UsageError, match=r"--trainable head matches no parameter .* did you mean head\.\w+ or "
+    ) as error:
         check_patterns(net, ["head"], ep_size=1)
     assert "\n" not in str(error.value)
 

@@ -78,5 +78,5 @@ def test_refused(net: nn.Module, tmp_path: Path):
     torch.save({"lr": 0.1}, tmp_path / "other.pt")
     with pytest.raises(UsageError, match="holds no weights"):
         read_plain(tmp_path / "other.pt")
-    with pytest.raises(UsageError, match=r"--weights vit\.pt: no tensor has a name and shape of the network's"):
+    with pytest.raises(UsageError, match=r"--weights vit\.pt: no tensor has a name and shape of the model's"):
         match(net, models.build("vit_tiny", 10).state_dict(), "vit.pt")

@@ -71,9 +71,9 @@ def test_only_the_adapters_and_what_is_named_are_trained():
 @pytest.mark.parametrize(
     ("model", "target", "expected"),
     [
-        ("net", "fc9", "is no layer of the network: did you mean fc"),
-        ("net", "conv1", "is Conv2d, and adapters are for linear layers: did you mean fc1"),
-        ("net_moe", "fc3.0.gate.wg", "is read by its weight alone"),
+        ("net", "fc9", "is no layer of the model: did you mean fc"),
+        ("net", "conv1", "is Conv2d, but adapters need linear layers: did you mean fc1"),
+        ("net_moe", "fc3.0.gate.wg", "cannot have an adapter, only its weight is read"),
     ],
 )
 def test_refused(model: str, target: str, expected: str):

@@ -50,7 +50,7 @@ def test_a_run_that_goes_on_trains_the_same(tmp_path: Path):
     check_same_run(
         command_line.parse([*same, "--weights", str(tmp_path / "base")]), before
     )  # as a job that SLURM starts again
-    with pytest.raises(UsageError, match="goes on with the weights that it has: leave --weights out"):
+    with pytest.raises(UsageError, match="continues with the weights of its checkpoint: remove --weights"):
         check_same_run(command_line.parse([*same, "--weights", str(tmp_path / "other.pt")]), before)
     with pytest.raises(UsageError, match=r"--lora\.rank 2, this one has 4"):
         check_same_run(command_line.parse([*same, "--lora.rank", "4"]), before)
