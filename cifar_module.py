@@ -212,7 +212,7 @@ class CIFARModule(LightningModule):
         strategy = self.trainer.strategy
         trained = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
         parameters = groups.parameter_groups(self.optimizer, dict(self.named_parameters()))
-        parameters = strategies.parameter_groups(strategy, self, parameters)
+        parameters = strategies.own(strategy).parameter_groups(self, parameters)
         clips = bool(self.trainer.gradient_clip_val)
         implementation = strategies.optimizer_implementation(strategy, strategy.root_device.type, clips)
         optimizer = self.optimizer.build(parameters, implementation)

@@ -3,8 +3,6 @@
 DeepSpeed numbers each rank's experts from 0; the plain model has all experts.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Lightning's interface for writing, reading and removing checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

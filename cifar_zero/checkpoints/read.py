@@ -1,7 +1,5 @@
 """Reads a checkpoint of any strategy into the one form that Lightning's plain strategies write."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

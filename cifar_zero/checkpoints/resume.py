@@ -1,7 +1,5 @@
 """Finds the checkpoint that a run resumes and refuses one of another run, before anything is launched; no torch."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Collection

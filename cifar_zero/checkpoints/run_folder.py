@@ -1,7 +1,5 @@
 """The folder of a run, <out>/<name>/version_N, claimed by one process, and the checkpoints in it."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Reads files of torch.save that may be damaged, or made to run code. Imports torch only to load."""
 
-from __future__ import annotations
-
 import importlib
 import textwrap
 import zipfile

@@ -1,7 +1,5 @@
 """A model's weights as one safetensors file, whose metadata says how to build the model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The model's weights in a checkpoint of any strategy."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

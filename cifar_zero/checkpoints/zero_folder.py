@@ -15,8 +15,6 @@ universal checkpoints support only Adam. DeepSpeed (0.19.8) writes, in the folde
 To each file, except the experts', the strategy adds GROUPS, and ON_DISK for NVMe.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence

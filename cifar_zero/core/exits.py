@@ -1,7 +1,5 @@
 """How the programs end: one clear line and an exit code; a traceback only with --debug."""
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

@@ -4,8 +4,6 @@ Plain data: the messages are those of torch 2.15 and DeepSpeed 0.19.8, and expla
 failures are in docs/troubleshooting.md.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pickle import UnpicklingError

@@ -1,7 +1,5 @@
 """Silences known messages of the libraries that need no action, each by its text."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import warnings

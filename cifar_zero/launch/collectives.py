@@ -1,7 +1,5 @@
 """Exchanges values between the ranks of a run."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ The other ranks wait for a hanging rank in a collective: for 30 minutes under gl
 all-reduce on the CPU (Lightning issues 16518 and 18878).
 """
 
-from __future__ import annotations
-
 import faulthandler
 import mmap
 import os
@@ -60,13 +58,14 @@ class Board:
 
     def __init__(self, ranks: int):
         self._ranks = ranks
-        self._descriptor = _nameless_file()
-        os.truncate(self._descriptor, ranks * _SLOT.size)
-        self._memory = mmap.mmap(self._descriptor, ranks * _SLOT.size)
+        # In memory if possible: writing to a page that is being flushed to a disk waits.
+        self._file = tempfile.TemporaryFile(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)  # noqa: SIM115
+        self._file.truncate(ranks * _SLOT.size)
+        self._memory = mmap.mmap(self._file.fileno(), ranks * _SLOT.size)
 
     def ticket(self, rank: int, stack: IO[bytes]) -> tuple[str, tuple[int, int]]:
         """Returns a rank's value of VARIABLE, and the file descriptors that it must inherit."""
-        descriptors = (self._descriptor, stack.fileno())
+        descriptors = (self._file.fileno(), stack.fileno())
         return f"{rank},{descriptors[0]},{descriptors[1]}", descriptors
 
     def read(self) -> list[Beat]:
@@ -141,15 +140,6 @@ class Watch:
         if len(behind) == len(beats):
             return f"all ranks hang: {so_far}"
         return f"{_names(behind)}: {so_far}, and the others are further"
-
-
-def _nameless_file() -> int:
-    """Returns the descriptor of a file without a name; in memory if possible, because writing to a page that is being
-    flushed to a disk waits."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("heartbeat")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
 
 
 def _names(ranks: Sequence[int]) -> str:

@@ -4,8 +4,6 @@ All ranks start at once (Lightning's own launcher starts the second one when the
 with its share of cores. When the run ends, no process, port or shared memory of it remains.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

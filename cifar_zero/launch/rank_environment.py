@@ -1,7 +1,5 @@
 """The environment variables of a rank as torchrun sets them, whichever launcher has started it; no torch."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping, Sequence

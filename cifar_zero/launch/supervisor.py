@@ -1,7 +1,5 @@
 """Watches the ranks of a run; if one fails or hangs, ends all, names it and shows its last lines; no torch."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

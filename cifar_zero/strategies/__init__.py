@@ -1,7 +1,7 @@
 """Builds Lightning's strategy of a run, one file per family; `build` imports only the family that the run needs.
 
-The other functions ask a strategy for what this project's own ones decide themselves (`OwnStrategy`). They take any of
-Lightning's strategies, so that the module and the data module work with a plain Trainer too.
+The other functions take any of Lightning's strategies, so that the modules work with a plain Trainer too. `own` returns
+what this project's strategies decide themselves, and the defaults for other strategies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class OwnStrategy:
-    """What a strategy of this project decides about a run, in addition to Lightning's interface."""
+    """What a strategy of this project decides in addition to Lightning's interface; here the defaults."""
 
     def optimizer_implementation(self, device_type: str) -> Implementation:
         """Returns which implementation of the optimizer runs on devices of a type, cuda or cpu."""
@@ -43,6 +43,11 @@ class OwnStrategy:
 def build(run: Run, num_parameters: int) -> Strategy | str:
     """Returns Lightning's strategy for a run, whose model has `num_parameters` elements."""
     return import_module(f"cifar_zero.strategies.{run.spec.family}").build(run, num_parameters)
+
+
+def own(strategy: Strategy) -> OwnStrategy:
+    """Returns a strategy of this project itself, and the defaults for any other."""
+    return strategy if isinstance(strategy, OwnStrategy) else OwnStrategy()
 
 
 def replica(strategy: Strategy) -> tuple[int, int]:
@@ -87,18 +92,3 @@ def optimizer_implementation(strategy: Strategy, device_type: str, clips: bool) 
     precision = strategy.precision_plugin
     refused = isinstance(precision, MixedPrecision) and (clips or precision.scaler is not None)
     return "torch_fused" if device_type == "cuda" and not refused else "torch"
-
-
-def parameter_groups(strategy: Strategy, module: Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns an optimizer's parameter groups, split further where the strategy must tell parameters apart."""
-    return strategy.parameter_groups(module, groups) if isinstance(strategy, OwnStrategy) else groups
-
-
-def rewriting(strategy: Strategy) -> AbstractContextManager[None]:
-    """Returns a context in which the weights that a rank holds may be overwritten; all ranks enter it."""
-    return strategy.rewriting() if isinstance(strategy, OwnStrategy) else nullcontext()
-
-
-def plain_names(strategy: Strategy, names: Iterable[str]) -> dict[str, str]:
-    """Returns the plain model's name for each name of a weight; they differ where experts are spread over ranks."""
-    return strategy.plain_names(names) if isinstance(strategy, OwnStrategy) else {name: name for name in names}

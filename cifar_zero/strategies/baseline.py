@@ -1,15 +1,12 @@
 """Plain PyTorch: one device, or torch's DistributedDataParallel where there are several."""
 
-from __future__ import annotations
-
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch.nn.parallel import DistributedDataParallel
 
-if TYPE_CHECKING:
-    from cifar_zero.config.run import Run
+from cifar_zero.config.run import Run
 
 
 def build(run: Run, num_parameters: int) -> Strategy | str:

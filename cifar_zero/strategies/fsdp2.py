@@ -3,34 +3,23 @@
 Zhao et al. 2023, "PyTorch FSDP"; https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
-from __future__ import annotations
-
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from cifar_zero.config.run import Run
 from cifar_zero.models.cast import cast_buffers, compute_with_statistics
 from cifar_zero.strategies.mesh import MeshStrategy
-
-if TYPE_CHECKING:
-    from cifar_zero.config.run import Run
 
 
 def build(run: Run, num_parameters: int) -> MeshStrategy:
     """Returns the strategy that shards parameters, gradients and optimizer state over all ranks."""
     mixed = run.config.precision == "bf16-mixed"
     policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32) if mixed else MixedPrecisionPolicy()
-    return MeshStrategy(
-        partial(shard, policy=policy),
-        data_parallel_size=run.world_size,
-        tensor_parallel_size=1,
-        casts=mixed,
-        process_group_backend="gloo" if run.on_cpu else None,
-    )
+    return MeshStrategy(run, partial(shard, policy=policy), together=False, casts=mixed)
 
 
 def shard(net: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:

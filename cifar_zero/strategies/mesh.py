@@ -1,7 +1,5 @@
 """Base of the strategies that cut the model themselves: fsdp2, tensor_parallel and pipeline."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from cifar_zero.config.run import Run
 from cifar_zero.optimizers import Implementation
 from cifar_zero.strategies import OwnStrategy
 from cifar_zero.strategies.norm import global_norm
@@ -30,27 +29,18 @@ class MeshStrategy(OwnStrategy, ModelParallelStrategy):
     Lightning's own strategy (2.6.6) reads only what it wrote itself.
 
     Args:
+        run: of this rank.
         shard: cuts the model.
-        data_parallel_size: ranks that train on different images, each with its shard.
-        tensor_parallel_size: ranks that compute the same images together.
+        together: whether all ranks compute the same images together; otherwise each trains on different images.
         casts: whether `shard` also sets the precision, so that Lightning does not.
-        process_group_backend: as Lightning's.
     """
 
-    def __init__(
-        self,
-        shard: Shard,
-        *,
-        data_parallel_size: int,
-        tensor_parallel_size: int,
-        casts: bool = False,
-        process_group_backend: str | None = None,
-    ):
+    def __init__(self, run: Run, shard: Shard, *, together: bool, casts: bool = False):
         super().__init__(
-            data_parallel_size,
-            tensor_parallel_size,
+            data_parallel_size=1 if together else run.world_size,
+            tensor_parallel_size=run.world_size if together else 1,  # Lightning's only name for ranks of one model
             save_distributed_checkpoint=False,
-            process_group_backend=process_group_backend,
+            process_group_backend="gloo" if run.on_cpu else None,
         )
         self.casts = casts
         self._shard = shard

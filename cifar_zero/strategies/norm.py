@@ -1,7 +1,5 @@
 """The norm of gradients that are spread over ranks: those of experts, or of sharded tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

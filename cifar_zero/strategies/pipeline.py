@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,11 +22,9 @@ from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from cifar_zero.config.run import Run
 from cifar_zero.optimizers.state import numbers_by_name
 from cifar_zero.strategies.mesh import MeshStrategy, on_host, unwrapped
-
-if TYPE_CHECKING:
-    from cifar_zero.config.run import Run
 
 CHUNKS_PER_RANK = 4
 """Chunks of a micro-batch, if it has as many images: ranks wait for (ranks - 1) / (chunks + ranks - 1) of a step, which
@@ -35,12 +33,7 @@ is little from four chunks per rank on (GPipe, section 2.3)."""
 
 def build(run: Run, num_parameters: int) -> PipelineStrategy:
     """Returns the strategy in which all ranks together hold one model, each at least one block."""
-    return PipelineStrategy(
-        shard,
-        data_parallel_size=1,
-        tensor_parallel_size=run.world_size,  # Lightning has no other name for the ranks of one model
-        process_group_backend="gloo" if run.on_cpu else None,
-    )
+    return PipelineStrategy(run, shard, together=True)
 
 
 def shard(net: nn.Module, mesh: DeviceMesh) -> None:

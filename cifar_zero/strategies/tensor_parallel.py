@@ -4,9 +4,7 @@ Every rank sees the same images and computes its share of the attention heads an
 sums the ranks' results twice forward and twice backward; every rank computes what lies between the blocks.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,21 +12,14 @@ from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from cifar_zero.config.run import Run
 from cifar_zero.models.vit import Block
 from cifar_zero.strategies.mesh import MeshStrategy
-
-if TYPE_CHECKING:
-    from cifar_zero.config.run import Run
 
 
 def build(run: Run, num_parameters: int) -> MeshStrategy:
     """Returns the strategy in which all ranks together hold one model; its heads are divisible by the ranks."""
-    return MeshStrategy(
-        shard,
-        data_parallel_size=1,
-        tensor_parallel_size=run.world_size,
-        process_group_backend="gloo" if run.on_cpu else None,
-    )
+    return MeshStrategy(run, shard, together=True)
 
 
 class ColwiseQKV(ColwiseParallel):

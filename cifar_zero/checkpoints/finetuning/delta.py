@@ -1,7 +1,5 @@
 """Deltas: safetensors files with only what a run has trained, which need the weights that the run started from."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Freezes parameters: a frozen one has neither gradient nor optimizer state."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase

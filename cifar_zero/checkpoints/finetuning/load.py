@@ -1,7 +1,5 @@
 """Reads the weights that a run starts from, compares them with the model and loads them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

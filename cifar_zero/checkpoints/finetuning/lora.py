@@ -5,8 +5,6 @@ Not Hugging Face's peft: it renames every weight of a plain model (`base_model.m
 keeps its names, and its adapters are `<layer>.lora_a` and `<layer>.lora_b`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase

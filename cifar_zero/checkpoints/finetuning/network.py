@@ -1,7 +1,5 @@
 """The model of a run that trains parts of it, or adapters."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Writes and reads the files of DeepSpeed's checkpoints, and restores an engine from a checkpoint of another shape."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path

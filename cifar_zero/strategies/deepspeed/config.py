@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: DeepSpeedExamples' own, and the one that a run is given."""
+"""DeepSpeed's configuration: that of DeepSpeedExamples, and that of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from cifar_zero import models
 
 if TYPE_CHECKING:
-    from cifar_zero.config.flags import ZeROConfig
     from cifar_zero.config.run import Run
     from cifar_zero.strategies.deepspeed.strategy import ZeROStrategy
 
@@ -19,14 +18,14 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 
 
 def get_ds_config(stage: int, dtype: Dtype) -> dict[str, Any]:
-    """The configuration of DeepSpeedExamples' CIFAR-10 program (training/cifar/cifar10_deepspeed.py), key by key.
+    """Returns the configuration of DeepSpeedExamples' CIFAR-10 program (training/cifar/cifar10_deepspeed.py).
 
-    Ready for `deepspeed.initialize`. A run here takes its zero_optimization, bf16 and fp16 sections from it and leaves
-    the rest to the command line (`run_config`).
+    Ready for `deepspeed.initialize`. A run uses its zero_optimization, bf16 and fp16 sections; the command line sets
+    the rest (`run_config`).
 
     Args:
         stage: ZeRO stage, 0 to 3.
-        dtype: number format of the network.
+        dtype: of the model.
     """
     return {
         "train_batch_size": 16,
@@ -65,21 +64,21 @@ def get_ds_config(stage: int, dtype: Dtype) -> dict[str, Any]:
 
 
 def run_config(run: Run, num_parameters: int) -> dict[str, Any]:
-    """The configuration that a run gives to its engine.
+    """Returns the configuration of a run's engine.
 
-    Batch, accumulation, clipping, precision, optimizer and schedule have one owner, the command line; Lightning adds
+    The command line owns batch, accumulation, clipping, precision, optimizer and schedule; Lightning adds
     gradient_accumulation_steps.
 
     Args:
         run: under one of DeepSpeed's strategies.
-        num_parameters: of the model: no bucket is larger, they are memory.
+        num_parameters: of the model; no bucket is larger, because buckets use memory.
     """
     config, spec = run.config, run.spec
     dtype: Dtype = "fp32" if config.precision == "32-true" else "bf16" if "bf16" in config.precision else "fp16"
     owned = {
         "train_micro_batch_size_per_gpu": run.micro_batch,
         "gradient_clipping": config.gradient_clip_val,
-        # The optimizer is ours, not one of the few that DeepSpeed has tested; SGD has no CPU form of DeepSpeed's.
+        # The optimizer is ours; SGD has no CPU version in DeepSpeed.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
@@ -98,7 +97,7 @@ def run_config(run: Run, num_parameters: int) -> dict[str, Any]:
 
 
 def build(run: Run, num_parameters: int) -> ZeROStrategy:
-    """The Lightning strategy; see `run_config` for the arguments."""
+    """Returns the Lightning strategy; see `run_config` for the arguments."""
     from cifar_zero.strategies.deepspeed.strategy import ZeROPrecision, ZeROStrategy
 
     ds_config = run_config(run, num_parameters)
@@ -119,8 +118,7 @@ def _precision(dtype: Dtype, stage: int) -> dict[str, Any]:
 
 
 def _buffers(dtype: Dtype) -> dict[str, Any]:
-    """Has the engine cast buffers as well as parameters, which DeepSpeed (0.19.8) leaves in float32, but not the
-    statistics of batch norms (models/cast.py)."""
+    """Makes the engine cast buffers too, which DeepSpeed (0.19.8) leaves in float32, except batch norms' statistics."""
     if dtype == "fp32":
         return {}
     return {"data_types": {"buffer_dtype": dtype, "keep_in_fp32_modules": ["running_mean", "running_var"]}}
@@ -128,18 +126,20 @@ def _buffers(dtype: Dtype) -> dict[str, Any]:
 
 def _zero_section(source: dict[str, Any], run: Run, num_parameters: int) -> dict[str, Any]:
     config, spec = run.config, run.spec
-    bucket = min(BUCKET_ELEMENTS, num_parameters + num_parameters % 2)  # stages 1 and 2 (0.19.8) want an even number
+    bucket = min(BUCKET_ELEMENTS, num_parameters + num_parameters % 2)  # stages 1 and 2 (0.19.8) need an even number
     zero = {
         **source,
         "allgather_bucket_size": bucket,
         "reduce_bucket_size": bucket,
-        # Overlapping has a history of wrong losses (DeepSpeed issues 4298, 5347 and 8061), and the strategy must not
-        # change the maths; a raw configuration can turn it on.
+        # Overlapping has a history of wrong losses (DeepSpeed issues 4298, 5347 and 8061); a raw configuration can turn
+        # it on.
         "overlap_comm": False,
     }
     offload, pinned = config.offload, {"pin_memory": config.offload.pin_memory}
     if spec.stage == 3:
-        zero |= _switches(config.zero)
+        zero["sub_group_size"] = config.zero.sub_group_size
+        for switch in ("hpz_partition_size", "quantized_weights", "quantized_gradients"):
+            zero[f"zero_{switch}"] = getattr(config.zero, switch)
     if spec.offload_optimizer:
         zero["offload_optimizer"] = {"device": spec.offload_optimizer, **pinned, "ratio": offload.ratio}
     if spec.offload_parameters:
@@ -155,22 +155,12 @@ def _zero_section(source: dict[str, Any], run: Run, num_parameters: int) -> dict
 
 
 def _largest_part(run: Run) -> int:
-    """Elements of a rank's part of the largest parameter, for which a buffer between disk and memory has to have room.
+    """Returns the elements of a rank's part of the largest parameter, which a buffer between disk and memory must hold.
 
-    DeepSpeed (0.19.8) has five of them from the start, of 10^8 elements each where nothing is said: 2 GB, and too small
-    for vgg16's first linear layer on one rank (`get_buffer` in swap_tensor/partitioned_param_swapper.py).
+    DeepSpeed (0.19.8) allocates five buffers, by default of 10^8 elements each: 2 GB, and too small for vgg16's first
+    linear layer on one rank (`get_buffer` in swap_tensor/partitioned_param_swapper.py).
     """
     from cifar_zero.checkpoints.finetuning.network import on_meta
 
     net = on_meta(run.config.model, run.num_classes, lora=run.config.lora)
     return max(math.ceil(parameter.numel() / run.world_size) for parameter in net.parameters())
-
-
-def _switches(switches: ZeROConfig) -> dict[str, Any]:
-    """Returns the switches of stage 3 that --zero sets."""
-    return {
-        "sub_group_size": switches.sub_group_size,
-        "zero_hpz_partition_size": switches.hpz_partition_size,
-        "zero_quantized_weights": switches.quantized_weights,
-        "zero_quantized_gradients": switches.quantized_gradients,
-    }

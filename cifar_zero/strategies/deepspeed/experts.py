@@ -1,10 +1,8 @@
-"""Spreads a network's mixtures of experts over ranks, by DeepSpeed's own layer: expert parallelism.
+"""Expert parallelism: spreads a model's mixtures of experts over ranks with DeepSpeed's own layer.
 
-Of a mixture each rank keeps its share of the experts, and tokens travel to them and back (all-to-all). What DeepSpeed
-0.19.8 wants for that: its layer in the network, the experts in parameter groups of their own, ZeRO stage 0, 1 or 2.
+Each rank keeps its share of a mixture's experts; tokens are sent to them and back (all-to-all). DeepSpeed 0.19.8 needs
+its layer in the model, the experts in parameter groups of their own, and ZeRO stage 0, 1 or 2.
 """
-
-from __future__ import annotations
 
 from contextlib import redirect_stdout
 from io import StringIO
@@ -21,9 +19,9 @@ from cifar_zero.strategies.norm import global_norm
 
 
 class SpreadGate(Gate):
-    """The plain gate, called as DeepSpeed's layer calls its own.
+    """The plain gate with the interface of DeepSpeed's.
 
-    Of DeepSpeed's differ: an evaluation has no random second choice and drops no random tokens, and a training step
+    Unlike DeepSpeed's, it has no random second choice and drops no random tokens in an evaluation, and a training step
     does not wait for the device to learn its capacity.
     """
 
@@ -36,24 +34,24 @@ class SpreadGate(Gate):
         self._group = group
 
     def forward(self, tokens: Tensor, *unused: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Load-balancing loss, capacity, number of experts, experts, slots and weights of the tokens, tokens of each
-        expert; see `models.moe.Routing`."""
+        """Returns load-balancing loss, capacity, number of experts, and the tokens' experts, slots, weights and counts,
+        see `models.moe.Routing`."""
         to = super().forward(tokens)
         return to.load_balance_loss, to.capacity, self.num_experts, to.experts, to.slots, to.weights, to.tokens
 
     def _largest(self, count: Tensor) -> int:
-        """The same on all ranks that exchange tokens."""
+        """Returns the largest count on all ranks that exchange tokens."""
         if self.options.ep_size > 1:
             torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX, group=self._group)
         return super()._largest(count)
 
 
 class SpreadMixture(MoE):
-    """DeepSpeed's layer with the gate, and this rank's share of the experts, of a plain mixture.
+    """DeepSpeed's layer with the gate of a plain mixture and this rank's share of its experts.
 
     Args:
-        mixture: whose modules it takes over.
-        rank: of this process; neighbours share a mixture's experts out.
+        mixture: its modules are taken over.
+        rank: of this process; neighbouring ranks share the experts.
     """
 
     def __init__(self, mixture: MixtureOfExperts, rank: int):
@@ -67,7 +65,7 @@ class SpreadMixture(MoE):
             use_residual=options.mlp_type == "residual",
         )
         self.deepspeed_moe.gate = SpreadGate(mixture.gate)
-        whole = len(experts) == num_experts  # or built within `models.moe.share_of`
+        whole = len(experts) == num_experts  # False within `models.moe.share_of`
         first = rank % options.ep_size * self.num_local_experts if whole else 0
         local: Any = self.deepspeed_moe.experts.deepspeed_experts
         for number, own in enumerate(local):
@@ -76,12 +74,12 @@ class SpreadMixture(MoE):
             self.mlp, self.coefficient = mixture.mlp, mixture.coefficient
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Makes the process groups, without DeepSpeed's line for each of them on the standard output."""
+        """Makes the process groups without DeepSpeed's line for each of them."""
         with redirect_stdout(StringIO()):
             super().set_deepspeed_parallelism(use_data_before_expert_parallel_)
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """As of the plain mixture."""
+        """Returns what the plain mixture would."""
         gate: Any = self.deepspeed_moe.gate
         return outside_of_graph(self._forward, x) if gate.breaks_graph else self._forward(x)
 
@@ -89,14 +87,14 @@ class SpreadMixture(MoE):
         try:
             output, _, _ = super().forward(x)
         finally:
-            # Its gate has the loss already. One that activation checkpointing computes again, and stops at its last
-            # activation by an exception, would keep all activations of the block.
+            # The gate has the loss. Kept here, it would hold all activations of a block that activation checkpointing
+            # recomputes, because that stops with an exception at the last activation.
             self.deepspeed_moe.l_aux = None
         return output
 
 
 def spread(network: nn.Module, rank: int) -> None:
-    """Puts DeepSpeed's layer in place of each plain mixture of a network, which holds all experts or this rank's."""
+    """Replaces each plain mixture of a model by DeepSpeed's layer."""
     for parent in [*network.modules()]:
         for name, child in parent.named_children():
             if isinstance(child, MixtureOfExperts):
@@ -104,13 +102,12 @@ def spread(network: nn.Module, rank: int) -> None:
 
 
 def ep_size(network: nn.Module) -> int:
-    """Ranks that share the experts of a mixture out; 1 where there is none."""
+    """Returns the number of ranks that share the experts of a mixture; 1 if there is none."""
     return next((module.ep_size for module in network.modules() if isinstance(module, MoE)), 1)
 
 
 def parameter_groups(network: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """An optimizer's groups, the experts of each in groups of their own, which DeepSpeed reduces among those ranks that
-    hold the same experts."""
+    """Returns an optimizer's groups, split so that DeepSpeed reduces experts only over the ranks that have the same."""
     if not any(isinstance(module, MoE) for module in network.modules()):
         return groups
     dense = [{**group, "name": f"dense {number}"} for number, group in enumerate(groups)]
@@ -122,12 +119,12 @@ def parameter_groups(network: nn.Module, groups: list[dict[str, Any]]) -> list[d
     return [group for group in split if group["params"]]
 
 
-def mend_clipping(engine: Any) -> None:
-    """Has stage 0 clip by the norm over all experts.
+def fix_clipping(engine: Any) -> None:
+    """Makes stage 0 clip by the norm over all experts.
 
-    In float32 DeepSpeed 0.19.8 takes the mean of the norms of the ranks, which hold different experts (DeepSpeed issue
-    8475), and in a lower precision, without its fused Adam, it leaves the experts out (DeepSpeed pull request 8613).
-    Can go with the release that has both. Stages 1 and 2 are right as they are.
+    In float32 DeepSpeed 0.19.8 uses the mean of the norms of the ranks, which have different experts (DeepSpeed issue
+    8475); in a lower precision, without its fused Adam, it ignores the experts (DeepSpeed pull request 8613). Can be
+    removed with a release that fixes both. Stages 1 and 2 are correct.
     """
     limit = engine.gradient_clipping()
     if not engine.has_moe_layers or engine.zero_optimization() or not limit:

@@ -1,6 +1,4 @@
-"""Lightning's DeepSpeedStrategy, made to run on CPU ranks too and to keep the maths and the engine of a run whole."""
-
-from __future__ import annotations
+"""Lightning's DeepSpeedStrategy, extended to CPU ranks, and corrected where it changes the maths or a checkpoint."""
 
 import os
 import shutil
@@ -43,14 +41,14 @@ from cifar_zero.strategies.deepspeed.checkpoint import (
 )
 
 ENGINE = "_deepspeed_engine"
-"""Where a module keeps the engine that trained it: that one's hooks on the gradients must go before a second fit."""
+"""Attribute of a module: the engine that trained it, whose gradient hooks must be removed before a second fit."""
 
 
 class ZeROPrecision(DeepSpeedPrecision):
     """Leaves the division by the accumulated micro-batches to Lightning, and a batch as it is.
 
-    Lightning (2.6.6) divides the loss by accumulate_grad_batches and `engine.backward` (DeepSpeed 0.19.8) would divide
-    it by gradient_accumulation_steps again. Can go when Lightning's own plugin passes scale_wrt_gas.
+    Lightning (2.6.6) divides the loss by accumulate_grad_batches, and `engine.backward` (DeepSpeed 0.19.8) would divide
+    it by gradient_accumulation_steps again. Can be removed when Lightning's own plugin passes scale_wrt_gas.
     """
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -58,23 +56,22 @@ class ZeROPrecision(DeepSpeedPrecision):
         super().backward(tensor, model, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
     def convert_input(self, data: Any) -> Any:
-        """The batch itself: the module casts the images, and soft labels are not to be rounded to the low precision."""
+        """Returns the batch itself: the module casts the images, and soft labels must not be rounded."""
         return data
 
 
 class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
     """DeepSpeed's engine under Lightning: on CUDA as Lightning runs it, else over DeepSpeed's own CPU accelerator.
 
-    What Lightning 2.6.6 does not do by itself:
+    What Lightning 2.6.6 does not do:
     - CPU ranks: its strategy refuses any accelerator but CUDA; DeepSpeed trains every stage on the CPU over gloo.
-    - `test` after `fit` (Lightning issue 15247): it would start a second engine on the same network, after which
-      `save_checkpoint` fails or silently leaves the optimizer out. Here the trained engine serves the test too.
+    - `test` after `fit` (Lightning issue 15247): it would start a second engine on the same model, after which
+      `save_checkpoint` fails or silently leaves the optimizer out. Here the trained engine also runs the test.
     """
 
     shards_while_building = True
-    """Whether stage 3 shards each layer as it is made; else the engine does, when the whole network is there. Networks
-    of other packages draw the weights of their layers once more when they have them all, and zero.Init would let them
-    draw nothing: a sharded weight is empty."""
+    """Whether stage 3 shards each layer as it is made; else the engine shards the whole model. Models of other packages
+    initialise their layers again at the end, which has no effect on weights that zero.Init has sharded."""
 
     _trained: Any = None
 
@@ -89,10 +86,8 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
         return torch.device("cpu", 0) if self.on_cpu else super().root_device
 
     def optimizer_implementation(self, device_type: str) -> Implementation:
-        """DeepSpeed's C++ for an offloaded optimizer that it has; its fused Adam on CUDA where nvcc can compile it;
-        else torch's, fused on CUDA."""
-        assert isinstance(self.config, dict)
-        if self.config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none") != "none":
+        """Returns DeepSpeed's C++ one if offloaded, its fused one on CUDA if nvcc can compile it, else torch's."""
+        if self._offload_device("offload_optimizer") != "none":
             return "deepspeed_cpu"
         if device_type == "cpu":
             return "torch"
@@ -101,11 +96,11 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
     def setup_environment(self) -> None:
         """Starts the process group."""
         if self.on_cpu:
-            # DeepSpeed's own launcher sets it. Without it the CPU accelerator starts numactl in every step to ask how
-            # many devices there are (DeepSpeed 0.19.8, accelerator/cpu_accelerator.py).
+            # Set by DeepSpeed's own launcher. Without it the CPU accelerator starts numactl in every step to count
+            # the devices (DeepSpeed 0.19.8, accelerator/cpu_accelerator.py).
             os.environ.setdefault("LOCAL_SIZE", str(self.num_processes))
-            deepspeed.utils.nvtx.enable_nvtx = False  # marks for NVIDIA's profiler, 260 a step at stage 3
-            super(DeepSpeedStrategy, self).setup_environment()  # past the check for CUDA, to DDP's
+            deepspeed.utils.nvtx.enable_nvtx = False  # marks for NVIDIA's profiler, 260 in a step at stage 3
+            super(DeepSpeedStrategy, self).setup_environment()  # DDP's, without the check for CUDA
         else:
             super().setup_environment()
 
@@ -114,7 +109,7 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
         if not self.on_cpu:
             super().setup_distributed()
             return
-        # Only DeepSpeed's inference uses this collective, and it would be compiled at the first start.
+        # Only DeepSpeed's inference uses this collective; it would be compiled at the first start.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         reset_seed()
         self.set_world_ranks()
@@ -122,20 +117,20 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """Shards every layer as it is made, at stage 3; at the others keeps this rank's share of the experts.
+        """Shards each layer as it is made at stage 3; at the others keeps this rank's share of the experts.
 
-        Mixed precision draws the initial weights in float32 as all other strategies do, and `setup` casts the shards.
-        zero.Init would draw in the low precision, which gives other weights (DeepSpeed 0.19.8).
+        Mixed precision draws the initial weights in float32, as all other strategies do, and `setup` casts the shards.
+        zero.Init would draw them in the low precision, which gives other weights (DeepSpeed 0.19.8).
         """
         self._init_config_if_needed()
         assert isinstance(self.config, dict)
         low = ("bf16", "fp16") if self._casts_shards else ()
         config = {key: value for key, value in self.config.items() if key not in low}
-        # That of --zero.hpz_partition_size, which DeepSpeed (0.19.8, utils/groups.py) makes once in a process: the test
-        # after a fit builds a network too.
+        # The group of --zero.hpz_partition_size, which DeepSpeed (0.19.8, utils/groups.py) makes once in a process; the
+        # test after a fit builds a model too.
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-        second_copy = config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1) > 1
-        place = "none" if second_copy else self.remote_device  # on the device, where that copy is to be
+        second_copy = self._zero.get("zero_hpz_partition_size", 1) > 1
+        place = "none" if second_copy else self.remote_device  # the second copy is on the device
         with (
             deepspeed.zero.Init(enabled=self._builds_sharded, remote_device=place, config_dict_or_path=config),
             share_of(self.global_rank),
@@ -157,12 +152,12 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
         super().setup(trainer)
 
     def parameter_groups(self, module: Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """An optimizer's groups, experts apart."""
+        """Returns an optimizer's groups, the experts in groups of their own."""
         return experts.parameter_groups(module, groups)
 
     @contextmanager
     def rewriting(self) -> Generator[None, None, None]:
-        """See `strategies.rewriting`: stage 3 cuts the parameters that it keeps whole, and puts them together anew."""
+        """See `OwnStrategy.rewriting`; stage 3 shards the parameters that it keeps whole and gathers them again."""
         engine: Any = self.deepspeed_engine
         optimizer = engine.optimizer
         if self.zero_stage_3:
@@ -173,11 +168,11 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
             forget_second_copies(engine.module)
 
     def cut(self, whole: Tensor, parameter: Any) -> Tensor:
-        """This rank's flat part of what has the shape of a parameter that stage 3 has cut."""
+        """Returns this rank's flat part of a tensor, cut as stage 3 has cut a parameter of its shape."""
         return cut(whole, parameter)
 
     def plain_names(self, names: Iterable[str]) -> dict[str, str]:
-        """For each name of a weight of the engine the plain network's: a rank's experts are some of all."""
+        """Returns the plain model's name for each name of a weight of the engine."""
         engine: Any = self.deepspeed_engine
         return plain_names(names, self.global_rank % experts.ep_size(engine.module))
 
@@ -190,9 +185,9 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
         return self._builds_sharded and "mixed" in self.precision_plugin.precision and self.remote_device != "nvme"
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes the folder, every rank its part, beside its place, and puts it there when all of it is on the disk.
+        """Writes the folder, every rank its part, under a temporary name, and renames it when it is complete.
 
-        DeepSpeed (0.19.8) writes in place. An error is told to all ranks and noted by the plugin.
+        DeepSpeed (0.19.8) writes in place. All ranks learn of an error, and the plugin notes it.
         """
         final = Path(self.broadcast(filepath))
         target = atomic.staged(final)
@@ -223,24 +218,26 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
     @staticmethod
     def _finish(target: Path, final: Path) -> None:
         (target / "latest").write_text(TAG)
-        shutil.copyfile(zero_to_fp32.__file__, target / "zero_to_fp32.py")  # DeepSpeed's own, beside its own files
+        shutil.copyfile(zero_to_fp32.__file__, target / "zero_to_fp32.py")
         atomic.put_in_place(final)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Continues a checkpoint of any strategy on any number of ranks.
+        """Loads a checkpoint of any strategy and number of ranks.
 
-        One of this very shape is loaded by DeepSpeed itself, each rank its own shard, any other from the whole.
+        DeepSpeed loads one of the same shape, each rank its shard; any other is assembled and sharded again.
         """
         path = Path(checkpoint_path)
         if self.remote_device == "nvme":
-            raise UsageError(f"--resume {path}: not with parameters on NVMe, go on with them in the CPU's memory")
+            raise UsageError(
+                f"--resume {path}: not possible with parameters on NVMe, use --strategy deepspeed_stage_3_offload"
+            )
         if path.is_dir() and shape_of(path, self._io.trust) == self._shape:
             self.deepspeed_engine.checkpoint_engine = GuardedCheckpointEngine(self._io.trust)
             return super().load_checkpoint(checkpoint_path)
         checkpoint = read(path, self._io.trust, verify=False)
         carried = restore(self.deepspeed_engine, checkpoint)
         if self.is_global_zero and not carried:
-            say(f"{path} holds no optimizer state that can be carried over: it starts anew, the weights are the run's.")
+            say(f"{path} holds no usable optimizer state: the optimizer starts again, with the weights of the run.")
         return checkpoint
 
     @property
@@ -251,25 +248,31 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
 
     @property
     def _shape(self) -> dict[str, Any]:
-        """What a shard fits into: nothing else can load it as it is."""
-        assert isinstance(self.config, dict)
-        zero = self.config.get("zero_optimization", {})
+        """Everything that a shard depends on; only a run with the same values can load it as it is."""
         return {
-            "stage": zero.get("stage", 0),
-            "sub_group_size": zero.get("sub_group_size"),
+            "stage": self._zero.get("stage", 0),
+            "sub_group_size": self._zero.get("sub_group_size"),
             "ranks": self.world_size,
             "precision": str(self.precision_plugin.precision),
             "optimizer": self.optimizer_implementation(self.root_device.type),
             "ep_size": experts.ep_size(self._trained.module),
-            "offload": [zero.get(part, {}).get("device", "none") for part in ("offload_optimizer", "offload_param")],
+            "offload": [*map(self._offload_device, ("offload_optimizer", "offload_param"))],
         }
+
+    @property
+    def _zero(self) -> dict[str, Any]:
+        assert isinstance(self.config, dict)
+        return self.config.get("zero_optimization", {})
+
+    def _offload_device(self, part: str) -> str:
+        return self._zero.get(part, {}).get("device", "none")
 
     def _initialize_deepspeed_train(self, model: Module) -> None:
         if (before := vars(model).get(ENGINE)) is not None:
             before.destroy()
         super()._initialize_deepspeed_train(model)
-        experts.mend_clipping(self.model)
-        self._trained = vars(model)[ENGINE] = self.model  # setattr would make the engine a part of the module
+        experts.fix_clipping(self.model)
+        self._trained = vars(model)[ENGINE] = self.model  # setattr would make the engine a submodule
 
     def _initialize_deepspeed_inference(self, model: Module) -> None:
         if self._trained is not None and self._trained.module is model:
@@ -278,7 +281,7 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
             super()._initialize_deepspeed_inference(model)
 
     def teardown(self) -> None:
-        """Ends a fit or a test; the network stays where its engine has it."""
+        """Ends a fit or a test; the model stays on the engine's device."""
         if self._trained is None:
             super().teardown()
             return

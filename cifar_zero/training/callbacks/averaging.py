@@ -16,7 +16,7 @@ from torch.optim.swa_utils import get_swa_multi_avg_fn
 from cifar_zero.checkpoints.finetuning.freeze import counting, rest_statistics, resting
 from cifar_zero.checkpoints.zero_folder import AVERAGE
 from cifar_zero.launch.collectives import average_over_ranks, gather
-from cifar_zero.strategies import plain_names, rewriting
+from cifar_zero.strategies import own
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -106,7 +106,7 @@ class Averaging(Callback):
             self._swap_out(trainer, pl_module)
         self._agree(pl_module)
         parts = held(pl_module)
-        plain = plain_names(trainer.strategy, parts)
+        plain = own(trainer.strategy).plain_names(parts)
         weights = {plain[name]: value for name, value in zip(parts, self._averages, strict=True)}
         of_experts = {plain[name]: weights[plain[name]].cpu() for name, part in parts.items() if is_spread(part)}
         if of_experts:  # rank 0 writes, and has its own alone
@@ -121,7 +121,7 @@ class Averaging(Callback):
         if saved is None or saved["kind"] != self._kind:
             return
         parts = held(pl_module)
-        plain = plain_names(trainer.strategy, parts)
+        plain = own(trainer.strategy).plain_names(parts)
         if not saved["weights"].keys() >= {*plain.values()}:  # others are trained now
             return
         self._count, self._averages = saved["count"], []
@@ -138,7 +138,7 @@ class Averaging(Callback):
         if not self._count:
             return
         self._agree(module)
-        with rewriting(trainer.strategy):
+        with own(trainer.strategy).rewriting():
             parts = [own_part(part) for part in held(module).values()]
             self._newest = [part.clone() for part in parts]
             for part, average in zip(parts, self._averages, strict=True):
@@ -152,7 +152,7 @@ class Averaging(Callback):
     def _swap_out(self, trainer: Trainer, module: LightningModule) -> None:
         if not self._count:
             return
-        with rewriting(trainer.strategy):
+        with own(trainer.strategy).rewriting():
             for part, newest in zip(held(module).values(), self._newest, strict=True):
                 own_part(part).copy_(newest)
         self._newest = []
