@@ -108,7 +108,7 @@ def _prepare(cores: set[int]) -> None:
 
 
 def die_with_parent() -> None:
-    """Has this new process killed when its parent ends, however that ends (Linux)."""
+    """Makes Linux kill this new process when its parent ends, however that ends."""
     if _LIBC is not None:
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -34,7 +34,7 @@ the keys of the previous start in the agents' store, and may connect to an addre
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs.
+    """The place of a rank.
 
     Attributes:
         rank: over all nodes.

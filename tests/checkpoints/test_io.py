@@ -1,4 +1,4 @@
-"""What one rank fails at while it writes or removes a checkpoint is told, not raised: the others would wait for it."""
+"""An error while a rank writes or removes a checkpoint is reported, not raised: the other ranks would wait for it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_checkpoint_that_cannot_be_pickled(tmp_path: Path, capsys: pytest.Capt
     assert [path.name for path in tmp_path.iterdir()] == ["before.ckpt"]
 
 
-def test_weights_that_cannot_be_put_together(tmp_path: Path):
+def test_weights_that_cannot_be_assembled(tmp_path: Path):
     plugin = AtomicCheckpointIO(save_weights=True)
     plugin.save_checkpoint({"state_dict": {"weight": "no tensor"}}, tmp_path / "last.ckpt")
     assert "could not be written" in plugin.failure
@@ -37,7 +37,7 @@ def test_a_checkpoint_that_cannot_be_removed(tmp_path: Path, capsys: pytest.Capt
     assert not plugin.failure  # what was to be written is there
 
 
-def test_a_rank_of_deepspeed_keeps_what_failed_for_all(tmp_path: Path):
+def test_a_deepspeed_rank_keeps_its_first_error_for_all_ranks(tmp_path: Path):
     from cifar_zero.strategies.deepspeed.checkpoint import GuardedCheckpointEngine
 
     engine = GuardedCheckpointEngine()

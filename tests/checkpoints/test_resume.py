@@ -21,7 +21,7 @@ def resumed(out: Path, *flags: str) -> str:
 
 
 def checkpoint_of(out: Path, name: str) -> Path:
-    """Of a run, for those who look at no more than whether it is there."""
+    """Writes an empty checkpoint for a run's name, for code that only looks for the file."""
     file = out / name / "version_0" / "checkpoints" / "last.ckpt"
     file.parent.mkdir(parents=True)
     torch.save({}, file)
@@ -56,7 +56,7 @@ def test_a_measurement_begins_from_the_start(tmp_path: Path, monkeypatch: pytest
 
 
 def test_last_is_no_run_on_the_digits_but_where_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A run that could not have CIFAR-10; a job that SLURM starts again goes on with its own, whatever that has."""
+    """The run fell back from CIFAR-10 to the digits; a requeued SLURM job resumes its own run in any case."""
     digits = checkpoint_of(tmp_path, "mine-digits-fallback")
     for source in ("auto", "cifar10"):
         with pytest.raises(UsageError, match=r"digits, not CIFAR-10: --resume .*-digits-fallback continues"):

@@ -58,11 +58,11 @@ class Dying(Dataset[int]):
         return index
 
 
-def of_dying_worker(number: signal.Signals, told: bool = True) -> Callable[[Path, Patch], object]:
-    """Loads a batch from such a worker; `told`: torch hears of its end by a signal, as in a process's first run."""
+def of_dying_worker(number: signal.Signals, reported: bool = True) -> Callable[[Path, Patch], object]:
+    """Loads a batch from such a worker; `reported`: torch hears of its end by a signal, as in a process's first run."""
 
     def load(path: Path, patch: Patch) -> None:
-        patch.setattr("torch.utils.data._utils.signal_handling._SIGCHLD_handler_set", not told)
+        patch.setattr("torch.utils.data._utils.signal_handling._SIGCHLD_handler_set", not reported)
         before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         try:
             list(DataLoader(Dying(number), num_workers=1))
@@ -166,7 +166,7 @@ PROVOKED: dict[str, tuple[Callable[[Path, Patch], object], str]] = {
     "python memory": (lambda path, patch: bytearray(1 << 60), "the machine's memory is full"),
     "shared memory": (of_dying_worker(signal.SIGBUS), "the loader's workers have filled the shared memory"),
     "killed worker": (of_dying_worker(signal.SIGKILL), "a worker of the loader was killed"),
-    "ended worker": (of_dying_worker(signal.SIGKILL, told=False), "a worker of the loader was killed"),
+    "ended worker": (of_dying_worker(signal.SIGKILL, reported=False), "a worker of the loader was killed"),
     "no rank 0": (lambda path, patch: dist.TCPStore(HOST, 1, 1, False, SHORT), "not all ranks have met"),
     "no rank 1": (lambda path, patch: dist.TCPStore(HOST, 0, 2, True, SHORT), "not all ranks have met"),
     "lost rank": (lost_rank, "another rank has ended"),

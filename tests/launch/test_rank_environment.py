@@ -1,4 +1,4 @@
-"""Whoever has started a rank, it is told in torchrun's variables."""
+"""The variables of a rank are those of torchrun, whichever launcher has started it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_of_slurm():
     }
     there = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
     assert rank_environment.variables({**SRUN, **there}).items() >= there.items()
-    # Round the machines: task 1 is the first of the second one, whose ranks are neighbours here.
+    # Cyclic distribution: task 1 is the first one of the second node.
     assert rank_environment.variables({**SRUN, "SLURM_PROCID": "1", "SLURM_LOCALID": "0"})["RANK"] == "2"
 
 

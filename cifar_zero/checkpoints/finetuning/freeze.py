@@ -38,7 +38,7 @@ def check_patterns(net: nn.Module, trainable: Sequence[str], ep_size: int) -> No
     Args:
         net: the whole model after `freeze`; may be on torch's meta device.
         trainable: see `freeze`.
-        ep_size: ranks that share the experts of a mixture; each trains the same parameters of its own.
+        ep_size: ranks that share the experts of a mixture; each trains the same parameters of its experts.
 
     Raises:
         UsageError: names the first such pattern.
@@ -67,7 +67,7 @@ def trained_names(net: nn.Module) -> set[str]:
 
 
 def rest_statistics(net: nn.Module) -> None:
-    """Has the `resting` batch norms keep their statistics, as torchvision's FrozenBatchNorm2d does."""
+    """Makes the `resting` batch norms keep their statistics, as torchvision's FrozenBatchNorm2d does."""
     for norm in resting(net):
         norm.eval()
 

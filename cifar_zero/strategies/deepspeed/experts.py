@@ -93,26 +93,26 @@ class SpreadMixture(MoE):
         return output
 
 
-def spread(network: nn.Module, rank: int) -> None:
+def spread(model: nn.Module, rank: int) -> None:
     """Replaces each plain mixture of a model by DeepSpeed's layer."""
-    for parent in [*network.modules()]:
+    for parent in [*model.modules()]:
         for name, child in parent.named_children():
             if isinstance(child, MixtureOfExperts):
                 setattr(parent, name, SpreadMixture(child, rank))
 
 
-def ep_size(network: nn.Module) -> int:
+def ep_size(model: nn.Module) -> int:
     """Returns the number of ranks that share the experts of a mixture; 1 if there is none."""
-    return next((module.ep_size for module in network.modules() if isinstance(module, MoE)), 1)
+    return next((module.ep_size for module in model.modules() if isinstance(module, MoE)), 1)
 
 
-def parameter_groups(network: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns an optimizer's groups, split so that DeepSpeed reduces experts only over the ranks that have the same."""
-    if not any(isinstance(module, MoE) for module in network.modules()):
+    if not any(isinstance(module, MoE) for module in model.modules()):
         return groups
     dense = [{**group, "name": f"dense {number}"} for number, group in enumerate(groups)]
     split = split_params_into_different_moe_groups_for_optimizer(dense)
-    names = {parameter: name for name, parameter in network.named_parameters()}
+    names = {parameter: name for name, parameter in model.named_parameters()}
     for group in split:
         if "param_names" in group:
             group["param_names"] = [names[parameter] for parameter in group["params"]]

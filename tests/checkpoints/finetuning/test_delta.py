@@ -38,7 +38,7 @@ def base(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def checkpoint(base: Path, small_data: list[str], tmp_path: Path) -> Path:
-    """As after a run that started from the base."""
+    """Weights after a run that started from the base."""
     config = command_line.parse([*small_data, *FLAGS, "--weights", str(base)])
     net = build(config.model, 10, config.trainable, config.lora)
     put(net, torch.load(base))

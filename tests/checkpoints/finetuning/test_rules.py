@@ -1,4 +1,4 @@
-"""What is refused before anything is launched, and what a run that goes on must keep."""
+"""What is refused before the ranks start, and what a resumed run must keep."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_lists_are_read_from_flags_and_recipes(tmp_path: Path):
     assert command_line.parse(["--config", str(tmp_path / "again.yaml")]) == config
 
 
-def test_a_run_that_goes_on_trains_the_same(tmp_path: Path):
+def test_a_resumed_run_trains_the_same_parameters(tmp_path: Path):
     before = asdict(
         command_line.parse([*LORA, "--trainable", "fc3.*", "--weights", str(tmp_path / "base" / "last.ckpt")])
     )

@@ -105,7 +105,7 @@ def test_raw_configuration_keeps_what_is_not_ours(tmp_path: Path):
 
 
 def test_switches_key_by_key():
-    """As DeepSpeed itself reads them."""
+    """DeepSpeed itself reads the switches as they were set."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     flags = ["--strategy", "deepspeed_stage_3_superoffload", "--zero.sub_group_size", "1000"]
