@@ -25,7 +25,9 @@ from cifar_zero.models.moe import Gate, gates
 from cifar_zero.models.recomputation import checkpoint_blocks
 from cifar_zero.optimizers import OPTIMIZERS, groups
 from cifar_zero.optimizers.state import keep_own_options, lay_like_parameters
-from cifar_zero.schedules import SCHEDULES, Constant, Schedule, settled
+from cifar_zero.schedules import SCHEDULES, settled
+from cifar_zero.schedules.base import Schedule
+from cifar_zero.schedules.plain import Constant
 from cifar_zero.training.metrics import CurveMetrics, SplitMetrics
 from cifar_zero.training.test_time_augmentation import averaged_scores
 

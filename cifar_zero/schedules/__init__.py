@@ -1,7 +1,6 @@
 """The registry of learning-rate schedules: each a dataclass whose fields are the `--schedule.<option>` flags.
 
 A schedule is a closed formula, the learning rate of optimizer step k (from 0): a resumed run needs no more than k.
-Those that come to an end have `total_steps`, where 0 stands for the run's own number of steps (`settled`).
 """
 
 from __future__ import annotations
@@ -11,24 +10,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from cifar_zero.schedules.base import FiniteSchedule, Schedule
 from cifar_zero.schedules.deepspeed import WarmupCosineLR, WarmupDecayLR, WarmupLR
-from cifar_zero.schedules.falling import Constant, Cosine, Exponential, Linear, Step
-from cifar_zero.schedules.range_test import RangeTest
-from cifar_zero.schedules.warmup import OneCycle, WarmupCosine, WarmupLinear
-
-Schedule = (
-    Constant
-    | Linear
-    | Exponential
-    | Cosine
-    | Step
-    | OneCycle
-    | WarmupLinear
-    | WarmupCosine
-    | WarmupLR
-    | WarmupDecayLR
-    | WarmupCosineLR
-    | RangeTest
+from cifar_zero.schedules.plain import (
+    Constant,
+    Cosine,
+    Exponential,
+    Linear,
+    OneCycle,
+    RangeTest,
+    Step,
+    WarmupCosine,
+    WarmupLinear,
 )
 
 SCHEDULES: dict[str, type[Schedule]] = {
@@ -48,16 +41,16 @@ SCHEDULES: dict[str, type[Schedule]] = {
 
 
 def settled(schedule: Schedule, steps: Callable[[], float]) -> Schedule:
-    """A schedule that knows where it ends.
+    """Returns the schedule with its end known.
 
     Args:
-        schedule: whose `total_steps`, if it has such, may be 0.
-        steps: gives the optimizer steps of the run; only asked where they matter.
+        schedule: if it is finite, its `total_steps` may be 0.
+        steps: returns the optimizer steps of the run; called only where they matter.
 
     Raises:
         ValueError: the run has no end.
     """
-    if getattr(schedule, "total_steps", None) != 0:
+    if not isinstance(schedule, FiniteSchedule) or schedule.total_steps:
         return schedule
     total: Any = steps()
     if not 0 < total < math.inf:

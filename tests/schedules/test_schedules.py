@@ -10,8 +10,9 @@ from deepspeed.runtime import lr_schedules as deepspeeds
 from torch.optim import lr_scheduler as torchs
 
 from cifar_module import StepSchedule
-from cifar_zero.schedules import (
-    SCHEDULES,
+from cifar_zero.schedules import SCHEDULES, settled
+from cifar_zero.schedules.deepspeed import WarmupCosineLR, WarmupDecayLR, WarmupLR
+from cifar_zero.schedules.plain import (
     Constant,
     Cosine,
     Exponential,
@@ -20,11 +21,7 @@ from cifar_zero.schedules import (
     RangeTest,
     Step,
     WarmupCosine,
-    WarmupCosineLR,
-    WarmupDecayLR,
     WarmupLinear,
-    WarmupLR,
-    settled,
 )
 
 BASE_LR = 0.001
@@ -55,15 +52,15 @@ def test_constant():
     ("schedule", "reference"),
     [
         (
-            lambda kind: WarmupLR(0.0001, 1000, kind),
+            lambda kind: WarmupLR(1000, kind, 0.0001),
             lambda optimizer, kind: deepspeeds.WarmupLR(optimizer, 0.0001, BASE_LR, 1000, kind),
         ),
         (
-            lambda kind: WarmupDecayLR(0.0001, 700, kind, 1900),
+            lambda kind: WarmupDecayLR(700, kind, 0.0001, 1900),
             lambda optimizer, kind: deepspeeds.WarmupDecayLR(optimizer, 1900, 0.0001, BASE_LR, 700, kind),
         ),
         (
-            lambda kind: WarmupCosineLR(0.1, 700, 0.01, kind, 1900),
+            lambda kind: WarmupCosineLR(700, kind, 1900, 0.1, 0.01),
             lambda optimizer, kind: deepspeeds.WarmupCosineLR(optimizer, 1900, 0.1, 700, 0.01, kind),
         ),
     ],
@@ -77,19 +74,19 @@ def test_deepspeeds_to_the_last_bit(schedule: Any, reference: Any, warmup_type: 
 @pytest.mark.parametrize(
     ("schedule", "reference"),
     [
-        (Linear(0.5, 0.1, 150), lambda optimizer: torchs.LinearLR(optimizer, 0.5, 0.1, 150)),
+        (Linear(150, 0.5, 0.1), lambda optimizer: torchs.LinearLR(optimizer, 0.5, 0.1, 150)),
         (Exponential(0.97), lambda optimizer: torchs.ExponentialLR(optimizer, 0.97)),
-        (Cosine(0.0002, 200), lambda optimizer: torchs.CosineAnnealingLR(optimizer, 200, 0.0002)),
+        (Cosine(200, 0.0002), lambda optimizer: torchs.CosineAnnealingLR(optimizer, 200, 0.0002)),
         (Step(30, 0.2), lambda optimizer: torchs.StepLR(optimizer, 30, 0.2)),
         (OneCycle(total_steps=201), lambda optimizer: torchs.OneCycleLR(optimizer, BASE_LR, 201)),
         (
-            OneCycle(0.2, "linear", 10, 100, 201),
+            OneCycle(201, 0.2, "linear", 10, 100),
             lambda optimizer: torchs.OneCycleLR(
                 optimizer, BASE_LR, 201, pct_start=0.2, anneal_strategy="linear", div_factor=10, final_div_factor=100
             ),
         ),
         (
-            WarmupLinear(50, 180),
+            WarmupLinear(180, 50),
             lambda optimizer: torchs.SequentialLR(
                 optimizer,
                 [torchs.LinearLR(optimizer, 1e-12, 1.0, 50), torchs.LinearLR(optimizer, 1.0, 0.0, 130)],
@@ -97,7 +94,7 @@ def test_deepspeeds_to_the_last_bit(schedule: Any, reference: Any, warmup_type: 
             ),
         ),
         (
-            WarmupCosine(50, 0.0001, 200),
+            WarmupCosine(200, 50, 0.0001),
             lambda optimizer: torchs.SequentialLR(
                 optimizer,
                 [torchs.LinearLR(optimizer, 1e-12, 1.0, 50), torchs.CosineAnnealingLR(optimizer, 150, 0.0001)],
@@ -113,7 +110,7 @@ def test_torchs(schedule: Any, reference: Any):
 
 
 def test_range_test_runs_from_end_to_end():
-    found = ours(RangeTest(1e-6, 1.0, 100), 100)
+    found = ours(RangeTest(100, 1e-6, 1.0), 100)
     assert (found[0], found[-1]) == (pytest.approx(1e-6), pytest.approx(1.0))
     assert len({round(later / earlier, 9) for earlier, later in pairwise(found)}) == 1
 

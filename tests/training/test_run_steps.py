@@ -11,7 +11,7 @@ import pytest
 import train
 from cifar_module import CIFARModule
 from cifar_zero.config import command_line
-from cifar_zero.schedules import Cosine
+from cifar_zero.schedules.plain import Cosine
 from cifar_zero.training import build
 from cifar_zero.training.resolve import resolve
 from cifar_zero.training.run_steps import run_steps

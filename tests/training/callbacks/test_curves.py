@@ -13,7 +13,7 @@ from cifar_zero import strategies
 from cifar_zero.comparison.reading import read_losses
 from cifar_zero.comparison.result import Curve
 from cifar_zero.config.flags import Choice, Config
-from cifar_zero.schedules import WarmupLR
+from cifar_zero.schedules.deepspeed import WarmupLR
 from cifar_zero.training.callbacks.curves import TrainingCurves
 from cifar_zero.training.callbacks.effective import Effective
 from cifar_zero.training.resolve import of_machine
@@ -57,7 +57,7 @@ def test_the_curves_are_means_of_what_happened(fit: Fit) -> None:
     expected = {4: losses[:8].mean(), 8: losses[8:16].mean(), 10: losses[16:].mean()}
     assert run.points("train/loss") == pytest.approx({step: mean.item() for step, mean in expected.items()}, rel=1e-6)
     assert run.points("train/grad_norm") == pytest.approx({s: witness.norms[s - 1] for s in (4, 8, 10)}, rel=1e-6)
-    rates = {step: WarmupLR(0.0, 20, "linear").rate(step - 1, 0.001) for step in (4, 8, 10)}
+    rates = {step: WarmupLR(20, "linear").rate(step - 1, 0.001) for step in (4, 8, 10)}
     assert run.points("train/learning_rate") == pytest.approx(rates, rel=1e-6)
     assert run.points("train/epoch") == pytest.approx({4: 0.8, 8: 1.6, 10: 2.0})
     assert run.points("train/global_step") == {4: 4, 8: 8, 10: 10}
