@@ -1,19 +1,11 @@
 """The registry of optimizers: each a dataclass whose fields are the `--optimizer.<option>` flags.
 
-Which implementation runs is the strategy's to say: torch's own, DeepSpeed's on the CPU where the optimizer is
-offloaded, or DeepSpeed's fused Adam on CUDA. Reading the registry imports neither torch nor DeepSpeed.
+The strategy chooses the implementation: torch's own, DeepSpeed's on the CPU where the optimizer is offloaded, or
+DeepSpeed's fused Adam on CUDA. Reading the registry imports neither torch nor DeepSpeed.
 """
 
-from cifar_zero.optimizers.adam import Adam, Adam8bit, AdamW
-from cifar_zero.optimizers.adaptive import Adadelta, Adagrad, RMSprop
-from cifar_zero.optimizers.lion import Lion
 from cifar_zero.optimizers.muon import Muon, MuonSGD
-from cifar_zero.optimizers.options import Implementation
-from cifar_zero.optimizers.sgd import SGD
-
-__all__ = ["BY_DEEPSPEED", "OFFLOADED_BY", "OPTIMIZERS", "Implementation", "OptimizerOptions"]
-
-OptimizerOptions = SGD | Adam | RMSprop | Adagrad | Adadelta | Lion | Muon | MuonSGD
+from cifar_zero.optimizers.options import SGD, Adadelta, Adagrad, Adam, Adam8bit, AdamW, Lion, OptimizerOptions, RMSprop
 
 OPTIMIZERS: dict[str, type[OptimizerOptions]] = {
     "sgd": SGD,
@@ -39,5 +31,5 @@ OFFLOADED_BY = {
     "adadelta": "torch",
     "lion": "torch",
 }
-"""Whose code updates on the CPU where a strategy offloads the optimizer. The others need whole tensors: no ZeRO stage
-from 1 on, which lays them end to end and cuts them, can run them."""
+"""The code that updates on the CPU when a strategy offloads the optimizer. The other optimizers need whole tensors, and
+cannot run under ZeRO stages 1 to 3, which flatten the tensors and cut them into shards."""

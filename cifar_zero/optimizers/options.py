@@ -1,22 +1,212 @@
-"""What the options of optimizers have in common."""
+"""The options of the optimizers, but for Muon's: one dataclass each, which builds the optimizer when asked."""
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
+
+from cifar_zero.core.ranges import check_range
 
 Implementation = Literal["torch", "torch_fused", "deepspeed_cpu", "deepspeed_fused"]
-"""Whose code updates the weights, as the strategy says: torch's, the same in one call for all parameters on CUDA,
-DeepSpeed's for an optimizer that is offloaded to the CPU, or DeepSpeed's fused one on CUDA."""
+"""The code that updates the weights, chosen by the strategy: torch's, torch's in one call for all parameters on CUDA,
+DeepSpeed's for an optimizer offloaded to the CPU, or DeepSpeed's fused one on CUDA."""
 
 
 @dataclass
-class Decay:
-    """Which parameters decay: an option of every optimizer."""
+class OptimizerOptions:
+    """What every optimizer has."""
+
+    lr: float = 0.001
+    """Learning rate."""
+
+    weight_decay: float = 0.0
+    """L2 penalty, added to the gradient."""
 
     weight_decay_on: Literal["matrices", "all"] = "matrices"
-    """What the weight decay is for. matrices: weights of two and more dimensions, no biases and norms. all: all."""
+    """Parameters that decay. matrices: weights of two and more dimensions, no biases and norms. all: all."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "lr", "weight_decay")
+
+    def build(self, parameters: Any, implementation: Implementation) -> Any:
+        """Returns the optimizer of `parameters`, or of groups of them: torch's class of the same name, where DeepSpeed
+        has none."""
+        import torch
+
+        return getattr(torch.optim, type(self).__name__)(parameters, **self.torch_options())
+
+    def torch_options(self) -> dict[str, Any]:
+        """The fields as torch's optimizers take them; `weight_decay_on` acts through the groups instead."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "weight_decay_on"}
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
-def torch_options(options: Any) -> dict[str, Any]:
-    """The fields as torch's optimizers take them, without `weight_decay_on`, which has its say in the groups."""
-    values = {field.name: getattr(options, field.name) for field in fields(options) if field.name != "weight_decay_on"}
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+@dataclass
+class SGD(OptimizerOptions):
+    """stochastic gradient descent with momentum"""
+
+    momentum: float = 0.9
+    """Share of the last update that is kept."""
+
+    nesterov: bool = False
+    """Nesterov's form of momentum."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "momentum", below=1)
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs a momentum")
+
+    def build(self, parameters: Any, implementation: Implementation) -> Any:
+        """torch's SGD under every strategy: DeepSpeed has none."""
+        import torch
+
+        fused = implementation in ("torch_fused", "deepspeed_fused")
+        return torch.optim.SGD(parameters, **self.torch_options(), fused=fused)
+
+
+@dataclass
+class Adam(OptimizerOptions):
+    """Adam with the L2 penalty added to the gradient (Kingma and Ba 2015)"""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the running means of the gradient and of its square."""
+
+    eps: float = 1e-8
+    """Added to the denominator."""
+
+    decoupled: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "eps")
+        check_range(self, "betas", below=1)
+
+    def build(self, parameters: Any, implementation: Implementation) -> Any:
+        """The same update by torch, by DeepSpeedCPUAdam or by FusedAdam."""
+        options = self.torch_options()
+        if implementation == "deepspeed_cpu":
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+            # Without adamw_mode=False both of DeepSpeed's classes decouple the weight decay: their Adam is AdamW.
+            return DeepSpeedCPUAdam(parameters, adamw_mode=self.decoupled, **options)
+        if implementation == "deepspeed_fused":
+            from deepspeed.ops.adam import FusedAdam
+
+            return FusedAdam(parameters, adam_w_mode=self.decoupled, **options)
+        import torch
+
+        kind = torch.optim.AdamW if self.decoupled else torch.optim.Adam
+        return kind(parameters, **options, fused=implementation == "torch_fused")
+
+
+@dataclass
+class AdamW(Adam):
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019)"""
+
+    weight_decay: float = 0.01
+    """Weight decay, subtracted from the weights next to the gradient's update."""
+
+    decoupled: ClassVar[bool] = True
+
+
+@dataclass
+class Adam8bit(Adam):
+    """Adam with its state in eight bits, by bitsandbytes on CUDA (Dettmers et al. 2022)"""
+
+    def build(self, parameters: Any, implementation: Implementation) -> Any:
+        """bitsandbytes' own: one byte for each number of the state, and a scale for each block of them."""
+        import bitsandbytes  # pyright: ignore[reportMissingImports]
+
+        return bitsandbytes.optim.Adam8bit(parameters, **self.torch_options())
+
+
+@dataclass
+class RMSprop(OptimizerOptions):
+    """RMSprop: steps divided by a running mean of the gradient's size (Tieleman and Hinton 2012)"""
+
+    lr: float = 0.01
+    """Learning rate."""
+
+    alpha: float = 0.99
+    """Decay of the running mean of the squared gradient."""
+
+    eps: float = 1e-8
+    """Added to the denominator."""
+
+    momentum: float = 0.0
+    """Share of the last update that is kept."""
+
+    centered: bool = False
+    """Divide by the gradient's deviation from its own running mean instead (Graves 2013)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "eps")
+        check_range(self, "alpha", "momentum", below=1)
+
+
+@dataclass
+class Adagrad(OptimizerOptions):
+    """Adagrad: steps divided by the size of all gradients so far (Duchi et al. 2011)"""
+
+    lr: float = 0.01
+    """Learning rate."""
+
+    eps: float = 1e-10
+    """Added to the denominator."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "eps")
+
+    def build(self, parameters: Any, implementation: Implementation) -> Any:
+        """torch's update under every strategy."""
+        from cifar_zero.optimizers.torch_updates import TorchAdagrad
+
+        return TorchAdagrad(parameters, **self.torch_options())
+
+
+@dataclass
+class Adadelta(OptimizerOptions):
+    """Adadelta: steps in units of the updates so far (Zeiler 2012)"""
+
+    lr: float = 1.0
+    """Factor of the update, whose size is Adadelta's own."""
+
+    rho: float = 0.9
+    """Decay of the running means of the squared gradient and update."""
+
+    eps: float = 1e-6
+    """Added to the squares: the first updates grow from it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "eps")
+        check_range(self, "rho", below=1)
+
+
+@dataclass
+class Lion(OptimizerOptions):
+    """Lion: steps of one size, in the direction of the momentum's signs (Chen et al. 2023)"""
+
+    lr: float = 1e-4
+    """Learning rate; a third to a tenth of AdamW's."""
+
+    weight_decay: float = 0.0
+    """Weight decay, subtracted from the weights next to the update; three to ten times AdamW's."""
+
+    betas: tuple[float, float] = (0.9, 0.99)
+    """Share of the momentum in the update's direction, and decay of the momentum itself."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "betas", below=1)
+
+    def build(self, parameters: Any, implementation: Implementation) -> Any:
+        """Our own under every strategy: torch (2.15) has none.
+
+        DeepSpeed's (0.19.8, csrc/lion) take the sign of 0 as 1 or -1: a weight without a gradient, behind a dead ReLU
+        for example, drifts by the learning rate in each step.
+        """
+        from cifar_zero.optimizers.torch_updates import TorchLion
+
+        return TorchLion(parameters, **self.torch_options())

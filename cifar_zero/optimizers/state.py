@@ -1,4 +1,4 @@
-"""An optimizer's state in a checkpoint, made to fit the optimizer that goes on with it."""
+"""Fits the optimizer state of a checkpoint to the optimizer that continues with it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ if TYPE_CHECKING:
 
 
 def keep_own_options(optimizer: Optimizer, state: dict[str, Any], order: Sequence[str]) -> dict[str, Any]:
-    """The state of another implementation, of another device or in other groups: this one's options and groups stay,
-    but the learning rate, which a schedule has moved, is the checkpoint's.
+    """Returns the state of another implementation, device or grouping with this optimizer's options and groups.
+
+    Only the learning rate, which a schedule has moved, is the checkpoint's.
 
     Args:
-        optimizer: that is to go on.
+        optimizer: that continues.
         state: as torch's `Optimizer.state_dict` has it.
-        order: names of the parameters in the network's order, in which those of a single group are numbered.
+        order: names of the parameters in the model's order, in which those of a single group are numbered.
     """
     if _names(state["param_groups"]) != _names(optimizer.param_groups):
         state = _regrouped(state, [group.get("param_names", order) for group in optimizer.param_groups], order)
@@ -29,7 +30,7 @@ def keep_own_options(optimizer: Optimizer, state: dict[str, Any], order: Sequenc
 
 
 def lay_like_parameters(optimizer: Optimizer) -> None:
-    """Gives a loaded state its parameters' format in memory: torch's fused updates go through both as they lie."""
+    """Gives a loaded state the strides of its parameters: torch's fused updates walk through both in memory order."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if getattr(value, "shape", None) == parameter.shape and value.stride() != parameter.stride():
@@ -37,13 +38,13 @@ def lay_like_parameters(optimizer: Optimizer) -> None:
 
 
 def numbers_by_name(groups: Sequence[dict[str, Any]], order: Sequence[str]) -> dict[str, int]:
-    """The number that each parameter has in the groups of a checkpoint's optimizer; see `keep_own_options`."""
+    """Returns the number that each parameter has in the groups of a checkpoint's optimizer; see `keep_own_options`."""
     numbers = chain(*(group["params"] for group in groups))
     return dict(zip(chain(*(group.get("param_names", order) for group in groups)), numbers, strict=True))
 
 
 def groups_by_name(groups: Sequence[dict[str, Any]], order: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The group of each parameter: some have a learning rate of their own; see `keep_own_options`."""
+    """Returns the group of each parameter: some have a learning rate of their own; see `keep_own_options`."""
     return {name: group for group in groups for name in group.get("param_names", order)}
 
 

@@ -26,19 +26,19 @@ STACK_ELEMENTS = 2**24
 
 
 class TorchMuon(GroupOptimizer):
-    """Muon (Jordan et al. 2024) for the groups with `muon`, all their weights of one shape at once.
+    """Muon (Jordan et al. 2024) for the groups with `muon`: all weights of one shape at once.
 
-    The others are AdamW's where the groups have `betas`, else SGD's with Nesterov's momentum.
+    The other groups are updated by AdamW if they have `betas`, else by SGD with Nesterov's momentum.
 
     A convolution's weight (out, in, height, width) is the matrix (out, in x height x width), as in Keller Jordan's own
     programs (github.com/KellerJordan/Muon, muon.py, and cifar10-airbench, airbench94_muon.py). torch.optim.Muon (2.15)
-    orthogonalises one matrix after the other and takes no convolutions.
+    orthogonalises one matrix after the other and accepts no convolutions.
 
     Args:
         params: groups; those with `muon` hold weights of two and more dimensions.
         fused: whether SGD is one call for all parameters of a group, on CUDA.
         defaults: of the groups: lr, weight_decay; momentum and ns_steps (Newton-Schulz iterations) of Muon; betas of
-            AdamW or sgd_momentum of SGD. normalize: bring Muon's weights to the length sqrt(out) before each step.
+            AdamW or sgd_momentum of SGD. normalize: scale Muon's weights to the length sqrt(out) before each step.
             match_adamw: scale Muon's steps to the size of AdamW's.
     """
 
@@ -47,7 +47,6 @@ class TorchMuon(GroupOptimizer):
         super().__init__(params, **{"muon": False, "normalize": False, "match_adamw": False, **defaults})
 
     def update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
-        """Muon, AdamW or SGD, as the group says."""
         update = self._muon if group["muon"] else self._adamw if "betas" in group else self._sgd
         update(parameters, gradients, group)
 
@@ -105,12 +104,12 @@ class TorchMuon(GroupOptimizer):
 
 
 def orthogonalized(matrices: Tensor, steps: int, device_type: str) -> Tensor:
-    """Matrices (count, rows, columns) with singular values of roughly 1 and the same singular vectors, by Newton-Schulz
-    iterations with the coefficients that torch.optim.Muon has from Jordan et al. 2024
-    (kellerjordan.github.io/posts/muon): most of the values come to lie between 0.7 and 1.2 after five steps.
+    """Returns matrices (count, rows, columns) with the same singular vectors and singular values close to 1.
 
-    On CUDA in bfloat16, as there; on the CPU, few of which multiply in it, in the matrices' own type. Without
-    iterations a matrix is only brought to the length that it would have if all of its singular values were 1.
+    By Newton-Schulz iterations with the coefficients that torch.optim.Muon takes from Jordan et al. 2024
+    (kellerjordan.github.io/posts/muon): most of the values lie between 0.7 and 1.2 after five steps. On CUDA in
+    bfloat16, as there; on the CPU in the matrices' own type, as few CPUs multiply in bfloat16. Without iterations a
+    matrix is only scaled to the length that it would have if all of its singular values were 1.
     """
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
@@ -125,7 +124,7 @@ def orthogonalized(matrices: Tensor, steps: int, device_type: str) -> Tensor:
 
 
 def _stacks(weights: list[Tensor]) -> Iterator[list[int]]:
-    """Numbers of the weights that are matrices of one shape, as many as are orthogonalised at once."""
+    """Yields the numbers of weights that are matrices of one shape, as many as are orthogonalised at once."""
     shapes: dict[tuple[int, int], list[int]] = {}
     for number, weight in enumerate(weights):
         shapes.setdefault((len(weight), weight.numel() // len(weight)), []).append(number)

@@ -1,4 +1,4 @@
-"""Adagrad and Lion by torch, and what our own optimizers have in common."""
+"""Adagrad and Lion in torch, and the base class of our own optimizers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torch.optim.adagrad import adagrad
 
 
 class GroupOptimizer(Optimizer):
-    """One `update` for each parameter group; the state is made at the first step.
+    """Calls `update` once for each parameter group; the state is made at the first step.
 
-    ZeRO puts flat parameters in place of the network's after the optimizer was made.
+    Not earlier, as ZeRO replaces the model's parameters by flat ones after the optimizer is made.
 
     Args:
         params: as torch's optimizers take them.
@@ -31,7 +31,7 @@ class GroupOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One update of all parameters that have a gradient."""
+        """Updates all parameters that have a gradient."""
         loss = closure() if closure is not None else None
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -44,28 +44,25 @@ class GroupOptimizer(Optimizer):
         raise NotImplementedError
 
     def zeros(self, parameters: list[Tensor], name: str) -> list[Tensor]:
-        """A tensor of the state for each parameter, zeros at first."""
+        """Returns a tensor of the state for each parameter, zeros at first."""
         for parameter in parameters:
             if name not in self.state[parameter]:
                 self.state[parameter][name] = torch.zeros_like(parameter)
         return [self.state[parameter][name] for parameter in parameters]
 
     def counts(self, parameters: list[Tensor]) -> list[Tensor]:
-        """The count of steps of each parameter, on the CPU, as torch's functions take it."""
-        for parameter in parameters:
-            self.state[parameter].setdefault("step", torch.tensor(0.0))
-        return [self.state[parameter]["step"] for parameter in parameters]
+        """Returns the count of steps of each parameter, on the CPU, as torch's functions take it."""
+        return [self.state[parameter].setdefault("step", torch.tensor(0.0)) for parameter in parameters]
 
 
 class TorchAdagrad(GroupOptimizer):
-    """torch's update.
+    """torch's update; the options are lr, eps and weight_decay, an L2 penalty.
 
-    torch.optim.Adagrad (2.15) makes the state with the optimizer, and DeepSpeed (0.19.8) then makes another one of
-    ZeRO's flat parameters: of one parameter group only, and out of the schedule's reach.
+    torch.optim.Adagrad (2.15) makes the state with the optimizer, and DeepSpeed (0.19.8) then makes another one for
+    ZeRO's flat parameters: for one parameter group only, and out of the schedule's reach.
     """
 
     def update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
-        """Adagrad; the options are lr, eps and weight_decay, an L2 penalty."""
         adagrad(
             parameters,
             gradients,
@@ -80,11 +77,13 @@ class TorchAdagrad(GroupOptimizer):
 
 
 class TorchLion(GroupOptimizer):
-    """Algorithm 2 of Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", for all parameters at once."""
+    """Algorithm 2 of Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", for all parameters at once.
+
+    The options are lr, weight_decay and betas: share of the momentum in the update's direction, and decay of the
+    momentum itself.
+    """
 
     def update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
-        """Lion; the options are lr, weight_decay and betas: share of the momentum in the update's direction, and decay
-        of the momentum itself."""
         means = self.zeros(parameters, "exp_avg")
         direction, decay = group["betas"]
         signs = _foreach_mul(means, direction)

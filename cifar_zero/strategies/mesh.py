@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from cifar_zero.config.run import Run
-from cifar_zero.optimizers import Implementation
+from cifar_zero.optimizers.options import Implementation
 from cifar_zero.strategies import OwnStrategy
 from cifar_zero.strategies.norm import global_norm
 
