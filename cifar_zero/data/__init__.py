@@ -1,7 +1,7 @@
-"""Sources of images: each brings its images, decoded, into one cache that all ranks map into memory.
+"""Sources of images: each decodes its images into one cache that all ranks map into memory.
 
-To add a source, write a module with the four functions of `Source` and one line in `_MODULES`. Importing this package
-or a source's module costs next to nothing (no torch): the command line asks for class names before anything starts.
+To add a source, write a module with the four functions of `Source` and one line in `_MODULES`. Neither this package nor
+a source's module imports torch at its top: the command line asks for class names before anything starts.
 """
 
 from __future__ import annotations
@@ -28,43 +28,43 @@ _MODULES = {
 
 
 class Source(Protocol):
-    """What the module of a source provides; `config.source` is the source's own name, never `auto`."""
+    """The functions of a source's module; `config.source` is the source's own name, never `auto`."""
 
     def class_names(self, config: DataConfig) -> tuple[str, ...]:
-        """The classes, found without decoding an image. Raises UsageError where the configuration cannot work."""
+        """Returns the classes, without decoding an image; raises UsageError if the configuration is invalid."""
         ...
 
     def cache_key(self, config: DataConfig) -> str:
-        """Name of the directory for the decoded images: one for each set of inputs that may be wanted side by side."""
+        """Returns the name of the directory for the decoded images, one for each set of inputs to keep."""
         ...
 
     def fingerprint(self, config: DataConfig) -> str:
-        """What the decoded images depend on: a cache with another fingerprint is out of date and is replaced."""
+        """Returns what the decoded images depend on: a cache with another fingerprint is out of date and replaced."""
         ...
 
     def build(self, config: DataConfig, directory: Path) -> tuple[str, ...]:
-        """Fill the arrays got from `cache.allocate(directory, ...)` for train and test; returns the class names."""
+        """Fills the arrays of `cache.allocate(directory, ...)` for train and test; returns the class names."""
         ...
 
 
 def class_names(config: DataConfig) -> tuple[str, ...]:
-    """The classes of the configured source (of `auto`: CIFAR-10's), without decoding anything, in milliseconds.
+    """Returns the classes of the configured source (for `auto` CIFAR-10's), without decoding, in milliseconds.
 
-    Raises UsageError for what can be known to be wrong before a run: a folder that is missing, cannot be read, or does
-    not hold the same two or more classes of images under train/ and test/.
+    Raises UsageError for a folder that is missing, cannot be read, or does not have the same two or more classes of
+    images under train/ and test/.
     """
     config = _named(config, "cifar10" if config.source == "auto" else config.source)
     return _module(config).class_names(config)
 
 
 def prepare(config: DataConfig) -> str:
-    """Make the decoded images ready and return the name of the source that is really used (`auto` is resolved).
+    """Prepares the decoded images and returns the name of the source that is used (`auto` is resolved).
 
-    Any number of ranks, nodes and runs may call this at once: one works, the others wait. Once the images are ready
-    it takes milliseconds.
+    Any number of ranks, nodes and runs may call this at once: one works, the others wait. If the images are prepared
+    already, it takes milliseconds.
 
-    Raises UsageError for what the user can fix in the configuration or the data, RunError where the network, the
-    archive or the disk fails.
+    Raises UsageError for what the user can fix in the configuration or the data, RunError if the network, the archive
+    or the disk fails.
     """
     if config.source != "auto":
         from cifar_zero.data import cache
@@ -78,16 +78,13 @@ def prepare(config: DataConfig) -> str:
     try:
         return prepare(_named(config, "cifar10"))
     except DownloadError as error:
-        say(f"CIFAR-10 cannot be had: {error}.")
+        say(f"CIFAR-10 is not available: {error}.")
         say("WARNING: this run uses the embedded handwritten digits (--data.source digits) INSTEAD OF CIFAR-10.")
         return prepare(_named(config, "digits"))
 
 
 def load(config: DataConfig, source: str) -> Dataset:
-    """Map the images of `source`, the name that `prepare` returned.
-
-    Raises RunError where `prepare` has not made them ready.
-    """
+    """Maps the images of `source`, the name that `prepare` returned; raises RunError if they are not prepared."""
     from cifar_zero.data import cache
 
     return cache.load(_directory(_named(config, source)))
@@ -104,5 +101,5 @@ def _named(config: DataConfig, source: str) -> DataConfig:
 
 def _module(config: DataConfig) -> Source:
     if config.source not in _MODULES:
-        raise UsageError(f"--data.source {config.source} is not known: choose auto, {', '.join(_MODULES)}")
+        raise UsageError(f"--data.source {config.source} does not exist: choose auto, {', '.join(_MODULES)}")
     return cast(Source, import_module(_MODULES[config.source]))

@@ -1,7 +1,7 @@
-"""Work on whole blocks of images, on whatever device they are: augmentation as it was drawn, and normalisation.
+"""Augmentation and normalisation of whole blocks of images, on any device.
 
-Inside, a block is (n, 32, 32, 3), as images are stored: the bytes of a line lie in one piece and can be copied at once.
-Each step is a few operations on all images. The same draws give the same bits whatever the block and the device; so no
+Inside, a block is (n, 32, 32, 3), as images are stored: the bytes of a line are contiguous and can be copied at once.
+Each step is a few operations on all images. The same draws give the same bits whatever the block and the device, so no
 operation here lets a processor fuse a multiplication with an addition (lerp and addcmul do).
 """
 
@@ -20,18 +20,24 @@ STD = 0.5
 
 
 class Augmentation:
-    """What --augment asks for, on the training images of a run."""
+    """The augmentation of the training images of a run.
+
+    Args:
+        config: the --augment flags.
+        count: images of the split.
+        num_classes: width of mixed labels.
+        seed: it and the epoch alone decide what happens to each image.
+    """
 
     def __init__(self, config: AugmentConfig, count: int, num_classes: int, seed: int) -> None:
-        """`count` images of `num_classes` classes; `seed` and the epoch alone decide what happens to each image."""
         self._config, self._count, self._num_classes, self._seed = config, count, num_classes, seed
 
     def draw(self, epoch: int) -> Draws:
-        """What happens to each image in an epoch, by position in the split."""
+        """Draws what happens to each image in an epoch, by position in the split."""
         return draw(self._config, self._count, self._seed, epoch)
 
     def resized(self, images: Tensor, epoch: int) -> Tensor:
-        """Float images (n, 32, 32, 3), in the first epochs scaled down: bilinear, each pixel a mean of all under it."""
+        """Scales float images (n, 32, 32, 3) down in the first epochs: bilinear with antialiasing."""
         if epoch >= self._config.low_epochs:
             return images
         size = (self._config.low_resolution, self._config.low_resolution)
@@ -39,7 +45,7 @@ class Augmentation:
         return scaled.permute(0, 2, 3, 1)
 
     def apply(self, images: Tensor, labels: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        """A block of stored images as the network is to see it: normalised float32 images, and labels.
+        """Returns a block of stored images as the model sees it: normalised float32 images, and labels.
 
         Args:
             images: uint8 (n, 32, 32, 3); with mixing (2n, 32, 32, 3), the partners last.
@@ -52,7 +58,11 @@ class Augmentation:
         if draws.flip is not None or draws.crop is not None:
             images = flip_and_crop(images, draws.flip, draws.crop, self._config.crop, self._config.padding)
         images = normalize(images)
-        jitter(images, draws.brightness, draws.contrast)
+        # In this order, as github.com/hiverge/cifar10-speedrun (batch_color_jitter).
+        if draws.brightness is not None:
+            images.add_(draws.brightness[:, None, None, None])
+        if draws.contrast is not None:
+            images.mul_(draws.contrast[:, None, None, None])
         if draws.cutout is not None:
             blank_out(images, draws.cutout)
         if draws.box is None or draws.weight is None:
@@ -62,10 +72,10 @@ class Augmentation:
 
 
 def normalize(images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """uint8 pixels -> [-1, 1] in `dtype`, bit by bit what torchvision's ToTensor and Normalize give.
+    """Normalises uint8 pixels to [-1, 1] in `dtype`, bit for bit like torchvision's ToTensor and Normalize.
 
-    Floating-point images have been normalised by a loader: they are only cast. The arithmetic is float32 whatever
-    `dtype` is, as pixels 1/255 apart would fall together in bfloat16.
+    Floating-point images have been normalised by a loader and are only cast. The arithmetic is float32 whatever `dtype`
+    is, as pixels 1/255 apart would become equal in bfloat16.
     """
     if not images.is_floating_point():
         # (x / 255 - MEAN) / STD in two passes: as STD is a power of two, taking it in first changes no bit. On a GPU
@@ -76,12 +86,12 @@ def normalize(images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def memory_format(device: torch.device, channels_last: bool = False) -> torch.memory_format:
-    """How batches (N, 3, H, W) lie in memory for the network: with channels last where oneDNN convolves on the CPU.
+    """Returns the memory format of batches (N, 3, H, W): channels last where oneDNN convolves on the CPU.
 
-    Max-pooling is vectorised for that format alone: with it a training step of Net took 14 % less for 512 images and
-    6 % for 4. torch's own convolutions, faster for the smallest batches, take half as long again with it. Measured in
-    float32 on an AMD EPYC, torch 2.15. Elsewhere where `channels_last` asks for it: cuDNN's tensor core kernels for
-    half precision want it so (NVIDIA, Convolutional Layers User's Guide, "Tensor Layouts In Memory").
+    Max-pooling is vectorised only for that format: with it a training step of Net took 14 % less for 512 images and 6 %
+    for 4. torch's own convolutions, faster for the smallest batches, take half as long again with it. Measured in
+    float32 on an AMD EPYC, torch 2.15. Elsewhere `channels_last` decides: cuDNN's tensor core kernels for half
+    precision prefer it (NVIDIA, Convolutional Layers User's Guide, "Tensor Layouts In Memory").
     """
     if device.type == "cpu":
         onednn = torch.backends.mkldnn
@@ -89,26 +99,17 @@ def memory_format(device: torch.device, channels_last: bool = False) -> torch.me
     return torch.channels_last if channels_last else torch.contiguous_format
 
 
-def jitter(images: Tensor, brightness: Tensor | None, contrast: Tensor | None) -> None:
-    """Adds to all pixels of normalised images (n, W, W, 3) a number for each image (n,), then multiplies them by one.
-    In place and in this order, as github.com/hiverge/cifar10-speedrun (batch_color_jitter) does."""
-    if brightness is not None:
-        images.add_(brightness[:, None, None, None])
-    if contrast is not None:
-        images.mul_(contrast[:, None, None, None])
-
-
 def flip_and_crop(
     images: Tensor, flip: Tensor | None, crop: Tensor | None, border: int, padding: Padding = "black"
 ) -> Tensor:
-    """Images mirrored where `flip`, then cut out of a border, as torchvision's RandomCrop(padding).
+    """Returns images mirrored where `flip`, then padded and cropped, like torchvision's RandomCrop(padding).
 
     Args:
         images: uint8 (n, H, W, 3).
         flip: bool (n,).
         crop: top left corner in the image with its border, int (n, 2).
         border: pixels on each side.
-        padding: what they are: black, or the image mirrored at its outermost pixels (torch's reflection padding).
+        padding: black, or the image mirrored at its outermost pixels (torch's reflection padding).
     """
     count, height, width, channels = images.shape
     variants = [images] if flip is None else [images, images.flip(2)]
@@ -125,14 +126,14 @@ def flip_and_crop(
     if crop is not None:
         start.add_(crop[:, 0], alpha=per_line).add_(crop[:, 1], alpha=per_pixel)
     lines = start[:, None] + torch.arange(0, height * per_line, per_line, device=images.device)
-    # Row i of `anywhere` is the line of an image that begins at byte i of the canvas: each is copied in one piece.
+    # Row i of `anywhere` is the line of an image that begins at byte i of the canvas; a line is copied at once.
     line_bytes = width * channels
     anywhere = canvas.as_strided((canvas.numel() - line_bytes + 1, line_bytes), (1, 1))
     return anywhere.index_select(0, lines.flatten()).view(images.shape)
 
 
 def reflect(canvas: Tensor, border: int, dim: int) -> None:
-    """Fills the first and the last `border` entries of a dimension with those next to them, mirrored, in place."""
+    """Fills the first and last `border` entries of a dimension with the mirrored entries next to them, in place."""
     size = canvas.shape[dim]
     canvas.narrow(dim, 0, border).copy_(canvas.narrow(dim, border + 1, border).flip(dim))
     canvas.narrow(dim, size - border, border).copy_(canvas.narrow(dim, size - 2 * border - 1, border).flip(dim))
@@ -149,7 +150,7 @@ def blank_out(images: Tensor, boxes: Tensor) -> None:
 
 
 def mix(images: Tensor, labels: Tensor, boxes: Tensor, weights: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Partners blended into images with a weight inside a box, and the labels in proportion.
+    """Blends partners into images with a weight inside a box, and the labels in proportion.
 
     Args:
         images: float32 (2n, W, W, 3), the partners last; overwritten.
@@ -172,8 +173,10 @@ def mix(images: Tensor, labels: Tensor, boxes: Tensor, weights: Tensor, num_clas
 
 
 def sides(boxes: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
-    """1 inside each box (n, 4) and 0 outside, along both sides of square images (n, W, W, 3): float32 (n, W, 1) and,
-    with a value for each channel, (n, 1, W * 3). Their product is the box."""
+    """Returns 1 inside each box (n, 4) and 0 outside, along both sides of square images (n, W, W, 3).
+
+    As float32 (n, W, 1) and, with a value for each channel, (n, 1, W * 3): their product is the box.
+    """
     start, stop = boxes.view(-1, 2, 2, 1).unbind(2)
     pixel = torch.arange(images.shape[1], device=images.device)
     vertical, horizontal = ((pixel >= start) & (pixel < stop)).float().unbind(1)

@@ -1,8 +1,8 @@
 """The decoded cache: images are decoded once, then memory-mapped by every rank and every later run.
 
 One directory per source holds `train_images.npy`, `train_labels.npy`, `test_images.npy`, `test_labels.npy` and
-`meta.json`. It is written beside its final place, flushed to the disk and renamed in one step, so a reader sees a whole
-cache or none, whenever a writer was killed.
+`meta.json`. It is written next to its final place, flushed to the disk and renamed in one step: a reader sees a whole
+cache or none, even if a writer is killed.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from cifar_zero.data.lock import locked
 from cifar_zero.models import IMAGE_SHAPE
 
 SCHEMA = 2
-"""Of this layout; a cache of another schema is replaced. Since 2 the images are stored with their channels last."""
+"""Version of this layout, 2 with the channels last; a cache of another version is replaced."""
 
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 PAGE_BYTES = 4096
-"""The checksum of images reads one byte in each block of this size: damage to a disk comes in blocks, and it takes
-6 ms. That of labels reads all: one that is out of range would end a run."""
+"""The checksum of images reads one byte in each block of this size, in 6 ms: disks are damaged by whole blocks. That of
+labels reads all: one that is out of range would end a run."""
 
 _DAMAGE = (OSError, ValueError, KeyError, TypeError)
-"""What reading a missing or damaged cache raises."""
+"""Exceptions of reading a missing or damaged cache."""
 
 _USERS_MISTAKES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 
 
 def ensure(directory: Path, source: str, fingerprint: str, build: Callable[[Path], tuple[str, ...]]) -> None:
-    """Make `directory` hold the decoded images of `source` with this `fingerprint` of their inputs.
+    """Makes `directory` hold the decoded images of `source` with this `fingerprint` of their inputs.
 
-    Where it is missing, stale or damaged, `build` is called with an empty directory that it fills by `allocate`, and
+    If it is missing, out of date or damaged, `build` is called with an empty directory, fills it by `allocate`, and
     returns the class names. Any number of processes may call this at once: one builds, the others wait.
 
-    Raises UsageError where the place cannot be written to, RunError where writing fails (a full disk), and what
-    `build` raises.
+    Raises UsageError if the place cannot be written to, RunError if writing fails (a full disk), and what `build`
+    raises.
     """
     if _is_ready(directory, fingerprint):
         return
@@ -65,7 +65,7 @@ def ensure(directory: Path, source: str, fingerprint: str, build: Callable[[Path
 
 
 def allocate(directory: Path, split: str, count: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Create the arrays of a split ("train" or "test") on the disk: images (count, 3, 32, 32) and labels (count,)."""
+    """Creates the arrays of a split ("train" or "test") on the disk: images (count, 3, 32, 32) and labels (count,)."""
     channels, height, width = IMAGE_SHAPE
     images = _create(directory / f"{split}_images.npy", (count, height, width, channels), np.uint8)
     labels = _create(directory / f"{split}_labels.npy", (count,), np.int64)
@@ -73,10 +73,7 @@ def allocate(directory: Path, split: str, count: int) -> tuple[NDArray[np.uint8]
 
 
 def load(directory: Path) -> Dataset:
-    """Map the cache in `directory`, which `ensure` has made ready.
-
-    Raises RunError where it is missing or damaged.
-    """
+    """Maps the cache in `directory`, which `ensure` has prepared; raises RunError if it is missing or damaged."""
     try:
         meta = _read_meta(directory)
         arrays = {name: _open(directory, name) for name in ARRAYS}
@@ -101,10 +98,10 @@ def _read_meta(directory: Path) -> dict[str, Any]:
 
 
 def _write(directory: Path, source: str, fingerprint: str, build: Callable[[Path], tuple[str, ...]]) -> None:
-    """Build a new cache and put it in the place of the old one. The caller holds the lock."""
+    """Builds a new cache and replaces the old one. The caller holds the lock."""
     temporary = atomic.staged(directory)
-    atomic.discard(temporary)  # whoever holds the lock is the only writer: this was left by one that was killed
-    why = "again, as what is there is out of date or damaged" if directory.exists() else "once"
+    atomic.discard(temporary)  # left by a killed writer: the holder of the lock is the only one
+    why = "the existing ones are out of date or damaged" if directory.exists() else "only once"
     say(f"Preparing the images of {source} in {directory} ({why}).")
     temporary.mkdir()
     try:
@@ -125,19 +122,19 @@ def _write(directory: Path, source: str, fingerprint: str, build: Callable[[Path
 def _create(path: Path, shape: tuple[int, ...], dtype: type[np.generic]) -> np.memmap[Any, Any]:
     array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
     if hasattr(os, "posix_fallocate"):  # not on macOS
-        # Reserve the blocks now: on a full disk this raises, where writing to the map would kill the process (SIGBUS).
+        # Reserves the blocks: on a full disk this raises, whereas writing to the map would kill the process (SIGBUS).
         with path.open("rb+") as file:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
     return array
 
 
 def _channels_first(images: np.memmap[Any, Any]) -> np.memmap[Any, Any]:
-    """The stored (N, 32, 32, 3) seen as (N, 3, 32, 32). Nothing is moved: the bytes of a pixel stay side by side."""
+    """Returns a view (N, 3, 32, 32) of the stored (N, 32, 32, 3)."""
     return images.transpose(0, 3, 1, 2)
 
 
 def _open(directory: Path, name: str) -> np.memmap[Any, Any]:
-    return np.lib.format.open_memmap(directory / f"{name}.npy", mode="r")  # refuses whatever is no .npy file
+    return np.lib.format.open_memmap(directory / f"{name}.npy", mode="r")  # refuses what is not a .npy file
 
 
 def _checksum(directory: Path, name: str) -> int:

@@ -1,7 +1,7 @@
 """The `cifar10` and `cifar100` sources: Krizhevsky's archives of 50,000 + 10,000 labelled images of 32x32 pixels.
 
 torchvision checks and decodes them. It unpickles a file only if its MD5 is the published one, so no archive can run
-code. Importing torchvision takes a second: only building the cache does.
+code. Only building the cache imports torchvision, which takes a second.
 """
 
 from __future__ import annotations
@@ -33,24 +33,21 @@ CIFAR100_CLASSES = tuple(_CIFAR100_NAMES.split())
 
 
 def class_names(config: DataConfig) -> tuple[str, ...]:
-    """The published names, in the order of the labels."""
     return CIFAR10_CLASSES if config.source == "cifar10" else CIFAR100_CLASSES
 
 
 def cache_key(config: DataConfig) -> str:
-    """Directory name: that of the source, as its images are always the published ones."""
     return config.source
 
 
 def fingerprint(config: DataConfig) -> str:
-    """A constant, for the same reason."""
-    return "archive as published"
+    return "archive as published"  # always the same images
 
 
 def build(config: DataConfig, directory: Path) -> tuple[str, ...]:
-    """Find or download the archive and decode it; returns the class names.
+    """Finds or downloads the archive and decodes it; returns the class names.
 
-    Raises DownloadError where it cannot be downloaded, RunError where it does not hold the published files.
+    Raises DownloadError if it cannot be downloaded, RunError if it does not hold the published files.
     """
     from torchvision.datasets import CIFAR10, CIFAR100
     from torchvision.datasets.utils import extract_archive
@@ -77,7 +74,7 @@ def build(config: DataConfig, directory: Path) -> tuple[str, ...]:
 
 
 def _read(published: type[CIFAR10], root: str) -> list[CIFAR10] | None:
-    """The training and test images of an extracted archive in `root`; None if a file is missing or has a wrong MD5."""
+    """Returns the training and test images of an extracted archive; None if a file is missing or has a wrong MD5."""
     try:
         return [published(root, train=train) for train in (True, False)]
     except RuntimeError:
@@ -85,7 +82,7 @@ def _read(published: type[CIFAR10], root: str) -> list[CIFAR10] | None:
 
 
 def _obtain(config: DataConfig, published: type[CIFAR10]) -> Path:
-    """The archive in the root, downloaded if it is missing or damaged."""
+    """Returns the archive in the root, downloaded if it is missing or damaged."""
     from torchvision.datasets.utils import check_integrity
 
     from cifar_zero.core.console import say

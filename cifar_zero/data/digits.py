@@ -1,8 +1,8 @@
 """The `digits` source: scikit-learn's bundled handwritten digits, rendered in CIFAR-10's shape; nothing to download.
 
 Real handwriting (1,797 images of 8x8 pixels from the UCI optical recognition set) gives 50,000 train and 10,000 test
-colour images of 3x32x32, so that every recipe and benchmark made for CIFAR-10 runs on it unchanged. Train and test come
-from different originals, so the test accuracy is one of generalisation.
+colour images of 3x32x32, so that every recipe and benchmark for CIFAR-10 runs on it unchanged. Train and test come from
+different originals, so the test accuracy measures generalisation.
 """
 
 from __future__ import annotations
@@ -15,30 +15,26 @@ CLASSES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight
 TRAIN_PER_CLASS = 5_000
 TEST_PER_CLASS = 1_000
 VERSION = 1
-"""Raised by whoever changes a pixel of what is rendered, so that no old cache passes for the new images."""
+"""To be raised with every change of the rendered pixels, so that old caches are replaced."""
 
 SEED = 20_090_408
-"""Of the split and of every variation; apart from the run's seed, so that all runs see the same data set."""
+"""Of the split and of every variation; independent of the run's seed, so that all runs see the same images."""
 
 
 def class_names(config: DataConfig) -> tuple[str, ...]:
-    """The ten digits, as words."""
     return CLASSES
 
 
 def cache_key(config: DataConfig) -> str:
-    """Directory name: one for all, as nothing of the configuration changes the images."""
     return "digits"
 
 
 def fingerprint(config: DataConfig) -> str:
-    """The version of the rendering."""
     return f"version {VERSION}"
 
 
 def build(config: DataConfig, directory: Path) -> tuple[str, ...]:
-    """Render both splits into `directory` (about 5 s on one core); returns the class names."""
-    # Here and not above: the class names are asked for before scikit-learn and torch are worth loading.
+    """Renders both splits into `directory` (about 5 s on one core); returns the class names."""
     import numpy as np
     from sklearn.datasets import load_digits
 

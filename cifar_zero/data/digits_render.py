@@ -1,4 +1,4 @@
-"""Renders small grey digits as varied colour images: affine, colour and noise variation, all from one seed."""
+"""Renders small grey digits as colour images with affine, colour and noise variation, all from one seed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.nn.functional import affine_grid, grid_sample
 from cifar_zero.models import IMAGE_SHAPE
 
 TEST_SHARE = 6
-"""One original in so many of each class is kept for the test split: the share of 10,000 among 60,000 images."""
+"""One in six originals of each class is held out for the test split: the share of 10,000 among 60,000 images."""
 
 BATCH = 500
-"""Images rendered at once: their float32 pixels (6 MB) stay in a core's cache."""
+"""Images rendered at once: their float32 pixels (6 MB) fit a core's cache."""
 
 # The ranges of the variation: wide enough that position and colour say nothing about the class, small enough that a
 # person still reads nearly every image.
@@ -28,7 +28,7 @@ COLOUR_CANDIDATES = 8
 
 
 def split_originals(labels: NDArray[np.int64], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Rows of the originals for train and for test: disjoint, five to one within each class."""
+    """Returns the rows of the originals for train and for test: disjoint, five to one within each class."""
     rng = np.random.default_rng(seed)
     train, test = [], []
     for label in np.unique(labels):
@@ -42,7 +42,7 @@ def split_originals(labels: NDArray[np.int64], seed: int) -> tuple[NDArray[np.in
 def render(
     originals: NDArray[np.float32], labels: NDArray[np.int64], per_class: int, seed: int
 ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
-    """Yield batches of (images (m, 3, 32, 32), labels (m,)), `per_class` of each class, in a shuffled order.
+    """Yields batches of (images (m, 3, 32, 32), labels (m,)), `per_class` of each class, in a shuffled order.
 
     `originals` are (n, 8, 8) with ink from 0 to 1; each is used as often as any other of its class, to within one.
     """
@@ -55,7 +55,7 @@ def render(
 
 
 def _strokes(originals: NDArray[np.float32], rng: np.random.Generator) -> torch.Tensor:
-    """Turn, scale, shear and move each original: ink (m, 1, 32, 32), float32 from 0 to 1."""
+    """Turns, scales, shears and moves each original: ink (m, 1, 32, 32), float32 from 0 to 1."""
     count = len(originals)
     angle = rng.uniform(-ROTATION_RAD, ROTATION_RAD, count)
     scale = rng.uniform(*SCALE, count)
@@ -71,12 +71,11 @@ def _strokes(originals: NDArray[np.float32], rng: np.random.Generator) -> torch.
 
 
 def _colour(strokes: torch.Tensor, rng: np.random.Generator) -> NDArray[np.uint8]:
-    """Paint ink (m, 1, 32, 32) on a background, each of a random colour, with noise: (m, 3, 32, 32)."""
+    """Paints ink (m, 1, 32, 32) on a background, each of a random colour, with noise: (m, 3, 32, 32)."""
     count = len(strokes)
     paper = rng.random((count, 1, 3), dtype=np.float32)
     candidates = rng.random((count, COLOUR_CANDIDATES, 3), dtype=np.float32)
-    # The candidate farthest from the paper's colour, so that nearly every digit can be seen, dark on light or light on
-    # dark.
+    # The candidate farthest from the paper's colour, so that nearly every digit is visible.
     farthest = np.square(candidates - paper).sum(axis=2).argmax(axis=1)
     ink = candidates[np.arange(count), farthest]
     paper_t, ink_t = (torch.from_numpy(colour.reshape(count, 3, 1, 1)) for colour in (paper, ink))

@@ -1,4 +1,4 @@
-"""Downloads a file: torchvision transfers it, shows the progress and checks the MD5; retries and errors are ours."""
+"""Downloads a file by torchvision, with retries and clear errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError
 
 TIMEOUT_S = 10.0
-"""For connecting, and for each read after that."""
+"""For connecting, and for each read."""
 
 TRIES = 3
 BACKOFF_S = 0.5
@@ -22,18 +22,18 @@ BACKOFF_S = 0.5
 
 
 class DownloadError(RunError):
-    """The file cannot be downloaded: no connection, a connection that keeps breaking, or the wrong content."""
+    """The file cannot be downloaded: no connection, a connection that breaks repeatedly, or the wrong content."""
 
 
 def download(url: str, target: Path, md5: str, fix: str) -> None:
     """Downloads `url` to `<target>.part` and renames it to `target` when its MD5 is right.
 
-    The caller must keep other processes from downloading to the same target. `fix` ends the message of a DownloadError.
-    An OSError comes from the disk.
+    The caller must keep other processes from downloading to the same target. `fix` ends the message of a DownloadError;
+    an OSError comes from the disk.
     """
     part = target.with_name(f"{target.name}.part")
     default_timeout_s = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(TIMEOUT_S)  # torchvision sets none: a server that does not answer would block the run
+    socket.setdefaulttimeout(TIMEOUT_S)  # torchvision sets none, and a server that does not answer would block the run
     try:
         for attempt in range(1, TRIES + 1):
             try:

@@ -1,7 +1,7 @@
-"""What chance decides about each image of an epoch: one table for all ranks, looked up by position in the split.
+"""The random draws for each image of an epoch: one table for all ranks, looked up by position in the split.
 
-The table depends on the seed and the epoch alone. An image gets the same augmentation whichever rank and micro-batch
-holds it, and a run that is resumed in the middle of an epoch goes on as if it had never stopped.
+The table depends only on the seed and the epoch. An image gets the same augmentation in whichever rank and micro-batch
+it is, and a run that is resumed in the middle of an epoch continues as if it had never stopped.
 """
 
 from __future__ import annotations
@@ -22,50 +22,46 @@ SIDE = IMAGE_SHAPE[1]
 
 
 class Draws(NamedTuple):
-    """One row per image; None for what is not asked for. A box is top, bottom, left and right in pixels, the bottom and
-    the right excluded."""
+    """One row per image; None for what is switched off. A box is top, bottom, left and right in pixels, the bottom and
+    the right excluded.
+
+    Attributes:
+        flip: whether the image is mirrored, bool (n,).
+        crop: top left corner of the crop in the padded image, int64 (n, 2), each from 0 to twice the border.
+        cutout: box that is blanked out, int64 (n, 4).
+        partner: position of the image that is mixed in, a permutation of the split, int64 (n,).
+        box: box in which the partner is mixed in, the whole image for mixup, int64 (n, 4).
+        weight: share of the partner in that box, 1 for cutmix, float32 (n,).
+        brightness: number added to all normalised pixels, float32 (n,).
+        contrast: factor of all normalised pixels, float32 (n,).
+    """
 
     flip: Tensor | None = None
-    """Whether the image is mirrored: bool (n,)."""
-
     crop: Tensor | None = None
-    """Top left corner of the crop in the image with its border: int64 (n, 2), each from 0 to twice the border."""
-
     cutout: Tensor | None = None
-    """Box that is blanked out: int64 (n, 4)."""
-
     partner: Tensor | None = None
-    """Position of the image that is mixed in, a permutation of the split: int64 (n,)."""
-
     box: Tensor | None = None
-    """Box in which the partner is mixed in, the whole image for mixup: int64 (n, 4)."""
-
     weight: Tensor | None = None
-    """Share of the partner in that box, 1 for cutmix: float32 (n,)."""
-
     brightness: Tensor | None = None
-    """What is added to all pixels, normalised: float32 (n,)."""
-
     contrast: Tensor | None = None
-    """What they are multiplied by: float32 (n,)."""
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Draws:
-        """The same with every column changed."""
+        """Returns the table with `change` applied to every column."""
         return Draws(*(None if column is None else change(column) for column in self))
 
 
 def draw(config: AugmentConfig, count: int, seed: int, epoch: int) -> Draws:
-    """The table of an epoch of a split of `count` images, on the CPU.
+    """Draws the table of an epoch of a split of `count` images, on the CPU.
 
-    numpy's generator: it takes the seed and the epoch as two numbers, where torch's takes one, and knows the beta
-    distribution. The global generators are left alone.
+    By numpy's generator: it accepts the seed and the epoch as two numbers, torch's only one, and has the beta
+    distribution. The global generators are not used.
     """
     rng = _generator(seed, epoch)
     drawn: dict[str, Any] = {}
     if config.flip == "random":
         drawn["flip"] = rng.integers(0, 2, count, dtype=bool)
     elif config.flip == "alternating":
-        # Keller Jordan, airbench (github.com/KellerJordan/cifar10-airbench): each image is seen both ways in turn.
+        # Keller Jordan, airbench (github.com/KellerJordan/cifar10-airbench): each image is seen both ways alternately.
         drawn["flip"] = _generator(seed, 0).integers(0, 2, count, dtype=bool) ^ bool(epoch % 2)
     if config.crop:
         drawn["crop"] = rng.integers(0, 2 * config.crop + 1, (count, 2))
@@ -74,7 +70,7 @@ def draw(config: AugmentConfig, count: int, seed: int, epoch: int) -> Draws:
     if config.mixup or config.cutmix:
         drawn["partner"] = rng.permutation(count)
         drawn["box"], drawn["weight"] = _mixing(config, rng, count)
-    if config.brightness:  # what has come last is drawn last: the draws of older recipes stay what they were
+    if config.brightness:  # newer options are drawn last, so that the draws of older recipes stay the same
         drawn["brightness"] = rng.uniform(-config.brightness, config.brightness, count).astype(np.float32)
     if config.contrast:
         drawn["contrast"] = rng.uniform(1 - config.contrast, 1 + config.contrast, count).astype(np.float32)
@@ -84,8 +80,8 @@ def draw(config: AugmentConfig, count: int, seed: int, epoch: int) -> Draws:
 def _mixing(
     config: AugmentConfig, rng: np.random.Generator, count: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Boxes (count, 4) and the partner's weights (count,) in them: of mixup (Zhang et al. 2018), of cutmix (Yun et al.
-    2019), or of the one or the other with probability 1/2."""
+    """Draws boxes (count, 4) and the partner's weights (count,) in them: of mixup (Zhang et al. 2018), of cutmix (Yun
+    et al. 2019), or of one of them with probability 1/2."""
     boxes = np.tile(np.array([0, SIDE, 0, SIDE]), (count, 1))
     weights = np.ones(count, np.float32)
     if config.cutmix:
@@ -99,7 +95,7 @@ def _mixing(
 
 
 def _boxes(rng: np.random.Generator, sides: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Squares (count, 4) of `sides` pixels (count,) with a centre anywhere in the image, cut at its borders."""
+    """Draws squares (count, 4) of `sides` pixels (count,) with a centre anywhere in the image, cut at its borders."""
     start = rng.integers(0, SIDE, (len(sides), 2)) - (sides // 2)[:, None]
     ends = np.stack([start, start + sides[:, None]], axis=2)  # (count, vertical or horizontal, start or stop)
     return ends.clip(0, SIDE).reshape(-1, 4)

@@ -1,4 +1,4 @@
-"""The `folder` source: one's own images, as <root>/train/<class>/*.png|jpg and <root>/test/<class>/*.png|jpg."""
+"""The `folder` source: the user's own images, as <root>/train/<class>/*.png|jpg and <root>/test/<class>/*.png|jpg."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 SPLITS = ("train", "test")
 SUFFIXES = (".png", ".jpg", ".jpeg")
 CHUNK = 64
-"""Images that a thread decodes before it reports: enough that the hand-over costs nothing."""
+"""Images that a thread decodes before it reports: enough that reporting costs nothing."""
 
 LOG_INTERVAL_S = 10.0
-"""Seconds between two reports of progress where the output is not a terminal (a log file, a cluster's job output)."""
+"""Seconds between two progress reports if the output is not a terminal (a log file, a cluster's job output)."""
 
 _LAYOUT = "a folder source is <root>/train/<class>/*.png|jpg and <root>/test/<class>/*.png|jpg"
 
 
 def class_names(config: DataConfig) -> tuple[str, ...]:
-    """Names of the directories under train/, sorted.
+    """Returns the names of the directories under train/, sorted.
 
-    Raises UsageError where a directory is missing or unreadable, there are fewer than two classes, a class has no
-    images, or test/ has other classes than train/.
+    Raises UsageError if a directory is missing or unreadable, there are fewer than two classes, a class has no images,
+    or test/ has other classes than train/.
     """
     train, test = (_class_names(Path(config.root) / split) for split in SPLITS)
     if len(train) < 2:
         found = f"only {train[0]}" if train else "none"
-        raise UsageError(f"two or more classes are needed in {config.root}/train, found {found}: {_LAYOUT}")
+        raise UsageError(f"{config.root}/train needs two or more classes, found {found}: {_LAYOUT}")
     if train != test:
         differing = ", ".join(sorted({*train} ^ {*test}))
         raise UsageError(
@@ -50,14 +50,13 @@ def class_names(config: DataConfig) -> tuple[str, ...]:
 
 
 def cache_key(config: DataConfig) -> str:
-    """Directory name: one for each root."""
     return f"folder-{hashlib.sha256(os.fsencode(Path(config.root).resolve())).hexdigest()[:16]}"
 
 
 def fingerprint(config: DataConfig) -> str:
-    """Hash of every image's class, name, size and time of change: what is added or edited makes the cache stale.
+    """Returns a hash of every image's class, name, size and modification time, in about 0.3 s for 60,000 images.
 
-    Takes about 0.3 s for 60,000 images. Raises UsageError as `class_names` does.
+    Raises UsageError as `class_names` does.
     """
     digest = hashlib.sha256(repr(class_names(config)).encode(errors="surrogateescape"))
     for split in SPLITS:
@@ -72,9 +71,9 @@ def fingerprint(config: DataConfig) -> str:
 
 
 def build(config: DataConfig, directory: Path) -> tuple[str, ...]:
-    """Decode every image, on all cores; returns the class names.
+    """Decodes every image, on all cores; returns the class names.
 
-    Raises UsageError naming the first image that cannot be read.
+    Raises UsageError, naming the first image that cannot be read.
     """
     from cifar_zero.data import cache
 
@@ -98,15 +97,15 @@ def _decode_all(paths: list[str], images: NDArray[np.uint8], title: str) -> None
         return len(chunk)
 
     interval_s = 0.1 if sys.stderr.isatty() else LOG_INTERVAL_S
-    # Threads, as Pillow decodes outside the interpreter's lock. Not processes: the children of a killed run would live
-    # on and keep hold of the cache's lock.
+    # Threads, as Pillow decodes outside the interpreter's lock. Not processes: the children of a killed run would
+    # survive it and keep the cache's lock.
     with ThreadPoolExecutor(os.cpu_count()) as pool, tqdm(None, title, len(paths), mininterval=interval_s) as bar:
         for count in pool.map(decode_chunk, range(0, len(paths), CHUNK)):
             bar.update(count)
 
 
 def _labelled_files(config: DataConfig, split: str) -> list[tuple[str, int]]:
-    """Path and label of each image of a split, by class and then by name."""
+    """Returns the path and label of each image of a split, by class and then by name."""
     return [
         (path, label)
         for label, name in enumerate(class_names(config))
@@ -125,7 +124,7 @@ def _image_files(directory: Path) -> Iterator[str]:
 
 
 def _entries(directory: Path) -> Iterator[os.DirEntry[str]]:
-    """What a directory holds, but for hidden files (.DS_Store, .ipynb_checkpoints)."""
+    """Yields the entries of a directory, without hidden files (.DS_Store, .ipynb_checkpoints)."""
     try:
         with os.scandir(directory) as entries:
             yield from (entry for entry in entries if not entry.name.startswith("."))

@@ -1,4 +1,4 @@
-"""One image file -> the pixels that the network sees."""
+"""Decodes an image file to the pixels that the model sees."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.models import IMAGE_SHAPE
 
 FORMATS = ("PNG", "JPEG")
-"""Pillow tries these decoders alone, whatever a file's name says: others start programs (EPS: Ghostscript)."""
+"""Pillow tries only these decoders, whatever a file's name says: others start programs (EPS: Ghostscript)."""
 
 MAX_PIXELS = 8192 * 8192
-"""Of an image: 200 MB as RGB for each core that decodes. The 50 megapixels of a camera are fewer."""
+"""Most pixels of an image: 200 MB as RGB for each core that decodes, and more than a camera's 50 megapixels."""
 
-Image.MAX_IMAGE_PIXELS = None  # Pillow would print a warning from 89 million pixels on, and refuse twice as many
+Image.MAX_IMAGE_PIXELS = None  # Pillow would warn from 89 million pixels on, and refuse twice as many
 
 _SIZE = (IMAGE_SHAPE[2], IMAGE_SHAPE[1])  # Pillow's order: width, height
 
 
 def decode(path: str | Path) -> NDArray[np.uint8]:
-    """Read an image file of any size and mode as RGB pixels (3, 32, 32), uint8, upright as the camera was held.
+    """Reads an image file of any size and mode as RGB pixels (3, 32, 32), uint8, in the camera's orientation.
 
-    Transparency is left out. An image of another size is brought to 32 pixels on its shorter side (bilinear with
-    antialiasing, as torchvision's Resize does by default), and its centre is cut out.
+    Transparency is ignored. An image of another size is scaled to 32 pixels on its shorter side (bilinear with
+    antialiasing, torchvision's default) and cropped at its centre.
 
-    Raises UsageError where the file cannot be read as a PNG or JPEG image, or has more than MAX_PIXELS pixels.
+    Raises UsageError if the file cannot be read as a PNG or JPEG image, or has more than MAX_PIXELS pixels.
     """
     try:
-        with Image.open(path, formats=FORMATS) as file:  # reads the header alone
+        with Image.open(path, formats=FORMATS) as file:  # reads only the header
             if file.width * file.height > MAX_PIXELS:
                 raise ValueError(f"it has {file.width} x {file.height} pixels, more than {MAX_PIXELS:,}")
             image = _eight_bits(ImageOps.exif_transpose(file)).convert("RGB")
     except UnidentifiedImageError as error:
-        raise UsageError(f"cannot read the image {path}: it is no PNG or JPEG; convert or remove it") from error
+        raise UsageError(f"cannot read the image {path}: it is not PNG or JPEG; convert or remove it") from error
     except Exception as error:  # Pillow's decoders raise a dozen kinds, from OSError to struct.error
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise UsageError(f"cannot read the image {path}: {why}; fix or remove it") from error
@@ -46,10 +46,7 @@ def decode(path: str | Path) -> NDArray[np.uint8]:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Grey of 16 bits (Pillow's modes I;16 and I, of which 65,535 is white) as grey of 8; others as they are.
-
-    Pillow (13.0) would cut off all but the darkest.
-    """
+    """Converts 16-bit grey (Pillow's I;16 and I, where 65,535 is white) to 8 bits; Pillow (13.0) would clip it."""
     if not image.mode.startswith("I"):
         return image
     return Image.fromarray((np.asarray(image) / 257).round().clip(0, 255).astype(np.uint8))

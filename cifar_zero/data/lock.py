@@ -1,4 +1,4 @@
-"""One process at a time: a lock on a file, held over preparation that other ranks and runs would else repeat."""
+"""A lock on a file, held during preparation that other ranks and runs would otherwise repeat."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from filelock import FileLock, Timeout
 from cifar_zero.core.console import say
 
 PATIENCE_S = 1.0
-"""Seconds that a process waits for the lock before it tells the user that it waits."""
+"""Seconds before a waiting process tells the user that it waits."""
 
 
 @contextmanager
 def locked(path: Path, work: str) -> Iterator[None]:
-    """Hold the lock file at `path`; `work` says what its holder does ("prepares cifar10").
+    """Holds the lock file at `path`; `work` says what its holder does ("prepares cifar10").
 
-    The operating system lets go of the lock when its holder ends in any way, so a killed run blocks nobody. The file
-    stays: removing it would let two processes each hold "the" lock.
+    The operating system releases the lock when its holder ends in any way, so a killed run blocks nobody. The file
+    stays: if it were removed, two processes could hold the lock.
     """
     lock = FileLock(path)
     try:

@@ -15,20 +15,20 @@ from cifar_zero.data.order import Order
 from cifar_zero.data.residence import Stored, place
 
 BLOCK_IMAGES = {"cpu": 128, "cuda": 1024}
-"""Images that are gathered, augmented and normalised at once, rounded up to whole micro-batches, by kind of device.
+"""Images that are gathered, augmented and normalised at once, rounded up to whole micro-batches, by type of device.
 
-Measured on one core of an AMD EPYC with 1 MB of second-level cache, torch 2.15: 128 and 256 images are about equal; for
-fewer the price of calling each operation shows, for more that of memory. On a GPU the price is that of some 20 launches
-a block: not measured.
+Measured on one core of an AMD EPYC with 1 MB of second-level cache, torch 2.15: 128 and 256 images are about equal;
+fewer cost more for calling each operation, more cost more for memory. On a GPU a block costs some 20 kernel launches:
+not measured.
 """
 
 STRETCH_BLOCKS = 64
-"""Blocks that are looked up at once in the tables of an epoch: rarely enough that a GPU is not kept waiting for the
-copies, and so few that an epoch begins at once."""
+"""Blocks that are looked up at once in the tables of an epoch: enough that a GPU does not wait for the copies, and few
+enough that an epoch starts without delay."""
 
 
 class Resumable:
-    """Keeps the place of a loader in its epoch, for Lightning's checkpoints."""
+    """Tracks a loader's position in its epoch, for Lightning's checkpoints."""
 
     batch_sampler: Order
     """The order, under the name where Lightning and DeepSpeed look for the batch size."""
@@ -37,21 +37,21 @@ class Resumable:
     _resumed: Mapping[str, int] = {}
 
     def state_dict(self) -> dict[str, int]:
-        """What Lightning keeps in a checkpoint: the epoch and the micro-batches given in it so far."""
+        """Returns what Lightning saves in a checkpoint: the epoch and the micro-batches given in it so far."""
         return {"epoch": self.batch_sampler.epoch, "given": self._given}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Makes the next pass go on where another loader was, if it is of the same epoch."""
+        """Makes the next pass continue where another loader was, if the epoch is the same."""
         self._resumed = state
 
     def _begin(self) -> int:
-        """Begins a pass, whose epoch is known by now; returns the micro-batches that are not given again."""
+        """Begins a pass, whose epoch is known by now; returns the micro-batches to skip."""
         begun = self._resumed.get("epoch") == self.batch_sampler.epoch
         self._given, self._resumed = self._resumed["given"] if begun else 0, {}
         return self._given
 
     def _count(self) -> None:
-        """To be called just before a micro-batch is given."""
+        """Counts a micro-batch, just before it is given."""
         self._given = (self._given + 1) % len(self.batch_sampler)
 
 
@@ -59,7 +59,14 @@ class MemoryLoader(Resumable):
     """Iterable over (images, labels) in the given order, on the device.
 
     Images are float32 (m, 3, 32, 32), or smaller, from -1 to 1, in `memory_format`; labels int64 (m,), see `Split`, or
-    with mixup or cutmix float32 (m, classes). Several micro-batches are made at once and are views of one block.
+    with mixup or cutmix float32 (m, classes). Several micro-batches are made at once, as views of one block.
+
+    Args:
+        split: the images and labels.
+        order: the micro-batches, as positions in the split.
+        stored: the split's images, placed on a device; None: on the CPU.
+        augmentation: of the images.
+        channels_last: see `memory_format`.
     """
 
     def __init__(
@@ -70,8 +77,6 @@ class MemoryLoader(Resumable):
         augmentation: Augmentation | None = None,
         channels_last: bool = False,
     ) -> None:
-        """`stored`: the split's images where they live, on the CPU if that is not said; `channels_last`: see
-        `memory_format`."""
         self.batch_sampler = order
         self.sampler = order.sampler
         """Lightning calls its `set_epoch` before each training epoch."""
@@ -88,7 +93,7 @@ class MemoryLoader(Resumable):
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """An epoch; the rest of one, where that was begun by the loader whose state was loaded."""
+        """Yields an epoch, or its rest if the loader whose state was loaded has begun it."""
         self._begin()
         size = self.batch_sampler.batch_size
         for images, labels in self._blocks():
@@ -97,7 +102,7 @@ class MemoryLoader(Resumable):
                 yield batch
 
     def _blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Images and labels of several micro-batches at a time."""
+        """Yields the images and labels of several micro-batches at a time."""
         for rows, labels, draws in self._plan():
             if self._augmentation is None:
                 images = normalize(self._stored.take(rows))
@@ -107,7 +112,7 @@ class MemoryLoader(Resumable):
             yield images.permute(0, 3, 1, 2).contiguous(memory_format=self._format), labels
 
     def _plan(self) -> Iterator[tuple[Tensor, Tensor, Draws]]:
-        """Stored rows, labels and draws of each block, those of the partners that are mixed in after its own."""
+        """Yields the stored rows, labels and draws of each block, those of mixed-in partners after its own."""
         device, rows_device = self._stored.device, self._stored.rows_device
         table = Draws() if self._augmentation is None else self._augmentation.draw(self.batch_sampler.epoch)
         for stretch in self.batch_sampler.positions()[self._given :].split(self._block * STRETCH_BLOCKS):

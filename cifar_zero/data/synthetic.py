@@ -1,4 +1,4 @@
-"""The `synthetic` source: random pixels of any number of images, to measure speed. There is nothing to learn in it."""
+"""The `synthetic` source: random pixels of any number of images, to measure speed; there is nothing to learn."""
 
 from __future__ import annotations
 
@@ -11,28 +11,26 @@ CLASSES = tuple(f"class {label}" for label in range(10))
 MAX_TEST_IMAGES = 10_000
 SEED = 0
 CHUNK = 4096
-"""Images generated at once (12 MB), so that a set larger than the memory can be made."""
+"""Images generated at once (12 MB), so that a set may be larger than the memory."""
 
 
 def class_names(config: DataConfig) -> tuple[str, ...]:
-    """Ten classes, as CIFAR-10 has. Raises UsageError for fewer images than classes."""
+    """Returns ten classes, like CIFAR-10's; raises UsageError for fewer images than classes."""
     if config.synthetic_size < len(CLASSES):
         raise UsageError(f"--data.synthetic_size {config.synthetic_size} is too small: at least {len(CLASSES)} images")
     return CLASSES
 
 
 def cache_key(config: DataConfig) -> str:
-    """Directory name: one for each size."""
     return f"synthetic-{config.synthetic_size}"
 
 
 def fingerprint(config: DataConfig) -> str:
-    """The seed, all that the pixels depend on."""
     return f"seed {SEED}"
 
 
 def build(config: DataConfig, directory: Path) -> tuple[str, ...]:
-    """Write uniformly random pixels, the labels going round; returns the class names."""
+    """Writes uniformly random pixels, with labels 0, 1, ..., 9, 0, ...; returns the class names."""
     import numpy as np  # not needed for the class names
 
     from cifar_zero.data import cache

@@ -1,4 +1,4 @@
-"""The torch loader: the PyTorch tutorial's path of image by image transforms and a DataLoader with worker processes."""
+"""The torch loader: the PyTorch tutorial's transforms, image by image, and a DataLoader with worker processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cifar_zero.data.order import Order
 
 
 class TransformedImages(Dataset[tuple[Tensor, int]]):
-    """A split's images one by one, as the tutorial's transforms give them: float32 (3, 32, 32) from -1 to 1."""
+    """A split's images one by one, after the tutorial's transforms: float32 (3, 32, 32) from -1 to 1."""
 
     def __init__(self, split: Split) -> None:
         self._split = split
@@ -29,25 +29,25 @@ class TransformedImages(Dataset[tuple[Tensor, int]]):
         return self._split.count
 
     def __getitem__(self, position: int) -> tuple[Tensor, int]:
-        """The image and its label at a position of the split."""
+        """Returns the image and its label at a position of the split."""
         pixels = self._split.images[self._split.indices[position]]
         image = Image.fromarray(pixels.transpose(1, 2, 0))
         return self._transform(image), int(self._split.labels[position])
 
 
 class TorchLoader(Resumable, DataLoader[Any]):
-    """A DataLoader that starts an epoch with its first batch, and goes on in the middle of one.
+    """A DataLoader that can continue in the middle of an epoch, and looks up the order at the first batch.
 
-    Lightning (2.6.6) asks for the iterator of a resumed run before it sets the epoch; DataLoader's own has looked up
-    the order by then.
+    Lightning (2.6.6) asks for the iterator of a resumed run before it sets the epoch: DataLoader's own iterator would
+    look up the order too early.
     """
 
     batch_sampler: Order
 
     def __init__(self, split: Split, order: Order, workers: int) -> None:
-        """Gives (images float32 (m, 3, 32, 32), labels int64 (m,)), in the given order."""
-        # A generator of its own: else each epoch would draw from the global one, and dropout or augmentation would
-        # differ from that with the memory loader.
+        """Yields (images float32 (m, 3, 32, 32), labels int64 (m,)), in the given order."""
+        # A generator of its own: else each epoch would draw from the global one, and dropout would differ from that
+        # with the memory loader.
         generator = torch.Generator()
         images = TransformedImages(split)
         super().__init__(
@@ -55,7 +55,7 @@ class TorchLoader(Resumable, DataLoader[Any]):
         )
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """An epoch; the rest of one, where that was begun by the loader whose state was loaded."""
+        """Yields an epoch, or its rest if the loader whose state was loaded has begun it."""
         self.batch_sampler.skipped = self._begin()
         for batch in super().__iter__():
             self._count()

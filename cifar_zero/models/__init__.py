@@ -1,7 +1,7 @@
-"""The registry of networks: plain torch modules that map images (N, 3, 32, 32) in [-1, 1] to class scores.
+"""The registry of models: plain torch modules that map images (N, 3, 32, 32) in [-1, 1] to class scores.
 
 Each entry is a dataclass whose fields are the `--model.<option>` flags and whose docstring is their help. It imports
-its network when it builds it, so that the command line knows every option without importing torch.
+its module when it builds the model, so that the command line knows every option without importing torch.
 """
 
 # No postponed annotations here: jsonargparse would execute the TYPE_CHECKING imports, torch, to resolve them.
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from cifar_zero.core.ranges import check_range
 from cifar_zero.models.mixture_options import MixtureOptions
-from cifar_zero.models.vit_shapes import SHAPES, Shape, Size
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,20 +18,50 @@ IMAGE_SHAPE = (3, 32, 32)
 """Channels, height and width of the images, in pixels."""
 
 
+Size = Literal["tiny", "small", "base", "large", "1b", "13b"]
+"""Of a vision transformer."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a vision transformer: width of a token, blocks, attention heads."""
+
+    width: int
+    depth: int
+    heads: int
+
+
+SHAPES: dict[Size, Shape] = {
+    # DeiT (Touvron et al. 2021)
+    "tiny": Shape(192, 12, 3),
+    "small": Shape(384, 12, 6),
+    # ViT (Dosovitskiy et al. 2021)
+    "base": Shape(768, 12, 12),
+    "large": Shape(1024, 24, 16),
+    # The widths of GPT-3 XL and GPT-3 13B (Brown et al. 2020), and the depth that gives 1.3 and 13 billion parameters.
+    "1b": Shape(2048, 26, 16),
+    "13b": Shape(5120, 41, 40),
+}
+
+
+def scaled(channels: int, width: float) -> int:
+    """Returns the channels of a layer in a model `width` times as wide as the paper's, at least one."""
+    return max(1, round(channels * width))
+
+
 class Model(Protocol):
     """An entry of the registry, with its options set."""
 
     def build(self, num_classes: int) -> "nn.Module":
-        """The network with freshly initialised weights and so many scores."""
+        """Returns the model with freshly initialised weights and `num_classes` scores."""
         ...
 
 
 @dataclass
 class Net:
-    """the network of the PyTorch CIFAR-10 tutorial: two convolutions, three linear layers, 62,006 parameters"""
+    """the model of the PyTorch CIFAR-10 tutorial: two convolutions, three linear layers, 62,006 parameters"""
 
     def build(self, num_classes: int) -> "nn.Module":
-        """See `Model`."""
         from cifar_zero.models.net import Net
 
         return Net(num_classes)
@@ -43,8 +72,7 @@ class NetMoE(MixtureOptions):
     """Net with mixtures of experts before its last layer, as in DeepSpeedExamples"""
 
     def build(self, num_classes: int) -> "nn.Module":
-        """See `Model`."""
-        from cifar_zero.models.net_moe import NetMoE
+        from cifar_zero.models.net import NetMoE
 
         return NetMoE(num_classes, self)
 
@@ -54,16 +82,16 @@ class MLP:
     """a multi-layer perceptron on the pixels; --model.hidden [] is softmax regression, one neuron for each class"""
 
     hidden: list[int] = field(default_factory=lambda: [512])
-    """Neurons of each hidden layer, the first sees the pixels; []: none."""
+    """Neurons of each hidden layer, starting at the pixels; []: no hidden layer."""
 
     activation: Literal["relu", "tanh", "sigmoid", "gelu"] = "relu"
-    """Non-linearity behind each hidden layer."""
+    """Non-linearity after each hidden layer."""
 
     dropout: float = 0.0
     """Share of the hidden layers' outputs that is dropped in training (Srivastava et al. 2014)."""
 
     batch_norm: bool = False
-    """Normalise what goes into each non-linearity over the micro-batch of a rank (Ioffe and Szegedy 2015)."""
+    """Normalise the input of each non-linearity over the micro-batch of a rank (Ioffe and Szegedy 2015)."""
 
     def __post_init__(self) -> None:
         if self.hidden and min(self.hidden) < 1:
@@ -71,7 +99,6 @@ class MLP:
         check_range(self, "dropout", below=1)
 
     def build(self, num_classes: int) -> "nn.Module":
-        """See `Model`."""
         from cifar_zero.models.mlp import MLP
 
         return MLP(num_classes, self.hidden, self.activation, self.dropout, self.batch_norm)
@@ -82,7 +109,7 @@ class VGG16:
     """VGG-16 with batch normalisation (Simonyan and Zisserman 2015): 134 million parameters at width 1"""
 
     width: float = 1.0
-    """Of all hidden layers, as a multiple of the paper's: 0.125 suits a CPU."""
+    """Width of all hidden layers, as a multiple of the paper's: 0.125 suits a CPU."""
 
     dropout: float = 0.5
     """Share of the two hidden linear layers' outputs that is dropped in training; the paper's is 0.5."""
@@ -92,7 +119,6 @@ class VGG16:
         check_range(self, "dropout", below=1)
 
     def build(self, num_classes: int) -> "nn.Module":
-        """See `Model`."""
         from cifar_zero.models.vgg import VGG16
 
         return VGG16(num_classes, self.width, self.dropout)
@@ -100,17 +126,17 @@ class VGG16:
 
 @dataclass
 class SpeedNet:
-    """the network of the CIFAR-10 speed records (airbench94, Jordan 2024): 1.97 million parameters at width 1"""
+    """the model of the CIFAR-10 speed records (airbench94, Jordan 2024): 1.97 million parameters at width 1"""
 
     width: float = 1.0
-    """Of the blocks, as a multiple of the reference's: 0.25 suits a CPU."""
+    """Width of the blocks, as a multiple of the reference's: 0.25 suits a CPU."""
 
     whitening: bool = True
-    """First layer: patches of the training images are whitened, by weights that are computed from 1,000 of these before
-    the first step and stay as they are; only its bias is trained. false: a convolution like all others."""
+    """The first layer whitens patches of the images: its weights are computed from 1,000 training images before the
+    first step and stay fixed; only its bias is trained. false: a convolution like all others."""
 
     identity_init: bool = True
-    """At first each convolution passes its input through, as far as it has channels for it (Dirac)."""
+    """Initialise each convolution to pass its input through, as far as it has channels for it (Dirac)."""
 
     norm_momentum: float = 0.4
     """Weight of the newest micro-batch in the running statistics of batch normalisation; torch's is 0.1."""
@@ -120,7 +146,6 @@ class SpeedNet:
         check_range(self, "norm_momentum", over=0, at_most=1)
 
     def build(self, num_classes: int) -> "nn.Module":
-        """See `Model`."""
         from cifar_zero.models.speednet import SpeedNet
 
         return SpeedNet(num_classes, self.width, self.whitening, self.identity_init, self.norm_momentum)
@@ -133,22 +158,20 @@ class ResNet:
     depth: ClassVar[int]
 
     width: float = 1.0
-    """Of all hidden layers, as a multiple of the paper's: 0.25 suits a CPU."""
+    """Width of all hidden layers, as a multiple of the paper's: 0.25 suits a CPU."""
 
     def __post_init__(self) -> None:
         check_range(self, "width", over=0)
 
     def build(self, num_classes: int) -> "nn.Module":
-        """See `Model`."""
         from cifar_zero.models.resnet import ResNet
 
         return ResNet(self.depth, num_classes, self.width)
 
 
 def _resnet(depth: int, parameters: str) -> type[ResNet]:
-    """The entry of one depth."""
-    said = f"{ResNet.__doc__}: {parameters} parameters at width 1"
-    return type(f"ResNet{depth}", (ResNet,), {"__doc__": said, "depth": depth})
+    summary = f"{ResNet.__doc__}: {parameters} parameters at width 1"
+    return type(f"ResNet{depth}", (ResNet,), {"__doc__": summary, "depth": depth})
 
 
 @dataclass
@@ -158,10 +181,10 @@ class ViT:
     size: ClassVar[Size]
 
     depth: int = 0
-    """Blocks of attention and MLP; 0: as many as a network of this size has."""
+    """Blocks of attention and MLP; 0: as many as a model of this size has."""
 
     dropout: float = 0.0
-    """Share of the embedded patches, and of what each attention and MLP adds to them, that is dropped in training."""
+    """Share of the embedded patches and of the output of each attention and MLP that is dropped in training."""
 
     def __post_init__(self) -> None:
         check_range(self, "depth")
@@ -169,19 +192,17 @@ class ViT:
 
     @property
     def shape(self) -> Shape:
-        """Of the transformer, with its depth."""
+        """The transformer's shape, with the chosen depth."""
         shape = SHAPES[self.size]
         return replace(shape, depth=self.depth or shape.depth)
 
     def build(self, num_classes: int) -> "nn.Module":
-        """See `Model`."""
-        from cifar_zero.models.vit import vit
+        from cifar_zero.models.vit import ViT
 
-        return vit(self.shape, num_classes, self.dropout)
+        return ViT(self.shape, num_classes, dropout=self.dropout)
 
 
 def _vit(size: Size, parameters: str) -> type[ViT]:
-    """The entry of one size."""
     return type(f"ViT_{size}", (ViT,), {"__doc__": f"{ViT.__doc__}: {parameters} parameters", "size": size})
 
 
@@ -193,8 +214,8 @@ class ViTMoE(MixtureOptions):
     """Experts of each mixture: one number for each of them (half of the blocks), or one for all."""
 
     size: Size = "tiny"
-    """Of the transformer without its experts: tiny (5.4 million parameters), small (21), base (85), large (302), 1b
-    (1,300), 13b (13,000)."""
+    """Size of the transformer without its experts, in millions of parameters: tiny (5.4), small (21), base (85), large
+    (302), 1b (1,300), 13b (13,000)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -203,19 +224,21 @@ class ViTMoE(MixtureOptions):
             raise ValueError(f"num_experts must be one number, or one for each of {mixtures} mixtures")
 
     def build(self, num_classes: int) -> "nn.Module":
-        """See `Model`."""
         from cifar_zero.models.vit import vit_moe
 
         return vit_moe(self.size, num_classes, self)
 
 
 WORDS = ("aa_layer", "act_layer", "attn_layer", "global_pool", "norm_layer", "pad_type", "stem_type", "weight_init")
-"""Options of timm whose value is a word that it looks up in a table of its own."""
+"""Options of timm whose value is a word that timm looks up in a table of its own."""
 
 
 def _harmless(name: str, value: Any) -> bool:
-    """Whether an option can name neither a file nor an address nor code: options are also read from the metadata of an
-    export, a checkpoint or a recipe, whose author is not the user (timm's `checkpoint_path` unpickles a file)."""
+    """Returns whether an option can name neither a file nor an address nor code.
+
+    Options are also read from the metadata of an export, a checkpoint or a recipe, whose author is not the user (timm's
+    `checkpoint_path` unpickles a file).
+    """
     if isinstance(value, (list, tuple)):
         return all(_harmless(name, each) for each in value)
     return value is None or isinstance(value, (bool, int, float)) or (isinstance(value, str) and name in WORDS)
@@ -230,39 +253,38 @@ class External:
 
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of the function that builds it, for instance --model.kwargs.dropout 0.1: numbers, true or false, lists of
-    them, and a few names of layers. Nothing that could name a file."""
+    them, and a few names of layers, but nothing that could name a file."""
 
     image_size: int = 0
-    """Pixels, to whose square the images are scaled for a network that needs larger ones; 0: they stay as they are."""
+    """Side in pixels to which the images are scaled, for a model that needs larger ones; 0: not scaled."""
 
     def __post_init__(self) -> None:
         check_range(self, "image_size")
         for name in (name for name, value in dict(self.kwargs).items() if not _harmless(name, value)):
             raise ValueError(
-                f"kwargs.{name} must be a number, true or false, or a list of them (a word is only for "
-                f"{', '.join(WORDS)}); for weights there is --weights FILE"
+                f"kwargs.{name} must be a number, true or false, or a list of them (words only for "
+                f"{', '.join(WORDS)}); load weights with --weights FILE"
             )
 
     def build(self, num_classes: int) -> "nn.Module":
-        """See `Model`."""
         from cifar_zero.models.external import external
 
         return external(self.package, self.architecture, num_classes, self.kwargs, self.image_size)
 
 
 PACKAGES = ("torchvision", "timm")
-"""Whose classifiers have a name here too: torchvision:resnet50."""
+"""Packages whose classifiers can be named too: torchvision:resnet50."""
 
 
 class Models(dict[str, type[Model]]):
-    """The registry by name. Listed are the networks of this folder; those of PACKAGES are entries too."""
+    """The registry by name. It lists the models of this folder; those of PACKAGES are entries too."""
 
     def __missing__(self, name: str) -> type[Model]:
         if name not in self:
             raise KeyError(name)
         package, _, architecture = name.partition(":")
-        said = f"{architecture} of {package}, with freshly initialised weights"
-        return type("External", (External,), {"__doc__": said, "package": package, "architecture": architecture})
+        summary = f"{architecture} of {package}, with freshly initialised weights"
+        return type("External", (External,), {"__doc__": summary, "package": package, "architecture": architecture})
 
     def __contains__(self, name: object) -> bool:
         external = isinstance(name, str) and name.startswith(tuple(f"{package}:" for package in PACKAGES))
@@ -291,14 +313,9 @@ MODELS = Models(
 
 
 def build(name: str, num_classes: int, **options: Any) -> "nn.Module":
-    """Builds the network `name` with freshly initialised weights.
-
-    Args:
-        name: in MODELS.
-        num_classes: width of the output.
-        options: the network's own options, as in its registry entry.
+    """Builds the model `name` of MODELS, as `Model.build` does, with the options of its entry.
 
     Raises:
-        ValueError: the options make no sense.
+        ValueError: an option is invalid.
     """
     return MODELS[name](**options).build(num_classes)

@@ -1,8 +1,8 @@
-"""Networks in half precision whose batch norms keep their running statistics in float32.
+"""Models in half precision whose batch norms keep their running statistics in float32.
 
 A training step moves a running statistic by a tenth of its distance to the batch's. In bfloat16, of 8 bits, a distance
-under 2 to 4 % is rounded away. torch (2.15) takes float32 statistics with float32 weights alone, whatever the format of
-the images.
+under 2 to 4 % is rounded away. torch (2.15) accepts float32 statistics only with float32 weights, whatever the format
+of the images.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def cast_parameters(net: nn.Module, dtype: torch.dtype) -> None:
 
 
 def cast_buffers(net: nn.Module, dtype: torch.dtype) -> None:
-    """Casts, in place, the buffers of real numbers but the statistics of batch norms."""
+    """Casts the floating-point buffers, but for the statistics of batch norms, in place."""
     for name, buffer in net.named_buffers():
         if buffer.is_floating_point() and not name.endswith(("running_mean", "running_var")):
             buffer.data = buffer.data.to(dtype)
 
 
 def compute_with_statistics(net: nn.Module) -> None:
-    """Has each batch norm cast its weights to the number format of its statistics where it computes."""
+    """Makes each batch norm cast its weights to the dtype of its statistics for its forward pass, in place."""
     for norm in net.modules():
         if isinstance(norm, _BatchNorm) and norm.running_mean is not None and "forward" not in vars(norm):
             vars(norm)["forward"] = partial(_forward, norm, norm.forward)

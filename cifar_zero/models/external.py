@@ -18,27 +18,27 @@ if TYPE_CHECKING:
     from cifar_zero.models import Model
 
 WITH_AUXILIARY_SCORES = ("googlenet", "inception_v3")
-"""torchvision's networks that give further scores in training, unless told not to (torchvision 0.29)."""
+"""torchvision's models that also return auxiliary scores in training by default (torchvision 0.29)."""
 
 
 def external(package: str, name: str, num_classes: int, kwargs: Mapping[str, Any], image_size: int) -> nn.Module:
-    """A network that maps images (N, 3, H, W) to scores (N, num_classes).
+    """Returns a model that maps images (N, 3, H, W) to scores (N, num_classes).
 
     Args:
         package: torchvision or timm.
         name: of the classifier in it.
         num_classes: width of the output.
         kwargs: of the function that builds it.
-        image_size: pixels, to whose square the images are scaled before it; 0: they stay as they are.
+        image_size: side in pixels to which the images are scaled first; 0: not scaled.
 
     Raises:
-        ValueError: the package is not installed, has no classifier of that name, or it has no such option.
+        ValueError: the package is not installed, it has no such classifier, or the classifier no such option.
     """
     build = partial({"torchvision": _torchvision, "timm": _timm}[package], name, {"num_classes": num_classes, **kwargs})
     try:
         try:
             net = build()
-        except RuntimeError:  # some compute their shapes with tensors, which have no values on the meta device
+        except RuntimeError:  # some compute shapes from tensors, which have no values on the meta device
             with torch.device("cpu"):
                 net = build()
             net.to(torch.get_default_device())
@@ -51,7 +51,7 @@ def external(package: str, name: str, num_classes: int, kwargs: Mapping[str, Any
 
 
 def check(entry: Model, num_classes: int, images: tuple[int, int, int, int]) -> None:
-    """Builds a network and sends it training images, all of them shapes without values (torch's meta device).
+    """Builds a model and runs it on training images, all without values (torch's meta device).
 
     Args:
         entry: of the registry, with its options set.
@@ -59,26 +59,26 @@ def check(entry: Model, num_classes: int, images: tuple[int, int, int, int]) -> 
         images: the shape (N, 3, H, W) of a micro-batch.
 
     Raises:
-        ValueError: it cannot be built, cannot take such images, or does not give (N, num_classes) scores.
+        ValueError: it cannot be built, does not accept such images, or does not return (N, num_classes) scores.
     """
     count, _, *size = images
-    # Errors are of any kind: each network has its own way to say what it does not take.
+    # Models raise errors of any kind for what they do not accept.
     with torch.device("meta"):
         try:
             net = entry.build(num_classes)
         except ValueError:
             raise
         except Exception as error:
-            raise ValueError(f"cannot be built so: {_short(error)}") from error
+            raise ValueError(f"cannot be built: {_short(error)}") from error
         try:
             scores = net(torch.empty(images))
         except Exception as error:
             raise ValueError(
                 f"cannot train on {count} image{'s'[: count > 1]} of {size[0]} x {size[1]} pixels at a time "
-                f"({_short(error)}): --model.image_size scales them"
+                f"({_short(error)}): scale them with --model.image_size"
             ) from error
     if not isinstance(scores, Tensor) or scores.shape != (count, num_classes):
-        raise ValueError(f"does not give {num_classes} scores for an image")
+        raise ValueError(f"does not return {num_classes} scores for an image")
 
 
 def _torchvision(name: str, options: dict[str, Any]) -> nn.Module:

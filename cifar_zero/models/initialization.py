@@ -1,4 +1,4 @@
-"""Initial weights by the book, in place of those that each layer of torch draws for itself."""
+"""Initial weights by Xavier's or He's scheme, instead of those that torch's layers draw."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
-    # Uniform with variance 2 / (fan_in + fan_out): keeps the variance of activations and of gradients about the same,
+    # Uniform with variance 2 / (fan_in + fan_out): keeps the variance of activations and gradients about the same
     # with a tanh between the layers (Glorot and Bengio 2010, equation 16).
     "xavier": nn.init.xavier_uniform_,
-    # Normal with variance 2 / fan_in: a ReLU lets half of the variance pass (He et al. 2015, equation 10).
+    # Normal with variance 2 / fan_in: a ReLU halves the variance (He et al. 2015, equation 10).
     "he": lambda weight: nn.init.kaiming_normal_(weight, nonlinearity="relu"),
 }
 
@@ -19,12 +19,11 @@ SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
 def initialize(net: nn.Module, scheme: str, seed: int) -> None:
     """Draws the weights of all convolutions and linear layers anew, and sets their biases to zero.
 
-    Drawn layer by layer in the network's order, whatever the network has drawn for itself before. DeepSpeed's zero.Init
-    puts its own `Module.apply` in place of torch's: a layer that it has sharded is put together, drawn and sharded
-    again (DeepSpeed 0.19.8, deepspeed/runtime/zero/partition_parameters.py).
+    Layer by layer in the model's order. DeepSpeed's zero.Init replaces `Module.apply` by its own, which gathers a
+    sharded layer, draws it and shards it again (DeepSpeed 0.19.8, deepspeed/runtime/zero/partition_parameters.py).
 
     Args:
-        net: of any kind; norms and other parameters stay as they are.
+        net: any model; norms and other parameters are not changed.
         scheme: key of SCHEMES, or `default`: all weights stay as torch's layers drew them.
         seed: of torch's global random state, which draws them.
     """

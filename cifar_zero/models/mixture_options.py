@@ -9,44 +9,40 @@ from cifar_zero.core.ranges import check_range
 
 @dataclass
 class MixtureOptions:
-    """of all mixtures of a network
-
-    Raises:
-        ValueError: an option makes no sense, by itself or beside another.
-    """
+    """The options of all mixtures of a model."""
 
     num_experts: list[int] = field(default_factory=lambda: [2])
     """Experts of each mixture, one number for each; different numbers make it a pyramid (PR-MoE with mlp_type
     residual)."""
 
     ep_size: int = 1
-    """Ranks that share the experts of a mixture out, each holding its part of them; DeepSpeed's stages 0 to 2 alone
-    spread experts. 1: every rank holds all."""
+    """Ranks over which the experts of a mixture are distributed; needs DeepSpeed's stages 0 to 2. 1: every rank holds
+    all experts."""
 
     mlp_type: Literal["standard", "residual"] = "standard"
-    """residual: beside the experts a dense network takes part for every token, and the shares of both are learnt."""
+    """residual: a dense network next to the experts processes every token, and the shares of both are learnt."""
 
     top_k: Literal[1, 2] = 1
-    """Experts of a token."""
+    """Experts per token."""
 
     capacity_factor: float = 1.0
-    """Most tokens of a micro-batch that an expert takes in training, as a multiple of its even share; the rest is
+    """Most tokens of a micro-batch that an expert processes in training, as a multiple of its even share; the rest is
     dropped."""
 
     eval_capacity_factor: float = 0.0
-    """The same in evaluation, where the last ones are dropped; 0: none, so that an image's scores depend on no other
-    image."""
+    """The same in evaluation, where the last tokens are dropped; 0: none are, so that an image's scores depend on no
+    other image."""
 
     min_capacity: int = 0
-    """Tokens that an expert takes at least."""
+    """Lower bound of an expert's capacity, in tokens."""
 
     noisy_gate_policy: Literal["none", "RSample", "Jitter"] = "none"
-    """Noise of the gate in training. RSample: experts are drawn as the gate's probabilities say (top_k 1 alone).
-    Jitter: what the gate sees is multiplied by random numbers close to 1."""
+    """Noise of the gate in training. RSample: experts are drawn with the gate's probabilities (top_k 1 only). Jitter:
+    the gate's input is multiplied by random numbers close to 1."""
 
     load_balance: float = 0.01
-    """Weight of the load-balancing loss, which is 1 for each mixture where its experts get the same; 0: none, as in
-    DeepSpeedExamples."""
+    """Weight of the load-balancing loss, which is 1 for a mixture whose experts get the same number of tokens; 0: no
+    such loss, as in DeepSpeedExamples."""
 
     def __post_init__(self) -> None:
         if not self.num_experts or min(self.num_experts) < 1:
@@ -54,10 +50,10 @@ class MixtureOptions:
         check_range(self, "ep_size", at_least=1)
         for number in self.num_experts:
             if number % self.ep_size:
-                raise ValueError(f"ep_size {self.ep_size} does not divide num_experts {number}, to hold as many each")
+                raise ValueError(f"ep_size {self.ep_size} does not divide num_experts {number}")
             if number < self.top_k:
-                raise ValueError(f"top_k {self.top_k} needs as many experts, and num_experts has {number}")
+                raise ValueError(f"top_k {self.top_k} needs at least as many experts: num_experts has {number}")
         if self.top_k == 2 and self.noisy_gate_policy == "RSample":
-            raise ValueError("noisy_gate_policy RSample is for top_k 1 alone: Jitter serves top_k 2 too")
+            raise ValueError("noisy_gate_policy RSample is for top_k 1 only: use Jitter with top_k 2")
         check_range(self, "capacity_factor", over=0)
         check_range(self, "eval_capacity_factor", "min_capacity", "load_balance")

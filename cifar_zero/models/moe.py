@@ -1,8 +1,8 @@
-"""A mixture of experts in plain torch: a gate sends each token to one or two of several networks of the same shape.
+"""A mixture of experts in plain torch: a gate sends each token to one or two of several experts of the same shape.
 
 The maths is that of DeepSpeed's layer (deepspeed/moe/sharded_moe.py, 0.19.8; GShard, Lepikhin et al. 2020; Switch
 Transformer, Fedus et al. 2021). The gate is used under every strategy; here all experts are on one device, and
-strategies/deepspeed/experts.py spreads them over ranks.
+strategies/deepspeed/experts.py distributes them over ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from cifar_zero.models.mixture_options import MixtureOptions
 
 _rank: ContextVar[int | None] = ContextVar("rank", default=None)
-"""Whose experts a mixture that is built keeps; None: all."""
+"""The rank whose experts a new mixture keeps; None: it keeps all."""
 
 JITTER = 0.01
 """Jitter multiplies what the gate sees by random numbers from 1 - JITTER to 1 + JITTER (DeepSpeed's, Switch's)."""
@@ -29,16 +29,16 @@ JITTER = 0.01
 
 @dataclass(frozen=True)
 class Routing:
-    """Where the tokens of one pass go; S tokens, E experts, k of them for each token.
+    """Where the tokens of one forward pass go: S tokens, E experts, k of them for each token.
 
     Attributes:
         experts: int64 (k, S), each token's experts, the most probable first; -1 where it was dropped.
         slots: int64 (k, S), the token's place among those of its expert.
         weights: float32 (k, S), of the experts' outputs; 0 where it was dropped.
         capacity: places of an expert.
-        tokens: int64 (E,), tokens that each expert takes.
+        tokens: int64 (E,), tokens that each expert receives.
         probabilities: float32 (S, E), of the gate, detached.
-        load_balance_loss: float32 scalar, 1 where the load is even, up to E where one expert takes all.
+        load_balance_loss: float32 scalar, 1 if the load is even, up to E if one expert receives all tokens.
     """
 
     experts: Tensor
@@ -51,11 +51,11 @@ class Routing:
 
 
 class Gate(nn.Module):
-    """Chooses the experts of each token, in float32 whatever the precision of the network.
+    """Chooses the experts of each token, in float32 whatever the precision of the model.
 
-    In training, tokens beyond an expert's capacity are dropped: with one expert a token random ones, with two the last
-    of the batch, second choices first. In evaluation nothing is random, and by default nothing is dropped, so that an
-    image's scores do not depend on the others of its batch.
+    In training, tokens beyond an expert's capacity are dropped: with one expert per token random ones, with two the
+    last of the batch, second choices first. In evaluation nothing is random, and by default nothing is dropped, so that
+    an image's scores do not depend on the others of its batch.
 
     Args:
         hidden_size: width of a token.
@@ -64,7 +64,7 @@ class Gate(nn.Module):
     """
 
     routing: Routing | None = None
-    """Of the last pass, for the loss and the observers."""
+    """The routing of the last forward pass, for the loss and the metrics."""
 
     def __init__(self, hidden_size: int, num_experts: int, options: MixtureOptions):
         super().__init__()
@@ -73,9 +73,12 @@ class Gate(nn.Module):
         self.options = options
 
     def forward(self, tokens: Tensor) -> Routing:
-        """The routing of tokens (S, hidden_size)."""
+        """Routes tokens (S, hidden_size)."""
         with torch.autocast("cuda" if tokens.is_cuda else "cpu", enabled=False):
-            logits = F.linear(self._jittered(tokens.float()), self.wg.weight.float())
+            tokens = tokens.float()
+            if self.training and self.options.noisy_gate_policy == "Jitter":
+                tokens = tokens * torch.empty_like(tokens).uniform_(1 - JITTER, 1 + JITTER)
+            logits = F.linear(tokens, self.wg.weight.float())
             self.routing = self._route(logits)
         return self.routing
 
@@ -102,14 +105,9 @@ class Gate(nn.Module):
             load_balance_loss=load_balance_loss,
         )
 
-    def _jittered(self, tokens: Tensor) -> Tensor:
-        if not self.training or self.options.noisy_gate_policy != "Jitter":
-            return tokens
-        return tokens * torch.empty_like(tokens).uniform_(1 - JITTER, 1 + JITTER)
-
     def _choices(self, logits: Tensor) -> Tensor:
-        """(k, S): the most probable expert, and in training a random second one (Gumbel's trick: as probable as the
-        gate says), as DeepSpeed does."""
+        """(k, S): the most probable expert, and in training a second one drawn with the gate's probabilities (Gumbel's
+        trick), as in DeepSpeed."""
         noisy = self.training and self.options.noisy_gate_policy == "RSample"
         first = (logits + gumbel(logits) if noisy else logits).argmax(dim=1)
         if self.options.top_k == 1:
@@ -118,11 +116,11 @@ class Gate(nn.Module):
         return torch.stack([first, others.argmax(dim=1)])
 
     def _capacity(self, masks: Tensor) -> int:
-        """Places of an expert: from shapes alone in training, without waiting for the device."""
+        """Places of an expert, computed in training from shapes only, without waiting for the device."""
         routes, tokens, experts = masks.shape
         factor = self.options.capacity_factor if self.training else self.options.eval_capacity_factor
         if factor:
-            # The share is rounded up, but not for what the factor's last digits add to it.
+            # Rounded up, but not because of the factor's last digits.
             share = math.ceil(tokens * routes * factor / experts - 1e-6)
             return min(max(share, self.options.min_capacity, 1), tokens)
         if torch.compiler.is_exporting():  # an exported program cannot wait for a value
@@ -131,21 +129,20 @@ class Gate(nn.Module):
 
     @property
     def breaks_graph(self) -> bool:
-        """Whether the next pass is compiled, and has shapes that do not follow from those of its tokens: each of them
-        would be compiled anew."""
+        """Whether the next pass is compiled and has shapes that depend on values: each shape would be compiled anew."""
         known = self.training or self.options.eval_capacity_factor > 0 or torch.compiler.is_exporting()
         return torch.compiler.is_compiling() and not known
 
     def _largest(self, count: Tensor) -> int:
-        """The most tokens that any expert is sent."""
+        """The most tokens that any expert is sent; overridden where ranks have to agree."""
         return int(count)
 
 
 class MixtureOfExperts(nn.Module):
     """A layer of experts on one device; tokens (..., hidden_size) in and out.
 
-    Every expert runs on as many places as its capacity, filled up with zeros, and so gets a gradient in each step.
-    DeepSpeed starts all experts of a layer with the same weights; here each draws its own.
+    Every expert runs on as many places as its capacity, padded with zeros, and so gets a gradient in each step.
+    DeepSpeed gives all experts of a layer the same initial weights; here each draws its own.
 
     Args:
         hidden_size: width of a token.
@@ -160,10 +157,9 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.options = options
         self.gate = Gate(hidden_size, num_experts, options)
-        share, rank = num_experts // options.ep_size, _rank.get()
-        first = 0 if rank is None else rank % options.ep_size * share
-        kept = range(first, num_experts if rank is None else first + share)
-        self.first = first
+        rank, share = _rank.get(), num_experts // options.ep_size
+        self.first = 0 if rank is None else rank % options.ep_size * share
+        kept = range(self.first, num_experts if rank is None else self.first + share)
         self.experts = nn.ModuleList()
         for number in range(num_experts):
             expert = make_expert()
@@ -174,14 +170,14 @@ class MixtureOfExperts(nn.Module):
             self.coefficient = nn.Linear(hidden_size, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The weighted outputs of each token's experts; of a dropped token zeros, or its residual alone."""
+        """The weighted outputs of each token's experts; for a dropped token zeros, or only its residual."""
         return outside_of_graph(self._forward, x) if self.gate.breaks_graph else self._forward(x)
 
     def _forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
         routing = self.gate(tokens)
         places = len(self.experts) * routing.capacity
-        # One place more takes what was dropped.
+        # Dropped tokens go to one additional place.
         to = torch.where(routing.experts < 0, places, routing.experts * routing.capacity + routing.slots)
         sent = tokens.new_zeros(places + 1, tokens.shape[1])
         sent = sent.index_copy(0, to.flatten(), tokens.repeat(len(to), 1))
@@ -197,10 +193,10 @@ class MixtureOfExperts(nn.Module):
 
 @contextmanager
 def share_of(rank: int) -> Generator[None, None, None]:
-    """A network that is built in here keeps, of each mixture, the experts of one rank alone.
+    """A model built within this context keeps only one rank's experts of each mixture.
 
-    Of ep_size neighbouring ranks each has as many. The others are drawn and forgotten, one by one, so that the weights
-    are those of the whole network.
+    Each of ep_size neighbouring ranks has the same number. The other experts are drawn and dropped one by one, so that
+    the weights are those of the whole model.
     """
     token = _rank.set(rank)
     try:
@@ -210,7 +206,7 @@ def share_of(rank: int) -> Generator[None, None, None]:
 
 
 def whole_names(net: nn.Module) -> dict[str, str]:
-    """The name in the whole network for each parameter and buffer of one that was built within `share_of`."""
+    """Returns the name in the whole model of each parameter and buffer of a model built within `share_of`."""
     first = {name: module.first for name, module in net.named_modules() if isinstance(module, MixtureOfExperts)}
     names = [name for name, _ in (*net.named_parameters(), *net.named_buffers())]
 
@@ -223,22 +219,22 @@ def whole_names(net: nn.Module) -> dict[str, str]:
 
 
 def gates(net: nn.Module) -> tuple[Gate, ...]:
-    """The gates of a network, in the order of its layers; spread over ranks or not."""
+    """Returns the gates of a model, in the order of its layers; with experts on several ranks or not."""
     return tuple(module for module in net.modules() if isinstance(module, Gate))
 
 
 def outside_of_graph(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Runs a layer between two graphs of torch.compile."""
+    """Runs a layer uncompiled, between two graphs of torch.compile."""
     disable: Any = torch.compiler.disable
     return disable(forward)(x)
 
 
 def gumbel(like: Tensor) -> Tensor:
-    """Noise whose largest element, added to logits, is at each place as often as their softmax says."""
+    """Returns Gumbel noise: the argmax of logits with it added is distributed as their softmax."""
     return -torch.empty_like(like).exponential_().log()
 
 
 def _random_selection(mask: Tensor, capacity: int) -> Tensor:
-    """(S, E): random tokens of each expert, as many as it takes (DeepSpeed's random token selection)."""
+    """(S, E): as many random tokens of each expert as its capacity (DeepSpeed's random token selection)."""
     drawn = torch.rand(mask.shape, device=mask.device) * mask
     return torch.zeros_like(mask).scatter(0, drawn.topk(capacity, dim=0).indices, 1)

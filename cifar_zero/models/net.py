@@ -1,11 +1,19 @@
-"""The tutorial's network."""
+"""The tutorial's model, and the same with mixtures of experts."""
+
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cifar_zero.models.mixture_options import MixtureOptions
+from cifar_zero.models.moe import MixtureOfExperts
+
+TOKEN_WIDTH = 84
+"""Width of the tokens of NetMoE's mixtures."""
+
 
 class Net(nn.Module):
-    """LeNet-like network of the PyTorch tutorial "Training a Classifier"; 62,006 parameters for 10 classes."""
+    """The LeNet-like model of the PyTorch tutorial "Training a Classifier"; 62,006 parameters for 10 classes."""
 
     def __init__(self, num_classes: int = 10):
         super().__init__()
@@ -26,5 +34,28 @@ class Net(nn.Module):
         return self.fc3(x)  # (N, num_classes)
 
     def pooled(self, convolution: nn.Conv2d, x: Tensor) -> Tensor:
-        """The convolutional part that both halves of the network have; `models.recomputation` replaces it."""
+        """One of the two convolutional blocks; `models.recomputation` replaces this method."""
         return self.pool(F.relu(convolution(x)))
+
+
+class NetMoE(Net):
+    """Net with a row of mixtures of experts, 84 -> 84, and a linear layer in place of its last layer.
+
+    As in DeepSpeedExamples' CIFAR-10 program; each image is one token.
+
+    Args:
+        num_classes: width of the output.
+        options: of the mixtures.
+    """
+
+    def __init__(self, num_classes: int, options: MixtureOptions):
+        super().__init__(num_classes)
+        del self.fc3
+        expert = partial(nn.Linear, TOKEN_WIDTH, TOKEN_WIDTH)
+        mixtures = (MixtureOfExperts(TOKEN_WIDTH, number, expert, options) for number in options.num_experts)
+        self.fc3 = nn.Sequential(*mixtures)
+        self.fc4 = nn.Linear(TOKEN_WIDTH, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Class scores (N, num_classes) of images (N, 3, 32, 32) in [-1, 1]."""
+        return self.fc4(super().forward(x))

@@ -1,5 +1,5 @@
-"""Activation checkpointing (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"): of each block of a
-network the forward pass keeps the input alone, and the backward pass computes the rest a second time."""
+"""Activation checkpointing (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"): the forward pass stores
+only each block's input, and the backward pass recomputes the block's activations."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.models.moe import gates
 
 BLOCK_METHOD = "pooled"
-"""Method of a network whose blocks are no modules of their own, and that runs one of them (`models.net.Net`)."""
+"""Method that runs one block, of a model whose blocks are not modules (`models.net.Net`)."""
 
 
 def checkpoint_blocks(net: nn.Module) -> None:
-    """Has each block of a network compute its activations again in the backward pass.
+    """Makes each block of a model recompute its activations in the backward pass, in place.
 
-    The blocks are the children of the network's outermost lists (nn.Sequential, nn.ModuleList), which transformers,
-    ResNets and most networks of torchvision and timm have. A list of plain layers, VGG's, is cut into pieces of about
-    the square root of its length (Chen et al. 2016, section 4.1): a single layer would save nothing. A network that has
+    The blocks are the children of the model's outermost lists (nn.Sequential, nn.ModuleList), which transformers,
+    ResNets and most models of torchvision and timm have. A list of plain layers, such as VGG's, is cut into pieces of
+    about the square root of its length (Chen et al. 2016, section 4.1): a single layer would save nothing. A model with
     a `BLOCK_METHOD` has no other blocks.
 
-    Functions are replaced and no modules, so that parameters keep their names. Losses and weights stay what they were,
-    bit for bit: dropout and the noise of gates are drawn again as they were.
+    Only functions are replaced, no modules, so that parameters keep their names. Losses and weights stay the same bit
+    for bit: dropout and the gates' noise are drawn again from the same random state.
 
     Raises:
-        UsageError: the network has no blocks.
+        UsageError: the model has no blocks.
     """
     if method := getattr(net, BLOCK_METHOD, None):
         setattr(net, BLOCK_METHOD, partial(_checkpointed, net, method))
@@ -48,7 +48,7 @@ def checkpoint_blocks(net: nn.Module) -> None:
             layers.forward = partial(_through, pieces)
         found = found or bool(blocks) or len(pieces) > 1
     if not found:
-        raise UsageError(f"--activation_checkpointing: {type(net).__name__} has no list of blocks to compute again")
+        raise UsageError(f"--activation_checkpointing: {type(net).__name__} has no list of blocks to recompute")
 
 
 def _outermost_lists(module: nn.Module) -> Iterator[nn.Sequential | nn.ModuleList]:
@@ -60,7 +60,7 @@ def _outermost_lists(module: nn.Module) -> Iterator[nn.Sequential | nn.ModuleLis
 
 
 def _pieces(layers: nn.Sequential) -> list[nn.Sequential]:
-    """Each begins with a layer that has parameters: an activation may write into its input, which has to be kept."""
+    """Each piece begins with a layer that has parameters: an in-place activation would overwrite the stored input."""
     pieces: list[list[nn.Module]] = [[]]
     for layer in layers:
         if len(pieces[-1]) >= math.isqrt(len(layers)) and any(True for _ in layer.parameters()):
@@ -78,7 +78,7 @@ def _through(pieces: list[nn.Sequential], input: Tensor) -> Tensor:
 def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    # A compiled graph has no side effects that could happen twice, and takes no context.
+    # A compiled graph has no side effects that could happen twice, and accepts no context.
     contexts = (
         {} if torch.compiler.is_compiling() else {"context_fn": lambda: (nullcontext(), _leaving_no_trace(block))}
     )
@@ -87,8 +87,8 @@ def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **k
 
 @contextmanager
 def _leaving_no_trace(block: nn.Module) -> Generator[None]:
-    """A second pass with which a block's batch norms do not go on counting, and after which its gates have the routing
-    of the first: its loss is part of the graph, and that of the second would keep all that was computed again."""
+    """Context of a block's second forward pass: its batch norms do not update their statistics, and its gates keep the
+    routing of the first pass, whose loss is in the graph; that of the second would keep all recomputed activations."""
     norms = [module for module in block.modules() if isinstance(module, _NormBase)]
     statistics = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     routings = [(gate, gate.routing) for gate in gates(block)]

@@ -1,18 +1,27 @@
-"""Residual networks (He et al. 2016, ImageNet's table 1) in the form for images of 32 x 32 pixels.
+"""Residual networks (He et al. 2016, ImageNet's table 1) in the form for images of 32 x 32 pixels, of torchvision's
+blocks.
 
 The first layer is one convolution of 3 x 3 without stride, and no max-pooling follows, as in the paper's own networks
-for CIFAR (section 4.2): a stem for 224 pixels would leave feature maps of a single one. All other layers and all names
-are those of torchvision, whose bottleneck has its stride in the 3 x 3 convolution.
+for CIFAR (section 4.2): a stem for 224 pixels would leave feature maps of one pixel. All other layers and all names are
+torchvision's, whose bottleneck has its stride in the 3 x 3 convolution.
 """
 
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torchvision.models.resnet import BasicBlock, Bottleneck
 
-from cifar_zero.models.width import scaled
+from cifar_zero.models import scaled
 
 CHANNELS = (64, 128, 256, 512)
 """Of the four stages, inside their blocks; each but the first halves the resolution."""
+
+DEPTHS: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, int, int]]] = {
+    18: (BasicBlock, (2, 2, 2, 2)),
+    34: (BasicBlock, (3, 4, 6, 3)),
+    50: (Bottleneck, (3, 4, 6, 3)),
+}
+"""Type of the blocks and their number in each stage, by the number of layers with weights."""
 
 
 class ResNet(nn.Module):
@@ -48,69 +57,12 @@ class ResNet(nn.Module):
         return self.fc(self.avgpool(x).flatten(1))  # (N, 512) -> (N, num_classes)
 
 
-class BasicBlock(nn.Module):
-    """Two convolutions of 3 x 3 beside a shortcut."""
-
-    expansion = 1
-    """Channels of the output, as a multiple of those inside."""
-
-    def __init__(self, before: int, channels: int, stride: int):
-        super().__init__()
-        self.conv1 = nn.Conv2d(before, channels, 3, stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(channels)
-        self.relu = nn.ReLU(inplace=True)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(channels)
-        self.downsample = _shortcut(before, channels, stride)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Feature maps (N, before, H, W) -> (N, channels, H/stride, W/stride)."""
-        y = self.relu(self.bn1(self.conv1(x)))
-        return self.relu(self.bn2(self.conv2(y)) + self.downsample(x))
-
-
-class Bottleneck(nn.Module):
-    """Three convolutions, 1 x 1 to fewer channels, 3 x 3, and 1 x 1 to more, beside a shortcut."""
-
-    expansion = 4
-    """Channels of the output, as a multiple of those inside."""
-
-    def __init__(self, before: int, channels: int, stride: int):
-        super().__init__()
-        after = channels * self.expansion
-        self.conv1 = nn.Conv2d(before, channels, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(channels)
-        self.conv2 = nn.Conv2d(channels, channels, 3, stride, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(channels)
-        self.conv3 = nn.Conv2d(channels, after, 1, bias=False)
-        self.bn3 = nn.BatchNorm2d(after)
-        self.relu = nn.ReLU(inplace=True)
-        self.downsample = _shortcut(before, after, stride)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Feature maps (N, before, H, W) -> (N, 4 x channels, H/stride, W/stride)."""
-        y = self.relu(self.bn1(self.conv1(x)))
-        y = self.relu(self.bn2(self.conv2(y)))
-        return self.relu(self.bn3(self.conv3(y)) + self.downsample(x))
-
-
-DEPTHS: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, int, int]]] = {
-    18: (BasicBlock, (2, 2, 2, 2)),
-    34: (BasicBlock, (3, 4, 6, 3)),
-    50: (Bottleneck, (3, 4, 6, 3)),
-}
-"""Kind of the blocks and their number in each stage, by the layers with weights."""
-
-
 def _stage(
     block: type[BasicBlock] | type[Bottleneck], before: int, channels: int, blocks: int, stride: int
 ) -> nn.Sequential:
-    rest = (block(channels * block.expansion, channels, stride=1) for _ in range(blocks - 1))
-    return nn.Sequential(block(before, channels, stride), *rest)
-
-
-def _shortcut(before: int, after: int, stride: int) -> nn.Module:
-    """The identity, or a convolution of 1 x 1 where the shape changes (the paper's option B)."""
-    if stride == 1 and before == after:
-        return nn.Identity()
-    return nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+    """`blocks` blocks, of which the first brings (N, before, H, W) to (N, channels x expansion, H/stride, W/stride)."""
+    after = channels * block.expansion
+    first = block(before, channels, stride)
+    if stride != 1 or before != after:  # a convolution of 1 x 1 as the shortcut (the paper's option B)
+        first.downsample = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+    return nn.Sequential(first, *(block(after, channels) for _ in range(blocks - 1)))

@@ -1,4 +1,4 @@
-"""The small network of the CIFAR-10 speed records: VGG-like, behind a first layer that whitens patches of the images.
+"""The small model of the CIFAR-10 speed records: VGG-like, after a first layer that whitens patches of the images.
 
 After Keller Jordan's airbench94 (Jordan 2024, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", arXiv 2404.00498;
 github.com/KellerJordan/cifar10-airbench, airbench94_muon.py), whose constants these are.
@@ -12,27 +12,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cifar_zero.models.width import scaled
+from cifar_zero.models import scaled
 
 PATCH = 2
 """Side in pixels of the patches that the first layer whitens."""
 
 WHITENED = 2 * 3 * PATCH**2
-"""Channels behind it: each principal direction of a patch of 3 colours, and its negative."""
+"""Channels after it: each principal direction of a patch of 3 colours, and its negative."""
 
 CHANNELS = (64, 256, 256)
-"""Of the three blocks, at width 1."""
+"""Channels of the three blocks, at width 1."""
 
 SCORE_SCALE = 16
 """Scores are divided by this and the root of the number of channels: by 256 at the reference's 256 channels, where its
-learning rates are from. So they serve at every width: a step of the head changes the scores by as much at each."""
+learning rates are from. So these fit every width: a step of the head changes the scores by the same amount."""
 
 NORM_EPS = 1e-12
 """Added to the variance by each batch norm."""
 
 WHITENING_EPS = 5e-4
-"""Added to the variance of each principal direction, as a share of the mean variance: the last ones are noise, which is
-not to be blown up. The reference adds it to patches that have variance 1; as a share it is the same for ours."""
+"""Added to the variance of each principal direction, as a share of the mean variance: the last ones are noise and must
+not be amplified. The reference adds it to patches that have variance 1; as a share it is the same for ours."""
 
 
 class SpeedNet(nn.Module):
@@ -41,7 +41,7 @@ class SpeedNet(nn.Module):
     Args:
         num_classes: width of the output.
         width: of the blocks, as a multiple of the reference's.
-        whitening: whether the first layer's weights are those of `starting_weights`, and stay so.
+        whitening: whether the first layer's weights are those of `starting_weights` and stay fixed.
         identity_init: whether each convolution passes its input through at first, as far as it has channels for it.
         norm_momentum: weight of the newest micro-batch in the batch norms' running statistics.
     """
@@ -64,12 +64,12 @@ class SpeedNet(nn.Module):
         return self.head(x) / (SCORE_SCALE * x.shape[1] ** 0.5)
 
     def starting_weights(self, images: Tensor) -> dict[str, Tensor]:
-        """What is computed from training images (N, 3, 32, 32) in [-1, 1] before the first step, by name."""
+        """Returns the weights, by name, that are computed from training images (N, 3, 32, 32) in [-1, 1]."""
         return {"whiten.weight": whitening_filters(images)} if self.whitening else {}
 
 
 class Block(nn.Module):
-    """Two convolutions of 3 x 3, each with a batch norm and a GELU; the first one's output is pooled to half the side.
+    """Two convolutions of 3 x 3, each with a batch norm and a GELU; the output of the first is pooled to half the side.
 
     Args:
         before: channels of the input.
@@ -95,7 +95,7 @@ class IdentityConv(nn.Conv2d):
     """A convolution whose first filters each pass one channel of the input through (Dirac); the others are torch's."""
 
     def reset_parameters(self) -> None:
-        """Draws the weights. Called by the constructor, while ZeRO-3 still has them whole."""
+        """Draws the weights; called by the constructor, before ZeRO-3 shards them."""
         super().reset_parameters()
         nn.init.dirac_(self.weight.detach()[: self.in_channels])
 
@@ -104,24 +104,24 @@ class Head(nn.Linear):
     """A linear layer whose weights have variance 1."""
 
     def reset_parameters(self) -> None:
-        """Draws the weights. Called by the constructor, while ZeRO-3 still has them whole."""
+        """Draws the weights; called by the constructor, before ZeRO-3 shards them."""
         super().reset_parameters()
         with torch.no_grad():
             self.weight.div_(self.weight.std())
 
 
 def norm(channels: int, momentum: float) -> nn.BatchNorm2d:
-    """A batch norm that learns a bias and no scale."""
+    """Returns a batch norm that learns a bias and no scale."""
     made = nn.BatchNorm2d(channels, eps=NORM_EPS, momentum=momentum)
     made.weight.requires_grad_(False)
     return made
 
 
 def whitening_filters(images: Tensor) -> Tensor:
-    """The principal directions of the images' patches, each divided by its standard deviation, and their negatives.
+    """Returns the principal directions of the images' patches, divided by their standard deviations, and the negatives.
 
-    A convolution with them gives patches whose covariance is the identity, up to `WHITENING_EPS` and about 0: the mean
-    is not taken away, as in the reference.
+    A convolution with them gives patches whose second moments are the identity, up to `WHITENING_EPS`: the mean is not
+    subtracted, as in the reference.
 
     Args:
         images: float (N, 3, H, W); all of their patches count.
@@ -132,7 +132,7 @@ def whitening_filters(images: Tensor) -> Tensor:
     patches = F.unfold(images, PATCH)  # (N, 12, patches of an image), colour by colour as a filter has them
     covariance = (patches @ patches.mT).mean(0).double().cpu() / patches.shape[2]
     variances, directions = torch.linalg.eigh(covariance)  # directions in columns
-    # Either sign would do; this one is the same whatever the library.
+    # Either sign is valid; this one is the same in every linear algebra library.
     largest = directions.gather(0, directions.abs().argmax(dim=0, keepdim=True))
     directions = directions * largest.sign() / (variances + WHITENING_EPS * variances.mean()).sqrt()
     filters = directions.T.reshape(-1, 3, PATCH, PATCH).float()

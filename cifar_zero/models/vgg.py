@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from cifar_zero.models.width import scaled
+from cifar_zero.models import scaled
 
 CONFIGURATION_D = ((64,) * 2, (128,) * 2, (256,) * 3, (512,) * 3, (512,) * 3)
 """Channels of the 13 convolutions in their five stages, each of which halves the resolution at its end."""
 
 POOLED_SIDE = 7
-"""Pixels to which the last feature map is brought, whatever the images' size: what 224 x 224 pixels come to."""
+"""Side in pixels of the pooled feature map, whatever the images' size: that of images of 224 x 224 pixels."""
 
 HIDDEN = 4096
 """Neurons of each of the two hidden linear layers."""

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cifar_zero.models import SHAPES, Shape, Size
 from cifar_zero.models.mixture_options import MixtureOptions
 from cifar_zero.models.moe import MixtureOfExperts
-from cifar_zero.models.vit_shapes import SHAPES, Shape, Size
 
 IMAGE_SIDE, PATCH_SIDE = 32, 4
 """Pixels: 64 patches an image."""
@@ -26,8 +26,8 @@ class ViT(nn.Module):
         shape: of the transformer.
         num_classes: width of the output.
         make_mlp: builds the MLP of a block, (N, tokens, width) -> (N, tokens, width), from the number of the block.
-        dropout: share of the embedded patches, and of what each attention and MLP adds to them, that is dropped in
-            training (Vaswani et al. 2017, section 5.4).
+        dropout: share of the embedded patches and of the output of each attention and MLP that is dropped in training
+            (Vaswani et al. 2017, section 5.4).
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ViT(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm and beside a residual."""
+    """Attention and MLP, each after a norm and with a residual connection."""
 
     def __init__(self, shape: Shape, mlp: nn.Module, dropout: float = 0.0):
         super().__init__()
@@ -92,13 +92,8 @@ class MLP(nn.Sequential):
         super().__init__(nn.Linear(width, MLP_RATIO * width), nn.GELU(), nn.Linear(MLP_RATIO * width, width))
 
 
-def vit(shape: Shape, num_classes: int, dropout: float = 0.0) -> ViT:
-    """A dense vision transformer."""
-    return ViT(shape, num_classes, dropout=dropout)
-
-
 def vit_moe(size: Size, num_classes: int, options: MixtureOptions) -> ViT:
-    """One whose every second MLP is a mixture of MLPs, as in GShard and V-MoE (Riquelme et al. 2021).
+    """Returns a transformer whose every second MLP is a mixture of MLPs, as in GShard and V-MoE (Riquelme et al. 2021).
 
     Args:
         size: key of SHAPES.
@@ -106,12 +101,11 @@ def vit_moe(size: Size, num_classes: int, options: MixtureOptions) -> ViT:
         options: of the mixtures; num_experts has one number for each of them, or one for all.
     """
     shape = SHAPES[size]
-    of_all = len(options.num_experts) == 1
 
     def make_mlp(block: int) -> nn.Module:
         if block % 2 == 0:
             return MLP(shape.width)
-        num_experts = options.num_experts[0 if of_all else block // 2]
+        num_experts = options.num_experts[block // 2 % len(options.num_experts)]
         return MixtureOfExperts(shape.width, num_experts, lambda: MLP(shape.width), options)
 
     return ViT(shape, num_classes, make_mlp)

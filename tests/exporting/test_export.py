@@ -23,8 +23,8 @@ from cifar_zero import exporting, models
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.exporting import FORMATS, export, state_dict_file
+from cifar_zero.models import SHAPES, Shape
 from cifar_zero.models.moe import gates
-from cifar_zero.models.vit_shapes import SHAPES, Shape
 from tests.support.helpers import ROOT, assert_ok, read_weights, run_folder_of, run_program, train_all
 
 SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "export.md").read_text(), re.DOTALL)

@@ -61,8 +61,8 @@ def test_is_a_run_like_any_other(tmp_path: Path):
         ("torchvision:resnet18 --model.kwargs.depth 3", "kwargs do not fit"),
         ("torchvision:resnet18 --model.kwargs.pretrained true", "kwargs do not fit"),
         ("torchvision:mobilenet_v3_small --model.kwargs.norm_layer x", "kwargs do not fit"),
-        ("torchvision:vit_b_16 --model.kwargs.image_size 15", "cannot be built so: Input shape indivisible"),
-        ("torchvision:resnet18 --model.kwargs.num_classes 7", "does not give 10 scores for an image"),
+        ("torchvision:vit_b_16 --model.kwargs.image_size 15", "cannot be built: Input shape indivisible"),
+        ("torchvision:resnet18 --model.kwargs.num_classes 7", "does not return 10 scores for an image"),
         ("torchvision:resnet50 --batch_size 1", "cannot train on 1 image of 32 x 32 pixels at a time"),
     ],
 )

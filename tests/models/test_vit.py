@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cifar_zero import models
+from cifar_zero.models import Shape
 from cifar_zero.models.moe import MixtureOfExperts
 from cifar_zero.models.vit import MLP, Attention, Block, ViT
-from cifar_zero.models.vit_shapes import Shape
 
 SMALL = Shape(width=32, depth=2, heads=4)
 

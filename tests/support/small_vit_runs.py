@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from cifar_zero.core import exits
-from cifar_zero.models.vit_shapes import SHAPES, Shape
+from cifar_zero.models import SHAPES, Shape
 from tests.support.many_runs import main
 
 SHAPES["tiny"] = Shape(width=64, depth=3, heads=4)

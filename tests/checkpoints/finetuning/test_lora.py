@@ -8,8 +8,8 @@ from cifar_zero.checkpoints.finetuning.lora import adapt, merged
 from cifar_zero.checkpoints.finetuning.network import build, on_meta
 from cifar_zero.config.flags import Choice, LoRAConfig
 from cifar_zero.core.errors import UsageError
+from cifar_zero.models import Shape
 from cifar_zero.models.vit import ViT
-from cifar_zero.models.vit_shapes import Shape
 
 LORA = LoRAConfig(rank=2, alpha=6.0, target=["blocks.*.attention.*", "head"])
 SMALL = Shape(width=12, depth=2, heads=3)
