@@ -1,7 +1,5 @@
 """The LightningModule: a network of models/ with its loss, optimizer, learning-rate schedule and metrics."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """CIFARDataModule: brings a source to the trainer, the same images in the same order under every strategy."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """The data module: exact splits, and loaders that Lightning drives epoch by epoch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The table at the end of a run with --bench_steps."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

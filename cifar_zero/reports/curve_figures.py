@@ -1,19 +1,14 @@
 """ROC curves, precision-recall curves and the reliability diagram of a test: arrays in, matplotlib figures out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-    Curve = tuple[NDArray[np.float64], NDArray[np.float64]]
-    """Abscissae and ordinates, both (points,)."""
+Curve = tuple[NDArray[np.float64], NDArray[np.float64]]
+"""Abscissae and ordinates, both (points,)."""
 
 SHOWN = 5
 """Of more than twice as many classes the worst and the best so many have a colour and a name, as matplotlib's standard

@@ -1,21 +1,16 @@
 """Which experts of each mixture see which classes: arrays in, a matplotlib figure out; drawn without a display."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from numpy.typing import NDArray
 
 from cifar_zero.reports.figures import LABELLED_CLASSES
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.colors import Normalize
-    from matplotlib.figure import Figure
-    from matplotlib.image import AxesImage
 
 CELL_WIDTH, CELL_HEIGHT = 0.4, 0.32
 """Inches of an expert and of a class: room for three digits."""

@@ -1,16 +1,11 @@
 """Figures of a test: arrays in, matplotlib figures out; drawn without a display."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 MISTAKE_ROWS, MISTAKE_COLUMNS = 4, 6
 """Of the grid of mistakes."""

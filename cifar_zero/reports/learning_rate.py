@@ -1,7 +1,5 @@
 """Figures of the learning rate: a schedule over a run's steps, and the loss against the rates of a range test."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

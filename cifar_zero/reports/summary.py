@@ -1,7 +1,5 @@
 """The end of a run: metrics.json, and what is printed of it."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """From a resolved run to Lightning's objects: data module, module, trainer."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import replace

@@ -3,8 +3,6 @@
 python evaluate.py RUN_OR_CHECKPOINT [--data.root DIR] [--accelerator cpu]
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable

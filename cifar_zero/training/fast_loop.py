@@ -7,8 +7,6 @@ broadcasts a tensor and waits for its value. For a small network that is a third
 nothing else is done. Same weights, same checkpoints, same counters: tests/training/test_fast_loop.py compares the two.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

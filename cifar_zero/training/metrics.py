@@ -3,8 +3,6 @@
 Which figures follow from the confusion matrix, and what becomes of a class without images, is in docs/outputs.md.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

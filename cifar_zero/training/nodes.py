@@ -1,7 +1,5 @@
 """What the ranks of several nodes, or of torchrun, agree on before they train: the checkpoint and the run folder."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace

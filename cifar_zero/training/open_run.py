@@ -1,7 +1,5 @@
 """Opens the folder of a run: claims its name and writes the recipe that repeats it."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

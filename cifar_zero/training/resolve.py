@@ -1,7 +1,5 @@
 """From the configuration to the resolved run: the only place where what is left open is decided."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from pathlib import Path
 

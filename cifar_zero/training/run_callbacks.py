@@ -1,7 +1,5 @@
 """The callbacks of a run: what observes and steers the training, the same on every rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Starts a run of train.py in a process group of its own, and ends it; no torch."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

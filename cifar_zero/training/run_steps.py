@@ -1,7 +1,5 @@
 """Returns how many optimizer steps a run will take, without starting it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from cifar_zero.config.flags import Config

@@ -1,7 +1,5 @@
 """What a run starts from: a checkpoint that it resumes, or weights that it fine-tunes; checked before it is built."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from cifar_zero.checkpoints.finetuning.delta import together

@@ -1,7 +1,5 @@
 """The end of a rank: after a signal, after the last run of its process, or after a checkpoint that was not written."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Test-time augmentation: the scores of several views of an image, averaged."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """The run in Weights & Biases, for --logger wandb."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

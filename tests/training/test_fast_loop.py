@@ -1,7 +1,5 @@
 """Our epoch loop does what Lightning's does: hooks, counters, logged values, weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

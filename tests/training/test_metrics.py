@@ -1,7 +1,5 @@
 """Every figure of a split against scikit-learn's, on one rank and on two real ones, from the same seeded scores."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A run in a process group of its own."""
 
-from __future__ import annotations
-
 import pytest
 
 from cifar_zero.training import run_process

@@ -1,7 +1,5 @@
 """The number of steps that a schedule is drawn for is the one that it is trained with."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import replace
 from pathlib import Path

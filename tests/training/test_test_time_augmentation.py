@@ -1,7 +1,5 @@
 """Test-time augmentation against the average of views that are made one by one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """--logger wandb, without a network: W&B's offline mode, and what is said where nobody is logged in."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterator

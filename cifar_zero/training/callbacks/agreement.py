@@ -1,14 +1,9 @@
 """What one rank wishes and all ranks must do at the same step."""
 
-from __future__ import annotations
-
 import time
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+from lightning.pytorch import Trainer
 
 SECONDS = 1.0
 """Between two agreements, about: a reduction of two numbers, which takes less than a thousandth of that."""

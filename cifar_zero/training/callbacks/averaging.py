@@ -4,23 +4,18 @@ Lightning's own callback (WeightAveraging, 2.6.6) copies the whole module before
 the shards of ZeRO-3, nor does DeepSpeed save what it puts into a checkpoint's state_dict.
 """
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 from cifar_zero.checkpoints.finetuning.freeze import counting, rest_statistics, resting
 from cifar_zero.checkpoints.zero_folder import AVERAGE
 from cifar_zero.launch.collectives import average_over_ranks, gather
 from cifar_zero.strategies import own
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
-    from torch import Tensor
 
 average_in = get_swa_multi_avg_fn()
 """Moves averages, a list, towards values by 1 / (count + 1) of the way, in one call for all of them."""

@@ -1,18 +1,13 @@
 """Running statistics of batch normalisation, one and the same on all ranks wherever they count."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from cifar_zero.checkpoints.finetuning.freeze import counting
 from cifar_zero.launch.collectives import average_over_ranks
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
 
 
 class BatchNormStatistics(Callback):

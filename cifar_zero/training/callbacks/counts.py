@@ -4,8 +4,6 @@ Counted on a copy of the network that has shapes and no values (torch's meta dev
 casts or offloads the real one is in the way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

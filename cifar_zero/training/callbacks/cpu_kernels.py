@@ -1,17 +1,11 @@
 """Threads, convolution kernels and memory that suit the batch at hand, for ranks on the CPU."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys
-from typing import TYPE_CHECKING
 
 import torch
-from lightning.pytorch import Callback
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 FLOPS_PER_THREAD = 50_000_000
 """Floating-point operations of a micro-batch, forward and backward, that make a thread worth its synchronisation.

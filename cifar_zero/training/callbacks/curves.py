@@ -1,22 +1,16 @@
 """The training curves: loss, epoch, learning rate and gradient norm against optimizer steps."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.optim import Optimizer
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.training.callbacks.gradient_norm import norm_after_step, norm_before_step
 from cifar_zero.training.callbacks.interval import Interval, log_scalars
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from lightning.pytorch import LightningModule, Trainer
-    from torch import Tensor
-    from torch.optim import Optimizer
 
 
 class TrainingCurves(Callback):

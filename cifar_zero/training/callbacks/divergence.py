@@ -1,24 +1,17 @@
 """A loss that is no number or infinite ends the run before a checkpoint is spoilt, and says where it came from."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.training.callbacks.curves import TrainingCurves
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from lightning.pytorch import Trainer
-    from torch import Tensor
-
 
 LEAST_SCALE = 1.0
 """Of float16 losses: torch's scaler halves it without end where every step overflows; DeepSpeed stops here itself."""

@@ -1,15 +1,11 @@
 """Ends a training that no longer gets better."""
 
-from __future__ import annotations
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
-
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 
 from cifar_zero.core.console import say
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
 
 
 class EarlyStop(EarlyStopping):

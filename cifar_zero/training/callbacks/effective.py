@@ -1,21 +1,15 @@
 """What the strategy made of the request: the number formats, the sizes of the buckets, the steps that were skipped."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.strategies.mesh import MeshStrategy
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from lightning.pytorch import LightningModule, Trainer
 
 
 class Effective(Callback):

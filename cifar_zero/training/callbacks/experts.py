@@ -1,26 +1,20 @@
 """What the mixtures of experts of a network do with their tokens: curves of a training, and a figure of a test."""
 
-from __future__ import annotations
-
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
 
 from cifar_zero.models.moe import Gate, gates
 from cifar_zero.reports.expert_figure import expert_figure
 from cifar_zero.training.callbacks.figures import write_figure
 from cifar_zero.training.callbacks.interval import Interval, log_scalars
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lightning.pytorch import Trainer
-    from torch import Tensor
 
 
 @dataclass

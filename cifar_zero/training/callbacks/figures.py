@@ -1,28 +1,21 @@
 """The figures of a test: confusion matrix, surest mistakes, ROC and precision-recall curves, calibration."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from matplotlib.figure import Figure
+from torch import Tensor
 
 from cifar_zero.data.augment import MEAN, STD
 from cifar_zero.launch.collectives import gather
 from cifar_zero.reports.curve_figures import calibration_figure, precision_recall_figure, roc_figure
 from cifar_zero.reports.figures import MISTAKE_COLUMNS, MISTAKE_ROWS, confusion_figure, mistakes_figure
 from cifar_zero.strategies import data_group
-from cifar_zero.training.metrics import calibration_error
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-    from matplotlib.figure import Figure
-    from torch import Tensor
-
-    from cifar_zero.training.metrics import Curve
+from cifar_zero.training.metrics import Curve, calibration_error
 
 SHOWN = MISTAKE_ROWS * MISTAKE_COLUMNS
 """Mistakes that the figure has room for; no more are kept."""

@@ -1,16 +1,12 @@
 """The global L2 norm of the gradient of an optimizer step, over all parameters and before clipping."""
 
-from __future__ import annotations
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
-
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch import Tensor
 
 from cifar_zero.strategies.norm import global_norm
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
-    from torch import Tensor
 
 
 def norm_before_step(trainer: Trainer, module: LightningModule) -> Tensor | None:

@@ -1,15 +1,10 @@
 """Signs of life of a rank, for the launcher that ends a run which hangs."""
 
-from __future__ import annotations
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
-
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from cifar_zero.launch.heartbeat import Pulse
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
 
 
 class Heartbeat(Callback):

@@ -1,17 +1,12 @@
 """Ctrl-C and the requests to end of a cluster stop a training between two steps, on all ranks at the same one."""
 
-from __future__ import annotations
-
 import os
 import signal
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from cifar_zero.training.callbacks.agreement import Agreement
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
 
 SLURM_REQUEUE = signal.SIGUSR1
 """What `sbatch --signal=USR1@90` sends before the time is over; elsewhere nobody sends it."""

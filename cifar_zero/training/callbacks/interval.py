@@ -1,14 +1,9 @@
 """When the next point of the training curves is due, and where it is written."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from lightning.pytorch import Trainer
+from lightning.pytorch import Trainer
 
 
 class Interval:

@@ -1,17 +1,13 @@
 """checkpoints/last.ckpt: the newest state of a run, wherever it ends."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from cifar_zero.training.callbacks.agreement import Agreement
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
 
 
 class LastCheckpoint(Checkpoint):

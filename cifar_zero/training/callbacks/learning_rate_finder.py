@@ -1,23 +1,16 @@
 """The learning-rate range test of Smith 2017, "Cyclical Learning Rates for Training Neural Networks": the loss under
 ever larger learning rates."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
 
 from cifar_zero.reports.learning_rate import draw_range_test
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from lightning.pytorch import Trainer
-    from torch import Tensor
-
 
 FIND_LR_STEPS = 200
 """Optimizer steps of a range test. Lightning's and fastai's finders take 100, in which the tutorial's network, which

@@ -1,22 +1,17 @@
 """How much memory a run takes: the peak of each rank, and what of it is the model's own."""
 
-from __future__ import annotations
-
 import resource
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.optim import Optimizer
 
 from cifar_zero.launch.collectives import gather
 from cifar_zero.training.callbacks.interval import Interval, log_scalars
 from cifar_zero.training.callbacks.model_state import ModelStates, model_states
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
-    from torch.optim import Optimizer
 
 PARTS = ("mem/parameter_rank_bytes", "mem/gradient_rank_bytes", "mem/optimizer_rank_bytes")
 """What mem/model_state_rank_bytes is the sum of."""

@@ -1,16 +1,12 @@
 """The bytes that a rank holds for the model, the ZeRO paper's model states: parameters, gradients, optimizer state."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-
-if TYPE_CHECKING:
-    from torch.nn import Module
+from torch.nn import Module
 
 ZERO_GRADIENTS = (
     # deepspeed/runtime/zero/stage_1_and_2.py: of this rank's part

@@ -5,8 +5,6 @@ a dense network can reach, for the H100 NVL and the H200 (its issue 21677), and 
 the tensor cores of GeForce cards.
 """
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

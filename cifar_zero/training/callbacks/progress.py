@@ -1,21 +1,17 @@
 """The progress of a run on the standard error: a bar on a terminal, a line now and then in a log file."""
 
-from __future__ import annotations
-
 import math
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from rich import progress as bars
 from rich.console import Console
 
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
-
-    from cifar_zero.config.flags import Config
-    from cifar_zero.training.callbacks.curves import TrainingCurves
+from cifar_zero.config.flags import Config
+from cifar_zero.training.callbacks.curves import TrainingCurves
 
 BAR_INTERVAL_S = 0.25
 """Seconds between two drawings of the bar on a terminal."""

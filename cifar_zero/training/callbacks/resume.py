@@ -1,23 +1,17 @@
 """What a checkpoint needs beside Lightning's own to be continued exactly, and to be read without its run folder."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from cifar_zero.checkpoints.read import RECORD
+from cifar_zero.config.flags import Config
 from cifar_zero.launch.collectives import gather
 from cifar_zero.strategies import replica
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
-
-    from cifar_zero.config.flags import Config
 
 SCHEMA = 1
 """Of the record."""

@@ -1,7 +1,5 @@
 """A clock for training steps that makes nobody wait in between."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

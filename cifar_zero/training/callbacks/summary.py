@@ -1,12 +1,12 @@
 """What a run came to: the contents of metrics.json, read from the trainer and its observers."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from cifar_zero.config.flags import Config
 from cifar_zero.config.flat import flat
 from cifar_zero.core.hardware import cpu_name
 from cifar_zero.reports.summary import MEASURED, metrics_json
@@ -16,12 +16,7 @@ from cifar_zero.training.callbacks.effective import Effective
 from cifar_zero.training.callbacks.memory import Memory
 from cifar_zero.training.callbacks.throughput import Throughput
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Callback, Trainer
-
-    from cifar_zero.config.flags import Config
-
-    Observer = TypeVar("Observer", bound=Callback)
+Observer = TypeVar("Observer", bound=Callback)
 
 
 def collect(trainer: Trainer, module: Any, datamodule: Any, config: Config) -> dict[str, Any]:

@@ -1,24 +1,18 @@
 """How fast a run trains: time per optimizer step and what of it is waiting for data, images and FLOPs per second."""
 
-from __future__ import annotations
-
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.throughput import Throughput as Meter
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 
+from cifar_zero.config.flags import Config
 from cifar_zero.core import start_time
 from cifar_zero.training.callbacks.interval import Interval, log_scalars
 from cifar_zero.training.callbacks.peaks import peak_flops
 from cifar_zero.training.callbacks.stopwatch import Stopwatch
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
-
-    from cifar_zero.config.flags import Config
 
 
 def rates(

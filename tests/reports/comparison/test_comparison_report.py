@@ -1,7 +1,5 @@
 """The report of made-up comparisons: what is on the page, and that nothing it lacks breaks it."""
 
-from __future__ import annotations
-
 import io
 from html.parser import HTMLParser
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The averages of the weights against loops written out, on one device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any

@@ -1,7 +1,5 @@
 """A training ends when val/acc gets no better."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

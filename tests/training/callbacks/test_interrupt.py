@@ -1,7 +1,5 @@
 """A signal ends a training between two steps; what is saved then goes on at the next one."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a range test makes of its losses."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,6 +1,5 @@
-from __future__ import annotations
-
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +34,7 @@ def test_what_a_run_came_to(fit: Callable[..., Any], tmp_path: Path) -> None:
     assert {key for key in MEASURED if metrics[key] is None} == NOT_HERE
     write_json(tmp_path / "metrics.json", metrics)  # nothing in it that JSON lacks
 
-    run.config.hparams = ["optimizer.momentum"]
-    summary.log_hparams(run.trainer, run.config, metrics)
+    summary.log_hparams(run.trainer, replace(run.config, hparams=["optimizer.momentum"]), metrics)
     hparams = run.read().events.summary_metadata["_hparams_/session_start_info"]
     assert b"baseline" in hparams.plugin_data.content
     assert b"optimizer.momentum" in hparams.plugin_data.content
