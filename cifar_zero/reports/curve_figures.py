@@ -11,59 +11,58 @@ Curve = tuple[NDArray[np.float64], NDArray[np.float64]]
 """Abscissae and ordinates, both (points,)."""
 
 SHOWN = 5
-"""Of more than twice as many classes the worst and the best so many have a colour and a name, as matplotlib's standard
-cycle has ten colours; the others are grey."""
+"""Of more than ten classes, the number of best and of worst classes with a colour and a name; the others are grey.
+matplotlib's standard cycle has ten colours."""
 
 GRID = np.linspace(0, 1, 501)
-"""Abscissae at which the macro average of the curves is taken, and each curve is drawn."""
+"""Abscissae at which the curves are drawn and their mean is taken."""
 
 SIZE, WITH_LEGEND = (6.4, 4.8), (7.6, 4.8)
-"""Inches of a figure, matplotlib's own, and with room for the classes' names beside it."""
+"""Inches of a figure: matplotlib's default, and with room for the names of the classes next to it."""
 
 
 def roc_figure(curves: Sequence[Curve], areas: NDArray[np.float64], class_names: Sequence[str]) -> Figure:
-    """Receiver operating characteristics, of each class against the rest, and their mean.
+    """Draws the receiver operating characteristic of each class against the rest, and their mean.
 
     Args:
         curves: false positive rates, rising, and true positive rates of each class.
         areas: (classes,) under the curves; NaN of a class that has none and is not drawn.
         class_names: by label.
     """
-    figure, axes = _axes("false positive rate", "true positive rate")
-    _draw_classes(axes, [_at_grid(*curve) for curve in curves], areas, class_names)
+    title = f"ROC curves, macro AUROC {_mean(areas):.4f}"
+    figure, axes = _class_curves(curves, areas, class_names, title)
     axes.plot([0, 1], [0, 1], color="black", linestyle=":", linewidth=1, label="chance")
-    _finish(figure, axes, f"ROC curves, macro AUROC {_mean(areas):.4f}", "class (AUROC)")
+    axes.set(xlabel="false positive rate", ylabel="true positive rate")
+    _add_legend(figure, axes, "class (AUROC)")
     return figure
 
 
 def precision_recall_figure(
     curves: Sequence[Curve], averages: NDArray[np.float64], class_names: Sequence[str]
 ) -> Figure:
-    """Precision against recall, of each class against the rest, and their mean.
+    """Draws precision over recall of each class against the rest, and their mean.
 
     Args:
         curves: recalls, falling, and precisions of each class.
         averages: (classes,) average precisions; NaN of a class that has none and is not drawn.
         class_names: by label.
     """
-    figure, axes = _axes("recall", "precision")
-    at_grid = [_at_grid(recall[::-1], precision[::-1]) for recall, precision in curves]
-    _draw_classes(axes, at_grid, averages, class_names)
+    rising = [(recall[::-1], precision[::-1]) for recall, precision in curves]
     title = f"precision-recall curves, macro average precision {_mean(averages):.4f}"
-    _finish(figure, axes, title, "class (average precision)")
+    figure, axes = _class_curves(rising, averages, class_names, title)
+    axes.set(xlabel="recall", ylabel="precision")
+    _add_legend(figure, axes, "class (average precision)")
     return figure
 
 
 def calibration_figure(totals: NDArray[np.float64], error: float) -> Figure:
-    """The reliability diagram of Guo et al. 2017 (https://arxiv.org/abs/1706.04599): accuracy by confidence, and below
-    how many images have that confidence.
+    """Draws the reliability diagram of Guo et al. 2017 (https://arxiv.org/abs/1706.04599): accuracy by confidence, and
+    below it how many images have that confidence.
 
     Args:
-        totals: (bins, 3): images of each bin of confidence, the sum of their confidences, and how many are right.
+        totals: (bins, 3): images of each bin of confidence, the sum of their confidences, and how many are correct.
         error: the expected calibration error.
     """
-    from matplotlib.figure import Figure
-
     images, confidence, right = totals.T
     filled, width = images > 0, 1 / len(totals)
     centres = (np.flatnonzero(filled) + 0.5) * width
@@ -76,11 +75,8 @@ def calibration_figure(totals: NDArray[np.float64], error: float) -> Figure:
     axes.bar(centres, mean_confidence - accuracy, bottom=accuracy, label="gap to the mean confidence", **gap)
     axes.plot([0, 1], [0, 1], color="black", linestyle=":", linewidth=1, label="perfect calibration")
     axes.set(xlim=(0, 1), ylim=(0, 1), ylabel="accuracy")
-    axes.set_title(
-        f"calibration error (ECE) {error:.2%}: mean confidence {_share(confidence, images)}, accuracy "
-        f"{_share(right, images)}",
-        fontsize=10,
-    )
+    means = f"mean confidence {confidence.sum() / images.sum():.2%}, accuracy {right.sum() / images.sum():.2%}"
+    axes.set_title(f"calibration error (ECE) {error:.2%}: {means}", fontsize=10)
     axes.legend(loc="upper left", fontsize=8, frameon=False)
     below.bar(centres, images[filled], color="tab:gray", **bars)
     below.set(xlabel="confidence", ylabel="images")
@@ -89,20 +85,16 @@ def calibration_figure(totals: NDArray[np.float64], error: float) -> Figure:
     return figure
 
 
-def _axes(x_name: str, y_name: str) -> tuple[Figure, Axes]:
-    from matplotlib.figure import Figure
-
+def _class_curves(
+    curves: Sequence[Curve], figures: NDArray[np.float64], class_names: Sequence[str], title: str
+) -> tuple[Figure, Axes]:
+    """Draws the curves, each with rising abscissae, of the classes with a figure, and their mean."""
     figure = Figure(figsize=WITH_LEGEND, layout="constrained")
-    axes = figure.add_subplot()
-    axes.set(xlabel=x_name, ylabel=y_name, xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))
+    axes = figure.add_subplot(xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))
+    axes.set_title(title, fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.3)
-    return figure, axes
-
-
-def _draw_classes(
-    axes: Axes, ordinates: Sequence[NDArray[np.float64]], figures: NDArray[np.float64], class_names: Sequence[str]
-) -> None:
+    ordinates = [np.interp(GRID, *curve) for curve in curves]
     drawn: list[int] = np.flatnonzero(np.isfinite(figures)).tolist()
     named, others = drawn, []
     if len(drawn) > 2 * SHOWN:
@@ -118,22 +110,13 @@ def _draw_classes(
     if drawn:
         mean = np.mean([ordinates[label] for label in drawn], axis=0)
         axes.plot(GRID, mean, color="black", linewidth=2, label=f"macro mean ({_mean(figures):.3f})")
+    return figure, axes
 
 
-def _finish(figure: Figure, axes: Axes, title: str, legend: str) -> None:
-    axes.set_title(title, fontsize=10)
-    figure.legend(
-        *axes.get_legend_handles_labels(), loc="outside right center", fontsize=8, title=legend, frameon=False
-    )
-
-
-def _at_grid(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.interp(GRID, x, y)
+def _add_legend(figure: Figure, axes: Axes, title: str) -> None:
+    handles = axes.get_legend_handles_labels()
+    figure.legend(*handles, loc="outside right center", fontsize=8, title=title, frameon=False)
 
 
 def _mean(figures: NDArray[np.float64]) -> float:
     return float(np.nanmean(figures)) if np.isfinite(figures).any() else float("nan")
-
-
-def _share(part: NDArray[np.float64], images: NDArray[np.float64]) -> str:
-    return f"{part.sum() / images.sum():.2%}"

@@ -1,21 +1,22 @@
-"""The end of a run: metrics.json, and what is printed of it."""
+"""The end of a run: metrics.json, and the tables printed from it."""
 
 import json
 import math
-import os
 import platform
 import shlex
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from rich.columns import Columns
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from cifar_zero.reports.bench import is_benchmark, print_bench_table
+from cifar_zero.core import atomic
 
 SCHEMA = 1
 """Of metrics.json; goes up when a key changes its meaning."""
@@ -37,23 +38,23 @@ MEASURED = (
     *("mem/parameter_rank_bytes", "mem/gradient_rank_bytes", "mem/optimizer_rank_bytes"),
     *("compute_dtype", "parameter_dtype", "skipped_steps", "reduce_bucket_size", "allgather_bucket_size"),
 )
-"""Keys of metrics.json that a run fills in, in their order; null where the run had none (a run without a test)."""
+"""Keys of metrics.json that a run fills in, in their order; null if the run has no such value."""
 
 FALLBACK = "fallback"
-"""Key of metrics.json that is only there when the data is not what was asked for: one line that says so."""
+"""Key of metrics.json that exists only if the data is not what was asked for: one line that says so."""
 
 PACKAGES = ("torch", "lightning", "deepspeed", "torchmetrics")
 
 TABLE_ROWS = 25
-"""Most rows of the table of classes; more classes go beside one another, where the terminal is wide enough."""
+"""Most rows of the table of classes; of more classes only the accuracy is printed, in columns."""
 
 
 def metrics_json(measured: Mapping[str, Any], fallback: str = "") -> dict[str, Any]:
-    """The contents of metrics.json, its keys in their order.
+    """Returns the contents of metrics.json, its keys in their order.
 
     Args:
         measured: a value for each key of MEASURED and for no other.
-        fallback: one line, where the data is not what was asked for.
+        fallback: one line, if the data is not what was asked for.
     """
     if set(measured) != set(MEASURED):
         raise ValueError(f"metrics.json: missing or unknown keys {sorted(set(measured) ^ set(MEASURED))}")
@@ -67,13 +68,11 @@ def metrics_json(measured: Mapping[str, Any], fallback: str = "") -> dict[str, A
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of the packages that a result depends on; None for one that is not installed."""
+    """Returns the versions of the packages that a result depends on; None for one that is not installed."""
     found: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return {**found, "python": platform.python_version()}
 
 
@@ -90,26 +89,31 @@ def git_commit(folder: Path = REPOSITORY) -> str | None:
 
 def write_json(file: Path, values: Mapping[str, Any]) -> None:
     """Writes a JSON file, whole or not at all; NaN and infinities, which JSON lacks, become null."""
-    temporary = file.with_name(f".{file.name}.tmp")
-    temporary.write_text(json.dumps(_finite(values), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
-    os.replace(temporary, file)
+    text = json.dumps(_finite(values), indent=2, allow_nan=False, ensure_ascii=False)
+    atomic.staged(file).write_text(text + "\n")
+    atomic.put_in_place(file)
 
 
 def print_summary(metrics: Mapping[str, Any], run_dir: Path, console: Console | None = None) -> None:
-    """Prints what a run came to and where it is kept.
+    """Prints the results of a run and where they are kept.
 
     Args:
         metrics: of metrics.json.
         run_dir: the run folder, <out>/<name>/version_N.
-        console: where to; the standard output by default.
+        console: where to print; the standard output by default.
     """
     console = console or Console(highlight=False)
     print_test_table(metrics, console)
-    print_bench_table(metrics, console)
-    table = Table.grid(padding=(0, 2))
-    for name, value in _summary_lines(metrics):
-        table.add_row(f"[dim]{name}", escape(value))
-    console.print(table)
+    is_benchmark = metrics["perf/step_time_median_ms"] is not None  # only --bench_steps times each step by itself
+    if is_benchmark:
+        table = Table("measured", Column("", justify="right"))
+        for row in _benchmark_rows(metrics):
+            table.add_row(*row)
+        console.print(table)
+    grid = Table.grid(padding=(0, 2))
+    for name, value in [*_summary_rows(metrics), *([] if is_benchmark else _cost_rows(metrics))]:
+        grid.add_row(f"[dim]{name}", escape(value))
+    console.print(grid)
     if FALLBACK in metrics:
         console.print(f"WARNING: {escape(metrics[FALLBACK])}", style="bold white on red", soft_wrap=True)
     out = shlex.quote(str(run_dir.parent.parent))
@@ -118,18 +122,22 @@ def print_summary(metrics: Mapping[str, Any], run_dir: Path, console: Console | 
 
 
 def print_test_table(metrics: Mapping[str, Any], console: Console | None = None) -> None:
-    """Prints the figures of a test, of each class and of all; nothing where there was no test.
+    """Prints the test metrics, by class and overall; nothing if there was no test.
 
     Args:
-        metrics: test/* of metrics.json; NaN where a figure is not defined.
-        console: where to; the standard output by default.
+        metrics: test/* of metrics.json; NaN for a metric that is not defined.
+        console: where to print; the standard output by default.
     """
     console = console or Console(highlight=False)
     if metrics.get("test/acc") is None:
         return
-    few = len(metrics["test/acc_per_class"]) <= TABLE_ROWS
     accuracies = metrics["test/acc_per_class"]
-    console.print(_class_table(metrics) if few else _accuracy_table(accuracies, metrics["test/acc"], console.width))
+    if len(accuracies) <= TABLE_ROWS:
+        console.print(_class_table(metrics))
+    else:
+        cells = [f"{escape(name)} {_percent(accuracy)}" for name, accuracy in accuracies.items()]
+        console.print("[bold]accuracy of each class", Columns(cells, equal=True, column_first=True, padding=(0, 3)))
+        console.print(f"[bold]accuracy of all {_percent(metrics['test/acc'])}")
     grid = Table.grid(padding=(0, 2))
     precision, recall, f1 = (_percent(metrics[f"test/{name}"]) for name in ("precision", "recall", "f1"))
     grid.add_row("[dim]macro mean", f"precision {precision}, recall {recall}, F1 {f1}")
@@ -142,31 +150,14 @@ def print_test_table(metrics: Mapping[str, Any], console: Console | None = None)
 
 
 def _class_table(metrics: Mapping[str, Any]) -> Table:
-    """A row for each class, and their mean weighed with their images, which makes the accuracy of the recall."""
+    """Returns a row for each class, and their mean weighted by images; that of the recall is the accuracy."""
     table = Table("class", *(Column(name, justify="right") for name in ("accuracy (recall)", "precision", "F1")))
-    classes = list(metrics["test/acc_per_class"])
-    for name in classes:
-        figures = (metrics[f"test/{figure}_per_class"][name] for figure in ("acc", "precision", "f1"))
-        table.add_row(escape(name), *map(_percent, figures), end_section=name == classes[-1])
-    of_all = (metrics[f"test/{figure}"] for figure in ("acc", "precision_weighted", "f1_weighted"))
-    table.add_row("[bold]all", *(f"[bold]{_percent(value)}" for value in of_all))
-    return table
-
-
-def _accuracy_table(accuracies: Mapping[str, float], overall: float, width: int) -> Table:
-    """Many classes beside one another, with their accuracy alone, in a table of at most `width` characters."""
-    classes = list(accuracies.items())
-    pair = max(map(len, accuracies)) + len("accuracy") + 2 * len(" │ ")
-    columns = max(1, min(math.ceil(len(classes) / TABLE_ROWS), (width - 1) // pair))
-    rows = math.ceil(len(classes) / columns)
-    table = Table()
-    for _ in range(columns):
-        table.add_column("class")
-        table.add_column("accuracy", justify="right")
-    for row in range(rows):
-        cells = [(escape(name), _percent(accuracy)) for name, accuracy in classes[row::rows]]
-        table.add_row(*(text for cell in cells for text in cell), end_section=row == rows - 1)
-    table.add_row("[bold]all", f"[bold]{_percent(overall)}")
+    for name in metrics["test/acc_per_class"]:
+        of_class = (metrics[f"test/{metric}_per_class"][name] for metric in ("acc", "precision", "f1"))
+        table.add_row(escape(name), *map(_percent, of_class))
+    table.add_section()
+    overall = (metrics[f"test/{metric}"] for metric in ("acc", "precision_weighted", "f1_weighted"))
+    table.add_row("[bold]all", *(f"[bold]{_percent(value)}" for value in overall))
     return table
 
 
@@ -174,29 +165,50 @@ def _percent(share: float) -> str:
     return "-" if math.isnan(share) else f"{share:.2%}"
 
 
-def _summary_lines(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _summary_rows(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     ranks = "1 rank" if metrics["world_size"] == 1 else f"{metrics['world_size']} ranks"
-    lines = [
-        ("trained", f"{metrics['model']} with {metrics['strategy']}, {metrics['precision']}"),
+    rows = [("trained", f"{metrics['model']} with {metrics['strategy']}, {metrics['precision']}")]
+    if metrics["trained_parameters"] < metrics["parameters"]:
+        rows.append(("parameters", f"{metrics['trained_parameters']:,} trained of {metrics['parameters']:,}"))
+    rows += [
         ("device", f"{ranks}, {metrics['device_name']}"),
         ("images", f"{metrics['dataset']}, {metrics['num_train']:,} to train, {metrics['num_test']:,} to test"),
         ("steps", f"{metrics['steps']:,} of {metrics['batch_size']} images, {metrics['epochs']:.3g} epochs"),
         ("time", f"{metrics['perf/fit_seconds']:.1f} s"),
     ]
-    if metrics["trained_parameters"] < metrics["parameters"]:
-        lines.insert(1, ("parameters", f"{metrics['trained_parameters']:,} trained of {metrics['parameters']:,}"))
     if metrics["train/loss"] is not None:
-        lines.append(("loss", f"{metrics['train/loss']:.4f} in training, mean of the last interval"))
-    if is_benchmark(metrics):  # its table has the rest
-        return lines
+        rows.append(("loss", f"{metrics['train/loss']:.4f} in training, mean of the last interval"))
+    return rows
+
+
+def _cost_rows(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows = []
     if metrics["perf/images_per_second"] is not None:
         step_time, data_time = metrics["perf/step_time_ms"], metrics["perf/data_time_ms"]
-        step = f"{step_time:.2f} ms a step, {data_time:.2f} ms of it waiting for data"
-        lines.append(("speed", f"{metrics['perf/images_per_second']:,.0f} images/s, {step}"))
-    if metrics["mem/peak_rank_bytes"]:  # empty where a resumed run had nothing left to do
+        step = f"{step_time:.2f} ms per step, {data_time:.2f} ms of it waiting for data"
+        rows.append(("speed", f"{metrics['perf/images_per_second']:,.0f} images/s, {step}"))
+    if metrics["mem/peak_rank_bytes"]:  # empty if a resumed run had no step left
         peak, states = max(metrics["mem/peak_rank_bytes"]), max(metrics["mem/model_state_rank_bytes"])
-        lines.append(("memory", f"{peak / 1e9:.2f} GB a rank at most, {states / 1e6:,.2f} MB of it model states"))
-    return lines
+        rows.append(("memory", f"at most {peak / 1e9:.2f} GB per rank, {states / 1e6:,.2f} MB of it model states"))
+    return rows
+
+
+def _benchmark_rows(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
+    spread = " / ".join(f"{metrics[f'perf/step_time_{name}_ms']:.2f}" for name in ("min", "median", "max"))
+    rows = [
+        ("images per second", f"{metrics['perf/images_per_second']:,.1f}"),
+        ("step time, mean (ms)", f"{metrics['perf/step_time_ms']:.2f}"),
+        ("shortest / median / longest (ms)", spread),
+        ("of the mean, waiting for data (ms)", f"{metrics['perf/data_time_ms']:.2f}"),
+        ("TFLOP/s", f"{metrics['perf/tflops']:.4g}"),
+    ]
+    if metrics["perf/mfu"] is not None:
+        rows.append(("share of the devices' peak (MFU)", f"{metrics['perf/mfu']:.2%}"))
+    rows.append(("start to first step (s)", f"{metrics['perf/seconds_to_first_step']:.1f}"))
+    peaks, states = metrics["mem/peak_rank_bytes"], metrics["mem/model_state_rank_bytes"]
+    rows.append(("peak memory of each rank (GB)", ", ".join(f"{peak / 1e9:.2f}" for peak in peaks)))
+    rows.append(("model states of each rank (MB)", ", ".join(f"{state / 1e6:,.2f}" for state in states)))
+    return rows
 
 
 def _finite(value: Any) -> Any:

@@ -253,11 +253,11 @@ def test_a_run_that_diverges_ends_with_the_step_and_the_way_back_to_it(small_dat
     done = run_program("train.py", *small_data, *flags, "--out", str(tmp_path))
     assert done.returncode == 1, done.stderr[-2000:]
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert "no number or infinite from step" in line
+    assert "NaN or infinite from step" in line
     assert "learning rate 1e+10" in line
     assert "Traceback" not in done.stderr
     step = int(line.split("from step ")[1].split()[0])
-    again = line.split("that batch again: train.py ")[1].split()
+    again = line.split("to repeat that batch: train.py ")[1].split()
     kept = torch.load(again[-1], weights_only=True)  # the newest checkpoint is of before
     assert kept["global_step"] < step
     assert all(weights.isfinite().all() for weights in kept["state_dict"].values())

@@ -15,7 +15,7 @@ def test_colours_are_shares_of_the_true_class_and_numbers_are_counts() -> None:
     written = {(text.get_position()[1], text.get_position()[0]): text.get_text() for text in axes.texts}
     assert written == {(0, 0): "3", (0, 1): "1", (2, 0): "5", (2, 2): "15"}
     assert [label.get_text() for label in axes.get_yticklabels()] == NAMES[:3]
-    assert axes.get_title() == "24 test images, 75.00% right"
+    assert axes.get_title() == "24 test images, 75.00% correct"
 
 
 def test_a_hundred_classes_are_drawn_without_text() -> None:

@@ -1,7 +1,7 @@
-"""An average of the weights over the training, which is evaluated and exported in place of the newest ones.
+"""An average of the weights over the training, which is evaluated and exported in place of the newest weights.
 
-Lightning's own callback (WeightAveraging, 2.6.6) copies the whole module before the strategy has it: it cannot average
-the shards of ZeRO-3, nor does DeepSpeed save what it puts into a checkpoint's state_dict.
+Lightning's own callback (WeightAveraging, 2.6.6) copies the whole module before the strategy shards it: it cannot
+average the shards of ZeRO-3, and DeepSpeed does not save what it adds to a checkpoint's state_dict.
 """
 
 import math
@@ -18,27 +18,27 @@ from cifar_zero.launch.collectives import average_over_ranks, gather
 from cifar_zero.strategies import own
 
 average_in = get_swa_multi_avg_fn()
-"""Moves averages, a list, towards values by 1 / (count + 1) of the way, in one call for all of them."""
+"""Moves a list of averages towards values by 1 / (count + 1) of the difference, in one call."""
 
 
 class Averaging(Callback):
-    """Averages what is trained, and the batch norms' statistics, in float32: each rank what it holds, at ZeRO-3 its
-    shards. The training itself goes on with its own weights; a checkpoint has both.
+    """Averages the trained parameters and the batch norms' statistics in float32, each rank its own shards.
 
-    Exponentially (Polyak and Juditsky 1992; Tarvainen and Valpola 2017), after each optimizer step: the first
-    1 / (1 - ema) are averaged equally, as by mean teacher's code (min(1 - 1 / (step + 1), decay)), so that the initial
-    weights have no part in it. Or equally at the end of each epoch (stochastic weight averaging, Izmailov et al. 2018),
-    with the batch norms' statistics computed anew for the average, on the training images.
+    The training continues with its own weights; a checkpoint has both. The exponential average (Polyak and Juditsky
+    1992; Tarvainen and Valpola 2017) is updated after each optimizer step. As in mean teacher's code (min(1 - 1 /
+    (step + 1), decay)), the first 1 / (1 - ema) steps have equal weights, so that the initial weights have no part in
+    it. Stochastic weight averaging (Izmailov et al. 2018) averages the ends of epochs equally, and computes the batch
+    norms' statistics anew for the average, on the training images.
 
     Args:
         ema: decay of the exponential average, or 0.
-        swa_from: share of the training after which the equal one begins, where there is no exponential one.
+        swa_from: share of the training after which stochastic weight averaging begins, if ema is 0.
     """
 
     def __init__(self, ema: float, swa_from: float):
         self._kind = "ema" if ema else "swa"
-        self._most = 1 / (1 - ema) - 1 if ema else math.inf
-        """What the count of an average in which all have the same weight comes to at most."""
+        self._max_count = 1 / (1 - ema) - 1 if ema else math.inf
+        """Bound of the count that weighs the average against new weights."""
         self._swa_from = swa_from
         self._first_step = 0
         self._count = 0
@@ -46,12 +46,12 @@ class Averaging(Callback):
         self._held: list[Any] = []
         """What is averaged, in the order of `_averages`."""
         self._newest: list[Tensor] = []
-        """What the training goes on with, while the network has the averages."""
+        """The training's own weights, while the model has the averages."""
         self._stale = False
-        """Whether the average's batch norms have the statistics of another network."""
+        """Whether the average's batch norms have statistics of other weights."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Looks up what there is to average, and when it begins."""
+        """Looks up what is averaged, and from which step."""
         self._held = [*held(pl_module).values()]
         if self._kind == "swa":
             self._first_step = round(self._swa_from * trainer.estimated_stepping_batches)
@@ -59,14 +59,14 @@ class Averaging(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Averages the newest weights in, after an optimizer step or at the end of an epoch."""
+        """Adds the newest weights to the average, after an optimizer step or at the end of an epoch."""
         accumulating = (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch
         if accumulating or (self._kind == "swa" and not self._is_end(trainer)):
             return
         with torch.no_grad():
             values = [part if part.dtype == torch.float32 else part.float() for part in map(own_part, self._held)]
             if self._count:
-                average_in(self._averages, values, min(self._count, self._most))
+                average_in(self._averages, values, min(self._count, self._max_count))
             else:
                 self._averages = [value.clone() for value in values]
         self._count += 1
@@ -77,23 +77,17 @@ class Averaging(Callback):
         return ends and trainer.global_step >= self._first_step
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gives the network the averages."""
+        """Gives the model the averages."""
         self._swap_in(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gives the network its own weights back."""
+        """Gives the model its own weights back."""
         self._swap_out(trainer, pl_module)
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gives the network the averages."""
-        self._swap_in(trainer, pl_module)
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gives the network its own weights back."""
-        self._swap_out(trainer, pl_module)
+    on_test_start, on_test_end = on_validation_start, on_validation_end
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Adds the averages by the plain network's names, of stage 3 this rank's parts; called on every rank."""
+        """Adds the averages by the plain model's names, at stage 3 this rank's shards; called on every rank."""
         if not self._count:
             return
         if self._stale:
@@ -104,20 +98,20 @@ class Averaging(Callback):
         plain = own(trainer.strategy).plain_names(parts)
         weights = {plain[name]: value for name, value in zip(parts, self._averages, strict=True)}
         of_experts = {plain[name]: weights[plain[name]].cpu() for name, part in parts.items() if is_spread(part)}
-        if of_experts:  # rank 0 writes, and has its own alone
+        if of_experts:  # rank 0 writes, and has only its own
             for experts in gather(of_experts):
                 weights |= experts
         sharded = any(own_part(part) is not part for part in parts.values())
         checkpoint[AVERAGE] = {"kind": self._kind, "count": self._count, "weights": weights, "sharded": sharded}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Takes the averages up; where there are none of this kind they begin anew."""
+        """Restores the averages; without any of this kind they start anew."""
         saved = checkpoint.get(AVERAGE)
         if saved is None or saved["kind"] != self._kind:
             return
         parts = held(pl_module)
         plain = own(trainer.strategy).plain_names(parts)
-        if not saved["weights"].keys() >= {*plain.values()}:  # others are trained now
+        if not saved["weights"].keys() >= {*plain.values()}:  # other parameters are trained now
             return
         self._count, self._averages = saved["count"], []
         for name, part in parts.items():
@@ -126,7 +120,7 @@ class Averaging(Callback):
                 value = trainer.strategy.cut(value, part)  # pyright: ignore[reportAttributeAccessIssue]
             self._averages.append(value.to(mine.device, torch.float32, copy=True))
 
-    # Not in inference mode, in which Lightning calls these: what stage 3 puts together here is trained with afterwards.
+    # Not in inference mode, in which Lightning calls them: stage 3 gathers parameters here that are trained afterwards.
     @torch.inference_mode(False)
     @torch.no_grad()
     def _swap_in(self, trainer: Trainer, module: LightningModule) -> None:
@@ -153,7 +147,7 @@ class Averaging(Callback):
         self._newest = []
 
     def _renew_statistics(self, trainer: Trainer, module: LightningModule) -> None:
-        """Of the batch norms, for the averages that the network has now: on the training images of epoch 0."""
+        """Computes the batch norms' statistics for the averages, on the training images of epoch 0."""
         norms: list[Any] = counting(module)
         if not norms:
             return
@@ -162,10 +156,10 @@ class Averaging(Callback):
         module.train()
         rest_statistics(module)
         for norm in norms:
-            norm.num_batches_tracked = torch.zeros_like(norm.num_batches_tracked)  # the training goes on with its own
+            norm.num_batches_tracked = torch.zeros_like(norm.num_batches_tracked)  # the training keeps its own
             norm.reset_running_stats()
-            norm.momentum = None  # the plain mean over all batches, as torch's own update_bn has it
-        with torch.random.fork_rng():  # the training goes on as if nothing had been drawn
+            norm.momentum = None  # the plain mean over all batches, as in torch's update_bn
+        with torch.random.fork_rng():  # the training's random state does not change
             for images, _ in trainer.datamodule.train_dataloader():  # pyright: ignore[reportAttributeAccessIssue]
                 module(images.to(trainer.strategy.root_device))
         for norm, momentum, counted in before:
@@ -179,18 +173,17 @@ class Averaging(Callback):
             buffer.copy_(average)
 
     def _agree(self, module: LightningModule) -> None:
-        """Takes the mean over the ranks of averaged statistics: each has those of the images that it has seen."""
+        """Averages the statistics over the ranks: each has those of the images that it has seen."""
         average_over_ranks([average for _, average in self._statistics(module)])
 
     def _statistics(self, module: LightningModule) -> list[tuple[Tensor, Tensor]]:
-        """The buffers of the network, each with its average."""
+        """Returns the buffers of the model, each with its average."""
         pairs = zip(held(module).values(), self._averages, strict=True)
         return [(part, average) for part, average in pairs if not isinstance(part, torch.nn.Parameter)]
 
 
 def held(module: LightningModule) -> dict[str, Any]:
-    """What of a network is averaged, by its names: the parameters that are trained, and buffers of real numbers but the
-    statistics of frozen layers."""
+    """Returns what is averaged, by name: trained parameters, and floating-point buffers but those of frozen layers."""
     parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     fixed = {buffer for norm in resting(module) for buffer in norm.buffers()}
     buffers = {name: buffer for name, buffer in module.named_buffers() if buffer not in fixed}
@@ -198,10 +191,10 @@ def held(module: LightningModule) -> dict[str, Any]:
 
 
 def own_part(value: Any) -> Tensor:
-    """What this rank has of a parameter or buffer: at ZeRO-3 its flat shard (DeepSpeed 0.19.8)."""
+    """Returns this rank's part of a parameter or buffer: at ZeRO-3 its flat shard (DeepSpeed 0.19.8)."""
     return getattr(value, "ds_tensor", value)
 
 
 def is_spread(value: Any) -> bool:
-    """Whether other ranks have other values of it: DeepSpeed (0.19.8) marks the parameters of experts so."""
+    """Returns whether other ranks have other values: DeepSpeed (0.19.8) marks parameters of experts in this way."""
     return not getattr(value, "allreduce", True)

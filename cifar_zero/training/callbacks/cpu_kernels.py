@@ -10,14 +10,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 FLOPS_PER_THREAD = 50_000_000
 """Floating-point operations of a micro-batch, forward and backward, that make a thread worth its synchronisation.
 
-Threads that have next to nothing to do wait for each other: on two cores a second thread gained 9 % for 4 images of Net
+Threads with next to nothing to do wait for each other: on two cores a second thread gained 9 % for 4 images of Net
 and 5 % for 16, and made a step 12 times slower while another program was using the cores.
 """
 
 ONEDNN_FLOPS = 20_000_000
 """Floating-point operations of a micro-batch below which torch's own convolutions are faster than oneDNN's.
 
-A call of oneDNN has a price of its own: without it a step of Net was 28 % shorter for 2 images, 10 % for 4 (13 million
+A call of oneDNN has a fixed cost: without it a step of Net was 28 % shorter for 2 images, 10 % for 4 (13 million
 operations), and longer from 8 on. Measured in float32 on an AMD EPYC, torch 2.15: `docs/performance.md` has the table.
 """
 
@@ -27,11 +27,11 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
 class CPUKernels(Callback):
-    """Chooses before training and before evaluation, whose batches are large.
+    """Sets threads and kernels before training, and again before evaluation, whose batches are large.
 
     Args:
         flops: of a training micro-batch, forward and backward.
-        precision: of the run: lower ones than float32 have no kernels but oneDNN's.
+        precision: of the run; only oneDNN has kernels for formats below float32.
     """
 
     def __init__(self, flops: int, precision: str):
@@ -40,37 +40,32 @@ class CPUKernels(Callback):
         self._onednn = flops >= ONEDNN_FLOPS or precision != "32-true"
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """For the micro-batches of the training."""
+        """Prepares the process, then suits the micro-batches of the training."""
         # Lightning sets it, and with it torch's Adam (2.15) looks for NVIDIA's library in every step: 40 us.
         os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
         keep_freed_memory()
         self._suit_training()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """For the batches of an evaluation."""
-        self._suit_evaluation()
+        """Suits the large batches of an evaluation."""
+        torch.set_num_threads(self._all_threads)
+        torch.backends.mkldnn.set_flags(True)
+
+    on_test_start = on_validation_start
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Back to training."""
+        """Suits the training again."""
         self._suit_training()
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """For the batches of an evaluation."""
-        self._suit_evaluation()
 
     def _suit_training(self) -> None:
         torch.set_num_threads(self._threads)
         torch.backends.mkldnn.set_flags(self._onednn)
 
-    def _suit_evaluation(self) -> None:
-        torch.set_num_threads(self._all_threads)
-        torch.backends.mkldnn.set_flags(True)
-
 
 def keep_freed_memory() -> None:
-    """Has glibc keep the memory of one step for the next.
+    """Makes glibc keep the memory of one step for the next.
 
-    By default it gives large pieces back to the system, which clears them page by page when they are asked for again: a
+    By default it returns large blocks to the system, which clears them page by page when they are allocated again: a
     fifth of a step of Net for 512 images.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # musl has none

@@ -1,6 +1,7 @@
-"""A loss that is no number or infinite ends the run before a checkpoint is spoilt, and says where it came from."""
+"""Ends a run whose loss is NaN or infinite, before such weights reach a checkpoint, and names the step."""
 
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,14 @@ from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.training.callbacks.curves import TrainingCurves
 
 LEAST_SCALE = 1.0
-"""Of float16 losses: torch's scaler halves it without end where every step overflows; DeepSpeed stops here itself."""
+"""Of the loss scale: torch's scaler halves it without end if every step overflows; DeepSpeed stops here by itself."""
 
 
 class Divergence(Callback):
-    """Looks at the losses where they are on the host anyhow, at each point of the curves, and before each checkpoint.
+    """Checks the losses at each point of the curves, where they are on the host already, and before each checkpoint.
 
     Args:
-        curves: of the run; they come before this.
+        curves: of the run; an earlier callback.
         run_dir: the run folder, on rank 0.
     """
 
@@ -30,41 +31,40 @@ class Divergence(Callback):
         self._run_dir = run_dir
         self._norm: float | None = None
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Looks at the newest point of the curves."""
-        if not self._curves.losses:
-            scaler = getattr(trainer.precision_plugin, "scaler", None)
-            if scaler is not None and (scale := scaler.get_scale()) < LEAST_SCALE:
-                raise RunError(
-                    f"float16 overflowed down to a loss scale of {scale:g}, at step {trainer.global_step}: "
-                    "use --precision bf16-mixed, or lower --optimizer.lr"
-                )
-            self._look(trainer, pl_module, self._curves.logged_losses, self._curves.last_loss)
-            self._norm = self._curves.last_gradient_norm
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+        """Checks the newest point of the curves, and the loss scale."""
+        if self._curves.losses:
+            return
+        scale = loss_scale(trainer)
+        if scale is not None and scale < LEAST_SCALE:
+            raise RunError(
+                f"float16 overflowed until the loss scale was {scale:g}, at step {trainer.global_step}: "
+                "use --precision bf16-mixed, or lower --optimizer.lr"
+            )
+        self._check(trainer, pl_module, self._curves.logged_losses, self._curves.last_loss)
+        self._norm = self._curves.last_gradient_norm
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Looks at the last point; says what --on_nan skip has left out."""
-        self._look(trainer, pl_module, self._curves.logged_losses, self._curves.last_loss)
+        """Checks the last point; reports what --on_nan skip has left out."""
+        self._check(trainer, pl_module, self._curves.logged_losses, self._curves.last_loss)
         if pl_module.skipped and trainer.is_global_zero:
-            say(f"{pl_module.skipped} micro-batches, whose loss was no number or infinite, were left out")
+            say(f"--on_nan skip left out {pl_module.skipped} micro-batches with a NaN or infinite loss")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Looks at what came since the newest point."""
+        """Checks the losses since the newest point."""
         if self._curves.losses:
             losses = torch.stack(self._curves.losses)
-            self._look(trainer, pl_module, losses, trainer.strategy.reduce(losses.sum(), reduce_op="sum").item())
+            self._check(trainer, pl_module, losses, trainer.strategy.reduce(losses.sum(), reduce_op="sum").item())
 
-    def _look(self, trainer: Trainer, module: Any, losses: Tensor | None, total: float | None) -> None:
-        """Raises RunError where `total`, which is the same on every rank, is not finite; `losses` are this rank's."""
-        if total is None or math.isfinite(total):
+    def _check(self, trainer: Trainer, module: Any, losses: Tensor | None, total: float | None) -> None:
+        """Raises RunError if `total`, the same on every rank, is not finite; `losses`: this rank's micro-batches'."""
+        if total is None or losses is None or math.isfinite(total):
             return
-        assert losses is not None
         first = torch.where(losses.isfinite(), len(losses), torch.arange(len(losses), device=losses.device)).min()
         if trainer.world_size > 1:
             torch.distributed.all_reduce(first, torch.distributed.ReduceOp.MIN)
-        accumulate = trainer.accumulate_grad_batches
-        step = trainer.global_step - (len(losses) - 1 - int(first.item())) // accumulate
-        raise RunError(self._message(trainer, module, step))
+        behind = (len(losses) - 1 - int(first.item())) // trainer.accumulate_grad_batches
+        raise RunError(self._message(trainer, module, trainer.global_step - behind))
 
     def _message(self, trainer: Trainer, module: Any, step: int) -> str:
         rate = module.schedule.rate(step - 1, module.optimizer.lr)
@@ -73,25 +73,21 @@ class Divergence(Callback):
             known.append(f"gradient norm {self._norm:.3g} at the last point of the curves")
         if (scale := loss_scale(trainer)) is not None:
             known.append(f"loss scale {scale:g}")
-        mends = "lower --optimizer.lr or set --gradient_clip_val 1; --on_nan skip leaves such batches out"
-        return (
-            f"the loss is no number or infinite from step {step} on ({', '.join(known)}): {mends}; {self._again(step)}"
-        )
+        fixes = "lower --optimizer.lr or set --gradient_clip_val 1; --on_nan skip leaves such batches out"
+        message = f"the loss is NaN or infinite from step {step} on ({', '.join(known)}): {fixes}"
+        return message if self._run_dir is None else f"{message}; {_repeat_command(self._run_dir, step)}"
 
-    def _again(self, step: int) -> str:
-        """The command that comes to the same batch."""
-        if self._run_dir is None:
-            return ""
-        command = f"--config {self._run_dir / run_folder.CONFIG} --max_steps {step} --log_interval 1"
-        try:
-            before = f" --resume {run_folder.newest_checkpoint(self._run_dir)}"
-        except UsageError:
-            before = ""
-        return f"that batch again: train.py {command}{before}"
+
+def _repeat_command(run_dir: Path, step: int) -> str:
+    """Returns the command that trains up to the same batch."""
+    command = f"--config {run_dir / run_folder.CONFIG} --max_steps {step} --log_interval 1"
+    with suppress(UsageError):  # no checkpoint yet
+        command += f" --resume {run_folder.newest_checkpoint(run_dir)}"
+    return f"to repeat that batch: train.py {command}"
 
 
 def loss_scale(trainer: Trainer) -> float | None:
-    """What float16 losses are multiplied by; None in the other number formats."""
+    """Returns the factor of float16 losses; None in other formats."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is not None:
         return scaler.get_scale()

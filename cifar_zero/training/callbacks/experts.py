@@ -1,4 +1,4 @@
-"""What the mixtures of experts of a network do with their tokens: curves of a training, and a figure of a test."""
+"""How a model's mixtures of experts distribute their tokens: curves of a training, and a figure of a test."""
 
 import math
 from collections.abc import Sequence
@@ -12,20 +12,20 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from cifar_zero.models.moe import Gate, gates
-from cifar_zero.reports.expert_figure import expert_figure
+from cifar_zero.reports.figures import expert_figure
 from cifar_zero.training.callbacks.figures import write_figure
 from cifar_zero.training.callbacks.interval import Interval, log_scalars
 
 
 @dataclass
 class Seen:
-    """What a gate of E experts did in the micro-batches since the newest point, of this rank and on its device."""
+    """What a gate of E experts did since the newest point, on this rank and its device."""
 
     tokens: list[Tensor] = field(default_factory=list)
-    """int64 (E,), that each expert took of a micro-batch."""
+    """int64 (E,) of each micro-batch: tokens that each expert took."""
 
     load_balance_losses: list[Tensor] = field(default_factory=list)
-    """float32 scalars, one a micro-batch."""
+    """float32 scalars, one of each micro-batch."""
 
     probabilities: Tensor | None = None
     """float32 (S, E), of the last micro-batch alone."""
@@ -37,7 +37,7 @@ class Seen:
 class Experts(Callback):
     """Writes the moe/* curves, and experts.png of a test into the run folder and the loggers.
 
-    Between two points it only keeps references to what the gates have on the device anyhow.
+    Between two points it only keeps references to tensors that the gates already have on the device.
 
     Args:
         log_interval: optimizer steps between two points.
@@ -53,21 +53,14 @@ class Experts(Callback):
         self._test_counts: list[Tensor] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Begins the first interval, with the gates that the strategy has put into the network."""
+        """Starts the first interval, with the gates of the model as the strategy has made it."""
         self._interval.start(trainer)
         self._logged_step = trainer.global_step
         self._gates = _gates(pl_module)
         self._seen = [Seen() for _ in self._gates]
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: Any,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        """Keeps what a micro-batch's tokens did, and writes the point that is due."""
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Keeps the routing of a micro-batch, and writes a point if one is due."""
         for gate, seen in zip(self._gates, self._seen, strict=True):
             routing = gate.routing
             assert routing is not None
@@ -84,26 +77,18 @@ class Experts(Callback):
             self._log(trainer)
 
     def on_test_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Forgets the last test."""
+        """Starts to count."""
         shapes = [(pl_module.num_classes, gate.num_experts) for gate in _gates(pl_module)]
         self._test_counts = [torch.zeros(shape, dtype=torch.int64, device=pl_module.device) for shape in shapes]
 
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: Any,
-        outputs: Any,
-        batch: tuple[Tensor, Tensor],
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_test_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
         """Counts the experts of each class's tokens, on the device."""
         for gate, counts in zip(_gates(pl_module), self._test_counts, strict=True):
             assert gate.routing is not None
             counts += experts_of_classes(batch[1], gate.routing.experts, *counts.shape)
 
     def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Draws on rank 0 what all ranks have counted."""
+        """Adds up the ranks' counts, and draws them on rank 0."""
         counts = [_of_all_ranks(trainer, of_gate).cpu().numpy() for of_gate in self._test_counts]
         if self._run_dir is not None:
             class_names = trainer.datamodule.classes  # pyright: ignore[reportAttributeAccessIssue]
@@ -111,7 +96,7 @@ class Experts(Callback):
 
     def _log(self, trainer: Trainer) -> None:
         self._logged_step = trainer.global_step
-        # All that the curves need of all mixtures travels between the ranks, and to the host, at once.
+        # One reduction and one copy to the host for all curves of all mixtures.
         totals = iter(_of_all_ranks(trainer, torch.cat([_summed(seen) for seen in self._seen])).tolist())
         scalars: dict[str, float] = {}
         for number, (gate, seen) in enumerate(zip(self._gates, self._seen, strict=True)):
@@ -128,11 +113,11 @@ class Experts(Callback):
 
 
 def experts_of_classes(labels: Tensor, experts: Tensor, num_classes: int, num_experts: int) -> Tensor:
-    """Counts how many tokens of the images of each class went to each expert.
+    """Returns how many tokens of the images of each class went to each expert.
 
     Args:
-        labels: (N,); a negative one is no image.
-        experts: (k, S), of `Routing`: the tokens of an image beside one another, -1 where one was dropped.
+        labels: (N,); negative for padding.
+        experts: (k, S), of `Routing`: the tokens of an image next to each other, -1 for a dropped one.
         num_classes: of the labels.
         num_experts: of the mixture.
 
@@ -145,8 +130,7 @@ def experts_of_classes(labels: Tensor, experts: Tensor, num_classes: int, num_ex
 
 
 def relative_entropy(probabilities: Tensor) -> Tensor:
-    """How undecided a gate is, a scalar: the mean entropy of probabilities (S, E) as a share of log(E), the largest;
-    0 for one expert."""
+    """Returns the mean entropy of a gate's probabilities (S, E) as a share of log(E), its maximum; 0 for one expert."""
     return torch.special.entr(probabilities).sum(dim=1).mean() / math.log(max(2, probabilities.shape[1]))
 
 
@@ -156,14 +140,14 @@ def _gates(module: Any) -> Sequence[Gate]:
 
 
 def _summed(seen: Seen) -> Tensor:
-    """float64 (E + 2,): tokens of each expert, mean load-balancing loss, entropy of the gate."""
+    """Returns float64 (E + 2,): tokens of each expert, mean load-balancing loss, entropy of the gate."""
     assert seen.probabilities is not None
     means = torch.stack([torch.stack(seen.load_balance_losses).mean(), relative_entropy(seen.probabilities)])
     return torch.cat([torch.stack(seen.tokens).sum(dim=0).double(), means.double()])
 
 
 def _of_all_ranks(trainer: Trainer, values: Tensor) -> Tensor:
-    """The sum over the ranks, each of which must call it."""
+    """Returns the sum over the ranks; every rank must call it."""
     if trainer.world_size > 1:
         torch.distributed.all_reduce(values)
     return values

@@ -1,4 +1,4 @@
-"""The figures of a test: confusion matrix, surest mistakes, ROC and precision-recall curves, calibration."""
+"""The figures of a test: confusion matrix, most confident mistakes, ROC and precision-recall curves, calibration."""
 
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,14 @@ from cifar_zero.strategies import data_group
 from cifar_zero.training.metrics import Curve, calibration_error
 
 SHOWN = MISTAKE_ROWS * MISTAKE_COLUMNS
-"""Mistakes that the figure has room for; no more are kept."""
+"""Mistakes that the figure has room for, and that are kept."""
 
-Mistakes = tuple["Tensor", "Tensor", "Tensor", "Tensor"]
-"""Confidence (n,), images (n, 3, H, W), true labels (n,) and predicted labels (n,), the surest first."""
+Mistakes = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Confidence (n,), images (n, 3, H, W), true labels (n,) and predicted labels (n,), the most confident first."""
 
 
 class TestFigures(Callback):
-    """Writes the figures of a test into the run folder and the loggers when it ends.
+    """Writes the figures of a test into the run folder and the loggers.
 
     Args:
         run_dir: the run folder, on rank 0; None on the others.
@@ -36,55 +36,46 @@ class TestFigures(Callback):
         self._mistakes: Mistakes | None = None
 
     def on_test_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Forgets the last test."""
+        """Starts without mistakes."""
         self._mistakes = None
 
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: Any,
-        outputs: Any,
-        batch: tuple[Tensor, Tensor],
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Keeps the surest mistakes so far, on the device; `outputs` are the class scores (N, classes) of the batch."""
+    def on_test_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        """Keeps the most confident mistakes so far, on the device; `outputs`: class scores (N, classes)."""
         found = surest_mistakes(outputs, *batch)
         self._mistakes = found if self._mistakes is None else merge([self._mistakes, found])
 
     def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Draws on rank 0 what all ranks have found."""
+        """Collects what all ranks have found, and draws it on rank 0."""
         assert self._mistakes is not None
         of_each_rank = gather(tuple(part.cpu() for part in self._mistakes), data_group(trainer.strategy))
-        tested = pl_module.test_metrics  # every rank asks it: it adds the ranks' counts up
+        tested = pl_module.test_metrics  # every rank calls it: it adds up the ranks' counts
         counts, bins = tested.confusion.compute(), tested.calibration.compute().cpu()
         per_class, roc, precision_recall = tested.per_class(), tested.roc(), tested.precision_recall()
         if self._run_dir is None:
             return
-        class_names = trainer.datamodule.classes  # pyright: ignore[reportAttributeAccessIssue]
+        names = trainer.datamodule.classes  # pyright: ignore[reportAttributeAccessIssue]
         confidence, images, true, predicted = merge(of_each_rank)  # pyright: ignore[reportArgumentType]
-        grid = mistakes_figure(as_pixels(images), true.numpy(), predicted.numpy(), confidence.numpy(), class_names)
-        matrix = confusion_figure(counts.cpu().numpy(), class_names)
-        write_figure(trainer, matrix, "figures/confusion_matrix", self._run_dir / "confusion_matrix.png")
-        write_figure(trainer, grid, "figures/most_confident_mistakes", self._run_dir / "mistakes.png")
-        curves = {
-            "roc": roc_figure(as_arrays(roc), per_class["auroc"].numpy(), class_names),
-            "precision_recall": precision_recall_figure(
-                as_arrays(precision_recall), per_class["average_precision"].numpy(), class_names
-            ),
+        mistakes = as_pixels(images), true.numpy(), predicted.numpy(), confidence.numpy()
+        averages = per_class["average_precision"].numpy()
+        figures = {
+            "confusion_matrix": confusion_figure(counts.cpu().numpy(), names),
+            "mistakes": mistakes_figure(*mistakes, names),
+            "roc": roc_figure(as_arrays(roc), per_class["auroc"].numpy(), names),
+            "precision_recall": precision_recall_figure(as_arrays(precision_recall), averages, names),
             "calibration": calibration_figure(bins.numpy(), calibration_error(bins)),
         }
-        for name, figure in curves.items():
-            write_figure(trainer, figure, f"figures/{name}", self._run_dir / f"{name}.png")
+        for name, figure in figures.items():
+            tag = "most_confident_mistakes" if name == "mistakes" else name
+            write_figure(trainer, figure, f"figures/{tag}", self._run_dir / f"{name}.png")
 
 
 def surest_mistakes(scores: Tensor, images: Tensor, labels: Tensor) -> Mistakes:
-    """The wrongly classified images of a batch, the surest first, no more than a figure shows.
+    """Returns the wrongly classified images of a batch that a figure would show, the most confident first.
 
     Args:
         scores: (N, classes), before the softmax.
         images: (N, 3, H, W).
-        labels: (N,); a negative one is no image.
+        labels: (N,); negative for padding.
     """
     confidence, predicted = scores.float().softmax(dim=1).max(dim=1)
     wrong = (predicted != labels) & (labels >= 0)
@@ -92,26 +83,26 @@ def surest_mistakes(scores: Tensor, images: Tensor, labels: Tensor) -> Mistakes:
 
 
 def merge(found: list[Mistakes]) -> Mistakes:
-    """The surest of several lots of mistakes."""
+    """Returns the most confident mistakes of several lots."""
     confidence, images, true, predicted = (torch.cat(parts) for parts in zip(*found, strict=True))
     surest = confidence.argsort(descending=True, stable=True)[:SHOWN]
     return confidence[surest], images[surest], true[surest], predicted[surest]
 
 
 def as_pixels(images: Tensor) -> np.ndarray:
-    """uint8 pixels of images that may have been normalised to [-1, 1], on the CPU."""
+    """Returns uint8 pixels, on the CPU, of images that may be normalised to [-1, 1]."""
     if images.is_floating_point():
         images = ((images.float() * STD + MEAN) * 255).round().clamp(0, 255).to(torch.uint8)
     return images.numpy()
 
 
 def as_arrays(curves: list[Curve]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Curves of metrics.py as those of reports/, which know no torch."""
+    """Returns curves as NumPy arrays, which reports/ draws."""
     return [(x.numpy(), y.numpy()) for x, y in curves]
 
 
 def write_figure(trainer: Trainer, figure: Figure, tag: str, file: Path) -> None:
-    """Saves a figure as a PNG and shows it in the loggers that can show images."""
+    """Saves a figure as a PNG, and adds it to the loggers that can show images."""
     figure.savefig(file, dpi=120)
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):

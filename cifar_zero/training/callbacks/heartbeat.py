@@ -2,56 +2,32 @@
 
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
 
 from cifar_zero.launch.heartbeat import Pulse
 
 
 class Heartbeat(Callback):
-    """Beats after each micro-batch; to be the first of the callbacks, as the work of the others may take its time.
+    """Beats after each micro-batch. It must be the first callback, since the others may take their time.
 
-    Silence counts from the end of the first batch of an epoch, a validation or a test up to the end of the last, but
-    for the writing of checkpoints: compiling, decoding, figures and uploads lie outside. A rank that fails goes on as
-    it was: if it hangs while it ends, that is found too.
+    Silence counts only between the first and the last batch of an epoch, a validation or a test, and not while a
+    checkpoint is written: compiling, decoding, figures and uploads take as long as they take. A rank that fails stays
+    in its state, so that one which hangs while it ends is found too.
     """
 
     def __init__(self) -> None:
         self._pulse = Pulse()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Beats."""
+    def _beat(self, *args: Any, **kwargs: Any) -> None:
         self._pulse.beat()
 
-    def on_validation_batch_end(self, *args: Any) -> None:
-        """Beats."""
-        self._pulse.beat()
-
-    def on_test_batch_end(self, *args: Any) -> None:
-        """Beats."""
-        self._pulse.beat()
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Waits: Lightning is about to write a checkpoint."""
+    def _wait(self, *args: Any, **kwargs: Any) -> None:
         self._pulse.wait()
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Waits: checkpoints, and the loader of the next epoch."""
-        self._pulse.wait()
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Waits: --max_steps ends a training in mid-epoch."""
-        self._pulse.wait()
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Waits: another loader and, where the network is compiled, another graph."""
-        self._pulse.wait()
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Waits: metrics and the best checkpoint."""
-        self._pulse.wait()
-
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Waits: metrics, figures, and the end of the run."""
-        self._pulse.wait()
+    on_train_batch_end = on_validation_batch_end = on_test_batch_end = _beat
+    # Checkpoints, the loader of the next epoch; `on_train_end`, as --max_steps ends a training in mid-epoch.
+    on_save_checkpoint = on_train_epoch_end = on_train_end = _wait
+    # Another loader and, if the model is compiled, another graph.
+    on_validation_start = _wait
+    # Metrics, the best checkpoint, figures, and the end of the run.
+    on_validation_epoch_end = on_test_epoch_end = _wait

@@ -1,4 +1,4 @@
-"""When the next point of the training curves is due, and where it is written."""
+"""When the next point of a curve is due, and where it is written."""
 
 import math
 from collections.abc import Mapping
@@ -7,10 +7,7 @@ from lightning.pytorch import Trainer
 
 
 class Interval:
-    """Every so many optimizer steps, and at the last step of the run.
-
-    A callback compares `next_step` with trainer.global_step after each micro-batch: the counter stands still while
-    micro-batches are accumulated, so that each point is written once.
+    """A point is due every so many optimizer steps, and at the last step of the run; asked after each micro-batch.
 
     Args:
         every: optimizer steps between two points.
@@ -22,13 +19,13 @@ class Interval:
         self._last_step = math.inf
 
     def start(self, trainer: Trainer) -> None:
-        """Begins, or goes on after a resume, at the trainer's step."""
+        """Starts at the trainer's step: 0, or that of a resumed run."""
         total = trainer.estimated_stepping_batches
-        self._last_step = total if total > 0 else math.inf  # Lightning says -1 where it does not know
+        self._last_step = total if total > 0 else math.inf  # Lightning returns -1 for an unknown length
         self._advance(trainer.global_step)
 
     def due(self, step: int) -> bool:
-        """Whether a point is to be written after `step` optimizer steps; true once for each point."""
+        """Returns whether a point is due after `step` optimizer steps; true once for each point."""
         if step < self.next_step:
             return False
         self._advance(step)
@@ -41,6 +38,6 @@ class Interval:
 
 
 def log_scalars(trainer: Trainer, scalars: Mapping[str, float]) -> None:
-    """Writes one point of each curve, at the number of optimizer steps done; only rank 0 has loggers that write."""
+    """Writes one point of each curve, at the number of optimizer steps done; only rank 0 has loggers."""
     for logger in trainer.loggers:
         logger.log_metrics(dict(scalars), trainer.global_step)

@@ -16,7 +16,7 @@ ZERO_GRADIENTS = (
     # deepspeed/runtime/bf16_optimizer.py: in float32
     "fp32_groups_gradients_flat",
 )
-"""Where DeepSpeed 0.19.8's optimizers keep gradients beside the network's own tensors."""
+"""Where DeepSpeed 0.19.8's optimizers keep gradients in addition to the model's own tensors."""
 
 ZERO_MASTER_WEIGHTS = (
     # deepspeed/runtime/zero/stage_1_and_2.py: of this rank, with the gradients of an offloaded optimizer on them
@@ -36,22 +36,22 @@ class ModelStates(NamedTuple):
     """Bytes on this rank."""
 
     parameters: int
-    """Those that the network computes with."""
+    """Those that the model computes with."""
 
     gradients: int
     optimizer: int
-    """The optimizer's state, and DeepSpeed's float32 master weights, which are there for the update."""
+    """The optimizer's state, and DeepSpeed's float32 master weights."""
 
 
 def model_states(module: Module, optimizer: Any) -> ModelStates:
-    """Bytes of parameters, gradients and optimizer state on this rank, on its device or offloaded to host memory.
+    """Returns the bytes of parameters, gradients and optimizer state of this rank, on its device or in host memory.
 
-    Measured from the tensors, memory that several share counted once, padding included. Not counted: communication
-    buckets, activations, and what lies on disk. To be called while the gradients of a step are there.
+    Memory that several tensors share counts once, and padding counts. Communication buckets, activations and what is
+    on disk do not count. Call it while the gradients of a step exist.
 
     Args:
-        module: the network.
-        optimizer: torch's, or the one of DeepSpeed that wraps it.
+        module: the model.
+        optimizer: torch's, or DeepSpeed's that wraps it.
     """
     parameters = [tensor for own in module.parameters() for tensor in (own, *_flat(getattr(own, "ds_tensor", None)))]
     master = [*_of(optimizer, ZERO_MASTER_WEIGHTS)]
@@ -63,7 +63,7 @@ def model_states(module: Module, optimizer: Any) -> ModelStates:
 
 
 def _bytes(tensors: Iterable[Tensor], counted: set[tuple[torch.device, int]]) -> int:
-    """Of the memory behind the tensors that is not yet in `counted`, where it is then."""
+    """Returns the bytes behind the tensors that are not yet in `counted`, and adds them to it."""
     total = 0
     for tensor in tensors:
         storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()

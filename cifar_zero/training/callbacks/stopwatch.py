@@ -1,4 +1,4 @@
-"""A clock for training steps that makes nobody wait in between."""
+"""A clock for training steps that does not synchronise the device within a lap."""
 
 import time
 from typing import Any
@@ -7,9 +7,9 @@ import torch
 
 
 class Stopwatch:
-    """Adds up the seconds between `start` and `stop`; with a GPU, of work done rather than of work queued.
+    """Adds up the seconds between `start` and `stop`: on a GPU those of the work done, not of the work queued.
 
-    `start` and `stop` wait for the GPU. `lap` does not: it queues a CUDA event, which is read in the end.
+    `start` and `stop` wait for the GPU. `lap` does not: it queues a CUDA event, which is read at the end.
 
     Args:
         device: whose work is timed.
@@ -24,25 +24,25 @@ class Stopwatch:
         self._laps: list[tuple[Any, Any]] = []
 
     def start(self) -> None:
-        """Goes on, with a new lap."""
+        """Starts or continues, with a new lap."""
         self._since = self._now()
         self._lap_began = self._mark()
         self.running = True
 
     def stop(self) -> None:
-        """Halts, if it runs; a lap that has not been ended is dropped."""
+        """Stops if it runs; an unfinished lap is dropped."""
         if self.running:
             self.seconds += self._now() - self._since
             self.running = False
 
     def lap(self) -> None:
-        """Ends a lap and begins the next."""
+        """Ends a lap and starts the next."""
         mark = self._mark()
         self._laps.append((self._lap_began, mark))
         self._lap_began = mark
 
     def lap_seconds(self) -> list[float]:
-        """The laps so far, each in seconds of the device's own time; waits for the GPU."""
+        """Returns the laps so far, in seconds of the device's own time; waits for the GPU."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             return [begin.elapsed_time(end) / 1e3 for begin, end in self._laps]

@@ -1,11 +1,10 @@
-"""How fast a run trains: time per optimizer step and what of it is waiting for data, images and FLOPs per second."""
+"""How fast a run trains: time per optimizer step, its share of waiting for data, images and FLOPs per second."""
 
 import statistics
 import time
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.throughput import Throughput as Meter
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from cifar_zero.config.flags import Config
@@ -21,10 +20,10 @@ def rates(
     steps: int,
     batch_size: int,
     flops_per_step: int,
-    peak_flops_per_second: float | None = None,
+    peak_flops: float | None = None,
     recomputed_flops_per_step: int = 0,
 ) -> dict[str, float]:
-    """perf/* of `steps` optimizer steps that took `seconds`; perf/mfu only where the peak is known.
+    """Returns perf/* of `steps` optimizer steps that took `seconds`; perf/mfu only if the peak is known.
 
     Args:
         seconds: of training alone.
@@ -32,59 +31,47 @@ def rates(
         steps: at least one.
         batch_size: images per step, over all ranks.
         flops_per_step: over all ranks, without recomputation.
-        peak_flops_per_second: what all devices together can reach.
-        recomputed_flops_per_step: of activation checkpointing, over all ranks. perf/tflops counts them, as the hardware
-            works them off; perf/mfu does not (PaLM, Chowdhery et al. 2022, appendix B).
+        peak_flops: FLOP/s that all devices together can reach.
+        recomputed_flops_per_step: of activation checkpointing, over all ranks. perf/tflops counts them, since the
+            hardware computes them; perf/mfu does not (PaLM, Chowdhery et al. 2022, appendix B).
     """
-    meter = Meter(window_size=2)
-    meter.update(time=0.0, batches=0, samples=0, flops=0)
-    meter.update(time=seconds, batches=steps, samples=steps * batch_size, flops=steps * flops_per_step)
-    measured = meter.compute()
-    flops_per_second = measured["device/flops_per_sec"]
-    hardware_flops_per_second = flops_per_second + recomputed_flops_per_step * measured["device/batches_per_sec"]
-    utilisation = {} if peak_flops_per_second is None else {"perf/mfu": flops_per_second / peak_flops_per_second}
+    steps_per_second = steps / seconds
+    utilisation = {} if peak_flops is None else {"perf/mfu": flops_per_step * steps_per_second / peak_flops}
     return {
-        "perf/step_time_ms": 1e3 / measured["device/batches_per_sec"],
+        "perf/step_time_ms": 1e3 * seconds / steps,
         "perf/data_time_ms": 1e3 * data_seconds / steps,
-        "perf/images_per_second": measured["device/samples_per_sec"],
-        "perf/tflops": hardware_flops_per_second / 1e12,
+        "perf/images_per_second": batch_size * steps_per_second,
+        "perf/tflops": (flops_per_step + recomputed_flops_per_step) * steps_per_second / 1e12,
         **utilisation,
     }
 
 
 class Throughput(Callback):
-    """Writes the perf/* curves and keeps the totals of the run.
+    """Writes the perf/* curves, and keeps the totals of the run.
 
     The clock runs inside the epochs: waiting for a batch counts; validation, the writing of checkpoints, the start of
     an epoch and the first `warmup_steps` do not.
 
     perf/data_time_ms is the part of a step between the end of one micro-batch and the start of the next: the wait for
-    the loader, the copy to the device and the loop's own bookkeeping. It is this rank's time on the host; a GPU that
-    still has work queued does not wait with it.
+    the loader, the copy to the device and the loop's own bookkeeping. It is this rank's time on the host; a GPU with
+    work still queued does not wait.
 
     Args:
         config: of the run.
         flops_per_step: over all ranks, see `callbacks.counts`.
-        warmup_steps: optimizer steps left out at the start; half of the run where that is shorter, but for a benchmark.
-        recomputed_flops_per_step: of activation checkpointing, over all ranks, beside flops_per_step.
+        warmup_steps: optimizer steps left out at the start; at most half of the run, except in a benchmark.
+        recomputed_flops_per_step: of activation checkpointing, over all ranks; not part of flops_per_step.
     """
-
-    seconds_to_first_step: float | None = None
-    """From the start of the command to the end of the first optimizer step."""
-
-    fit_seconds: float = 0.0
-    """Wall-clock time of the whole fit, with all that the clock leaves out."""
 
     def __init__(self, config: Config, flops_per_step: int, warmup_steps: int = 10, recomputed_flops_per_step: int = 0):
         self._interval = Interval(config.log_interval)
-        self._batch_size = config.batch_size
-        self._precision = config.precision
-        self._benchmark = config.bench_steps > 0
+        self._config = config
         self._warmup_steps = warmup_steps
         self._flops_per_step = flops_per_step
         self._recomputed_flops_per_step = recomputed_flops_per_step
         self._peak_flops: float | None = None
-        self._fit_started = 0.0
+        self._fit_started = self._fit_seconds = 0.0
+        self._seconds_to_first_step: float | None = None
         self._first_step = self._first_timed_step = 0
         self._lap_step = self._logged_step = 0
         self._logged_seconds = self._logged_data_seconds = 0.0
@@ -94,24 +81,22 @@ class Throughput(Callback):
 
     @property
     def totals(self) -> dict[str, float | None]:
-        """perf/* of metrics.json: over all timed steps; None where no step was timed.
+        """perf/* of metrics.json, over all timed steps; None where no step was timed.
 
-        The shortest, the median and the longest step are a benchmark's alone.
+        perf/fit_seconds is the wall-clock time of the whole fit; perf/seconds_to_first_step runs from the start of the
+        command to the end of the first optimizer step. Only a benchmark has the shortest, median and longest step.
         """
         steps = self._logged_step - self._first_timed_step
         timed = self._rates(self._clock.seconds, self._data_seconds, steps) if steps > 0 else {}
         laps = [1e3 * seconds for seconds in self._clock.lap_seconds()]
         return {
-            "perf/step_time_ms": timed.get("perf/step_time_ms"),
+            **{f"perf/{name}": None for name in ("step_time_ms", "data_time_ms", "images_per_second", "tflops", "mfu")},
+            **timed,
             "perf/step_time_min_ms": min(laps, default=None),
             "perf/step_time_median_ms": statistics.median(laps) if laps else None,
             "perf/step_time_max_ms": max(laps, default=None),
-            "perf/data_time_ms": timed.get("perf/data_time_ms"),
-            "perf/images_per_second": timed.get("perf/images_per_second"),
-            "perf/tflops": timed.get("perf/tflops"),
-            "perf/mfu": timed.get("perf/mfu"),
-            "perf/seconds_to_first_step": self.seconds_to_first_step,
-            "perf/fit_seconds": self.fit_seconds,
+            "perf/seconds_to_first_step": self._seconds_to_first_step,
+            "perf/fit_seconds": self._fit_seconds,
         }
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -122,18 +107,19 @@ class Throughput(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Finds where the timed steps begin."""
         device = pl_module.device
-        peak = peak_flops(device, self._precision)
+        peak = peak_flops(device, self._config.precision)
         self._peak_flops = peak and peak * trainer.world_size
         self._interval.start(trainer)
         self._clock = Stopwatch(device)
         self._first_step = trainer.global_step
         steps = trainer.estimated_stepping_batches - self._first_step
-        length_known = steps > 0 and not self._benchmark
-        warmup_steps = min(self._warmup_steps, steps // 2) if length_known else self._warmup_steps
+        warmup_steps = self._warmup_steps
+        if steps > 0 and not self._config.bench_steps:
+            warmup_steps = min(warmup_steps, steps // 2)
         self._first_timed_step = self._logged_step = self._lap_step = self._first_step + int(warmup_steps)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Adds the wait for this batch up; after the warm-up and after each pause it starts the clock instead."""
+        """Adds the wait for this batch; after the warm-up and after each pause it starts the clock instead."""
         if self._clock.running:
             self._data_seconds += time.perf_counter() - self._batch_ended
         elif trainer.global_step >= self._first_timed_step:
@@ -142,11 +128,11 @@ class Throughput(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Notes the end of the first step and of a benchmark's every step, and writes the point that is due."""
+        """Notes the end of the first step, and of every step of a benchmark; writes a point if one is due."""
         step = trainer.global_step
-        if self.seconds_to_first_step is None and step > self._first_step:
-            self.seconds_to_first_step = time.time() - start_time.command_given()
-        if self._benchmark and step > self._lap_step:
+        if self._seconds_to_first_step is None and step > self._first_step:
+            self._seconds_to_first_step = time.time() - start_time.command_given()
+        if self._config.bench_steps and step > self._lap_step:
             self._lap_step = step
             self._clock.lap()
         if self._interval.due(step) and self._clock.running:
@@ -154,17 +140,11 @@ class Throughput(Callback):
             self._clock.start()
         self._batch_ended = time.perf_counter()
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Pauses."""
+    def _pause(self, *args: Any, **kwargs: Any) -> None:
         self._clock.stop()
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Pauses: Lightning is about to write a checkpoint."""
-        self._clock.stop()
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Pauses: the next epoch's loader starts."""
-        self._clock.stop()
+    # A validation, a checkpoint, or the start of the next epoch's loader follows.
+    on_validation_start = on_save_checkpoint = on_train_epoch_end = _pause
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the last point of a run that was stopped early."""
@@ -172,7 +152,7 @@ class Throughput(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stops the clock of the whole fit."""
-        self.fit_seconds = time.perf_counter() - self._fit_started
+        self._fit_seconds = time.perf_counter() - self._fit_started
 
     def _log(self, trainer: Trainer) -> None:
         self._clock.stop()
@@ -185,9 +165,5 @@ class Throughput(Callback):
         self._logged_data_seconds = self._data_seconds
 
     def _rates(self, seconds: float, data_seconds: float, steps: int) -> dict[str, float]:
-        flops = {
-            "flops_per_step": self._flops_per_step,
-            "peak_flops_per_second": self._peak_flops,
-            "recomputed_flops_per_step": self._recomputed_flops_per_step,
-        }
-        return rates(seconds, data_seconds, steps, self._batch_size, **flops)
+        flops = self._flops_per_step, self._peak_flops, self._recomputed_flops_per_step
+        return rates(seconds, data_seconds, steps, self._config.batch_size, *flops)

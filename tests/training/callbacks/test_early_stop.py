@@ -17,7 +17,7 @@ def test_it_ends_after_so_many_validations_and_says_so(fit: Callable[..., Any], 
     done = fit(STUCK, 16, EarlyStop(2))
     assert done.trainer.current_epoch == 3  # the first one is the best
     accuracy = done.module.val_metrics.overall()["acc"]
-    message = f"has ended early, after epoch 3: val/acc has not been above {accuracy:.2%} in 2 validations"
+    message = f"early stopping after epoch 3: val/acc has not exceeded {accuracy:.2%} in 2 validations"
     assert message in capfd.readouterr().err
 
 

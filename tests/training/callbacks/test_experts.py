@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from cifar_zero.config.flags import Choice, Config
 from cifar_zero.models.moe import Routing, gates
-from cifar_zero.reports.expert_figure import expert_figure
+from cifar_zero.reports.figures import expert_figure
 from cifar_zero.training.callbacks import experts
 from cifar_zero.training.callbacks.experts import Experts, experts_of_classes
 from tests.support.helpers import run_folder_of, train_all

@@ -38,7 +38,6 @@ def test_plain_lines_at_the_log_interval(fit: Callable[..., Any]) -> None:
 def test_a_bar_on_a_terminal(fit: Callable[..., Any]) -> None:
     shown = shown_by(fit, Config(epochs=2, batch_size=4, log_interval=5), terminal=True)
     assert re.search(r"epoch 2/2 ━+ 20/20 loss \d\.\d{3}  [\d,]+ images/s 0:00:\d\d 0:00:00 left", shown)
-    assert re.search(r"validation ━+ 3/3", shown)
     assert re.search(r"test ━+ 3/3", shown)
 
 

@@ -18,12 +18,10 @@ def test_rates_by_hand() -> None:
     given: dict[str, Any] = {"seconds": 4.0, "data_seconds": 1.0, "steps": 8, "batch_size": 16}
     expected = {"perf/step_time_ms": 500, "perf/data_time_ms": 125, "perf/images_per_second": 32, "perf/tflops": 6}
     assert rates(**given, flops_per_step=3 * 10**12) == pytest.approx(expected)
-    measured = rates(
-        **given, flops_per_step=3 * 10**12, peak_flops_per_second=2 * 12 * 10**12
-    )  # two devices of 12 TFLOP/s
+    measured = rates(**given, flops_per_step=3 * 10**12, peak_flops=2 * 12 * 10**12)  # two devices of 12 TFLOP/s
     assert measured == pytest.approx({**expected, "perf/mfu": 0.25})
     # What activation checkpointing computes again is work of the device and none of the model.
-    again = rates(**given, flops_per_step=3 * 10**12, peak_flops_per_second=24e12, recomputed_flops_per_step=10**12)
+    again = rates(**given, flops_per_step=3 * 10**12, peak_flops=24e12, recomputed_flops_per_step=10**12)
     assert again == pytest.approx({**measured, "perf/tflops": 8})
 
 
