@@ -1,4 +1,4 @@
-"""The LightningModule: a network of models/ with its loss, optimizer, learning-rate schedule and metrics."""
+"""The LightningModule: a model with its loss, optimizer, learning-rate schedule and metrics."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -30,33 +30,33 @@ from cifar_zero.training.metrics import CurveMetrics, SplitMetrics
 from cifar_zero.training.test_time_augmentation import averaged_scores
 
 STARTING_IMAGES = 1000
-"""Training images from which a network computes weights that it starts with: 961,000 patches for 78 covariances."""
+"""Training images from which a model may compute initial weights: 961,000 patches for 78 covariances."""
 
 
 class CIFARModule(LightningModule):
-    """Cross-entropy training of a network; its figures (metrics.py) on validation and test images.
+    """Trains a model with the cross-entropy, and computes its metrics on validation and test images.
 
-    A batch is (images, labels): images uint8 (N, 3, H, W), or float in [-1, 1]; labels int64 (N,), where IGNORED counts
-    nowhere, or in training each class's share, float (N, classes).
+    A batch is (images, labels). Images are uint8 (N, 3, H, W), or float in [-1, 1]. Labels are int64 (N,), of which
+    IGNORED ones do not count, or in training the share of each class, float (N, classes).
 
     Args:
-        model: name and options of the network.
+        model: name and options of the model.
         optimizer: name and options of the optimizer.
         schedule: name and options of the learning-rate schedule.
-        num_classes: width of the network's output.
+        num_classes: width of the model's output.
         seed: of the initial weights.
         init: how they are drawn, see `models.initialization`.
-        compile: whether the network runs through torch.compile.
-        cuda_graphs: whether it does so as CUDA graphs.
-        skip_nan: whether a micro-batch is left out whose loss is no number or infinite.
+        compile: whether to compile the model with torch.compile.
+        cuda_graphs: whether to compile it to CUDA graphs.
+        skip_nan: whether to leave out a micro-batch whose loss is NaN or infinite.
         label_smoothing: share of each training label that is spread over all classes (Szegedy et al. 2016).
-        activation_checkpointing: whether the backward pass computes the activations of each block again.
-        activation_offload: whether the activations wait for it in pinned memory of the CPU.
+        activation_checkpointing: whether the backward pass recomputes the activations of each block.
+        activation_offload: whether to keep the activations in pinned CPU memory until the backward pass.
         trainable: patterns of the parameters that are trained; see `finetuning.freeze.freeze`.
         lora: the adapters.
-        channels_last: whether the network gets its images so on a GPU too; see `sources.augment.memory_format`.
-        tta: views of a test image whose scores are averaged, see `views.averaged_scores`.
-        weights: to start from, by the plain network's names; what they lack is drawn.
+        channels_last: whether to use the channels_last memory format on a GPU too; see `data.augment.memory_format`.
+        tta: views of a test image whose scores are averaged, see `test_time_augmentation`.
+        weights: to start from, by the plain model's names; missing ones are drawn.
     """
 
     def __init__(
@@ -97,15 +97,15 @@ class CIFARModule(LightningModule):
         self.tta: Views = tta
         self._weights = weights or {}
         self.skipped = 0
-        """Micro-batches that were left out."""
+        """Micro-batches left out by `skip_nan`."""
         self.net: nn.Module | None = None
         self.gates: tuple[Gate, ...] = ()
-        """Of the network's mixtures of experts, while it is trained."""
+        """Of the mixtures of experts, during a fit."""
         self.val_metrics = SplitMetrics(num_classes)
         self.test_metrics = CurveMetrics(num_classes)
 
     def configure_model(self) -> None:
-        """Builds the network where the strategy wants it; ZeRO-3 shards each layer as it is made.
+        """Builds the model where the strategy needs it; ZeRO-3 shards each layer as it is made.
 
         The seed is set here, so that every strategy and world size starts from the same weights.
         """
@@ -124,37 +124,36 @@ class CIFARModule(LightningModule):
             self.net.compile(dynamic=False, mode="reduce-overhead" if self.cuda_graphs else None)
 
     def starting_weights(self) -> Mapping[str, Tensor]:
-        """What the network computes from training images, where it does so and a training is to begin."""
+        """Returns weights that the model computes from training images, if it does; none outside a training."""
         compute = getattr(self.net, "starting_weights", None)
         datamodule: Any = getattr(self._trainer, "datamodule", None)
         if compute is None or datamodule is None:
             return {}
-        # On the device, where nothing of the module need be yet: its clock runs while they are computed.
+        # On the device of the rank, which the module need not be on yet.
         return compute(normalize(datamodule.sample(STARTING_IMAGES).to(self.trainer.strategy.root_device)))
 
     def on_fit_start(self) -> None:
-        """Looks up what the strategy has made of the network."""
+        """Looks up the gates of the model as the strategy has made it."""
         assert self.net is not None
         self.gates = gates(self.net)
 
     def on_train_start(self) -> None:
-        """Leaves the statistics of frozen batch norms as they are."""
+        """Keeps the statistics of frozen batch norms."""
         assert self.net is not None
         rest_statistics(self.net)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Class scores (N, classes) of images (N, 3, H, W), uint8 or normalised.
+        """Returns class scores (N, classes) of images (N, 3, H, W), uint8 or normalised.
 
-        The steps call it by name, as Lightning has called the module itself already to come to them: called again, it
-        would run DeepSpeed's hooks twice, and ZeRO-3 could not learn in which order the layers come.
+        The steps call it by name: Lightning has called the module to get to the step, and a second call would run
+        DeepSpeed's hooks twice, so that ZeRO-3 could not learn the order of the layers.
         """
         assert self.net is not None
         images = normalize(images, next(self.net.parameters()).dtype)
         return self.net(images.contiguous(memory_format=memory_format(images.device, self.channels_last)))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Mean cross-entropy of one micro-batch with its labels, or its shares of them, a scalar in float32; and the
-        load-balancing losses of the mixtures of experts, each with its weight."""
+        """Returns the mean cross-entropy of a micro-batch plus the weighted load-balancing losses, a float32 scalar."""
         images, labels = batch
         buffers = [*self.buffers()] if self.skip_nan else []
         before = [buffer.clone() for buffer in buffers]
@@ -162,10 +161,10 @@ class CIFARModule(LightningModule):
         if not self.skip_nan or self._finite_on_all_ranks(loss):
             return loss
         self.skipped += 1
-        # A grey micro-batch of no weight: each engine takes part in it as ever, and its gradient is 0.
+        # A grey micro-batch with weight 0: every engine runs as usual, and the gradient is 0.
         grey = torch.zeros_like(images, dtype=torch.float32)
         loss = 0 * self._loss(grey, labels)
-        for buffer, value in zip(buffers, before, strict=True):  # a batch norm has counted both
+        for buffer, value in zip(buffers, before, strict=True):  # batch norms have counted both
             buffer.data.copy_(value)
         return loss
 
@@ -192,23 +191,23 @@ class CIFARModule(LightningModule):
         return self._evaluate(self.test_metrics, batch, self.tta)
 
     def on_validation_epoch_end(self) -> None:
-        """Logs val/loss, val/acc and the other figures, overall and per class."""
+        """Logs val/loss, val/acc and the other metrics, overall and per class."""
         self._log_metrics("val", self.val_metrics)
 
     def on_test_epoch_end(self) -> None:
-        """Logs test/loss, test/acc and the others; `test_metrics` stays readable until the next test."""
+        """Logs the same metrics as test/*; `test_metrics` can be read until the next test."""
         self._log_metrics("test", self.test_metrics)
 
     def on_test_epoch_start(self) -> None:
-        """Forgets the last test."""
+        """Resets the test metrics."""
         self.test_metrics.reset(self.device, strategies.data_group(self.trainer.strategy))
 
     def on_validation_epoch_start(self) -> None:
-        """Forgets the last validation."""
+        """Resets the validation metrics."""
         self.val_metrics.reset(self.device, strategies.data_group(self.trainer.strategy))
 
     def configure_optimizers(self) -> Any:
-        """The optimizer in the strategy's implementation, and a schedule stepped with it unless it is constant."""
+        """Returns the optimizer in the strategy's implementation, and a schedule per step unless it is constant."""
         strategy = self.trainer.strategy
         trained = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
         parameters = groups.parameter_groups(self.optimizer, dict(self.named_parameters()))
@@ -231,17 +230,17 @@ class CIFARModule(LightningModule):
         return scores
 
     def _log_metrics(self, split: str, metrics: SplitMetrics) -> None:
-        # The values are the same on every rank (torchmetrics has added up the counts): sync_dist only says so.
+        # The values are the same on every rank (torchmetrics has added up the counts); sync_dist silences a warning.
         class_names = self.trainer.datamodule.classes  # pyright: ignore[reportAttributeAccessIssue]
-        # Lightning takes a value named step for the curves' abscissa: optimizer steps done, as in the training curves.
+        # Lightning uses a value named step as the abscissa: optimizer steps, as in the training curves.
         step = float(self.trainer.global_step)
         self.log_dict({**metrics.named(split, class_names), "step": step}, sync_dist=True)
 
 
 def lay_channels_last(net: nn.Module, strategy: Any) -> None:
-    """Filters as the images are, where a strategy leaves them whole on a GPU: else each step would turn them.
+    """Puts the filters into the channels_last format, as the images are, so that no step has to convert them.
 
-    Those of the others are cut, or laid end to end, and FSDP2 takes none but torch's own format.
+    Only on a GPU, and under strategies that do not shard or flatten them; FSDP2 accepts only torch's default format.
     """
     whole = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)) and not isinstance(strategy, DeepSpeedStrategy)
     if whole and strategy.root_device.type == "cuda":
@@ -249,22 +248,22 @@ def lay_channels_last(net: nn.Module, strategy: Any) -> None:
 
 
 class StepSchedule(LRScheduler):
-    """A schedule of schedules/ as torch knows them, stepped once an optimizer step."""
+    """A schedule of schedules/ as torch's scheduler, stepped once per optimizer step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule):
         self.schedule = schedule
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float]:
-        """Learning rate of each parameter group at the step that comes next."""
-        shares = [group.get("schedule_share", 1) for group in self.optimizer.param_groups]  # of optimizers/groups.py
-        rates = zip(shares, self.base_lrs, strict=True)
-        return [self.schedule.rate(self._at(share), float(base_lr)) for share, base_lr in rates]
-
-    def _at(self, share: float) -> float:
-        """The step of the whole schedule at which a group is that goes through it in a share of the training."""
-        return self.last_epoch if share == 1 else self.last_epoch / share
+        """Returns the learning rate of each parameter group at the coming step."""
+        rates = []
+        for group, base_lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            # optimizers/groups.py: a group may go through the whole schedule in a share of the training.
+            share = group.get("schedule_share", 1)
+            step = self.last_epoch if share == 1 else self.last_epoch / share
+            rates.append(self.schedule.rate(step, float(base_lr)))
+        return rates
 
     def state_dict(self) -> dict[str, Any]:
-        """The step alone: the formula comes from the configuration, and the parameter groups from the strategy."""
+        """Returns only the step: the formula is in the configuration, and the groups are the strategy's."""
         return {key: value for key, value in super().state_dict().items() if key in ("last_epoch", "_step_count")}

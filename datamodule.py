@@ -1,4 +1,4 @@
-"""CIFARDataModule: brings a source to the trainer, the same images in the same order under every strategy."""
+"""CIFARDataModule: the images of a source in batches, the same in the same order under every strategy."""
 
 from dataclasses import replace
 from typing import Any, cast
@@ -6,14 +6,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
-from numpy.typing import NDArray
 
 from cifar_zero import data
 from cifar_zero.config.batch import micro_batch_size
 from cifar_zero.config.flags import AugmentConfig, DataConfig, SourceName
 from cifar_zero.core.errors import UsageError
 from cifar_zero.data.augment import Augmentation
-from cifar_zero.data.dataset import Dataset, Split
+from cifar_zero.data.dataset import Dataset, Split, stratified_split
 from cifar_zero.data.memory_loader import MemoryLoader
 from cifar_zero.data.order import EvalOrder, Order, TrainOrder
 from cifar_zero.data.residence import Stored, place
@@ -21,13 +20,24 @@ from cifar_zero.strategies import replica
 
 EVAL_BATCH_SIZE = 1000
 """Most images per rank in an evaluation batch: CIFAR-10's test set in ten equal batches, large enough to keep a GPU
-busy, and small enough (12 MB of float32 input) that activations without gradients fit anywhere."""
+busy, and small enough (12 MB of float32 input) for the activations to fit anywhere."""
 
 
 class CIFARDataModule(LightningDataModule):
     """Training, validation and test loaders of any source.
 
     The Trainer must be made with `use_distributed_sampler=False`: the loaders are sharded here.
+
+    Args:
+        config: the source, its root, and the loader.
+        augment: of the training images.
+        batch_size: images of one optimizer step over all ranks.
+        accumulate: micro-batches of one optimizer step.
+        seed: of the validation split, of the order and of the augmentation.
+        channels_last: whether the memory loader uses the channels_last format on a GPU.
+
+    Raises:
+        UsageError: --data.val_fraction is not in [0, 1).
     """
 
     dataset: Dataset
@@ -43,18 +53,12 @@ class CIFARDataModule(LightningDataModule):
         seed: int,
         channels_last: bool = False,
     ) -> None:
-        """`batch_size`: images of one optimizer step over all ranks, in `accumulate` micro-batches; `seed`: of the
-        validation split, of the order and of the augmentation; `augment`: of the training images; `channels_last`:
-        how the memory loader lays them on a GPU.
-
-        Raises UsageError where --data.val_fraction is not in [0, 1).
-        """
         super().__init__()
         if not 0 <= config.val_fraction < 1:
             raise UsageError(f"--data.val_fraction {config.val_fraction} must be at least 0 and less than 1")
         self.config = config
         self.source = ""
-        """Name of the source really used, once it is known."""
+        """Name of the source in use, once it is known."""
         self._batch_size = batch_size
         self._accumulate = accumulate
         self._seed = seed
@@ -64,25 +68,26 @@ class CIFARDataModule(LightningDataModule):
         self._stored: dict[tuple[int, torch.device], Stored] = {}
 
     def prepare_data(self) -> None:
-        """Download and decode (on one rank of each node); in milliseconds where that has been done before."""
+        """Downloads and decodes the images, on one rank of each node; takes milliseconds if that is already done."""
         if not self.source:
             self.source = data.prepare(self.config)
 
     def setup(self, stage: str | None = None) -> None:
-        """Map the images and hold out the validation images, once, whatever the stage.
+        """Maps the images into memory and holds out the validation images, once for all stages.
 
-        Raises UsageError where the batch cannot be divided among the ranks.
+        Raises:
+            UsageError: the batch cannot be divided among the ranks.
         """
-        micro_batch_size(self._batch_size, self._replica[0], self._accumulate)
+        _ = self.micro_batch_size
         if hasattr(self, "dataset"):
             return
         if self.trainer is None:
             self.prepare_data()
             chosen = self.source
-        else:  # only rank 0's choice counts: `auto` may have been decided otherwise on another node
+        else:  # rank 0's choice counts: `auto` may have chosen another on another node
             chosen = self.trainer.strategy.broadcast(self.source)
         config = replace(self.config, source=cast(SourceName, chosen))
-        if self.source != chosen:  # else this process has just prepared it
+        if self.source != chosen:  # else it is already prepared
             self.source = data.prepare(config)
         self.dataset = data.load(config, self.source)
         self._train, self._val = stratified_split(self.dataset.train_labels, self.config.val_fraction, self._seed)
@@ -113,13 +118,12 @@ class CIFARDataModule(LightningDataModule):
         return micro_batch_size(self._batch_size, self._replica[0], self._accumulate)
 
     def sample(self, count: int) -> torch.Tensor:
-        """Training images from all over the split, so of all classes: uint8 (n, 3, 32, 32), n at most `count`; the same
-        on every rank."""
+        """Returns evenly spaced training images, so of all classes: uint8 (n, 3, 32, 32), n <= count."""
         rows = self._train[np.linspace(0, self.num_train - 1, min(count, self.num_train)).astype(np.int64)]
         return torch.from_numpy(self.dataset.train_images[rows])
 
     def train_dataloader(self) -> Any:
-        """Shuffled micro-batches; whole optimizer steps only. Raises UsageError for fewer images than one batch."""
+        """Returns shuffled micro-batches, of whole steps only. Raises UsageError for fewer images than one batch."""
         split = Split(self.dataset.train_images, self.dataset.train_labels, self._train)
         # Lightning's overfit_batches trains on the first batches of an epoch: they must be the same in every epoch.
         shuffle = not getattr(self.trainer, "overfit_batches", 0)
@@ -129,24 +133,24 @@ class CIFARDataModule(LightningDataModule):
         return self._loader(split, order, augmentation)
 
     def val_dataloader(self) -> Any:
-        """Every validation image once; an empty list, with which Lightning skips validation, where there are none."""
+        """Returns every validation image once; without any an empty list, with which Lightning skips validation."""
         if not self.num_val:
             return []
         split = Split(self.dataset.train_images, self.dataset.train_labels, self._val)
         return self._loader(split, EvalOrder(split.count, EVAL_BATCH_SIZE, *self._replica))
 
     def test_dataloader(self) -> Any:
-        """Every test image once."""
+        """Returns every test image once."""
         split = Split(self.dataset.test_images, self.dataset.test_labels, np.arange(self.num_test))
         return self._loader(split, EvalOrder(split.count, EVAL_BATCH_SIZE, *self._replica))
 
     def _loader(self, split: Split, order: Order, augmentation: Augmentation | None = None) -> Any:
         if self.config.loader == "memory":
-            key = id(split.images), self._device  # training and validation images are of the same array: one copy
+            key = id(split.images), self._device  # training and validation images share one array, and so one copy
             if key not in self._stored:
                 self._stored[key] = place(split.images, self._device)
             return MemoryLoader(split, order, self._stored[key], augmentation, self._channels_last)
-        from cifar_zero.data.torch_loader import TorchLoader  # here, as torchvision takes a second to import
+        from cifar_zero.data.torch_loader import TorchLoader  # here: torchvision takes a second to import
 
         return TorchLoader(split, order, self.config.workers)
 
@@ -156,20 +160,5 @@ class CIFARDataModule(LightningDataModule):
 
     @property
     def _replica(self) -> tuple[int, int]:
-        """Number of ranks that train on different images, and which of them this one is."""
+        """Number of ranks that train on different images, and this one's index among them."""
         return replica(self.trainer.strategy) if self.trainer is not None else (1, 0)
-
-
-def stratified_split(
-    labels: NDArray[np.int64], fraction: float, seed: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Indices (train, held out) into `labels` (N,), each sorted: `fraction` of every class is held out, rounded.
-
-    At least one image of each class stays in train.
-    """
-    rng = np.random.default_rng(seed)
-    held_out = np.zeros(len(labels), dtype=bool)
-    for label in np.unique(labels):
-        members = rng.permutation(np.flatnonzero(labels == label))
-        held_out[members[: min(round(fraction * len(members)), len(members) - 1)]] = True
-    return np.flatnonzero(~held_out), np.flatnonzero(held_out)

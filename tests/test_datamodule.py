@@ -13,8 +13,8 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from cifar_zero.config.flags import AugmentConfig, DataConfig
 from cifar_zero.core.errors import UsageError
-from cifar_zero.data.dataset import IGNORED
-from datamodule import CIFARDataModule, stratified_split
+from cifar_zero.data.dataset import IGNORED, stratified_split
+from datamodule import CIFARDataModule
 
 
 @pytest.fixture

@@ -51,3 +51,18 @@ class Split:
         self.indices = np.append(indices, indices[0])
         self.labels = np.append(labels[indices], IGNORED)
         self.count = len(indices)
+
+
+def stratified_split(
+    labels: NDArray[np.int64], fraction: float, seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns sorted indices (train, held out) into `labels` (N,): `fraction` of every class is held out, rounded.
+
+    At least one image of each class stays in train.
+    """
+    rng = np.random.default_rng(seed)
+    held_out = np.zeros(len(labels), dtype=bool)
+    for label in np.unique(labels):
+        members = rng.permutation(np.flatnonzero(labels == label))
+        held_out[members[: min(round(fraction * len(members)), len(members) - 1)]] = True
+    return np.flatnonzero(~held_out), np.flatnonzero(held_out)

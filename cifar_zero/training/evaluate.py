@@ -1,4 +1,4 @@
-"""Tests a checkpoint of any strategy on one device: the same figures as at the end of its run.
+"""Tests a checkpoint of any strategy on one device: the same metrics as at the end of its run.
 
 python evaluate.py RUN_OR_CHECKPOINT [--data.root DIR] [--accelerator cpu]
 """
@@ -32,25 +32,25 @@ def main(classes: Callable[[], tuple[Any, Any]]) -> int:
         prog="evaluate.py",
         usage="%(prog)s RUN_OR_CHECKPOINT [--<option of train.py> VALUE ...]",
         description="Tests a checkpoint of any strategy on one device.",
-        epilog="Data, network and precision are the run's own; options of train.py override them, "
-        "for instance --data.root DIR or --accelerator cpu. Of a run with averaged weights these are tested; "
-        "--ema 0 --swa_from 0 tests the newest.",
+        epilog="Data, model and precision are those of the run; options of train.py override them, "
+        "for example --data.root DIR or --accelerator cpu. If the run averaged its weights, the averages are tested; "
+        "--ema 0 --swa_from 0 tests the newest weights.",
         allow_abbrev=False,
     )
     parser.add_argument("checkpoint", help="a run folder (its newest checkpoint), or a .ckpt file or folder")
     if len(sys.argv) < 2 or (sys.argv[1].startswith("-") and sys.argv[1] not in ("-h", "--help")):
-        raise UsageError("say first what to test, a run folder or a checkpoint: evaluate.py RUN_OR_CHECKPOINT ...")
-    parser.add_argument("--delta", metavar="FILE", help="what a run trained over it (export.py --to delta)")
+        raise UsageError("the first argument must be a run folder or a checkpoint: evaluate.py RUN_OR_CHECKPOINT ...")
+    parser.add_argument("--delta", metavar="FILE", help="delta of a run that started from it (export.py --to delta)")
     arguments, overrides = parser.parse_known_args()
     checkpoint = run_folder.find_checkpoint(arguments.checkpoint, out="", name="")
+    consent = command_line.consent(overrides)
     content: dict[str, Any] | None = None
     if arguments.delta:
         from cifar_zero.checkpoints.finetuning.delta import together
 
-        content = together(checkpoint, Path(arguments.delta), command_line.consent(overrides).trust)
+        content = together(checkpoint, Path(arguments.delta), consent.trust)
         checkpoint = Path(arguments.delta)
     config = configuration(checkpoint, overrides, content)
-    consent = command_line.consent(overrides)
     trained_cast = bool(config.ds_config) or STRATEGIES[config.strategy].casts
     run = replace(of_machine(on_this_machine(for_one_device(config))), consent=consent)
     # A CPU has no float16.
@@ -60,10 +60,7 @@ def main(classes: Callable[[], tuple[Any, Any]]) -> int:
 
 
 def for_one_device(config: Config) -> Config:
-    """Returns what a test on one device needs of a run's configuration.
-
-    Its batch size need not divide here, and options of the training alone are left out.
-    """
+    """Returns a run's configuration without its options of the training, and without its strategy."""
     model = config.model
     if "ep_size" in model.options:
         model = replace(model, options={**model.options, "ep_size": 1})
@@ -78,10 +75,10 @@ def for_one_device(config: Config) -> Config:
 
 
 def configuration(checkpoint: Path, overrides: list[str], content: dict[str, Any] | None = None) -> Config:
-    """The run's own, of its folder or of what the checkpoint itself keeps of it, with train.py's flags laid over it.
+    """Returns the run's configuration, from its folder or from the checkpoint itself, changed by train.py's flags.
 
     Raises:
-        UsageError: there is neither.
+        UsageError: neither has one.
     """
     recipe = run_folder.recipe_of(checkpoint)
     if recipe is not None and content is None:
@@ -90,7 +87,7 @@ def configuration(checkpoint: Path, overrides: list[str], content: dict[str, Any
 
     record = (content or read(checkpoint, command_line.consent(overrides).trust)).get(RECORD)
     if record is None:
-        raise UsageError(f"{checkpoint} lies in no run folder, and was not written by train.py")
+        raise UsageError(f"{checkpoint} is not in a run folder, and was not written by train.py")
     with TemporaryDirectory() as folder:
         recipe = Path(folder) / run_folder.CONFIG
         recipe.write_text(command_line.dump(config_of(record["config"])))
@@ -111,9 +108,9 @@ def evaluate(
         classes: the LightningModule and the LightningDataModule.
         run: resolved for one device.
         checkpoint: file or folder.
-        precision: Lightning's name of the number format that the network runs in.
-        cast: whether mixed precision is a network cast to the format, as DeepSpeed's and fsdp2's is, and not autocast.
-        content: of the checkpoint, where it was read or put together already.
+        precision: of the test, in Lightning's terms.
+        cast: whether mixed precision means a model cast to the format, as in DeepSpeed and fsdp2, and not autocast.
+        content: of the checkpoint, if it was read already.
 
     Returns:
         The test/* of metrics.json.

@@ -1,10 +1,10 @@
-"""Lightning's training epoch loop with the work per batch cut to what the batch needs.
+"""Lightning's training epoch loop without its overhead per batch, a third of the step of a small model; switch it off
+with `--fast_loop false`, which runs Lightning's own loop with the same results bit for bit.
 
-Around the forward, backward and optimizer step of a batch, Lightning 2.6.6 calls every hook of every callback, of the
-module and of the strategy through a profiler's context, whether anybody implements it, and with several ranks it
-broadcasts a tensor and waits for its value. For a small network that is a third of the step (Lightning issues 6196,
-7093 and 8857). Here the hooks that somebody implements are looked up once an epoch and called in the same order, and
-nothing else is done. Same weights, same checkpoints, same counters: tests/training/test_fast_loop.py compares the two.
+For each batch Lightning 2.6.6 calls every hook of every callback, of the module and of the strategy through a
+profiler's context, implemented or not, and with several ranks it broadcasts a tensor and waits for its value (issues
+6196, 7093 and 8857). This loop looks up the implemented hooks once per epoch, and calls them in the same order.
+tests/training/test_fast_loop.py compares weights, checkpoints and counters of the two loops.
 """
 
 from collections.abc import Callable
@@ -29,22 +29,22 @@ HOOKS = (
     "on_before_optimizer_step",
     "on_train_batch_end",
 )
-"""Of callbacks and of the module: called here, in Lightning's order, where they are implemented."""
+"""Hooks of callbacks and of the module, called in Lightning's order if they are implemented."""
 
 STEP_METHODS = (
     *("backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step"),
     *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
     "on_train_batch_start",  # it may end the epoch by returning -1
 )
-"""Of the module: one that has its own takes Lightning's way."""
+"""A module that overrides one of these is trained by Lightning's own loop."""
 
 
 def install(trainer: Trainer, fast: bool = True) -> None:
-    """Gives a trainer these loops; to be called before `fit`.
+    """Replaces the loops of a trainer; call it before `fit`.
 
     Args:
         trainer: of the run.
-        fast: whether batches take the way of `EpochLoop`, else Lightning's own.
+        fast: whether to use `EpochLoop`; else Lightning's own epoch loop.
     """
     theirs = trainer.fit_loop
     trainer.fit_loop = FitLoop(trainer, theirs.min_epochs, theirs.max_epochs)
@@ -55,9 +55,9 @@ def install(trainer: Trainer, fast: bool = True) -> None:
 class FitLoop(_FitLoop):
     """Trains epoch after epoch.
 
-    Where `max_steps` is set, Lightning 2.6.6 takes a checkpoint of an epoch's end for one of its middle, and a run that
-    goes on from it counts that epoch twice: it skips the next one's images, or ends at once. Here such a run goes on as
-    one without `max_steps` does. Can go when Lightning's issue 19617 is mended.
+    If `max_steps` is set, Lightning 2.6.6 takes a checkpoint of an epoch's end for one of its middle: the resumed run
+    counts that epoch twice, and skips the images of the next one or ends at once. Here the run resumes as if max_steps
+    were not set. It can be removed when Lightning's issue 19617 is fixed.
     """
 
     def _iteration_based_training(self) -> bool:
@@ -67,16 +67,15 @@ class FitLoop(_FitLoop):
 class EpochLoop(_TrainingEpochLoop):
     """Trains an epoch.
 
-    Lightning's own way is taken where this one does not serve: a loader whose batches are not on the device yet, a
-    profiler that wants to see every call, a module with a step of its own, float16 with a gradient scaler; and
-    where a run is resumed at a validation.
+    Lightning's own code runs instead for a loader whose batches are not yet on the device, a profiler, a module with
+    its own step, float16 with a gradient scaler, and a run that resumes at a validation.
     """
 
     _step: Callable[[Any, int], dict[str, Any]] | None = None
     _hooks: dict[str, list[Callable[..., Any]]]
 
     def on_run_start(self, data_fetcher: Any) -> None:
-        """Before the first batch of an epoch: looks up the hooks and the kind of step."""
+        """Looks up the hooks and the step, before the first batch of an epoch."""
         super().on_run_start(data_fetcher)
         self._step = self._kind_of_step()
         if self._step is not None:
@@ -84,9 +83,9 @@ class EpochLoop(_TrainingEpochLoop):
         self._hooks = {name: self._implemented(name) for name in HOOKS}
 
     def advance(self, data_fetcher: Any) -> None:
-        """One micro-batch: forward and backward, and the optimizer step where it is the last before one."""
-        after_a_validation = self.restarting and self._should_check_val_fx(data_fetcher)
-        if self._step is None or after_a_validation:
+        """Trains on one micro-batch: forward and backward, and the optimizer step if it is the last of a step."""
+        resumes_at_validation = self.restarting and self._should_check_val_fx(data_fetcher)
+        if self._step is None or resumes_at_validation:
             super().advance(data_fetcher)
             return
         trainer, progress = self.trainer, self.batch_progress
@@ -104,13 +103,13 @@ class EpochLoop(_TrainingEpochLoop):
         if self._num_ready_batches_reached():
             self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         self._call("on_train_batch_end", outputs, batch, batch_idx)
-        if self._results:  # somebody uses self.log
+        if self._results:  # a step or hook has called self.log
             trainer._logger_connector.on_batch_end()
             trainer._logger_connector.update_train_step_metrics()
         progress.increment_completed()
 
     def _torch_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """A step of torch's optimizer, on one device, under DDP, or on shards."""
+        """Runs a step of torch's optimizer: on one device, under DDP, or on shards."""
         trainer: Any = self.trainer
         strategy = trainer.strategy
         optimizer, progress = trainer.optimizers[0], self.automatic_optimization.optim_progress.optimizer
@@ -132,7 +131,7 @@ class EpochLoop(_TrainingEpochLoop):
         return outputs
 
     def _deepspeed_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """A step of DeepSpeed's engine, which accumulates, clips and zeroes the gradients by itself."""
+        """Runs a step of DeepSpeed's engine, which accumulates, clips and zeroes the gradients by itself."""
         trainer, progress = self.trainer, self.automatic_optimization.optim_progress.optimizer
         engine: Any = trainer.strategy.model
         outputs, loss = self._forward(batch, batch_idx)
@@ -150,20 +149,20 @@ class EpochLoop(_TrainingEpochLoop):
         return outputs
 
     def _zero_grad(self, batch_idx: int, groups: list[dict[str, Any]]) -> None:
-        """At the first micro-batch of a step calls the hook and forgets the gradients of these parameter groups."""
+        """Calls the hook and removes the gradients of these groups, at the first micro-batch of a step."""
         if batch_idx % self.trainer.accumulate_grad_batches:
             return
         progress = self.automatic_optimization.optim_progress.optimizer.zero_grad
         progress.increment_ready()
         self._call("on_before_zero_grad", self.trainer.optimizers[0])
         progress.increment_started()
-        for group in groups:  # as zero_grad does, less its profiling: 15 us for ten parameters
+        for group in groups:  # zero_grad without its profiling: 15 us for ten parameters
             for parameter in group["params"]:
                 parameter.grad = None
         progress.increment_completed()
 
     def _forward(self, batch: Any, batch_idx: int) -> tuple[dict[str, Any], Tensor]:
-        """The training step's outputs, the loss in them detached, and the loss to go back from."""
+        """Returns the training step's outputs, with the loss detached, and the loss to differentiate."""
         outputs: Any = self.trainer.strategy.training_step(batch, batch_idx)
         outputs = dict(outputs) if isinstance(outputs, dict) else {"loss": outputs}
         loss = outputs["loss"]
@@ -177,7 +176,7 @@ class EpochLoop(_TrainingEpochLoop):
             hook(*args)
 
     def _kind_of_step(self) -> Callable[[Any, int], dict[str, Any]] | None:
-        """The step for this trainer; None for Lightning's own."""
+        """Returns the step for this trainer; None for Lightning's own."""
         trainer: Any = self.trainer
         strategy, module = trainer.strategy, trainer.lightning_module
         precision = strategy.precision_plugin
@@ -189,16 +188,13 @@ class EpochLoop(_TrainingEpochLoop):
             return None
         if isinstance(precision, DeepSpeedPrecision):
             return self._deepspeed_step
-        plain = type(precision) in (Precision, HalfPrecision) or (
-            type(precision) is MixedPrecision and precision.scaler is None
-        )
+        unscaled = type(precision) is MixedPrecision and precision.scaler is None
+        plain = unscaled or type(precision) in (Precision, HalfPrecision)
         known = type(strategy) in (SingleDeviceStrategy, DDPStrategy) or isinstance(strategy, ModelParallelStrategy)
-        if plain and known:
-            return self._torch_step
-        return None
+        return self._torch_step if plain and known else None
 
     def _implemented(self, name: str) -> list[Callable[..., Any]]:
-        """The hook `name` of the callbacks that implement it, then of the module, ready to be called."""
+        """Returns the hook `name` of the callbacks that implement it, then the module's."""
         trainer: Any = self.trainer
         module = trainer.lightning_module
         found: list[Callable[..., Any]] = []

@@ -24,7 +24,7 @@ COUNT, BATCH = 44, 8  # five whole steps an epoch
 
 
 class Images(LightningDataModule):
-    """Random images from the memory loader, whose batches take our way."""
+    """Random images from the memory loader, which the fast loop needs."""
 
     classes = tuple(f"class {label}" for label in range(10))
 
@@ -107,12 +107,14 @@ def fit(
 
 
 @pytest.mark.usefixtures("own_process_group")
-@pytest.mark.parametrize(("strategy", "accumulate"), [("baseline", 1), ("baseline", 2), ("deepspeed_stage_2", 2)])
-def test_it_is_lightnings_loop_to_hooks_counters_logs_and_weights(
+@pytest.mark.parametrize(
+    ("strategy", "accumulate"), [("baseline", 1), ("baseline", 2), ("ddp", 2), ("deepspeed_stage_2", 2)]
+)
+def test_hooks_counters_logs_and_weights_are_those_of_lightnings_loop(
     strategy: str, accumulate: int, tmp_path: Path
 ) -> None:
     trainer, module, recorder, logged = fit(True, accumulate, tmp_path / "ours", strategy=strategy)
-    assert trainer.fit_loop.epoch_loop._step is not None  # pyright: ignore - it did not take Lightning's way
+    assert trainer.fit_loop.epoch_loop._step is not None  # pyright: ignore - it did not fall back to Lightning's
     theirs, their_module, their_recorder, their_log = fit(False, accumulate, tmp_path / "theirs", strategy=strategy)
     assert recorder.seen == their_recorder.seen
     assert {name for name, *_ in recorder.seen} >= set(fast_loop.HOOKS)
@@ -124,7 +126,7 @@ def test_it_is_lightnings_loop_to_hooks_counters_logs_and_weights(
         assert torch.equal(one, other)
 
 
-def test_a_run_of_so_many_steps_goes_on_after_an_epoch(tmp_path: Path) -> None:
+def test_a_run_with_max_steps_resumes_after_an_epoch(tmp_path: Path) -> None:
     """Lightning's own loop counts that epoch twice (its issue 19617)."""
     each_epoch = ModelCheckpoint(tmp_path / "saved", "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
     whole, module, recorder, _ = fit(True, 1, tmp_path / "whole", each_epoch, max_steps=8)
