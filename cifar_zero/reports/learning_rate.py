@@ -1,8 +1,9 @@
-"""Figures of the learning rate: a schedule over a run's steps, and the loss against the rates of a range test."""
+"""Plots of the learning rate: a schedule over a run's steps, and the loss over the rates of a range test."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from cifar_zero.config.flags import Choice
@@ -29,44 +30,43 @@ def draw_schedule(schedule: Choice, optimizer: Choice, steps: int, file: Path) -
     formula = settled(SCHEDULES[schedule.name](**schedule.options), lambda: steps)
     base_lr = OPTIMIZERS[optimizer.name](**optimizer.options).lr
     shown = range(0, steps, max(1, steps // POINTS))
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = _figure("optimizer step", "learning rate")
     axes.plot(shown, [formula.rate(step, base_lr) for step in shown])
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("learning rate")
     axes.set_ylim(bottom=0)
     axes.set_title(f"{schedule.name}, {optimizer.name} with {base_lr:g}, {steps:,} steps")
-    axes.grid(alpha=0.3)
     _save(figure, file)
 
 
 def draw_range_test(
     rates: Sequence[float], losses: Sequence[float], smooth: Sequence[float], suggestion: float | None, file: Path
 ) -> None:
-    """Draws losses, and their running mean, against learning rates into a PNG file.
+    """Draws losses, and their running mean, over learning rates into a PNG file.
 
     Args:
         rates: of each step.
         losses: of each step.
-        smooth: their running mean, as far as it goes.
+        smooth: their running mean, until the run diverges.
         suggestion: the rate to mark, if any.
         file: to write.
 
     Raises:
         UsageError: it cannot be written.
     """
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = _figure("learning rate", "training loss")
     axes.plot(rates[: len(smooth)], losses[: len(smooth)], alpha=0.3, label="loss")
     axes.plot(rates[: len(smooth)], smooth, label="running mean")
     if suggestion is not None:
         axes.axvline(suggestion, color="black", linestyle=":", label=f"steepest fall: {suggestion:.2g}")
     axes.set_xscale("log")
-    axes.set_xlabel("learning rate")
-    axes.set_ylabel("training loss")
     axes.legend()
-    axes.grid(alpha=0.3)
     _save(figure, file)
+
+
+def _figure(x_label: str, y_label: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot(xlabel=x_label, ylabel=y_label)
+    axes.grid(alpha=0.3)
+    return figure, axes
 
 
 def _save(figure: Figure, file: Path) -> None:

@@ -31,12 +31,12 @@ Datamodule = TypeVar("Datamodule")
 
 
 def datamodule(make: Callable[..., Datamodule], config: Config, source: SourceName | None = None) -> Datamodule:
-    """Returns the images of a run, in batches of this rank.
+    """Returns the data module of a run.
 
     Args:
         make: the LightningDataModule's class, called as CIFARDataModule.
         config: of the run.
-        source: of the images of a resumed run, see `starting_point.check_resume`.
+        source: of a resumed run's images, see `starting_point.check_resume`.
     """
     return make(
         replace(config.data, source=source or config.data.source),
@@ -49,7 +49,7 @@ def datamodule(make: Callable[..., Datamodule], config: Config, source: SourceNa
 
 
 def module(make: Callable[..., Module], run: Run, start: Match | None = None) -> Module:
-    """Returns the LightningModule of a run; the strategy has it build its model.
+    """Returns the LightningModule of a run.
 
     Args:
         make: its class, called as CIFARModule.
@@ -83,23 +83,22 @@ def trainer(run: Run, run_dir: Path | None, figures: bool = True) -> Trainer:
 
     Args:
         run: to train.
-        run_dir: the run folder, on rank 0; None on the others, which write nothing by themselves.
-        figures: whether to draw those of the test.
+        run_dir: the run folder, on rank 0.
+        figures: whether to draw the figures of the test.
 
     Raises:
         UsageError: Lightning refuses an option of --trainer.
     """
     config = run.config
     strategy = strategies.build(run, parameter_count(config.model, run.num_classes))
-    # DeepSpeed's strategies bring their own precision, fsdp2 its own mixed one.
+    # DeepSpeed's strategies bring their own precision plugin, and fsdp2 one for mixed precision.
     own = run.spec.family == "deepspeed" or (run.spec.casts and "mixed" in config.precision)
-    precision = {} if own else {"precision": config.precision}
     options: dict[str, Any] = {
         "accelerator": config.accelerator,
         "devices": config.devices,
         "num_nodes": config.num_nodes,
         "strategy": strategy,
-        **precision,
+        "precision": None if own else config.precision,
         "max_epochs": config.epochs,
         "max_steps": config.max_steps,
         "accumulate_grad_batches": config.accumulate,
@@ -108,7 +107,7 @@ def trainer(run: Run, run_dir: Path | None, figures: bool = True) -> Trainer:
         "callbacks": callbacks(run, run_dir, figures),
         "default_root_dir": run_dir,
         "plugins": [AtomicCheckpointIO(run.consent.trust, config.save_weights), *environment()],
-        "use_distributed_sampler": False,  # the loaders shard by themselves, whatever the strategy
+        "use_distributed_sampler": False,  # the loaders shard by themselves
         "log_every_n_steps": config.log_interval,
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,
@@ -120,17 +119,17 @@ def trainer(run: Run, run_dir: Path | None, figures: bool = True) -> Trainer:
         options |= {"max_epochs": -1, "max_steps": steps, "limit_val_batches": 0, "enable_checkpointing": False}
     try:
         made = Trainer(**{**options, **config.trainer})
-    except Exception as error:  # Lightning has several for this, MisconfigurationException among them
+    except Exception as error:  # of several types, such as MisconfigurationException
         raise UsageError(f"Lightning's Trainer refuses an option of --trainer: {error}") from error
     fast_loop.install(made, config.fast_loop)
     return made
 
 
 def environment() -> list[ClusterEnvironment]:
-    """Has Lightning read the ranks from torchrun's variables, which `rank_environment.adopt` sets under any launcher.
+    """Makes Lightning read the ranks from torchrun's variables, which `rank_environment.adopt` sets for any launcher.
 
-    By itself (2.6.6) it would read SLURM's in every SLURM job: in a job with one task, ranks that this program has
-    started there would all be rank 0 of 1.
+    By itself Lightning (2.6.6) reads SLURM's in every SLURM job: in a job with one task, all ranks that this program
+    starts would be rank 0 of 1.
     """
     return [] if rank_environment.by_torchrun() else [LightningEnvironment()]
 
@@ -150,7 +149,7 @@ def check_trainer_options(config: Config) -> None:
 
 
 def _loggers(config: Config, run_dir: Path | None) -> list[Logger]:
-    """Returns where rank 0 writes its curves; nothing on the other ranks."""
+    """Returns the loggers, which only rank 0 has."""
     if run_dir is None:
         return []
     made: list[Logger] = []

@@ -1,4 +1,4 @@
-"""What the ranks of several nodes, or of torchrun, agree on before they train: the checkpoint and the run folder."""
+"""The checkpoint and the run folder on which the ranks of several nodes, or of torchrun, agree before they train."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""From the configuration to the resolved run: the only place where what is left open is decided."""
+"""From the configuration to the resolved run: the only place where open settings are decided."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from cifar_zero.schedules import SCHEDULES
 
 
 def resolve(config: Config, consent: Consent = NO_CONSENT) -> Run:
-    """Returns the run that a configuration comes to on this computer.
+    """Returns the resolved run of a configuration on this computer.
 
     With several nodes, or under torchrun, rank 0 decides later for all ranks what is resumed: see `training.nodes`.
 

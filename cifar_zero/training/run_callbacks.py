@@ -1,4 +1,4 @@
-"""The callbacks of a run: what observes and steers the training, the same on every rank."""
+"""The callbacks of a run, the same on every rank."""
 
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,10 @@ from cifar_zero.training.callbacks.resume import Resume
 from cifar_zero.training.callbacks.throughput import Throughput
 
 WARMUP_STEPS = 10
-"""Optimizer steps that the throughput figures leave out."""
+"""Optimizer steps that are not timed."""
 
 BENCH_WARMUP_STEPS = 20
-"""Steps before the timed ones of --bench_steps: allocation, autotuning and the page cache settle in them."""
+"""Steps before the timed ones of --bench_steps, for allocation, autotuning and the page cache."""
 
 
 def callbacks(run: Run, run_dir: Path | None, figures: bool) -> list[Callback]:
@@ -45,7 +45,7 @@ def callbacks(run: Run, run_dir: Path | None, figures: bool) -> list[Callback]:
     Args:
         run: to train.
         run_dir: the run folder, on rank 0.
-        figures: whether to draw those of the test.
+        figures: whether to draw the figures of the test.
 
     Raises:
         UsageError: one of --trainer.callbacks cannot be made.
@@ -71,7 +71,7 @@ def callbacks(run: Run, run_dir: Path | None, figures: bool) -> list[Callback]:
         Resume(config),
         *([Averaging(config.ema, config.swa_from)] if config.ema or config.swa_from else []),
         *_given(run.consent.callbacks),
-        # After the others: it would take their work for waiting.
+        # After the others: it would count their work as waiting.
         Throughput(config, flops * micro_batches, warmup, recomputed * micro_batches),
     ]
     if run.on_cpu:

@@ -1,4 +1,4 @@
-"""Starts a run of train.py in a process group of its own, and ends it; no torch."""
+"""Starts a run of train.py in its own process group, and ends it; without importing torch."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ POLL_SECONDS = 0.25
 """Time between two checks of a run."""
 
 SAVING_SECONDS = 45.0
-"""Time for a run to end when it is asked to: supervisor.py gives its ranks 30 s to write a checkpoint."""
+"""Time that a run has to end: supervisor.py gives its ranks 30 s to write a checkpoint."""
 
 Run = subprocess.Popen[bytes]
 
@@ -50,17 +50,12 @@ def start(
         )
 
 
-def ask_to_end(run: Run) -> None:
-    """Sends what a terminal's Ctrl-C sends: the launcher and all ranks save a checkpoint and end."""
-    os.killpg(run.pid, signal.SIGINT)
-
-
 def end(runs: Sequence[Run]) -> None:
-    """Asks live runs to end; kills what is left of their process groups, and at a second Ctrl-C kills them at once."""
+    """Asks live runs to end, then kills their process groups; a second Ctrl-C kills them at once."""
     try:
         live = [run for run in runs if run.poll() is None]
         for run in live:
-            ask_to_end(run)
+            os.killpg(run.pid, signal.SIGINT)  # as Ctrl-C: the launcher and all ranks save a checkpoint and end
         over = time.monotonic() + SAVING_SECONDS
         for run in live:
             with suppress(subprocess.TimeoutExpired):
@@ -73,7 +68,7 @@ def end(runs: Sequence[Run]) -> None:
 
 
 def failure(log: Path, code: int) -> str:
-    """The last line of a log that begins with error:, else its last line, else how the run ended."""
+    """Returns the last line of a log that begins with error:, else how the run ended, and the last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
@@ -81,20 +76,20 @@ def failure(log: Path, code: int) -> str:
 
 
 def folders(out: Path, name: str) -> list[Path]:
-    """The run folders of a name, also those that fell back to the digits; the newest last."""
+    """Returns the run folders of a name, the newest last, including those that fell back to the digits."""
     names = (name, name + run_folder.FALLBACK_SUFFIX)
     found = [folder for each in names for folder in (out / each).glob("version_*")]
     return sorted(found, key=lambda folder: int(folder.name.removeprefix("version_")))
 
 
 def _environment() -> dict[str, str]:
-    """Without what a run must find out by itself: the time of its start, and whether it is requeued."""
+    """Returns this process's environment, without its start time and SLURM's count of restarts."""
     left_out = (start_time.VARIABLE, "SLURM_RESTART_COUNT")
     return {key: value for key, value in os.environ.items() if key not in left_out}
 
 
 def _prepare(cores: Collection[int]) -> None:
-    """Makes the new process end with this one, and heed SIGINT even in a shell's background job."""
+    """Makes the new process end with this one, and obey SIGINT even in a shell's background job."""
     local_launcher.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if cores and hasattr(os, "sched_setaffinity"):

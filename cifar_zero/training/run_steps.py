@@ -1,4 +1,4 @@
-"""Returns how many optimizer steps a run will take, without starting it."""
+"""The number of optimizer steps of a run that is not started."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ def run_steps(config: Config, datamodule: Any) -> int:
     """Returns the steps that Lightning would count (`Trainer.estimated_stepping_batches`): of all epochs, or
     --max_steps.
 
-    Decodes the images if that has not been done: nothing else tells their number.
+    Decodes the images if that has not been done, to learn their number.
 
     Args:
-        config: of the run, settled.
+        config: of the run.
         datamodule: the CIFARDataModule of the run.
     """
     datamodule.setup()

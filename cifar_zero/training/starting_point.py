@@ -1,4 +1,4 @@
-"""What a run starts from: a checkpoint that it resumes, or weights that it fine-tunes; checked before it is built."""
+"""The starting point of a run: a checkpoint to resume, or weights to fine-tune; checked before the run is built."""
 
 from pathlib import Path
 

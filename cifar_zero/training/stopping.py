@@ -44,7 +44,7 @@ def check_saved(trainer: Trainer) -> None:
 
 
 def leave(trainer: Trainer, last: bool) -> None:
-    """Waits for the other ranks, and takes the process group down, which complains otherwise.
+    """Waits for the other ranks, and destroys the process group, as torch asks.
 
     Args:
         trainer: of the run.

@@ -10,21 +10,21 @@ from cifar_zero.checkpoints import run_folder
 from cifar_zero.core.errors import RunError, UsageError
 
 PROJECT = "cifar-zero"
-"""W&B project, where WANDB_PROJECT names no other."""
+"""W&B project, unless WANDB_PROJECT names another."""
 
 TIMEOUT_S = 30.0
-"""How long W&B may take to open a run; its own 90 s are long to wait for a server that cannot be reached."""
+"""Time that W&B has to open a run; its default of 90 s is long for a server that cannot be reached."""
 
-OFFLINE = "WANDB_MODE=offline keeps the run here"
+OFFLINE = "WANDB_MODE=offline keeps the run on this machine"
 
 
 def wandb_logger(run_dir: Path) -> WandbLogger:
-    """Opens a W&B run that is kept under the run folder and has the folder's config.yaml as its configuration.
+    """Opens a W&B run in the run folder, with the folder's config.yaml as its configuration.
 
-    The run is opened here rather than by Lightning (2.6.6), whose every run makes W&B warn of an option `anonymous`.
+    Not by Lightning (2.6.6), which passes an option `anonymous` that W&B warns about.
 
     Raises:
-        UsageError: the package is missing, or nobody is logged in and there is no terminal to ask at.
+        UsageError: the package is missing, or nobody is logged in and there is no terminal.
         RunError: the server does not answer.
     """
     try:
@@ -47,7 +47,7 @@ def wandb_logger(run_dir: Path) -> WandbLogger:
     except wandb.Error as error:
         reason = str(error).splitlines()[0]
         raise RunError(f"--logger wandb: {reason}; {OFFLINE} for `wandb sync`") from error
-    # What Lightning does for a run of its own: curves over optimizer steps.
+    # As Lightning does: curves over optimizer steps.
     run.define_metric("trainer/global_step")
     run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
     return WandbLogger(experiment=run, save_dir=run_dir)

@@ -1,8 +1,5 @@
-"""What a network costs on paper, counted rather than guessed: its parameters and the FLOPs of a training step.
-
-Counted on a copy of the network that has shapes and no values (torch's meta device), so that no strategy which shards,
-casts or offloads the real one is in the way.
-"""
+"""Counts a model's parameters and the FLOPs of a training step, on a copy with shapes and no values (torch's meta
+device), so that it does not matter whether the strategy shards, casts or offloads the model."""
 
 from collections.abc import Sequence
 
@@ -16,12 +13,12 @@ from cifar_zero.models.recomputation import checkpoint_blocks
 
 
 def parameter_count(model: Choice, num_classes: int, lora: LoRAConfig = NO_LORA) -> int:
-    """Parameters of the network and its adapters, in elements."""
+    """Returns the parameters of the model and its adapters, in elements."""
     return sum(parameter.numel() for parameter in on_meta(model, num_classes, lora=lora).parameters())
 
 
 def trained_count(model: Choice, num_classes: int, trainable: Sequence[str], lora: LoRAConfig) -> int:
-    """Those of them that are not frozen; see `finetuning.network.build`."""
+    """Returns those that are not frozen; see `finetuning.network.build`."""
     net = on_meta(model, num_classes, trainable, lora)
     return sum(parameter.numel() for parameter in net.parameters() if parameter.requires_grad)
 
@@ -34,19 +31,18 @@ def training_flops(
     lora: LoRAConfig = NO_LORA,
     activation_checkpointing: bool = False,
 ) -> int:
-    """FLOPs of one forward and one backward of `batch_size` images, a multiply-add being two.
+    """Returns the FLOPs of one forward and backward pass of `batch_size` images, two for each multiply-add.
 
-    The backward of what is frozen ends where nothing before it is trained. Matrix products and convolutions are
-    counted, as torch's FlopCounterMode does; with `activation_checkpointing` what the backward pass computes again is
-    in them.
+    Counts matrix products and convolutions, as torch's FlopCounterMode does. The backward pass ends where nothing
+    before is trained. With `activation_checkpointing` the recomputation is included.
 
     Raises:
-        UsageError: activation checkpointing of a network without blocks.
+        UsageError: activation checkpointing of a model without blocks.
     """
     net = on_meta(model, num_classes, trainable, lora)
     with torch.device("meta"):
         if activation_checkpointing:
             checkpoint_blocks(net)
         images = torch.empty(batch_size, *IMAGE_SHAPE)
-    with torch.autograd.set_detect_anomaly(False):  # it would look at values, and there are none
+    with torch.autograd.set_detect_anomaly(False):  # it would check values, which do not exist
         return measure_flops(net, lambda: net(images), torch.Tensor.sum)

@@ -55,7 +55,7 @@ class TrainingCurves(Callback):
 
         DeepSpeed calls it for every micro-batch; the last call before the step, with all gradients added up, counts.
         """
-        if trainer.global_step + 1 < self._interval.next_step:
+        if not self._interval.is_point(trainer.global_step + 1):
             return
         self._learning_rate = optimizer.param_groups[0]["lr"]
         self._gradient_norm = norm_before_step(trainer, pl_module)

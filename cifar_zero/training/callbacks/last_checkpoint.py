@@ -1,4 +1,4 @@
-"""checkpoints/last.ckpt: the newest state of a run, wherever it ends."""
+"""checkpoints/last.ckpt: the newest state of a run."""
 
 import time
 from pathlib import Path
@@ -11,13 +11,13 @@ from cifar_zero.training.callbacks.agreement import Agreement
 
 
 class LastCheckpoint(Checkpoint):
-    """Saves at the end of each epoch, and after the last step where --max_steps or Ctrl-C ends the training earlier.
+    """Saves at the end of each epoch, and after the last step if --max_steps or Ctrl-C ends the training in mid-epoch.
 
     ModelCheckpoint(save_last=True) does not (Lightning 2.6.6): it saves the last state only together with a best one.
 
     Args:
-        path: of the checkpoint, on rank 0, which tells the others.
-        minutes: of training after which it saves in mid-epoch too; 0: never.
+        path: of the checkpoint, on rank 0, which broadcasts it.
+        minutes: of training between two saves in mid-epoch; 0: none.
     """
 
     def __init__(self, path: Path | None, minutes: float = 0.0):
@@ -28,7 +28,7 @@ class LastCheckpoint(Checkpoint):
         self._saved_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Agrees on the path; what was resumed from need not be saved again."""
+        """Broadcasts the path; the resumed checkpoint is not saved again."""
         self._path = trainer.strategy.broadcast(self._path)
         self._saved_step = trainer.global_step
         self._saved_at = time.monotonic()
@@ -40,7 +40,7 @@ class LastCheckpoint(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Saves, where this is the last step: when the training ends the trainer counts its epoch as done."""
+        """Saves after the last step or when it is time; at the end of the training the epoch would count as done."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches or trainer.is_last_batch:
             return
         if trainer.should_stop or trainer.global_step == trainer.max_steps or self._is_time(trainer):

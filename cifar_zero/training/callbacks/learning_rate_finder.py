@@ -1,5 +1,4 @@
-"""The learning-rate range test of Smith 2017, "Cyclical Learning Rates for Training Neural Networks": the loss under
-ever larger learning rates."""
+"""The learning-rate range test of Smith 2017, "Cyclical Learning Rates for Training Neural Networks"."""
 
 import math
 from collections.abc import Sequence
@@ -13,32 +12,32 @@ from torch import Tensor
 from cifar_zero.reports.learning_rate import draw_range_test
 
 FIND_LR_STEPS = 200
-"""Optimizer steps of a range test. Lightning's and fastai's finders take 100, in which the tutorial's network, which
-begins on a plateau, learns nothing under SGD."""
+"""Optimizer steps of a range test. Lightning and fastai take 100, in which the tutorial's model, which starts on a
+plateau, learns nothing under SGD."""
 
 BETA = 0.9
-"""Of the running mean of the losses: over about ten steps. Lightning and fastai take 0.98, and so 50 steps: the mean
-then falls late, and the suggestion is too large."""
+"""Of the running mean of the losses, over about ten steps. Lightning and fastai take 0.98, or 50 steps: the mean then
+falls late, and the suggestion is too large."""
 
 SETTLING_STEPS = 10
-"""At the beginning, whose running mean is of few losses yet; Lightning's finder leaves out as many."""
+"""First steps, with few losses in the running mean, that are left out, as in Lightning's finder."""
 
 SPANS = 20
-"""Of a range test: a fall is looked for over a twentieth of the steps, as between two of them there is much chance. Its
-beginning counts, which makes up for the lag of the running mean."""
+"""The fall is measured over a twentieth of the steps, since between two steps it is mostly noise. The start of the
+span counts, which compensates for the lag of the running mean."""
 
 LEAST_FALL = 0.02
-"""Share of the loss by which it must have fallen; else what looks like a fall is the noise of the batches."""
+"""Share of the loss by which it must fall; a smaller fall is the noise of the batches."""
 
 DIVERGED = 4.0
-"""Times the least running mean: from there on the run has diverged, as Lightning and fastai have it."""
+"""Multiple of the lowest running mean at which the run has diverged, as in Lightning and fastai."""
 
 
 class LearningRateFinder(Callback):
-    """Draws the losses of a run under the schedule `range_test` and prints the rate at which they fell most steeply.
+    """Draws the losses of a run under the schedule `range_test`, and prints the rate at which they fell fastest.
 
-    Lightning's own finder (2.6.6) puts a scheduler of its own in place of the module's for a while and then loads a
-    checkpoint to undo the steps. Here the test is a run of its own, under any strategy: there is nothing to undo.
+    Lightning's finder (2.6.6) replaces the module's scheduler for a while, and then loads a checkpoint to undo the
+    steps. This test is a run of its own, under any strategy, with nothing to undo.
 
     Args:
         run_dir: the run folder, on rank 0.
@@ -48,7 +47,7 @@ class LearningRateFinder(Callback):
         self._run_dir = run_dir
         self._losses: list[Tensor] = []
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         """Keeps a micro-batch's loss, on the device."""
         self._losses.append(outputs["loss"])
 
@@ -65,13 +64,13 @@ class LearningRateFinder(Callback):
         file = self._run_dir / "lr_find.png"
         draw_range_test(rates, losses, smooth, suggestion, file)
         if suggestion is None:
-            print(f"the loss fell under none of the learning rates, give it more --max_steps: {file}")
+            print(f"the loss did not fall at any learning rate; try a larger --max_steps: {file}")
         else:
-            print(f"the loss fell most steeply at --optimizer.lr {suggestion:.2g}: {file}")
+            print(f"the loss fell fastest at --optimizer.lr {suggestion:.2g}: {file}")
 
 
 def running_mean(losses: Sequence[float]) -> list[float]:
-    """The running mean of the losses of a range test, until it diverges; its start at 0 is taken out (as in Adam)."""
+    """Returns the running mean of the losses until it diverges, with its start at 0 corrected as in Adam."""
     mean, means = 0.0, []
     for number, loss in enumerate(losses, start=1):
         mean = BETA * mean + (1 - BETA) * loss
@@ -83,7 +82,7 @@ def running_mean(losses: Sequence[float]) -> list[float]:
 
 
 def steepest_fall(rates: Sequence[float], losses: Sequence[float]) -> float | None:
-    """The learning rate from which a loss falls most over a span of the steps; None where it does not fall.
+    """Returns the learning rate from which a loss falls most over a span of the steps; None if it does not fall.
 
     Args:
         rates: growing by the same factor from step to step.

@@ -1,7 +1,7 @@
 """The dense peak of NVIDIA GPUs, the denominator of the model FLOPs utilisation (MFU).
 
-A table of our own: Lightning's (2.6.6, lightning/fabric/utilities/throughput.py) has figures with sparsity, twice what
-a dense network can reach, for the H100 NVL and the H200 (its issue 21677), and knows neither the name "NVIDIA H200" nor
+Lightning's table (2.6.6, lightning/fabric/utilities/throughput.py) does not serve: for the H100 NVL and the H200 it has
+figures with sparsity, twice what a dense model can reach (issue 21677), and it knows neither the name "NVIDIA H200" nor
 the tensor cores of GeForce cards.
 """
 
@@ -12,7 +12,7 @@ import torch
 
 
 class Peak(NamedTuple):
-    """FLOP/s of one GPU without sparsity, a multiply-add being two; None for a type that its tensor cores lack."""
+    """FLOP/s of one GPU without sparsity, two for each multiply-add; None for a type that its tensor cores lack."""
 
     float32: float
     """Outside the tensor cores."""
@@ -23,7 +23,7 @@ class Peak(NamedTuple):
     """With accumulation in float32, as torch does it."""
 
 
-# Where a data sheet gives the figure with sparsity alone, here is half of it. Patterns are searched in the name that
+# Half of the figure if a data sheet only gives it with sparsity. Patterns are searched in the name that
 # torch.cuda.get_device_name returns; \b keeps the A10 from the A100, the L4 from the L40S and the H200 from the GH200.
 PEAKS = {
     # NVIDIA V100 data sheet (nvidia.com/content/dam/en-zz/Solutions/Data-Center/v100/pdf, January 2020)
@@ -36,7 +36,7 @@ PEAKS = {
     r"\bA10$": Peak(31.2e12, 62.5e12, 125e12, 125e12),
     # NVIDIA A100 data sheet (nvidia-a100-datasheet-us-nvidia-1758950-r4-web); SXM and PCIe alike
     r"\bA100\b": Peak(19.5e12, 156e12, 312e12, 312e12),
-    # NVIDIA Ampere GA102 architecture white paper, version 2, its RTX 3090 beside the Titan RTX
+    # NVIDIA Ampere GA102 architecture white paper, version 2, RTX 3090 next to the Titan RTX
     r"\bGeForce RTX 3090$": Peak(35.6e12, 35.6e12, 71e12, 71e12),
     # NVIDIA Ada architecture white paper, version 2.1, appendix A
     r"\bGeForce RTX 4090$": Peak(82.6e12, 82.6e12, 165.2e12, 165.2e12),
@@ -55,16 +55,16 @@ PEAKS = {
     # NVIDIA Blackwell data sheet, a GPU of the HGX B200: 2,200, 4,500 and 4,500 with sparsity
     r"\bB200$": Peak(75e12, 1100e12, 2250e12, 2250e12),
 }
-"""By a pattern of the device's name. A slice of a GPU (MIG) and a GPU that is not here have no known peak."""
+"""By a pattern of the device's name. A slice of a GPU (MIG) and other GPUs have no known peak."""
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """The dense peak of a device, in FLOP/s; None for a CPU and where it is not known. `precision`: of the run."""
+    """Returns the dense peak of a device, in FLOP/s; None for a CPU or if unknown. `precision`: of the run."""
     return peak_by_name(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
 
 
 def peak_by_name(device_name: str, precision: str) -> float | None:
-    """The dense peak of one GPU, in FLOP/s; None where it is not known.
+    """Returns the dense peak of one GPU, in FLOP/s; None if unknown.
 
     Args:
         device_name: as torch.cuda.get_device_name gives it.

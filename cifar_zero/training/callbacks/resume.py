@@ -1,4 +1,4 @@
-"""What a checkpoint needs beside Lightning's own to be continued exactly, and to be read without its run folder."""
+"""What a checkpoint needs in addition to Lightning's state, to be resumed exactly and read without its run folder."""
 
 import random
 from dataclasses import asdict, replace
@@ -18,9 +18,10 @@ SCHEMA = 1
 
 
 class Resume(Callback):
-    """Keeps the configuration, the class names and the random state of every rank in each checkpoint, and takes a run
-    up from there: on as many ranks with their random states. A run that begins, or goes on with other ranks, gets
-    states drawn from seed, step and rank: the noise of a network is to be another one on each replica.
+    """Saves the configuration, the class names and every rank's random state in each checkpoint, and restores them.
+
+    A run that begins, or resumes on another number of ranks, gets random states drawn from seed, step and replica, so
+    that the noise of the model differs between replicas.
 
     Args:
         config: of the run.
@@ -31,7 +32,7 @@ class Resume(Callback):
         self._states: list[dict[str, Any]] = []
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Adds the record, with the source that was really used in place of auto; called on every rank."""
+        """Adds the record, with the source in use in place of auto; called on every rank."""
         datamodule: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
         data = replace(self._config.data, source=datamodule.source)
         checkpoint[RECORD] = {
@@ -42,7 +43,7 @@ class Resume(Callback):
         }
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Counts the micro-batches of the epoch anew, where a step is made of another number of them."""
+        """Recounts the micro-batches of the epoch for another --accumulate."""
         record = checkpoint.get(RECORD)
         if record is not None:
             self._states = record["random_states"]
@@ -54,12 +55,12 @@ class Resume(Callback):
         seed = int(np.random.SeedSequence(here).generate_state(1)[0])
         torch.manual_seed(seed)
         random.seed(seed)
-        if len(self._states) == trainer.world_size:  # a GPU's is missing where they were CPU processes
+        if len(self._states) == trainer.world_size:  # without a GPU's if they were CPU processes
             _set_random_state(self._states[trainer.global_rank])
 
 
 def _recount(fit_loop: dict[str, Any], before: int, now: int) -> None:
-    """Optimizer steps stay; a checkpoint is written between two of them, so that the micro-batches divide."""
+    """Keeps the optimizer steps; a checkpoint is written between two of them, so the micro-batches divide."""
     for progress in (fit_loop["epoch_loop.batch_progress"][part] for part in ("total", "current")):
         in_hand = progress["processed"] - progress["completed"]  # 1 in a hook at the end of a batch
         for key in ("ready", "started", "processed"):

@@ -1,4 +1,4 @@
-"""What a run came to: the contents of metrics.json, read from the trainer and its observers."""
+"""The results of a run: the contents of metrics.json, read from the trainer and its callbacks."""
 
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ Observer = TypeVar("Observer", bound=Callback)
 
 
 def collect(trainer: Trainer, module: Any, datamodule: Any, config: Config) -> dict[str, Any]:
-    """The contents of metrics.json after fit and test; a run without a test or a validation has None there."""
+    """Returns the contents of metrics.json after fit and test; None for what a run without test or validation lacks."""
     curves, throughput = _observer(trainer, TrainingCurves), _observer(trainer, Throughput)
     memory = _observer(trainer, Memory)
     fell_back = config.data.source == "auto" and datamodule.source == "digits"
@@ -51,26 +51,24 @@ def collect(trainer: Trainer, module: Any, datamodule: Any, config: Config) -> d
         **memory.totals,
         **_observer(trainer, Effective).totals,
     }
-    warning = "CIFAR-10 could not be had: these are the figures of the embedded handwritten digits"
+    warning = "CIFAR-10 is not available: these are the results of the embedded handwritten digits"
     return metrics_json(measured, fallback=warning if fell_back else "")
 
 
 def test_metrics(module: Any, datamodule: Any) -> dict[str, Any]:
-    """The test/* of metrics.json; None where there was no test, or is no such figure. Every rank calls it."""
-    nothing = {key: None for key in MEASURED if key.startswith("test/")}
+    """Returns the test/* of metrics.json; None without a test, or for an undefined metric. Every rank calls it."""
+    metrics: dict[str, Any] = {key: None for key in MEASURED if key.startswith("test/")}
     tested = module.test_metrics
-    if not tested.update_called:
-        return nothing
-    overall = {f"test/{figure}": value for figure, value in tested.overall().items()}
-    tables = {
-        f"test/{figure}_per_class": dict(zip(datamodule.classes, values.tolist(), strict=True))
-        for figure, values in tested.per_class().items()
-    }
-    return {**nothing, **overall, **tables}
+    if tested.update_called:
+        per_class = tested.per_class()
+        metrics |= {f"test/{name}": value for name, value in tested.overall(per_class).items()}
+        for name, values in per_class.items():
+            metrics[f"test/{name}_per_class"] = dict(zip(datamodule.classes, values.tolist(), strict=True))
+    return metrics
 
 
 def log_hparams(trainer: Trainer, config: Config, metrics: dict[str, Any]) -> None:
-    """Enters the run into TensorBoard's HPARAMS table, where runs are compared; rank 0 alone writes.
+    """Adds the run to TensorBoard's HPARAMS table, which compares runs; only rank 0 has loggers.
 
     Args:
         trainer: of the run.
@@ -93,7 +91,7 @@ def log_hparams(trainer: Trainer, config: Config, metrics: dict[str, Any]) -> No
 
 
 def device_name(device: torch.device) -> str:
-    """The name of a GPU or of this machine's processor."""
+    """Returns the name of a GPU, or of this machine's processor."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
