@@ -23,7 +23,7 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture
 def own_process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """For a test that is a rank of DeepSpeed's itself: what it leaves, later tests would inherit."""
+    """Removes the process group and the variables of a test that is itself a rank, which later tests would inherit."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
@@ -32,7 +32,10 @@ def own_process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if dist.is_initialized():
         import deepspeed
 
-        deepspeed.comm.destroy_process_group()  # and DeepSpeed's references to it
+        if deepspeed.comm.is_initialized():
+            deepspeed.comm.destroy_process_group()  # and DeepSpeed's references to it
+    if dist.is_initialized():  # by DDP
+        dist.destroy_process_group()
     for name in os.environ.keys() - environment.keys():  # the ranks' variables
         del os.environ[name]
 

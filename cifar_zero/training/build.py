@@ -1,4 +1,4 @@
-"""From a resolved run to Lightning's objects: data module, module, trainer."""
+"""Builds Lightning's objects of a resolved run: data module, module, trainer."""
 
 import inspect
 from collections.abc import Callable
@@ -128,7 +128,7 @@ def trainer(run: Run, run_dir: Path | None, figures: bool = True) -> Trainer:
 def environment() -> list[ClusterEnvironment]:
     """Makes Lightning read the ranks from torchrun's variables, which `rank_environment.adopt` sets for any launcher.
 
-    By itself Lightning (2.6.6) reads SLURM's in every SLURM job: in a job with one task, all ranks that this program
+    Otherwise Lightning (2.6.6) reads SLURM's in every SLURM job: in a job with one task, all ranks that this program
     starts would be rank 0 of 1.
     """
     return [] if rank_environment.by_torchrun() else [LightningEnvironment()]

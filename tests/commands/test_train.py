@@ -168,7 +168,7 @@ def test_cifar_out_of_reach_is_said_everywhere(tmp_path: Path, small_data: list[
     run = run_folder_of(tmp_path / "out")
     assert run.parent.name == "net-baseline-digits-fallback"
     assert "CIFAR-10" in done.stderr
-    assert "figures of the embedded handwritten digits" in done.stdout
+    assert "results of the embedded handwritten digits" in done.stdout
     metrics = json.loads((run / "metrics.json").read_text())
     assert (metrics["dataset"], metrics["num_train"], metrics["num_test"]) == ("digits", 45_000, 10_000)
     taken_out = tmp_path / "net.ckpt"  # it tells by itself what it was trained on

@@ -27,8 +27,8 @@ class Averaging(Callback):
     The training continues with its own weights; a checkpoint has both. The exponential average (Polyak and Juditsky
     1992; Tarvainen and Valpola 2017) is updated after each optimizer step. As in mean teacher's code (min(1 - 1 /
     (step + 1), decay)), the first 1 / (1 - ema) steps have equal weights, so that the initial weights have no part in
-    it. Stochastic weight averaging (Izmailov et al. 2018) averages the ends of epochs equally, and computes the batch
-    norms' statistics anew for the average, on the training images.
+    it. Stochastic weight averaging (Izmailov et al. 2018) averages the ends of epochs equally, and recomputes the
+    batch norms' statistics for the average, on the training images.
 
     Args:
         ema: decay of the exponential average, or 0.
@@ -105,7 +105,7 @@ class Averaging(Callback):
         checkpoint[AVERAGE] = {"kind": self._kind, "count": self._count, "weights": weights, "sharded": sharded}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Restores the averages; without any of this kind they start anew."""
+        """Restores the averages; without any of this kind they start again."""
         saved = checkpoint.get(AVERAGE)
         if saved is None or saved["kind"] != self._kind:
             return

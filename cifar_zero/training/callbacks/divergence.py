@@ -15,7 +15,7 @@ from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.training.callbacks.curves import TrainingCurves
 
 LEAST_SCALE = 1.0
-"""Of the loss scale: torch's scaler halves it without end if every step overflows; DeepSpeed stops here by itself."""
+"""Lowest loss scale: torch's scaler would halve it without end if every step overflows; DeepSpeed stops at 1 too."""
 
 
 class Divergence(Callback):

@@ -12,7 +12,7 @@ from cifar_zero.checkpoints import run_folder
 from cifar_zero.strategies.mesh import MeshStrategy
 
 KEYS = ("compute_dtype", "parameter_dtype", "skipped_steps", "reduce_bucket_size", "allgather_bucket_size")
-"""Of metrics.json, known after the fit. Bucket sizes are in elements, and only of DeepSpeed's stages 1 to 3."""
+"""Keys of metrics.json, known after the fit. Bucket sizes are in elements, and only of DeepSpeed's stages 1 to 3."""
 
 
 class Effective(Callback):

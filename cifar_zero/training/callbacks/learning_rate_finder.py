@@ -16,8 +16,8 @@ FIND_LR_STEPS = 200
 plateau, learns nothing under SGD."""
 
 BETA = 0.9
-"""Of the running mean of the losses, over about ten steps. Lightning and fastai take 0.98, or 50 steps: the mean then
-falls late, and the suggestion is too large."""
+"""Decay of the running mean of the losses, over about ten steps. Lightning and fastai take 0.98, or 50 steps: the
+mean then falls late, and the suggestion is too large."""
 
 SETTLING_STEPS = 10
 """First steps, with few losses in the running mean, that are left out, as in Lightning's finder."""
@@ -37,7 +37,7 @@ class LearningRateFinder(Callback):
     """Draws the losses of a run under the schedule `range_test`, and prints the rate at which they fell fastest.
 
     Lightning's finder (2.6.6) replaces the module's scheduler for a while, and then loads a checkpoint to undo the
-    steps. This test is a run of its own, under any strategy, with nothing to undo.
+    steps. This test is a separate run, under any strategy, with nothing to undo.
 
     Args:
         run_dir: the run folder, on rank 0.

@@ -16,7 +16,7 @@ ZERO_GRADIENTS = (
     # deepspeed/runtime/bf16_optimizer.py: in float32
     "fp32_groups_gradients_flat",
 )
-"""Where DeepSpeed 0.19.8's optimizers keep gradients in addition to the model's own tensors."""
+"""Attributes in which DeepSpeed 0.19.8's optimizers keep gradients in addition to the model's own tensors."""
 
 ZERO_MASTER_WEIGHTS = (
     # deepspeed/runtime/zero/stage_1_and_2.py: of this rank, with the gradients of an offloaded optimizer on them
@@ -29,7 +29,7 @@ ZERO_MASTER_WEIGHTS = (
     "fp32_groups_flat",
     "fp32_groups",
 )
-"""Where they keep the float32 weights that the optimizer updates."""
+"""Attributes in which they keep the float32 weights that the optimizer updates."""
 
 
 class ModelStates(NamedTuple):

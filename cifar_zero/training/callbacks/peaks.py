@@ -55,7 +55,7 @@ PEAKS = {
     # NVIDIA Blackwell data sheet, a GPU of the HGX B200: 2,200, 4,500 and 4,500 with sparsity
     r"\bB200$": Peak(75e12, 1100e12, 2250e12, 2250e12),
 }
-"""By a pattern of the device's name. A slice of a GPU (MIG) and other GPUs have no known peak."""
+"""Peaks by a pattern of the device's name. A slice of a GPU (MIG) and other GPUs have no known peak."""
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
