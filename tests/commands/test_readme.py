@@ -28,6 +28,14 @@ def in_folder(command: str, folder: Path) -> str:
     return drawn.replace("runs/", f"{folder}/")
 
 
+def test_the_core_has_the_lines_that_are_promised():
+    rows = re.findall(r"^\| (\[.*\)) \|.*\| (\d+) \|$", TEXT[TEXT.index("## Reading the code") :], re.MULTILINE)
+    assert len(rows) == 6
+    for files, promised in rows:
+        lines = sum(len((ROOT / file).read_text().splitlines()) for file in re.findall(r"\]\((.*?)\)", files))
+        assert lines == pytest.approx(int(promised), rel=0.1), files
+
+
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_commands(small_data: list[str], tmp_path: Path):
