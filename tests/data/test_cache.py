@@ -40,7 +40,7 @@ def image_file(config: DataConfig) -> Path:
 
 def test_a_killed_writer_leaves_nothing_in_the_way(config: DataConfig) -> None:
     directory = image_file(config).parent
-    repository = Path(data.__file__).parents[1]
+    repository = Path(data.__file__).parents[2]
     command = [sys.executable, "-c", KILLED_WRITER, str(directory)]
     with subprocess.Popen(command, cwd=repository, stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None

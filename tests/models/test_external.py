@@ -100,9 +100,9 @@ def test_numbers_lists_and_names_of_layers_are_passed_on():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("mlp --model.batch_norm true --batch_size 1", "--model.batch_norm normalises over a micro-batch"),
+        ("mlp --model.batch_norm true --batch_size 1", "--model.batch_norm normalises over the micro-batch"),
         ("resnet18 --trainer.sync_batchnorm true", "--trainer.sync_batchnorm needs a GPU"),
-        ("net_moe --model.ep_size 2 --devices 2 --strategy deepspeed_stage_2 --init he", "--init he draws the experts"),
+        ("net_moe --model.ep_size 2 --devices 2 --strategy deepspeed_stage_2 --init he", "--init he initialises the experts"),
     ],
 )
 def test_what_cannot_be_normalised_or_drawn_is_refused(flags: str, message: str):
