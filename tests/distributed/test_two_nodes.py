@@ -92,7 +92,7 @@ class Node:
 
     def says_that_it_lost_the_other(self) -> bool:
         """In one line, without a traceback."""
-        lost = "error: this rank has waited" in self.output or "error: another rank has ended" in self.output
+        lost = "error: this rank waited" in self.output or "error: another rank has ended" in self.output
         return lost and "Traceback (most recent call last)" not in self.output
 
 
