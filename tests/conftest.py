@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Fixtures and hooks of all tests."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def own_process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of several ranks come first and follow one another in one worker of pytest-xdist (`--dist loadgroup`): two
-    of them side by side on two cores take four times as long. The others stay together by file, for their fixtures'
-    sake."""
+    """Puts tests of several ranks first and into one worker of pytest-xdist (`--dist loadgroup`), one after the other:
+    two at the same time on two cores take four times as long. The others stay together by file, so that they share
+    their fixtures."""
     items.sort(key=lambda item: not _of_several_ranks(item))
     for item in items:
         item.add_marker(
@@ -53,10 +53,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """In the other workers everything gives way to the ranks: each step of theirs waits for the slowest, so that one
-    process beside them on two cores makes them three times as slow. Linux heeds niceness within a session alone
-    (sched(7), autogroup): what they start stays in this one. And they compute on one thread: of two, one would spin
-    while the other has no core."""
+    """Gives tests of one process the lowest priority, so that they do not slow down the ranks in another worker: each
+    step of the ranks waits for the slowest, and one more process on two cores makes them three times as slow. Linux
+    applies niceness only within a session (sched(7), autogroup): programs that these tests start stay in this session.
+    These tests compute on one thread: with two, one would spin while the other has no core."""
     if "PYTEST_XDIST_WORKER" in os.environ and not _of_several_ranks(item):
         os.nice(GIVE_WAY - os.nice(0))
         torch.set_num_threads(1)

@@ -1,5 +1,5 @@
-"""configs/cluster/: the SLURM script with stubs of SLURM's programs, the manifest with torchrun's own reading of what
-the operator sets."""
+"""configs/cluster/: the SLURM script runs with stubs of SLURM's programs; torchrun's own parser reads the manifest and
+the variables that the operator sets."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ while any(task.poll() is None for task in tasks):
 bad = bad or next((task.returncode for task in tasks if task.returncode), 0)
 sys.exit(bad if bad >= 0 else 128 - bad)
 """
-"""Starts the tasks as two nodes with one each, hands the signal of --signal on to them, as slurmstepd does, and with
---kill-on-bad-exit=1 ends the others when one fails: at once, where SLURM gives them some seconds."""
+"""Starts one task on each of two nodes and forwards the signal of --signal to them, as slurmstepd does. With
+--kill-on-bad-exit=1 it ends the others when one fails: at once, where SLURM gives them some seconds."""
 
 SCONTROL = """#!/bin/sh
 if [ "$1" = show ]; then echo localhost; else echo "$@" >> "$REQUESTS"; fi
@@ -97,8 +97,8 @@ def submit(tmp_path: Path, small_data: list[str]) -> Submit:
 
 
 @pytest.mark.distributed
-def test_a_slurm_job_is_queued_again_and_goes_on(submit: Submit, tmp_path: Path) -> None:
-    """The run goes on in `make fuzz` alone."""
+def test_a_slurm_job_is_requeued_and_resumes(submit: Submit, tmp_path: Path) -> None:
+    """Only `make fuzz` resumes the run."""
     flags = ["--accelerator", "cpu", "--strategy", "ddp", "--save_every_n_steps", "2"]
     first = submit(*flags, "--epochs", "10000")
     runs = tmp_path / "runs" / "cifar-zero-4217"
@@ -145,8 +145,8 @@ def test_the_manifest_is_a_pytorchjob() -> None:
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
-def test_the_manifests_command_is_one_that_torchrun_and_train_py_understand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the variables that the operator sets (pkg/controller.v1/pytorch/elastic.go)."""
+def test_torchrun_and_train_py_accept_the_command_of_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment has the variables that the operator sets (pkg/controller.v1/pytorch/elastic.go)."""
     job = yaml.safe_load((FOLDER / "pytorchjob.yaml").read_text())
     elastic = job["spec"]["elasticPolicy"]
     (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
@@ -173,7 +173,7 @@ def test_the_manifests_command_is_one_that_torchrun_and_train_py_understand(monk
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif("RECIPES" not in os.environ, reason="some minutes, of make recipes")
 def test_commands_of_the_page(small_data: list[str], tmp_path: Path) -> None:
-    """As they are written, torchrun's on two machines that are one, for a few steps."""
+    """Every command runs as written, for a few steps; both nodes of torchrun's commands are this machine."""
     page = (ROOT / "docs" / "cluster.md").read_text()
     commands = re.findall(r"^\.venv/bin/(.+)$", page, re.MULTILINE)
     assert {command.split()[0] for command in commands} == {"torchrun", "python", "deepspeed"}

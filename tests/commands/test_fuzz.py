@@ -1,4 +1,4 @@
-"""Damaged and hostile files: each ends in one clear error, or does no harm at all; `make fuzz` makes 1000 of them."""
+"""Damaged and hostile files: each causes one clear error, or does no harm at all; `make fuzz` makes 1000 of them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from tests.support.helpers import ROOT, WHOLE, assert_ok, read_weights, run_fold
 pytestmark = pytest.mark.distributed
 
 MUTATIONS = 200 if WHOLE else 15
-"""Of each kind of file."""
+"""Damaged copies of each kind of file."""
 
 SECONDS = 30
-"""That reading a file may take before it counts as hanging."""
+"""Longest time to read a file before it counts as hanging."""
 
 
 class Evil:
-    """Leaves a proof behind when it is unpickled."""
+    """Creates the folder `proof` when it is unpickled."""
 
     def __init__(self, proof: Path):
         self.proof = proof
@@ -87,9 +87,9 @@ def _no_hang() -> Iterator[None]:
 
 
 def fuzz(original: Path, tmp_path: Path, read: Callable[[Path], Any], same: Callable[[Any], bool]) -> int:
-    """Damages copies of a file or folder; `same` says of what was read that it may be so.
+    """Damages copies of a file or folder; `same` checks what was read from a copy that was not refused.
 
-    Returns how many were refused.
+    Returns how many copies were refused.
     """
     rng = random.Random(0)
     refused = 0
@@ -140,7 +140,7 @@ def test_checkpoints(strategy: str, devices: int, small_data: list[str], tmp_pat
 
 
 def test_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """--data.md5 has the sum of the damaged archive; the files in it must still be the published ones."""
+    """--data.md5 is the checksum of the damaged archive; the files in it must still be the published ones."""
     files = cifar_files(10)
     publish(files, CIFAR10, monkeypatch)
     archive = tmp_path / "cifar-10-python.tar.gz"
@@ -157,7 +157,7 @@ def test_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_caches(tmp_path: Path):
-    """They are made again. One wrong bit of an image may be overlooked; it is an image all the same."""
+    """Damaged caches are made again. One wrong bit of an image may be overlooked: the result is still an image."""
     cache = tmp_path / "cache" / "synthetic-640"
 
     def read(path: Path) -> Any:

@@ -1,4 +1,4 @@
-"""An installation with pip, from which the classes and the package can be imported anywhere."""
+"""After an installation with pip, the classes and the package can be imported from any directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every command of the README, as it is written there, on small data; every link leads somewhere."""
+"""Every command of the README runs as written, on small data; every link points to an existing file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 
 
 def in_folder(command: str, folder: Path) -> str:
-    """A command of a document with what it reads and writes in another folder."""
+    """Returns a command of a document that reads and writes in `folder` instead of runs/."""
     drawn = command.replace("--plot_schedule", f"--plot_schedule {folder}/schedule.png")
     return drawn.replace("runs/", f"{folder}/")
 
@@ -39,7 +39,7 @@ def test_the_core_has_the_lines_that_are_promised():
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_commands(small_data: list[str], tmp_path: Path):
-    """Trainings for a few steps, those of one number of ranks one after the other in the same processes."""
+    """Trainings take a few steps; those with the same number of ranks share their processes, one after the other."""
     small = ["--accelerator", "cpu", "--epochs", "1", "--max_steps", "4", "--batch_size", "16", "--out", str(tmp_path)]
     trainings: dict[int, list[list[str]]] = {1: [], 2: []}
     others: list[list[str]] = []
@@ -74,7 +74,7 @@ def test_commands(small_data: list[str], tmp_path: Path):
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif("RECIPES" not in os.environ, reason="some minutes, of make recipes")
 def test_commands_of_the_course(tmp_path: Path):
-    """One after the other, as later ones name the runs of earlier ones; trainings for a few steps."""
+    """Commands run in order, because later ones name the runs of earlier ones; trainings take a few steps."""
     commands = re.findall(r"^\.venv/bin/python (.+)$", (ROOT / "docs" / "course.md").read_text(), re.MULTILINE)
     small = ["--max_steps", "4", "--trainer.limit_test_batches", "2", "--out", str(tmp_path), "--accelerator", "cpu"]
     assert len(commands) > 40
@@ -114,7 +114,7 @@ def _get(address: str, seconds: float) -> str:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_links_lead_somewhere(document: Path):
+def test_links_point_to_existing_files(document: Path):
     links = re.findall(r"\]\(([^)#]+)", document.read_text())
     for link in links:
         if not link.startswith("http"):
@@ -128,8 +128,8 @@ def test_make_targets_of_the_readme_exist():
     assert targets <= {line.split()[0] for line in listed.splitlines()}
 
 
-def test_make_fuzz_switches_every_test_on():
-    """It sets each variable of the environment that a test waits for."""
+def test_make_fuzz_enables_every_test():
+    """`make fuzz` sets each environment variable that enables a test."""
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     wanted = set(re.findall(r'"([A-Z]+)" (?:not )?in os\.environ', tests)) - {"RANK"}  # a rank asks for that
     command = subprocess.run(["make", "--dry-run", "fuzz"], cwd=ROOT, capture_output=True, text=True, check=True).stdout

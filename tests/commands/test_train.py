@@ -1,4 +1,4 @@
-"""train.py and evaluate.py as a user runs them."""
+"""train.py and evaluate.py, started as a user starts them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def assert_same_weights(one: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> tuple[Path, str]:
-    """The folder and the output of one plain run of two epochs."""
+    """The run folder and the output of one plain run of two epochs."""
     out = tmp_path_factory.mktemp("out")
     flags = ["--batch_size", "16", "--log_interval", "10", "--accelerator", "cpu", "--out", str(out)]
     done = run_program("train.py", *small_data, *flags)
@@ -78,11 +78,11 @@ def test_metrics_json(run: tuple[Path, str]):
     assert list(metrics["test/acc_per_class"]) == CLASSES
     assert metrics["perf/step_time_ms"] * metrics["perf/images_per_second"] / 1e3 == pytest.approx(16)
     assert 0 < metrics["perf/data_time_ms"] < metrics["perf/step_time_ms"]
-    assert metrics["perf/mfu"] is None  # of a CPU
+    assert metrics["perf/mfu"] is None  # unknown for a CPU
     assert len(metrics["mem/peak_rank_bytes"]) == 1
 
 
-def test_what_is_left_behind_and_printed(run: tuple[Path, str]):
+def test_files_of_the_run_folder_and_output(run: tuple[Path, str]):
     folder, output = run
     left = {path.name for path in folder.iterdir()}
     assert left >= {"config.yaml", "metrics.json", "checkpoints", "confusion_matrix.png", "mistakes.png"}
@@ -115,7 +115,7 @@ def test_torch_loader_trains_to_the_same_weights(run: tuple[Path, str], tmp_path
     ],
 )
 def test_a_resumed_run_ends_as_if_never_stopped(strategy: str, stop: str, run: tuple[Path, str], tmp_path: Path):
-    """Stopped after an epoch of 36 steps, and in the middle of the second."""
+    """One run stops after its first epoch of 36 steps, the other in the middle of its second."""
     flags = ["--config", str(run[0] / "config.yaml"), "--strategy", strategy, "--out", str(tmp_path), "--name", "run"]
     assert_ok(run_program("train.py", *flags, *stop.split()))
     done = run_program("train.py", *flags, "--resume", "last")
@@ -126,7 +126,7 @@ def test_a_resumed_run_ends_as_if_never_stopped(strategy: str, stop: str, run: t
 
 
 def test_evaluate_prints_the_same_table_again(run: tuple[Path, str], tmp_path: Path):
-    """Of a checkpoint that was taken out of its run folder."""
+    """The checkpoint was copied out of its run folder."""
     metrics = json.loads((run[0] / "metrics.json").read_text())
     shutil.copyfile(run[0] / "checkpoints" / "last.ckpt", tmp_path / "net.ckpt")
     done = run_program("evaluate.py", str(tmp_path / "net.ckpt"))
@@ -142,7 +142,7 @@ def test_evaluate_prints_the_same_table_again(run: tuple[Path, str], tmp_path: P
         assert f"{metrics[f'test/{figure}']:.4f}" in done.stdout
 
 
-def test_bench_steps_times_so_many_steps_and_stops(small_data: list[str], tmp_path: Path):
+def test_bench_steps_times_that_many_steps_and_stops(small_data: list[str], tmp_path: Path):
     flags = ["--bench_steps", "30", "--batch_size", "16", "--accelerator", "cpu", "--out", str(tmp_path)]
     done = run_program("train.py", *small_data, *flags)
     assert_ok(done)
@@ -160,7 +160,7 @@ def test_bench_steps_times_so_many_steps_and_stops(small_data: list[str], tmp_pa
     assert rows["model states of each rank (MB)"] == "0.74"
 
 
-def test_cifar_out_of_reach_is_said_everywhere(tmp_path: Path, small_data: list[str]):
+def test_the_fallback_to_digits_is_reported_everywhere(tmp_path: Path, small_data: list[str]):
     data = ["--data.root", str(tmp_path / "data"), "--data.url", "http://127.0.0.1:9/cifar-10-python.tar.gz"]
     flags = ["--max_steps", "5", "--batch_size", "16", "--accelerator", "cpu", "--out", str(tmp_path / "out")]
     done = run_program("train.py", *data, *flags)
@@ -171,7 +171,7 @@ def test_cifar_out_of_reach_is_said_everywhere(tmp_path: Path, small_data: list[
     assert "results of the embedded handwritten digits" in done.stdout
     metrics = json.loads((run / "metrics.json").read_text())
     assert (metrics["dataset"], metrics["num_train"], metrics["num_test"]) == ("digits", 45_000, 10_000)
-    taken_out = tmp_path / "net.ckpt"  # it tells by itself what it was trained on
+    taken_out = tmp_path / "net.ckpt"  # the file itself records what it was trained on
     shutil.copyfile(run / "checkpoints" / "last.ckpt", taken_out)
     flags[1] = "8"
     done = run_program("train.py", *data, *flags, "--resume", str(taken_out))
@@ -208,7 +208,7 @@ def test_torchrun_and_a_raw_configuration(small_data: list[str], tmp_path: Path)
         ("--batch_size 10000", 2, "training images"),
     ],
 )
-def test_mistakes_end_in_one_line(flags: str, code: int, expected: str, small_data: list[str], tmp_path: Path):
+def test_a_mistake_is_reported_in_one_line(flags: str, code: int, expected: str, small_data: list[str], tmp_path: Path):
     given = flags.split()
     data = [] if "--data.source" in given else small_data
     out = [] if "--out" in given else ["--out", str(tmp_path)]
@@ -247,7 +247,7 @@ def test_a_cut_checkpoint_is_refused(run: tuple[Path, str], tmp_path: Path, smal
     assert "is damaged" in done.stderr
 
 
-def test_a_run_that_diverges_ends_with_the_step_and_the_way_back_to_it(small_data: list[str], tmp_path: Path):
+def test_a_run_that_diverges_reports_the_step_and_how_to_repeat_it(small_data: list[str], tmp_path: Path):
     flags = ["--batch_size", "16", "--max_steps", "30", "--optimizer.lr", "1e10", "--accelerator", "cpu"]
     flags += ["--save_every_n_steps", "1", "--log_interval", "20"]
     done = run_program("train.py", *small_data, *flags, "--out", str(tmp_path))
@@ -258,7 +258,7 @@ def test_a_run_that_diverges_ends_with_the_step_and_the_way_back_to_it(small_dat
     assert "Traceback" not in done.stderr
     step = int(line.split("from step ")[1].split()[0])
     again = line.split("to repeat that batch: train.py ")[1].split()
-    kept = torch.load(again[-1], weights_only=True)  # the newest checkpoint is of before
+    kept = torch.load(again[-1], weights_only=True)  # the newest checkpoint is older
     assert kept["global_step"] < step
     assert all(weights.isfinite().all() for weights in kept["state_dict"].values())
     done = run_program("train.py", *again, "--out", str(tmp_path / "again"))
@@ -266,7 +266,7 @@ def test_a_run_that_diverges_ends_with_the_step_and_the_way_back_to_it(small_dat
 
 
 @pytest.mark.distributed
-def test_a_mistake_that_the_ranks_find_is_said_once(small_data: list[str], tmp_path: Path):
+def test_a_mistake_that_the_ranks_find_is_reported_once(small_data: list[str], tmp_path: Path):
     flags = ["--devices", "2", "--accelerator", "cpu", "--batch_size", "10000", "--out", str(tmp_path)]
     done = run_program("train.py", *small_data, *flags)
     assert done.returncode == 2
@@ -283,10 +283,10 @@ def test_a_mistake_that_the_ranks_find_is_said_once(small_data: list[str], tmp_p
         pytest.param("2", signal.SIGTERM, "SIGTERM", marks=of_make_fuzz),
     ],
 )
-def test_a_signal_saves_and_says_how_to_go_on(
+def test_a_signal_saves_and_says_how_to_resume(
     devices: str, number: signal.Signals, name: str, small_data: list[str], tmp_path: Path
 ):
-    """All processes get it, as from a terminal or `scancel`; SLURM is one command, which notes its arguments."""
+    """All processes get the signal, as from a terminal or `scancel`; a stub of scontrol records its arguments."""
     slurm, requeued = tmp_path / "bin" / "scontrol", tmp_path / "requeued"
     slurm.parent.mkdir()
     slurm.write_text(f'#!/bin/sh\necho "$@" > {requeued}\n')
@@ -305,7 +305,7 @@ def test_a_signal_saves_and_says_how_to_go_on(
     )
     assert process.stderr is not None
     for line in process.stderr:
-        if "val/acc" in line:  # it trains
+        if "val/acc" in line:  # training has started
             break
     os.killpg(process.pid, number)
     _, said = process.communicate(timeout=60)
@@ -317,7 +317,7 @@ def test_a_signal_saves_and_says_how_to_go_on(
     assert (requeued.read_text() if requeued.exists() else "") == ("requeue 7\n" if number == signal.SIGUSR1 else "")
 
 
-def test_a_full_disk_is_one_line(small_data: list[str], tmp_path: Path):
+def test_a_full_disk_is_reported_without_a_traceback(small_data: list[str], tmp_path: Path):
     with small_disk(tmp_path, "200k") as disk:
         done = run_program("train.py", *small_data, "--batch_size", "16", "--accelerator", "cpu", "--out", str(disk))
     assert done.returncode == 1, done.stderr[-2000:]
@@ -327,8 +327,8 @@ def test_a_full_disk_is_one_line(small_data: list[str], tmp_path: Path):
 
 @of_make_fuzz
 @pytest.mark.distributed
-def test_the_checkpoint_before_the_disk_was_full_is_whole(small_data: list[str], tmp_path: Path):
-    """A checkpoint of stage 2 takes 0.8 MB, and so does the next one before it takes its place."""
+def test_a_full_disk_leaves_the_previous_checkpoint_intact(small_data: list[str], tmp_path: Path):
+    """A checkpoint of stage 2 takes 0.8 MB; until the next one has replaced it, both are on the disk."""
     flags = ["--strategy", "deepspeed_stage_2", "--devices", "2", "--accelerator", "cpu", "--batch_size", "16"]
     flags += ["--max_steps", "90", "--epochs", "9"]
     with small_disk(tmp_path, "1200k") as disk:

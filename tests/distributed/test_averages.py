@@ -1,5 +1,5 @@
-"""Averaged weights and early stopping through train.py on two ranks: the same under every strategy, exact when a run
-goes on, and what evaluate.py and export.py use. `make fuzz` has every stage, offload, experts and bfloat16."""
+"""Averaged weights and early stopping through train.py on two ranks: the same under every strategy, exact after a
+resume, and used by evaluate.py and export.py. `make fuzz` has every stage, offload, experts and bfloat16."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ RECIPE = [
     *("--batch_size", "64", "--accelerator", "cpu", "--devices", "2", "--epochs", "5", "--logger", "none"),
     *("--optimizer.lr", "0.1", "--label_smoothing", "0.1", "--early_stopping", "1", "--seed", "1"),
 ]
-"""An epoch is 9 steps."""
+"""An epoch has 9 steps."""
 
 EMA, SWA = ["--ema", "0.9"], ["--swa_from", "0.2"]
 STAGE_3 = ["--strategy", "deepspeed_stage_3"]
-STOPPED_AT = 13  # before any patience is over
+STOPPED_AT = 13  # before early stopping could end the run
 RUNS: dict[str, list[str]] = {
     "ddp": EMA,
     "stage 3": [*EMA, *STAGE_3],
@@ -59,7 +59,7 @@ if WHOLE:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> dict[str, Path]:
-    """The run folder of each, all in the same processes."""
+    """The run folder of each run; all share their processes."""
     folder = tmp_path_factory.mktemp("runs")
     out = {name: folder / name.replace(", ", "-").replace(" ", "_") for name in RUNS}
     flags = {out[name]: [str(out.get(flag, flag)) for flag in flags] for name, flags in RUNS.items()}
@@ -78,7 +78,7 @@ def test_the_average_is_the_same_under_every_strategy(one: str, other: str, runs
     assert largest_difference(network(mine), network(mine, averaged=False)) > 1e-3
 
 
-def test_a_stopped_run_goes_on_exactly(runs: dict[str, Path]):
+def test_a_stopped_run_resumes_exactly(runs: dict[str, Path]):
     stopped, continued, whole = (last_checkpoint(runs[f"stage 3{how}"]) for how in (", stopped", ", continued", ""))
     assert (stopped["global_step"], stopped[AVERAGE]["count"]) == (STOPPED_AT, STOPPED_AT)
     assert continued["global_step"] == whole["global_step"]
@@ -90,7 +90,7 @@ def test_a_stopped_run_goes_on_exactly(runs: dict[str, Path]):
 
 
 def test_evaluate_and_export_use_the_average(runs: dict[str, Path], tmp_path: Path):
-    """The test at the end of a run does, whose figures they repeat."""
+    """Both repeat the metrics of the test at the end of the run, which uses the average too."""
     run = runs["stage 3"]
     checkpoint = run / "checkpoints" / "last.ckpt"
     metrics = json.loads((run / "metrics.json").read_text())

@@ -1,4 +1,4 @@
-"""Networks with batch normalisation and drawn initial weights, on two real ranks under each kind of strategy."""
+"""Models with batch normalisation and drawn initial weights, on two real ranks under each kind of strategy."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ pytestmark = pytest.mark.distributed
 CHAIN = ["deepspeed_stage_3", "ddp", "deepspeed_stage_3"]
 if WHOLE:
     CHAIN += ["deepspeed_stage_0", "deepspeed_stage_1", "deepspeed_stage_3", "deepspeed_stage_2", "ddp"]
-"""Strategies that take one another's checkpoints up, each for an optimizer step."""
+"""Each strategy resumes the checkpoint of the one before and takes one optimizer step."""
 
 CAST = ["fsdp2", "deepspeed_stage_3"]
-"""Strategies whose mixed precision is a network cast to bfloat16."""
+"""Strategies whose mixed precision casts the model to bfloat16."""
 
 RESNET = ["--model", "resnet18", "--model.width", "0.125", "--init", "he", "--optimizer.lr", "0.05"]
 ALL = ["--data.synthetic_size", "160", "--data.val_fraction", "0", "--accelerator", "cpu"]
@@ -48,8 +48,8 @@ OTHER = "torchvision:squeezenet1_1"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Path:
-    """Runs of the links of the chain by their numbers, `whole` of as many steps, those with averaged weights by their
-    strategy, and `other`, which only starts."""
+    """Output folders: runs of the chain by number, `whole` with as many steps, runs with averaged weights by strategy,
+    and `other` with a learning rate of 0."""
     out = tmp_path_factory.mktemp("runs")
     same = [*small_data, *ALL]
     runs = {out / "whole": [*same, *RESNET, "--strategy", "ddp", "--max_steps", str(len(CHAIN))]}
@@ -67,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> P
 
 @pytest.fixture(scope="module")
 def bfloat16(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Path:
-    """Runs under DDP and where the network is cast, whose weights stay as they are while the statistics follow."""
+    """Runs under DDP and under strategies that cast the model. The learning rate is 0: only the statistics change."""
     out = tmp_path_factory.mktemp("bfloat16")
     still = [*RESNET, "--optimizer.lr", "0", "--max_steps", "20", "--epochs", "2", "--precision", "bf16-mixed"]
     train_all({out / name: [*small_data, *ALL, *still, "--strategy", name] for name in ("ddp", *CAST)})
@@ -83,8 +83,8 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
-def test_every_strategy_goes_on_with_the_weights_and_statistics_of_any_other(folder: Path):
-    """Weights bit for bit, the initial ones included; statistics were averaged, and so rounded, at each link."""
+def test_every_strategy_resumes_the_weights_and_statistics_of_any_other(folder: Path):
+    """Weights agree bit for bit, also the initial ones; each run of the chain averages the statistics, which rounds."""
     whole, chained = state_of(folder / "whole"), state_of(folder / str(len(CHAIN) - 1))
     differ = differing(chained, whole)
     assert all("running" in name for name in differ)
@@ -104,7 +104,7 @@ def test_all_ranks_have_the_same_statistics(folder: Path):
 
 
 @pytest.mark.parametrize("strategy", CAST)
-def test_statistics_stay_in_float32_where_the_network_is_cast(strategy: str, bfloat16: Path):
+def test_statistics_stay_in_float32_where_the_model_is_cast(strategy: str, bfloat16: Path):
     run = run_folder_of(bfloat16 / strategy)
     differ = differing(last_weights(run), state_of(bfloat16 / "ddp"))  # stage 3 starts from rounded weights
     assert not any("running" in name for name in differ)
@@ -116,7 +116,7 @@ def test_statistics_stay_in_float32_where_the_network_is_cast(strategy: str, bfl
 
 @pytest.mark.parametrize("strategy", ["ddp", "deepspeed_stage_3"])
 def test_averaged_weights_have_the_statistics_of_all_ranks_images(strategy: str, folder: Path, small_data: list[str]):
-    """Those that torch's update_bn finds in each rank's micro-batches, and the mean of both."""
+    """They are the mean of what torch's update_bn computes from each rank's micro-batches."""
     checkpoint = last_checkpoint(run_folder_of(folder / strategy))
     averaged, newest = network(checkpoint), network(checkpoint, averaged=False)
     assert checkpoint[AVERAGE]["count"] == 2
@@ -136,14 +136,14 @@ def test_averaged_weights_have_the_statistics_of_all_ranks_images(strategy: str,
 
 @pytest.mark.skipif(not WHOLE, reason="make fuzz")
 def test_stage_3_starts_from_the_weights_that_another_package_draws(folder: Path):
-    """It draws those of its layers once more when it has them all; trained with a learning rate of 0."""
+    """torchvision draws the weights of all layers a second time after building them. The learning rate is 0."""
     torch.manual_seed(0)
     assert differing(state_of(folder / "other"), dict(models.build(OTHER, 10).state_dict())) == []
 
 
 @pytest.mark.skipif(not WHOLE, reason="make fuzz")
 @pytest.mark.parametrize("number", range(len(CHAIN)), ids=CHAIN.__getitem__)
-def test_evaluate_and_export_do_what_the_run_did(number: int, folder: Path):
+def test_evaluate_and_export_repeat_the_metrics_of_the_run(number: int, folder: Path):
     run = run_folder_of(folder / str(number))
     metrics = json.loads((run / "metrics.json").read_text())
     done = run_program("evaluate.py", str(run), "--accelerator", "cpu")

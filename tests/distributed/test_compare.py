@@ -1,4 +1,4 @@
-"""compare.py as a whole, on two real ranks, with a strategy that is broken on purpose."""
+"""compare.py from start to end, on two real ranks, with a strategy that is broken on purpose."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_lost_all_reduce_is_found_at_its_step(tmp_path: Path, small_data: list
     assert comparison["passed"] is False
     reference, broken = comparison["variants"]
     assert reference["verdict"]["kind"] == "reference"
-    # The step itself has its loss before; the next one is the first with other weights.
+    # The step's own loss is computed before its update; the next step is the first with other weights.
     assert broken["verdict"]["kind"] == "different"
     assert broken["verdict"]["first_difference"] == BROKEN_STEP + 1
     assert BROKEN_STEP < broken["verdict"]["first_parting"] <= 20

@@ -1,5 +1,5 @@
-"""Mixtures of experts through train.py on real ranks: spread over them or not, and under every strategy that can, they
-train to the same weights, are saved, continued, tested and read back."""
+"""Mixtures of experts through train.py on real ranks, with and without expert parallelism, under every strategy that
+supports them: they train to the same weights, are saved, resumed, tested and read back."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RECIPES = {
     "bfloat16": ["--model.num_experts", "[4]", "--precision", "bf16-mixed", "--optimizer.lr", "0.05"],
 }
 RECIPES["pr_moe"] += ["--optimizer.lr", "0.05"]
-# Adam enlarges the rounding of small gradients, until a token is sent elsewhere: fewer steps.
+# Adam enlarges the rounding of small gradients until a token is routed to another expert: fewer steps.
 RECIPES["top 2"] += ["--on_nan", "skip", "--model.eval_capacity_factor", "1.5"]
 RECIPES["top 2"] += ["--optimizer", "adam", "--accumulate", "2", "--max_steps", "12"]
 RECIPES["top 2"] += ["--optimizer.weight_decay", "0.01"]
@@ -64,7 +64,7 @@ if WHOLE:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> dict[Run, Path]:
-    """The run folder of each; those of one number of ranks share their processes."""
+    """The run folder of each run; runs with the same number of ranks share their processes."""
     folder = tmp_path_factory.mktemp("runs")
     out = {run: folder / "-".join(map(str, run)) for run in RUNS}
     for ranks in (1, 2, 4):
@@ -80,7 +80,7 @@ def flags_of(run: Run) -> list[str]:
 
 @pytest.mark.parametrize("run", [run for run in RUNS if run[0] != "bfloat16" and "deepspeed" in run[1]], ids=str)
 def test_ends_with_the_weights_of_plain_pytorch(run: Run, runs: dict[Run, Path]):
-    """With gate noise, dropped tokens, accumulation and clipping: each rank draws the same under every strategy."""
+    """Gate noise, token drops, accumulation and clipping are on; a rank draws the same noise under every strategy."""
     recipe, _, ranks, _ = run
     expected = last_weights(runs[recipe, "ddp" if ranks > 1 else "baseline", ranks, 1])
     assert largest_difference(last_weights(runs[run]), expected) < (1e-4 if recipe == "top 2" else 1e-5)
@@ -92,7 +92,7 @@ def test_ends_with_the_weights_of_plain_pytorch(run: Run, runs: dict[Run, Path])
 
 @of_make_fuzz
 def test_stages_agree_in_bfloat16(runs: dict[Run, Path]):
-    """In the float32 weights, clipped by the norm over all experts at stage 0 too."""
+    """The float32 weights agree: stage 0 too clips by the norm over all experts."""
     stage_0, stage_2 = (last_weights(runs["bfloat16", STAGES[stage], 2, 2]) for stage in (0, 2))
     assert largest_difference(stage_0, stage_2) < 1e-7
 
@@ -109,8 +109,8 @@ def test_optimizer_state_is_read_in_the_form_of_plain_pytorch(runs: dict[Run, Pa
         torch.testing.assert_close(spread["state"][number]["exp_avg"], state["exp_avg"], atol=1e-6, rtol=1e-3)
 
 
-def test_the_plain_network_scores_what_the_spread_one_was_tested_with(runs: dict[Run, Path], tmp_path: Path):
-    """Evaluated, and exported: without DeepSpeed and with the experts of all ranks."""
+def test_the_plain_model_repeats_the_metrics_of_the_spread_one(runs: dict[Run, Path], tmp_path: Path):
+    """evaluate.py and export.py use the experts of all ranks; the exported file loads without DeepSpeed."""
     run = runs["pr_moe", "deepspeed_stage_2", 2, 2]
     metrics = json.loads((run / "metrics.json").read_text())
     assert metrics["parameters"] == sum(value.numel() for value in last_weights(run).values())
@@ -176,8 +176,8 @@ again.save_checkpoint(run / "refit-after.ckpt")
 if again.is_global_zero:
     same(run / "refit.ckpt", run / "refit-after.ckpt")
 """
-"""As a notebook may do it. DeepSpeed 0.19.8 by itself does not start a second engine on a network with experts, and
-after a test saves no optimizer state at stage 2 (Lightning issue 15247)."""
+"""A notebook may do all of this. DeepSpeed 0.19.8 alone cannot start a second engine on a model with experts, and
+saves no optimizer state at stage 2 after a test (Lightning issue 15247)."""
 
 
 @of_make_fuzz
@@ -212,12 +212,12 @@ RECIPE = [
     *("--optimizer.weight_decay", "0.01"),
     *("--schedule", "warmup_lr", "--schedule.warmup_num_steps", "30"),
 ]
-"""Without noise, drops and load-balancing loss, which are of each micro-batch; an epoch is 36 steps."""
+"""No noise, drops or load-balancing loss, because they depend on the micro-batches; an epoch has 36 steps."""
 
 
 @pytest.fixture(scope="module")
 def continued(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> dict[Any, Path]:
-    """By pair, the runs that went on in another shape; by precision, those that were never interrupted."""
+    """The runs that were resumed in another shape, by pair, and those never interrupted, by precision."""
     folder = tmp_path_factory.mktemp("continued")
     begun = {shape: folder / "begun-{}-{}-{}-{}".format(*shape) for shape, _ in PAIRS}
     ended = {pair: folder / "ended-{}-{}-{}-{}-{}-{}-{}-{}".format(*pair[0], *pair[1]) for pair in PAIRS}
@@ -244,8 +244,8 @@ def continued(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_goes_on_in_another_shape(pair: tuple[Shape, Shape], continued: dict[Any, Path]):
-    """Weights, optimizer state and schedule of every expert: Adam without its state would part at once."""
+def test_resumes_in_another_shape(pair: tuple[Shape, Shape], continued: dict[Any, Path]):
+    """Every expert keeps its weights, optimizer state and schedule: Adam without its state would differ at once."""
     found, uninterrupted = losses(continued[pair]), losses(continued[pair[1][3]])
     assert [*found] == [*range(BEFORE + 1, AFTER + 1)]
     most = 1e-4 if pair[1][3] == FP32 else 1e-2

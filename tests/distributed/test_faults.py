@@ -1,4 +1,4 @@
-"""A rank that is killed or stopped, and a launcher that is killed or asked to end: the run ends soon and leaves nothing
+"""A rank is killed or suspended, or the launcher is killed or terminated: the run ends soon and leaves nothing
 behind."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support.helpers import ROOT, last_checkpoint, of_make_fuzz, run_folde
 pytestmark = pytest.mark.distributed
 
 SECONDS = 60
-"""Within which a run must end."""
+"""Time within which a run must end."""
 
 RECIPE = [
     *("--accelerator", "cpu", "--devices", "2", "--batch_size", "64", "--epochs", "100000"),
@@ -34,7 +34,7 @@ WITH_WORKERS = ["--data.loader", "torch", "--data.workers", "1"]
 
 
 class Run:
-    """A training without end on two ranks, in the middle of its first epoch or later."""
+    """A training on two ranks that does not end on its own, in the middle of its first epoch or later."""
 
     def __init__(self, out: Path, *flags: str):
         self._out = out
@@ -55,34 +55,34 @@ class Run:
         assert self.listens()
 
     def said(self) -> str:
-        """All that it has printed."""
+        """Returns everything it has printed."""
         return (self._out / "output.txt").read_text()
 
     def processes(self) -> list[psutil.Process]:
-        """The launcher, the ranks and their children, which are forks of them."""
+        """The launcher, the ranks and the processes forked from them."""
         return [
             process for process in psutil.process_iter(["cmdline"]) if str(self._out) in (process.info["cmdline"] or ())
         ]
 
     def listens(self) -> bool:
-        """Whether the port at which its ranks meet is in use."""
+        """Whether the port of its ranks' rendezvous is in use."""
         sockets = psutil.net_connections("tcp")
         return any(socket.status == psutil.CONN_LISTEN and self._port in socket.laddr for socket in sockets)
 
     def assert_nothing_left(self) -> None:
-        """No process, no port, no shared memory, no file."""
+        """Checks that no process, open port, shared memory or file is left."""
         assert self.processes() == []
         assert not self.listens()
         owners = [str(self._port), *(str(rank.pid) for rank in self.ranks)]
         shared = [path.name for path in Path("/dev/shm").iterdir()]
         assert [name for name in shared if set(re.split(r"\D+", name)) & set(owners)] == []
-        cache = "torchinductor"  # torch's, which is kept
+        cache = "torchinductor"  # torch keeps its compilation cache
         assert [path for path in self.temporary.iterdir() if not path.name.startswith(cache)] == []
 
 
 @pytest.fixture
 def begin(tmp_path: Path, small_data: list[str]) -> Iterator[Callable[..., Run]]:
-    """Starts a training, and returns when it has written a checkpoint."""
+    """Starts a training and returns when it has written a checkpoint."""
     started: list[Run] = []
 
     def begin(*flags: str) -> Run:
@@ -105,7 +105,7 @@ def test_a_killed_rank_ends_the_run(begin: Callable[..., Run]):
     run.assert_nothing_left()
 
 
-def test_a_stopped_rank_ends_the_run(begin: Callable[..., Run]):
+def test_a_suspended_rank_ends_the_run(begin: Callable[..., Run]):
     run = begin()
     run.ranks[1].suspend()
     assert run.launcher.wait(SECONDS) == 1
@@ -114,10 +114,10 @@ def test_a_stopped_rank_ends_the_run(begin: Callable[..., Run]):
     run.assert_nothing_left()
 
 
-def test_a_launcher_that_is_asked_to_end_saves_and_the_run_goes_on(
+def test_a_terminated_launcher_saves_and_the_run_resumes(
     begin: Callable[..., Run], small_data: list[str], tmp_path: Path
 ):
-    """It alone gets the signal, as from a supervisor that knows one process."""
+    """Only the launcher gets the signal, as from a supervisor that knows one process."""
     same = ["--strategy", "deepspeed_stage_2"]
     run = begin(*same)
     run.launcher.terminate()
@@ -139,7 +139,7 @@ def test_all_processes_end_with_a_killed_launcher(begin: Callable[..., Run]):
     assert len(run.processes()) >= 5  # a launcher, two ranks, two workers
     run.launcher.kill()
     run.launcher.wait(SECONDS)
-    until = time.monotonic() + 15  # torch's workers look every 5 seconds whether their rank is there
+    until = time.monotonic() + 15  # torch's workers check every 5 seconds whether their rank is alive
     while (run.processes() or run.listens()) and time.monotonic() < until:
         time.sleep(0.1)
     run.assert_nothing_left()

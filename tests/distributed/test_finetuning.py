@@ -1,6 +1,6 @@
-"""Training a part of the network, or adapters, on two real ranks: the same under every strategy, the rest untouched.
+"""Training a part of the model, or adapters, on two real ranks: the same under every strategy, the rest unchanged.
 
-`make fuzz` runs every stage, 16 bits, experts that are spread over ranks, and more ways to go on.
+`make fuzz` runs every stage, 16 bits, experts that are spread over ranks, and more ways to resume.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ TRAINED = {
 RUNS = {
     **{"lora ddp": [], "lora deepspeed_stage_3": []},
 }
-"""Recipe and strategy, and more flags."""
+"""Additional flags, by recipe and strategy."""
 
 GONE_ON = [("lora deepspeed_stage_3", "ddp")]
-"""From, and to another strategy."""
+"""The run that is resumed, and the strategy that resumes it."""
 
 if WHOLE:
     STAGES = [f"deepspeed_stage_{stage}" for stage in range(4)]
@@ -57,7 +57,7 @@ STEPS, MORE = 8, 14
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """For each recipe weights that no run of seed 0 would start from."""
+    """The starting weights of each recipe; no run of seed 0 would draw them."""
     folder = tmp_path_factory.mktemp("bases")
     torch.manual_seed(1)
     torch.save(models.build("net", 10).state_dict(), folder / "net.pt")
@@ -92,13 +92,13 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], atol: fl
 
 @pytest.mark.parametrize("name", [name for name in RUNS if not name.endswith(("ddp", "rounded"))])
 def test_ends_with_the_weights_of_ddp(name: str, runs: dict[str, Path]):
-    """Bit for bit, but DeepSpeed's own Adam, and experts, whose gradients are added up in another order."""
+    """Bit for bit, except with DeepSpeed's own Adam and with experts, whose gradients are summed in another order."""
     tolerance = 1e-4 if name.endswith("offload") else 1e-6 if name.startswith("experts") else 0
     assert_close(last_weights(runs[name]), last_weights(runs[f"{name.split()[0]} ddp"]), tolerance)
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if not name.endswith("rounded")])
-def test_trains_what_is_named_and_nothing_else(name: str, bases: dict[str, Path], runs: dict[str, Path]):
+def test_trains_only_the_named_parameters(name: str, bases: dict[str, Path], runs: dict[str, Path]):
     recipe = name.split()[0]
     start, end = torch.load(bases[recipe]), last_weights(runs[name])
     assert end.keys() == start.keys() | TRAINED[recipe]
@@ -111,7 +111,7 @@ def test_trains_what_is_named_and_nothing_else(name: str, bases: dict[str, Path]
 
 
 @pytest.mark.parametrize(("start", "strategy"), GONE_ON)
-def test_goes_on_in_any_shape(start: str, strategy: str, runs: dict[str, Path]):
+def test_resumes_in_any_shape(start: str, strategy: str, runs: dict[str, Path]):
     expected = last_weights(runs[f"{start.split()[0]} uninterrupted"])
     assert_close(last_weights(runs[f"{start} to {strategy}"]), expected, atol=1e-6)
 

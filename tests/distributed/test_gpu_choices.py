@@ -1,4 +1,4 @@
-"""What a run chooses on a GPU, on two CPU ranks: torch's fused optimizers, with mixed precision and clipping."""
+"""torch's fused optimizers, which a run chooses on a GPU, on two CPU ranks with mixed precision and clipping."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RUNS = {
     "vit tensor_parallel": (["--strategy", "tensor_parallel", *VIT], False),
     "vit pipeline bf16": (["--strategy", "pipeline", *VIT, *BF16], False),
 }
-"""Flags by the model and what else distinguishes a run; whether its optimizer is fused."""
+"""Flags of each run, and whether its optimizer is fused; the name's first word is the model."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Pat
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_fused_where_that_works_and_the_same_losses(name: str, runs: Path):
+def test_fused_where_supported_and_the_same_losses(name: str, runs: Path):
     run = run_folder_of(runs / name)
     (group, *_) = last_checkpoint(run)["optimizer_states"][0]["param_groups"]
     assert bool(group["fused"]) == RUNS[name][1]

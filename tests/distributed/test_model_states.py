@@ -1,4 +1,4 @@
-"""What plan.py says of a rank's model states is what ranks hold, part by part."""
+"""plan.py's prediction of a rank's model states is what ranks measure, part by part."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if WHOLE:
     RUNS += [("fsdp2", "32-true"), ("fsdp2", "bf16-mixed")]
 
 
-def test_what_is_predicted_is_measured(small_data: list[str], tmp_path: Path) -> None:
+def test_predicted_model_states_are_measured(small_data: list[str], tmp_path: Path) -> None:
     same = [*small_data, "--accelerator", "cpu", "--model", "vit_tiny", "--optimizer", "adam", "--devices", "2"]
     same += ["--batch_size", "2", "--max_steps", "2", "--data.val_fraction", "0", "--trainer.limit_test_batches", "1"]
     runs = {

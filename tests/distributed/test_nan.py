@@ -1,4 +1,4 @@
-"""A loss that is no number on one of two ranks, with --on_nan skip: both leave the batch out, and stay together."""
+"""The loss is NaN or infinite on one of two ranks, with --on_nan skip: both skip the batch and stay in step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRAIN, HIDDEN, PIXELS = 16, 8, 3 * 32 * 32
 
 
 def write_images(root: Path) -> None:
-    """Dark random images of two classes; one of them, for training, is white."""
+    """Writes dark random images of two classes; one training image is white."""
     rng = np.random.default_rng(0)
     for split, count in (("train", TRAIN), ("test", 4)):
         for number in range(count):
@@ -30,18 +30,22 @@ def write_images(root: Path) -> None:
 
 
 def write_weights(file: Path) -> None:
-    """Of a perceptron with one neuron for light images alone, whose share of the scores is beyond float32."""
+    """Writes a perceptron's weights. One neuron reacts to light images only; its share of the scores overflows."""
     generator = torch.Generator().manual_seed(0)
     first = torch.randn(HIDDEN + 1, PIXELS, generator=generator) / math.sqrt(PIXELS)
     last = torch.randn(2, HIDDEN + 1, generator=generator) / math.sqrt(HIDDEN)
     bias = torch.zeros(HIDDEN + 1)
-    first[-1], last[:, -1], bias[-1] = 1.0, 1e37, -PIXELS / 2  # of the sum of the pixels, from -1 to 1 each
+    first[-1], last[:, -1], bias[-1] = (
+        1.0,
+        1e37,
+        -PIXELS / 2,
+    )  # a threshold for the sum of the pixels, each from -1 to 1
     torch.save({"1.weight": first, "1.bias": bias, "3.weight": last, "3.bias": torch.zeros(2)}, file)
 
 
 @pytest.mark.distributed
-def test_a_batch_that_is_nan_on_one_rank_is_left_out_on_both(tmp_path: Path):
-    """As on one device, which leaves the whole batch out: one step an epoch, for the one white image."""
+def test_both_ranks_skip_a_batch_that_is_nan_on_one(tmp_path: Path):
+    """One device skips the whole batch too: one step per epoch, because one image is white."""
     write_images(tmp_path / "images")
     write_weights(tmp_path / "weights.pt")
     same = ["--data.source", "folder", "--data.root", str(tmp_path / "images"), "--data.val_fraction", "0"]
@@ -58,6 +62,6 @@ def test_a_batch_that_is_nan_on_one_rank_is_left_out_on_both(tmp_path: Path):
     weights = last_weights(runs["baseline"])
     assert all(value.isfinite().all() for value in weights.values())
     for name in ("ddp", "deepspeed_stage_2"):
-        # The mean over both ranks: weights of the other that differed would show in the steps that follow.
+        # The loss is the mean over both ranks: different weights on the other rank would show in later steps.
         assert read_losses(runs[name] / "losses.csv").values == pytest.approx(expected, rel=1e-5, abs=0), name
         assert largest_difference(last_weights(runs[name]), weights) < 1e-6, name

@@ -1,4 +1,4 @@
-"""Offloading to a disk: trains as offloading to the CPU's memory does, which goes on from its checkpoint."""
+"""Offloading to a disk trains as offloading to the CPU's memory does, which can resume its checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.helpers import WHOLE, largest_difference, last_weights, run_f
 
 
 def lacking() -> str:
-    """What this machine lacks for it; empty where it has all."""
+    """Returns what this machine lacks for offloading to a disk; empty if nothing."""
     try:
         check_nvme("/tmp")
     except UsageError as error:
@@ -28,11 +28,11 @@ Weights = dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module", params=[1, *([2] if WHOLE else [])])
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, small_data: list[str]):
-    """The weights of a run on the disk, of one in memory, and of one in memory that goes on from half of the first."""
+    """The weights of a run on disk (nvme), one in memory (cpu), and one in memory that resumes half a run on disk."""
     folder, ranks = tmp_path_factory.mktemp("nvme"), request.param
     disk = folder / "disk"
     disk.mkdir()
-    # 1.6 million parameters in one matrix: what is smaller than 1 MiB DeepSpeed leaves in memory.
+    # 1.6 million parameters in one matrix: DeepSpeed leaves what is smaller than 1 MiB in memory.
     same = [*small_data, "--accelerator", "cpu", "--devices", str(ranks), "--batch_size", "16", "--model", "mlp"]
     same += ["--optimizer", "adamw", "--data.val_fraction", "0", "--trainer.limit_test_batches", "1"]
     nvme = [*same, "--strategy", "deepspeed_stage_3_offload_nvme", "--nvme_path", str(disk)]
@@ -51,5 +51,5 @@ def test_trains_as_in_the_memory_of_the_cpu(runs: dict[str, Weights]):
     assert largest_difference(runs["nvme"], runs["cpu"]) == 0
 
 
-def test_goes_on_in_the_memory_of_the_cpu(runs: dict[str, Weights]):
+def test_resumes_in_the_memory_of_the_cpu(runs: dict[str, Weights]):
     assert largest_difference(runs["resumed"], runs["nvme"]) == 0

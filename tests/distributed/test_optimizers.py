@@ -28,7 +28,7 @@ FOUND = Path("range test")
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Path:
-    """The folder of all runs, and of a range test."""
+    """The folder of all runs and of a range test."""
     folder = tmp_path_factory.mktemp("runs")
     same = [*small_data, "--accelerator", "cpu", "--devices", "2", "--batch_size", "16", "--data.val_fraction", "0"]
     same += ["--logger", "none", "--trainer.limit_test_batches", "1"]
@@ -45,12 +45,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Pat
 
 
 def largest_difference(folder: Path, name: str, strategy: str) -> float:
-    """Of the weights after training from those under DDP; the optimizer's state is of the same form."""
+    """Returns the largest difference to DDP's weights after training; the optimizer's state must have the same form."""
     found, expected = (last_checkpoint(run_folder_of(folder / f"{name}-{used}")) for used in (strategy, "ddp"))
     for key in ("params", "param_names", "weight_decay", "lr"):
         groups = [[group[key] for group in one["optimizer_states"][0]["param_groups"]] for one in (found, expected)]
         assert groups[0] == groups[1]
-    # The schedule has come to the end of the run.
+    # The schedule has reached the end of the run.
     assert {group["lr"] for group in expected["optimizer_states"][0]["param_groups"]} == {0.0}
     states = [one["optimizer_states"][0]["state"] for one in (found, expected)]
     assert {number: state.keys() for number, state in states[0].items()} == {
@@ -63,13 +63,13 @@ def largest_difference(folder: Path, name: str, strategy: str) -> float:
 
 @pytest.mark.parametrize(("name", "strategy"), RUNS)
 def test_strategies_agree(name: str, strategy: str, runs: Path):
-    """Bit for bit: each element has its own update, however the parameters are cut; Muon's are whole."""
+    """Weights agree bit for bit: each element has its own update, however parameters are sharded. Muon's stay whole."""
     assert largest_difference(runs, name, strategy) == 0
 
 
 @pytest.mark.parametrize(("name", "strategy"), OFFLOADED)
 def test_offloaded_ones_agree(name: str, strategy: str, runs: Path):
-    """DeepSpeed's C++ rounds in another way than torch."""
+    """DeepSpeed's C++ optimizers round differently from torch's."""
     limit = 1e-4 if OFFLOADED_BY[name] == BY_DEEPSPEED else 0
     assert largest_difference(runs, name, strategy) <= limit
 

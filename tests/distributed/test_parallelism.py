@@ -1,7 +1,7 @@
-"""Strategies that cut the network: fsdp2, tensor_parallel and pipeline, on two real ranks, go on with each other's
-checkpoints and end where DDP does.
+"""Strategies that split the model: fsdp2, tensor_parallel and pipeline, on two real ranks, resume each other's
+checkpoints and end with DDP's weights.
 
-With `FUZZ` set, 50 steps of each against one device.
+With `FUZZ` set, 50 steps of each are compared with one device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.support.helpers import run_folder_of, train_all
 pytestmark = pytest.mark.distributed
 
 RELAY = ["ddp", "fsdp2", "tensor_parallel", "pipeline", "ddp"]
-"""Each goes on from the one before for a step."""
+"""Each resumes the one before and takes one step."""
 
 SIZE = ["--data.source", "synthetic", "--data.synthetic_size", "16", "--data.val_fraction", "0", "--accelerator", "cpu"]
 RECIPE = [*SIZE, "--batch_size", "2", "--gradient_clip_val", "0.5", "--log_interval", "1"]
@@ -38,7 +38,7 @@ def finished(out: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def largest_difference(one: Any, other: Any) -> float:
-    """Of weights and momentum; both have the same names in the same order."""
+    """Returns the largest difference of weights and momentum; both have the same names in the same order."""
     assert [*one["state_dict"]] == [*other["state_dict"]]
     pairs = [*zip(one["state_dict"].values(), other["state_dict"].values(), strict=True)]
     states = [checkpoint["optimizer_states"][0] for checkpoint in (one, other)]
@@ -50,8 +50,8 @@ def largest_difference(one: Any, other: Any) -> float:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_run_handed_from_one_to_the_other_ends_as_it_does_under_ddp(optimizer: str, tmp_path: Path):
-    """Clipping is at work, so that every norm is over all ranks; the micro-batches differ, the batch does not."""
+def test_a_run_resumed_by_each_strategy_in_turn_ends_as_under_ddp(optimizer: str, tmp_path: Path):
+    """Clipping is active, so every norm must be over all ranks. Micro-batches differ; the global batch does not."""
     same = [*RECIPE, "--optimizer", optimizer, *OPTIMIZERS[optimizer], "--model", "vit_tiny", "--devices", "2"]
     same += ["--data.root", str(tmp_path / "data")]
     outs = [tmp_path / f"{number}-{name}" for number, name in enumerate(RELAY)]
@@ -70,7 +70,7 @@ def test_a_run_handed_from_one_to_the_other_ends_as_it_does_under_ddp(optimizer:
         content, metrics = finished(out)
         assert {type(value) for value in content["state_dict"].values()} == {torch.Tensor}, name
         assert metrics["num_test"] == 16
-        # Whole on every rank are at most norms, patches and positions: of so small a network a tenth.
+        # At most norms, patches and positions are whole on every rank: a tenth of so small a model.
         assert sum(metrics["mem/model_state_rank_bytes"]) < 1.15 * expected["mem/model_state_rank_bytes"][0]
 
 

@@ -1,8 +1,8 @@
-"""Every recipe of configs/ trains through train.py as it is written, under the baseline and under ZeRO on two ranks.
+"""Every recipe of configs/ trains through train.py as written, under the baseline and under ZeRO on two ranks.
 
-Its first steps, on the digits, with the numbers of the recipe; a network that was made for a GPU has the size that the
-recipe names for a CPU, a transformer three blocks. `make recipes` runs this; `make test` builds each recipe
-(tests/test_tree.py), which costs seconds where this costs minutes.
+Each takes its first steps on the digits with the recipe's own settings. A model made for a GPU has the size that the
+recipe names for a CPU; a transformer has three blocks. `make recipes` runs this, which takes minutes; `make test` only
+builds each recipe (tests/test_tree.py), which takes seconds.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module", params=[1, 2])
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, data: list[str]):
-    """The number of ranks, and the run folder of every recipe, all in the same processes."""
+    """The number of ranks, and the run folder of every recipe; all share their processes."""
     ranks: int = request.param
     folder = tmp_path_factory.mktemp(f"ranks_{ranks}")
     flags = {folder / recipe.stem: flags_of(recipe, ranks, data) for recipe in RECIPES}
@@ -54,7 +54,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def flags_of(recipe: Path, ranks: int, data: list[str]) -> list[str]:
-    """The recipe, and what it needs here: other ranks, a size for a CPU, and an end."""
+    """Returns the recipe's flags with those it needs here: the ranks, a size for a CPU, and the number of steps."""
     where = ["--strategy", strategy_of(recipe, ranks), "--devices", str(ranks)]
     where += ["--model.ep_size", "1"] if ranks == 1 and "ep_size" in recipe.read_text() else []
     on_a_cpu = re.search(r"On a CPU: (--.*?)(?:\. |$)", recipe.read_text(), re.MULTILINE)
@@ -68,7 +68,7 @@ def flags_of(recipe: Path, ranks: int, data: list[str]) -> list[str]:
 
 
 def strategy_of(recipe: Path, ranks: int) -> str:
-    """On two ranks ZeRO 2, or 0 where the recipe's optimizer needs whole tensors."""
+    """Returns the baseline on one rank; on two ZeRO 2, or ZeRO 0 if the recipe's optimizer needs whole tensors."""
     cuts = command_line.parse(["--config", str(recipe)]).optimizer.name in OFFLOADED_BY
     return "baseline" if ranks == 1 else "deepspeed_stage_2" if cuts else "deepspeed_stage_0"
 
@@ -76,7 +76,7 @@ def strategy_of(recipe: Path, ranks: int) -> str:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_trains(recipe: Path, runs: tuple[int, dict[str, Path]]):
-    """From about the loss of a guess among ten classes, and no further up; debug_overfit learns its batch by heart."""
+    """The loss starts near that of a guess among ten classes and does not rise; debug_overfit overfits its batch."""
     ranks, folders = runs
     metrics = json.loads((folders[recipe.stem] / "metrics.json").read_text())
     losses = read_losses(folders[recipe.stem] / "losses.csv").values

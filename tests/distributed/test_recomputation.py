@@ -1,5 +1,6 @@
-"""Activation checkpointing through train.py on two real ranks: the same losses and weights, bit for bit, where every
-layer is sharded and gathered again for the second forward pass; among many (FUZZ) where tokens travel a second time."""
+"""Activation checkpointing through train.py on two real ranks keeps losses and weights bit for bit, also where every
+layer is sharded and gathered again for the second forward pass. `make fuzz` has every stage, and experts whose tokens
+are sent a second time."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ if WHOLE:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
-    """The run folders of each recipe, without and with the switch."""
+    """The run folders of each recipe, without and with --activation_checkpointing."""
     folder = tmp_path_factory.mktemp("runs")
     everything = folder / "everything.json"
     everything.write_text(json.dumps({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}))

@@ -1,6 +1,6 @@
-"""A run that goes on from a checkpoint: killed at any moment, or with another strategy and number of ranks.
+"""A run resumes from a checkpoint after it was killed at any moment, or with another strategy and number of ranks.
 
-`make fuzz` runs the whole of what is here in small: 20 kills of each strategy, and every pair of shapes.
+`make fuzz` runs these tests in full: 20 kills of each strategy, and every pair of shapes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ STAGES = [f"deepspeed_stage_{stage}" for stage in range(4)]
 ALL_SHAPES: list[Shape] = [("baseline", 1), *((stage, ranks) for stage in STAGES for ranks in (1, 2, 4))]
 OFFLOADED: Shape = ("deepspeed_stage_3_offload", 2)
 ACCUMULATING: Shape = ("ddp", 2)
-"""Takes two micro-batches a step, where the others take one: the middle of an epoch is the same step."""
+"""Takes two micro-batches a step, where the others take one: the middle of an epoch must be at the same step."""
 
 FEW_PAIRS: list[tuple[Shape, Shape]] = [
     (("deepspeed_stage_3", 2), ("baseline", 1)),
@@ -67,7 +67,7 @@ RECIPE = [
     *("--augment.flip", "random"),
     *("--schedule", "warmup_lr", "--schedule.warmup_num_steps", "30"),
 ]
-"""An epoch of 36 steps: both stops are in the middle of one, the first in the warm-up too."""
+"""An epoch has 36 steps: both stops are in the middle of one, and the first is in the warm-up too."""
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def flags_of(shape: Shape, steps: int, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def reshaped(folder: Path, small_data: list[str]) -> dict[tuple[Shape, Shape], Path]:
-    """Runs that went on in another shape; those of one number of ranks follow each other in the same processes."""
+    """The runs that were resumed in another shape; those with the same number of ranks share their processes."""
     log = [*small_data, "--log_interval", "1"]
     begun = {shape: folder / "begun-{}-{}".format(*shape) for shape, _ in PAIRS}
     ended = {pair: folder / "ended-{}-{}-{}-{}".format(*pair[0], *pair[1]) for pair in PAIRS}
@@ -111,7 +111,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "{}-{} to {}-{}".format(*pair[0], *pair[1]))
-def test_goes_on_in_another_shape(
+def test_resumes_in_another_shape(
     pair: tuple[Shape, Shape], reshaped: dict[tuple[Shape, Shape], Path], uninterrupted: dict[int, float]
 ):
     found = losses(reshaped[pair])
@@ -119,10 +119,10 @@ def test_goes_on_in_another_shape(
     assert max(abs(loss - uninterrupted[step]) for step, loss in found.items()) < 1e-5
 
 
-def test_goes_on_with_another_sub_group_size(
+def test_resumes_with_another_sub_group_size(
     reshaped: dict[tuple[Shape, Shape], Path], folder: Path, small_data: list[str], uninterrupted: dict[int, float]
 ):
-    """Cut finer, and then as it was."""
+    """The run is resumed with smaller sub-groups, then with the default again."""
     shape, begun = ("deepspeed_stage_3", 2), folder / "begun-deepspeed_stage_3-2"
     found: dict[int, float] = {}
     for steps, more in ((30, ["--zero.sub_group_size", "20000"]), (STEPS, [])):
@@ -136,7 +136,7 @@ def test_goes_on_with_another_sub_group_size(
 
 
 @pytest.mark.parametrize(("strategy", "devices", "more"), KILLED)
-def test_killed_at_random_moments_it_ends_with_the_same_weights(
+def test_a_run_killed_at_random_moments_ends_with_the_same_weights(
     strategy: str, devices: int, more: list[str], folder: Path, small_data: list[str]
 ):
     flags = [*small_data, *flags_of((strategy, devices), STEPS), *more]
@@ -157,7 +157,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_weights(
         while process.poll() is None and not list((out / name / f"version_{kill}").glob("checkpoints/*")):
             time.sleep(0.002)
         time.sleep(rng.uniform(0, 0.4))
-        process.send_signal(signal.SIGKILL)  # its ranks go with it
+        process.send_signal(signal.SIGKILL)  # its ranks end with it
         process.wait()
         resume = ["--resume", "last"] if list(out.rglob("*.ckpt")) else []
     assert_ok(run_program("train.py", *command, *resume))
@@ -166,8 +166,8 @@ def test_killed_at_random_moments_it_ends_with_the_same_weights(
 
 
 @pytest.mark.parametrize("strategy", ["baseline", "deepspeed_stage_0"])
-def test_each_group_goes_on_with_its_own_learning_rate(strategy: str, folder: Path, small_data: list[str]):
-    """With a constant schedule nothing else would ever give it back."""
+def test_each_group_resumes_with_its_own_learning_rate(strategy: str, folder: Path, small_data: list[str]):
+    """The schedule is constant: nothing else would restore the learning rates."""
     rates = ["--optimizer", "muon_sgd", "--optimizer.lr", "0.01", "--optimizer.bias_lr", "0.002"]
     same = [*small_data, "--batch_size", "16", "--accelerator", "cpu", *rates, "--optimizer.head_lr", "0.05"]
     begun, ended, whole = (folder / f"muon-{strategy}-{name}" for name in ("begun", "ended", "whole"))
@@ -180,10 +180,8 @@ def test_each_group_goes_on_with_its_own_learning_rate(strategy: str, folder: Pa
 
 
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (2, 0)])
-def test_the_torch_loader_goes_on_with_the_images_that_come_next(
-    ranks: int, workers: int, folder: Path, small_data: list[str]
-):
-    """At the end of an epoch of 36 steps, and in the middle of the second."""
+def test_the_torch_loader_resumes_with_the_next_images(ranks: int, workers: int, folder: Path, small_data: list[str]):
+    """One run stops at the end of an epoch of 36 steps, one in the middle of the second."""
     loader = ["--data.loader", "torch", "--data.workers", str(workers), "--augment.flip", "none"]
     same = [*small_data, *RECIPE, *loader, "--log_interval", "1", "--devices", str(ranks)]
     same += ["--strategy", "baseline" if ranks == 1 else "ddp"]

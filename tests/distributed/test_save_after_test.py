@@ -1,4 +1,4 @@
-"""A checkpoint saved after a test holds what the one before it held: Lightning issues 15247, 14090 and 18478."""
+"""A checkpoint saved after a test equals the one saved before it: Lightning issues 15247, 14090 and 18478."""
 
 from __future__ import annotations
 

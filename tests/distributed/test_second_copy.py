@@ -1,4 +1,4 @@
-"""ZeRO++'s second copy of the parameters on two ranks: nothing but the way of the parameters is another."""
+"""ZeRO++'s second copy of the parameters on two ranks: only where parameters are gathered from changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.distributed
 
 
 def test_ends_with_the_weights_of_stage_3(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]):
-    """Bit for bit, also in mixed precision, and where it goes on from weights that it did not start with."""
+    """Weights agree bit for bit, also in mixed precision, and after resuming a run without the second copy."""
     folder = tmp_path_factory.mktemp("second_copy")
     same = [*small_data, "--accelerator", "cpu", "--devices", "2", "--batch_size", "16", "--model", "mlp"]
     same += ["--strategy", "deepspeed_stage_3", "--optimizer.lr", "0.05", "--data.val_fraction", "0"]

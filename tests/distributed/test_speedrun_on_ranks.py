@@ -1,4 +1,4 @@
-"""The recipe of the speed records on two real ranks: the same weights under each strategy that can run it."""
+"""The recipe of the speed records on two real ranks ends with the same weights under each strategy that can run it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.helpers import largest_difference, last_checkpoint, run_folde
 pytestmark = pytest.mark.distributed
 
 STRATEGIES = {"muon_sgd": ("ddp", "deepspeed_stage_0"), "sgd": ("ddp", "deepspeed_stage_3")}
-"""Muon needs whole tensors; the network and its computed first layer run under ZeRO-3 too."""
+"""Muon needs whole tensors; the model and its computed first layer run under ZeRO-3 too."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_strategies_agree(optimizer: str, runs: dict[str, list[dict[str, Any]]])
 
 
 def test_the_first_layer_whitens_and_stays(runs: dict[str, list[dict[str, Any]]]):
-    """Computed from the same images in all runs, and left alone by the training; its bias is trained."""
+    """Its filters are computed from the same images in all runs and stay fixed; its bias is trained."""
     of_all = [network(checkpoint) for pair in runs.values() for checkpoint in pair]
     filters = of_all[0]["whiten.weight"]
     assert torch.equal(filters[12:], -filters[:12])

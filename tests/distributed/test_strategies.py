@@ -26,13 +26,13 @@ pytestmark = pytest.mark.distributed
 NOT_HERE = ("deepspeed_stage_3_offload_nvme", "deepspeed_stage_3_superoffload")
 ON_CPU = [name for name, spec in STRATEGIES.items() if name not in NOT_HERE and not spec.one_replica]
 ALONE = ["baseline", "ddp", "deepspeed_stage_0", "deepspeed_stage_3", "fsdp2"]
-"""Of those on one rank too; `make fuzz` has all."""
+"""Strategies that run on one rank too; `make fuzz` runs all."""
 ACCUMULATED = [*(f"deepspeed_stage_{stage}" for stage in range(4)), "deepspeed_stage_3_offload"]
 ADAM = ["deepspeed_stage_1_offload", "deepspeed_stage_3", "deepspeed_stage_3_offload"]
 STEPS = 24
 RECIPES = {
     "plain": ["--optimizer", "sgd", "--optimizer.lr", "0.05"],
-    # Of seed 0's random images two pixels under a max-pool nearly tie: the rounding decides which gets the gradient.
+    # In seed 0's random images two pixels under a max-pool nearly tie: rounding decides which gets the gradient.
     "accumulated": ["--accumulate", "2", "--gradient_clip_val", "1.0", "--optimizer.lr", "0.05", "--seed", "1"],
     "accumulated adam": ["--accumulate", "2", "--gradient_clip_val", "1.0", "--optimizer", "adam"],
     "bfloat16": ["--precision", "bf16-mixed", "--optimizer.lr", "0.05"],
@@ -78,7 +78,7 @@ def checked_weights(run: tuple[str, int, str], folder: Path) -> dict[str, torch.
 
 @pytest.mark.parametrize(("strategy", "devices"), sorted({run[:2] for run in RUNS if run[2] == "plain"}))
 def test_ends_with_the_weights_of_ddp(strategy: str, devices: int, runs: Weights):
-    """Without accumulation and clipping, SGD: bit for bit, offloaded or not."""
+    """SGD without accumulation and clipping: weights agree bit for bit, offloaded or not."""
     expected = runs["ddp", devices, "plain"]
     assert largest_difference(runs[strategy, devices, "plain"], expected) == 0
     start = models.build("net", 10).state_dict()
@@ -87,7 +87,7 @@ def test_ends_with_the_weights_of_ddp(strategy: str, devices: int, runs: Weights
 
 @pytest.mark.parametrize("strategy", ACCUMULATED)
 def test_agrees_under_accumulation_and_clipping(strategy: str, runs: Weights):
-    """Stages 2 and 3 add the ranks' gradients up before the micro-batches', the others after: other roundings."""
+    """Stages 2 and 3 sum gradients over ranks before micro-batches, the others after: the rounding differs."""
     expected = runs["ddp", 2, "accumulated"]
     assert largest_difference(runs[strategy, 2, "accumulated"], expected) < 1e-5
 
@@ -96,15 +96,15 @@ def test_agrees_under_accumulation_and_clipping(strategy: str, runs: Weights):
 def test_agrees_with_adam(strategy: str, runs: Weights):
     """Adam divides each gradient by its own size, and so enlarges the rounding of the small ones.
 
-    The reference is one rank in one piece: neither the strategy, the ranks nor the accumulation change the maths.
+    The reference is one rank without accumulation: strategy, ranks and accumulation do not change the maths.
     """
     expected = runs["baseline", 1, "clipped adam"]
     assert largest_difference(runs[strategy, 2, "accumulated adam"], expected) < 1e-4
 
 
 def test_stages_agree_in_bfloat16(runs: Weights):
-    """Bit for bit in the float32 weights that the optimizer updates: stage 3 too starts from weights drawn in float32,
-    which zero.Init by itself would not do."""
+    """The float32 weights that the optimizer updates agree bit for bit. Stage 3 too starts from weights drawn in
+    float32; zero.Init alone would not do that."""
     stage_0, stage_2, stage_3 = (runs[f"deepspeed_stage_{stage}", 2, "bfloat16"] for stage in (0, 2, 3))
     assert largest_difference(stage_0, stage_2) == 0
     assert largest_difference(stage_2, stage_3) == 0
@@ -116,7 +116,7 @@ def test_ranks_do_not_change_the_maths(runs: Weights):
 
 
 @of_make_fuzz
-def test_bfloat16_trains_and_evaluates_to_the_same_figures(tmp_path: Path, small_data: list[str]):
+def test_evaluate_repeats_the_accuracy_of_a_bfloat16_run(tmp_path: Path, small_data: list[str]):
     flags = [
         "--strategy",
         "deepspeed_stage_3_offload",

@@ -1,7 +1,7 @@
-"""Runs over two hosts with addresses of their own, which torchrun starts on each: they train as one host does, end when
-the link between them is cut, and go on.
+"""Runs on two hosts with separate addresses, started by torchrun on each: they train as one host does, stop when the
+link between them is cut, and resume.
 
-`make fuzz` also loses a host for good, has hosts whose disks are apart, and starts the ranks in other ways.
+`make fuzz` also loses a host for good, has hosts without a shared disk, and starts the ranks with other launchers.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ pytestmark = pytest.mark.distributed
 
 STEPS = 45
 TIMEOUT_SECONDS = 8
-"""Of a collective: long enough for two busy cores."""
+"""Timeout of a collective: long enough for two busy cores."""
 
 PATIENCE_SECONDS = 300
-"""With what takes 10 to 30 s: the machine may be busy."""
+"""Longest wait for what usually takes 10 to 30 s: the machine may be busy."""
 
 RENDEZVOUS = {"2": "keep_alive_max_attempt=12", "1:2": "last_call_timeout=15"}
-"""By the numbers of hosts. torchrun counts a host as gone after 3 signs of life that it misses, 5 s apart: when the
-link is mended both would start their ranks anew, and again when the other one is found to be there. One that is left
-alone would wait for others to join for 30 s."""
+"""torchrun's --rdzv_conf, by --nnodes. torchrun counts a host as lost after 3 missed heartbeats, 5 s apart: when the
+link is fixed, both hosts would restart their ranks, and restart them again when they find each other. A host left alone
+would wait 30 s for others to join."""
 
 RECIPE = [
     *("--accelerator", "cpu", "--batch_size", "16", "--data.val_fraction", "0", "--epochs", "2"),
     *("--max_steps", str(STEPS), "--optimizer.lr", "0.05", "--augment.flip", "random", "--logger", "none"),
 ]
-"""An epoch of 40 steps."""
+"""An epoch has 40 steps."""
 
 NETWORK = {"GLOO_SOCKET_IFNAME": DEVICE, rendezvous.OWN_STORE: "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-"""What docs/cluster.md says to set on each node: a host's own name leads to its loopback."""
+"""What docs/cluster.md says to set on each node: a host's own name resolves to its loopback address."""
 
 SLOW = "20mbit"
-"""About a tenth of a second for the gradients of a step of Net, so that there is time to cut the link in one."""
+"""Sending the gradients of one step of Net takes about 0.1 s, so that there is time to cut the link in a step."""
 
 
 class Node:
@@ -91,7 +91,7 @@ class Node:
         assert self.process.returncode == 0, self.output[-4000:]
 
     def says_that_it_lost_the_other(self) -> bool:
-        """In one line, without a traceback."""
+        """Whether its output has the one-line error and no traceback."""
         lost = "error: this rank waited" in self.output or "error: another rank has ended" in self.output
         return lost and "Traceback (most recent call last)" not in self.output
 
@@ -103,16 +103,16 @@ def nodes_of(hosts: Hosts, folder: Path, nodes: str, *flags: str) -> tuple[Node,
 
 @pytest.fixture(scope="module")
 def on_one_host(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> dict[str, torch.Tensor]:
-    """The weights of two ranks of one host, never interrupted."""
+    """The weights of an uninterrupted run on two ranks of one host."""
     out = tmp_path_factory.mktemp("one")
     train_all({out: [*small_data, *RECIPE, "--strategy", "ddp", "--devices", "2"]})
     return last_weights(run_folder_of(out))
 
 
-def test_cut_off_in_mid_epoch_it_goes_on_and_ends_as_on_one_host(
+def test_a_run_resumes_after_a_cut_link_and_ends_as_on_one_host(
     tmp_path: Path, small_data: list[str], on_one_host: dict[str, torch.Tensor]
 ):
-    """Bit for bit; and what it had saved by then goes on with one rank."""
+    """The weights agree bit for bit; one rank can resume what was saved before the cut."""
     out = tmp_path / "out"
     flags = [*small_data, *RECIPE, "--save_every_n_steps", "10", "--out", str(out), "--name", "two"]
     with two_hosts() as hosts:
@@ -139,10 +139,10 @@ def test_cut_off_in_mid_epoch_it_goes_on_and_ends_as_on_one_host(
 
 
 @of_make_fuzz
-def test_the_host_that_is_left_goes_on_alone(
+def test_the_remaining_host_continues_alone(
     tmp_path: Path, small_data: list[str], on_one_host: dict[str, torch.Tensor]
 ):
-    """The global batch stays, and the checkpoint is cut anew."""
+    """The global batch stays the same, and the checkpoint is sharded again for one rank."""
     out = tmp_path / "out"
     flags = [*small_data, *RECIPE, "--save_every_n_steps", "10", "--out", str(out), "--name", "two"]
     with two_hosts() as hosts:
@@ -176,7 +176,7 @@ def test_hosts_that_do_not_share_a_disk_are_refused(tmp_path: Path, small_data: 
 @of_make_fuzz
 @pytest.mark.parametrize("launcher", ["deepspeed", "srun"])
 def test_other_launchers(launcher: str, tmp_path: Path, small_data: list[str], on_one_host: dict[str, torch.Tensor]):
-    """DeepSpeed's own, without ssh, and what srun sets for its tasks; two hosts, one rank each."""
+    """DeepSpeed's launcher without ssh, and the variables that srun sets for its tasks; two hosts, one rank each."""
     train = [*small_data, *RECIPE, "--out", str(tmp_path), "--strategy", "deepspeed_stage_1", "--num_nodes", "2"]
     program = str(ROOT / "tests" / "without_figures.py")
     with two_hosts() as hosts:

@@ -1,4 +1,4 @@
-"""plan.py's bytes of a step against those on the link between two hosts."""
+"""plan.py's bytes per step are compared with those measured on the link between two hosts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.distributed
 
 COMMON = ["--optimizer", "adam", "--accelerator", "cpu", "--devices", "1", "--batch_size", "8"]
 MLP = ["--model", "mlp", "--model.hidden", "[256]"]
-"""790,000 parameters, most of them in a matrix that stage 3 cuts."""
+"""790,000 parameters, most of them in a matrix that stage 3 shards."""
 
 ALL = [
     ("ddp", []),
@@ -39,14 +39,14 @@ ALL = [
     ("deepspeed_stage_3_offload", []),
     ("deepspeed_stage_3", ["--model", "vit_tiny", "--activation_checkpointing"]),
 ]
-"""Strategies and options; `make test` has the plainest and the least plain."""
+"""Strategies and options; `make test` runs the simplest and the most complex strategy."""
 
 STEPS = 2, 12
-"""Of two runs, whose difference leaves out what a run sends at its start and its end."""
+"""Steps of two runs; their difference leaves out what a run sends at its start and end."""
 
 TOLERANCE = 0.1
-"""For the headers of Ethernet, IP and TCP, acknowledgements, the few numbers that ranks tell each other, and what the
-start of one run sends less or more than that of another."""
+"""Allows for the headers of Ethernet, IP and TCP, acknowledgements, the few numbers that ranks exchange, and
+differences between what two runs send at their start."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""small_vit_runs on CPU ranks that use the optimizers that they would use on a GPU: torch's fused ones."""
+"""small_vit_runs on CPU ranks, with the optimizers of a GPU: torch's fused ones."""
 
 from __future__ import annotations
 

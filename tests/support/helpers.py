@@ -1,4 +1,4 @@
-"""Starting the programs as a user does."""
+"""Starts the programs as a user does, and reads what their runs wrote."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from cifar_zero.config import command_line
 from cifar_zero.config.flags import OffloadConfig, ZeROConfig
 
 WHOLE = "FUZZ" in os.environ
-"""Whether `make fuzz` runs the tests: in their whole form, which takes hours, and all of them."""
+"""Whether `make fuzz` runs the tests: all of them in full, which takes hours."""
 
 of_make_fuzz = pytest.mark.skipif(not WHOLE, reason="of make fuzz")
 
@@ -39,15 +39,15 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 240
 
 WARM = ("train.py", "evaluate.py", "export.py", "predict.py")
-"""Programs that take five seconds to import what they need. Those that import little start as ever."""
+"""Programs whose imports take five seconds. Programs that import little are started as usual."""
 
 
 def run_program(
     *command: str, cwd: Path = ROOT, timeout: float = TIMEOUT_SECONDS, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `python <command>` from the repository and returns what it printed and its exit code.
+    """Runs `python <command>` from the repository and returns its output and exit code.
 
-    The programs of one process that nothing more is asked of come from tests.support.warm_start."""
+    Programs of `WARM` run in tests.support.warm_start if neither `cwd` nor `env` is given."""
     if command[0] in WARM and cwd == ROOT and env is None:
         return _warm_start().run(command, timeout)
     clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
@@ -62,7 +62,7 @@ def run_program(
 
 
 class WarmStart:
-    """tests.support.warm_start, for all tests of this process of pytest."""
+    """The process of tests.support.warm_start that all tests of this pytest process share."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="warm-start-"))
@@ -79,7 +79,7 @@ class WarmStart:
             time.sleep(0.02)
 
     def run(self, command: tuple[str, ...], timeout: float) -> subprocess.CompletedProcess[str]:
-        """What a program printed, and its exit code."""
+        """Runs a program; returns its output and exit code."""
         with (
             socket.socket(socket.AF_UNIX) as connection,
             tempfile.TemporaryFile("w+") as output,
@@ -100,7 +100,7 @@ class WarmStart:
             return subprocess.CompletedProcess(command, code, output.read(), errors.read())
 
     def end(self) -> None:
-        """Ends it, when all programs have."""
+        """Ends the process, after all programs have ended."""
         self.process.kill()
         self.process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -110,11 +110,11 @@ _warm_start = functools.cache(WarmStart)
 
 
 class Ranks:
-    """Processes that train one run after the other, for all tests of this process of pytest.
+    """Ranks that train one run after the other and are shared by all tests of this pytest process.
 
     Args:
-        program: tests.support.many_runs, or one that is it with something else in place.
-        ranks: how many.
+        program: tests.support.many_runs, or a module that changes something and then runs it.
+        ranks: number of ranks.
     """
 
     def __init__(self, program: str, ranks: int):
@@ -131,7 +131,7 @@ class Ranks:
         atexit.register(self.end)
 
     def train(self, runs: list[list[str]], timeout: float) -> None:
-        """Trains them, and shows the end of the output where one fails."""
+        """Trains the runs; shows the end of the output if one fails."""
         request = self.folder / f"{next(self.numbers)}.json"
         request.with_suffix(".part").write_text(json.dumps(runs))
         request.with_suffix(".part").rename(request)
@@ -154,7 +154,7 @@ _RANKS: dict[tuple[str, int], Ranks] = {}
 
 
 def train_all(runs: Mapping[Path, list[str]], timeout: float = 600, program: str = "tests.support.many_runs") -> None:
-    """Trains several runs of one number of ranks; `runs` are output directories and flags."""
+    """Trains several runs that have the same number of ranks; `runs` maps output directories to flags."""
     flags = [[*own, "--out", str(out)] for out, own in runs.items()]
     train_in_ranks(flags, command_line.parse(flags[0]).world_size, timeout, program)
 
@@ -162,7 +162,7 @@ def train_all(runs: Mapping[Path, list[str]], timeout: float = 600, program: str
 def train_in_ranks(
     runs: list[list[str]], ranks: int, timeout: float = 600, program: str = "tests.support.many_runs"
 ) -> None:
-    """Trains command lines of so many ranks in processes that are there already, or are started now."""
+    """Trains command lines of `ranks` ranks each, in existing processes or, the first time, in new ones."""
     key = (program, ranks)
     if key not in _RANKS or _RANKS[key].process.poll() is not None:
         _RANKS[key] = Ranks(program, ranks)
@@ -171,7 +171,7 @@ def train_in_ranks(
 
 @contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """A disk of so many bytes (200k, 2m), mounted for a while; the test is skipped where that is not permitted."""
+    """A disk of `size` bytes (200k, 2m), mounted for the block; skips the test where mounting is not permitted."""
     disk = folder / "disk"
     disk.mkdir()
     mounted = os.name == "posix" and os.geteuid() == 0
@@ -184,7 +184,7 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
 
 
 def on_a_small_cpu(recipe: Path) -> list[str]:
-    """What a recipe is told besides to be tried out here: those for one large GPU are made small, and trained."""
+    """Returns flags that let a recipe for one large GPU train on a small CPU; no flags for other recipes."""
     if not recipe.stem.endswith("offload_vit"):
         return []
     small = ["--model", "vit_tiny", "--strategy", "baseline", "--bench_steps", "0", "--batch_size", "16"]
@@ -193,23 +193,23 @@ def on_a_small_cpu(recipe: Path) -> list[str]:
 
 
 def assert_ok(done: subprocess.CompletedProcess[str]) -> None:
-    """Shows the end of a program's output where it failed."""
+    """Checks that a program succeeded; shows the end of its output if not."""
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
 def run_folder_of(out: Path) -> Path:
-    """The only run folder under an output directory."""
+    """Returns the only run folder under an output directory."""
     (folder,) = out.glob("*/version_*")
     return folder
 
 
 def last_checkpoint(run: Path) -> dict[str, Any]:
-    """What a run's last checkpoint holds, whatever strategy wrote it."""
+    """Returns the content of a run's last checkpoint, whatever strategy wrote it."""
     return read(run / "checkpoints" / "last.ckpt")
 
 
 def last_weights(run: Path) -> dict[str, torch.Tensor]:
-    """The weights in it by the network's own names, the average where there is one."""
+    """Returns the weights of the last checkpoint by the model's own names: the average if it has one."""
     return network(last_checkpoint(run))
 
 
@@ -228,19 +228,19 @@ def weights_of_net(run: Path) -> dict[str, torch.Tensor]:
 
 
 def losses(run: Path) -> dict[int, float]:
-    """train/loss by optimizer step, as a run has logged it for TensorBoard."""
+    """Returns train/loss by optimizer step, as a run has logged it for TensorBoard."""
     events = EventAccumulator(str(run))
     events.Reload()
     return {event.step: event.value for event in events.Scalars("train/loss")}
 
 
 def loss_by_step(run: Path) -> dict[int, float]:
-    """The training loss of each optimizer step, from a run's losses.csv."""
+    """Returns the training loss of each optimizer step, from a run's losses.csv."""
     with (run / "losses.csv").open() as file:
         return {int(row["step"]): float(row["loss"]) for row in csv.DictReader(file)}
 
 
 def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Between any two elements of the same place in two state dictionaries, which have the same names."""
+    """Returns the largest absolute difference between elements of two state dictionaries with the same names."""
     assert one.keys() == other.keys()
     return max((one[key] - other[key]).abs().max().item() for key in one)

@@ -1,9 +1,9 @@
-"""Trains runs of train.py one after the other in the same ranks: starting them is what takes a short run seconds.
+"""Trains runs of train.py one after the other in the same ranks: starting the ranks takes seconds.
 
-Leaves out the figures of the test, and the end of the process group: distributed/test_exit.py has both.
+Skips the figures of the test and the end of the process group; distributed/test_exit.py tests both.
 
 `python -m tests.support.many_runs FOLDER RANKS`: each N.json in the folder, from 0 on, is a list of command lines for
-so many ranks; N.done says that they have ended.
+RANKS ranks; N.done says that they have ended.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from cifar_zero.training.resolve import resolve
 
 POLL_SECONDS = 0.02
 IDLE_SECONDS = 900.0
-"""Without anything to do they end by themselves: whoever started them was killed."""
+"""Ranks without a request for this long end: the process that started them was killed."""
 
 
 def main() -> int:
-    """Runs them all; returns the exit code."""
+    """Runs all requests; returns the exit code."""
     folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
     if ranks > 1 and not rank_environment.is_rank():
         return local_launcher.run(ranks, on_cpu=True)
@@ -40,7 +40,7 @@ def main() -> int:
                 return 0
             time.sleep(POLL_SECONDS)
         for flags in json.loads(file.read_text()):
-            os.environ.update(environment)  # Lightning takes WORLD_SIZE away at the end of a run
+            os.environ.update(environment)  # Lightning removes WORLD_SIZE at the end of a run
             run = resolve(command_line.parse(flags), command_line.consent(flags))
             train.train(run, figures=False, last=False)
         if rank_environment.global_rank() == 0:

@@ -1,7 +1,7 @@
 """Two hosts on one machine: Linux network namespaces, each with its own name and address, and a link between them.
 
-What runs in them reaches nothing but each other. As on Debian a host's own name is an address of its loopback,
-127.0.1.1 (Debian policy, "hostname resolution"), at which no other host can reach it. Needs root and iproute2.
+Programs in them can reach only each other. As on Debian, a host's own name resolves to a loopback address, 127.0.1.1
+(Debian policy, "hostname resolution"), where no other host can reach it. Needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ PREFIX = "cifar-zero"
 """Namespaces are called `<PREFIX>-<process id of the tests>-<a or b>`, so that leftovers of killed tests are known."""
 
 HOSTS_FILES = Path("/etc/netns")
-"""`ip netns exec NAME` puts the files of NAME's folder in here in place of those in /etc (man ip-netns)."""
+"""`ip netns exec NAME` replaces files of /etc by those in NAME's folder under this one (man ip-netns)."""
 
 DEVICE = "eth0"
-"""The end of the link in each host."""
+"""The network device of each host: its end of the link."""
 
 SUBNET = "10.77.0"
 
 AS_HOST = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
-"""Shell: takes the host's name in a UTS namespace of its own, then becomes the command."""
+"""Shell: sets the host's name in its own UTS namespace, then becomes the command."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """One of the two."""
+    """One of the two hosts."""
 
     name: str
-    """Of its namespace, and what its programs hear as the host's name; the other host finds its address by it."""
+    """Name of its namespace, and its host name; the other host resolves it to `address`."""
 
     address: str
 
     def command(self, *command: str) -> list[str]:
-        """The same command, run in this host; the process that is started becomes the command itself."""
+        """Returns the command line that runs a command in this host; its process becomes the command itself."""
         return ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", AS_HOST, self.name, *command]
 
     def start(self, *command: str, **options: Any) -> subprocess.Popen[Any]:
-        """Starts a command in this host; `options` are Popen's. It is killed at the latest when the hosts go."""
+        """Starts a command in this host; `options` are Popen's. It is killed when the hosts are removed."""
         return subprocess.Popen(self.command(*command), **options)
 
     def run(self, *command: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -57,7 +57,7 @@ class Host:
         return subprocess.run(self.command(*command), capture_output=True, text=True, **options)
 
     def end_all(self) -> None:
-        """Kills whatever runs in this host."""
+        """Kills all processes in this host."""
         running = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True).stdout
         for process in map(int, running.split()):
             with suppress(ProcessLookupError):
@@ -72,7 +72,7 @@ class Hosts:
     b: Host
 
     def slow(self, rate: str) -> None:
-        """Lets no more than so many bits a second through in either direction (`10mbit`), by a token bucket.
+        """Limits the link to `rate` bits per second in each direction (`10mbit`), by a token bucket.
 
         netem, which could delay packets too, is a module that many kernels of virtual machines and containers lack.
         """
@@ -81,19 +81,19 @@ class Hosts:
             _run("tc", "-n", host.name, "qdisc", "replace", "dev", DEVICE, "root", *limits)
 
     def cut(self) -> None:
-        """Loses every packet from now on, as a cable does that is cut behind a switch: nobody is told of it."""
+        """Drops every packet from now on, as a cable cut behind a switch does: neither host is notified."""
         for host in (self.a, self.b):
             _run("tc", "-n", host.name, "qdisc", "replace", "dev", DEVICE, "root", "blackhole")
 
     def mend(self) -> None:
-        """Has the link as it was made, neither cut nor slow."""
+        """Restores the link: neither cut nor slow."""
         for host in (self.a, self.b):
             subprocess.run(["tc", "-n", host.name, "qdisc", "delete", "dev", DEVICE, "root"], capture_output=True)
 
 
 @contextmanager
 def two_hosts() -> Iterator[Hosts]:
-    """Two linked hosts for a while; the test is skipped, with the reason, where they cannot be made."""
+    """Two linked hosts, which exist for the block; skips the test, with the reason, if they cannot be made."""
     for tool in ("ip", "tc", "unshare"):
         if not shutil.which(tool):
             pytest.skip(f"two hosts on one machine need `{tool}` (Debian: apt-get install iproute2 util-linux)")
@@ -129,14 +129,14 @@ def _make(hosts: Hosts) -> None:
 
 
 def _remove_leftovers() -> None:
-    """The hosts of tests that were killed."""
+    """Removes the hosts of tests that were killed."""
     for line in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.splitlines():
         if (found := re.match(rf"{PREFIX}-(\d+)-[ab]\b", line)) and not psutil.pid_exists(int(found[1])):
             _remove(Host(found[0], ""))
 
 
 def _remove(host: Host) -> None:
-    """Ends what runs in a host and removes it; nothing where there is none. Its end of the link goes with it."""
+    """Kills all processes in a host and removes it and its end of the link; does nothing if it does not exist."""
     host.end_all()
     subprocess.run(["ip", "netns", "delete", host.name], capture_output=True)
     shutil.rmtree(HOSTS_FILES / host.name, ignore_errors=True)

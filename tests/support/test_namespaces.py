@@ -1,4 +1,4 @@
-"""The two hosts that the tests over several nodes run on: they are apart, and their link can be slowed and cut."""
+"""The two hosts of the tests over several nodes are isolated, and their link can be slowed and cut."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ print(socket.gethostname())
 """
 
 
-def test_hosts_reach_each_other_over_their_link_alone():
+def test_hosts_reach_each_other_only_over_their_link():
     with two_hosts() as hosts:
         names = hosts.a.name, hosts.b.name
         listening = hosts.a.start("python3", "-c", LISTEN, stdout=subprocess.PIPE)

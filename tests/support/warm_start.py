@@ -1,8 +1,8 @@
-"""The programs, in processes that have imported what a program of one rank needs: what takes a short run is that.
+"""Runs the programs in forks of a process that has their imports: imports are most of a short run's time.
 
-`python -m tests.support.warm_start SOCKET` waits for requests at a Unix socket. Each is the list of a program and its
-arguments, with two descriptors for its output; a copy of this process becomes that program, and the answers are its
-process number and its exit code, in lines.
+`python -m tests.support.warm_start SOCKET` waits for requests at a Unix socket. A request is a list of a program and
+its arguments, with two descriptors for its output. A fork of this process becomes that program; the answers are its
+process number and its exit code, one line each.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from cifar_zero.training import build
 from cifar_zero.training.callbacks import summary as end_of_run
 
 IMPORTED = (matplotlib.pyplot, sklearn.metrics, build, end_of_run, figures, summary, quieten)
-"""They are in memory, and nothing has been called: a copy begins as a program that has just been started does."""
+"""These modules are imported, but nothing has been called: a fork begins like a program that has just started."""
 
 REQUEST_BYTES = 2**16
-"""Of a command line at most."""
+"""Largest command line."""
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> None:
     """Serves one request after the other until it is killed."""
-    gc.freeze()  # the copies share this memory as long as nobody writes to it
+    gc.freeze()  # the forks share this memory until something writes to it
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{sys.argv[1]}.part")
         listener.listen()
-        os.rename(f"{sys.argv[1]}.part", sys.argv[1])  # it is there once it listens
+        os.rename(f"{sys.argv[1]}.part", sys.argv[1])  # the final name appears once it listens
         while True:
             connection, _ = listener.accept()
             with connection:
@@ -61,7 +61,7 @@ def main() -> None:
 
 def become(command: list[str], output: int, errors: int) -> None:
     """Runs a program as `python <command>` does, and ends with it."""
-    os.setpgrp()  # and no session of its own, which would not give way: tests/conftest.py
+    os.setpgrp()  # no new session, which would not yield the CPU to others: tests/conftest.py
     os.dup2(output, sys.stdout.fileno())
     os.dup2(errors, sys.stderr.fileno())
     sys.argv, sys.orig_argv = command, [sys.executable, *command]  # the launcher starts ranks from the second one

@@ -1,4 +1,4 @@
-"""One rank in each of two hosts, and the bytes that go over the link between them."""
+"""One rank on each of two hosts, and the bytes sent over the link between them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.helpers import ROOT
 from tests.support.namespaces import DEVICE, Host, Hosts, two_hosts
 
 PORT = "29531"
-"""Where the ranks meet; nobody else is in the hosts."""
+"""Port of the rendezvous; no other program runs in the hosts."""
 
 COUNTER = f"/sys/class/net/{DEVICE}/statistics/tx_bytes"
 
@@ -27,7 +27,7 @@ class TwoRanks:
         self._ranks = [self._start(rank, host) for rank, host in enumerate((hosts.a, hosts.b))]
 
     def train(self, flags: Sequence[str], timeout: float = 200) -> None:
-        """Trains a command line; shows the end of the output where it fails."""
+        """Trains a command line; shows the end of the output if it fails."""
         for rank in range(2):
             request = self._folder / str(rank) / f"{self._count}.json"
             request.with_suffix(".part").write_text(json.dumps([[*flags, "--num_nodes", "2"]]))
@@ -41,7 +41,7 @@ class TwoRanks:
         self._count += 1
 
     def sent(self) -> int:
-        """Bytes that the first host has sent so far, headers and all."""
+        """Returns the bytes that the first host has sent so far, including headers."""
         return int(self.hosts.a.run("cat", COUNTER, check=True).stdout)
 
     def _start(self, rank: int, host: Host):
@@ -65,6 +65,6 @@ class TwoRanks:
 
 @contextmanager
 def two_ranks(folder: Path) -> Iterator[TwoRanks]:
-    """Them for a while; skips the test where there can be no two hosts."""
-    with two_hosts() as hosts:  # whose end is theirs
+    """Two ranks for the block; skips the test if two hosts cannot be made."""
+    with two_hosts() as hosts:  # removing the hosts ends the ranks
         yield TwoRanks(hosts, folder)

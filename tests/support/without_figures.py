@@ -1,4 +1,4 @@
-"""train.py without the figures of its test, which are most of a short run; tests/callbacks has them."""
+"""train.py without the figures of its test, which are most of a short run's time."""
 
 from __future__ import annotations
 
