@@ -1,8 +1,8 @@
 """Images per second of DeepSpeedExamples' recipe (Adam, WarmupLR, clipping, global batch 16, float32) at each ZeRO
-stage: train.py against the loop of its own program.
+stage: train.py against the loop of DeepSpeedExamples' program.
 
-On the CPU two ranks are compared with two forms of that loop: with a share of the cores for each rank, as ours, and
-with threads on all cores for each rank, as it runs where nobody sets OMP_NUM_THREADS.
+On the CPU two ranks are compared with two forms of that loop: each rank uses a share of the cores, as ours does, or
+threads on all cores, which is what happens where OMP_NUM_THREADS is not set.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def compare(name: str, cases: Sequence[Case], given: Namespace) -> int:
         runs: dict[str, list[Figures | None]] = {contender: [] for contender in case.contenders}
         failed: dict[str, RunFailed] = {}
         for repeat in range(given.repeats):
-            # Every other round runs in reverse order, so that a machine that warms up or slows down favours nobody.
+            # Every other round is in reverse order, so that a machine that warms up or slows down favours no contender.
             for contender in list(case.contenders)[:: -1 if repeat % 2 else 1]:
                 done += 1
                 progress.print(f"run {done} of {total}: {case.name}: {contender}", markup=False, soft_wrap=True)

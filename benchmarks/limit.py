@@ -1,7 +1,7 @@
-"""How near train.py comes to the limit of the hardware: against a bare loop over images in memory, at three batches.
+"""How close train.py comes to the limit of the hardware: a bare loop over images in memory, at three batch sizes.
 
-The bare loop is plain eager PyTorch with torch's defaults. Tuned, it has what makes it faster: the fused optimizer, and
-the threads, convolution kernels and memory format that train.py chooses for the batch.
+The bare loop is plain eager PyTorch with torch's defaults. The tuned loop adds what makes it faster: the fused
+optimizer, and the threads, convolution kernels and memory format that train.py chooses for the batch.
 """
 
 from __future__ import annotations

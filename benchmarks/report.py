@@ -68,7 +68,7 @@ def table(runs: Mapping[str, Sequence[Figures | None]], ratios: Sequence[tuple[s
 
 
 def paired_ratios(over: Sequence[Figures | None], under: Sequence[Figures | None], figure: str) -> list[float]:
-    """Returns the ratio of each round in which both ran: both saw the machine in one state."""
+    """Returns the ratio of each round in which both ran: within a round, the machine was in the same state for both."""
     pairs = zip(over, under, strict=True)
     return [first[figure] / second[figure] for first, second in pairs if first is not None and second is not None]
 

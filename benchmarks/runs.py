@@ -26,7 +26,7 @@ TIMEOUT_SECONDS = 1800.0
 """Limit of one run. DeepSpeed compiles its operators when it first needs them: 4 minutes on two busy cores."""
 
 FIGURES = ("images_per_second", "step_time_ms", "seconds_to_first_step")
-"""What a benchmark takes of metrics.json, there named perf/*."""
+"""The metrics of metrics.json that a benchmark uses; they are named perf/* there."""
 
 TAIL_LINES = 15
 """Lines of output shown of a failed run."""
@@ -35,16 +35,16 @@ NOT_INHERITED = (
     *("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS"),
 )
-"""Environment variables of this shell that would change a run: its ranks, its threads."""
+"""Environment variables of this shell that would change a run's ranks or threads."""
 
 
 class RunFailed(RunError):
-    """A measured run failed; the message says how and quotes the end of its output."""
+    """A measured run failed; the message says how and includes the end of its output."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Where a benchmark's runs take place.
+    """The device and the scratch directory of a benchmark's runs.
 
     Attributes:
         accelerator: cpu or gpu.
@@ -88,7 +88,7 @@ def run(*arguments: str, exit_code: int = 0, extra_env: Mapping[str, str] | None
     """Runs `python <arguments>` from the repository's root and returns its standard output.
 
     Raises:
-        RunFailed: it ended with another exit code than `exit_code`, or took too long.
+        RunFailed: the exit code is not `exit_code`, or the run took too long.
     """
     inherited = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
     process = subprocess.Popen(
@@ -99,7 +99,7 @@ def run(*arguments: str, exit_code: int = 0, extra_env: Mapping[str, str] | None
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        start_new_session=True,  # a process group of its own, so that its ranks can be ended with it
+        start_new_session=True,  # a separate process group, so that its ranks can be ended with it
     )
     try:
         stdout, stderr = process.communicate(timeout=TIMEOUT_SECONDS)

@@ -68,9 +68,9 @@ class Result:
     """The figures of one run."""
 
     accuracy: float
-    """Of the test images, in percent."""
+    """Test accuracy, in percent."""
     seconds: float
-    """By the records' clock."""
+    """Seconds by the records' clock."""
     epochs: list[float]
     """Seconds of each epoch."""
     steps: int
@@ -117,7 +117,7 @@ def main() -> int:
     loops: list[list[float]] = []
     for number, (name, config) in itertools.product(range(given.runs), configs.items()):
         own, with_loop = replace(config, seed=config.seed + number), given.loop and name == WHOLE
-        # The two take turns at coming first: the second finds memory that the first has freed.
+        # The two alternate which comes first: the second reuses memory that the first has freed.
         if with_loop and number % 2:
             loops.append(loop_of(own))
         result = run(own)

@@ -1,1 +1,1 @@
-"""The reference loops and programs, each started by `python -m benchmarks.loops.NAME`; one line of JSON ends it."""
+"""The reference loops and programs, each started by `python -m benchmarks.loops.NAME`; the last line is JSON."""

@@ -31,7 +31,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 class CIFAR10InMemory(torchvision.datasets.CIFAR10):
-    """torchvision's CIFAR10 on synthetic images: what they show makes no difference to the speed.
+    """torchvision's CIFAR10 on synthetic images: the content of images does not affect the speed.
 
     An item is (image, label), the image float32 (3, 32, 32) from -1 to 1, as in the tutorial and DeepSpeedExamples.
 
@@ -59,7 +59,7 @@ class Clock:
     Args:
         steps: timed optimizer steps.
         batch_size: images per step, over all ranks.
-        device: of the model; on a GPU the clock is read when all queued work is done.
+        device: device of the model; on a GPU the clock is read when all queued work is done.
     """
 
     def __init__(self, steps: int, batch_size: int, device: torch.device):
@@ -84,7 +84,7 @@ class Clock:
                 done += 1
 
     def figures(self) -> dict[str, float]:
-        """What was measured, named as in metrics.json."""
+        """Returns the measured figures, named as in metrics.json."""
         return {
             "images_per_second": self._timed_steps * self._batch_size / self._seconds,
             "step_time_ms": 1e3 * self._seconds / self._timed_steps,

@@ -19,7 +19,7 @@ def test_a_checkpoint_that_cannot_be_pickled(tmp_path: Path, capsys: pytest.Capt
     assert "last.ckpt could not be written: " in plugin.failure
     assert "lambda" in plugin.failure
     assert "The training continues" in capsys.readouterr().err
-    plugin.remove_checkpoint(before)  # as Lightning asks for when there is a newer one
+    plugin.remove_checkpoint(before)  # Lightning asks for this when there is a newer one
     assert [path.name for path in tmp_path.iterdir()] == ["before.ckpt"]
 
 
@@ -34,7 +34,7 @@ def test_a_checkpoint_that_cannot_be_removed(tmp_path: Path, capsys: pytest.Capt
     plugin = AtomicCheckpointIO()
     plugin.remove_checkpoint(tmp_path / "file" / "last.ckpt")
     assert "last.ckpt could not be removed: Not a directory" in capsys.readouterr().err
-    assert not plugin.failure  # what was to be written is there
+    assert not plugin.failure  # what had to be written was written
 
 
 def test_a_deepspeed_rank_keeps_its_first_error_for_all_ranks(tmp_path: Path):

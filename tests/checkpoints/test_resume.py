@@ -1,4 +1,4 @@
-"""What a run can be continued with."""
+"""Which checkpoint a run resumes, and on which images."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def checkpoint_of(out: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("more", [(), ("--resume", "auto"), ("--resume", "another")])
-def test_a_job_of_slurm_goes_on_from_where_it_was_itself(
+def test_a_requeued_slurm_job_resumes_its_own_run(
     more: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Started again before its first checkpoint, it begins as it did the first time."""
+    """Requeued before its first checkpoint, it starts as it did the first time."""
     another = checkpoint_of(tmp_path, "another")
     flags = [str(another) if flag == "another" else flag for flag in more]
     as_submitted = str(another) if "another" in more else ""
@@ -49,13 +49,13 @@ def test_a_job_of_slurm_goes_on_from_where_it_was_itself(
     assert resumed(tmp_path, *flags) == (str(own) if "auto" in more else as_submitted)
 
 
-def test_a_measurement_begins_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_benchmark_always_starts_from_step_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     checkpoint_of(tmp_path, "mine")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert resumed(tmp_path, "--bench_steps", "1") == ""
 
 
-def test_last_is_no_run_on_the_digits_but_where_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_resume_last_takes_a_run_on_the_digits_only_if_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The run fell back from CIFAR-10 to the digits; a requeued SLURM job resumes its own run in any case."""
     digits = checkpoint_of(tmp_path, "mine-digits-fallback")
     for source in ("auto", "cifar10"):
@@ -74,7 +74,7 @@ def test_last_is_no_run_on_the_digits_but_where_they_are_asked_for(tmp_path: Pat
 @pytest.mark.parametrize(
     ("before", "now", "continued"),
     [
-        ("digits", "auto", "digits"),  # whether CIFAR-10 is there by now or not
+        ("digits", "auto", "digits"),  # whether or not CIFAR-10 is available by now
         ("cifar10", "auto", "cifar10"),
         ("digits", "digits", "digits"),
         ("digits", "synthetic", "--data.source digits, this one has synthetic"),
@@ -112,7 +112,7 @@ def test_a_folder_must_have_the_classes_that_it_had(tmp_path: Path):
 
 
 @pytest.mark.parametrize("damaged", ["", "[1]", "{", '[{"rank": 0}]', "\udcff"])
-def test_a_damaged_note_of_the_ranks_is_passed_over(damaged: str, tmp_path: Path):
+def test_a_damaged_ranks_json_is_ignored(damaged: str, tmp_path: Path):
     own = checkpoint_of(tmp_path, "mine")
     note = own.parent.parent / "ranks.json"
     note.write_bytes(damaged.encode(errors="surrogateescape"))
@@ -123,8 +123,8 @@ def test_a_damaged_note_of_the_ranks_is_passed_over(damaged: str, tmp_path: Path
     assert newest_of({""}, str(tmp_path), "mine") is None
 
 
-def test_what_cannot_be_resumed_is_refused_when_that_is_known():
-    """Over several nodes rank 0 finds the checkpoint, after the other checks."""
+def test_a_strategy_that_cannot_resume_is_refused_once_a_checkpoint_is_found():
+    """On several nodes rank 0 looks for the checkpoint after the other checks."""
     flags = ["--strategy", "deepspeed_stage_3_offload_nvme", "--nvme_path", "/", "--resume", "auto"]
     run = of_machine(command_line.parse(flags))
     assert with_checkpoint(run, "").config.resume == ""

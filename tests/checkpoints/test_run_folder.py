@@ -1,4 +1,4 @@
-"""Run folders: claimed once each, found again by any path that names them."""
+"""Run folders: each is claimed once, and any path to it finds its checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cifar_zero.checkpoints import run_folder
 from cifar_zero.core.errors import UsageError
 
 
-def test_runs_that_start_together_get_folders_of_their_own(tmp_path: Path):
+def test_runs_that_start_together_get_separate_folders(tmp_path: Path):
     with ThreadPoolExecutor(8) as pool:
         claimed = list(pool.map(lambda _: run_folder.claim(str(tmp_path), "net-baseline"), range(32)))
     assert sorted(path.name for path in claimed) == sorted(f"version_{n}" for n in range(32))
@@ -61,8 +61,8 @@ def test_a_recipe_is_found_only_in_the_run_folder(tmp_path: Path):
     assert [run_folder.recipe_of(checkpoint) for checkpoint in inside] == [run / "config.yaml"] * 2
 
 
-def test_what_lies_in_a_checkpoint_names_it(tmp_path: Path):
-    """Which path is the checkpoint: Lightning issues 20453 and 17763."""
+def test_a_path_inside_a_checkpoint_folder_finds_the_checkpoint(tmp_path: Path):
+    """Users do not know which path is the checkpoint: Lightning issues 20453 and 17763."""
     checkpoint = make(tmp_path / "net" / "version_0" / "checkpoints" / "sharded.ckpt", 100)
     file = checkpoint / "checkpoint" / "mp_rank_00_model_states.pt"
     file.write_text("")

@@ -1,4 +1,4 @@
-"""Files of torch.save that are damaged, or that would run code."""
+"""Loading files of torch.save that are damaged or would run code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cifar_zero.core.errors import UsageError
 
 
 class Evil:
-    """Makes a file when it is unpickled."""
+    """Creates the folder `proof` when it is unpickled."""
 
     def __init__(self, proof: Path):
         self.proof = proof
@@ -24,7 +24,7 @@ class Evil:
         return os.mkdir, (str(self.proof),)
 
 
-def test_a_pickle_that_would_run_code_does_not_without_trust(tmp_path: Path):
+def test_a_pickle_runs_code_only_with_trust(tmp_path: Path):
     file, proof = tmp_path / "evil.ckpt", tmp_path / "proof"
     torch.save({"state_dict": {"net.weight": torch.ones(1)}, "evil": Evil(proof)}, file)
     with pytest.raises(UsageError, match=r"mkdir, which could run any code: add --trust"):
@@ -61,7 +61,7 @@ def test_shapes_without_values(tmp_path: Path):
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive", b"PK\x03\x04" + bytes(100)])
-def test_what_is_no_checkpoint(content: bytes, tmp_path: Path):
+def test_a_file_that_is_no_checkpoint(content: bytes, tmp_path: Path):
     file = tmp_path / "last.ckpt"
     file.write_bytes(content)
     with pytest.raises(UsageError, match="damaged or no checkpoint"):

@@ -1,4 +1,4 @@
-"""Hand-written DeepSpeed folders of models with mixtures of experts, as small runs do not produce them."""
+"""Reading hand-written DeepSpeed folders of models with mixtures of experts that small runs do not produce."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cifar_zero.checkpoints.zero_folder import GROUPS, SHAPE, TAG, read_folder
 from cifar_zero.core.errors import UsageError
 
 LOCAL, RANKS = 3, 2
-"""Number of experts on each rank, and of ranks."""
+"""Number of experts on each rank, and number of ranks."""
 
 
 def engine_name(number: int) -> str:
@@ -20,13 +20,13 @@ def engine_name(number: int) -> str:
 
 
 def groups_of(rank: int, *groups: list[int]) -> list[dict[str, torch.Size]]:
-    """What a rank records: the gate alone, then groups of its experts."""
+    """Returns what a rank records: the gate alone, then groups of its experts."""
     experts = [{f"net.experts.{LOCAL * rank + number}.bias": torch.Size([1]) for number in group} for group in groups]
     return [{"net.gate.wg.weight": torch.Size([1])}, *experts]
 
 
 def write(folder: Path, stage: int, optimizers: dict[str, Any]) -> Path:
-    """Writes a checkpoint of a gate with the weight -1 and six experts with their number as weight."""
+    """Writes a checkpoint of a gate with weight -1 and six experts, each with its number as weight."""
     files = folder / TAG
     files.mkdir()
     gate = "net.deepspeed_moe.gate.wg.weight"
@@ -49,7 +49,7 @@ def adam_groups(groups: list[list[int]]) -> list[dict[str, Any]]:
 
 
 def check(folder: Path, names: list[str]) -> None:
-    """Float32 weights are those of the files and 100; the optimizer's mean of the gradient is the weight."""
+    """Checks that float32 weights are those of the files plus 100, and Adam's mean of the gradient is the weight."""
     found = read_folder(folder)
     assert [*found["state_dict"]] == names
     expected = [-1.0, *map(float, range(LOCAL * RANKS))]
@@ -62,12 +62,12 @@ def check(folder: Path, names: list[str]) -> None:
 NAMES = ["net.gate.wg.weight", *(f"net.experts.{number}.bias" for number in range(LOCAL * RANKS))]
 
 
-def test_experts_that_deepspeed_has_cut_into_two_groups(tmp_path: Path):
-    """DeepSpeed does so from 178,956,971 parameters on, in the middle of a mixture."""
+def test_experts_that_deepspeed_has_split_into_two_groups(tmp_path: Path):
+    """DeepSpeed splits from 178,956,971 parameters on, in the middle of a mixture."""
     shards = {}
     for rank in range(RANKS):
         own = [float(LOCAL * rank + number) for number in range(LOCAL)]
-        gate = [-1.0] if rank == 0 else []  # sharded over both ranks, of which the second one has nothing
+        gate = [-1.0] if rank == 0 else []  # sharded over both ranks, but the second one has nothing
         flat = [torch.tensor(values) for values in (gate, own[:2], own[2:])]
         state = {number: {"exp_avg": values, "step": torch.tensor(7.0)} for number, values in enumerate(flat)}
         base = {"state": state, "param_groups": adam_groups([[0], [1], [2]])}

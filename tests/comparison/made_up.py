@@ -1,4 +1,4 @@
-"""Runs that were never made."""
+"""Made-up runs for the tests of comparisons."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def made_up(
     folder: str = "somewhere",
     **metrics: Any,
 ) -> Run:
-    """A run, with what differs from the usual one; its losses begin at step `first`."""
+    """Returns a made-up run with the given differences from the usual one; its losses begin at step `first`."""
     steps = list(range(first, len(losses) + first))
     curves = {"train/learning_rate": Curve(list(range(1, len(rates) + 1)), list(rates))}
     measured, asked = {**METRICS, **metrics}, flat({**SETTINGS, **(settings or {})})

@@ -14,7 +14,7 @@ LOSSES = [2.3, 2.2, 2.0, 1.9, 1.7]
 
 
 def pair(*moved: float, weights: float | None = 0.0) -> Pair:
-    """A run whose losses are off the reference's by so much at each step."""
+    """Returns the reference and a run whose loss at each step differs from it by `moved`."""
     other = curve([loss + by for loss, by in zip(LOSSES, moved, strict=True)])
     return Pair(curve(LOSSES), other, None if weights is None else {"w": Apart(weights, 0.5)})
 
@@ -24,7 +24,7 @@ def curve(losses: list[float], first: int = 1) -> Run:
 
 
 DRIFT = pair(1e-6, 3e-6, 2e-6, 2e-6, 8e-6, weights=1e-5)
-"""What rounding did to a perturbed run of the reference."""
+"""The drift of a perturbed run of the reference, caused by rounding."""
 
 
 def test_equal_bits_need_no_bound() -> None:
@@ -32,14 +32,14 @@ def test_equal_bits_need_no_bound() -> None:
     assert judge(same, bound(same, None)).kind == "bit-identical"
 
 
-def test_weights_alone_can_part() -> None:
-    """A run whose losses are equal has updated its weights in another way in the last step."""
+def test_different_weights_alone_make_runs_different() -> None:
+    """Two runs with equal losses updated their weights differently in the last step."""
     parted = pair(0, 0, 0, 0, 0, weights=1.0)
     verdict = judge(parted, bound(parted, DRIFT))
     assert (verdict.kind, verdict.first_parting, verdict.first_difference) == ("different", None, None)
 
 
-def test_what_a_perturbed_run_shows_is_rounding() -> None:
+def test_the_drift_of_a_perturbed_run_counts_as_rounding() -> None:
     found = pair(0, 1e-6, 2e-6, 1e-6, 4e-6, weights=9e-6)
     verdict = judge(found, bound(found, DRIFT))
     assert (verdict.kind, verdict.first_difference, verdict.first_parting) == ("within rounding", 2, None)
@@ -47,8 +47,8 @@ def test_what_a_perturbed_run_shows_is_rounding() -> None:
     assert verdict.weight_bound == pytest.approx(FACTOR * 1e-5 + FLOOR * UNIT * 0.5)
 
 
-def test_the_bound_is_that_of_the_step() -> None:
-    """What is rounding after five steps is none after one; what comes after four may come after two."""
+def test_each_step_has_its_own_bound() -> None:
+    """A drift that is rounding after five steps is too large after one; the bound of a step includes near steps."""
     allowed = bound(DRIFT, DRIFT).losses
     assert allowed[2] == pytest.approx(allowed[4], rel=0.1)
     assert allowed[1] == pytest.approx(FACTOR * 3e-6 + FLOOR * UNIT * LOSSES[1])
@@ -59,21 +59,21 @@ def test_the_bound_is_that_of_the_step() -> None:
     assert judge(late, bound(late, DRIFT)).kind == "within rounding"
 
 
-def test_without_a_perturbed_run_nothing_is_within_rounding_but_gross_faults_are_found() -> None:
+def test_without_a_perturbed_run_only_gross_faults_are_judged() -> None:
     little, gross = pair(0, 0, 1e-6, 0, 0), pair(0, 0, 10.0, 0, 0)
     assert bound(little, None).undecided == 1
     assert judge(gross, bound(gross, None)).first_parting == 3
 
 
-def test_a_coarser_format_adds_one_eps_of_it() -> None:
-    """The perturbed run, in float32, shows nothing of bfloat16; the weights decide nothing then."""
+def test_a_coarser_format_adds_one_eps_to_the_bound() -> None:
+    """The perturbed run, in float32, does not show bfloat16's rounding; weights are then not judged."""
     found = replace(pair(0, 0, 1e-2, 0, 0, weights=0.1), eps=EPS["bf16"])
     allowed = bound(found, DRIFT)
     assert allowed.losses[0] == pytest.approx(FACTOR * 3e-6 + 2**-7 * LOSSES[0])
     assert (judge(found, allowed).kind, allowed.weights) == ("within rounding", None)
 
 
-def test_no_number_is_no_rounding() -> None:
+def test_nan_is_never_rounding() -> None:
     weights = {"w": Apart(math.inf, 0.5)}
     broken = Pair(curve(LOSSES), curve([*LOSSES[:3], math.nan, math.nan]), weights)
     verdict = judge(broken, bound(broken, DRIFT))
@@ -87,7 +87,7 @@ def test_a_run_that_ended_early_is_different() -> None:
     assert verdict.remark == "one run ended earlier"
 
 
-def test_a_run_that_began_later_is_judged_from_there_on() -> None:
+def test_a_run_that_began_later_is_judged_from_its_first_step() -> None:
     resumed = Pair(curve(LOSSES), curve([*LOSSES[2:4], LOSSES[4] + 1e-6], first=3), {"w": Apart(1e-6, 0.5)})
     verdict = judge(resumed, bound(resumed, DRIFT))
     assert (verdict.kind, verdict.first_difference, verdict.first_parting) == ("within rounding", 5, None)
@@ -96,7 +96,7 @@ def test_a_run_that_began_later_is_judged_from_there_on() -> None:
 
 
 def test_a_perturbed_run_counts_at_the_steps_that_it_has() -> None:
-    """One that began later shows nothing of the steps before."""
+    """A perturbed run that began later says nothing about the steps before."""
     second = Pair(curve(LOSSES), curve([LOSSES[3], LOSSES[4] + 1e-6], first=4), {})
     allowed = bound(DRIFT, second).losses
     assert allowed[1] == pytest.approx(FLOOR * UNIT * LOSSES[1])
@@ -104,17 +104,17 @@ def test_a_perturbed_run_counts_at_the_steps_that_it_has() -> None:
 
 
 def long(*others: tuple[int, float], weights: float = 0.0) -> Pair:
-    """500 steps of loss 2.3, off by so much from such a step on."""
+    """Returns 500 steps of loss 2.3 and a run that differs from a step on; `others` are steps and differences."""
     other = [2.3 + sum(by for step, by in others if number >= step) for number in range(1, 501)]
     return Pair(curve([2.3] * 500), curve(other), {"w": Apart(weights, 0.5)})
 
 
 SATURATED = long((1, 1e-6), (201, 0.3), weights=1.0)
-"""What rounding did where a training has left its path."""
+"""A perturbed run whose drift is saturated: rounding has sent the training elsewhere."""
 
 
 @pytest.mark.parametrize("by", [1.0, 2.2])
-def test_where_drift_is_saturated_nothing_is_judged(by: float) -> None:
+def test_saturated_drift_is_not_judged(by: float) -> None:
     late = long((301, by), weights=2.0)
     allowed = bound(late, SATURATED)
     verdict = judge(late, allowed)
@@ -122,7 +122,7 @@ def test_where_drift_is_saturated_nothing_is_judged(by: float) -> None:
     assert verdict.loss_difference == 0.0, "of the steps that were judged"
 
 
-def test_before_drift_is_saturated_a_fault_is_found_and_after_it_a_gross_one() -> None:
+def test_a_fault_is_found_before_saturation_and_a_gross_one_after_it() -> None:
     early, gross = long((50, 1e-3)), long((301, 2.4))
     assert judge(early, bound(early, SATURATED)).first_parting == 50
     assert judge(gross, bound(gross, SATURATED)).first_parting == 301
@@ -130,14 +130,14 @@ def test_before_drift_is_saturated_a_fault_is_found_and_after_it_a_gross_one() -
     assert judge(nan, bound(nan, SATURATED)).first_parting == 301
 
 
-def test_a_drift_that_is_no_number_decides_nothing() -> None:
+def test_a_drift_that_is_nan_decides_nothing() -> None:
     allowed = bound(long((301, 1.0)), long((1, 1e-6), (201, math.nan), weights=math.inf))
     assert allowed.undecided == 101
     assert all(map(math.isfinite, allowed.losses))
 
 
 def test_each_tensor_has_its_own_bound() -> None:
-    """A large drift of one layer is no licence for another."""
+    """A large drift in one layer does not excuse one in another."""
     second = Pair(curve(LOSSES), DRIFT.other, {"first": Apart(1e-2, 0.5), "last": Apart(1e-6, 0.5)})
     other = Pair(curve(LOSSES), DRIFT.other, {"first": Apart(2e-2, 0.5), "last": Apart(1e-3, 0.5)})
     verdict = judge(other, bound(other, second))
@@ -152,8 +152,8 @@ def test_broken_weights_always_fail(second: Pair | None, moved: float) -> None:
     assert (verdict.kind, verdict.weight_difference, verdict.remark) == ("different", None, BROKEN)
 
 
-def test_the_figures_are_those_of_the_step_that_parts() -> None:
-    """A large difference may be rounding, late, and a small one none, early."""
+def test_the_figures_are_those_of_the_first_step_beyond_its_bound() -> None:
+    """A large late difference may be rounding, while a small early one is not."""
     drift = pair(1e-7, 1e-7, 1e-7, 1e-3, 1e-3)
     found = pair(1e-4, 0, 0, 0, 5e-3)
     verdict = judge(found, bound(found, drift))
@@ -177,5 +177,5 @@ def test_eps_are_those_of_torch() -> None:
 
 
 def test_only_convolutions_are_in_tf32() -> None:
-    """torch multiplies matrices of float32 in full float32 unless it is told otherwise."""
+    """torch multiplies float32 matrices in full float32 by default."""
     assert eps_of("32-true", "gpu", convolves=False) == 2**-23

@@ -38,7 +38,7 @@ def test_a_cause_is_named_where_it_applies(changes: dict[str, Any], word: str) -
     assert word in found[0]
 
 
-def test_accumulation_under_zero_2_is_in_another_order() -> None:
+def test_accumulation_under_zero_2_sums_in_another_order() -> None:
     both: dict[str, Any] = {"accumulate": 4}
     (cause,) = causes(made_up(**both), made_up(deepspeed=ZERO, **both), normalises=False)
     assert "stages 2 and 3 sum gradients over the ranks before" in cause
@@ -61,7 +61,7 @@ def test_nothing_is_named_without_a_reason() -> None:
 
 
 def test_rounding_never_explains_a_difference() -> None:
-    """Only what changes the maths is named beside "different"; what is equal needs no cause."""
+    """The verdict "different" names only causes that change the maths; equal runs have no cause."""
     reference = made_up(rates=(0.1, 0.2))
     changes: dict[str, Any] = {"accumulate": 4, "skipped_steps": 3, "settings": {"gradient_clip_val": 1.0}}
     other = made_up(rates=(0.1, 0.3), deepspeed=OVERLAPPING, **changes)

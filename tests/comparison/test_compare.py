@@ -1,4 +1,4 @@
-"""compare.py's own part: what it refuses, and what is left of a comparison in which something failed."""
+"""compare.py's own part: what it refuses, and what it reports if something failed."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ SMALL = ["--data.source", "synthetic", "--accelerator", "cpu", "--batch_size", "
 
 
 class Runner:
-    """Whose runs are made up; a name that is not there has failed."""
+    """A runner of made-up runs; a run whose name is not in `losses` fails."""
 
     def __init__(self, **losses: tuple[float, ...]):
         self.losses = losses
         self.runs = len(losses)
 
     def run(self, name: str, program: tuple[str, ...], flags: list[str]) -> Path:
-        """Its folder has the name."""
+        """Returns the run's folder, which has its name."""
         if name not in self.losses:
             raise RunError("out of memory")
         return Path(name)
 
     def load(self, folder: Path) -> Run:
-        """As reading.load."""
+        """Replaces reading.load."""
         if not self.losses[str(folder)]:
             raise UsageError(f"{folder} cannot be read")
         return made_up(self.losses[str(folder)], strategy=str(folder))
@@ -61,19 +61,19 @@ def trained(monkeypatch: pytest.MonkeyPatch, runner: Any, planned: list[Planned]
     return compare._trained(Namespace(trust=False), planned, runner, PROGRAMS)
 
 
-def test_a_run_that_cannot_be_read_has_not_trained(monkeypatch: pytest.MonkeyPatch, planned: list[Planned]) -> None:
+def test_an_unreadable_run_counts_as_not_trained(monkeypatch: pytest.MonkeyPatch, planned: list[Planned]) -> None:
     comparison = trained(monkeypatch, Runner(baseline=(2.0,), ddp=()), planned)
     assert [variant.error for variant in comparison.variants] == ["", "ddp cannot be read"]
     assert comparison.variants[0].verdict.kind == "reference"
     assert "cores" in comparison.machine
 
 
-def test_a_perturbed_run_that_failed_is_said(monkeypatch: pytest.MonkeyPatch, planned: list[Planned]) -> None:
+def test_a_failed_perturbed_run_is_reported(monkeypatch: pytest.MonkeyPatch, planned: list[Planned]) -> None:
     comparison = trained(monkeypatch, Runner(baseline=(2.0,), ddp=(2.1,)), planned)
     assert "The perturbed run of the reference failed (seed 0): out of memory." in comparison.notes
 
 
-def test_a_full_disk_ends_with_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_full_disk_ends_with_the_folder_of_the_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device", "a.log")
 
@@ -103,14 +103,14 @@ def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
     return compare.main(train.train, lambda: CIFARModule, PROGRAMS)
 
 
-def test_it_is_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "1")
     with pytest.raises(UsageError, match="start it once"):
         run(monkeypatch, "--strategies", "baseline", "ddp")
 
 
-def test_nohup_is_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nohup_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with pytest.raises(UsageError):
         run(monkeypatch, "--runs", "one")
@@ -119,12 +119,12 @@ def test_nohup_is_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
         signal.raise_signal(signal.SIGTERM)
 
 
-def test_a_directory_is_no_junit_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_directory_as_junit_file_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is a directory"):
         run(monkeypatch, "--runs", "one", "two", "--junit", str(tmp_path))
 
 
-def test_runs_that_are_one_variant_or_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_of_one_variant_or_given_twice_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "load", lambda run: made_up(folder=str(run), seed=len(str(run))))
     with pytest.raises(UsageError, match="give each run once"):
         run(monkeypatch, "--runs", "one", "one")
@@ -132,7 +132,7 @@ def test_runs_that_are_one_variant_or_one_run(monkeypatch: pytest.MonkeyPatch) -
         run(monkeypatch, "--runs", "one", "three")
 
 
-def test_the_verdicts_outlive_a_report_that_fails(
+def test_the_verdicts_are_kept_if_the_report_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""The module of a perturbed run."""
+"""The Lightning module of a perturbed run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHOICES = (Choice("net", {}), Choice("adam", {"lr": 0.001}), Choice("constant", 
 
 
 @pytest.mark.parametrize(("accelerator", "distance"), [("gpu", TF32_EPS), ("cpu", LEAST_PERTURBATION)])
-def test_weights_and_constants_change_by_what_the_model_computes_in(
+def test_weights_and_constants_change_by_the_precision_of_the_device(
     tmp_path: Path, accelerator: str, distance: float
 ) -> None:
     plain = CIFARModule(*CHOICES, num_classes=10, seed=3)

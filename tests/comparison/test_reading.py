@@ -1,4 +1,4 @@
-"""Run folders that are damaged."""
+"""Reading run folders, also damaged ones."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ WHOLE: dict[str, str] = {
 
 
 def folder(path: Path, **changes: Any) -> Path:
-    """A run folder with other files; dots in their names are __."""
+    """Writes a run folder; `changes` replaces files by name, with __ for a dot."""
     for name, text in {**WHOLE, **{name.replace("__", "."): text for name, text in changes.items()}}.items():
         (path / name).write_text(text)
     return path
 
 
-def test_a_run_is_read_with_its_mark(tmp_path: Path) -> None:
+def test_a_run_is_read_with_its_perturbed_mark(tmp_path: Path) -> None:
     run = load(folder(tmp_path))
     assert (run.losses.values, run.perturbed, run.deepspeed) == ([2.5, 1.25], False, {})
     assert (run.settings["model"], run.settings["optimizer.lr"]) == ("net", 0.1)
@@ -48,14 +48,14 @@ def test_a_run_is_read_with_its_mark(tmp_path: Path) -> None:
         ({"events__out__tfevents__1": ""}, "cannot be read"),
     ],
 )
-def test_what_is_damaged_is_said_in_one_line(tmp_path: Path, changes: dict[str, str], message: str) -> None:
+def test_a_damaged_file_is_reported_in_one_line(tmp_path: Path, changes: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message) as refused:
         load(folder(tmp_path, **changes))
     assert "\n" not in str(refused.value)
     assert str(tmp_path) in str(refused.value)
 
 
-def test_what_has_not_finished_is_refused(tmp_path: Path) -> None:
+def test_an_unfinished_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is not a run folder"):
         load(tmp_path)
     folder(tmp_path)

@@ -18,7 +18,7 @@ def runner(folder: Path) -> Runner:
     return Runner(folder, runs=2)
 
 
-def test_a_failed_run_is_told_with_its_last_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_run_is_reported_with_its_last_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     what = "print('error: the last', file=sys.stderr); print('more'); sys.exit(1)"
     with pytest.raises(RunError, match=r"^the last$"):
         runner(tmp_path).run("a", ("-c", PROGRAM.format(what=what)), [])
@@ -27,7 +27,7 @@ def test_a_failed_run_is_told_with_its_last_error(tmp_path: Path, capfd: pytest.
     assert "a: the last" in said
 
 
-def test_a_run_that_says_nothing_is_told_by_its_signal(tmp_path: Path) -> None:
+def test_a_run_without_an_error_line_is_reported_by_its_signal(tmp_path: Path) -> None:
     what = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     with pytest.raises(RunError, match=r"^signal SIGKILL$"):
         runner(tmp_path).run("a", ("-c", what), [])
@@ -42,11 +42,11 @@ ranks = [subprocess.Popen([sys.executable, "-I", "-S", "-c", code]) for code in 
 print(ranks[1].pid, flush=True)
 ranks[0].wait()
 """
-"""A launcher that passes nothing on, as supervisor.py does with Ctrl-C: a terminal tells its ranks by itself."""
+"""A launcher that forwards no signal, as supervisor.py does for Ctrl-C: a terminal sends it to the ranks directly."""
 
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, folder: Path, impatient: bool = False) -> list[str]:
-    """What a run of RANKS has written that Ctrl-C ended when both were ready; the stubborn process is gone."""
+    """Ends a run of RANKS by Ctrl-C when both are ready; returns its output. The stubborn process must have ended."""
     wait = subprocess.Popen.wait
 
     def interrupt(self: subprocess.Popen[bytes], timeout: float | None = None) -> int:
@@ -69,16 +69,16 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, folder: Path, impatient: bool =
     return words
 
 
-def test_ctrl_c_asks_all_ranks_and_ends_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_interrupts_all_ranks_and_kills_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "saved" in interrupted(monkeypatch, tmp_path)
 
 
-def test_a_second_ctrl_c_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_ctrl_c_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted(monkeypatch, tmp_path, impatient=True)
 
 
 def test_a_run_finds_this_repository_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not what the user's directory has of the same name."""
+    """A module of the same name in the user's directory is not imported."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "checks.py").write_text("print('error: the wrong one'); raise SystemExit(3)")
     with pytest.raises(RunError, match="--devices"):

@@ -17,7 +17,7 @@ def names(strategies: list[str], devices: list[str], accumulate: list[str]) -> l
     return [variant.name for variant in plan(strategies, devices, accumulate, 1, SMALL)]
 
 
-def test_names_say_what_varies() -> None:
+def test_names_contain_what_varies() -> None:
     assert names(["deepspeed_stage_2", "baseline"], [], []) == ["baseline", "deepspeed_stage_2"]
     assert names([], ["1", "2"], []) == ["1 rank", "2 ranks"]
     assert names(["ddp", "fsdp2"], ["2"], ["1", "4"])[1] == "ddp, 4 micro-batches"
@@ -54,7 +54,7 @@ def test_two_variants_never_share_a_folder(tmp_path: Path, names: tuple[str, str
         (([], ["1", "01"], []), [], "would share a folder"),
     ],
 )
-def test_a_mistake_is_told_before_anything_runs(
+def test_a_mistake_is_reported_before_anything_runs(
     axes: tuple[list[str], list[str], list[str]], rest: list[str], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):

@@ -1,4 +1,4 @@
-"""From runs to verdicts, differences, what is printed, JUnit, comparison.json."""
+"""From runs to verdicts, differences, the printed report, JUnit and comparison.json."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.comparison.made_up import made_up
 
 @pytest.fixture(autouse=True)
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Made-up runs have none."""
+    """Made-up runs have no weights."""
     monkeypatch.setattr(weights, "of_run", lambda run, trust: {})
 
 
@@ -41,7 +41,7 @@ def kinds(comparison: Comparison) -> list[str | None]:
     return [variant.verdict.kind if variant.verdict else None for variant in comparison.variants]
 
 
-def test_the_worst_seed_decides_and_a_perturbed_run_is_asked_for_where_it_matters() -> None:
+def test_the_worst_seed_decides_and_perturbed_runs_are_made_only_where_needed() -> None:
     asked: list[set[int]] = []
 
     def perturb(seeds: set[int]) -> list[Run]:
@@ -59,7 +59,7 @@ def test_the_worst_seed_decides_and_a_perturbed_run_is_asked_for_where_it_matter
     assert compared(same).notes == []
 
 
-def test_without_a_perturbed_run_there_is_a_verdict_on_what_is_equal_alone() -> None:
+def test_without_a_perturbed_run_only_equal_and_broken_runs_get_a_verdict() -> None:
     near = variant("near", made_up(), made_up((2.0, 1.000001), seed=1))
     broken = variant("broken", made_up(), made_up((2.0, float("nan")), seed=1))
     comparison = compared(variant("same", made_up(), made_up(seed=1)), near, broken)
@@ -68,7 +68,7 @@ def test_without_a_perturbed_run_there_is_a_verdict_on_what_is_equal_alone() -> 
     assert (comparison.notes, comparison.rounding) == ([], None)
 
 
-def test_weights_that_cannot_be_read_are_not_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_weights_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     def unread(run: Run, trust: bool) -> dict[str, torch.Tensor]:
         raise UsageError(f"{run.folder}/checkpoints/last.ckpt is damaged")
 
@@ -98,19 +98,19 @@ def test_there_is_a_verdict_or_the_reason_for_none(tmp_path: Path) -> None:
         (variant("baseline", made_up()), variant("ddp", made_up(seed=1)), "no seed in common with the reference"),
     ],
 )
-def test_what_cannot_be_judged(reference: Variant, other: Variant, reason: str) -> None:
+def test_a_variant_that_cannot_be_judged_has_a_reason(reference: Variant, other: Variant, reason: str) -> None:
     comparison = summarize([reference, other], lambda seeds: [], "compare.py")
     assert (other.verdict, other.unjudged) == (None, reason)
     assert not comparison.passed
 
 
-def test_seeds_of_one_of_both_are_named() -> None:
+def test_the_seeds_in_common_are_named() -> None:
     comparison = compared(variant("ddp", made_up(seed=1), made_up(seed=2)))
     assert kinds(comparison) == ["reference", "bit-identical"]
     assert comparison.notes == ["ddp is judged by the seeds in common with the reference: 1."]
 
 
-def test_a_saturated_drift_is_said_and_ends_the_drawing() -> None:
+def test_a_saturated_drift_is_noted_and_ends_the_plotted_bound() -> None:
     perturbed = made_up((2.3 + 1e-6,) * 15 + (2.6,) * 5, perturbed=True)
 
     def judged() -> Comparison:
@@ -147,7 +147,7 @@ def test_another_recipe_gets_no_verdict() -> None:
     assert "batch_size" not in comparison.recipe
 
 
-def test_what_runs_need_not_share() -> None:
+def test_settings_that_may_differ_between_runs() -> None:
     moved = made_up(settings={"out": "elsewhere", "data": {"source": "digits", "root": "there"}}, strategy="ddp")
     assert differences([variant("one", made_up()), variant("other", moved)]) == []
     lower = made_up(settings={"precision": "bf16-mixed"}, versions={"torch": "3"})
@@ -172,7 +172,7 @@ def test_junit_has_a_case_for_each_variant(tmp_path: Path) -> None:
     assert failures["broken"].get("message") == "✗ not trained: out of memory"
 
 
-def test_figures_are_over_the_seeds_and_of_the_fullest_rank(tmp_path: Path) -> None:
+def test_figures_are_means_over_seeds_of_the_fullest_rank(tmp_path: Path) -> None:
     ranks: dict[str, Any] = {"mem/peak_rank_bytes": [3_000_000, 4_000_000]}
     other: dict[str, Any] = {"mem/peak_rank_bytes": [6_000_000, None], "test/acc": 0.7}
     runs = [made_up(seed=0, **ranks), made_up(seed=1, **other)]
@@ -186,7 +186,7 @@ def test_figures_are_over_the_seeds_and_of_the_fullest_rank(tmp_path: Path) -> N
     assert written["variants"][1]["runs"][0]["losses"]["values"] == [2.0, None], "JSON has no NaN"
 
 
-def test_what_is_printed_names_what_differs_first() -> None:
+def test_the_printed_report_begins_with_the_differences() -> None:
     console = Console(width=160, record=True, force_terminal=False)
     show(compared(variant("[bold]other", made_up(settings={"epochs": 3}))), Path("there"), console)
     text = console.export_text()
@@ -212,7 +212,7 @@ def test_weights_of_two_models() -> None:
 
 
 def test_counters_are_no_weights() -> None:
-    """A normalisation's num_batches_tracked would be the largest of them, and no rounding."""
+    """A normalisation's num_batches_tracked would be the largest difference, but is not rounding."""
     counted = {"a": torch.tensor([1.0]), "num_batches_tracked": torch.tensor(1000)}
     assert list(apart(counted, {**counted, "num_batches_tracked": torch.tensor(4000)})) == ["a"]
 

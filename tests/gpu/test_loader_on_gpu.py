@@ -1,4 +1,4 @@
-"""Wherever the stored images live, a GPU is given the batches of the CPU."""
+"""A GPU gets the same batches as the CPU, wherever the stored images are."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_loader(split: Split, stored: Stored, config: AugmentConfig | None, orde
 
 
 def place_where(share: float, split: Split, monkeypatch: pytest.MonkeyPatch) -> Stored:
-    """Stored images on the GPU where a share of 1 of its free memory is allowed, on the host where it is 0."""
+    """Returns images stored on the GPU if `share`, the allowed share of its free memory, is 1; on the host if 0."""
     monkeypatch.setattr(residence, "RESIDENT_SHARE", share)
     stored = place(split.images, GPU)
     assert stored.rows_device == (GPU if share else CPU)
@@ -47,10 +47,10 @@ def place_where(share: float, split: Split, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["plain", "augmented"])
 @pytest.mark.parametrize("block_images", [1, 64, 1024])
-def test_two_epochs_are_those_of_the_cpu(
+def test_two_epochs_equal_those_of_the_cpu(
     split: Split, config: AugmentConfig | None, block_images: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit, while the GPU is kept busy, so that a block read before it has come would show."""
+    """Batches agree bit for bit. The GPU is kept busy, so that reading a block before its copy has ended would show."""
     for kind in loader.BLOCK_IMAGES:
         monkeypatch.setitem(loader.BLOCK_IMAGES, kind, block_images)
     on_cpu = make_loader(split, place(split.images, CPU), config)
@@ -71,7 +71,7 @@ def test_two_epochs_are_those_of_the_cpu(
         assert differing.item() == 0
 
 
-def test_evaluation_batches_are_those_of_the_cpu(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_batches_equal_those_of_the_cpu(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
     order = EvalOrder(COUNT, 1000, world_size=3, rank=2)
     places = [place_where(1, split, monkeypatch), place_where(0, split, monkeypatch)]
     on_cpu = list(make_loader(split, place(split.images, CPU), None, order))

@@ -1,4 +1,4 @@
-"""Activation checkpointing and offload on a GPU: the same losses, and a lower peak of its memory."""
+"""Activation checkpointing and offload on a GPU: the same losses and a lower peak of memory."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ SWITCHES = [
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("strategy", ["baseline", "deepspeed_stage_2", "deepspeed_stage_3", "fsdp2"])
 def test_less_memory_and_the_same_loss(strategy: str, precision: str, small_data: list[str], tmp_path: Path):
-    """vit_tiny saves 9.5 MB an image in float32, and its blocks' inputs are 0.6 MB of them."""
+    """vit_tiny stores 9.5 MB of activations per image in float32, of which its blocks' inputs are 0.6 MB."""
     same = [*small_data, "--model", "vit_tiny", "--batch_size", "64", "--max_steps", "8", "--optimizer.lr", "0.01"]
     same += ["--strategy", strategy, "--precision", precision]
     plain = metrics_of(same, tmp_path / "plain")
     for number, switch in enumerate(SWITCHES):
         metrics = metrics_of([*same, *switch], tmp_path / str(number))
-        # Not asked bit for bit: kernels of a GPU may add up with atomics.
+        # Not bit for bit: GPU kernels may sum with atomics.
         assert metrics["train/loss"] == pytest.approx(plain["train/loss"], rel=1e-3), switch
         assert metrics["mem/peak_rank_bytes"][0] < 0.7 * plain["mem/peak_rank_bytes"][0], switch
 

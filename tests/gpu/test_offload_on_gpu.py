@@ -1,4 +1,4 @@
-"""DeepSpeed's switches that only CUDA has: each trains to the weights that it has without it, but for rounding."""
+"""DeepSpeed's options that need CUDA: with each, a run trains to the weights it has without, except for rounding."""
 
 from __future__ import annotations
 
@@ -36,23 +36,24 @@ Weights = dict[str, torch.Tensor]
 
 
 def trained(folder: Path, small_data: list[str], steps: int, *flags: str) -> Weights:
-    """The weights after so many steps."""
+    """Returns the weights after `steps` steps."""
     length = ["--max_steps", str(steps), "--trainer.limit_test_batches", "1"]
     assert_ok(run_program("train.py", *small_data, *SMALL, *flags, *length, "--out", str(folder)))
     return last_weights(run_folder_of(folder))
 
 
 def assert_trains_as(switched: Weights, expected: Weights, first: Weights, near: float) -> None:
-    """Every parameter has moved since the first step, and the end is no further from where it should be than a share of
-    the way there. A share of 1 is a network that is not updated. (Of all together: the biases of the keys have no
-    gradient, and go where rounding sends them.)"""
+    """Checks that every parameter has changed since the first step, and that the distance of the final weights to the
+    expected ones is less than a share `near` of the distance that the expected run has moved. A share of 1 is that of a
+    model that is not updated. The distance is over all weights: the keys' biases have no gradient and follow rounding.
+    """
     assert switched.keys() == expected.keys() == first.keys()
     assert not [name for name in first if torch.equal(switched[name], first[name])]
     assert distance(switched, expected) < near * distance(expected, first)
 
 
 def distance(one: Weights, other: Weights) -> float:
-    """Between all weights of two networks."""
+    """Returns the Euclidean distance between all weights of two models."""
     return sum((one[name].double() - other[name].double()).square().sum().item() for name in one) ** 0.5
 
 
@@ -67,7 +68,7 @@ def test_on_one_gpu(name: str, small_data: list[str], tmp_path: Path):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("name", ON_TWO_GPUS)
 def test_on_two_gpus(name: str, small_data: list[str], tmp_path: Path):
-    """Quantised weights are others: what they learn is nearer to it than nothing."""
+    """Quantised weights differ: they need only be closer to the expected weights than an untrained model."""
     same = ["--strategy", "deepspeed_stage_3", "--devices", "2"]
     first, expected = (trained(tmp_path / str(steps), small_data, steps, *same) for steps in (1, STEPS))
     switched = trained(tmp_path / "switched", small_data, STEPS, *same, *ON_TWO_GPUS[name])

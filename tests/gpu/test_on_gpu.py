@@ -1,4 +1,4 @@
-"""Every strategy on a GPU, through the same command: it learns the digits, and its losses are the baseline's."""
+"""Every strategy on a GPU, with the same command: it learns the digits, and its losses are the baseline's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VIT = ["--model", "vit_tiny", "--batch_size", "64", "--max_steps", "1500"]
 RECIPES = {
     "sgd": [*NET, "--optimizer", "sgd", "--optimizer.lr", "0.1", "--gradient_clip_val", "1"],
     "adam": [*NET, "--optimizer", "adam", "--optimizer.lr", "0.003"],
-    # A transformer takes longer, and learns nothing in this time by SGD.
+    # A transformer needs more steps, and learns nothing in them with SGD.
     "vit": [*VIT, "--optimizer", "adamw", "--optimizer.lr", "0.0005", "--gradient_clip_val", "1"],
 }
 RUNS = [
@@ -41,15 +41,15 @@ RUNS = [
     for recipe in (["vit"] if STRATEGIES[strategy].one_replica else ["sgd", "adam"])
 ]
 COMPARED_STEPS = 20
-"""After them the losses fall, and training enlarges rounding: the runs part."""
+"""After these steps the losses fall and training enlarges rounding, so that runs differ."""
 BOUNDS = {"32-true": 2e-3, "bf16-mixed": 5e-3, "16-mixed": 1e-2}
 """Largest difference of those losses from the baseline's in 32-true, where a GPU computes convolutions in TF32. On the
-CPU bfloat16 comes to 1.7e-3, and the losses of two neighbouring batches differ by 1e-2. In float16 the first steps may
-be skipped, until the scaler has found a scale."""
+CPU bfloat16's difference is 1.7e-3, and the losses of two neighbouring batches differ by 1e-2. In float16 the first
+steps may be skipped, until the scaler has found a scale."""
 
 
 def flags_of(strategy: str, precision: str, recipe: str) -> list[str]:
-    """Of train.py, but for the data."""
+    """Returns train.py's flags without those of the data."""
     return ["--strategy", strategy, "--precision", precision, *RECIPES[recipe]]
 
 
@@ -62,13 +62,13 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="session")
 def baselines(tmp_path_factory: pytest.TempPathFactory, digits: list[str]) -> dict[str, dict[int, float]]:
-    """The losses of each recipe, by step."""
+    """The baseline's losses of each recipe, by step."""
     out = tmp_path_factory.mktemp("baselines")
     return {recipe: loss_by_step(trained(out / recipe, digits, "baseline", "32-true", recipe)) for recipe in RECIPES}
 
 
 def trained(out: Path, digits: list[str], strategy: str, precision: str, recipe: str) -> Path:
-    """The run folder."""
+    """Trains; returns the run folder."""
     assert_ok(run_program("train.py", *digits, *flags_of(strategy, precision, recipe), "--out", str(out)))
     return run_folder_of(out)
 
@@ -78,7 +78,7 @@ def metrics_of(run: Path) -> dict[str, Any]:
 
 
 def assert_learned(run: Path, loss: float, accuracy: float) -> None:
-    """The mean loss of the last 20 steps, where ln 10 = 2.30 is chance, and the test's accuracy, where 0.1 is."""
+    """Checks the mean loss of the last 20 steps (chance: ln 10 = 2.30) and the test accuracy (chance: 0.1)."""
     losses = [*loss_by_step(run).values()]
     assert sum(losses[-20:]) / 20 < loss
     assert metrics_of(run)["test/acc"] > accuracy
@@ -104,7 +104,7 @@ def test_learns_and_agrees_with_the_baseline(
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("strategy", ["baseline", *(f"deepspeed_stage_{stage}" for stage in range(3))])
 def test_mixtures_of_experts(strategy: str, precision: str, digits: list[str], tmp_path: Path):
-    """All experts on the one GPU: they learn, and the engine and the plain network test to the same loss."""
+    """All experts are on one GPU: they learn, and the engine and the plain model have the same test loss."""
     flags = ["--strategy", strategy, "--precision", precision, "--model", "net_moe", "--model.num_experts", "[4]"]
     flags += ["--optimizer", "adam", "--batch_size", "64", "--max_steps", "500", "--gradient_clip_val", "1"]
     assert_ok(run_program("train.py", *digits, *flags, "--out", str(tmp_path)))
@@ -116,7 +116,7 @@ def test_mixtures_of_experts(strategy: str, precision: str, digits: list[str], t
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("strategy", ["baseline", *(f"deepspeed_stage_{stage}" for stage in range(3))])
 def test_a_transformer_of_experts(strategy: str, precision: str, digits: list[str], tmp_path: Path):
-    """Too few steps to learn."""
+    """Compares only the test losses: there are too few steps to learn."""
     flags = ["--strategy", strategy, "--precision", precision, "--model", "vit_moe", "--model.num_experts", "[4]"]
     flags += ["--optimizer", "adam", "--batch_size", "16", "--max_steps", "12", "--gradient_clip_val", "1"]
     assert_ok(run_program("train.py", *digits, *flags, "--out", str(tmp_path)))
@@ -124,7 +124,7 @@ def test_a_transformer_of_experts(strategy: str, precision: str, digits: list[st
 
 
 def assert_tests_alike(run: Path) -> None:
-    """evaluate.py finds the loss that the run's own test did."""
+    """Checks that evaluate.py finds the test loss of the run's own test."""
     done = run_program("evaluate.py", str(run))
     assert_ok(done)
     assert float(done.stdout.split("test loss")[1]) == pytest.approx(metrics_of(run)["test/loss"], abs=1e-3)
@@ -143,7 +143,7 @@ def test_compiled_and_as_graphs(switch: str, strategy: str, small_data: list[str
 
 
 def test_a_benchmark_times_the_steps_of_the_device(tmp_path: Path):
-    """By CUDA events, each step, and by the host's clock, all of them together."""
+    """CUDA events time each step, the host's clock times all steps together."""
     flags = ["--data.source", "synthetic", "--data.root", str(tmp_path / "data"), "--batch_size", "512"]
     done = run_program("train.py", *flags, "--bench_steps", "100", "--out", str(tmp_path / "out"))
     assert_ok(done)

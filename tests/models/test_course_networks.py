@@ -1,4 +1,4 @@
-"""The course's networks beside torchvision's own, at any size of images, and their options."""
+"""The course's models compared with torchvision's, at any image size, and their options."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def shapes(net: torch.nn.Module) -> dict[str, torch.Size]:
     [("vgg16", "vgg16_bn"), ("resnet18", "resnet18"), ("resnet34", "resnet34"), ("resnet50", "resnet50")],
 )
 def test_names_and_shapes_are_torchvisions(name: str, theirs: str):
-    """All but the first convolution of a residual network: 3 x 3 here, 7 x 7 there."""
+    """All but the first convolution of a ResNet, which is 3 x 3 here and 7 x 7 in torchvision."""
     with torch.device("meta"):
         ours, expected = shapes(models.build(name, 10)), shapes(torchvision.models.get_model(theirs, num_classes=10))
     if name != "vgg16":
@@ -42,8 +42,8 @@ def test_names_and_shapes_are_torchvisions(name: str, theirs: str):
 
 
 @pytest.mark.parametrize(("name", "theirs"), [("resnet18", "resnet18"), ("resnet50", "resnet50")])
-def test_residual_networks_compute_what_torchvisions_do(name: str, theirs: str):
-    """With our stem in place of theirs."""
+def test_resnets_compute_what_torchvisions_do(name: str, theirs: str):
+    """torchvision's model gets our stem."""
     torch.manual_seed(0)
     net, expected = models.build(name, 3), torchvision.models.get_model(theirs, num_classes=3)
     expected.conv1, expected.maxpool = torch.nn.Conv2d(3, 64, 3, padding=1, bias=False), torch.nn.Identity()
@@ -104,9 +104,9 @@ def test_counts_without_values(name: str):
     assert training_flops(choice, 10, 4) == 2 * training_flops(choice, 10, 2) > 0
 
 
-def test_flops_of_the_residual_network():
-    """0.56 billion multiply-adds forward for an image of 32 x 32 (github.com/kuangliu/pytorch-cifar has this network),
-    and twice as many backward, but for the gradient of the images themselves."""
+def test_flops_of_the_resnet():
+    """The forward pass takes 0.56 billion multiply-adds for an image of 32 x 32 (github.com/kuangliu/pytorch-cifar has
+    this model). The backward pass takes twice as many, less the gradient of the images."""
     flops = training_flops(Choice("resnet18"), 10, 1)
     assert flops == pytest.approx(2 * 3 * 0.5556e9, rel=2e-3)
 

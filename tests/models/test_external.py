@@ -1,4 +1,4 @@
-"""Networks of torchvision and timm by their names there."""
+"""Models of torchvision and timm, by their names there."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def test_images_are_scaled_for_it():
     assert sizes == [(2, 3, 64, 64)]
 
 
-def test_counts_one_whose_shapes_are_values():
-    """torchvision computes the widths of a RegNet with tensors, which the meta device has no values for."""
+def test_counts_a_model_whose_shapes_depend_on_values():
+    """torchvision computes the widths of a RegNet with tensors, which have no values on the meta device."""
     net = torchvision.models.regnet_y_400mf(num_classes=10)
     assert parameter_count(Choice("torchvision:regnet_y_400mf"), 10) == sum(p.numel() for p in net.parameters())
 
 
-def test_is_a_run_like_any_other(tmp_path: Path):
+def test_an_external_model_works_in_a_recipe(tmp_path: Path):
     flags = ["--model", "torchvision:resnet18", "--model.kwargs.zero_init_residual", "true", "--model.image_size", "64"]
     config = command_line.parse(flags)
     assert config.model.options == {"kwargs": {"zero_init_residual": True}, "image_size": 64}
@@ -87,12 +87,12 @@ def test_mistakes_are_one_clear_line(flags: str, message: str):
     ],
 )
 def test_no_option_names_a_file(name: str, kwargs: dict[str, Any]):
-    """Options come from files of others too: metadata of an export, a checkpoint's record, a recipe."""
+    """Options can come from untrusted files: metadata of an export, a checkpoint's record, a recipe."""
     with pytest.raises(ValueError, match=f"^kwargs.{next(iter(kwargs))} must be a number"):
         models.build(name, 10, kwargs=kwargs)
 
 
-def test_numbers_lists_and_names_of_layers_are_passed_on():
+def test_numbers_lists_and_layer_names_are_accepted():
     kwargs = {"depths": [2, (2, 6)], "qkv_bias": True, "drop_rate": 0.1, "act_layer": "gelu", "init_values": None}
     assert models.External(kwargs).kwargs == kwargs
 
@@ -105,13 +105,13 @@ def test_numbers_lists_and_names_of_layers_are_passed_on():
         ("net_moe --model.ep_size 2 --devices 2 --strategy deepspeed_stage_2 --init he", "--init he initialises the experts"),
     ],
 )
-def test_what_cannot_be_normalised_or_drawn_is_refused(flags: str, message: str):
+def test_batch_norm_and_init_are_refused_where_they_cannot_work(flags: str, message: str):
     config = command_line.parse(["--data.source", "digits", "--accelerator", "cpu", "--model", *flags.split()])
     with pytest.raises(UsageError, match=message):
         resolve(config)
 
 
-def test_without_timm_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch):
+def test_without_timm_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(ValueError, match="needs the package timm: pip install timm"):
         models.build("timm:vit_tiny_patch16_224", 10)

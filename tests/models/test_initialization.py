@@ -1,4 +1,4 @@
-"""Initial weights beside the variances of the papers."""
+"""Initial weights have the variances of the papers."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ def test_default_leaves_the_weights_as_they_were_drawn():
 
 @pytest.mark.parametrize(("activation", "scheme"), [("relu", "he"), ("tanh", "xavier")])
 def test_deep_perceptrons_keep_their_signal(activation: str, scheme: str):
-    """What the schemes are for: through 20 layers neither vanishing nor exploding, where torch's default vanishes."""
+    """The schemes' purpose: 20 layers neither vanish nor explode the signal, which vanishes with torch's default."""
     torch.manual_seed(0)
     images, spreads = torch.randn(16, 3, 32, 32), {}
     for drawn in ("default", scheme):
         net = models.build("mlp", 10, hidden=[256] * 20, activation=activation)
         initialize(net, drawn, 0)
-        spreads[drawn] = net(images).std(dim=0).mean().item()  # over the images: what is left of their differences
+        spreads[drawn] = net(images).std(dim=0).mean().item()  # over the images: how much they still differ
     assert spreads["default"] < 1e-3
     assert 0.02 < spreads[scheme] < 10
 
 
-def test_the_seed_draws_them():
+def test_the_seed_decides_the_initial_weights():
     def start(*flags: str) -> torch.Tensor:
         flags = ("--data.source", "digits", "--model", "mlp", "--model.hidden", "[8]", *flags)
         built = module(CIFARModule, of_machine(parse([*flags])))

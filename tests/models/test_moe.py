@@ -1,4 +1,4 @@
-"""The mixture of experts beside DeepSpeed's own gate, and beside a slow loop over tokens."""
+"""The mixture of experts compared with DeepSpeed's gate and with a slow loop over tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def options(**changed: Any) -> MixtureOptions:
 
 
 def transparent_gate(**changed: Any) -> Gate:
-    """A gate whose logits are its tokens."""
+    """Returns a gate whose logits are its tokens."""
     gate = Gate(EXPERTS, EXPERTS, options(**changed))
     with torch.no_grad():
         gate.wg.weight.copy_(torch.eye(EXPERTS))
@@ -41,7 +41,7 @@ def transparent_gate(**changed: Any) -> Gate:
 
 
 def layer(num_experts: int = EXPERTS, **changed: Any) -> MixtureOfExperts:
-    """Of experts that are not linear, with a gate of clear preferences."""
+    """Returns a mixture of nonlinear experts; its gate has clear preferences."""
     mixture = MixtureOfExperts(
         WIDTH, num_experts, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()), options(**changed)
     )
@@ -55,7 +55,7 @@ def routing_of(mixture: MixtureOfExperts) -> Routing:
     return mixture.gate.routing
 
 
-# DeepSpeed's gate, given the same logits and the same random numbers
+# DeepSpeed's gate, with the same logits and the same random numbers
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def deepspeed_moe() -> ModuleType:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_the_gate_is_deepspeeds(case: Case, deepspeed_moe: ModuleType, monkeypatch: pytest.MonkeyPatch):
+def test_the_gate_routes_as_deepspeeds_does(case: Case, deepspeed_moe: ModuleType, monkeypatch: pytest.MonkeyPatch):
     uniform, noise = torch.rand(TOKENS, EXPERTS), -torch.rand(TOKENS, EXPERTS).log().neg().log()
     monkeypatch.setitem(deepspeed_moe.exp_selection_uniform_map, torch.device("cpu"), lambda shape: uniform)
     monkeypatch.setattr(deepspeed_moe, "gumbel_rsample", lambda shape, device: noise)
@@ -116,7 +116,9 @@ def test_the_gate_is_deepspeeds(case: Case, deepspeed_moe: ModuleType, monkeypat
 
     routing = transparent_gate(**case.ours).train(case.training)(logits)
     function = deepspeed_moe.top2gating if case.ours.get("top_k") == 2 else deepspeed_moe.top1gating
-    found = function(their_logits * 1, **{"min_capacity": 0, **case.theirs}, sparse_routes=True)  # it adds in place
+    found = function(
+        their_logits * 1, **{"min_capacity": 0, **case.theirs}, sparse_routes=True
+    )  # it writes to its input in place
     loss, capacity, _, experts, slots, weights, sent = found
 
     kept = experts >= 0
@@ -125,8 +127,8 @@ def test_the_gate_is_deepspeeds(case: Case, deepspeed_moe: ModuleType, monkeypat
     assert torch.equal(routing.experts, experts.long())
     assert torch.equal(routing.slots[kept], slots.long()[kept])
     assert torch.equal(routing.weights, weights)
-    assert torch.equal(routing.tokens, sent.clamp(max=capacity))  # theirs are counted before any is dropped
-    torch.testing.assert_close(routing.load_balance_loss, loss, rtol=2e-7, atol=0)  # the mean is taken elsewhere
+    assert torch.equal(routing.tokens, sent.clamp(max=capacity))  # DeepSpeed counts before dropping
+    torch.testing.assert_close(routing.load_balance_loss, loss, rtol=2e-7, atol=0)  # the mean is taken at another point
 
     share = torch.randn_like(weights)
     for a_loss, a_weights in ((routing.load_balance_loss, routing.weights), (loss, weights)):
@@ -134,11 +136,12 @@ def test_the_gate_is_deepspeeds(case: Case, deepspeed_moe: ModuleType, monkeypat
     torch.testing.assert_close(logits.grad, their_logits.grad, rtol=1e-5, atol=1e-7)
 
 
-# The layer, by hand
+# The layer, computed token by token
 
 
 def by_hand(mixture: MixtureOfExperts, x: Tensor, capacity: int) -> Tensor:
-    """Token by token: all first choices in the order of the batch, then the second ones, as long as there is room."""
+    """Computes the mixture token by token: all first choices in the batch's order, then second ones, while there is
+    room."""
     chosen: list[list[tuple[int, Tensor]]] = [[] for _ in x]
     room = [capacity] * len(mixture.experts)
     probabilities = (x @ mixture.gate.wg.weight.T).softmax(1)
@@ -169,7 +172,7 @@ def gradients(mixture: MixtureOfExperts, x: Tensor, outputs: Tensor, weights: Te
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("mlp_type", ["standard", "residual"])
 @pytest.mark.parametrize("top_k", [1, 2])
-def test_outputs_and_gradients_are_those_of_a_loop_over_tokens(
+def test_outputs_and_gradients_equal_those_of_a_loop_over_tokens(
     top_k: int, mlp_type: str, training: bool, capacity_factor: float, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(moe, "gumbel", torch.zeros_like)  # the second choice is not drawn
@@ -210,7 +213,7 @@ def test_a_dropped_token_has_zeros_or_its_residual(mlp_type: str):
     assert not (outputs == residual)[~dropped].all(1).any()
 
 
-def test_one_expert_is_the_dense_network():
+def test_one_expert_is_the_dense_model():
     mixture: Any = models.build("net_moe", 10, num_experts=[1])
     (only,) = mixture.fc3
     dense: Any = Net(10)
@@ -220,7 +223,7 @@ def test_one_expert_is_the_dense_network():
     torch.testing.assert_close(mixture(images), dense(images), rtol=1e-6, atol=1e-7)
 
 
-def test_an_expert_that_is_sent_nothing_has_gradients_of_zero():
+def test_an_expert_without_tokens_has_zero_gradients():
     mixture = layer(mlp_type="residual", capacity_factor=EXPERTS)
     with torch.no_grad():
         mixture.gate.wg.weight.zero_()[0] = 1
@@ -233,14 +236,14 @@ def test_an_expert_that_is_sent_nothing_has_gradients_of_zero():
     }
 
 
-# What is dropped
+# Dropped tokens
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize("min_capacity", [0, 30])
 @pytest.mark.parametrize("factor", ["0.3", "1.0", "1.1", "3.7"])
 def test_no_expert_takes_more_than_its_capacity(top_k: int, min_capacity: int, factor: str):
-    """Of 100 tokens: 100 * 2 * 1.1 / 4 is 55, in floating point a little more."""
+    """100 tokens: 100 * 2 * 1.1 / 4 is 55, but a little more in floating point."""
     gate = transparent_gate(top_k=top_k, capacity_factor=float(factor), min_capacity=min_capacity)
     logits = torch.randn(100, EXPERTS) + torch.tensor([2.0, 1.0, 0.0, 0.0])
     routing = gate(logits)
@@ -249,10 +252,10 @@ def test_no_expert_takes_more_than_its_capacity(top_k: int, min_capacity: int, f
     assert routing.tokens.sum() == 100 * top_k - (routing.experts < 0).sum()
     for expert in range(EXPERTS):
         slots = routing.slots[routing.experts == expert].sort().values
-        assert torch.equal(slots, torch.arange(routing.tokens[expert]))  # each its own place, without gaps
+        assert torch.equal(slots, torch.arange(routing.tokens[expert]))  # each token has its own slot, without gaps
 
 
-def test_random_tokens_are_dropped_the_same_for_a_seed():
+def test_the_seed_decides_which_tokens_are_dropped():
     gate = transparent_gate()
     logits = torch.randn(TOKENS, EXPERTS)
     drops = []
@@ -264,7 +267,7 @@ def test_random_tokens_are_dropped_the_same_for_a_seed():
     assert drops[0].sum() == drops[2].sum()
 
 
-# What is random, and what is not
+# Randomness
 
 NOISY = {
     "RSample": {"noisy_gate_policy": "RSample"},
@@ -275,7 +278,7 @@ NOISY = {
 
 
 @pytest.mark.parametrize(("model", "noisy"), [*(("net_moe", noisy) for noisy in NOISY), ("vit_moe", "top 2")])
-def test_in_evaluation_the_scores_of_an_image_depend_on_it_alone(model: str, noisy: str):
+def test_in_evaluation_the_scores_of_an_image_depend_only_on_it(model: str, noisy: str):
     net = models.build(model, 10, num_experts=[EXPERTS], **NOISY[noisy]).eval()
     images = torch.randn(6, 3, 32, 32)
     with torch.inference_mode():
@@ -294,7 +297,7 @@ def test_in_training_the_routing_is_noisy(noisy: str):
     assert 0 < differing < (0.02 if noisy == "Jitter" else 0.75)
 
 
-def test_experts_are_drawn_as_the_gate_says():
+def test_experts_are_drawn_with_the_gates_probabilities():
     shares = torch.tensor([0.1, 0.2, 0.3, 0.4])
     logits = shares.log().expand(20_000, EXPERTS)  # a share of 0.3 of them has a standard deviation of 0.003
     (drawn,) = transparent_gate(noisy_gate_policy="RSample", capacity_factor=EXPERTS)(logits).experts
@@ -307,7 +310,7 @@ def test_experts_are_drawn_as_the_gate_says():
 def test_jitter_is_one_percent():
     gate = transparent_gate(noisy_gate_policy="Jitter", capacity_factor=EXPERTS)
     first = gate(torch.tensor([[5.0, 0, 0, 0]]).expand(2000, EXPERTS)).probabilities[:, 0]
-    factors = (3 * first / (1 - first)).log() / 5  # the softmax of 5 * factor beside three zeros
+    factors = (3 * first / (1 - first)).log() / 5  # the softmax of 5 * factor and three zeros
     assert [factors.min(), factors.max()] == pytest.approx([0.99, 1.01], abs=5e-4)
     assert factors.mean() == pytest.approx(1, abs=1e-3)
 
@@ -330,7 +333,7 @@ def test_gates_are_in_the_order_of_the_layers():
     assert [gate.num_experts for gate in moe.gates(net)] == [2, 4, 8]
 
 
-def test_compiled_an_evaluation_does_not_compile_each_capacity_anew():
+def test_a_compiled_evaluation_does_not_recompile_for_each_capacity():
     graphs = 0
 
     def count(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:

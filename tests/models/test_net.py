@@ -1,4 +1,4 @@
-"""The networks: shapes and sizes that are facts."""
+"""The tutorial's Net: its layers, shapes and scores."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def test_net_has_the_tutorials_shapes():
     assert shapes == [(2, 6, 28, 28), (2, 6, 14, 14), (2, 16, 10, 10), (2, 16, 5, 5), (2, 120), (2, 10)]
 
 
-def test_net_is_the_plain_function_of_its_weights():
+def test_net_computes_the_plain_formula():
     torch.manual_seed(0)
     net: Any = models.build("net", num_classes=100)
     images = torch.randn(3, 3, 32, 32)

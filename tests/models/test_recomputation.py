@@ -1,4 +1,4 @@
-"""Activation checkpointing: the same losses, weights and statistics bit for bit, and less memory in between."""
+"""Activation checkpointing keeps losses, weights and statistics bit for bit, and stores fewer activations."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def convolution(inputs: int, outputs: int) -> list[nn.Module]:
 
 
 class Convolutional(nn.Module):
-    """A list of plain layers, as VGG's, and one of blocks, as ResNet's: batch norm, dropout, activations in place.
+    """A list of plain layers, as in VGG, and a list of blocks, as in ResNet: batch norm, dropout, in-place activations.
 
     Args:
-        momentum: of the last batch norm; None: a mean over all batches, by their number.
+        momentum: momentum of the last batch norm; None: the mean over all batches so far.
     """
 
     def __init__(self, momentum: float | None = None) -> None:
@@ -56,7 +56,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 
 
 def trained(make: Callable[[], nn.Module], checkpointed: bool, backend: str = "", steps: int = STEPS) -> list[Tensor]:
-    """The losses, the routings' and the state of a network at the end."""
+    """Trains a model; returns the loss of each step, its final state and the final state of the random generator."""
     torch.manual_seed(0)
     net = make()
     names = [*net.state_dict()]
@@ -91,15 +91,15 @@ def test_training_stays_the_same(name: str) -> None:
 
 
 def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By torch.compile's tracing and partitioning, without the minute of its code generator; without dropout, whose
-    draws are others in another graph."""
+    """Uses torch.compile's tracing and partitioning without its code generator, which takes a minute. There is no
+    dropout, because another graph draws other random numbers."""
     monkeypatch.setattr(nn.Dropout, "forward", lambda self, x: x)
     make = partial(Convolutional, momentum=0.1)  # one that depends on a value would break the graph
     plain, checkpointed = (trained(make, switch, "aot_eager_decomp_partition", 3) for switch in (False, True))
     assert all(map(torch.equal, plain, checkpointed))
 
 
-def test_an_evaluation_computes_nothing_again() -> None:
+def test_an_evaluation_recomputes_nothing() -> None:
     net = Net()
     checkpoint_blocks(net)
     calls: list[int] = []
@@ -110,7 +110,7 @@ def test_an_evaluation_computes_nothing_again() -> None:
     assert len(calls) == 1 + 2
 
 
-def test_a_network_without_blocks_is_refused() -> None:
+def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(UsageError, match="Linear has no list of blocks"):
         checkpoint_blocks(nn.Linear(2, 2))
 
@@ -124,7 +124,7 @@ def counted_transformer(checkpointed: bool) -> Bytes:
 
 
 def test_memory_of_a_transformer() -> None:
-    """What is counted is what hooks see of a real step, memory that several share counted once; checkpointed it is
+    """The counted bytes are those that hooks see in a real step; shared memory counts once. With checkpointing they are
     about the inputs of 12 blocks, (N, 64, 192) in float32."""
     net = models.build("vit_tiny", 10)
     own = {parameter.untyped_storage().data_ptr() for parameter in net.parameters()}
@@ -144,8 +144,8 @@ def test_memory_of_a_transformer() -> None:
     assert checkpointed.peak < plain.peak / 2
 
 
-def test_flops_of_what_is_computed_again() -> None:
-    """Of each block all but its last product, whose result nobody needs again."""
+def test_flops_of_recomputation() -> None:
+    """Each block is recomputed except its last product, whose result the backward pass does not need."""
     plain, checkpointed = (
         training_flops(Choice("vit_tiny"), 10, 2, activation_checkpointing=on) for on in (False, True)
     )
@@ -155,7 +155,7 @@ def test_flops_of_what_is_computed_again() -> None:
 
 
 def test_offloaded_activations_of_checkpointed_blocks_are_their_inputs() -> None:
-    """What --activation_offload does, here from the CPU to the CPU: the same gradients."""
+    """--activation_offload, here from the CPU to the CPU, keeps the gradients."""
     gradients = []
     for context in (save_on_cpu(), torch.enable_grad()):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The network of the speed records against a second formulation of it, and what it begins with."""
+"""The model of the speed records compared with a second formulation of it, and its initial weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cifar_zero.models.speednet import WHITENING_EPS, IdentityConv, whitening_fi
 
 
 def images(count: int = 64) -> Tensor:
-    """Smooth ones, as their neighbouring pixels agree more or less: float32 (count, 3, 32, 32), between -1 and 1."""
+    """Returns smooth images, whose neighbouring pixels are similar: float32 (count, 3, 32, 32), between -1 and 1."""
     noise = torch.randn(count, 3, 9, 9, generator=torch.Generator().manual_seed(0))
     return F.interpolate(noise, (32, 32), mode="bilinear").tanh() * torch.tensor([1.0, 0.5, 0.25])[:, None, None]
 
@@ -65,7 +65,7 @@ def test_scores_are_those_of_a_second_formulation(training: bool):
 
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 def test_patches_are_whitened(scale: float):
-    """Their covariance about 0 is the identity, but for what keeps noise from being blown up."""
+    """Their covariance about 0 is the identity, except for the term that keeps noise from being amplified."""
     filters = whitening_filters(scale * images())
     assert filters.shape == (24, 3, 2, 2)
     assert torch.equal(filters[12:], -filters[:12])
@@ -88,7 +88,7 @@ def test_convolutions_pass_their_input_through_at_first():
     assert net.head.weight.std().item() == pytest.approx(1, abs=1e-5)
 
 
-def test_without_whitening_the_first_layer_is_one_like_all_others():
+def test_without_whitening_the_first_layer_is_trained_like_all_others():
     net: Any = models.build("speednet", 10, whitening=False)
     assert net.whiten.weight.requires_grad
     assert net.starting_weights(images()) == {}

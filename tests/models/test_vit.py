@@ -1,4 +1,4 @@
-"""The vision transformer beside torch's own layers; its sizes, and where its mixtures are."""
+"""The vision transformer compared with torch's layers; its sizes, and where its mixtures are."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ def parameters(net: nn.Module) -> int:
 
 
 def mlp_parameters(width: int) -> int:
-    """Two linear layers with biases, width -> 4 * width -> width."""
+    """Returns the parameters of two linear layers with biases, width -> 4 * width -> width."""
     return (width + 1) * 4 * width + (4 * width + 1) * width
 
 
 def vit_parameters(width: int, depth: int, classes: int) -> int:
-    """Patches of 4 x 4 x 3, 64 positions, blocks of two norms, four projections and an MLP, a norm, the head."""
+    """Returns the parameters of patches (4 x 4 x 3), 64 positions, blocks of two norms, four projections and an MLP, a
+    norm, and the head."""
     block = 2 * 2 * width + 4 * (width + 1) * width + mlp_parameters(width)
     return (4 * 4 * 3 + 1) * width + 64 * width + depth * block + 2 * width + (width + 1) * classes
 
@@ -73,7 +74,7 @@ def test_every_second_mlp_is_a_mixture(mlp_type: str):
     assert parameters(net) == vit_parameters(192, 12, 10) + added
 
 
-def test_one_number_of_experts_is_for_all_mixtures():
+def test_one_number_of_experts_applies_to_all_mixtures():
     with torch.device("meta"):
         net: Any = models.build("vit_moe", 10, num_experts=[3], size="large")
     assert [len(block.mlp.experts) for block in net.blocks[1::2]] == 12 * [3]
@@ -92,7 +93,7 @@ def test_attention_is_the_plain_formula():
 
 
 def torch_layer(block: Any) -> nn.TransformerEncoderLayer:
-    """torch's own layer with the weights of a block."""
+    """Returns torch's encoder layer with the weights of a block."""
     width, heads = block.norm1.normalized_shape[0], block.attention.heads
     layer = nn.TransformerEncoderLayer(
         width, heads, 4 * width, dropout=0, activation="gelu", batch_first=True, norm_first=True
@@ -118,7 +119,7 @@ def test_a_block_is_torchs_encoder_layer():
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-5)
 
 
-def test_the_network_is_the_plain_function_of_its_weights():
+def test_the_model_computes_the_plain_formula():
     net: Any = ViT(SMALL, num_classes=7)
     images = torch.randn(3, 3, 32, 32)
     rows = [images[:, :, y : y + 4, x : x + 4].flatten(1) for y in range(0, 32, 4) for x in range(0, 32, 4)]

@@ -1,4 +1,4 @@
-"""--strategy auto: one choice for all ranks, told in one line, before anything is launched."""
+"""--strategy auto: one choice for all ranks, printed in one line before anything is launched."""
 
 from __future__ import annotations
 
@@ -25,18 +25,20 @@ def settled(*flags: str) -> str:
     return automatic.choose(command_line.parse(["--strategy", "auto", "--accelerator", "cpu", *flags]))
 
 
-def test_a_cpu_takes_the_baseline_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cpu_takes_the_baseline_and_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert settled("--model", "vit_tiny") == "baseline"
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("--strategy auto: baseline needs 0.1")
     assert line.endswith("GB available to a rank")
 
 
-def test_less_memory_takes_another(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_less_memory_takes_another_strategy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(machine, "free_memory_bytes", lambda: 2 * (machine.CPU_RANK_BYTES + 85_000_000))
     flags = ["--model", "vit_tiny", "--optimizer", "adam", "--devices", "2", "--batch_size", "2"]
     monkeypatch.setattr("cifar_zero.config.rules.devices.free_memory_bytes", lambda: 10**11)
-    assert settled(*flags) == "fsdp2"  # of 16 bytes a parameter
+    assert settled(*flags) == "fsdp2"  # which shards the 16 bytes per parameter
     assert "; baseline, ddp, deepspeed_stage_0, deepspeed_stage_1, " in capsys.readouterr().err
     monkeypatch.setattr(machine, "free_memory_bytes", lambda: 10**6)
     with pytest.raises(
@@ -55,12 +57,12 @@ def test_a_rank_takes_what_its_launcher_chose(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("told", ["foo", "deepspeed_stage_2"])
-def test_nobody_else_is_told_what_to_take(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_is_no_rank_ignores_the_variable(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(automatic.VARIABLE, told)
     assert settled("--model", "mlp") == "baseline"
 
 
-def test_what_no_strategy_can_run_is_refused_as_such() -> None:
+def test_a_configuration_that_no_strategy_can_run_is_refused_with_its_own_error() -> None:
     with pytest.raises(UsageError, match="--precision 16-mixed needs a GPU"):
         settled("--precision", "16-mixed")
     with pytest.raises(UsageError, match=r"--lora\.rank must be at least 1"):
@@ -85,7 +87,7 @@ def test_ranks_of_another_launcher_are_refused(launched: dict[str, str], monkeyp
 
 
 def made_run(out: Path) -> Path:
-    """A run folder with a checkpoint, called `mine`, of deepspeed_stage_2."""
+    """Makes a run folder with a checkpoint of deepspeed_stage_2, named `mine`."""
     run = out / "mine" / "version_0"
     (run / "checkpoints").mkdir(parents=True)
     (run / "checkpoints" / "last.ckpt").touch()
@@ -104,19 +106,19 @@ def test_a_run_that_resumes_keeps_its_strategy(tmp_path: Path, capsys: pytest.Ca
     assert settled("--resume", str(run)) == "baseline"
 
 
-def test_a_job_that_slurm_starts_again_keeps_its_strategy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the name that configs/cluster/slurm.sbatch gives it."""
+def test_a_requeued_slurm_job_keeps_its_strategy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """configs/cluster/slurm.sbatch sets the job's --name."""
     made_run(tmp_path)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert settled("--out", str(tmp_path), "--name", "mine") == "deepspeed_stage_2"
     assert settled("--out", str(tmp_path), "--name", "another") == "baseline"
 
 
-def test_the_last_run_needs_a_name(tmp_path: Path) -> None:
+def test_resume_last_needs_a_name(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--resume last with --strategy auto needs --name"):
         settled("--out", str(tmp_path), "--resume", "last")
 
 
-def test_no_raw_configuration_beside_it() -> None:
+def test_a_raw_configuration_cannot_be_combined_with_auto() -> None:
     with pytest.raises(UsageError, match="--ds_config replaces the strategy"):
         command_line.parse(["--strategy", "auto", "--ds_config", "some.json"])

@@ -1,4 +1,4 @@
-"""What a rank sends in a step, by formula; tests/distributed/test_wire.py counts it on a link."""
+"""The formula of the bytes that a rank sends in a step; tests/distributed/test_wire.py measures them on a link."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from cifar_zero.planning.network import Network, of_size
 from cifar_zero.planning.survey import PLANNED
 
 LARGE = Network((Weight(10**9, 10**9),), 0)
-"""In one piece: half of it is still there when the backward pass comes to it."""
+"""One large weight: half of it is still gathered when the backward pass reaches it."""
 
 SMALL = Network((Weight(10**6, 10**6), Weight(5 * 10**4, 5 * 10**4)), 5 * 10**5)
 """The second one stays whole at stage 3."""
 
 
 def sent(strategy: str, network: Network, nodes: int = 4, precision: str = "bf16-mixed", **options: object) -> float:
-    """Bytes for each parameter, without the (N - 1)/N."""
+    """Returns the bytes sent per parameter, without the factor (N - 1)/N."""
     config = replace(Config(), devices=1, num_nodes=nodes, accelerator="gpu", precision=precision, **options)  # pyright: ignore[reportArgumentType]
     return sent_bytes(Run(config, STRATEGIES[strategy], 10), network) / network.elements / (nodes - 1) * nodes
 
@@ -37,8 +37,8 @@ def sent(strategy: str, network: Network, nodes: int = 4, precision: str = "bf16
         ("deepspeed_stage_3", 2.5, 10),
     ],
 )
-def test_numbers_of_a_large_network(strategy: str, numbers: float, accumulated: float) -> None:
-    """In bfloat16, 2 bytes each; and of four micro-batches."""
+def test_numbers_sent_by_a_large_model(strategy: str, numbers: float, accumulated: float) -> None:
+    """Numbers are bfloat16, 2 bytes each; `accumulated` is for four micro-batches."""
     assert sent(strategy, LARGE) == pytest.approx(2 * numbers)
     assert sent(strategy, LARGE, accumulate=4) == pytest.approx(2 * accumulated)
 
@@ -47,10 +47,10 @@ def test_formats() -> None:
     assert sent("ddp", LARGE) == pytest.approx(8)  # autocast: its weights and gradients are float32
     assert sent("ddp", LARGE, precision="bf16-true") == pytest.approx(4)
     assert sent("deepspeed_stage_0", LARGE, precision="32-true") == pytest.approx(8)
-    # fsdp2 gathers in bfloat16, the blocks twice, and adds up in float32.
+    # fsdp2 gathers in bfloat16, the blocks twice, and reduces in float32.
     assert sent("fsdp2", SMALL) == pytest.approx(2 * 2 + 4)
     assert sent("fsdp2", of_size(10**9)) == pytest.approx(2 * 2 + 4)  # plan.py --parameters
-    assert sent("fsdp2", Network((Weight(10**6, 10**6),), 10**6)) == pytest.approx(2 + 4)  # a network without any
+    assert sent("fsdp2", Network((Weight(10**6, 10**6),), 10**6)) == pytest.approx(2 + 4)  # a model without blocks
 
 
 def test_parameters_that_stay_whole_are_gathered_once_in_a_step() -> None:
@@ -66,7 +66,7 @@ def test_frozen_and_expert_parameters_send_less() -> None:
     frozen = Network((Weight(10**6, 10), Weight(10**6, 10, trained=False)), 0)
     assert sent("ddp", frozen) == pytest.approx(4)  # the same over twice the parameters
     experts = Network((Weight(8 * 10**6, 10, ranks_that_share=4),), 0)
-    assert sent("deepspeed_stage_0", experts) == 0  # four ranks: nobody has the same ones
+    assert sent("deepspeed_stage_0", experts) == 0  # no two of the four ranks hold the same experts
 
 
 def test_one_rank_sends_nothing() -> None:

@@ -14,7 +14,7 @@ from cifar_zero.training.resolve import of_machine
 ADAM = Choice("adam")
 MILLION = 10**6
 LARGE = [Weight(2_520 * 2_520, 2_520)] * 10
-"""63.5 million parameters: none that stage 3 keeps whole, cut evenly by 1 to 9 ranks."""
+"""63.5 million parameters: stage 3 keeps none of them whole, and 1 to 9 ranks shard them evenly."""
 ELEMENTS = 10 * 2_520 * 2_520
 
 
@@ -25,9 +25,9 @@ def bytes_each(strategy: str, ranks: int, precision: str, optimizer: Choice = AD
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8, 60])
-def test_mixed_adam_takes_what_the_paper_says(ranks: int) -> None:
-    """Rajbhandari et al. 2020, section 3.1 and figure 1; of stage 1 the paper counts the gradients before they are
-    reduced, of which 2/N are left at the update."""
+def test_mixed_precision_adam_takes_what_the_paper_says(ranks: int) -> None:
+    """Rajbhandari et al. 2020, section 3.1 and figure 1. At stage 1 the paper counts the gradients before they are
+    reduced; 2/N of them are left at the update."""
     assert bytes_each("deepspeed_stage_0", ranks, "bf16-mixed") == 16
     assert bytes_each("deepspeed_stage_1", ranks, "bf16-mixed") == pytest.approx(4 + 12 / ranks - (2 - 2 / ranks))
     assert bytes_each("deepspeed_stage_2", ranks, "bf16-mixed") == pytest.approx(2 + 14 / ranks)
@@ -43,7 +43,7 @@ def test_the_papers_example() -> None:
         assert states.in_memory.total / 1e9 == pytest.approx(gigabytes, abs=0.06)
 
 
-def test_float32_has_master_weights_under_deepspeed_alone() -> None:
+def test_float32_has_master_weights_only_under_deepspeed() -> None:
     for name in ("baseline", "ddp", "deepspeed_stage_0"):
         assert bytes_each(name, 2, "32-true") == 16
     assert bytes_each("deepspeed_stage_1", 2, "32-true") == bytes_each("deepspeed_stage_2", 2, "32-true") == 4 + 16 / 2
@@ -54,12 +54,13 @@ def test_float32_has_master_weights_under_deepspeed_alone() -> None:
 
 
 def test_deepspeeds_estimators() -> None:
-    """Theirs count 4 bytes more a parameter and rank, the float32 copy of the gradients that the update takes (of stage
-    3 beside the largest layer, which is gathered), and for offloading what the host holds by an extra half."""
+    """DeepSpeed's estimators also count the float32 copy of the gradients in the update, of each shard 4 bytes per
+    parameter at stage 2 and 2 at stage 3, and at stage 3 the largest layer, which is gathered. By default they multiply
+    what offloading takes on the host by 1.5."""
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 
-    for ranks in (1, 2, 4):  # with more they count the whole float32 weights that each rank may load at the start
+    for ranks in (1, 2, 4):  # with more ranks they count the whole float32 weights that each rank may load at the start
         host, device = estimate_zero2_model_states_mem_needs(ELEMENTS, ranks, 1, cpu_offload=False)
         assert device / ELEMENTS == pytest.approx(bytes_each("deepspeed_stage_2", ranks, "16-mixed") + 4 / ranks)
         host, device = estimate_zero2_model_states_mem_needs(ELEMENTS, ranks, 1, additional_buffer_factor=1)
@@ -68,12 +69,14 @@ def test_deepspeeds_estimators() -> None:
         assert states.device.total == device
         assert states.host.total * ranks == host == 16 * ELEMENTS
         _, device, layer = estimate_zero3_model_states_mem_needs(ELEMENTS, 6_350_400, ranks, 1, cpu_offload=False)
-        assert (device - layer) / ELEMENTS == pytest.approx(18 / ranks)  # 16 as the paper, and 2 of 4 for the update
+        assert (device - layer) / ELEMENTS == pytest.approx(
+            18 / ranks
+        )  # 16 as in the paper, and 2 of the 4 for the update
         host, _, _ = estimate_zero3_model_states_mem_needs(ELEMENTS, 6_350_400, ranks, 1, additional_buffer_factor=1)
         states = predicted("deepspeed_stage_3_offload", LARGE, ranks, "16-mixed", ADAM)
         assert states is not None
         assert states.device.total == 0
-        # Ours has the gradients in both formats: 2 bytes for the parameter, 2 + 4 for its gradient, 12 for Adam.
+        # Our formula has gradients in both formats: 2 bytes for the parameter, 2 + 4 for its gradient, 12 for Adam.
         assert states.host.total * ranks == host + 2 * ELEMENTS == 20 * ELEMENTS
 
 
@@ -85,7 +88,7 @@ def test_deepspeeds_estimators() -> None:
     ],
 )
 def test_state_of_an_optimizer(name: str, options: dict[str, Any], tensors: int) -> None:
-    """As torch keeps it."""
+    """The formula agrees with the number of tensors that torch's optimizer keeps per parameter."""
     import torch
 
     from cifar_zero.optimizers import OPTIMIZERS
@@ -99,7 +102,7 @@ def test_state_of_an_optimizer(name: str, options: dict[str, Any], tensors: int)
     assert bytes_each("baseline", 1, "32-true", Choice(name, options)) == 8 + 4 * tensors
 
 
-def test_every_optimizer_but_8_bits_has_its_tensors() -> None:
+def test_every_optimizer_but_adam8bit_has_a_tensor_count() -> None:
     from cifar_zero.optimizers import OPTIMIZERS
 
     assert {*STATE_TENSORS} == {*OPTIMIZERS} - {"adam8bit"}
@@ -126,7 +129,7 @@ def test_small_layers_stay_whole_at_stage_3() -> None:
     assert states.in_memory.parameters == 2 * (100_000 + 100_002 // 2 + 100_000 // 2)
 
 
-def test_experts_are_shared_out() -> None:
+def test_experts_are_spread_over_ranks() -> None:
     def weights(ep_size: int) -> tuple[Weight, ...]:
         flags = ["--model", "vit_moe", "--model.num_experts", "[4]", "--model.ep_size", str(ep_size)]
         return network.of(of_machine(command_line.parse([*flags, "--strategy", "deepspeed_stage_0"]))).weights
@@ -139,12 +142,12 @@ def test_experts_are_shared_out() -> None:
     assert whole.in_memory.total - shared.in_memory.total == experts * 3 // 4 * 16
 
 
-def test_fsdp2_cuts_along_rows() -> None:
+def test_fsdp2_shards_along_rows() -> None:
     states = predicted("fsdp2", [Weight(65 * 10, 65), Weight(3, 3)], 4, "32-true", ADAM)
     assert states is not None
     assert states.in_memory.parameters == 4 * (17 * 10 + 1)
 
 
-def test_only_what_cuts_layers_has_no_formula() -> None:
+def test_only_strategies_that_split_layers_have_no_formula() -> None:
     without = {name for name in STRATEGIES if predicted(name, LARGE, 2, "32-true", ADAM) is None}
     assert without == {"tensor_parallel", "pipeline"}

@@ -1,4 +1,4 @@
-"""plan.py as a user runs it."""
+"""plan.py, started as a user starts it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LARGE = ["--parameters", "10e9", "--optimizer", "adam", "--precision", "bf16-mix
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Runs it in this process; gives the exit code and what it printed."""
+    """Runs plan.py in this process; returns the exit code, the output and the errors."""
 
     def run(*flags: str) -> tuple[int, str, str]:
         monkeypatch.setattr("sys.argv", ["plan.py", *flags])
@@ -31,7 +31,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 def test_thirteen_billion_parameters_take_little_memory() -> None:
-    """The peak of the process, which is mostly torch: 0.84 GB, where the weights alone would be 52."""
+    """The process peaks at 0.84 GB, most of it torch's; the weights alone would take 52 GB."""
     flags = ["--model", "vit_13b", "--devices", "8", "--device_memory", "80GB", "--optimizer", "adamw", "--json"]
     code = "import pathlib, runpy, sys; sys.argv = sys.argv[1:]\n"
     code += "try: runpy.run_path('plan.py', run_name='__main__')\n"
@@ -54,7 +54,7 @@ def test_thirteen_billion_parameters_take_little_memory() -> None:
     assert int(done.stderr.split()[-1]) * 1024 < 2e9
 
 
-def test_a_table_for_people(planned, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_of_strategies(planned, monkeypatch: pytest.MonkeyPatch) -> None:
     for columns in ("80", "140"):
         monkeypatch.setenv("COLUMNS", columns)
         code, out, _ = planned("--model", "vit_tiny", "--devices", "2", "--device_memory", "80GB", "--batch_size", "64")
@@ -74,19 +74,19 @@ def test_model_states_over_numbers_of_devices(planned, monkeypatch: pytest.Monke
     code, out, _ = planned(*LARGE, "--table", "--devices", "16")
     assert code == 0
     (row,) = [line.split() for line in out.splitlines() if line.split()[:1] == ["deepspeed_stage_2"]]
-    # 2 + 14/N bytes a parameter, and 6/N more in the update; the star is for what fits.
+    # 2 + 14/N bytes per parameter, and 6/N more in the update; a star marks what fits.
     assert row[1:4] == ["220", "70.0*", "32.5*"]
     assert "deepspeed_stage_1" in out.splitlines()[-1]
 
 
-def test_several_machines_are_started_by_torchrun(planned) -> None:
+def test_several_nodes_are_started_by_torchrun(planned) -> None:
     code, out, _ = planned("--num_nodes", "2", "--devices", "4", "--device_memory", "80GB", "--batch_size", "8")
     assert code == 0
     assert out.splitlines()[-1].startswith("torchrun --nnodes 2 --nproc_per_node 4 --rdzv_backend c10d")
 
 
-def test_what_several_machines_send(planned) -> None:
-    """An all-reduce of 5.4 million float32 parameters among two ranks; stage 2 sends half as much again."""
+def test_bytes_sent_between_nodes(planned) -> None:
+    """DDP all-reduces 5.4 million float32 parameters between two ranks; stage 2 sends 1.5 times as much."""
     flags = ["--model", "vit_tiny", "--num_nodes", "2", "--batch_size", "8", "--accelerator", "cpu", "--json"]
     _, out, _ = planned(*flags)
     sent = {row["strategy"]: row["sent_bytes"] for row in json.loads(out)["strategies"]}
@@ -94,13 +94,13 @@ def test_what_several_machines_send(planned) -> None:
     assert not {"tensor_parallel", "pipeline", "fsdp"} & {*sent}
 
 
-def test_what_this_machine_lacks_refuses_nothing_of_another(planned, tmp_path: Path) -> None:
+def test_what_this_machine_lacks_does_not_matter_for_another_one(planned, tmp_path: Path) -> None:
     recipe = tmp_path / "small.yaml"
     recipe.write_text("batch_size: 4\n")
     flags = ["--config", str(recipe), "--optimizer", "adam8bit", "--device_memory", "80GB"]
     code, out, _ = planned(*flags, "--json")
     assert code == 0
-    assert json.loads(out)["micro_batch"] == 4  # the default, but said
+    assert json.loads(out)["micro_batch"] == 4  # the default, but given explicitly
     assert json.loads(out)["recommended"] == "baseline"
 
 
@@ -135,7 +135,7 @@ def test_nothing_fits(planned) -> None:
         ),
     ],
 )
-def test_mistakes_are_told_in_one_line(planned, flags: list[str], message: str) -> None:
+def test_a_mistake_is_reported_in_one_line(planned, flags: list[str], message: str) -> None:
     code, out, err = planned(*flags)
     assert code == 2
     assert out == ""

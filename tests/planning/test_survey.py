@@ -40,13 +40,13 @@ def plan(room: Room, *flags: str, elements: int = 10 * GB) -> list[Need]:
     ("device", "host", "expected"),
     [
         (300, 0, "baseline"),  # 160 GB of model states, 8 images on each of 8 ranks: 168
-        (80, 0, "deepspeed_stage_1"),  # 20 + 140/8 = 37.5, 20.1 of whole gradients, 8 of activations
+        (80, 0, "deepspeed_stage_1"),  # 20 + 140/8 = 37.5, 20.1 of unsharded gradients, 8 of activations
         (50, 0, "deepspeed_stage_2"),  # 37.5, 8.1 of activations and the bucket
         (40, 5, "deepspeed_stage_3"),  # 160/8 = 20, 8 of activations and 1.1 of gathered layers; 40/8 as it is built
-        (20, 30, "deepspeed_stage_3_offload"),  # 9.2, and of the host 20 * 10/8 = 25
+        (20, 30, "deepspeed_stage_3_offload"),  # 9.2 on the device, 20 * 10/8 = 25 on the host
     ],
 )
-def test_the_first_that_fits(device: float, host: float, expected: str) -> None:
+def test_the_first_strategy_that_fits_is_recommended(device: float, host: float, expected: str) -> None:
     room = Room(round(device * GB), round(host * GB))
     choice, _ = recommended(plan(room, "--devices", "8"), room)
     assert choice is not None
@@ -54,7 +54,7 @@ def test_the_first_that_fits(device: float, host: float, expected: str) -> None:
 
 
 def test_order_of_recommendation() -> None:
-    """What offloads comes last, and in each part what shards the least comes first."""
+    """Strategies that offload come last; within each part, those that shard the least come first."""
     none, host = PLANNED.index("fsdp2"), PLANNED.index("deepspeed_stage_3_superoffload")
     assert PLANNED[: none + 1] == ["baseline", "ddp", *(f"deepspeed_stage_{n}" for n in range(4)), "fsdp2"]
     assert all("offload" in name and "nvme" not in name for name in PLANNED[none + 1 : host + 1])
@@ -62,7 +62,7 @@ def test_order_of_recommendation() -> None:
 
 
 def test_offload_when_the_device_holds_the_parameters() -> None:
-    """On one rank nothing is sharded: 160 GB of states. Stage 1 offloaded holds whole gradients too."""
+    """On one rank nothing is sharded: 160 GB of states. Offloaded stage 1 also holds unsharded gradients."""
     room = Room(50 * GB, 300 * GB)
     choice, reason = recommended(plan(room, "--batch_size", "8"), room)
     assert choice is not None
@@ -99,15 +99,15 @@ def test_the_largest_micro_batch_fits_and_one_image_more_does_not() -> None:
     assert needs["baseline"].most_images == 0
 
 
-def test_offloading_on_the_cpu_wins_nothing() -> None:
-    """Its memory is one."""
+def test_offloading_on_the_cpu_saves_nothing() -> None:
+    """On the CPU, device and host memory are the same."""
     needs = {need.strategy: need for need in plan(Room(400 * GB, None, shared=True))}
     assert needs["deepspeed_stage_3_offload"].device < 70 * GB
     assert not {name for name, need in needs.items() if need.fits and "_offload" in name and need.host > 336 * GB}
     assert needs["baseline"].fits
 
 
-def test_what_cannot_run_is_never_recommended() -> None:
+def test_a_strategy_that_cannot_run_is_never_recommended() -> None:
     room = Room(100 * GB, 1000 * GB)
     needs = plan(room, "--optimizer", "muon")
     refused = {need.strategy for need in needs if "muon needs whole tensors" in need.refused}
@@ -129,7 +129,7 @@ def test_sizes(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1", "0", "8 0", "80PB", "nan", "1e3"])
-def test_what_is_no_size(text: str) -> None:
+def test_an_invalid_size_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"--device_memory .*give a size such as 80GB"):
         size_in_bytes(text, "--device_memory")
 
@@ -142,20 +142,20 @@ def named(strategy: str, *flags: str) -> Need:
     ("strategy", "host"), [("deepspeed_stage_2_offload", 0), ("deepspeed_stage_3", 20), ("fsdp2", 40)]
 )
 def test_the_model_is_built_on_the_host(strategy: str, host: int) -> None:
-    """In float32, before it is cast; stage 3 shards it among two ranks as it is made."""
+    """The model is float32 until it is cast; stage 3 shards it over two ranks while building it."""
     need = named(strategy, "--devices", "2")
     assert need.built_on_host == host * GB
     assert need.host >= host * GB
 
 
-def test_an_average_of_the_weights_takes_its_place() -> None:
+def test_averaged_weights_take_memory() -> None:
     for strategy, average, host in (("ddp", 40, 0), ("deepspeed_stage_3", 40, 0), ("deepspeed_stage_3_offload", 0, 40)):
         without, averaged = (named(strategy, "--devices", "2", *more) for more in ([], ["--ema", "0.9"]))
         assert averaged.average == average * GB
         assert averaged.host_buffers - without.host_buffers == host * GB
 
 
-def test_what_the_update_takes() -> None:
+def test_memory_of_the_update() -> None:
     assert named("deepspeed_stage_2", "--devices", "4").update == 6 * 10 * GB // 4
     assert named("deepspeed_stage_2", "--devices", "4", "--precision", "32-true").update == 4 * 10 * GB // 4
     assert named("deepspeed_stage_0", "--devices", "4").update == 8 * 10 * GB
@@ -174,22 +174,22 @@ def test_fsdp2_reduces_in_float32() -> None:
 
 
 def test_second_copy_of_parameters() -> None:
-    """Among each two of eight ranks: half of the network in bfloat16."""
+    """Each two of eight ranks share a second copy: each holds half of the model in bfloat16."""
     plain, copied = (
         named("deepspeed_stage_3", "--devices", "8", *more) for more in ([], ["--zero.hpz_partition_size", "2"])
     )
     assert copied.buckets - plain.buckets == 2 * 10 * GB // 2
 
 
-def test_what_lacks_is_named() -> None:
+def test_lacking_memory_is_named() -> None:
     need = named("deepspeed_stage_3_offload_nvme", "--devices", "2")
     assert need.lacking(Room(100 * GB, 100 * GB, disk=GB)) == {"disk": (need.disk, GB)}
     assert [*need.lacking(Room(GB, GB))] == ["device", "host"]
     assert not need.lacking(Room(100 * GB, None))
 
 
-def test_alike_blocks_are_counted_as_three() -> None:
-    """To the byte, as all of them."""
+def test_equal_blocks_are_extrapolated_from_three() -> None:
+    """The result equals that of counting all blocks, to the byte."""
     run = of_machine(command_line.parse(["--model", "vit_tiny", "--activation_checkpointing"]))
     with FakeTensorMode():
         net = activations._fake(run, torch.bfloat16)
@@ -198,8 +198,8 @@ def test_alike_blocks_are_counted_as_three() -> None:
     assert len(net.blocks) == 12  # pyright: ignore[reportArgumentType]
 
 
-def test_a_network_that_looks_at_its_values_as_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torchvision:swin_t does."""
+def test_a_model_that_reads_values_while_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchvision:swin_t does this."""
 
     def build(*args: Any) -> torch.nn.Module:
         return torch.nn.Linear(3, int(torch.arange(11).max())).to("meta")
@@ -211,7 +211,7 @@ def test_a_network_that_looks_at_its_values_as_it_is_built(monkeypatch: pytest.M
 
 
 def test_offloaded_activations_need_room_on_the_host() -> None:
-    """Of 62 GB on the device and 10 on the host, one for each image."""
+    """The device has room for 62 images and the host, with 1 GB per image, for 10."""
     needs = plan(Room(100 * GB, 10 * GB), "--devices", "8", "--activation_offload")
     need = next(need for need in needs if need.strategy == "deepspeed_stage_2")
     assert (need.activations, need.host, need.most_images) == (8 * GB, 8 * GB, 10)

@@ -1,4 +1,4 @@
-"""What was trained alone, and whole again with its base, through the programs that read it."""
+"""A delta file holds only the trained weights; with its base, every program reads the whole model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def base(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def checkpoint(base: Path, small_data: list[str], tmp_path: Path) -> Path:
-    """Weights after a run that started from the base."""
+    """A checkpoint of a run that started from the base; the weights are made up."""
     config = command_line.parse([*small_data, *FLAGS, "--weights", str(base)])
     net = build(config.model, 10, config.trainable, config.lora)
     put(net, torch.load(base))
@@ -68,7 +68,7 @@ def run(program: object, monkeypatch: pytest.MonkeyPatch, *arguments: object) ->
     return program.main(*classes)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_holds_what_was_trained_alone_and_restores_it_to_the_bit(base: Path, checkpoint: Path, delta: Path):
+def test_holds_only_the_trained_weights_and_restores_the_model_bit_for_bit(base: Path, checkpoint: Path, delta: Path):
     assert load_file(delta).keys() == TRAINED
     assert delta.stat().st_size < base.stat().st_size / 10
     expected = torch.load(checkpoint, weights_only=True)["state_dict"]
@@ -77,7 +77,7 @@ def test_holds_what_was_trained_alone_and_restores_it_to_the_bit(base: Path, che
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_the_programs_read_it(
+def test_the_programs_read_a_delta(
     base: Path,
     checkpoint: Path,
     delta: Path,
@@ -91,7 +91,7 @@ def test_the_programs_read_it(
     whole = tmp_path / "whole.safetensors"
     arguments = ("--to", "safetensors", "--output", whole, "--no_check")
     assert run(export, monkeypatch, base, "--delta", delta, *arguments) == 0
-    assert load_file(whole).keys() == torch.load(base).keys()  # no adapters: a plain network
+    assert load_file(whole).keys() == torch.load(base).keys()  # no adapters: a plain model
     assert torch.equal(exporting.load(str(whole)).scores(images), expected)
     capsys.readouterr()
     assert run(evaluate, monkeypatch, checkpoint, "--accelerator", "cpu") == 0
@@ -101,9 +101,9 @@ def test_the_programs_read_it(
     assert of_checkpoint[-1].startswith("test loss ")
 
 
-def test_belongs_to_its_base_alone(base: Path, checkpoint: Path, delta: Path, tmp_path: Path):
+def test_belongs_only_to_its_base(base: Path, checkpoint: Path, delta: Path, tmp_path: Path):
     weights = torch.load(base)
-    torch.save({**weights, "fc3.bias": torch.zeros(10)}, base)  # trained, so that the base's own is of no account
+    torch.save({**weights, "fc3.bias": torch.zeros(10)}, base)  # trained, so that the base's own value does not matter
     together(base, delta)
     torch.save({**weights, "fc1.weight": weights["fc1.weight"] + 1e-6}, base)
     with pytest.raises(UsageError, match=r"has another base than .* checksums"):
@@ -122,13 +122,13 @@ def export_of(checkpoint: Path, folder: Path) -> Path:
     return folder / "net.safetensors"
 
 
-def test_a_run_that_trained_everything_has_none(tmp_path: Path):
+def test_a_run_that_trained_everything_has_no_delta(tmp_path: Path):
     weights = dict(models.build("net", 10).state_dict())
     with pytest.raises(UsageError, match="trained all of its weights"):
         export.export_delta(saved(tmp_path / "last.ckpt", weights, Config()), tmp_path / "d.safetensors")
 
 
-def test_the_weights_of_a_checkpoint_of_before_adapters(tmp_path: Path):
+def test_the_weights_of_a_checkpoint_older_than_adapters(tmp_path: Path):
     weights = dict(models.build("net", 10).state_dict())
     config = asdict(Config(model=Choice("net")))
     for key in ("weights", "delta", "trainable", "lora"):

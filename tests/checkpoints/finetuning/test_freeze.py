@@ -15,7 +15,7 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.models.moe import share_of, whole_names
 
 
-def test_patterns_name_what_is_trained():
+def test_patterns_select_the_trained_parameters():
     net = models.build("net", 10)
     freeze(net, [])
     assert all(parameter.requires_grad for parameter in net.parameters())
@@ -23,7 +23,7 @@ def test_patterns_name_what_is_trained():
     assert trained_names(net) == {"conv1.bias", "conv2.bias", "fc3.weight", "fc3.bias"}
 
 
-def test_a_pattern_that_names_nothing_is_refused():
+def test_a_pattern_without_a_match_is_refused():
     net = on_meta(Choice("vit_tiny"), 10, ["head"])
     with pytest.raises(
         UsageError, match=r"--trainable head matches no parameter .* did you mean head\.\w+ or "
@@ -32,7 +32,7 @@ def test_a_pattern_that_names_nothing_is_refused():
     assert "\n" not in str(error.value)
 
 
-def test_experts_that_ranks_share_out_are_trained_alike():
+def test_experts_spread_over_ranks_are_all_trained_or_all_frozen():
     model = Choice("net_moe", {"num_experts": [4], "ep_size": 2})
     one, all_of_them = ["fc3.0.experts.1.*"], ["fc3.0.experts.*"]
     with pytest.raises(UsageError, match=r"all experts or none, as in fc3\.0\.experts\.\*\.weight"):
@@ -47,14 +47,14 @@ def test_experts_that_ranks_share_out_are_trained_alike():
 
 
 class WithoutCurves(CIFARModule):
-    """Logs nothing, for there is no data module."""
+    """Logs nothing, because there is no data module."""
 
     def on_validation_epoch_end(self) -> None:
         pass
 
 
 def test_frozen_batch_norms_keep_their_statistics():
-    """Through a fit with validations, after which Lightning puts the network back into training."""
+    """The fit has validations, after each of which Lightning sets the model back to training mode."""
     module = WithoutCurves(Choice("net"), Choice("sgd"), Choice("constant"), 10)
     norms = [nn.BatchNorm2d(4), nn.BatchNorm2d(4)]
     net = module.net = nn.Sequential(nn.Conv2d(3, 4, 3), norms[0], norms[1], nn.Flatten(), nn.LazyLinear(10))

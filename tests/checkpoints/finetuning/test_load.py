@@ -48,7 +48,7 @@ def test_adapters_in_a_checkpoint_are_merged(net: nn.Module, tmp_path: Path):
     assert torch.equal(found["fc2.weight"], net.state_dict()["fc2.weight"])
 
 
-def test_what_fits_is_loaded_and_the_rest_is_listed(net: nn.Module, tmp_path: Path):
+def test_tensors_that_fit_are_loaded_and_the_rest_is_listed(net: nn.Module, tmp_path: Path):
     weights = {**net.state_dict(), "ema.step": torch.tensor(1.0)}
     torch.manual_seed(0)
     wider = models.build("net", 100)

@@ -23,7 +23,7 @@ def adapted() -> ViT:
 
 
 @torch.no_grad()
-def test_starts_as_the_plain_network_and_ends_merged_as_one():
+def test_starts_as_the_plain_model_and_merges_into_one():
     torch.manual_seed(0)
     plain, images = ViT(SMALL, 10).eval(), torch.randn(4, 3, 32, 32)
     net = adapted()
@@ -50,7 +50,7 @@ def test_names_and_shapes():
     assert merged(plain, 1.0).keys() == plain.keys() <= net.state_dict().keys()
 
 
-def test_dropout_is_for_the_adapter_and_for_training_alone():
+def test_dropout_acts_only_on_the_adapter_and_in_training():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 8))
     adapt(net, LoRAConfig(rank=2, target=["0"], dropout=0.5))
@@ -61,7 +61,7 @@ def test_dropout_is_for_the_adapter_and_for_training_alone():
     assert torch.equal(net.eval()(x), net(x))
 
 
-def test_only_the_adapters_and_what_is_named_are_trained():
+def test_only_the_adapters_and_the_named_parameters_are_trained():
     net = on_meta(Choice("vit_tiny"), 10, ["head.*"], LoRAConfig(rank=8, target=["blocks.*.attention.qkv"]))
     trained = {name for name, parameter in net.named_parameters() if parameter.requires_grad}
     adapters = {f"blocks.{block}.attention.qkv.lora_{side}" for block in range(12) for side in "ab"}
@@ -82,6 +82,6 @@ def test_refused(model: str, target: str, expected: str):
     assert "\n" not in str(error.value)
 
 
-def test_a_network_without_linear_layers_is_refused():
+def test_a_model_without_linear_layers_is_refused():
     with pytest.raises(UsageError, match="Sequential has no linear layers"):
         adapt(nn.Sequential(nn.Conv2d(3, 8, 3)), LoRAConfig(rank=1, target=["*"]))

@@ -1,4 +1,4 @@
-"""What is refused before the ranks start, and what a resumed run must keep."""
+"""Configurations that are refused before the ranks start, and settings that a resumed run must keep."""
 
 from __future__ import annotations
 
@@ -47,9 +47,7 @@ def test_a_resumed_run_trains_the_same_parameters(tmp_path: Path):
     )
     same = [*LORA, "--trainable", "fc3.*", "--resume", "run"]
     check_same_run(command_line.parse(same), before)
-    check_same_run(
-        command_line.parse([*same, "--weights", str(tmp_path / "base")]), before
-    )  # as a job that SLURM starts again
+    check_same_run(command_line.parse([*same, "--weights", str(tmp_path / "base")]), before)  # as after a SLURM requeue
     with pytest.raises(UsageError, match="continues with the weights of its checkpoint: remove --weights"):
         check_same_run(command_line.parse([*same, "--weights", str(tmp_path / "other.pt")]), before)
     with pytest.raises(UsageError, match=r"--lora\.rank 2, this one has 4"):
