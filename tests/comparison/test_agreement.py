@@ -48,7 +48,7 @@ def test_the_drift_of_a_perturbed_run_counts_as_rounding() -> None:
 
 
 def test_each_step_has_its_own_bound() -> None:
-    """A drift that is rounding after five steps is too large after one; the bound of a step includes near steps."""
+    """A drift that is rounding after five steps is too large after one; a bound uses the drift up to twice its step."""
     allowed = bound(DRIFT, DRIFT).losses
     assert allowed[2] == pytest.approx(allowed[4], rel=0.1)
     assert allowed[1] == pytest.approx(FACTOR * 3e-6 + FLOOR * UNIT * LOSSES[1])

@@ -1,4 +1,4 @@
-"""From runs to verdicts, differences, the printed report, JUnit and comparison.json."""
+"""Verdicts on runs, their differences, the printed report, JUnit and comparison.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our epoch loop does what Lightning's does: hooks, counters, logged values, weights."""
+"""Our epoch loop has the same hooks, counters, logged values and weights as Lightning's."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from cifar_zero.data.order import EvalOrder, TrainOrder
 from cifar_zero.training import fast_loop
 from cifar_zero.training.resolve import of_machine
 
-COUNT, BATCH = 44, 8  # five whole steps an epoch
+COUNT, BATCH = 44, 8  # five whole steps per epoch
 
 
 class Images(LightningDataModule):
@@ -56,7 +56,7 @@ class Logging(CIFARModule):
 
 
 class Recorder(Callback):
-    """Notes each hook with the counters that it sees."""
+    """Records each hook with the counters that it sees."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Any, ...]] = []
@@ -110,7 +110,7 @@ def fit(
 @pytest.mark.parametrize(
     ("strategy", "accumulate"), [("baseline", 1), ("baseline", 2), ("ddp", 2), ("deepspeed_stage_2", 2)]
 )
-def test_hooks_counters_logs_and_weights_are_those_of_lightnings_loop(
+def test_hooks_counters_logs_and_weights_equal_those_of_lightnings_loop(
     strategy: str, accumulate: int, tmp_path: Path
 ) -> None:
     trainer, module, recorder, logged = fit(True, accumulate, tmp_path / "ours", strategy=strategy)
@@ -127,7 +127,7 @@ def test_hooks_counters_logs_and_weights_are_those_of_lightnings_loop(
 
 
 def test_a_run_with_max_steps_resumes_after_an_epoch(tmp_path: Path) -> None:
-    """Lightning's own loop counts that epoch twice (its issue 19617)."""
+    """Lightning's own loop counts that epoch twice (Lightning issue 19617)."""
     each_epoch = ModelCheckpoint(tmp_path / "saved", "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
     whole, module, recorder, _ = fit(True, 1, tmp_path / "whole", each_epoch, max_steps=8)
     resumed, its_module, its_recorder, _ = fit(

@@ -1,4 +1,4 @@
-"""Every figure of a split against scikit-learn's, on one rank and on two real ones, from the same seeded scores."""
+"""Every metric of a split compared with scikit-learn's, on one rank and on two real ones, with the same scores."""
 
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ from cifar_zero.data.dataset import IGNORED
 from cifar_zero.data.order import EvalOrder
 from cifar_zero.training.metrics import BINS, CurveMetrics, SplitMetrics, calibration_error
 
-reference: Any = sklearn.metrics  # whose docstrings, for want of annotations, pyright misreads
+reference: Any = sklearn.metrics  # Any: it has no annotations, and pyright misreads its docstrings
 
 ROWS = 2_999
-"""Divided neither by two ranks nor by a batch."""
+"""Not a multiple of two ranks or of the batch size."""
 
 BATCH_SIZE = 400
 CASES = {"ten classes": 10, "three, of which one has no images": 3, "forty": 40}
@@ -25,7 +25,7 @@ RANKS = [pytest.param(1, id="one rank"), pytest.param(2, id="two ranks", marks=p
 
 
 def scores_and_labels(case: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a network that is often right and rather sure, (ROWS, classes) and (ROWS,)."""
+    """Returns scores (ROWS, classes) of a model that is often right and rather confident, and labels (ROWS,)."""
     generator, classes = torch.Generator().manual_seed(0), CASES[case]
     labels = torch.randint(0, classes, (ROWS,), generator=generator)
     labels[labels == 1] = 0 if classes == 3 else 1
@@ -35,9 +35,9 @@ def scores_and_labels(case: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def measure(case: str, rank: int, ranks: int) -> dict[str, Any]:
-    """What a rank comes to, in padded batches as the data module gives them."""
+    """Returns a rank's metrics, from padded batches as the data module gives them."""
     scores, labels = scores_and_labels(case)
-    # The entry that fills up: it would change every figure, were it counted.
+    # The padding: if it counted, it would change every metric.
     scores = torch.cat([scores, 50 * torch.ones(1, CASES[case]).cumsum(1)])
     labels = torch.cat([labels, torch.tensor([IGNORED])])
     metrics = CurveMetrics(CASES[case])
@@ -69,14 +69,14 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any
 
 @pytest.fixture(params=RANKS)
 def measured(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
-    """What rank 0 of one rank, or of two, comes to in each case."""
+    """The metrics of rank 0 in each case, with one or two ranks."""
     if request.param == 1:
         return {case: measure(case, 0, 1) for case in CASES}
     return request.getfixturevalue("on_two_ranks")[0]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_figures_are_those_of_scikit_learn(case: str, measured: dict[str, dict[str, Any]]):
+def test_the_metrics_equal_those_of_scikit_learn(case: str, measured: dict[str, dict[str, Any]]):
     found, (scores, labels) = measured[case], scores_and_labels(case)
     probabilities, predicted = scores.double().softmax(1).numpy(), scores.argmax(1)
     present = labels.unique()
@@ -125,7 +125,7 @@ def test_the_figures_are_those_of_scikit_learn(case: str, measured: dict[str, di
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_curves_are_those_of_scikit_learn(case: str, measured: dict[str, dict[str, Any]]):
+def test_the_curves_equal_those_of_scikit_learn(case: str, measured: dict[str, dict[str, Any]]):
     found, (scores, labels) = measured[case], scores_and_labels(case)
     probabilities = scores.double().softmax(1).numpy()
     for label in labels.unique().tolist():
@@ -168,7 +168,7 @@ def test_a_confidence_of_1_is_in_the_last_bin():
     assert calibration_error(bins) == pytest.approx((2 * 0.5 + 1 - 1 / (1 + np.exp(-2.2))) / 3)
 
 
-def test_a_class_without_images_has_no_curve_and_many_have_the_accuracy_alone():
+def test_a_class_without_images_has_no_curve_and_many_classes_have_only_accuracies():
     metrics = SplitMetrics(3)
     metrics.update(torch.eye(3), torch.tensor([0, 2, 2]))
     named = metrics.named("val", ("a", "b", "c"))
@@ -183,7 +183,7 @@ def test_a_class_without_images_has_no_curve_and_many_have_the_accuracy_alone():
     assert figures == {"acc_class"}
 
 
-def test_scores_that_are_no_numbers_raise_nothing():
+def test_nan_scores_raise_nothing():
     metrics = CurveMetrics(10)
     metrics.update(torch.full((20, 10), torch.nan), torch.arange(20) % 10)
     assert np.isnan(metrics.overall()["loss"])
@@ -198,7 +198,7 @@ def test_a_loss_with_a_nan_in_it_is_nan():
     assert np.isnan(metrics.overall()["loss"])
 
 
-def test_an_ignored_nan_counts_nowhere():
+def test_a_padded_nan_is_not_counted():
     scores, labels = scores_and_labels("ten classes")
     clean, padded = SplitMetrics(10), SplitMetrics(10)
     clean.update(scores, labels)

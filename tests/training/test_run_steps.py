@@ -1,4 +1,4 @@
-"""The number of steps that a schedule is drawn for is the one that it is trained with."""
+"""The number of steps that a schedule is planned for is the number that the run trains."""
 
 import shlex
 from dataclasses import replace
@@ -27,14 +27,16 @@ from datamodule import CIFARDataModule
         "--batch_size 16 --epochs 7 --trainer.overfit_batches 1",
     ],
 )
-def test_is_lightnings(flags: str, small_data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_equals_lightnings_number_of_steps(
+    flags: str, small_data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     config = command_line.parse([*small_data, *shlex.split(flags), "--schedule", "cosine", "--accelerator", "cpu"])
     config = replace(config, logger=["none"], trainer={**config.trainer, "limit_val_batches": 0})
     run = resolve(config)
     module, trainer = build.module(CIFARModule, run), build.trainer(run, None)
-    trainer.fit_loop.max_epochs, epochs = 0, trainer.max_epochs  # all of a fit but its steps
+    trainer.fit_loop.max_epochs, epochs = 0, trainer.max_epochs  # a whole fit without its steps
 
     def configure_optimizers(theirs=module.configure_optimizers):
         trainer.fit_loop.max_epochs = epochs

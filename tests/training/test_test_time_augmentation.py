@@ -1,4 +1,4 @@
-"""Test-time augmentation against the average of views that are made one by one."""
+"""Test-time augmentation compared with the average of views that are made one by one."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from cifar_zero.training.test_time_augmentation import averaged_scores
 
 
 def network(images: Tensor) -> Tensor:
-    """Scores to which each pixel of each image counts in its own way."""
+    """Returns scores in which each pixel has its own weight."""
     weights = torch.randn(images[0].numel(), 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return (images.double().flatten(1) @ weights).tanh()
 
@@ -19,7 +19,7 @@ def network(images: Tensor) -> Tensor:
 def test_averages(stored: bool):
     images = torch.randint(256, (5, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     seen = normalize(images)
-    before, after = [1, *range(31)], [*range(1, 32), 30]  # the pixel next to the border comes in from outside
+    before, after = [1, *range(31)], [*range(1, 32), 30]  # the border's neighbour pixel is reflected into the image
     views = {
         "none": [(seen, 1.0)],
         "mirror": [(seen, 0.5), (seen.flip(3), 0.5)],

@@ -1,4 +1,4 @@
-"""--logger wandb, without a network: W&B's offline mode, and what is said where nobody is logged in."""
+"""--logger wandb without a connection: W&B's offline mode, and the error if nobody is logged in."""
 
 import json
 import struct
@@ -21,11 +21,11 @@ from tests.support.helpers import assert_ok, run_folder_of, run_program
 
 FLAGS = ["--batch_size", "16", "--accelerator", "cpu", "--max_steps", "20", "--log_interval", "10"]
 BLOCK = 32_768
-"""Bytes of a block of LevelDB's log format, in which W&B keeps a run on disk."""
+"""Bytes of a block of LevelDB's log format, in which W&B stores a run."""
 
 
 def records(file: Path) -> Iterator[Record]:
-    """The records of a .wandb file: 7 bytes of W&B's own, then LevelDB's (checksum, length, whole or part)."""
+    """Yields the records of a .wandb file: 7 bytes of W&B's, then LevelDB's (checksum, length, whole or part)."""
     content, position, parts = file.read_bytes(), 7, b""
     while position < len(content):
         if BLOCK - position % BLOCK < 7:  # no room for another header in this block
@@ -44,7 +44,7 @@ def values(items: Any) -> dict[str, Any]:
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
-    """W&B keeps to the test's own folder, and knows nobody."""
+    """Returns variables with which W&B uses only the test's folder, and nobody is logged in."""
     own = {f"WANDB_{name}_DIR": str(folder / name.lower()) for name in ("CACHE", "CONFIG", "DATA")}
     return {**own, "WANDB_DIR": str(folder), "NETRC": str(folder / "netrc"), "WANDB_API_KEY": "", **more}
 
@@ -80,7 +80,7 @@ def test_an_offline_run_has_curves_and_configuration(small_data: list[str], tmp_
     assert {name: value for name, value in configuration.items() if name != "_wandb"} == recipe
 
 
-def test_nobody_logged_in_is_one_line(small_data: list[str], tmp_path: Path):
+def test_a_missing_login_is_reported_in_one_line(small_data: list[str], tmp_path: Path):
     env = environment(tmp_path, WANDB_MODE="online")
     flags = [*small_data, *FLAGS, "--out", str(tmp_path), "--logger", "wandb"]
     done = run_program("train.py", *flags, env=env, timeout=60)  # it must not wait for an answer
@@ -92,7 +92,7 @@ def test_nobody_logged_in_is_one_line(small_data: list[str], tmp_path: Path):
     assert not list(tmp_path.rglob("version_*"))
 
 
-def test_a_server_that_does_not_answer_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_server_that_does_not_answer_is_reported_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def init(**_: Any) -> None:
         raise CommError("Timed out\nConsider increasing the init_timeout setting")
 

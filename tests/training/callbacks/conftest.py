@@ -1,5 +1,5 @@
-"""What the tests of the observers share: a real fit on random images, in the loop and from the loader that users get,
-and what it left in TensorBoard."""
+"""Shared by the tests of callbacks: a real fit on random images, with the loop and the loader that users get, and its
+TensorBoard curves."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ NUM_TEST = 60
 
 
 Change = Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]
-"""What a test does to each micro-batch, images and labels, as it comes."""
+"""A function with which a test changes each micro-batch (images, labels)."""
 
 
 class ChangedLoader(MemoryLoader):
-    """The memory loader, with the change."""
+    """The memory loader, which applies `change` to each micro-batch."""
 
     change: Change
 
@@ -51,7 +51,7 @@ class ChangedLoader(MemoryLoader):
 
 
 class RandomImages(LightningDataModule):
-    """Random images with the surface that the observers see of CIFARDataModule; the last test label fills up."""
+    """Random images with the interface of CIFARDataModule that callbacks use; the last test label is padding."""
 
     classes = CLASSES
     source = "synthetic"
@@ -96,26 +96,26 @@ class Run:
     events: EventAccumulator = field(init=False)
 
     def read(self) -> Run:
-        """Reads the events anew."""
+        """Reads the events of TensorBoard again; returns itself."""
         self.events = EventAccumulator(str(self.folder))
         self.events.Reload()
         return self
 
     def points(self, tag: str) -> dict[int, float]:
-        """The points of a curve, value by step."""
+        """Returns the points of a curve, value by step."""
         points = [(event.step, event.value) for event in self.events.Scalars(tag)]
         assert len(points) == len(dict(points)), f"{tag} has two points at one step"
         return dict(points)
 
     def observer(self, kind: type[Any]) -> Any:
-        """One of the trainer's callbacks."""
+        """Returns the trainer's callback of a class."""
         callbacks = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         return next(callback for callback in callbacks if isinstance(callback, kind))
 
 
 @pytest.fixture
 def fit(tmp_path: Path) -> Callable[..., Run]:
-    """A function that trains `config` for as many images as are given, on the CPU in this process."""
+    """A function that trains a configuration on `num_train` images, on the CPU in this process."""
 
     def run(
         config: Config,

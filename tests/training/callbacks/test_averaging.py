@@ -1,4 +1,4 @@
-"""The averages of the weights against loops written out, on one device."""
+"""Averaged weights compared with averages computed step by step, on one device."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -21,7 +21,7 @@ STEPS = 8  # an epoch: 64 images in batches of 8
 
 
 class WithBatchNorm(CIFARModule):
-    """A network with statistics of its own, and dropout, which draws while it trains."""
+    """A model with batch norm statistics, and dropout, which draws random numbers in training."""
 
     def configure_model(self) -> None:
         if self.net is None:
@@ -62,7 +62,7 @@ def run(fit: Callable[..., Any], config: Config, *more: Callback) -> tuple[Any, 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_exponential_average(accumulate: int, fit: Callable[..., Any]):
-    """The first 1 / (1 - 0.8) = 5 steps equally, from then on with weight 0.2."""
+    """The first 1 / (1 - 0.8) = 5 steps count equally; each later step has weight 0.2."""
     config = Config(optimizer=LR, batch_size=8, accumulate=accumulate, epochs=2)
     done, recorder = run(fit, config, Averaging(0.8, 0))
     assert len(recorder.trained) == 2 * STEPS
@@ -71,7 +71,7 @@ def test_exponential_average(accumulate: int, fit: Callable[..., Any]):
         average = {name: value.lerp(newest[name], max(1 - 0.8, 1 / count)) for name, value in average.items()}
     assert same(recorder.validated, average)
     assert max((average[name] - newest[name]).abs().max() for name in average) > 1e-3
-    # What was trained, and what the test sees.
+    # The trained weights stay the same, and the test uses the average.
     assert same(copy(held(done.module)), recorder.trained[-1])
     assert same(recorder.trained[-1], run(fit, config)[1].trained[-1])
     done.trainer.callbacks.remove(done.observer(figures.TestFigures))  # they take seconds
@@ -87,7 +87,7 @@ def test_exponential_average(accumulate: int, fit: Callable[..., Any]):
 
 
 def test_equal_average_with_new_statistics(fit: Callable[..., Any]):
-    """Of the last three of four epochs; the batch norm's statistics are those of all training images."""
+    """The average is over the last three of four epochs; batch norm statistics are those of all training images."""
     config = Config(optimizer=LR, batch_size=8, epochs=4)
     done, recorder = run(fit, config, Averaging(0, 0.5))
     ends = recorder.trained[2 * STEPS - 1 :: STEPS]
@@ -101,12 +101,12 @@ def test_equal_average_with_new_statistics(fit: Callable[..., Any]):
     for name, value in held(net).items():
         torch.testing.assert_close(recorder.validated[name], value, rtol=0, atol=1e-6, msg=name)
     assert not torch.allclose(recorder.validated["net.1.running_mean"], ends[-1]["net.1.running_mean"], atol=1e-4)
-    # The pass over the images draws numbers for its dropout: the training goes on as without it.
+    # The pass over the images draws numbers for its dropout: training must continue as without it.
     assert same(recorder.trained[-1], run(fit, config)[1].trained[-1])
 
 
 class Frozen(WithBatchNorm):
-    """Whose first layers are not trained."""
+    """The first two layers are frozen."""
 
     def configure_model(self) -> None:
         super().configure_model()
@@ -115,7 +115,7 @@ class Frozen(WithBatchNorm):
 
 
 def test_a_frozen_batch_norm_keeps_its_statistics(fit: Callable[..., Any]):
-    """In the average too, whose statistics are otherwise computed anew."""
+    """The average keeps them too; other batch norm statistics are computed again for it."""
     config = Config(optimizer=LR, batch_size=8, epochs=2)
     done = fit(config, STEPS * 8, Averaging(0, 0.1), module_class=Frozen)
     norm = done.module.net[1]
@@ -125,7 +125,7 @@ def test_a_frozen_batch_norm_keeps_its_statistics(fit: Callable[..., Any]):
 
 
 def test_bfloat16_weights_have_a_float32_average():
-    """Steps too small for the eight bits of bfloat16 add up."""
+    """Steps that are too small for bfloat16's eight bits are still summed."""
     averaging = Averaging(0.999, 0)
     module: Any = nn.Linear(1, 1, bias=False).bfloat16()
     averaging._held = [module.weight]
@@ -136,7 +136,7 @@ def test_bfloat16_weights_have_a_float32_average():
     assert averaging._averages[0].item() == 1 + 0.0078125 / 4
 
 
-def test_it_goes_on_from_a_checkpoint_of_its_own_kind_alone(fit: Callable[..., Any]):
+def test_an_average_resumes_only_from_one_of_its_own_kind(fit: Callable[..., Any]):
     done, _ = run(fit, Config(optimizer=LR, batch_size=8, epochs=1), Averaging(0.9, 0))
     content: dict[str, Any] = {}
     done.observer(Averaging).on_save_checkpoint(done.trainer, done.module, content)

@@ -25,7 +25,7 @@ TAGS = {
 
 
 class Witness(Callback):
-    """Writes down, at every micro-batch, what the curves summarise."""
+    """Records, at every micro-batch, what the curves summarise."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -40,13 +40,14 @@ class Witness(Callback):
 
 
 def config(**changes: Any) -> Config:
-    """Ten optimizer steps in two epochs of 40 images, a point every 4 steps, a learning rate that moves."""
+    """Returns a configuration of ten optimizer steps in two epochs of 40 images, a point every 4 steps, and a changing
+    learning rate."""
     schedule = Choice("warmup_lr", {"warmup_num_steps": 20, "warmup_type": "linear"})
     options: dict[str, Any] = {"epochs": 2, "batch_size": 8, "accumulate": 2, "log_interval": 4, "schedule": schedule}
     return Config(**{**options, **changes})
 
 
-def test_the_curves_are_means_of_what_happened(fit: Fit) -> None:
+def test_the_curves_are_means_over_the_log_interval(fit: Fit) -> None:
     witness = Witness()
     run = fit(config(), 40, witness)
     assert set(run.events.Tags()["scalars"]) >= TAGS
@@ -77,7 +78,7 @@ def test_a_run_that_is_stopped_early_writes_its_last_point(fit: Fit) -> None:
 
 
 def test_a_step_of_fewer_micro_batches_is_their_mean(fit: Fit) -> None:
-    """The last one of an epoch whose batches are not whole steps."""
+    """It is the last step of an epoch whose micro-batches do not divide into steps."""
     witness = Witness()
     run = fit(config(), 40, witness, limit_train_batches=5)
     losses = witness.losses

@@ -14,7 +14,7 @@ from cifar_zero.training.callbacks.divergence import Divergence
 
 
 class Poison:
-    """Makes the images of one micro-batch no numbers."""
+    """Makes the images of one micro-batch NaN."""
 
     def __init__(self, at: int):
         self.at, self.made = at, 0
@@ -31,15 +31,15 @@ class Skipping(CIFARModule):
 
 
 @pytest.mark.parametrize("log_interval", [1, 4, 100])
-def test_the_step_is_named_whenever_it_is_looked_for(fit: Callable[..., Any], log_interval: int):
-    """Micro-batch 9 is the first of step 5, where two make a step; from there on the weights are no numbers either."""
+def test_the_step_is_named_at_any_log_interval(fit: Callable[..., Any], log_interval: int):
+    """A step has two micro-batches: micro-batch 9 is the first of step 5. From then on the weights are NaN too."""
     config = Config(epochs=1, batch_size=4, accumulate=2, log_interval=log_interval)
     curves = TrainingCurves(log_interval)
     with pytest.raises(RunError, match=r"from step 5 on \(epoch 1, learning rate 0.001"):
         fit(config, 48, curves, Divergence(curves, None), change=Poison(9))
 
 
-def test_no_checkpoint_is_written_after_it(fit: Callable[..., Any], tmp_path: Path):
+def test_no_checkpoint_is_written_after_divergence(fit: Callable[..., Any], tmp_path: Path):
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     curves = TrainingCurves(100)
@@ -50,7 +50,7 @@ def test_no_checkpoint_is_written_after_it(fit: Callable[..., Any], tmp_path: Pa
     assert [path.stem for path in sorted((tmp_path / "kept").iterdir())] == ["epoch=0-step=1", "epoch=0-step=2"]
 
 
-def test_skip_leaves_the_micro_batch_out(fit: Callable[..., Any], capsys: pytest.CaptureFixture[str]):
+def test_skip_skips_the_micro_batch(fit: Callable[..., Any], capsys: pytest.CaptureFixture[str]):
     curves = TrainingCurves(1)
     config = Config(epochs=1, batch_size=4, log_interval=1)
     run = fit(config, 48, curves, Divergence(curves, None), change=Poison(3), module_class=Skipping)

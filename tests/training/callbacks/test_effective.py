@@ -25,7 +25,7 @@ def test_plain_torch(fit: Fit) -> None:
 
 
 def test_steps_that_the_gradient_scaler_skips_are_counted(fit: Fit) -> None:
-    """float16 as on a GPU, whose scaler halves its scale where it skips a step."""
+    """float16 as on a GPU: the scaler halves its scale whenever it skips a step."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
     run = fit(Config(epochs=1, batch_size=8), 80, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
     totals = run.observer(Effective).totals
@@ -33,6 +33,6 @@ def test_steps_that_the_gradient_scaler_skips_are_counted(fit: Fit) -> None:
     assert 0 < totals["skipped_steps"] == 24 - math.log2(scaler.get_scale()) < 10
 
 
-def test_autocast_computes_in_another_type_than_the_parameters(fit: Fit) -> None:
+def test_autocast_computes_in_another_dtype_than_the_parameters(fit: Fit) -> None:
     totals = fit(Config(epochs=1, batch_size=8), 40, precision="bf16-mixed").observer(Effective).totals
     assert (totals["compute_dtype"], totals["parameter_dtype"]) == ("bfloat16", "float32")

@@ -21,7 +21,7 @@ NUM_EXPERTS = [2, 4]
 
 
 class Witness(Callback):
-    """Writes down, at every micro-batch, where the tokens of each mixture go."""
+    """Records, at every micro-batch, how each mixture routes its tokens."""
 
     def __init__(self) -> None:
         self.routings: list[list[Routing]] = []
@@ -38,13 +38,13 @@ class Stop(Callback):
 
 
 def routings(module: Any) -> list[Routing]:
-    """Of the last pass, of each mixture."""
+    """Returns each mixture's routing in the last forward pass."""
     return [routing for gate in gates(module.net) if (routing := gate.routing) is not None]
 
 
 def config(top_k: int = 1) -> Config:
-    """Ten optimizer steps of two micro-batches of eight images, experts with room for half of them, points at 4, 8
-    and 10."""
+    """Returns a configuration of ten optimizer steps of two micro-batches of eight images, experts with room for half
+    of the tokens, and points at steps 4, 8 and 10."""
     model = Choice("net_moe", {"num_experts": NUM_EXPERTS, "top_k": top_k, "capacity_factor": 0.5})
     return Config(epochs=2, batch_size=16, accumulate=2, log_interval=4, model=model)
 
@@ -55,7 +55,7 @@ def share_of_largest_entropy(routing: Routing) -> float:
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
-def test_the_curves_are_what_the_gates_did(fit: Fit, tmp_path: Path, top_k: int) -> None:
+def test_the_curves_agree_with_the_routings(fit: Fit, tmp_path: Path, top_k: int) -> None:
     witness = Witness()
     run = fit(config(top_k), 80, Experts(4, None), witness)
     assert len(witness.routings) == 20
@@ -64,7 +64,7 @@ def test_the_curves_are_what_the_gates_did(fit: Fit, tmp_path: Path, top_k: int)
         dropped = run.points(f"moe/dropped/{name}")
         tokens = [run.points(f"moe/tokens/{name}/expert_{expert}") for expert in range(num_experts)]
         assert list(dropped) == list(run.points("train/loss")) == [4, 8, 10]
-        assert min(dropped.values()) > 0  # or there would be nothing to see
+        assert min(dropped.values()) > 0  # otherwise this would test nothing
         for first, last in ((0, 4), (4, 8), (8, 10)):
             seen = [of_all[number] for of_all in witness.routings[2 * first : 2 * last]]
             sent_to = torch.cat([routing.experts for routing in seen], dim=1)
@@ -78,18 +78,18 @@ def test_the_curves_are_what_the_gates_did(fit: Fit, tmp_path: Path, top_k: int)
             assert entropy == pytest.approx(share_of_largest_entropy(seen[-1]), rel=1e-6)
 
 
-def test_the_last_point_of_a_run_that_is_stopped_early_is_of_the_training(fit: Fit) -> None:
+def test_the_last_point_of_a_run_that_is_stopped_early_is_that_of_the_training(fit: Fit) -> None:
     witness = Witness()
     run = fit(config(), 160, Experts(4, None), witness, Stop())
     for number, routing in enumerate(witness.routings[-1]):
-        assert routings(run.module)[number] is not routing  # but of the validation that came after it
+        assert routings(run.module)[number] is not routing  # this one is of the validation after it
         entropy = run.points(f"moe/gate_entropy/mixture_{number}")
         assert list(entropy) == [4, 6]
         assert entropy[6] == pytest.approx(share_of_largest_entropy(routing), rel=1e-6)
 
 
 def test_the_experts_of_each_class_of_the_test(fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By brute force over all test images at once."""
+    """Compares with all test images in one pass."""
     drawn: dict[str, Any] = {}
 
     def keep(counts: Any, class_names: Any) -> Any:
@@ -100,7 +100,7 @@ def test_the_experts_of_each_class_of_the_test(fit: Fit, tmp_path: Path, monkeyp
     run = fit(config(top_k=2), 32, Experts(4, tmp_path))
     run.trainer.test(run.module, datamodule=run.datamodule, verbose=False)
 
-    images, labels = run.datamodule.test_images[:-1], run.datamodule.test_labels[:-1]  # without the one that fills up
+    images, labels = run.datamodule.test_images[:-1], run.datamodule.test_labels[:-1]  # without the padding
     with torch.no_grad():
         run.module.eval()(images)
     for routing, counts in zip(routings(run.module), drawn["counts"], strict=True):
@@ -114,15 +114,15 @@ def test_the_experts_of_each_class_of_the_test(fit: Fit, tmp_path: Path, monkeyp
     assert "figures/experts" in run.read().events.Tags()["images"]
 
 
-def test_tokens_are_of_the_class_of_their_image() -> None:
-    """Three tokens an image, one of them dropped; the second image only fills up."""
+def test_tokens_count_for_the_class_of_their_image() -> None:
+    """Three tokens per image, one of which is dropped; the second image is padding."""
     labels = torch.tensor([1, -1, 0])
     sent_to = torch.tensor([[0, 1, 1, 0, 0, 0, 1, 1, 1], [1, -1, 0, 1, 1, 1, 0, 0, 0]])
     counts = experts_of_classes(labels, sent_to, num_classes=3, num_experts=2)
     assert counts.tolist() == [[3, 3], [2, 3], [0, 0]]
 
 
-def test_panels_show_shares_of_the_class() -> None:
+def test_panels_show_shares_of_each_class() -> None:
     counts = [np.array([[3, 1], [0, 0], [0, 8]]), np.array([[1, 2, 1], [0, 0, 0], [4, 0, 4]])]
     names = ["bird", "cat", "dog"]
     panels = expert_figure(counts, names).axes[:2]

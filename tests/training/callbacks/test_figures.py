@@ -8,8 +8,10 @@ from cifar_zero.config.flags import Config
 from cifar_zero.training.callbacks import figures
 
 
-def test_the_surest_mistakes_of_all_batches_are_kept(fit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By brute force over all test images at once."""
+def test_the_most_confident_mistakes_of_all_batches_are_kept(
+    fit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compares with all test images in one pass."""
     drawn: dict[str, Any] = {}
     draw_mistakes, draw_confusion = figures.mistakes_figure, figures.confusion_figure
 
@@ -26,7 +28,7 @@ def test_the_surest_mistakes_of_all_batches_are_kept(fit: Callable[..., Any], mo
     run = fit(Config(epochs=1, batch_size=8), 32)
     run.trainer.test(run.module, datamodule=run.datamodule, verbose=False)
 
-    images, labels = run.datamodule.test_images[:-1], run.datamodule.test_labels[:-1]  # without the one that fills up
+    images, labels = run.datamodule.test_images[:-1], run.datamodule.test_labels[:-1]  # without the padding
     with torch.no_grad():
         confidence, predicted = run.module(images).softmax(dim=1).max(dim=1)
     wrong = (predicted != labels).nonzero().squeeze()

@@ -1,4 +1,4 @@
-"""A signal ends a training between two steps; what is saved then goes on at the next one."""
+"""A signal ends training between two steps; the checkpoint saved then resumes at the next step."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from cifar_zero.training.callbacks.last_checkpoint import LastCheckpoint
 
 CONFIG = Config(epochs=3, batch_size=8)
 STEPS = 4
-"""Of an epoch of 32 images."""
+"""Steps of an epoch, which has 32 images."""
 
 
 class Terminate(Callback):
@@ -38,10 +38,10 @@ class Terminate(Callback):
         pytest.param(STEPS, {"last.ckpt", "best.ckpt"}, id="in the last step of an epoch"),
     ],
 )
-def test_no_checkpoint_says_that_a_cut_epoch_is_over(
+def test_no_checkpoint_claims_that_an_interrupted_epoch_ended(
     step: int, kept: set[str], fit: Callable[..., Any], tmp_path: Path
 ):
-    """One of a validation after the stop would, and a run that goes on takes the newest."""
+    """A checkpoint of a validation after the stop would claim it, and a resumed run takes the newest checkpoint."""
     folder = tmp_path / "kept"
     last, best = LastCheckpoint(folder / "last.ckpt"), ModelCheckpoint(folder, "best", monitor="val/acc", mode="max")
     stopped = fit(CONFIG, STEPS * 8, Terminate(step), Interrupt(), last, best, enable_checkpointing=True)

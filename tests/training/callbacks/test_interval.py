@@ -12,7 +12,7 @@ from cifar_zero.training.callbacks.interval import Interval
         (0, 10, [4, 8, 10]),
         (0, 8, [4, 8]),
         (5, 10, [8, 10]),  # resumed
-        (0, -1, [4, 8, 12]),  # the length of the run is not known
+        (0, -1, [4, 8, 12]),  # unknown length
         (0, float("inf"), [4, 8, 12]),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a range test makes of its losses."""
+"""The learning rate that a range test suggests from its losses."""
 
 import math
 
@@ -8,11 +8,12 @@ from cifar_zero.training.callbacks.learning_rate_finder import running_mean, ste
 
 RATES = [1e-6 * 10 ** (6 * step / 199) for step in range(200)]
 FALLING = [2.3 - 1.5 / (1 + (0.01 / rate) ** 2) for rate in RATES]
-"""Steepest, seen over a logarithmic axis, at 0.01."""
+"""Losses that fall most steeply at 0.01, over a logarithmic axis."""
 
 
 def test_the_steepest_fall_of_a_smooth_curve():
-    """Half a span before its middle, and there too for the running mean, which lags by about as much."""
+    """Without smoothing the suggestion is half a span before the steepest point; the running mean lags by about as
+    much, so that it is near that point."""
     plain, smooth = (steepest_fall(RATES, losses) for losses in (FALLING, running_mean(FALLING)))
     assert plain == pytest.approx(0.01 * 10 ** (-6 * 5 / 199), rel=0.1)
     assert smooth == pytest.approx(0.01, rel=0.5)

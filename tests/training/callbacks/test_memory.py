@@ -40,7 +40,7 @@ def test_memory_that_tensors_share_counts_once() -> None:
     assert model_states(layer, optimizer) == (64 * FLOAT32, 0, 64 * FLOAT32)
 
 
-def test_the_peak_rises_with_what_is_held_and_stays() -> None:
+def test_the_peak_rises_with_allocations_and_stays() -> None:
     cpu, megabyte = torch.device("cpu"), 10**6
     before = peak_bytes(cpu)
     room = max(0, before - psutil.Process().memory_info().rss)
@@ -48,4 +48,4 @@ def test_the_peak_rises_with_what_is_held_and_stays() -> None:
     peak = peak_bytes(cpu)
     assert before + 150 * megabyte < peak < before + 250 * megabyte
     del held
-    assert peak_bytes(cpu) > peak - 10 * megabyte  # the kernel counts in lots of pages
+    assert peak_bytes(cpu) > peak - 10 * megabyte  # the kernel counts in batches of pages

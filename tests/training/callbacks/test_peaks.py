@@ -31,9 +31,7 @@ TERA = 1e12
         ("NVIDIA GeForce RTX 4090", 82.6, 165.2, 165.2),
     ],
 )
-def test_peaks_of_names_as_torch_gives_them(
-    device_name: str, float32: float, bfloat16: float | None, float16: float
-) -> None:
+def test_peaks_by_torchs_device_names(device_name: str, float32: float, bfloat16: float | None, float16: float) -> None:
     assert sum(re.search(pattern, device_name) is not None for pattern in PEAKS) == 1
     expected = {"32-true": float32, "bf16-mixed": bfloat16, "bf16-true": bfloat16, "16-mixed": float16}
     for precision, peak in expected.items():
@@ -47,7 +45,7 @@ def test_peaks_of_names_as_torch_gives_them(
         *("NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 4090 Laptop GPU", "Quadro T400", "AMD Instinct MI300X"),
     ],
 )
-def test_what_is_not_in_the_table_has_no_peak(device_name: str) -> None:
+def test_a_device_that_is_not_in_the_table_has_no_peak(device_name: str) -> None:
     assert peak_by_name(device_name, "32-true") is None
 
 

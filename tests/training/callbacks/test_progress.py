@@ -11,7 +11,7 @@ from cifar_zero.training.callbacks import progress
 
 
 def shown_by(fit: Callable[..., Any], config: Config, terminal: bool, **options: Any) -> str:
-    """What a run prints, without the terminal's control sequences."""
+    """Returns what a run prints, without the terminal's control sequences."""
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=110, highlight=False)
     run = fit(config, 40, console=console, **options)

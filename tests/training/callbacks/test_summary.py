@@ -12,10 +12,10 @@ from cifar_zero.training.callbacks import summary
 
 NOT_HERE = {"perf/mfu", *(f"perf/step_time_{name}_ms" for name in ("min", "median", "max"))}
 NOT_HERE |= {"reduce_bucket_size", "allgather_bucket_size"}
-"""What a run on the CPU that is no benchmark has not; nor has one without DeepSpeed."""
+"""Metrics that are None in a run on the CPU without --bench_steps and without DeepSpeed."""
 
 
-def test_what_a_run_came_to(fit: Callable[..., Any], tmp_path: Path) -> None:
+def test_metrics_of_a_run(fit: Callable[..., Any], tmp_path: Path) -> None:
     run = fit(command_line.parse(["--batch_size", "8", "--accumulate", "2", "--log_interval", "4"]), 40)
     run.trainer.test(run.module, datamodule=run.datamodule, verbose=False)
     logged = {name: value.item() for name, value in run.trainer.callback_metrics.items()}
@@ -32,7 +32,7 @@ def test_what_a_run_came_to(fit: Callable[..., Any], tmp_path: Path) -> None:
     assert metrics["train/loss"] == pytest.approx(run.points("train/loss")[10])
     assert metrics["val/acc"] == pytest.approx(list(run.points("val/acc").values())[-1])
     assert {key for key in MEASURED if metrics[key] is None} == NOT_HERE
-    write_json(tmp_path / "metrics.json", metrics)  # nothing in it that JSON lacks
+    write_json(tmp_path / "metrics.json", metrics)  # JSON can represent all of it
 
     summary.log_hparams(run.trainer, replace(run.config, hparams=["optimizer.momentum"]), metrics)
     hparams = run.read().events.summary_metadata["_hparams_/session_start_info"]

@@ -20,7 +20,7 @@ def test_rates_by_hand() -> None:
     assert rates(**given, flops_per_step=3 * 10**12) == pytest.approx(expected)
     measured = rates(**given, flops_per_step=3 * 10**12, peak_flops=2 * 12 * 10**12)  # two devices of 12 TFLOP/s
     assert measured == pytest.approx({**expected, "perf/mfu": 0.25})
-    # What activation checkpointing computes again is work of the device and none of the model.
+    # Recomputation of activation checkpointing is work of the device, but not of the model.
     again = rates(**given, flops_per_step=3 * 10**12, peak_flops=24e12, recomputed_flops_per_step=10**12)
     assert again == pytest.approx({**measured, "perf/tflops": 8})
 
@@ -29,7 +29,7 @@ def test_flops_of_the_net_by_hand() -> None:
     conv1, conv2 = 28 * 28 * 6 * (3 * 5 * 5), 10 * 10 * 16 * (6 * 5 * 5)  # multiply-adds of one image
     linear = 400 * 120 + 120 * 84 + 84 * 10
     forward = conv1 + conv2 + linear
-    backward = 2 * forward - conv1  # nobody needs the gradient of the images
+    backward = 2 * forward - conv1  # the gradient of the images is not needed
     random_state = torch.get_rng_state()
     assert training_flops(Choice("net"), num_classes=10, batch_size=16) == 2 * 16 * (forward + backward)
     assert parameter_count(Choice("net"), num_classes=10) == 62_006
@@ -37,7 +37,7 @@ def test_flops_of_the_net_by_hand() -> None:
 
 
 class Clock:
-    """Stands in for the time module: goes on only when it is told to, so that the expected figures are exact."""
+    """Replaces the time module: time advances only in `sleep`, so that the expected figures are exact."""
 
     def __init__(self) -> None:
         self.seconds = 100.0
@@ -56,7 +56,7 @@ CLOCK = Clock()
 
 
 class Sleeper(CIFARModule):
-    """Takes STEP_SECONDS a step, but ten times that in each of the first four; and long in each validation batch."""
+    """Takes STEP_SECONDS per micro-batch, ten times that in the first four steps, and 3 s per validation batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         CLOCK.sleep(STEP_SECONDS * (10 if self.trainer.global_step < 4 else 1))
@@ -68,7 +68,7 @@ class Sleeper(CIFARModule):
 
 
 class SlowDisk(Callback):
-    """A checkpoint that takes as long to write as ten steps; comes after the observers, as Lightning's does."""
+    """Makes writing a checkpoint take as long as ten steps; comes after the other callbacks, as Lightning's does."""
 
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
         CLOCK.sleep(10 * STEP_SECONDS)
@@ -100,7 +100,7 @@ def test_the_clock_leaves_out_warm_up_validation_and_checkpoints(
     assert totals["perf/tflops"] == pytest.approx(12_818_880 / STEP_SECONDS / 1e12)
     assert totals["perf/fit_seconds"] == pytest.approx(CLOCK.seconds - started)
     assert totals["perf/seconds_to_first_step"] == pytest.approx(7 + 10 * STEP_SECONDS)
-    assert totals["perf/data_time_ms"] == 0  # what the clock leaves out is no wait for data either
+    assert totals["perf/data_time_ms"] == 0  # what the clock leaves out does not count as waiting for data either
     assert totals["perf/mfu"] is None
 
 
@@ -108,14 +108,15 @@ DATA_SECONDS = 0.2
 
 
 def slow(batch: Any) -> Any:
-    """A loader that takes DATA_SECONDS for each micro-batch."""
+    """Takes DATA_SECONDS for each micro-batch of the loader."""
     CLOCK.sleep(DATA_SECONDS)
     return batch
 
 
 @pytest.mark.usefixtures("_fake_time")
 def test_the_wait_for_data_and_the_utilisation(fit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two micro-batches a step; the clock starts when the first of the timed steps, or of an epoch, is there."""
+    """A step has two micro-batches. The clock starts when the first micro-batch of the timed steps, or of an epoch, has
+    been loaded."""
     monkeypatch.setattr(
         "cifar_zero.training.callbacks.throughput.peak_flops", lambda device, precision: 10 * 12_818_880
     )
@@ -133,7 +134,7 @@ def test_the_wait_for_data_and_the_utilisation(fit: Callable[..., Any], monkeypa
 
 
 class Uneven(CIFARModule):
-    """Takes one, two, three, one, two, three ... seconds a step, over its two micro-batches."""
+    """Takes 1, 2, 3, 1, 2, 3 ... seconds per step, over its two micro-batches."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         CLOCK.sleep((1 + self.trainer.global_step % 3) / 2)
@@ -142,7 +143,7 @@ class Uneven(CIFARModule):
 
 @pytest.mark.usefixtures("_fake_time")
 def test_a_benchmark_times_each_step_after_the_whole_warm_up(fit: Callable[..., Any]) -> None:
-    """Six steps in two epochs, of which half would be the warm-up of a training; 5 and 6 take two and three seconds."""
+    """Six steps in two epochs. In a training, half of them would be the warm-up; steps 5 and 6 take 2 and 3 seconds."""
     config = Config(epochs=2, batch_size=4, accumulate=2, log_interval=5, bench_steps=2)
     totals = fit(config, 12, warmup_steps=4, module_class=Uneven).observer(Throughput).totals
     assert totals["perf/step_time_ms"] == pytest.approx(2500)
