@@ -100,7 +100,7 @@ class CIFARModule(LightningModule):
         """Micro-batches left out by `skip_nan`."""
         self.net: nn.Module | None = None
         self.gates: tuple[Gate, ...] = ()
-        """Of the mixtures of experts, during a fit."""
+        """The gates of the mixtures of experts, during a fit."""
         self.val_metrics = SplitMetrics(num_classes)
         self.test_metrics = CurveMetrics(num_classes)
 

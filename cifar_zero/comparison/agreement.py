@@ -105,9 +105,9 @@ class Bound:
     """What rounding alone may change in the reference."""
 
     losses: list[float]
-    """At each common step; from `undecided` on the largest loss so far, which only gross errors exceed."""
+    """Bound of each common step; from `undecided` on the largest loss so far, which only gross errors exceed."""
     weights: dict[str, float] | None
-    """By tensor, after the last step; None if the weights count only when they are broken."""
+    """Bound of each tensor after the last step; None if the weights count only when they are broken."""
     undecided: int | None = None
     """The first step at which rounding may change the loss by more than `SATURATED`."""
 

@@ -65,7 +65,7 @@ def main(train: Callable[..., Any], module_class: Callable[[], type[LightningMod
     arguments, rest = _parse()
     if rank_environment.is_rank():
         raise UsageError("compare.py starts the ranks itself: start it once, without torchrun or srun")
-    # After a SLURM requeue the comparison starts anew: its runs must not resume.
+    # After a SLURM requeue the comparison starts again: its runs must not resume.
     os.environ.pop("SLURM_RESTART_COUNT", None)
     exits.stop_at_signals()
     folder, comparison = of_runs(arguments, rest) if arguments.runs else of_trainings(arguments, rest, programs)

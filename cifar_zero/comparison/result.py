@@ -122,7 +122,7 @@ class Difference:
 
     setting: str
     values: dict[str, str]
-    """By the variant's name."""
+    """Value by the variant's name."""
 
     def __str__(self) -> str:
         owners: dict[str, list[str]] = {}

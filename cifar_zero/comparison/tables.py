@@ -36,7 +36,7 @@ class Table:
 
     columns: list[str]
     rows: dict[str, list[Cell]]
-    """By the variant's name."""
+    """Cells of each row, by the variant's name."""
 
 
 def number(value: float) -> str:

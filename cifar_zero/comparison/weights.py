@@ -14,7 +14,7 @@ from cifar_zero.comparison.result import Run
 from cifar_zero.core.errors import UsageError
 
 Weights = Mapping[str, Tensor]
-"""By the names of the plain model's state_dict, buffers too."""
+"""Tensors by the names of the plain model's state_dict, including buffers."""
 
 
 def of_run(run: Run, trust: bool = False) -> Weights:

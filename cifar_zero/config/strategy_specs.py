@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Literal
 
 Device = Literal["", "cpu", "nvme"]
-"""Where something is offloaded to; empty: it stays on the rank's device."""
+"""The place that something is offloaded to; empty: it stays on the rank's device."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ STRATEGIES: dict[str, Spec] = {
 }
 
 AUTO = "auto"
-"""In place of a name: train.py replaces it by the strategy that plan.py recommends, before it starts the ranks."""
+"""train.py replaces this name by the strategy that plan.py recommends, before it starts the ranks."""
 
 
 def spec_of_raw(raw: Mapping[str, Any]) -> Spec:

@@ -16,7 +16,7 @@ from cifar_zero.data.draws import Draws, draw
 
 MEAN = 0.5
 STD = 0.5
-"""Of the PyTorch CIFAR tutorial: pixels from 0 to 1 become -1 to 1, the same in each channel."""
+"""Values of the PyTorch CIFAR tutorial: pixels from 0 to 1 become -1 to 1, the same in each channel."""
 
 
 class Augmentation:

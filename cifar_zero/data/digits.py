@@ -15,10 +15,10 @@ CLASSES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight
 TRAIN_PER_CLASS = 5_000
 TEST_PER_CLASS = 1_000
 VERSION = 1
-"""To be raised with every change of the rendered pixels, so that old caches are replaced."""
+"""Raise it with every change of the rendered pixels, so that old caches are replaced."""
 
 SEED = 20_090_408
-"""Of the split and of every variation; independent of the run's seed, so that all runs see the same images."""
+"""Seed of the split and of every variation; independent of the run's seed, so that all runs see the same images."""
 
 
 def class_names(config: DataConfig) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError
 
 TIMEOUT_S = 10.0
-"""For connecting, and for each read."""
+"""Time limit of connecting, and of each read."""
 
 TRIES = 3
 BACKOFF_S = 0.5

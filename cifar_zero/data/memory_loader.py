@@ -45,7 +45,7 @@ class Resumable:
         self._resumed = state
 
     def _begin(self) -> int:
-        """Begins a pass, whose epoch is known by now; returns the micro-batches to skip."""
+        """Starts a pass, whose epoch is known by now; returns the number of micro-batches to skip."""
         begun = self._resumed.get("epoch") == self.batch_sampler.epoch
         self._given, self._resumed = self._resumed["given"] if begun else 0, {}
         return self._given

@@ -19,7 +19,7 @@ class TrainOrder:
     """A new shuffle each epoch, that of torch's DistributedSampler (drop_last): rank r takes r, r + world_size, ...
 
     An epoch has only whole optimizer steps, floor(count / batch_size): DeepSpeed counts micro-batches to the next step
-    by itself and would carry a remainder into the next epoch, whereas DDP steps at the epoch's end. As the ranks take
+    itself and would carry a remainder into the next epoch, whereas DDP steps at the epoch's end. As the ranks take
     turns, step k sees the same set of images at every number of ranks and every accumulation.
 
     `batch_size` counts the images of one optimizer step over all ranks, in `accumulate` micro-batches per rank. Without

@@ -46,7 +46,7 @@ class TorchLoader(Resumable, DataLoader[Any]):
 
     def __init__(self, split: Split, order: Order, workers: int) -> None:
         """Yields (images float32 (m, 3, 32, 32), labels int64 (m,)), in the given order."""
-        # A generator of its own: else each epoch would draw from the global one, and dropout would differ from that
+        # A separate generator: otherwise each epoch would draw from the global one, and dropout would differ from that
         # with the memory loader.
         generator = torch.Generator()
         images = TransformedImages(split)

@@ -6,7 +6,7 @@ from cifar_zero.diagnosis.finding import Finding, Options, failed, ok, warning
 
 
 def cores(options: Options) -> Finding:
-    """Whether each rank has a CPU core of its own."""
+    """Checks whether each rank has its own CPU core."""
     count = core_count()
     if count < options.ranks:
         return warning(f"{count} for {options.ranks} ranks, which take turns", f"train.py --devices {count}")

@@ -29,7 +29,7 @@ class Watchdog:
         self._timer = threading.Timer(0, self._give_up)
 
     def begin(self, step: str) -> None:
-        """Begins a step, such as `meeting the others`, and ends the one before."""
+        """Starts a step, such as `meeting the others`, and ends the one before."""
         self.end()
         self.store.set(f"{step}/{rank_environment.global_rank()}", "")
         self._timer = threading.Timer(self._seconds, self._give_up, [step])

@@ -19,12 +19,12 @@ IMAGE_SHAPE = (3, 32, 32)
 
 
 Size = Literal["tiny", "small", "base", "large", "1b", "13b"]
-"""Of a vision transformer."""
+"""The size of a vision transformer."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a vision transformer: width of a token, blocks, attention heads."""
+    """The shape of a vision transformer: width of a token, blocks, attention heads."""
 
     width: int
     depth: int
@@ -230,7 +230,7 @@ class ViTMoE(MixtureOptions):
 
 
 WORDS = ("aa_layer", "act_layer", "attn_layer", "global_pool", "norm_layer", "pad_type", "stem_type", "weight_init")
-"""Options of timm whose value is a word that timm looks up in a table of its own."""
+"""Options of timm whose value is a word that timm looks up in one of its tables."""
 
 
 def _harmless(name: str, value: Any) -> bool:

@@ -17,7 +17,7 @@ SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def initialize(net: nn.Module, scheme: str, seed: int) -> None:
-    """Draws the weights of all convolutions and linear layers anew, and sets their biases to zero.
+    """Draws the weights of all convolutions and linear layers again, and sets their biases to zero.
 
     Layer by layer in the model's order. DeepSpeed's zero.Init replaces `Module.apply` by its own, which gathers a
     sharded layer, draws it and shards it again (DeepSpeed 0.19.8, deepspeed/runtime/zero/partition_parameters.py).

@@ -29,7 +29,7 @@ JITTER = 0.01
 
 @dataclass(frozen=True)
 class Routing:
-    """Where the tokens of one forward pass go: S tokens, E experts, k of them for each token.
+    """The routing of one forward pass: S tokens, E experts, k of them for each token.
 
     Attributes:
         experts: int64 (k, S), each token's experts, the most probable first; -1 where it was dropped.
@@ -129,7 +129,7 @@ class Gate(nn.Module):
 
     @property
     def breaks_graph(self) -> bool:
-        """Whether the next pass is compiled and has shapes that depend on values: each shape would be compiled anew."""
+        """Whether the next pass is compiled and has shapes that depend on values: each new shape would recompile it."""
         known = self.training or self.options.eval_capacity_factor > 0 or torch.compiler.is_exporting()
         return torch.compiler.is_compiling() and not known
 

@@ -14,7 +14,7 @@ from torchvision.models.resnet import BasicBlock, Bottleneck
 from cifar_zero.models import scaled
 
 CHANNELS = (64, 128, 256, 512)
-"""Of the four stages, inside their blocks; each but the first halves the resolution."""
+"""Channels of the four stages, inside their blocks; each stage but the first halves the resolution."""
 
 DEPTHS: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, int, int]]] = {
     18: (BasicBlock, (2, 2, 2, 2)),

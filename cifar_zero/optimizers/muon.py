@@ -50,7 +50,7 @@ class MuonSGD(OptimizerOptions):
     other learning rates do not change it. Muon's weights do not decay."""
 
     momentum: float = 0.6
-    """Of Muon, in Nesterov's form: share of the sum of gradients that is kept."""
+    """Muon's momentum, in Nesterov's form: share of the sum of gradients that is kept."""
 
     ns_steps: int = 3
     """Newton-Schulz iterations that orthogonalise Muon's steps; 0: none, the steps are only scaled to the same
@@ -67,7 +67,7 @@ class MuonSGD(OptimizerOptions):
     """Learning rate of SGD for the weights of the last layer, in the same unit."""
 
     sgd_momentum: float = 0.85
-    """Of SGD, in Nesterov's form."""
+    """SGD's momentum, in Nesterov's form."""
 
     first_bias_share: float = 1.0
     """Share of the training in which the first layer's bias is trained; its learning rate goes through the whole

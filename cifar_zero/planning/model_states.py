@@ -93,7 +93,7 @@ def predicted(
     Args:
         strategy: a key of STRATEGIES.
         weights: of the model (`planning.network.of`).
-        ranks: over all machines.
+        ranks: number of ranks on all nodes.
         precision: of the run, settled: no "auto".
         optimizer: name and options.
     """
@@ -153,7 +153,7 @@ def _held(mine: list[tuple[Weight, int]], size: int, state: Callable[[Weight], i
 
 
 def _stage_3(spec: Spec, weights: list[Weight], ranks: int, size: int, updated: Callable[[Weight], int]) -> Prediction:
-    """Each parameter is sharded by itself; the first ranks have one element more if it does not divide."""
+    """Each parameter is sharded separately; the first ranks have one element more if it does not divide."""
     parts = [(weight, math.ceil(weight.elements / ranks)) for weight in weights]
     whole = sum(weight.elements for weight in weights if weight.elements <= PERSISTENT_ELEMENTS) * size
     resting = sum(part for _, part in parts) * size

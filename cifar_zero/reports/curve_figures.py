@@ -11,7 +11,7 @@ Curve = tuple[NDArray[np.float64], NDArray[np.float64]]
 """Abscissae and ordinates, both (points,)."""
 
 SHOWN = 5
-"""Of more than ten classes, the number of best and of worst classes with a colour and a name; the others are grey.
+"""With more than ten classes, this many of the best and of the worst have a colour and a name; the others are grey.
 matplotlib's standard cycle has ten colours."""
 
 GRID = np.linspace(0, 1, 501)

@@ -11,7 +11,7 @@ from matplotlib.image import AxesImage
 from numpy.typing import NDArray
 
 MISTAKE_ROWS, MISTAKE_COLUMNS = 4, 6
-"""Of the grid of mistakes."""
+"""Rows and columns of the grid of mistakes."""
 
 LABELLED_CLASSES = 30
 """Most classes whose names and counts can be read in a figure."""

@@ -19,7 +19,7 @@ from rich.table import Column, Table
 from cifar_zero.core import atomic
 
 SCHEMA = 1
-"""Of metrics.json; goes up when a key changes its meaning."""
+"""Version of metrics.json's keys; raised when a key changes its meaning."""
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -104,7 +104,7 @@ def print_summary(metrics: Mapping[str, Any], run_dir: Path, console: Console | 
     """
     console = console or Console(highlight=False)
     print_test_table(metrics, console)
-    is_benchmark = metrics["perf/step_time_median_ms"] is not None  # only --bench_steps times each step by itself
+    is_benchmark = metrics["perf/step_time_median_ms"] is not None  # only --bench_steps times each step separately
     if is_benchmark:
         table = Table("measured", Column("", justify="right"))
         for row in _benchmark_rows(metrics):

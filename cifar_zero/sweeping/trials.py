@@ -67,7 +67,7 @@ class Trials:
     space: Space
     metric: str
     flags: list[str]
-    """Of train.py, that all runs share."""
+    """train.py's flags that all runs share."""
     prune: bool
     """Whether a run is ended when its validations are behind the median of the others (Optuna's default pruner)."""
     to_sample: int

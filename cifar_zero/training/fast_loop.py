@@ -131,7 +131,7 @@ class EpochLoop(_TrainingEpochLoop):
         return outputs
 
     def _deepspeed_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """Runs a step of DeepSpeed's engine, which accumulates, clips and zeroes the gradients by itself."""
+        """Runs a step of DeepSpeed's engine, which itself accumulates, clips and zeroes the gradients."""
         trainer, progress = self.trainer, self.automatic_optimization.optim_progress.optimizer
         engine: Any = trainer.strategy.model
         outputs, loss = self._forward(batch, batch_idx)

@@ -106,7 +106,7 @@ def test_the_bare_loop_trains_what_train_py_trains(tmp_path: Path):
 
 
 @pytest.mark.parametrize("flags", [("limit", "--steps", "0"), ("startup", "--repeats", "0")])
-def test_wrong_usage_is_one_line(flags: tuple[str, str, str]):
+def test_wrong_usage_is_reported_in_one_line(flags: tuple[str, str, str]):
     name, option, value = flags
     done = run_program("-m", f"benchmarks.{name}", option, value)
     assert (done.returncode, done.stderr) == (2, f"error: {option} must be at least 1, not {value}\n")

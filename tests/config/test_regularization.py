@@ -24,7 +24,7 @@ def module(label_smoothing: float) -> CIFARModule:
 
 
 @pytest.mark.parametrize("soft", [False, True])
-def test_labels_are_smoothed_in_training_alone(soft: bool):
+def test_labels_are_smoothed_only_in_training(soft: bool):
     made = module(0.1)
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (6, 3, 32, 32), generator=generator, dtype=torch.uint8)

@@ -105,7 +105,7 @@ def test_float16_needs_loss_scaling(monkeypatch: pytest.MonkeyPatch):
     assert "use --precision bf16-mixed" in refused("--strategy fsdp2 --precision 16-mixed")
 
 
-def test_one_network_on_several_ranks_takes_the_whole_batch(monkeypatch: pytest.MonkeyPatch):
+def test_one_model_on_several_ranks_takes_the_whole_batch(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(machine, "gpu_count", lambda: 0)
     flags = ["--strategy", "tensor_parallel", "--model", "vit_small", "--devices", "3", "--batch_size", "4"]
     resolve(command_line.parse(flags))
@@ -160,7 +160,7 @@ def test_switches_that_need_a_gpu(flags: str, expected: str, monkeypatch: pytest
     assert expected in refused(flags)
 
 
-def test_switches_beside_a_raw_configuration():
+def test_switches_combined_with_a_raw_configuration():
     raw = "--ds_config configs/deepspeed/stage_2_overlap.json"
     assert "--zero.sub_group_size goes into configs/deepspeed" in refused(f"{raw} --zero.sub_group_size 1000")
 
@@ -222,7 +222,7 @@ def test_raw_configuration(text: str, expected: str, more: str, tmp_path: Path):
     assert expected in refused(f"--ds_config {file} {more}")
 
 
-def test_the_machine_settles_what_is_left_to_it(monkeypatch: pytest.MonkeyPatch):
+def test_auto_values_are_settled_by_the_machine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(machine, "gpu_count", lambda: 4)
     config = resolve(command_line.parse(["--devices", "auto", "--precision", "auto"])).config
     assert (config.accelerator, config.devices, config.precision) == ("gpu", 4, "16-mixed")
@@ -239,7 +239,7 @@ def test_torchrun_says_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("model", ["speednet", "resnet18"])
 @pytest.mark.parametrize("side", [12, 24, 31])
-def test_networks_that_take_smaller_images(model: str, side: int):
+def test_models_that_take_smaller_images(model: str, side: int):
     resolve(command_line.parse(f"--model {model} --augment.low_resolution {side} --augment.low_epochs 1".split()))
 
 

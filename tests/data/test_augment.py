@@ -27,7 +27,7 @@ MANY = 20_000
 
 
 def make_split(images: NDArray[np.uint8]) -> Split:
-    """53 of 60 stored images, in an order of their own; each image is a class of its own."""
+    """Returns 53 of 60 stored images in a random order; each image is its own class."""
     return Split(images, np.arange(STORED), np.random.default_rng(0).permutation(STORED)[:COUNT])
 
 
@@ -129,7 +129,7 @@ def test_ranks_accumulation_and_blocks_change_nothing(
 
 
 @pytest.mark.parametrize("given", [1, 3, 11])
-def test_a_resumed_epoch_goes_on_as_if_never_stopped(given: int) -> None:
+def test_a_resumed_epoch_continues_as_if_never_stopped(given: int) -> None:
     split = noise()
     whole, stopped, resumed = (make_loader(split, ALL, accumulate=2) for _ in range(3))
     for each in (whole, stopped, resumed):
@@ -149,7 +149,7 @@ def test_a_resumed_epoch_goes_on_as_if_never_stopped(given: int) -> None:
     assert len(list(resumed)) == len(whole), "another epoch begins at its beginning"
 
 
-def test_random_flips_are_half_and_anew_alternating_ones_each_image_once_in_two_epochs() -> None:
+def test_random_flips_are_half_in_each_epoch_and_alternating_ones_flip_each_image_every_second_epoch() -> None:
     flips = [column(draw(AugmentConfig(flip="random"), MANY, SEED, epoch).flip) for epoch in range(2)]
     for flip in flips:
         assert abs(flip.float().mean() - 0.5) < 0.02  # 5.7 standard deviations

@@ -71,7 +71,7 @@ def test_a_damaged_cache_is_rebuilt(config: DataConfig, damage: str) -> None:
     assert path.read_bytes() == whole
 
 
-def test_a_ready_cache_is_left_alone_and_readers_outlive_its_replacement(config: DataConfig) -> None:
+def test_a_ready_cache_is_kept_and_its_replacement_does_not_affect_readers(config: DataConfig) -> None:
     data.prepare(config)
     inode = image_file(config).stat().st_ino
     dataset = data.load(config, "synthetic")

@@ -62,7 +62,7 @@ def test_the_class_shows_in_the_shape_and_not_in_the_colour() -> None:
 
 
 def accuracy(features: np.ndarray, labels: np.ndarray) -> float:
-    """Of a linear classifier fitted on the first two thirds, on the rest."""
+    """Returns a linear classifier's accuracy; it is fitted on the first two thirds and tested on the rest."""
     design = np.column_stack([features, np.ones(len(features))])
     weights = np.linalg.lstsq(design[:2000], np.eye(10)[labels[:2000]], rcond=None)[0]
     return float(np.mean((design[2000:] @ weights).argmax(axis=1) == labels[2000:]))

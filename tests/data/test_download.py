@@ -1,4 +1,4 @@
-"""The archive comes over the network once, whole and checked, or not at all."""
+"""The archive is downloaded once, whole and checked, or not at all."""
 
 from __future__ import annotations
 

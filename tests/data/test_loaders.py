@@ -102,7 +102,7 @@ def test_fewer_images_than_a_batch_are_refused() -> None:
 
 
 @pytest.mark.parametrize("onednn", [True, False])
-def test_batches_lie_in_memory_as_the_network_wants_them(onednn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_have_the_memory_format_of_the_model(onednn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Channels last for oneDNN, which torch's flag turns off; views of one block keep the format."""
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", onednn)
     for images, _ in MemoryLoader(make_split(), TrainOrder(COUNT, BATCH, 2, 1, 0, seed=0)):

@@ -30,7 +30,7 @@ def test_class_names_are_known_without_torch() -> None:
     subprocess.run([sys.executable, "-c", ASK_ALL], cwd=repository, check=True, timeout=60)
 
 
-def test_auto_without_network_falls_back_to_digits_loudly(
+def test_auto_without_a_connection_falls_back_to_digits_with_a_warning(
     tmp_path: Path, closed_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(digits, "TRAIN_PER_CLASS", 6)
@@ -43,7 +43,7 @@ def test_auto_without_network_falls_back_to_digits_loudly(
     assert "INSTEAD OF CIFAR-10" in messages
 
 
-def test_what_is_unknown_or_senseless_is_refused(tmp_path: Path) -> None:
+def test_unknown_and_invalid_values_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="choose auto, cifar10"):
         data.prepare(DataConfig("mnist", root=str(tmp_path)))  # pyright: ignore[reportArgumentType]
     with pytest.raises(UsageError, match="synthetic_size 9"):

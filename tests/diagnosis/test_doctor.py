@@ -86,7 +86,7 @@ def test_help_is_quick_and_lists_the_checks():
         (["--unknown"], "unrecognized arguments: --unknown"),
     ],
 )
-def test_wrong_usage_is_one_line(flags: list[str], said: str):
+def test_wrong_usage_is_reported_in_one_line(flags: list[str], said: str):
     done = run_program("doctor.py", *flags)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")

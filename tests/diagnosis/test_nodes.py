@@ -82,7 +82,7 @@ time.sleep(60)
 
 
 def test_a_node_that_hangs_is_named() -> None:
-    """By its host, which is known once all have met; rank 1 has come, and rank 2 has not."""
+    """The error names its host, which is known after the rendezvous: rank 1 has reached the step, rank 2 has not."""
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1"}
     done = run_program("-c", HANGS, env=ranks)
     assert done.returncode == 1
@@ -96,7 +96,7 @@ def test_a_node_that_hangs_is_named() -> None:
         (["--nodes", "port"], "--nodes compares nodes: it cannot be combined with --build or the name of a check"),
     ],
 )
-def test_wrong_usage_is_one_line(flags: list[str], said: str) -> None:
+def test_wrong_usage_is_reported_in_one_line(flags: list[str], said: str) -> None:
     done = run_program("doctor.py", *flags)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")

@@ -83,7 +83,7 @@ def test_every_format_has_the_scores_of_the_checkpoint(checkpoint: Path, images:
     assert sorted(file.name for file in output.parent.iterdir()) == ["net.onnx", "net.pt", "net.safetensors"]
 
 
-def test_a_user_reads_the_exports_with_torch_alone(baseline: Path, images: Tensor, tmp_path: Path):
+def test_a_user_reads_the_exports_with_only_torch(baseline: Path, images: Tensor, tmp_path: Path):
     folder = run_folder_of(baseline.parents[3])
     done = run_program("export.py", str(folder), "--to", "onnx")
     assert_ok(done)
@@ -150,7 +150,7 @@ def checkpoint_of(net: nn.Module, name: str, options: dict[str, Any], classes: l
 
 
 class Other(nn.Module):
-    """Has what Net does not have: an option, buffers (one of integers), dropout, weights with two names."""
+    """A model with what Net lacks: an option, buffers (one of integers), dropout, weights with two names."""
 
     def __init__(self, num_classes: int, width: int):
         super().__init__()
@@ -172,7 +172,7 @@ class OtherModel:
 
 
 @pytest.mark.parametrize("to", FORMATS)
-def test_a_network_with_options_buffers_and_tied_weights(
+def test_a_model_with_options_buffers_and_tied_weights(
     to: str, images: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setitem(models.MODELS, "other", OtherModel)

@@ -1,4 +1,4 @@
-"""predict.py on image files as people have them: the class that the network itself gives."""
+"""predict.py on image files as users have them: it returns the class that the model itself returns."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def folder(digits: tuple[Path, Dataset], tmp_path_factory: pytest.TempPathFactor
 
 
 def own_probabilities(checkpoint: Path, images: np.ndarray) -> torch.Tensor:
-    """What the network itself says of images uint8 (N, 3, 32, 32)."""
+    """Returns the model's own predictions for images, uint8 (N, 3, 32, 32)."""
     net = models.build("net", 10).eval()
     net.load_state_dict(read_weights(net, checkpoint))
     with torch.inference_mode():
@@ -56,7 +56,7 @@ def own_probabilities(checkpoint: Path, images: np.ndarray) -> torch.Tensor:
 
 
 def predictions(*arguments: str) -> dict[str, list[tuple[str, float]]]:
-    """By name of the file."""
+    """Returns predict.py's predictions by file name."""
     done = run_program("predict.py", *arguments, "--json")
     assert_ok(done)
     assert not done.stderr

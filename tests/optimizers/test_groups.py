@@ -41,7 +41,7 @@ def test_one_group_where_all_are_alike(options: dict[str, Any]):
     assert "param_names" not in group
 
 
-def test_biases_that_are_trained_alone_do_not_decay():
+def test_biases_do_not_decay_if_only_they_are_trained():
     net: Any = network()
     net[0].weight.requires_grad = net[2].weight.requires_grad = False
     (group,) = optimizer(net, weight_decay=0.1).param_groups
@@ -58,8 +58,8 @@ def test_the_shape_of_a_sharded_parameter():
 
 @pytest.mark.parametrize("now", [0.1, 0.0])
 @pytest.mark.parametrize("before", [0.1, 0.0])
-def test_the_state_of_other_groups_is_taken_up(before: float, now: float):
-    """Of one group in two, of two in one: each parameter gets its own."""
+def test_the_state_of_other_groups_is_loaded(before: float, now: float):
+    """One group is loaded into two, and two into one: each parameter gets its own state."""
     net = network()
     first, second = optimizer(net, weight_decay=before, lr=0.5), optimizer(net, weight_decay=now)
     for number, parameter in enumerate(net.parameters()):
@@ -86,7 +86,7 @@ def test_a_loaded_state_lies_as_its_parameter_does():
 
 
 def test_regrouped_parameters_keep_their_learning_rate():
-    """Muon's checkpoint, whose groups have rates of their own, in groups that weight decay splits in another way."""
+    """Muon's checkpoint, whose groups have separate rates, is loaded into groups that weight decay splits otherwise."""
     before = {"lr": 0.1, "bias_lr": 0.2, "head_lr": 0.3}
     first = optimizer(network(), "muon_sgd", **before, weight_decay_on="all")
     second = optimizer(network(), "muon_sgd", **before, weight_decay=0.01, first_bias_share=0.5)

@@ -115,7 +115,7 @@ def test_a_share_for_a_bias_that_is_not_there():
         parameter_groups(OPTIMIZERS["muon_sgd"](**{**OPTIONS, "first_bias_share": 0.5}), dict(net.named_parameters()))
 
 
-def test_a_share_that_is_no_number_of_steps():
+def test_a_share_that_is_no_whole_number_of_steps():
     """7 steps in 0.3 of 23: at no step the rate of half a step before or after."""
     parameter = nn.Parameter(torch.zeros(1))
     groups = [{"params": [parameter], "muon": True}, {"params": [nn.Parameter(torch.zeros(1))], "schedule_share": 0.3}]

@@ -24,7 +24,7 @@ def network() -> nn.Sequential:
 
 
 def trained(make: Callable[[nn.Sequential], Callable[[], Any]]) -> list[Tensor]:
-    """The weights after 100 steps; `make` gives the step for a network."""
+    """Returns the weights after 100 steps; `make` returns the step function for a model."""
     net = network()
     step = make(net)
     images, labels = torch.randn(16, 3, 8, 8), torch.randint(5, (16,))
@@ -56,7 +56,7 @@ def torchs(kind: Any, **options: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", sorted({*OPTIMIZERS} - {"adam8bit"}))
 def test_the_fused_form_takes_the_same_steps(name: str):
-    """As on a GPU, with torch's fused kernels of the CPU; an optimizer that has none takes its own form."""
+    """A run on a GPU takes torch's fused kernels, here those of the CPU; an optimizer without them is unchanged."""
     gentle: Any = (
         {"lr": 0.01, "bias_lr": 0.01, "head_lr": 0.01} if name == "muon_sgd" else {}
     )  # its own blow rounding up
@@ -109,7 +109,7 @@ def test_lion_is_the_papers():
     assert_equal(ours("lion", lr=lr, betas=(first, second), weight_decay=decay), trained(make))
 
 
-def test_muon_is_torchs_beside_adamw():
+def test_muon_equals_torchs_muon_with_adamw():
     """torch.optim.Muon on the hidden matrices, convolutions as matrices; torch.optim.AdamW on all else.
 
     torch's Muon computes in bfloat16 on the CPU too, ours there in float32.
@@ -138,7 +138,7 @@ def test_muon_is_torchs_beside_adamw():
         assert (weight - expected).norm() < 0.02 * (expected - first).norm()
 
 
-def test_muon_leaves_the_ends_of_the_network_and_embeddings_alone():
+def test_muon_does_not_update_the_first_and_last_layer_and_embeddings():
     names = {"net.positions": 2, "net.patches.weight": 4, "net.patches.bias": 1, "net.norm.weight": 1}
     names |= {"net.qkv.weight": 2, "net.qkv.bias": 1, "net.out.weight": 2, "net.head.weight": 2, "net.head.bias": 1}
     assert hidden_matrices(names) == {"net.qkv.weight", "net.out.weight"}

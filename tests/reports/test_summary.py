@@ -83,7 +83,7 @@ def test_the_commit_and_whether_it_is_dirty(tmp_path: Path) -> None:
     assert git_commit(tmp_path) == f"{head}-dirty"
 
 
-def test_the_summary_says_what_a_user_looks_for() -> None:
+def test_the_summary_contains_the_main_figures() -> None:
     run_dir = Path("my runs/net-baseline/version_3")
     text = printed(print_summary, metrics_json(RUN, fallback="not CIFAR-10"), run_dir)
     speed = "1,234 images/s, 1.20 ms per step, 0.05 ms of it waiting for data"
@@ -119,8 +119,8 @@ def test_the_table_of_a_benchmark() -> None:
     assert "MFU" not in printed(print_summary, {**metrics, "perf/mfu": None}, Path("runs/a/version_0"))
 
 
-def test_a_class_without_images_and_a_network_without_top_5() -> None:
-    """Of no class has the table a figure that it has not."""
+def test_a_class_without_images_and_a_model_without_top_5() -> None:
+    """The table has no metric for a class that lacks it."""
     nothing = {"zero [0]": float("nan"), "one": 0.75}
     text = printed(print_test_table, {**RUN, "test/acc_per_class": nothing, "test/acc_top5": None})
     assert [cell.strip() for cell in next(line for line in text.splitlines() if "zero" in line).split("│")[1:-1]] == [

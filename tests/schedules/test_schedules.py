@@ -105,7 +105,7 @@ def test_deepspeeds_to_the_last_bit(schedule: Any, reference: Any, warmup_type: 
     ids=lambda value: type(value).__name__,
 )
 def test_torchs(schedule: Any, reference: Any):
-    """Of 200 steps; torch's own go from each step to the next, and so round otherwise."""
+    """200 rates agree; torch computes each rate from the one before, and so rounds differently."""
     assert ours(schedule, 200) == pytest.approx(rates(reference, 200), rel=1e-9, abs=1e-14)
 
 
@@ -117,7 +117,7 @@ def test_range_test_runs_from_end_to_end():
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_end_is_the_runs_own(name: str):
-    """Where none is given; and every schedule has a rate after its end too."""
+    """Without total_steps a schedule ends with the run; every schedule also has a rate after its end."""
     schedule: Any = settled(SCHEDULES[name](), lambda: 4000)
     assert getattr(schedule, "total_steps", 4000) == 4000
     assert all(0 <= schedule.rate(step, BASE_LR) <= 1 for step in (0, 1, 3999, 4000, 4001, 5000))

@@ -17,7 +17,7 @@ def planned(accelerator: str, devices: int, strategy: str = "baseline") -> Run:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Of 8 cores, 20 GB and 4 GPUs."""
+    """A machine with 8 cores, 20 GB and 4 GPUs."""
     monkeypatch.delenv(module.VISIBLE, raising=False)
     monkeypatch.setattr(hardware, "cores", lambda: [*range(8)])
     monkeypatch.setattr(module, "free_memory_bytes", lambda: 20_000_000_000)
@@ -32,7 +32,7 @@ def test_cores_are_shared_out(machine: pytest.MonkeyPatch) -> None:
     assert len(slots([planned("cpu", 1)], 3, runs=100)) == 3
 
 
-def test_the_memory_of_the_cpu_is_heeded(machine: pytest.MonkeyPatch) -> None:
+def test_slots_respect_the_memory_of_the_cpu(machine: pytest.MonkeyPatch) -> None:
     machine.setattr(module, "free_memory_bytes", lambda: 3_500_000_000)
     assert len(slots([planned("cpu", 1)], None, runs=100)) == 3
 

@@ -59,6 +59,6 @@ def test_samples_have_each_value_and_each_end() -> None:
         ("seed=0..9", "list the seeds, seed=0,1,2"),
     ],
 )
-def test_what_is_no_space(definition: str, message: str) -> None:
+def test_an_invalid_space_is_refused(definition: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         parse([definition])

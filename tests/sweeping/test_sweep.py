@@ -56,7 +56,7 @@ def test_what_it_refuses(
     assert not out.exists()
 
 
-def test_wrong_usage_is_one_line() -> None:
+def test_wrong_usage_is_reported_in_one_line() -> None:
     done = run_program("sweep.py", "--search", "optimizer.lrr=0.1,1")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: unknown option --optimizer.lrr: did you mean --optimizer.lr?\n"
@@ -92,8 +92,8 @@ def test_a_sweep(
 
 @of_make_fuzz
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_sweep_that_was_ended_goes_on(number: int, tmp_path: Path, small_data: list[str]) -> None:
-    """Whatever ended it: the second start goes on from checkpoints, and every run trains each step once."""
+def test_an_ended_sweep_continues(number: int, tmp_path: Path, small_data: list[str]) -> None:
+    """Whatever ended it, the second start resumes from checkpoints, and every run trains each step once."""
     command = [sys.executable, "sweep.py", "--search", "optimizer.lr=0.01,0.02", *small_data]
     command += ["--batch_size", "4", "--epochs", "8", "--log_interval", "10", "--accelerator", "cpu"]
     command += ["--parallel", "2", "--out", str(tmp_path), "--name", "rates"]

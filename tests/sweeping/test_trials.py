@@ -65,7 +65,7 @@ def test_a_setting_has_the_mean_of_its_seeds(sweep: Sweep, tmp_path: Path) -> No
     assert [run["folder"] for run in sorted(row["runs"], key=lambda run: run["seed"])] == folders
 
 
-def test_a_failed_run_is_told_and_tried_again(sweep: Sweep, tmp_path: Path) -> None:
+def test_a_failed_run_is_reported_and_tried_again(sweep: Sweep, tmp_path: Path) -> None:
     search = ["optimizer.lr=0.1,0.2", "seed=0,1"]
     fails = "if flags['--optimizer.lr'] == '0.1' and flags['--seed'] == '0': sys.exit('error: out of memory')"
     finished, failed = sweep(fails, search)
@@ -99,7 +99,7 @@ def test_a_sampled_setting_is_trained_with_each_seed(sweep: Sweep, sampler: str)
 
 
 def test_a_run_behind_the_median_is_pruned(sweep: Sweep, tmp_path: Path) -> None:
-    """Of five that have finished the median is taken (Optuna's default)."""
+    """The median is taken once five runs have finished (Optuna's default)."""
     for number in range(7):
         with SummaryWriter(tmp_path / f"optimizer.lr_{number}" / "version_0") as events:
             events.add_scalar("val/acc", 0.2 if number == 5 else 0.6, 10)

@@ -42,7 +42,7 @@ def check_resume(run: Run) -> None:
 
 
 def resumes(run: Run) -> bool:
-    """Returns whether the run can be resumed from a checkpoint of its own."""
+    """Returns whether the run can be resumed from its own checkpoint."""
     return not _why_not(run)
 
 

@@ -20,7 +20,7 @@ class Peak(NamedTuple):
     tfloat32: float | None
     bfloat16: float | None
     float16: float | None
-    """With accumulation in float32, as torch does it."""
+    """The peak with accumulation in float32, which torch uses."""
 
 
 # Half of the figure if a data sheet only gives it with sparsity. Patterns are searched in the name that

@@ -14,7 +14,7 @@ from cifar_zero.launch.collectives import gather
 from cifar_zero.strategies import replica
 
 SCHEMA = 1
-"""Of the record."""
+"""Version of the record."""
 
 
 class Resume(Callback):

@@ -104,7 +104,7 @@ def test_the_page_asks_for_nothing_and_shows_names_as_they_are(tmp_path: Path):
     assert {"Bounds & all.", "Known & harmless."} <= set(page.shown)
 
 
-def test_what_is_not_known_is_left_out(tmp_path: Path):
+def test_unknown_values_are_left_out(tmp_path: Path):
     bare = Variant("ddp", "ddp", 2, 1, "", runs=[Run("runs/ddp", 0, {}, {}, {}, Curve([], []), {})])
     nothing = Comparison("net", "", "", {}, {}, "baseline", [failed("baseline"), bare])
     write_page(nothing, tmp_path)
@@ -184,7 +184,7 @@ def test_equal_curves_are_all_seen():
         assert min(count(figure, color) for color in PALETTE[:2]) > 100
 
 
-def test_losses_that_are_no_numbers_are_drawn_as_far_as_they_go():
+def test_losses_are_drawn_up_to_the_first_nan():
     diverged = trained("ddp", "different", off=1.0)
     diverged.runs[0].losses.values[10:] = [float("inf"), float("nan")] * 10
     figure = loss_plot(comparison(diverged))

@@ -95,7 +95,7 @@ def test_a_buffer_of_parameters_on_a_disk_has_room_for_the_largest(model: str, d
     assert made["zero_optimization"]["offload_param"]["buffer_size"] == largest
 
 
-def test_raw_configuration_keeps_what_is_not_ours(tmp_path: Path):
+def test_a_raw_configuration_keeps_settings_that_are_not_ours(tmp_path: Path):
     file = tmp_path / "raw.json"
     file.write_text(json.dumps({"zero_optimization": {"stage": 2, "overlap_comm": True}, "steps_per_print": 7}))
     config = command_line.parse(["--ds_config", str(file), "--gradient_clip_val", "2"])
