@@ -23,7 +23,7 @@ def config(tmp_path: Path) -> DataConfig:
 
 
 def make(config: DataConfig, batch_size: int = 8, accumulate: int = 1, world_size: int = 1) -> CIFARDataModule:
-    """A data module after `setup`, as rank 0 of a trainer of `world_size` ranks sees it."""
+    """Returns a data module after `setup`, as rank 0 of a trainer of `world_size` ranks sees it."""
     datamodule = CIFARDataModule(config, batch_size=batch_size, accumulate=accumulate, seed=7)
     strategy = DDPStrategy(parallel_devices=[torch.device("cpu")] * world_size)
     datamodule.trainer = cast(Any, SimpleNamespace(strategy=strategy))
@@ -73,7 +73,7 @@ def test_all_training_images_are_trained_on_without_a_validation_share(config: D
 
 
 class Recorder(LightningModule):
-    """Trains nothing; notes the images and labels that it is given."""
+    """Trains nothing; records the images and labels that it gets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Recorder(LightningModule):
 def record(
     config: DataConfig, tmp_path: Path, augment: AugmentConfig | None = None, **options: Any
 ) -> dict[str, torch.Tensor]:
-    """What a module sees in two epochs of `fit` and in `test`, all batches in one."""
+    """Returns what a module gets in two epochs of `fit` and in `test`, all batches concatenated."""
     trainer = Trainer(
         max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, use_distributed_sampler=False, default_root_dir=tmp_path, num_sanity_val_steps=0,

@@ -1,4 +1,4 @@
-"""The house rules that a reader relies on: every module imports, every recipe builds, data goes one way."""
+"""Rules of the whole tree: every module imports, every recipe builds, imports between packages go one way."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FLOORS = (
 
 
 def imports(path: Path) -> set[str]:
-    """Top-level names of the packages that a file imports."""
+    """Returns the top-level names of the packages that a file imports."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -64,7 +64,7 @@ def test_models_and_data_know_no_lightning():
 
 
 def test_imports_go_one_way():
-    """Between the floors, none within a floor, and none of a root file."""
+    """A package imports only packages of the floors before its own, no other one of its own floor, and no root file."""
     floor = {name: number for number, names in enumerate(FLOORS) for name in names}
     assert set(floor) == {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     wrong = []

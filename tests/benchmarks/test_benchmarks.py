@@ -1,4 +1,4 @@
-"""The benchmarks' figures by hand, that a reference loop trains the same model as train.py, and one benchmark run."""
+"""Benchmarks: figures computed by hand, a reference loop that trains train.py's model, and one whole benchmark run."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_clock_leaves_the_warm_up_out(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Sets one thread for this test and restores the threads and kernels afterwards: the loops choose their own."""
+    """Sets one thread for this test and restores threads and kernels afterwards, because the loops change them."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -20,7 +20,7 @@ REFUSED = "sets trust, which only the command line may: take it out and add --tr
 
 
 class Evil:
-    """Makes a directory when it is unpickled."""
+    """Creates a directory when it is unpickled."""
 
     def __init__(self, proof: Path):
         self.proof = proof
@@ -30,7 +30,7 @@ class Evil:
 
 
 def test_a_run_folder_cannot_switch_trust_on(tmp_path: Path):
-    """Its config.yaml and the record in its checkpoint ask for it; the flag itself is still obeyed."""
+    """Its config.yaml and the record in its checkpoint set trust; only the flag itself has an effect."""
     proof, run = tmp_path / "proof", tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     recipe = {**yaml.safe_load(command_line.dump(Config())), "data": {"source": "digits"}, "trust": True}

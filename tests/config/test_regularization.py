@@ -1,4 +1,4 @@
-"""Label smoothing, and what is refused of the options against overfitting."""
+"""Label smoothing, and refused values of the options against overfitting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is refused before anything is launched."""
+"""Configurations that are refused before anything is launched."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def lost_rank(path: Path, patch: Patch) -> None:
 
 
 def absent_rank(path: Path, patch: Patch) -> None:
-    """Gloo's answer where a rank never comes to a collective."""
+    """Gloo's answer where a rank never reaches a collective."""
     groups = two_ranks()
     groups[0].allreduce([torch.ones(1)]).wait()
 
@@ -130,7 +130,7 @@ def no_cuda_home(path: Path, patch: Patch) -> None:
 
 
 def no_cuda_home_for_torch(path: Path, patch: Patch) -> None:
-    """torch's own answer to the same."""
+    """torch's answer without a CUDA toolkit."""
     from torch.utils.cpp_extension import CUDAExtension
 
     patch.setattr("torch.utils.cpp_extension.CUDA_HOME", None)
@@ -209,7 +209,7 @@ def test_provoked(name: str, tmp_path: Path, monkeypatch: Patch):
     ],
 )
 def test_what_takes_a_gpu(library: str, text: str, says: str):
-    """The libraries still say it in these words."""
+    """The libraries still use these error texts."""
     file = Path(torch.__file__).parent / "lib" / library
     if not file.exists():
         pytest.skip(f"a torch without CUDA: no {library}")

@@ -74,7 +74,7 @@ def md5(content: bytes) -> str:
 
 
 def publish(files: dict[str, bytes], published: type[CIFAR10], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make torchvision's class take these files, packed by `tar_gz`, for the published ones."""
+    """Makes torchvision's class accept these files, packed by `tar_gz`, as the published ones."""
     sums = {name.partition("/")[2]: md5(content) for name, content in files.items()}
     for attribute in ("train_list", "test_list"):
         names = [name for name, _ in getattr(published, attribute)]

@@ -12,7 +12,7 @@ from tests.data.archives import ArchiveServer, cifar_files, tar_gz
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bytes], ArchiveServer]]:
-    """Start a server of some content; it ends with the test."""
+    """Starts a server of some content; it ends with the test."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setattr("cifar_zero.data.download.BACKOFF_S", 0)
     servers = []
@@ -31,7 +31,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bytes], Archive
 
 @pytest.fixture
 def closed_url(serve: Callable[[bytes], ArchiveServer]) -> str:
-    """An address at which nobody listens."""
+    """An address at which no server listens."""
     server = ArchiveServer(b"")
     server.server_close()
     return server.url

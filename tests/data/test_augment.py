@@ -55,7 +55,7 @@ def by_position(
 
 
 def expected(split: Split, config: AugmentConfig, draws: Draws, position: int) -> tuple[NDArray[np.float32], Tensor]:
-    """What an image becomes, one by one, by plain indexing."""
+    """Returns an augmented image, computed one by one with plain indexing."""
     image, own_label = alone(split, config, draws, position), int(split.labels[position])
     if draws.partner is None or draws.box is None or draws.weight is None:
         return image, torch.tensor(own_label)

@@ -1,4 +1,4 @@
-"""CIFAR's archives are read right, and nothing but CIFAR's archives."""
+"""CIFAR's archives are read correctly, and no other archive is accepted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ARCHIVE = "cifar-10-python.tar.gz"
 
 
 def prepare(root: Path, archive: bytes) -> Dataset:
-    """Prepare an archive of one's own, put into the root by hand."""
+    """Prepares a user's archive, which was put into the root by hand."""
     root.mkdir(exist_ok=True)
     (root / ARCHIVE).write_bytes(archive)
     config = DataConfig("cifar10", root=str(root), md5=md5(archive))
@@ -36,7 +36,7 @@ def prepare(root: Path, archive: bytes) -> Dataset:
 def test_images_labels_and_names_are_those_of_the_files(
     name: str, published: type[CIFAR10], num_classes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the root, which may be read-only, is left as it is."""
+    """The root, which may be read-only, stays unchanged."""
     files = cifar_files(num_classes)
     publish(files, published, monkeypatch)
     (tmp_path / "root").mkdir()

@@ -23,7 +23,7 @@ CONTENT = bytes(range(256)) * 4096  # 1 MiB: more than one chunk
 def test_four_runs_with_two_caches_download_once(
     tmp_path: Path, serve: Serve, archive10: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Threads stand for processes: the system's file locks do not tell them apart."""
+    """Threads replace processes: the system's file locks treat them alike."""
     publish(cifar_files(10), CIFAR10, monkeypatch)
     server = serve(archive10)
 

@@ -1,4 +1,4 @@
-"""One's own folder of images: decoded right, refused clearly, and decoded again when it changes."""
+"""A user's folder of images: decoded correctly, refused clearly, and decoded again when it changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Image files as people have them."""
+"""Image files in the formats that users have."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_modes_and_orientation_change_no_pixel(tmp_path: Path):
 
 
 def test_a_file_of_another_kind_is_refused_whatever_its_name(tmp_path: Path):
-    """Pillow would have Ghostscript run the program in an EPS file."""
+    """Pillow would let Ghostscript run the program in an EPS file."""
     image = Image.new("RGB", (32, 32))
     for kind in ("EPS", "GIF", "TIFF", "BMP"):
         image.save(tmp_path / "image.png", kind)

@@ -1,4 +1,4 @@
-"""Reflected borders, brightness and contrast against the plain formulas, on any number of ranks."""
+"""Reflected borders, brightness and contrast compared with the plain formulas, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def split() -> Split:
 
 
 def seen(config: AugmentConfig, epoch: int, ranks: int = 1) -> Tensor:
-    """All images of an epoch, by their position."""
+    """Returns all images of an epoch, by their position."""
     side = config.low_resolution if epoch < config.low_epochs else 32
     found = torch.empty(COUNT, 3, side, side)
     for rank in range(ranks):

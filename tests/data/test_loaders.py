@@ -19,7 +19,7 @@ BATCH = 8
 
 
 def make_split() -> Split:
-    """53 of 60 stored images, in an order of their own; each image's label is its row, to tell them apart."""
+    """Returns 53 of 60 stored images in a random order; each image's label is its row, which identifies it."""
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (60, 3, 32, 32), dtype=np.uint8)
     images.flags.writeable = False

@@ -39,7 +39,7 @@ CHILD = ["sleep", "60.0625"]
 
 
 def lines_of(done: subprocess.CompletedProcess[str]) -> dict[str, tuple[str, str]]:
-    """What was printed: name -> status and text."""
+    """Returns the printed findings: name -> status and text."""
     found = re.findall(r"^(ok|warning|failed) +(\S+) +(\S.*)$", done.stdout, re.MULTILINE)
     return {name: (status, text) for status, name, text in found}
 

@@ -22,7 +22,7 @@ def hosts() -> Iterator[Hosts]:
 
 
 def start(hosts: Hosts, rank: int, *flags: str, cwd: Path = ROOT) -> subprocess.Popen[str]:
-    """One rank of two, one on each host."""
+    """Starts one of two ranks, which run on separate hosts."""
     host: Host = (hosts.a, hosts.b)[rank]
     place = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "NODE_RANK": rank}
     meeting = {"MASTER_ADDR": hosts.a.address, "MASTER_PORT": "29532", "GLOO_SOCKET_IFNAME": DEVICE}
@@ -37,7 +37,7 @@ def start(hosts: Hosts, rank: int, *flags: str, cwd: Path = ROOT) -> subprocess.
 
 
 def lines_of(rank: subprocess.Popen[str], timeout: float = 100) -> tuple[list[str], list[str]]:
-    """Its standard output and error, without torch's warning of a name that it cannot resolve."""
+    """Returns standard output and error, without torch's warning of a name that it cannot resolve."""
     out, errors = rank.communicate(timeout=timeout)
     return out.splitlines(), [line for line in errors.splitlines() if "socket.cpp" not in line]
 

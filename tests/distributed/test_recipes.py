@@ -82,7 +82,7 @@ def test_trains(recipe: Path, runs: tuple[int, dict[str, Path]]):
     losses = read_losses(folders[recipe.stem] / "losses.csv").values
     assert (metrics["strategy"], metrics["world_size"]) == (strategy_of(recipe, ranks), ranks)
     assert len(losses) == metrics["steps"] >= STEPS
-    assert 0.8 * GUESS < losses[0] < 3 * GUESS  # a deep network's scores are large at first under --init he
+    assert 0.8 * GUESS < losses[0] < 3 * GUESS  # a deep model's scores are large at first under --init he
     assert all(map(math.isfinite, losses))
     assert mean(losses[-4:]) < (0.01 if recipe.stem == "debug_overfit" else 1.1 * mean(losses[:4]))
     assert math.isfinite(metrics["test/loss"])

@@ -163,7 +163,7 @@ class Other(nn.Module):
 
 @dataclass
 class OtherModel:
-    """Its entry in the registry."""
+    """The entry of Other in the registry."""
 
     width: int = 4
 

@@ -15,7 +15,7 @@ HOUR = 3600
 
 
 def looks(watch: Watch, beats: list[Beat], start: float, end: float, stopped: tuple[int, ...] = ()) -> list[str]:
-    """Looks once a second at the same beats."""
+    """Checks the same heartbeats once a second; returns the verdicts."""
     return [watch.look(beats, stopped, float(second)) for second in range(int(start), int(end))]
 
 

@@ -1,4 +1,4 @@
-"""What torchrun's restarts need is said at the first start."""
+"""The first start reports what torchrun's restarts need."""
 
 from __future__ import annotations
 

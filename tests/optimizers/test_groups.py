@@ -49,7 +49,7 @@ def test_biases_do_not_decay_if_only_they_are_trained():
 
 
 def test_the_shape_of_a_sharded_parameter():
-    """ZeRO-3 leaves an empty one with the shape that it had."""
+    """ZeRO-3 leaves an empty tensor, which records its former shape."""
     sharded: Any = [nn.Parameter(torch.empty(0)), nn.Parameter(torch.empty(0))]
     sharded[0].ds_shape, sharded[1].ds_shape = torch.Size([4, 3]), torch.Size([4])
     decaying, others = parameter_groups(OPTIMIZERS["adamw"](), {"0.weight": sharded[0], "0.bias": sharded[1]})

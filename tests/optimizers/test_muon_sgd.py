@@ -1,4 +1,4 @@
-"""Muon and SGD in one against the formulas, one parameter after the other, with singular values by SVD in float64."""
+"""muon_sgd compared with the formulas, one parameter after the other, with singular values by SVD in float64."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def gradients(net: nn.Sequential, step: int) -> None:
 
 
 def polynomial_of_singular_values(matrix: Tensor, steps: int) -> Tensor:
-    """What a Newton-Schulz iteration is: s -> a s + b s^3 + c s^5 of each singular value s."""
+    """Returns a Newton-Schulz iteration's result: a s + b s^3 + c s^5 for each singular value s."""
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     values = values / values.norm()
     for _ in range(steps):
@@ -63,7 +63,7 @@ def test_orthogonalized(shape: tuple[int, int]):
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_updates_are_the_formulas(normalize: bool):
-    """The schedule falls to 0, of the first layer's bias in half the steps."""
+    """The schedule falls to 0; for the first layer's bias it does so in half the steps."""
     net, other = network(), network()
     chosen = OPTIMIZERS["muon_sgd"](**{**OPTIONS, "normalize": normalize})
     optimizer = chosen.build(parameter_groups(chosen, dict(net.named_parameters())), "torch")

@@ -44,7 +44,7 @@ def ours(name: str, implementation: Implementation = "torch", **options: Any) ->
 
 
 def torchs(kind: Any, **options: Any) -> list[Tensor]:
-    """torch's class, with no weight decay on biases."""
+    """Returns the weights that torch's class trains, without weight decay on biases."""
 
     def make(net: nn.Sequential) -> Callable[[], Any]:
         matrices = [parameter for parameter in net.parameters() if parameter.dim() > 1]

@@ -1,4 +1,4 @@
-"""Schedules against their references."""
+"""Schedules compared with their references."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -28,7 +28,7 @@ BASE_LR = 0.001
 
 
 def rates(make: Any, steps: int, base_lr: float = BASE_LR) -> list[float]:
-    """Learning rate of each step under the scheduler that `make` makes for an optimizer."""
+    """Returns the learning rate of each step under the scheduler that `make` makes for an optimizer."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=base_lr)
     scheduler = make(optimizer)
     seen = []

@@ -1,4 +1,4 @@
-"""What a strategy chooses for GPUs, asked on a machine that may have none."""
+"""A strategy's choices for GPUs, tested on a machine that may have none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of runs and what becomes of them, with a program in train.py's place that takes a moment."""
+"""The order of runs and their results, with a short program that replaces train.py."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Sweep = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> Sweep:
-    """Starts the sweep in tmp_path, or starts it again, and returns what became of each setting."""
+    """Starts the sweep in tmp_path, or starts it again, and returns the result of each setting."""
 
     def carry_out(
         what: str, search: list[str], parallel: int = 1, prune: bool = False, settings: int = 3, sampler: str = "tpe"
@@ -87,7 +87,7 @@ def test_a_run_without_the_metric_has_failed(sweep: Sweep) -> None:
 
 @pytest.mark.parametrize("sampler", ["random", "tpe"])
 def test_a_sampled_setting_is_trained_with_each_seed(sweep: Sweep, sampler: str) -> None:
-    """And more of them in another start are other ones."""
+    """A second start samples other settings."""
     search = ["optimizer.lr=1e-4..1e-1:log", "batch_size=16..64:16", "seed=0,1"]
     first = sweep("", search, parallel=2, settings=2, sampler=sampler)
     rows = sweep("", search, settings=3, sampler=sampler)

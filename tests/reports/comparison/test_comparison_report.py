@@ -33,7 +33,7 @@ NASTY = '<script src="http://host/x.js">|`*&$\\x$'
 
 
 def trained(name: str, kind: VerdictKind = "bit-identical", seeds: int = 1, off: float = 0.0) -> Variant:
-    """A variant whose losses are `off` the reference's from step 8 on."""
+    """Returns a variant whose losses differ from the reference's by `off` from step 8 on."""
     steps = list(range(1, STEPS + 1))
     runs = [
         Run(
@@ -67,7 +67,7 @@ def failed(name: str) -> Variant:
 
 
 class Page(HTMLParser):
-    """What a browser would ask for, and what it would show."""
+    """What a browser would load, and what it would show."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -168,7 +168,7 @@ def test_a_table_has_what_any_variant_has_and_bars():
 
 
 def count(figure: Figure, color: str) -> int:
-    """Pixels of exactly this colour in a figure as it is drawn."""
+    """Returns the number of pixels of exactly this colour in a drawn figure."""
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=100)
     image = np.asarray(Image.open(drawn).convert("RGB"))
