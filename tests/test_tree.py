@@ -64,7 +64,7 @@ def test_models_and_data_know_no_lightning():
 
 
 def test_imports_go_one_way():
-    """A package imports only packages of the floors before its own, no other one of its own floor, and no root file."""
+    """A package imports only packages of the floors before its own, no other one of its floor, and no root file."""
     floor = {name: number for number, names in enumerate(FLOORS) for name in names}
     assert set(floor) == {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     wrong = []

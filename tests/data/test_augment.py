@@ -149,7 +149,7 @@ def test_a_resumed_epoch_continues_as_if_never_stopped(given: int) -> None:
     assert len(list(resumed)) == len(whole), "another epoch begins at its beginning"
 
 
-def test_random_flips_are_half_in_each_epoch_and_alternating_ones_flip_each_image_every_second_epoch() -> None:
+def test_random_flips_are_half_and_alternating_ones_flip_each_image_every_second_epoch() -> None:
     flips = [column(draw(AugmentConfig(flip="random"), MANY, SEED, epoch).flip) for epoch in range(2)]
     for flip in flips:
         assert abs(flip.float().mean() - 0.5) < 0.02  # 5.7 standard deviations
