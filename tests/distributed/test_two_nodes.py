@@ -178,7 +178,7 @@ def test_hosts_that_do_not_share_a_disk_are_refused(tmp_path: Path, small_data: 
 def test_other_launchers(launcher: str, tmp_path: Path, small_data: list[str], on_one_host: dict[str, torch.Tensor]):
     """DeepSpeed's launcher without ssh, and the variables that srun sets for its tasks; two hosts, one rank each."""
     train = [*small_data, *RECIPE, "--out", str(tmp_path), "--strategy", "deepspeed_stage_1", "--num_nodes", "2"]
-    program = str(ROOT / "tests" / "without_figures.py")
+    program = str(ROOT / "tests" / "support" / "without_figures.py")
     with two_hosts() as hosts:
         (tmp_path / "hostfile").write_text(f"{hosts.a.name} slots=1\n{hosts.b.name} slots=1\n")
         processes: list[subprocess.Popen[str]] = []

@@ -102,7 +102,10 @@ def test_numbers_lists_and_layer_names_are_accepted():
     [
         ("mlp --model.batch_norm true --batch_size 1", "--model.batch_norm normalises over the micro-batch"),
         ("resnet18 --trainer.sync_batchnorm true", "--trainer.sync_batchnorm needs a GPU"),
-        ("net_moe --model.ep_size 2 --devices 2 --strategy deepspeed_stage_2 --init he", "--init he initialises the experts"),
+        (
+            "net_moe --model.ep_size 2 --devices 2 --strategy deepspeed_stage_2 --init he",
+            "--init he initialises the experts",
+        ),
     ],
 )
 def test_batch_norm_and_init_are_refused_where_they_cannot_work(flags: str, message: str):
