@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from collections.abc import Iterator
 
@@ -64,3 +65,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def _of_several_ranks(item: pytest.Item) -> bool:
     return item.get_closest_marker("distributed") is not None
+
+
+@pytest.fixture
+def signal_handlers() -> Iterator[None]:
+    """Restores the handlers that a program sets to stop at signals."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

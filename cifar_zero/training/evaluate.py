@@ -52,7 +52,7 @@ def main(classes: Callable[[], tuple[Any, Any]]) -> int:
         checkpoint = Path(arguments.delta)
     config = configuration(checkpoint, overrides, content)
     trained_cast = bool(config.ds_config) or STRATEGIES[config.strategy].casts
-    run = replace(of_machine(on_this_machine(for_one_device(config))), consent=consent)
+    run = of_machine(on_this_machine(for_one_device(config)), consent)
     # A CPU has no float16.
     precision = "32-true" if config.precision == "16-mixed" and run.on_cpu else config.precision
     evaluate(classes(), run, checkpoint, precision, trained_cast, content)

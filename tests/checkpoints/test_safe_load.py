@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from cifar_zero.checkpoints.safe_load import load
 from cifar_zero.core.errors import UsageError
-
-
-class Evil:
-    """Creates the folder `proof` when it is unpickled."""
-
-    def __init__(self, proof: Path):
-        self.proof = proof
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.proof),)
+from tests.support.evil import Evil
 
 
 def test_a_pickle_runs_code_only_with_trust(tmp_path: Path):

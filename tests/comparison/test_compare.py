@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ from cifar_zero.comparison.result import Run
 from cifar_zero.comparison.variants import Planned, plan
 from cifar_zero.core.errors import RunError, Stopped, UsageError
 from tests.comparison.made_up import made_up
+
+pytestmark = pytest.mark.usefixtures("signal_handlers")
 
 PROGRAMS = compare.Programs("train.py", "compare.py")
 
@@ -46,14 +47,6 @@ class Runner:
 @pytest.fixture
 def planned() -> list[Planned]:
     return plan(["baseline", "ddp"], ["1"], [], 1, SMALL)
-
-
-@pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def trained(monkeypatch: pytest.MonkeyPatch, runner: Any, planned: list[Planned]) -> Any:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,19 +12,10 @@ import yaml
 from cifar_zero.config import command_line
 from cifar_zero.config.flags import Config, config_of
 from cifar_zero.core.errors import UsageError
+from tests.support.evil import Evil
 from tests.support.helpers import run_program
 
 REFUSED = "sets trust, which only the command line may: take it out and add --trust"
-
-
-class Evil:
-    """Creates a directory when it is unpickled."""
-
-    def __init__(self, proof: Path):
-        self.proof = proof
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.proof),)
 
 
 def test_a_run_folder_cannot_switch_trust_on(tmp_path: Path):

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -19,13 +18,7 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.sweeping import sweep
 from tests.support.helpers import ROOT, WHOLE, of_make_fuzz, run_program
 
-
-@pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+pytestmark = pytest.mark.usefixtures("signal_handlers")
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
