@@ -1,19 +1,29 @@
-"""The registry of export formats, and reading exports and checkpoints back; no torch here.
+"""The registry of export formats, writing each and reading it back; torch is imported only when a file is.
 
-To add a format, write a module with the functions that `Format.module` describes, and add a line to FORMATS.
+To add a format, write functions like those of the others, and add a line to FORMATS.
 """
 
 from __future__ import annotations
 
+import json
+import textwrap
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
+from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cifar_zero.checkpoints.run_folder import find_checkpoint
+from cifar_zero.core.errors import UsageError
+from cifar_zero.models import IMAGE_SHAPE
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from cifar_zero.exporting.classifier import Classifier
+
+INPUT, OUTPUT = "images", "scores"
+"""Names in an ONNX file: float32 (N, 3, 32, 32) in [-1, 1] -> float32 (N, classes), for any N."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +33,12 @@ class Format:
     suffix: str
     """Suffix of the file name, by which predict.py recognises the format."""
 
-    module: str
-    """Module with `encode(net, metadata) -> bytes`, the content of the file, and `load(file, known, trust)`, which
-    returns a `Classifier`. metadata: of `safetensors_file.metadata_of`; known: see `classifier.build`; trust: see
-    `safe_load.load`. `load` raises UsageError if the file is damaged, or of another kind or model."""
+    encode: Callable[[nn.Module, dict[str, str]], bytes]
+    """Returns the content of the file, from the model and `safetensors_file.metadata_of`."""
+
+    load: Callable[[Path, Mapping[str, str] | None, bool], Classifier]
+    """Reads a file; `known` replaces missing metadata (see `classifier.build`), `trust` is of `safe_load.load`. Raises
+    UsageError if the file is damaged, or of another kind or model."""
 
     summary: str
     """Half a line for --help."""
@@ -39,31 +51,6 @@ class Format:
 
     tolerance: float = 0.0
     """Largest relative and absolute difference of a float32 score from the checkpoint's."""
-
-
-FORMATS = {
-    "safetensors": Format(
-        ".safetensors", "cifar_zero.exporting.safetensors_file", "weights, with a description of the model"
-    ),
-    "onnx": Format(
-        ".onnx",
-        "cifar_zero.exporting.onnx_file",
-        "the model itself, for onnxruntime",
-        dtypes=("float32",),  # onnxruntime (1.31) has no convolution in bfloat16 on the CPU
-        tolerance=1e-4,  # it sums in another order: up to 1e-7 was measured with the tutorial's model
-    ),
-    "state_dict": Format(
-        ".pt",
-        "cifar_zero.exporting.state_dict_file",
-        "only the weights, a dict for torch.load(weights_only=True)",
-        describes_itself=False,
-    ),
-}
-
-
-def exporter(name: str) -> Any:
-    """Returns the module of a format, by its name in FORMATS."""
-    return import_module(FORMATS[name].module)
 
 
 def load(path: str, model: str = "", trust: bool = False, delta: str = "") -> Classifier:
@@ -80,12 +67,112 @@ def load(path: str, model: str = "", trust: bool = False, delta: str = "") -> Cl
     """
     known = {"model": model} if model else {}
     file = find_checkpoint(path, out="", name="")
-    for name, format in FORMATS.items():
+    for format in FORMATS.values():
         if file.suffix == format.suffix and not delta:
-            return exporter(name).load(file, known, trust)
+            return format.load(file, known, trust)
     from cifar_zero.checkpoints.finetuning.delta import together
     from cifar_zero.checkpoints.read import read
-    from cifar_zero.exporting import classifier
+    from cifar_zero.exporting.classifier import of_checkpoint
 
     content = together(file, Path(delta), trust) if delta else read(file, trust)
-    return classifier.of_checkpoint(content, Path(delta) if delta else file, known)
+    return of_checkpoint(content, Path(delta) if delta else file, known)
+
+
+def _encode_safetensors(net: nn.Module, metadata: dict[str, str]) -> bytes:
+    from cifar_zero.checkpoints import safetensors_file
+
+    return safetensors_file.encode(net.state_dict(), metadata)
+
+
+def _load_safetensors(file: Path, known: Mapping[str, str] | None, trust: bool) -> Classifier:
+    from cifar_zero.checkpoints.safetensors_file import read_safetensors
+    from cifar_zero.exporting.classifier import build, of_model
+
+    return of_model(*build(*read_safetensors(file), file, known))
+
+
+def _encode_state_dict(net: nn.Module, metadata: dict[str, str]) -> bytes:
+    import torch
+
+    stream = BytesIO()
+    torch.save(dict(net.state_dict()), stream)
+    return stream.getvalue()
+
+
+def _load_state_dict(file: Path, known: Mapping[str, str] | None, trust: bool) -> Classifier:
+    from torch import Tensor
+
+    from cifar_zero.checkpoints import safe_load
+    from cifar_zero.exporting.classifier import build, of_model
+
+    weights = safe_load.load(file, trust)
+    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
+        raise UsageError(f"{file} is not a dict of plain tensors; the name of a checkpoint ends in .ckpt")
+    return of_model(*build(weights, {}, file, known))
+
+
+def _encode_onnx(net: nn.Module, metadata: dict[str, str]) -> bytes:
+    import torch
+    from onnx import helper
+
+    program = torch.onnx.export(
+        net,
+        (torch.zeros(2, *IMAGE_SHAPE),),  # two images: torch would treat a size of 1 as a constant
+        dynamo=True,
+        verbose=False,
+        input_names=[INPUT],
+        output_names=[OUTPUT],
+        dynamic_shapes=({0: torch.export.Dim("N")},),
+    )
+    assert program is not None  # with dynamo
+    model = program.model_proto
+    for node in model.graph.node:
+        del node.metadata_props[:]  # source lines of this machine, with their paths
+    helper.set_model_props(model, metadata)
+    return model.SerializeToString()
+
+
+def _load_onnx(file: Path, known: Mapping[str, str] | None, trust: bool) -> Classifier:
+    import onnxruntime
+    import torch
+
+    from cifar_zero.exporting.classifier import Classifier
+
+    if known:
+        raise UsageError(f"{file} contains the model itself: leave --model out")
+    try:
+        session = onnxruntime.InferenceSession(file.read_bytes(), providers=["CPUExecutionProvider"])
+        classes = tuple(json.loads(session.get_modelmeta().custom_metadata_map["classes"]))
+    except KeyError as error:
+        raise UsageError(f"{file} was not written by export.py: it does not name its classes") from error
+    except Exception as error:  # onnxruntime's errors have no common base class
+        why = textwrap.shorten(str(error), 120, placeholder=" ...")
+        raise UsageError(f"{file} cannot be read, it is damaged or not an ONNX file: {why}") from error
+
+    def scores(images: Tensor) -> Tensor:
+        (found,) = session.run([OUTPUT], {INPUT: images.numpy()})
+        return torch.from_numpy(found)
+
+    return Classifier(scores, classes)
+
+
+FORMATS = {
+    "safetensors": Format(
+        ".safetensors", _encode_safetensors, _load_safetensors, "weights, with a description of the model"
+    ),
+    "onnx": Format(
+        ".onnx",
+        _encode_onnx,
+        _load_onnx,
+        "the model itself, for onnxruntime",
+        dtypes=("float32",),  # onnxruntime (1.31) has no convolution in bfloat16 on the CPU
+        tolerance=1e-4,  # it sums in another order: up to 1e-7 was measured with the tutorial's model
+    ),
+    "state_dict": Format(
+        ".pt",
+        _encode_state_dict,
+        _load_state_dict,
+        "only the weights, a dict for torch.load(weights_only=True)",
+        describes_itself=False,
+    ),
+}

@@ -40,23 +40,19 @@ def on_random_images(checkpoint: Classifier, export: Classifier, tolerance: floa
 
 def on_test_images(checkpoint: Classifier, export: Classifier, dataset: Dataset, tolerance: float | None) -> str:
     """Compares the scores of all test images; returns a text with the accuracies. Raises RunError if scores differ."""
-    correct = checkpoint_correct = differing = 0
-    total = len(dataset.test_labels)
-    for start in range(0, total, BATCH_SIZE):
+    labels = torch.tensor(dataset.test_labels)
+    named, named_before = torch.empty_like(labels), torch.empty_like(labels)
+    for start in range(0, len(labels), BATCH_SIZE):
         batch = slice(start, start + BATCH_SIZE)
         images = normalize(torch.tensor(dataset.test_images[batch])).contiguous()
-        labels = torch.tensor(dataset.test_labels[batch])
         expected, found = checkpoint.scores(images), export.scores(images)
         compare_scores(expected, found, tolerance)
-        named, checkpoint_named = found.argmax(1), expected.argmax(1)
-        correct += int((named == labels).sum())
-        checkpoint_correct += int((checkpoint_named == labels).sum())
-        differing += int((named != checkpoint_named).sum())
-    accuracy = f"{100 * correct / total:.2f} %"
-    if not differing:
-        return f"{accuracy}, the same class as the checkpoint's for each of {total:,} images"
-    before = f"{100 * checkpoint_correct / total:.2f} %"
-    return f"{accuracy}, the checkpoint's {before}; {differing:,} of {total:,} images differ in class"
+        named[batch], named_before[batch] = found.argmax(1), expected.argmax(1)
+    accuracy, before = (f"{100 * (each == labels).double().mean():.2f} %" for each in (named, named_before))
+    if torch.equal(named, named_before):
+        return f"{accuracy}, the same class as the checkpoint's for each of {len(labels):,} images"
+    differing = int((named != named_before).sum())
+    return f"{accuracy}, the checkpoint's {before}; {differing:,} of {len(labels):,} images differ in class"
 
 
 def test_images(checkpoint: Path, recorded: DataConfig, classes: tuple[str, ...]) -> Dataset:

@@ -10,7 +10,7 @@ from cifar_zero.config.flags import DataConfig
 from cifar_zero.core import atomic, exits
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.core.quiet import quieten
-from cifar_zero.exporting import FORMATS, exporter
+from cifar_zero.exporting import FORMATS
 
 DELTA, DELTA_SUFFIX = "delta", ".delta.safetensors"
 """A format that is not in FORMATS: its file is not a complete model."""
@@ -74,12 +74,13 @@ def export(
     metadata = metadata_of(content, checkpoint.name, dtype)
     net, classes = build(weights.plain_network(content), metadata, checkpoint)
     original = of_model(net, classes)
-    tolerance = FORMATS[to].tolerance if dtype == "float32" else None  # rounding to bfloat16 is shown, not refused
+    format = FORMATS[to]
+    tolerance = format.tolerance if dtype == "float32" else None  # rounding to bfloat16 is shown, not refused
     accuracy = "not checked"
     staged = atomic.staged(output)
     try:
-        staged.write_bytes(exporter(to).encode(deepcopy(net).to(getattr(torch, dtype)), metadata))
-        written = exporter(to).load(staged, None if FORMATS[to].describes_itself else metadata)
+        staged.write_bytes(format.encode(deepcopy(net).to(getattr(torch, dtype)), metadata))
+        written = format.load(staged, None if format.describes_itself else metadata, False)
         on_random_images(original, written, tolerance)
         if check:
             try:

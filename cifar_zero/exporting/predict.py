@@ -20,9 +20,6 @@ from cifar_zero.exporting import load
 from cifar_zero.exporting.export import add_weight_options
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from cifar_zero.exporting.classifier import Classifier
 
 Named = list[tuple[str, float]]
@@ -53,38 +50,30 @@ def main() -> int:
 
 def predict(classifier: Classifier, files: list[Path], top: int) -> Iterator[tuple[Path, Named | UsageError]]:
     """Yields each file, in order, with its `top` most probable classes, or the error if it cannot be read."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow releases the GIL
-        for start in range(0, len(files), BATCH_SIZE):
-            batch = files[start : start + BATCH_SIZE]
-            images = list(pool.map(_read, batch))
-            named = iter(classify(classifier, [image for image in images if not isinstance(image, UsageError)], top))
-            for file, image in zip(batch, images, strict=True):
-                yield file, image if isinstance(image, UsageError) else next(named)
-
-
-def classify(classifier: Classifier, images: list[NDArray[np.uint8]], top: int) -> list[Named]:
-    """Returns the `top` most probable classes of each image, uint8 (3, 32, 32), from one forward pass."""
     import torch
 
     from cifar_zero.data.augment import normalize
-
-    if not images:
-        return []
-    scores = classifier.scores(normalize(torch.stack([torch.tensor(image) for image in images])))
-    probabilities, labels = scores.softmax(1).topk(min(top, len(classifier.classes)))
-    return [
-        [(classifier.classes[label], probability) for label, probability in zip(*row, strict=True)]
-        for row in zip(labels.tolist(), probabilities.tolist(), strict=True)
-    ]
-
-
-def _read(path: Path) -> NDArray[np.uint8] | UsageError:
     from cifar_zero.data.images import decode
 
-    try:
-        return decode(path)
-    except UsageError as error:
-        return error
+    def read(path: Path) -> torch.Tensor | UsageError:
+        try:
+            return torch.tensor(decode(path))
+        except UsageError as error:
+            return error
+
+    top = min(top, len(classifier.classes))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow releases the GIL
+        for start in range(0, len(files), BATCH_SIZE):
+            batch = files[start : start + BATCH_SIZE]
+            found = [*pool.map(read, batch)]
+            images = [image for image in found if isinstance(image, torch.Tensor)]
+            rows = iter(classifier.scores(normalize(torch.stack(images))).softmax(1) if images else ())
+            for file, image in zip(batch, found, strict=True):
+                if isinstance(image, UsageError):
+                    yield file, image
+                    continue
+                best = zip(*(values.tolist() for values in next(rows).topk(top)), strict=True)
+                yield file, [(classifier.classes[label], probability) for probability, label in best]
 
 
 def find_images(paths: Sequence[str]) -> list[Path]:

@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from cifar_zero import exporting, models
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.core.errors import RunError, UsageError
-from cifar_zero.exporting import FORMATS, export, state_dict_file
+from cifar_zero.exporting import FORMATS, export
 from cifar_zero.models import SHAPES, Shape
 from cifar_zero.models.moe import gates
 from tests.support.helpers import ROOT, assert_ok, read_weights, run_folder_of, run_program, train_all
@@ -221,7 +221,7 @@ def test_mixtures_of_experts(name: str, options: dict[str, Any], tmp_path: Path,
         output = tmp_path / f"net{format.suffix}"
         export.export(checkpoint, output, to, "float32")
         known = {} if format.describes_itself else {"model": name, "options": json.dumps(options)}
-        scores = exporting.exporter(to).load(output, known).scores
+        scores = format.load(output, known, False).scores
         for found, wanted in ((scores(images), expected), (scores(images[:1]), net(images[:1]))):
             torch.testing.assert_close(found, wanted, rtol=format.tolerance, atol=format.tolerance)
 
@@ -240,14 +240,14 @@ def test_keys_that_are_missing_or_unknown_are_refused(baseline: Path, tmp_path: 
 def test_an_export_with_other_scores_is_not_kept(baseline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     output = tmp_path / "net.pt"
     output.write_text("the one before")
-    right = state_dict_file.encode
+    right = FORMATS["state_dict"]
 
     def wrong(net: nn.Module, metadata: dict[str, str]) -> bytes:
         with torch.no_grad():
             net.get_parameter("fc3.bias")[0] += 1e-6
-        return right(net, metadata)
+        return right.encode(net, metadata)
 
-    monkeypatch.setattr(state_dict_file, "encode", wrong)
+    monkeypatch.setitem(FORMATS, "state_dict", replace(right, encode=wrong))
     with pytest.raises(RunError, match="does not compute what the checkpoint does: scores differ by up to"):
         export.export(baseline, output, "state_dict", "float32")
     assert output.read_text() == "the one before"
