@@ -1,6 +1,7 @@
-"""The runs of a sweep: their flags, their names, and the metric that they end with; no torch."""
+"""The runs of a sweep: flags, names, devices, and the metric that they end with; torch only with a GPU driver."""
 
 import json
+import os
 import re
 import zlib
 from pathlib import Path
@@ -8,9 +9,11 @@ from typing import Any, Literal
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.config import command_line
+from cifar_zero.config.rules.devices import CPU_RANK_BYTES
 from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import AUTO
 from cifar_zero.core.errors import RunError, UsageError
+from cifar_zero.core.hardware import core_count, free_memory_bytes, gpu_count, share_of_cores
 from cifar_zero.training import run_process
 from cifar_zero.training.resolve import resolve
 
@@ -24,6 +27,13 @@ METRICS: dict[str, Literal["maximize", "minimize"]] = {
 }
 """Keys of metrics.json that settings can be chosen by. None of the test set: the best of many draws is too good, and
 the test would say nothing about new images. For the same reason val/acc is a run's last validation, not its best."""
+
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+"""The GPUs that CUDA shows a process, and torch on ROCm too."""
+
+Slot = tuple[dict[str, str], set[int]]
+"""The devices of one run: extra environment variables, and the cores that it is bound to (none: all)."""
 
 
 def flags_of(options: dict[str, Any]) -> list[str]:
@@ -53,6 +63,21 @@ def resolved(flags: list[str], metric: str) -> Run:
     if metric == VALIDATION and not config.data.val_fraction:
         raise UsageError(f"--metric {VALIDATION} needs validation images: add --data.val_fraction 0.1")
     return resolve(config, command_line.consent(flags))
+
+
+def slots(planned: list[Run], parallel: int | None, runs: int) -> list[Slot]:
+    """Returns `parallel` slots (None: as many as there are devices for), at most one for each run."""
+    ranks = max(run.world_size for run in planned)
+    if any(run.spec.offload_optimizer == "nvme" for run in planned):
+        parallel = 1  # DeepSpeed (0.19.8, partitioned_param_swapper.py) clears a folder that two runs would share
+    if not all(run.on_cpu for run in planned):
+        gpus = os.environ.get(VISIBLE, ",".join(map(str, range(gpu_count())))).split(",")[: gpu_count()]
+        groups = [gpus[first : first + ranks] for first in range(0, len(gpus) - ranks + 1, ranks)]
+        numbers = range(min(parallel or len(groups), runs))  # more slots than groups share them
+        return [({VISIBLE: ",".join(groups[number % len(groups)])}, set()) for number in numbers]
+    room = min(core_count() // ranks, free_memory_bytes() // (ranks * CPU_RANK_BYTES))
+    count = min(parallel or max(1, room), runs)
+    return [({}, share_of_cores(number, count)) for number in range(count)]
 
 
 def result(out: Path, name: str, metric: str) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ from cifar_zero.config.values import check_plain_name
 from cifar_zero.core import exits
 from cifar_zero.core.errors import UsageError
 from cifar_zero.launch import rank_environment
-from cifar_zero.sweeping.runs import METRICS, VALIDATION, flags_of, resolved
+from cifar_zero.sweeping.runs import METRICS, VALIDATION, flags_of, resolved, slots
 
 EPILOG = """\
 --search takes options of train.py, each with values or a range:
@@ -27,11 +27,7 @@ trains failed ones again.
 
 
 def main(program: str) -> int:
-    """Trains the runs; returns the exit code, 1 if a run failed.
-
-    Args:
-        program: train.py.
-    """
+    """Trains the runs with `program`, train.py; returns the exit code, 1 if a run failed."""
     arguments, rest = _parser().parse_known_args()
     check_plain_name(arguments.name)
     if any(number is not None and number < 1 for number in (arguments.trials, arguments.parallel)):
@@ -43,7 +39,6 @@ def main(program: str) -> int:
     from filelock import FileLock, Timeout
 
     from cifar_zero.sweeping.report import report
-    from cifar_zero.sweeping.slots import slots
     from cifar_zero.sweeping.space import SEED, combinations, is_grid, parse, samples
     from cifar_zero.sweeping.trials import Trials, enqueue, open_study
 
@@ -57,9 +52,8 @@ def main(program: str) -> int:
         raise UsageError(f"--prune reads {VALIDATION} from TensorBoard: leave out --metric and --logger")
     folder = Path(arguments.out) / (arguments.name or planned[0].config.model.name.replace(":", "-"))
     folder.mkdir(parents=True, exist_ok=True)
-    record = "\n".join(
-        [metric, *arguments.search, command_line.dump(command_line.parse([*rest, *flags_of(checked[0])]))]
-    )
+    recipe = command_line.dump(command_line.parse([*rest, *flags_of(checked[0])]))
+    record = "\n".join([metric, *arguments.search, recipe])
     flags = [*rest, "--out", str(folder), *(["--resume", "auto"] if all(map(resumes, planned)) else [])]
     if names := [name for name in space if name not in (SEED, "config")]:
         flags += ["--hparams", *names]

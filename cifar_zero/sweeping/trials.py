@@ -13,7 +13,6 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.sweeping import runs
-from cifar_zero.sweeping.slots import Slot
 from cifar_zero.sweeping.space import SEED, Space, combinations, lists
 from cifar_zero.training import run_process
 
@@ -83,7 +82,7 @@ class Trials:
         seeds = len(lists(self.space).get(SEED, [None]))
         return len(self.study.get_trials(states=(TrialState.WAITING,))) + self.to_sample * seeds
 
-    def train(self, slots: list[Slot]) -> None:
+    def train(self, slots: list[runs.Slot]) -> None:
         """Returns when all runs have ended; whatever ends it before, the runs save and no process is left."""
         with ThreadPoolExecutor(len(slots)) as pool:
             try:
@@ -92,7 +91,7 @@ class Trials:
             finally:
                 self.stopped = True
 
-    def _work(self, slot: Slot) -> None:
+    def _work(self, slot: runs.Slot) -> None:
         while (trial := self._ask()) is not None:
             name = runs.name_of(trial.params)
             try:
@@ -119,7 +118,7 @@ class Trials:
                 self.study.enqueue_trial({**trial.params, SEED: seed}, skip_if_exists=True)
             return trial
 
-    def _run(self, trial: Trial, name: str, slot: Slot) -> dict[str, Any]:
+    def _run(self, trial: Trial, name: str, slot: runs.Slot) -> dict[str, Any]:
         """Trains, and returns the result."""
         log, epochs = self.folder / f"{name}.log", 0
         flags = [*self.flags, *runs.flags_of(trial.params), "--name", name]
