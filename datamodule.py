@@ -8,8 +8,8 @@ import torch
 from lightning.pytorch import LightningDataModule
 
 from cifar_zero import data
-from cifar_zero.config.batch import micro_batch_size
 from cifar_zero.config.flags import AugmentConfig, DataConfig, SourceName
+from cifar_zero.config.run import micro_batch_size
 from cifar_zero.core.errors import UsageError
 from cifar_zero.data.augment import Augmentation
 from cifar_zero.data.dataset import Dataset, Split, stratified_split

@@ -12,8 +12,7 @@ import yaml
 from cifar_zero import data
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.safe_load import check_records
-from cifar_zero.config.flags import Config
-from cifar_zero.config.flat import flat
+from cifar_zero.config.flags import Config, flat
 from cifar_zero.core import atomic
 from cifar_zero.core.errors import UsageError
 

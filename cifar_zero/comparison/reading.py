@@ -8,7 +8,7 @@ import yaml
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.comparison.result import Curve, Run
-from cifar_zero.config.flat import flat
+from cifar_zero.config.flags import flat
 from cifar_zero.core.errors import UsageError
 
 PERTURBED = "perturbed.json"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cifar_zero.comparison.result import Difference, Run, Variant
-from cifar_zero.config.flat import flat
+from cifar_zero.config.flags import flat
 
 MAY_DIFFER = (
     # What is compared, and where it runs: none of these may change the maths.

@@ -35,18 +35,11 @@ from cifar_zero.core.suggestions import nearest, nearest_flag
 from cifar_zero.models import PACKAGES
 from cifar_zero.optimizers import OFFLOADED_BY, OPTIMIZERS
 
-SWITCHES = (
-    "activation_checkpointing",
-    "activation_offload",
-    "channels_last",
-    "compile",
-    "cuda_graphs",
-    "debug",
-    "find_lr",
-    "save_weights",
-    "trust",
-)
+SWITCHES = ("trust", *(field.name for field in fields(Config) if field.default is False))
 """Flags that need no value."""
+
+LISTS = ("logger", "hparams", "trainable", "lora.target")
+"""Flags that take several values."""
 
 # Options of Lightning's Trainer that have their own flag here, so that there is only one owner of each setting.
 OWNED = {
@@ -92,20 +85,17 @@ def parse(argv: list[str] | None = None) -> Config:
     """Returns the configuration of a command line. Recipes (`--config`) override the defaults in their order, and flags
     override the recipes. `--help` and `--print_config` print and exit.
 
-    Raises:
-        UsageError: there is an unknown key, a value of the wrong type, or an unreadable recipe.
+    Raises UsageError for an unknown key, a value of the wrong type, or an unreadable recipe.
     """
     short, rest = _short_forms().parse_known_args(sys.argv[1:] if argv is None else argv)
     rest = _split_callbacks(rest)[1]
     tree: dict[str, Any] = {}
     for file in short.config:
         _overlay(tree, _read_yaml(file))
-    _overlay(tree, {key: {"name": name} for key in REGISTRIES if (name := getattr(short, key)) is not None})
-    for key in ("logger", "hparams", "plot_schedule", "trainable", *SWITCHES):
-        if getattr(short, key) is not None:
-            tree[key] = getattr(short, key)
-    if short.lora_target is not None:
-        tree["lora"] = {**tree.get("lora", {}), "target": short.lora_target}
+    given = {key: value for key, value in vars(short).items() if value is not None}
+    _overlay(tree, {key: {"name": given[key]} for key in REGISTRIES if key in given})
+    _overlay(tree, {"lora": {"target": given["lora.target"]}} if "lora.target" in given else {})
+    tree |= {key: given[key] for key in ("logger", "hparams", "trainable", "plot_schedule", *SWITCHES) if key in given}
     names = {key: _chosen(tree, key) for key in REGISTRIES}
 
     parser = _parser(names)
@@ -144,11 +134,9 @@ def _short_forms() -> argparse.ArgumentParser:
     parser.add_argument("--config", action="extend", nargs="+", default=[])
     for key in REGISTRIES:
         parser.add_argument(f"--{key}", f"--{key}.name", dest=key)
-    parser.add_argument("--logger", nargs="+")
-    parser.add_argument("--hparams", nargs="+")
+    for key in LISTS:
+        parser.add_argument(f"--{key}", nargs="+")
     parser.add_argument("--plot_schedule", nargs="?", const="schedule.png")
-    parser.add_argument("--trainable", nargs="+")
-    parser.add_argument("--lora.target", dest="lora_target", nargs="+")
     for switch in SWITCHES:
         parser.add_argument(f"--{switch}", nargs="?", const="true", type=yaml.safe_load)
     parser.add_argument("--print_config", action="store_true")

@@ -3,7 +3,8 @@
 The docstring under each field is its text in `--help`, so it names the unit, the scope and what the default means.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -379,24 +380,34 @@ class Config(DeviceConfig, TrainingConfig, RegularizationConfig, FineTuneConfig,
 def config_of(tree: dict[str, Any]) -> Config:
     """Returns the configuration from the output of `dataclasses.asdict`.
 
-    Raises:
-        TypeError: it has unknown fields, of another version of the program.
-        UsageError: it sets `trust`.
+    Raises TypeError if it has unknown fields, of another version of the program, and UsageError if it sets `trust`.
     """
     check_no_consent(tree, "the checkpoint's configuration")
     sections: dict[str, type] = {**SECTIONS, **dict.fromkeys(("model", "optimizer", "schedule"), Choice)}
     return Config(**{key: sections[key](**value) if key in sections else value for key, value in tree.items()})
 
 
-def check_no_consent(tree: dict[str, Any], source: str) -> None:
-    """Refuses `trust` among options that were read from a file, which must not consent to loading code.
+def flat(config: Config | Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns every option and its value by its flag: data.root, optimizer.lr, seed; model is the model's name.
 
     Args:
-        tree: the options.
-        source: the file, for the message.
-
-    Raises:
-        UsageError: `trust` is set, to whatever value.
+        config: a configuration, or the content of config.yaml or of a checkpoint's record.
+        prefix: of the flags.
     """
+    found: dict[str, Any] = {}
+    for key, value in (asdict(config) if isinstance(config, Config) else config).items():
+        if not isinstance(value, Mapping):
+            found[prefix + key] = list(value) if isinstance(value, tuple) else value
+            continue
+        inner = dict(value)
+        if "name" in inner:  # a choice: {name, options} in a configuration, {name, its options} in config.yaml
+            found[prefix + key] = inner.pop("name")
+            inner = inner.pop("options", inner)
+        found |= flat(inner, f"{prefix}{key}.")
+    return found
+
+
+def check_no_consent(tree: dict[str, Any], source: str) -> None:
+    """Raises UsageError if options that were read from a file, `source`, set `trust`: no file may let code run."""
     if "trust" in tree:
         raise UsageError(f"{source} sets trust, which only the command line may: take it out and add --trust")

@@ -1,12 +1,12 @@
-"""The resolved run: what the user asked for, and what it came to on this computer."""
+"""The resolved run: what the user asked for, and what it came to on this computer; no torch."""
 
-from __future__ import annotations
-
+import os
 from dataclasses import dataclass, replace
 
-from cifar_zero.config.batch import micro_batch_size
 from cifar_zero.config.flags import Config
 from cifar_zero.config.strategy_specs import STRATEGIES, Spec
+from cifar_zero.core.errors import UsageError
+from cifar_zero.core.hardware import gpu_count
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,7 @@ class Run:
 
     @property
     def micro_batch(self) -> int:
-        """Images in one forward pass of a replica.
-
-        Raises:
-            UsageError: the batch size cannot be divided so.
-        """
+        """Images in one forward pass of a replica; raises UsageError if the batch size cannot be divided so."""
         return micro_batch_size(self.config.batch_size, self.replicas, self.config.accumulate)
 
     @property
@@ -66,6 +62,59 @@ class Run:
         """Whether the ranks are CPU processes."""
         return self.config.accelerator == "cpu"
 
-    def under(self, strategy: str) -> Run:
+    def under(self, strategy: str) -> "Run":
         """Returns the same run under a named strategy."""
         return replace(self, config=replace(self.config, strategy=strategy, ds_config=""), spec=STRATEGIES[strategy])
+
+
+def micro_batch_size(batch_size: int, world_size: int, accumulate: int) -> int:
+    """Returns the images per forward pass of one rank; `batch_size` is images per optimizer step, over all ranks.
+
+    Raises UsageError if batch_size = micro-batch x world_size x accumulate has no solution in whole images.
+    """
+    if batch_size < 1 or accumulate < 1:
+        raise UsageError(f"batch_size {batch_size} and accumulate {accumulate} must both be at least 1")
+    parts = world_size * accumulate
+    if batch_size % parts:
+        below, above = batch_size // parts * parts, (batch_size // parts + 1) * parts
+        nearest = f"{below} or {above}" if below else f"{above}"
+        ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+        raise UsageError(
+            f"batch_size {batch_size} = micro-batch x {ranks} x accumulate {accumulate} "
+            f"gives no whole micro-batch; the nearest that divide: {nearest}"
+        )
+    return batch_size // parts
+
+
+def on_this_machine(config: Config) -> Config:
+    """Returns the configuration with accelerator, precision, devices and num_nodes decided.
+
+    Raises UsageError if there are too few devices, or a launcher started different numbers of ranks on the nodes.
+    """
+    gpus = gpu_count() if config.accelerator != "cpu" else 0
+    if config.accelerator == "gpu" and gpus == 0:
+        raise UsageError("--accelerator gpu: torch finds no usable GPU; use --accelerator cpu to train on the CPU")
+    devices, num_nodes = _ranks(config, gpus)
+    if gpus and devices > gpus:
+        raise UsageError(f"--devices {devices}: this computer has {gpus} GPU{'s'[: gpus > 1]}")
+    return replace(with_accelerator(config, gpus > 0), devices=devices, num_nodes=num_nodes)
+
+
+def with_accelerator(config: Config, on_gpu: bool) -> Config:
+    """Returns the configuration for GPUs or for the CPU, with auto precision replaced."""
+    precision = config.precision if config.precision != "auto" else "16-mixed" if on_gpu else "32-true"
+    return replace(config, accelerator="gpu" if on_gpu else "cpu", precision=precision)
+
+
+def _ranks(config: Config, gpus: int) -> tuple[int, int]:
+    """Returns the ranks on this node and the number of nodes, from the launcher that started this rank if one did."""
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        devices = int(os.environ["LOCAL_WORLD_SIZE"])
+        num_nodes, left = divmod(int(os.environ["WORLD_SIZE"]), devices)
+        if left:
+            raise UsageError(
+                f"the launcher started {os.environ['WORLD_SIZE']} ranks, {devices} of them on this node: start the "
+                "same number on each node"
+            )
+        return devices, num_nodes
+    return max(1, gpus) if config.devices == "auto" else config.devices, config.num_nodes

@@ -93,32 +93,3 @@ STRATEGIES: dict[str, Spec] = {
 
 AUTO = "auto"
 """train.py replaces this name by the strategy that plan.py recommends, before it starts the ranks."""
-
-
-def spec_of_raw(raw: Mapping[str, Any]) -> Spec:
-    """Returns what a raw DeepSpeed configuration stands for.
-
-    Args:
-        raw: its content, checked by `rules.raw_config.read`.
-    """
-    zero = raw.get("zero_optimization", {})
-    stage = zero.get("stage", 0)
-    parameters = _device(zero, "offload_param")
-    return Spec(
-        "deepspeed",
-        "a raw DeepSpeed configuration",
-        stage,
-        offload_optimizer=_device(zero, "offload_optimizer"),
-        offload_parameters=parameters,
-        super_offload=bool(zero.get("offload_optimizer", {}).get("super_offload")),
-        casts=True,
-        shards_tensors=stage > 0,
-        averages=parameters != "nvme",
-        spreads_experts=True,
-        raw=raw,
-    )
-
-
-def _device(zero: Mapping[str, Any], section: str) -> Device:
-    device: Device | Literal["none"] = zero.get(section, {}).get("device", "none")
-    return "" if device == "none" else device

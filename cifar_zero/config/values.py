@@ -5,8 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from cifar_zero.config.flags import AugmentConfig, Choice, Config
-from cifar_zero.config.flat import flat
+from cifar_zero.config.flags import AugmentConfig, Choice, Config, flat
 from cifar_zero.config.strategy_specs import AUTO, STRATEGIES
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.ranges import check_range
@@ -23,11 +22,7 @@ LONGEST_TIMEOUT = 7 * 24 * 3600
 
 
 def check_values(config: Config) -> None:
-    """Refuses values that make no sense.
-
-    Raises:
-        UsageError: names the flag and what it may be.
-    """
+    """Raises UsageError for values that make no sense; it names the flag and what it may be."""
     if config.strategy not in (*STRATEGIES, AUTO):
         raise UsageError(f"unknown strategy {config.strategy!r}: {nearest(config.strategy, [*STRATEGIES, AUTO])}")
     _check_ranges(config)
@@ -89,10 +84,9 @@ def _check_ranges(config: Config) -> None:
 
 
 def check_flags(options: Any, group: str, *names: str, **limits: float) -> None:
-    """Calls `ranges.check_range` for fields of the configuration or of a section, whose flags begin with `group`.
+    """Calls `check_range` for fields of the configuration or of a section, whose flags begin with `group`.
 
-    Raises:
-        UsageError: names the flag and the values that are allowed.
+    Raises UsageError, which names the flag and the values that are allowed.
     """
     try:
         check_range(options, *names, **limits)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from cifar_zero.config.batch import micro_batch_size
+from cifar_zero.config.run import micro_batch_size
 from cifar_zero.core.errors import UsageError
 
 

@@ -9,7 +9,7 @@ from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.resume import find_recovered, restarted
 from cifar_zero.config import rules
 from cifar_zero.config.flags import Config
-from cifar_zero.config.machine import on_this_machine
+from cifar_zero.config.run import on_this_machine
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import UsageError

@@ -14,8 +14,7 @@ import yaml
 
 from cifar_zero.config import command_line, rules
 from cifar_zero.config.flags import Config
-from cifar_zero.config.machine import on_this_machine, with_accelerator
-from cifar_zero.config.run import Run
+from cifar_zero.config.run import Run, on_this_machine, with_accelerator
 from cifar_zero.core import exits
 from cifar_zero.core.errors import UsageError
 from cifar_zero.launch import local_launcher

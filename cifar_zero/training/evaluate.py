@@ -14,8 +14,7 @@ from typing import Any
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.config import command_line
 from cifar_zero.config.flags import Choice, Config, config_of
-from cifar_zero.config.machine import on_this_machine
-from cifar_zero.config.run import Run
+from cifar_zero.config.run import Run, on_this_machine
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.core.errors import UsageError
 from cifar_zero.optimizers import OPTIMIZERS

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cifar_zero.config import command_line, machine
+from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
 from cifar_zero.training.resolve import resolve
 from tests.gpu import test_on_gpu
@@ -72,12 +72,12 @@ def refused(flags: str) -> str:
     ],
 )
 def test_without_a_gpu(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(machine, "gpu_count", lambda: 0)
+    monkeypatch.setattr("cifar_zero.config.run.gpu_count", lambda: 0)
     assert expected in refused(flags)
 
 
 def test_more_devices_than_there_are(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(machine, "gpu_count", lambda: 2)
+    monkeypatch.setattr("cifar_zero.config.run.gpu_count", lambda: 2)
     assert "this computer has 2 GPUs" in refused("--devices 4")
 
 
@@ -86,27 +86,27 @@ def test_more_devices_than_there_are(monkeypatch: pytest.MonkeyPatch):
     ["--accumulate 2", "--strategy deepspeed_stage_3", "--strategy fsdp2", "--model net_moe"],
 )
 def test_graphs_where_addresses_move(flags: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(machine, "gpu_count", lambda: 1)
+    monkeypatch.setattr("cifar_zero.config.run.gpu_count", lambda: 1)
     assert "use --compile" in refused(f"--cuda_graphs {flags}")
 
 
 def test_graphs_without_offloaded_activations(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(machine, "gpu_count", lambda: 1)
+    monkeypatch.setattr("cifar_zero.config.run.gpu_count", lambda: 1)
     assert "leave out --activation_offload" in refused("--cuda_graphs --activation_offload")
 
 
 def test_more_ranks_than_blocks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(machine, "gpu_count", lambda: 16)
+    monkeypatch.setattr("cifar_zero.config.run.gpu_count", lambda: 16)
     assert "12 blocks for 13 ranks: --devices 12" in refused("--strategy pipeline --model vit_tiny --devices 13")
 
 
 def test_float16_needs_loss_scaling(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(machine, "gpu_count", lambda: 1)
+    monkeypatch.setattr("cifar_zero.config.run.gpu_count", lambda: 1)
     assert "use --precision bf16-mixed" in refused("--strategy fsdp2 --precision 16-mixed")
 
 
 def test_one_model_on_several_ranks_takes_the_whole_batch(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(machine, "gpu_count", lambda: 0)
+    monkeypatch.setattr("cifar_zero.config.run.gpu_count", lambda: 0)
     flags = ["--strategy", "tensor_parallel", "--model", "vit_small", "--devices", "3", "--batch_size", "4"]
     resolve(command_line.parse(flags))
 
@@ -141,7 +141,7 @@ def test_one_model_on_several_ranks_takes_the_whole_batch(monkeypatch: pytest.Mo
     ],
 )
 def test_switches_of_zero_and_offload(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(machine, "gpu_count", lambda: 2)
+    monkeypatch.setattr("cifar_zero.config.run.gpu_count", lambda: 2)
     monkeypatch.setattr("cifar_zero.config.rules.offload.gpu_count", lambda: 2)
     monkeypatch.setattr("cifar_zero.training.resolve.checkpoint_to_resume", lambda config: config.resume)
     assert expected in refused(f"{flags} --batch_size 4")
@@ -156,7 +156,7 @@ def test_switches_of_zero_and_offload(flags: str, expected: str, monkeypatch: py
     ],
 )
 def test_switches_that_need_a_gpu(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(machine, "gpu_count", lambda: 0)
+    monkeypatch.setattr("cifar_zero.config.run.gpu_count", lambda: 0)
     assert expected in refused(flags)
 
 
@@ -184,7 +184,7 @@ def test_cpu_adam_without_a_compiler(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_eight_bits_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(machine, "gpu_count", lambda: 1)
+    monkeypatch.setattr("cifar_zero.config.run.gpu_count", lambda: 1)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert "pip install bitsandbytes" in refused("--optimizer adam8bit")
 
@@ -223,7 +223,7 @@ def test_raw_configuration(text: str, expected: str, more: str, tmp_path: Path):
 
 
 def test_auto_values_are_settled_by_the_machine(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(machine, "gpu_count", lambda: 4)
+    monkeypatch.setattr("cifar_zero.config.run.gpu_count", lambda: 4)
     config = resolve(command_line.parse(["--devices", "auto", "--precision", "auto"])).config
     assert (config.accelerator, config.devices, config.precision) == ("gpu", 4, "16-mixed")
     config = resolve(command_line.parse(["--devices", "auto", "--precision", "auto", "--accelerator", "cpu"])).config
@@ -244,7 +244,7 @@ def test_models_that_take_smaller_images(model: str, side: int):
 
 
 def test_what_the_gpu_tests_train_is_not_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(machine, "gpu_count", lambda: 1)
+    monkeypatch.setattr("cifar_zero.config.run.gpu_count", lambda: 1)
     for run in test_on_gpu.RUNS:
         config = resolve(command_line.parse([*test_on_gpu.flags_of(*run), "--data.source", "digits"])).config
         assert config.accelerator == "gpu"

@@ -1,12 +1,12 @@
 """Refuses what cannot run, before anything is launched, in one line that says what to use instead.
 
-Nothing here imports torch, except for a model of torchvision or timm.
+A check raises UsageError, which names the option and what to use instead. Nothing here imports torch, except for a
+model of torchvision or timm.
 """
 
 from cifar_zero.config.rules import strategy
 from cifar_zero.config.rules.devices import check_here, check_on_cpu, check_sync_batch_norm
-from cifar_zero.config.rules.experts import check_experts
-from cifar_zero.config.rules.model import check_finetuning, check_model
+from cifar_zero.config.rules.model import check_experts, check_finetuning, check_model
 from cifar_zero.config.rules.offload import check_resume, check_switches
 from cifar_zero.config.run import Run
 
@@ -14,11 +14,7 @@ __all__ = ["check", "check_finetuning", "check_here", "check_model", "check_resu
 
 
 def check(run: Run) -> None:
-    """Refuses what cannot run on this computer.
-
-    Raises:
-        UsageError: names the option and what to use instead.
-    """
+    """Refuses what cannot run on this computer."""
     check_strategy(run)
     check_here(run)
     check_model(run)
@@ -27,11 +23,7 @@ def check(run: Run) -> None:
 
 
 def check_strategy(run: Run) -> None:
-    """Refuses what the strategy cannot do on any computer.
-
-    Raises:
-        UsageError: names the option and what to use instead.
-    """
+    """Refuses what the strategy cannot do on any computer."""
     config = run.config
     if run.on_cpu:
         check_on_cpu(run)

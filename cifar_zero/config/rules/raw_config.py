@@ -1,9 +1,10 @@
-"""What a raw DeepSpeed configuration may hold."""
+"""What a raw DeepSpeed configuration may hold, and what it stands for."""
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from cifar_zero.config.strategy_specs import Device, Spec
 from cifar_zero.core.errors import UsageError
 
 # Keys of a raw DeepSpeed configuration that have another owner, and that owner.
@@ -22,11 +23,10 @@ OWNED_BY_FLAGS = {
 }
 
 
-def read(file: str) -> dict[str, Any]:
-    """Returns the content of a raw DeepSpeed configuration.
+def read(file: str) -> Spec:
+    """Returns what a raw DeepSpeed configuration stands for.
 
-    Raises:
-        UsageError: it cannot be read, or sets what has another owner.
+    Raises UsageError if it cannot be read, or sets what has another owner.
     """
     try:
         raw: Any = json.loads(Path(file).read_text())
@@ -45,4 +45,22 @@ def read(file: str) -> dict[str, Any]:
     for key in ("offload_optimizer", "offload_param"):
         if not isinstance(zero.get(key, {}), dict):
             raise UsageError(f"--ds_config {file}: {key} must be an object with a device")
-    return raw
+    parameters = _device(zero, "offload_param")
+    return Spec(
+        "deepspeed",
+        "a raw DeepSpeed configuration",
+        stage=zero.get("stage", 0),
+        offload_optimizer=_device(zero, "offload_optimizer"),
+        offload_parameters=parameters,
+        super_offload=bool(zero.get("offload_optimizer", {}).get("super_offload")),
+        casts=True,
+        shards_tensors=zero.get("stage", 0) > 0,
+        averages=parameters != "nvme",
+        spreads_experts=True,
+        raw=raw,
+    )
+
+
+def _device(zero: dict[str, Any], section: str) -> Device:
+    device: Device | Literal["none"] = zero.get(section, {}).get("device", "none")
+    return "" if device == "none" else device

@@ -6,8 +6,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from cifar_zero.config.flags import Config
-from cifar_zero.config.flat import flat
+from cifar_zero.config.flags import Config, flat
 from cifar_zero.core.hardware import cpu_name
 from cifar_zero.reports.summary import MEASURED, metrics_json
 from cifar_zero.training.callbacks.counts import parameter_count, trained_count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cifar_zero.config.batch import micro_batch_size
+from cifar_zero.config.run import micro_batch_size
 from cifar_zero.core.errors import UsageError
 
 
