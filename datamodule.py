@@ -13,9 +13,8 @@ from cifar_zero.config.run import micro_batch_size
 from cifar_zero.core.errors import UsageError
 from cifar_zero.data.augment import Augmentation
 from cifar_zero.data.dataset import Dataset, Split, stratified_split
-from cifar_zero.data.memory_loader import MemoryLoader
+from cifar_zero.data.memory_loader import MemoryLoader, Stored, place
 from cifar_zero.data.order import EvalOrder, Order, TrainOrder
-from cifar_zero.data.residence import Stored, place
 from cifar_zero.strategies import replica
 
 EVAL_BATCH_SIZE = 1000

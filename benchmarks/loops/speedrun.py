@@ -17,7 +17,7 @@ from benchmarks.loops.common import now
 from cifar_zero import models
 from cifar_zero.config.flags import Config
 from cifar_zero.data.dataset import Dataset
-from cifar_zero.data.residence import place
+from cifar_zero.data.memory_loader import place
 
 
 def train(config: Config, dataset: Dataset, device: torch.device) -> list[float]:

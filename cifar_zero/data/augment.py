@@ -5,8 +5,6 @@ Each step is a few operations on all images. The same draws give the same bits w
 operation here lets a processor fuse a multiplication with an addition (lerp and addcmul do).
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

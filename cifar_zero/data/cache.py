@@ -5,25 +5,24 @@ One directory per source holds `train_images.npy`, `train_labels.npy`, `test_ima
 cache or none, even if a writer is killed.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
 from cifar_zero.core import atomic
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.data.dataset import Dataset
-from cifar_zero.data.lock import locked
 from cifar_zero.models import IMAGE_SHAPE
 
 SCHEMA = 2
@@ -33,6 +32,9 @@ ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 PAGE_BYTES = 4096
 """The checksum of images reads one byte in each block of this size, in 6 ms: disks are damaged by whole blocks. That of
 labels reads all: one that is out of range would end a run."""
+
+PATIENCE_S = 1.0
+"""Seconds before a waiting process tells the user that it waits."""
 
 _DAMAGE = (OSError, ValueError, KeyError, TypeError)
 """Exceptions of reading a missing or damaged cache."""
@@ -62,6 +64,25 @@ def ensure(directory: Path, source: str, fingerprint: str, build: Callable[[Path
             f"cannot prepare the images of {source}: {error.strerror or error}: {error.filename or directory}; "
             "fix that, or choose another place with --data.cache DIR or --data.root DIR"
         ) from error
+
+
+@contextmanager
+def locked(path: Path, work: str) -> Iterator[None]:
+    """Holds the lock file at `path`; `work` says what its holder does ("prepares cifar10").
+
+    The operating system releases the lock when its holder ends in any way, so a killed run blocks nobody. The file
+    stays: if it were removed, two processes could hold the lock.
+    """
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=PATIENCE_S)
+    except Timeout:
+        say(f"Waiting for another process that {work} (it holds {path}).")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def allocate(directory: Path, split: str, count: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:

@@ -86,8 +86,8 @@ def _obtain(config: DataConfig, published: type[CIFAR10]) -> Path:
     from torchvision.datasets.utils import check_integrity
 
     from cifar_zero.core.console import say
+    from cifar_zero.data.cache import locked
     from cifar_zero.data.download import download
-    from cifar_zero.data.lock import locked
 
     root = Path(config.root)
     archive, md5 = root / published.filename, config.md5 or published.tgz_md5

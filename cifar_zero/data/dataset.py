@@ -1,7 +1,5 @@
 """The memory-mapped images of a source, and the part of them that a loader reads."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

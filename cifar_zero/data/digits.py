@@ -5,8 +5,6 @@ colour images of 3x32x32, so that every recipe and benchmark for CIFAR-10 runs o
 different originals, so the test accuracy measures generalisation.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from cifar_zero.config.flags import DataConfig

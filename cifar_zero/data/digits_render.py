@@ -1,7 +1,5 @@
 """Renders small grey digits as colour images with affine, colour and noise variation, all from one seed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

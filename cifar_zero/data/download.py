@@ -1,7 +1,5 @@
 """Downloads a file by torchvision, with retries and clear errors."""
 
-from __future__ import annotations
-
 import socket
 import time
 from http.client import HTTPException

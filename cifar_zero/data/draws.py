@@ -4,8 +4,6 @@ The table depends only on the seed and the epoch. An image gets the same augment
 it is, and a run that is resumed in the middle of an epoch continues as if it had never stopped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -45,7 +43,7 @@ class Draws(NamedTuple):
     brightness: Tensor | None = None
     contrast: Tensor | None = None
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> Draws:
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Draws":
         """Returns the table with `change` applied to every column."""
         return Draws(*(None if column is None else change(column) for column in self))
 

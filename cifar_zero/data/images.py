@@ -1,7 +1,5 @@
 """Decodes an image file to the pixels that the model sees."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -3,8 +3,6 @@
 An order is a table of positions in a split, one row per micro-batch, and can be the batch sampler of a DataLoader.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 
@@ -48,7 +46,7 @@ class TrainOrder:
             raise UsageError(f"--batch_size {batch_size} is more than the {count} training images: use a smaller one")
 
     @property
-    def sampler(self) -> TrainOrder:
+    def sampler(self) -> "TrainOrder":
         """This order: Lightning calls `set_epoch` of the attribute `sampler` before each epoch."""
         return self
 

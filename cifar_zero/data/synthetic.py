@@ -1,7 +1,5 @@
 """The `synthetic` source: random pixels of any number of images, to measure speed; there is nothing to learn."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from cifar_zero.config.flags import DataConfig

@@ -1,7 +1,5 @@
 """The torch loader: the PyTorch tutorial's transforms, image by image, and a DataLoader with worker processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

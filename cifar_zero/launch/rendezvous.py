@@ -1,23 +1,18 @@
 """How the ranks of a run meet, and how long they wait for each other."""
 
-from __future__ import annotations
-
 import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from cifar_zero.config.run import Run
 from cifar_zero.core.console import say
 from cifar_zero.launch import rank_environment
 from cifar_zero.launch.collectives import gather
-
-if TYPE_CHECKING:
-    from cifar_zero.config.run import Run
 
 START = timedelta(minutes=30)
 """Time limit for the ranks to meet, and then for data preparation: nodes start minutes apart, and rank 0 downloads

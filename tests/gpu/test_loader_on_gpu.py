@@ -8,12 +8,10 @@ import torch
 
 from cifar_zero.config.flags import AugmentConfig
 from cifar_zero.data import memory_loader as loader
-from cifar_zero.data import residence
 from cifar_zero.data.augment import Augmentation
 from cifar_zero.data.dataset import Split
-from cifar_zero.data.memory_loader import MemoryLoader
+from cifar_zero.data.memory_loader import MemoryLoader, Stored, place
 from cifar_zero.data.order import EvalOrder, Order, TrainOrder
-from cifar_zero.data.residence import Stored, place
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,7 +37,7 @@ def make_loader(split: Split, stored: Stored, config: AugmentConfig | None, orde
 
 def place_where(share: float, split: Split, monkeypatch: pytest.MonkeyPatch) -> Stored:
     """Returns images stored on the GPU if `share`, the allowed share of its free memory, is 1; on the host if 0."""
-    monkeypatch.setattr(residence, "RESIDENT_SHARE", share)
+    monkeypatch.setattr(loader, "RESIDENT_SHARE", share)
     stored = place(split.images, GPU)
     assert stored.rows_device == (GPU if share else CPU)
     return stored
