@@ -6,8 +6,8 @@ function imports torch itself, if it needs it: each check runs in its own proces
 
 from functools import partial
 
-from cifar_zero.diagnosis import devices, network, ops, resources, software, storage, toolchain
-from cifar_zero.diagnosis.examination import Check
+from cifar_zero.diagnosis import devices, network, ops, software, storage
+from cifar_zero.diagnosis.check import Check
 
 IMPORT_SECONDS = 180.0
 """Time limit of a check that imports torch, which takes minutes from a busy network disk."""
@@ -24,15 +24,15 @@ CHECKS: dict[str, Check] = {
     "torchmetrics": Check("version of TorchMetrics", partial(software.package, "torchmetrics")),
     "gpu": Check("torch can compute on each GPU", devices.gpu, IMPORT_SECONDS),
     "nvcc": Check("nvcc has the same CUDA version as torch", devices.nvcc, IMPORT_SECONDS),
-    "compiler": Check("a C++ compiler and Python's header files", toolchain.compiler),
-    "ninja": Check("ninja, which runs the compiler", toolchain.ninja),
-    "libaio": Check("libaio, for offload to NVMe", toolchain.libaio),
+    "compiler": Check("a C++ compiler and Python's header files", software.compiler),
+    "ninja": Check("ninja, which runs the compiler", software.ninja),
+    "libaio": Check("libaio, for offload to NVMe", software.libaio),
     "locks": Check("no lock file blocks the build of an operator", ops.locks, IMPORT_SECONDS),
     "ops": Check("DeepSpeed's operators are built, or can be", ops.operators, LONG_SECONDS),
     "port": Check("a free port for the rendezvous of the ranks", network.port),
     "all-reduce": Check("real ranks meet and sum a tensor", network.all_reduce, LONG_SECONDS),
-    "cores": Check("one CPU core per rank", resources.cores),
-    "memory": Check("memory for each rank", resources.memory),
+    "cores": Check("one CPU core per rank", devices.cores),
+    "memory": Check("memory for each rank", devices.memory),
     "shm": Check("shared memory for each rank", storage.shared_memory),
     "out": Check("disk space for runs", storage.out),
     "data": Check("images, or disk space for them", storage.data),

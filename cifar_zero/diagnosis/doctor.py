@@ -1,22 +1,28 @@
 """Checks everything that a run needs on this machine, or on the nodes of a cluster; see --help."""
 
 import argparse
+import json
 import math
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
-from dataclasses import fields
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from cifar_zero.config.flags import DataConfig, OutputConfig
 from cifar_zero.core import exits
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.suggestions import nearest
-from cifar_zero.diagnosis import CHECKS, report
-from cifar_zero.diagnosis.examination import examine
-from cifar_zero.diagnosis.finding import Finding, Options
+from cifar_zero.diagnosis import CHECKS
+from cifar_zero.diagnosis.check import Finding, Options, examine
 from cifar_zero.launch import local_launcher, rank_environment
+
+SCHEMA = 1
+"""Version of the output of `--json`; goes up when a key changes its meaning or its name."""
+
+COLORS = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
 EPILOG = """\
 exit code: 0 if no check failed (a warning says what some runs cannot do), 1 if one failed, 2 for wrong usage
@@ -55,8 +61,8 @@ def main(requirements: Path) -> int:
     for name, finding in answers:
         findings[name] = finding
         if not arguments.json:
-            report.print_line(name, finding, max(map(len, names)))
-    print(report.as_json(findings) if arguments.json else report.summary(findings) + closing)
+            _print_line(name, finding, max(map(len, names)))
+    print(_as_json(findings) if arguments.json else _summary(findings) + closing)
     return int(any(finding.status == "failed" for finding in findings.values()))
 
 
@@ -77,6 +83,31 @@ def _of_this_machine(names: Iterable[str], options: Options) -> Iterator[tuple[s
         if name == "ops" and options.build:
             print("Building DeepSpeed's operators, which takes minutes ...", file=sys.stderr, flush=True)
         yield name, examine(CHECKS[name], options)
+
+
+def _print_line(name: str, finding: Finding, width: int) -> None:
+    """Prints status, name (padded to `width` characters), what was found, and the fix."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    status = f"[{COLORS[finding.status]}]{finding.status:<7}[/]"
+    text = ": ".join(filter(None, [finding.found, finding.fix]))
+    Console(highlight=False).print(f"{status}  {name:<{width}}  {escape(text)}", soft_wrap=True)
+
+
+def _summary(findings: Mapping[str, Finding]) -> str:
+    """Returns the overall result in one sentence."""
+    count = Counter(finding.status for finding in findings.values())
+    warnings = f"{count['warning']} warning{'s'[: count['warning'] != 1]}"
+    if count["failed"]:
+        return f"Not fit to train: {count['failed']} failed, {warnings}."
+    return f"Nothing failed, {warnings}."
+
+
+def _as_json(findings: Mapping[str, Finding]) -> str:
+    """Returns the findings for programs."""
+    checks = [{"name": name, **asdict(finding)} for name, finding in findings.items()]
+    return json.dumps({"schema": SCHEMA, "checks": checks}, indent=2)
 
 
 def _parse(requirements: Path) -> Namespace:

@@ -8,9 +8,8 @@ import sys
 import time
 from contextlib import suppress
 
-from cifar_zero.diagnosis.examination import one_line
-from cifar_zero.diagnosis.finding import Finding, Options, failed, ok
-from cifar_zero.diagnosis.resources import ranks_in_memory
+from cifar_zero.diagnosis.check import Finding, Options, failed, ok, one_line
+from cifar_zero.diagnosis.devices import ranks_in_memory
 from cifar_zero.launch import local_launcher
 
 GRACE_SECONDS = 2.0

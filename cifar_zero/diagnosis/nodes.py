@@ -6,6 +6,8 @@ A launcher starts it on every node, as it will start the run. Each rank runs `ex
 import json
 import os
 import socket
+import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -14,11 +16,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.cuda import nccl
-from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from cifar_zero.diagnosis.examination import one_line
-from cifar_zero.diagnosis.finding import Finding, Options, failed, ok, warning
-from cifar_zero.diagnosis.watchdog import Watchdog
+from cifar_zero.diagnosis.check import Finding, Options, failed, ok, one_line, warning
 from cifar_zero.launch import rank_environment
 from cifar_zero.launch.collectives import gather, ranks_on_another_disk
 from cifar_zero.reports import summary
@@ -79,6 +79,53 @@ def examine(options: Options) -> dict[str, Finding] | None:
         "clock": check_clocks(hosts, clocks),
         "out": check_out(hosts, options.out, apart),
     }
+
+
+class Watchdog:
+    """Ends this process with one line and exit code 1 if a step takes too long.
+
+    It uses a thread, because a rank may hang in calls without a time limit: NCCL's kernels, a host name, a disk.
+
+    Attributes:
+        store: holds the steps that each rank has begun. Needs its own connection, as another may be blocked.
+        hosts: host of each rank; empty until they are known.
+
+    Args:
+        store: as above.
+        seconds: time limit of each step.
+    """
+
+    def __init__(self, store: Store, seconds: float):
+        self.store, self.hosts = store, list[str]()
+        self._seconds = seconds
+        self._timer = threading.Timer(0, self._give_up)
+
+    def begin(self, step: str) -> None:
+        """Starts a step, such as `meeting the others`, and ends the one before."""
+        self.end()
+        self.store.set(f"{step}/{rank_environment.global_rank()}", "")
+        self._timer = threading.Timer(self._seconds, self._give_up, [step])
+        self._timer.daemon = True
+        self._timer.start()
+
+    def end(self) -> None:
+        """Ends the last step."""
+        self._timer.cancel()
+
+    def _give_up(self, step: str) -> None:
+        if rank_environment.local_rank() == 0:
+            print(f"error: {step} took longer than {self._seconds:g} s: {self._missing(step)}", file=sys.stderr)
+            sys.stderr.flush()
+        os._exit(1)
+
+    def _missing(self, step: str) -> str:
+        ranks = range(int(os.environ["WORLD_SIZE"]))
+        try:
+            missing = [rank for rank in ranks if not self.store.check([f"{step}/{rank}"])]
+        except RuntimeError:
+            return f"the node of rank 0, {os.environ['MASTER_ADDR']}, does not answer"
+        named = [f"rank {rank}" + (f" ({self.hosts[rank]})" if self.hosts else "") for rank in missing]
+        return f"{', '.join(named)} did not get this far" if named else "all ranks have begun it"
 
 
 def _store(seconds: float) -> TCPStore:

@@ -5,8 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cifar_zero.diagnosis.examination import one_line
-from cifar_zero.diagnosis.finding import Finding, Options, failed, ok, warning
+from cifar_zero.diagnosis.check import Finding, Options, failed, ok, one_line, warning
 
 
 def locks(options: Options) -> Finding:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cifar_zero.config.flags import DataConfig
 from cifar_zero.core.errors import RunError
-from cifar_zero.diagnosis.finding import Finding, Options, failed, ok, warning
+from cifar_zero.diagnosis.check import Finding, Options, failed, ok, warning
 
 FREE_BYTES = 1_000_000_000
 """Free space that a disk needs: CIFAR's archive and its decoded images take 0.36 GB, and a run writes checkpoints."""

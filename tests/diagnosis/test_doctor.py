@@ -17,8 +17,7 @@ import pytest
 from filelock import FileLock
 
 from cifar_zero.diagnosis import CHECKS
-from cifar_zero.diagnosis.examination import Check, examine
-from cifar_zero.diagnosis.finding import Finding, Options, ok
+from cifar_zero.diagnosis.check import Check, Finding, Options, examine, ok
 from cifar_zero.diagnosis.ops import blocking
 from cifar_zero.diagnosis.software import PYTHON, TORCH, pinned
 from tests.support.helpers import ROOT, assert_ok, run_program, small_disk

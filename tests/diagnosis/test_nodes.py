@@ -71,7 +71,7 @@ def test_a_node_that_does_not_come_is_named_in_time(hosts: Hosts) -> None:
 HANGS = """
 import time
 from torch.distributed import HashStore
-from cifar_zero.diagnosis.watchdog import Watchdog
+from cifar_zero.diagnosis.nodes import Watchdog
 watchdog = Watchdog(HashStore(), 0.2)
 watchdog.begin("an all-reduce")
 watchdog.hosts = ["gpu0", "gpu1", "gpu2"]

@@ -1,4 +1,4 @@
-"""Runs a check in its own process: if it hangs or crashes, the doctor continues with the next one."""
+"""A check of the doctor: what it is asked, what it answers, and its process, in which it may hang or crash."""
 
 import multiprocessing
 import os
@@ -7,9 +7,13 @@ import textwrap
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Literal
 
-from cifar_zero.diagnosis.finding import INSTALL, Finding, Options, failed
+INSTALL = "pip install -r requirements.txt"
+"""Fixes a missing or broken package."""
 
 MESSAGE_CHARACTERS = 200
 """Length to which a library's message is shortened."""
@@ -18,6 +22,51 @@ GRACE_SECONDS = 5.0
 """How long a check may take to end after SIGINT, before it is killed."""
 
 _FORK = multiprocessing.get_context("fork")  # nothing is imported again, and the doctor has no threads and no torch
+
+Status = Literal["ok", "warning", "failed"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asks about.
+
+    Attributes:
+        ranks: processes of a run on this machine.
+        out: directory for run folders.
+        data_root: directory of the dataset.
+        data_cache: directory of the decoded images; empty: <data_root>/.cifar-zero.
+        build: whether to build the DeepSpeed operators that are missing.
+        timeout: time limit, in seconds, of each step in which a rank waits for the others.
+        requirements: path of requirements.txt, which has the tested versions.
+    """
+
+    ranks: int
+    out: str
+    data_root: str
+    data_cache: str
+    build: bool
+    timeout: float
+    requirements: Path
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The answer of a check.
+
+    Attributes:
+        status: ok; warning: some runs are not possible, or will be slow; failed: no run will work.
+        found: what was found, in half a sentence.
+        fix: what to do, as a command if there is one; empty if nothing is wrong.
+    """
+
+    status: Status
+    found: str
+    fix: str = ""
+
+
+ok = partial(Finding, "ok")
+warning = partial(Finding, "warning")
+failed = partial(Finding, "failed")
 
 
 @dataclass(frozen=True)
