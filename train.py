@@ -65,7 +65,7 @@ def train(
     """
     # Here, as they import torch and Lightning: --help and errors in the command line come at once.
     from cifar_module import CIFARModule
-    from cifar_zero.core.quiet import quieten
+    from cifar_zero.core.console import quieten
     from cifar_zero.launch import rendezvous
     from cifar_zero.reports.summary import print_summary, write_json
     from cifar_zero.training import build, nodes, starting_point, stopping

@@ -22,8 +22,8 @@ from cifar_module import CIFARModule
 from cifar_zero.config import command_line
 from cifar_zero.config.flags import Config
 from cifar_zero.core import exits
+from cifar_zero.core.console import quieten
 from cifar_zero.core.errors import UsageError
-from cifar_zero.core.quiet import quieten
 from cifar_zero.training import build, fast_loop
 from cifar_zero.training.callbacks.batch_norm import BatchNormStatistics
 from cifar_zero.training.callbacks.counts import training_flops

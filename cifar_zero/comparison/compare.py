@@ -162,7 +162,7 @@ def _trained(arguments: Namespace, planned: Sequence[Planned], runner: Runner, p
 def _prepare(planned: Sequence[Planned]) -> None:
     """Checks the Trainer's options and the weights of each variant and prepares the images, before the first run."""
     from cifar_zero import data
-    from cifar_zero.core.quiet import quieten
+    from cifar_zero.core.console import quieten
     from cifar_zero.training import build, starting_point
 
     quieten()

@@ -31,7 +31,7 @@ from cifar_zero.config.run import Consent
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.config.values import REGISTRIES, check_values
 from cifar_zero.core.errors import UsageError
-from cifar_zero.core.suggestions import nearest, nearest_flag
+from cifar_zero.core.usage import nearest, nearest_flag
 from cifar_zero.models import PACKAGES
 from cifar_zero.optimizers import OFFLOADED_BY, OPTIMIZERS
 

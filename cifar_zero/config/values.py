@@ -8,8 +8,7 @@ from typing import Any
 from cifar_zero.config.flags import AugmentConfig, Choice, Config, flat
 from cifar_zero.config.strategy_specs import AUTO, STRATEGIES
 from cifar_zero.core.errors import UsageError
-from cifar_zero.core.ranges import check_range
-from cifar_zero.core.suggestions import nearest, nearest_flag
+from cifar_zero.core.usage import check_range, nearest, nearest_flag
 from cifar_zero.models import MODELS
 from cifar_zero.optimizers import OPTIMIZERS
 from cifar_zero.schedules import SCHEDULES

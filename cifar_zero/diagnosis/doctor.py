@@ -14,7 +14,7 @@ from pathlib import Path
 from cifar_zero.config.flags import DataConfig, OutputConfig
 from cifar_zero.core import exits
 from cifar_zero.core.errors import UsageError
-from cifar_zero.core.suggestions import nearest
+from cifar_zero.core.usage import nearest
 from cifar_zero.diagnosis import CHECKS
 from cifar_zero.diagnosis.check import Finding, Options, examine
 from cifar_zero.launch import local_launcher, rank_environment

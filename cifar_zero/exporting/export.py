@@ -8,8 +8,8 @@ from pathlib import Path
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.config.flags import DataConfig
 from cifar_zero.core import atomic, exits
+from cifar_zero.core.console import quieten
 from cifar_zero.core.errors import RunError, UsageError
-from cifar_zero.core.quiet import quieten
 from cifar_zero.exporting import FORMATS
 
 DELTA, DELTA_SUFFIX = "delta", ".delta.safetensors"

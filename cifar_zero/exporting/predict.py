@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from cifar_zero import models
 from cifar_zero.core import exits
+from cifar_zero.core.console import quieten
 from cifar_zero.core.errors import UsageError
-from cifar_zero.core.quiet import quieten
 from cifar_zero.data.folder import SUFFIXES
 from cifar_zero.exporting import load
 from cifar_zero.exporting.export import add_weight_options

@@ -8,7 +8,7 @@ its module when it builds the model, so that the command line knows every option
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from cifar_zero.core.ranges import check_range
+from cifar_zero.core.usage import check_range
 from cifar_zero.models.mixture_options import MixtureOptions
 
 if TYPE_CHECKING:

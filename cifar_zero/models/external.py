@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from cifar_zero.core.suggestions import closest
+from cifar_zero.core.usage import closest
 
 if TYPE_CHECKING:
     from cifar_zero.models import Model

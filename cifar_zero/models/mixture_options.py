@@ -4,7 +4,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cifar_zero.core.ranges import check_range
+from cifar_zero.core.usage import check_range
 
 
 @dataclass

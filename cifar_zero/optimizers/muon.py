@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from cifar_zero.core.ranges import check_range
+from cifar_zero.core.usage import check_range
 from cifar_zero.optimizers.options import Implementation, OptimizerOptions
 
 

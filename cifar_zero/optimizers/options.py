@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
-from cifar_zero.core.ranges import check_range
+from cifar_zero.core.usage import check_range
 
 Implementation = Literal["torch", "torch_fused", "deepspeed_cpu", "deepspeed_fused"]
 """The code that updates the weights, chosen by the strategy: torch's, torch's in one call for all parameters on CUDA,

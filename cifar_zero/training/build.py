@@ -18,7 +18,7 @@ from cifar_zero.config.command_line import OWNED
 from cifar_zero.config.flags import Config, SourceName
 from cifar_zero.config.run import Run
 from cifar_zero.core.errors import UsageError
-from cifar_zero.core.suggestions import nearest
+from cifar_zero.core.usage import nearest
 from cifar_zero.launch import rank_environment
 from cifar_zero.training import fast_loop
 from cifar_zero.training.callbacks.counts import parameter_count

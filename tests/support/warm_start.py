@@ -21,7 +21,7 @@ from pathlib import Path
 import matplotlib.pyplot
 import sklearn.metrics
 
-from cifar_zero.core.quiet import quieten
+from cifar_zero.core.console import quieten
 from cifar_zero.reports import figures, summary
 from cifar_zero.training import build
 from cifar_zero.training.callbacks import summary as end_of_run

@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from cifar_zero.checkpoints.finetuning.lora import A, B, LoRALinear
 from cifar_zero.core.errors import UsageError
-from cifar_zero.core.suggestions import nearest_few
+from cifar_zero.core.usage import nearest_few
 from cifar_zero.models.moe import whole_names
 
 EXPERT_NUMBER = re.compile(r"\.experts\.\d+\.")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cifar_zero.config.flags import LoRAConfig
 from cifar_zero.core.errors import UsageError
-from cifar_zero.core.suggestions import nearest_few
+from cifar_zero.core.usage import nearest_few
 from cifar_zero.models.moe import Gate
 
 A, B = ".lora_a", ".lora_b"
