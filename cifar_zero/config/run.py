@@ -11,15 +11,10 @@ from cifar_zero.core.hardware import gpu_count
 
 @dataclass(frozen=True)
 class Consent:
-    """What may run code: only the command line can allow it, no recipe, run folder or checkpoint.
+    """What may run code: only the command line can allow it, no recipe, run folder or checkpoint."""
 
-    Attributes:
-        trust: whether checkpoints that could run code are loaded (--trust).
-        callbacks: the flags --trainer.callbacks, which name classes to import.
-    """
-
-    trust: bool = False
-    callbacks: tuple[str, ...] = ()
+    trust: bool = False  # load checkpoints that could run code (--trust)
+    callbacks: tuple[str, ...] = ()  # the flags --trainer.callbacks, which name classes to import
 
 
 NO_CONSENT = Consent()

@@ -16,39 +16,22 @@ Device = Literal["", "cpu", "nvme"]
 
 @dataclass(frozen=True)
 class Spec:
-    """What a strategy does and can do.
+    """What a strategy does and can do."""
 
-    Attributes:
-        family: the module of `strategies` that builds it.
-        summary: one line for the help and the documentation.
-        stage: ZeRO stage; 0 shards nothing.
-        offload_optimizer: where the optimizer's state and update are.
-        offload_parameters: where the parameters rest.
-        super_offload: DeepSpeed's SuperOffload, for CPU-GPU links as fast as a GH200's.
-        one_replica: whether all ranks together hold one model and compute the same images.
-        casts: whether mixed precision casts the model instead of running it under autocast.
-        shards_tensors: whether a rank holds only parts of the parameters or of the optimizer state.
-        scales_loss: whether it can train in float16.
-        averages: whether --ema and --swa_from can average its weights.
-        spreads_experts: whether the experts of a mixture can be spread over ranks.
-        graphs: whether --cuda_graphs can record its steps, which must not move parameters.
-        raw: the content of a raw DeepSpeed configuration (--ds_config); None for a named strategy.
-    """
-
-    family: Literal["baseline", "deepspeed", "fsdp2", "tensor_parallel", "pipeline"]
-    summary: str
-    stage: int = 0
-    offload_optimizer: Device = ""
-    offload_parameters: Device = ""
-    super_offload: bool = False
-    one_replica: bool = False
-    casts: bool = False
-    shards_tensors: bool = False
-    scales_loss: bool = True
-    averages: bool = True
-    spreads_experts: bool = False
-    graphs: bool = False
-    raw: Mapping[str, Any] | None = None
+    family: Literal["baseline", "deepspeed", "fsdp2", "tensor_parallel", "pipeline"]  # module of `strategies`
+    summary: str  # one line for the help and the documentation
+    stage: int = 0  # ZeRO stage; 0 shards nothing
+    offload_optimizer: Device = ""  # where the optimizer's state and update are
+    offload_parameters: Device = ""  # where the parameters rest
+    super_offload: bool = False  # DeepSpeed's SuperOffload, for CPU-GPU links as fast as a GH200's
+    one_replica: bool = False  # all ranks together hold one model and compute the same images
+    casts: bool = False  # mixed precision casts the model instead of running it under autocast
+    shards_tensors: bool = False  # a rank holds only parts of the parameters or of the optimizer state
+    scales_loss: bool = True  # it can train in float16
+    averages: bool = True  # --ema and --swa_from can average its weights
+    spreads_experts: bool = False  # the experts of a mixture can be spread over ranks
+    graphs: bool = False  # --cuda_graphs can record its steps, which must not move parameters
+    raw: Mapping[str, Any] | None = None  # content of a raw DeepSpeed configuration (--ds_config)
 
 
 _zero_0 = partial(Spec, "deepspeed", casts=True, spreads_experts=True)

@@ -20,19 +20,12 @@ OTHER_RANKS = "look for the first error in the other ranks' lines"
 
 
 class KnownFailure(NamedTuple):
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-        message: regular expression that the exception's message contains; `cause` may use its named groups.
-        cause: what happened.
-        fix: what to do.
-        kind: class of the exception; most of torch's own derive from RuntimeError.
-    """
-
-    message: str
-    cause: str
-    fix: str
-    kind: type[Exception] = RuntimeError
+    message: str  # regular expression that the exception's message contains; `cause` may use its named groups
+    cause: str  # what happened
+    fix: str  # what to do
+    kind: type[Exception] = RuntimeError  # most of torch's own derive from it
 
 
 TABLE = (

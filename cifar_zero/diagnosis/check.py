@@ -23,45 +23,27 @@ GRACE_SECONDS = 5.0
 
 _FORK = multiprocessing.get_context("fork")  # nothing is imported again, and the doctor has no threads and no torch
 
-Status = Literal["ok", "warning", "failed"]
-
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asks about.
+    """What the user asks about."""
 
-    Attributes:
-        ranks: processes of a run on this machine.
-        out: directory for run folders.
-        data_root: directory of the dataset.
-        data_cache: directory of the decoded images; empty: <data_root>/.cifar-zero.
-        build: whether to build the DeepSpeed operators that are missing.
-        timeout: time limit, in seconds, of each step in which a rank waits for the others.
-        requirements: path of requirements.txt, which has the tested versions.
-    """
-
-    ranks: int
-    out: str
-    data_root: str
-    data_cache: str
-    build: bool
-    timeout: float
-    requirements: Path
+    ranks: int  # processes of a run on this machine
+    out: str  # directory for run folders
+    data_root: str  # directory of the dataset
+    data_cache: str  # directory of the decoded images; empty: <data_root>/.cifar-zero
+    build: bool  # build the DeepSpeed operators that are missing
+    timeout: float  # limit, in seconds, of each step in which a rank waits for the others
+    requirements: Path  # requirements.txt, which has the tested versions
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The answer of a check.
+    """The answer of a check; warning: some runs are not possible, or will be slow; failed: no run will work."""
 
-    Attributes:
-        status: ok; warning: some runs are not possible, or will be slow; failed: no run will work.
-        found: what was found, in half a sentence.
-        fix: what to do, as a command if there is one; empty if nothing is wrong.
-    """
-
-    status: Status
-    found: str
-    fix: str = ""
+    status: Literal["ok", "warning", "failed"]
+    found: str  # half a sentence
+    fix: str = ""  # what to do, as a command if there is one; empty if nothing is wrong
 
 
 ok = partial(Finding, "ok")
@@ -71,17 +53,11 @@ failed = partial(Finding, "failed")
 
 @dataclass(frozen=True)
 class Check:
-    """One question about this machine.
+    """One question about this machine."""
 
-    Attributes:
-        summary: what is checked, for --help.
-        answer: runs the check in its own process; an exception becomes a finding too.
-        limit: time limit in seconds.
-    """
-
-    summary: str
-    answer: Callable[[Options], Finding]
-    limit: float = 60.0
+    summary: str  # what is checked, for --help
+    answer: Callable[[Options], Finding]  # runs in its own process; an exception becomes a finding too
+    limit: float = 60.0  # in seconds
 
 
 def examine(check: Check, options: Options) -> Finding:

@@ -40,11 +40,7 @@ checks:
 
 
 def main(requirements: Path) -> int:
-    """Prints a line for each check; returns the exit code, 1 if one failed.
-
-    Args:
-        requirements: path of requirements.txt.
-    """
+    """Prints a line for each check; returns the exit code, 1 if one failed. `requirements` is requirements.txt."""
     arguments = _parse(requirements)
     options = Options(**{field.name: getattr(arguments, field.name) for field in fields(Options)})
     names, closing = arguments.checks or [*CHECKS], ""

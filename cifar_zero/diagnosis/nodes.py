@@ -39,10 +39,7 @@ def examine(options: Options) -> dict[str, Finding] | None:
     """Meets the other ranks and compares the nodes; returns the findings on rank 0, None on the others.
 
     Ends the process, with one line from the first rank of each node, if a step takes longer than `options.timeout`
-    seconds.
-
-    Args:
-        options: of the command line. The rank is read from torchrun's environment variables.
+    seconds. The rank is read from torchrun's environment variables.
     """
     patience = timedelta(seconds=3 * options.timeout)  # so that the watchdog reports first
     store = PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store(options.timeout))
@@ -82,21 +79,14 @@ def examine(options: Options) -> dict[str, Finding] | None:
 
 
 class Watchdog:
-    """Ends this process with one line and exit code 1 if a step takes too long.
+    """Ends this process with one line and exit code 1 if a step takes longer than `seconds`.
 
     It uses a thread, because a rank may hang in calls without a time limit: NCCL's kernels, a host name, a disk.
-
-    Attributes:
-        store: holds the steps that each rank has begun. Needs its own connection, as another may be blocked.
-        hosts: host of each rank; empty until they are known.
-
-    Args:
-        store: as above.
-        seconds: time limit of each step.
     """
 
     def __init__(self, store: Store, seconds: float):
-        self.store, self.hosts = store, list[str]()
+        self.store = store  # of the steps that each rank has begun; a connection of its own, as another may be blocked
+        self.hosts: list[str] = []  # of each rank; empty until they are known
         self._seconds = seconds
         self._timer = threading.Timer(0, self._give_up)
 

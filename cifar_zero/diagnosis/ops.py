@@ -24,11 +24,9 @@ def locks(options: Options) -> Finding:
 
 
 def blocking(root: Path, by_existence: bool) -> list[Path]:
-    """Returns the lock files that make a run wait.
+    """Returns the lock files under `root` that make a run wait.
 
-    Args:
-        root: folder of torch's extensions.
-        by_existence: whether the existence of the file is the lock; otherwise it is the system's lock on the file.
+    With `by_existence` the existence of the file is the lock; otherwise it is the system's lock on the file.
     """
     return [file for file in sorted(root.glob("*/lock")) if by_existence or _held(file)]
 

@@ -52,10 +52,9 @@ def by_rank_0(ask: Callable[[], T]) -> T:
 
 
 def ranks_on_another_disk(folder: Path | None) -> list[int]:
-    """Returns the ranks that cannot see a file which rank 0 writes into a folder for a moment. Each rank must call it.
+    """Returns the ranks that cannot see a file which rank 0 writes into `folder` for a moment. Each rank must call it.
 
-    Args:
-        folder: on rank 0; the other ranks look for it under the same path.
+    Only rank 0 names the folder; the other ranks look for the file under the same path.
     """
 
     def write() -> Path:

@@ -40,17 +40,11 @@ _SLOT = struct.Struct("qqd")  # native and aligned: each number is written as a 
 
 
 class Beat(NamedTuple):
-    """The latest heartbeat of a rank.
+    """The latest heartbeat of a rank."""
 
-    Attributes:
-        state: ABSENT, WAITING or RUNNING.
-        batches: micro-batches so far, of training, validation and test.
-        time: in seconds, on the clock of `time.monotonic`, which all processes of a computer share.
-    """
-
-    state: int
-    batches: int
-    time: float
+    state: int  # ABSENT, WAITING or RUNNING
+    batches: int  # micro-batches so far, of training, validation and test
+    time: float  # in seconds, on the clock of `time.monotonic`, which all processes of a computer share
 
 
 class Board:
@@ -112,10 +106,7 @@ class Watch:
     def look(self, beats: Sequence[Beat], stopped: Collection[int], now: float) -> str:
         """Returns in one line which ranks hang and why; empty if none does. Called about once a second.
 
-        Args:
-            beats: the latest of every rank.
-            stopped: the ranks that a signal has stopped.
-            now: in seconds, on the clock of the beats.
+        `stopped` are the ranks that a signal has stopped, `now` is in seconds on the clock of the beats.
         """
         if now - self._looked > LEAP_SECONDS:  # the first look, or Ctrl-Z and fg: time counts from now on
             self._since, self._beats, self._stopped = now, beats, {}

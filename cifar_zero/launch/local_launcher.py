@@ -50,8 +50,7 @@ def run(
         watch: decides when ranks hang.
         extra_env: further environment variables of the ranks.
 
-    Returns:
-        The exit code, see `supervisor.supervise`.
+    Returns the exit code, see `supervisor.supervise`.
     """
     if _LIBC is not None:
         _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)

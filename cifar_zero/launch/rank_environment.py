@@ -24,8 +24,7 @@ SLURM_PORTS = 15_000
 def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Returns torchrun's variables for this rank; empty if no launcher has started this process.
 
-    Raises:
-        UsageError: the nodes have different numbers of ranks.
+    Raises UsageError if the nodes have different numbers of ranks.
     """
     if all(name in environment for name in TORCHRUN):
         # Without NODE_RANK or torchrun's GROUP_RANK Lightning takes every node for the first one.

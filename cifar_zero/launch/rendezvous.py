@@ -29,23 +29,14 @@ the keys of the previous start in the agents' store, and may connect to an addre
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a rank.
+    """The place of a rank."""
 
-    Attributes:
-        rank: over all nodes.
-        host: name of the node.
-        local_rank: on the node.
-        device: cpu, or cuda and its number.
-        threads: number of torch's threads on the CPU.
-        agent: see `rank_environment.torchrun_agent`.
-    """
-
-    rank: int
-    host: str
-    local_rank: int
-    device: str
-    threads: int
-    agent: str
+    rank: int  # over all nodes
+    host: str  # name of the node
+    local_rank: int  # on the node
+    device: str  # cpu, or cuda and its number
+    threads: int  # of torch on the CPU
+    agent: str  # see `rank_environment.torchrun_agent`
 
 
 def meet(run: Run) -> list[Place]:

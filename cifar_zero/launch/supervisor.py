@@ -56,8 +56,7 @@ class Rank:
 def supervise(ranks: Sequence[Rank], board: heartbeat.Board, watch: heartbeat.Watch) -> int:
     """Waits until all ranks have ended, passes requests to end on to them, and ends them if one fails or hangs.
 
-    Returns:
-        The exit code: 0 if all ranks succeeded, else that of the first one that failed; 1 after a hang.
+    Returns the exit code: 0 if all ranks succeeded, else that of the first one that failed; 1 after a hang.
     """
     received = _pass_requests_on(ranks)
     failed: Rank | None = None
