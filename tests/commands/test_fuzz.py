@@ -21,7 +21,7 @@ from cifar_zero.config import command_line
 from cifar_zero.config.flags import DataConfig
 from cifar_zero.core.errors import RunError, UsageError
 from tests.data.archives import cifar_files, publish, tar_gz
-from tests.support.helpers import ROOT, WHOLE, assert_ok, read_weights, run_folder_of, run_program
+from tests.support.helpers import ROOT, WHOLE, read_weights, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
 
@@ -128,7 +128,7 @@ def fuzz(original: Path, tmp_path: Path, read: Callable[[Path], Any], same: Call
 )
 def test_checkpoints(strategy: str, devices: int, small_data: list[str], tmp_path: Path):
     flags = ["--strategy", strategy, "--devices", str(devices), "--accelerator", "cpu", "--batch_size", "16"]
-    assert_ok(run_program("train.py", *small_data, *flags, "--max_steps", "4", "--out", str(tmp_path / "out")))
+    train_all({tmp_path / "out": [*small_data, *flags, "--max_steps", "4", "--trainer.limit_test_batches", "1"]})
     checkpoint = run_folder_of(tmp_path / "out") / "checkpoints" / "last.ckpt"
     net = models.build("net", 10)
     whole = read_weights(net, checkpoint)

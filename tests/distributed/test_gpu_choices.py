@@ -18,7 +18,6 @@ RUNS = {
     "net ddp bf16": (["--strategy", "ddp", *NET, *BF16], False),
     "net ddp bf16 unclipped": (["--strategy", "ddp", *NET, *BF16, "--gradient_clip_val", "0"], True),
     "net fsdp2": (["--strategy", "fsdp2", *NET], False),
-    "net fsdp": (["--strategy", "fsdp", *NET], False),
     "net deepspeed_stage_2": (["--strategy", "deepspeed_stage_2", *NET], True),
     "net deepspeed_stage_3": (["--strategy", "deepspeed_stage_3", *NET], True),
     "vit": (["--strategy", "ddp", *VIT], True),
@@ -31,7 +30,7 @@ RUNS = {
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    same = [*small_data, "--accelerator", "cpu", "--devices", "2", "--batch_size", "8", "--max_steps", "6"]
+    same = [*small_data, "--accelerator", "cpu", "--devices", "2", "--batch_size", "8", "--max_steps", "3"]
     same += ["--data.val_fraction", "0", "--logger", "none", "--trainer.limit_test_batches", "1"]
     train_all(
         {folder / name: [*same, *flags] for name, (flags, _) in RUNS.items()}, program="tests.support.gpu_choices_runs"
