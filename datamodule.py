@@ -35,8 +35,7 @@ class CIFARDataModule(LightningDataModule):
         seed: of the validation split, of the order and of the augmentation.
         channels_last: whether the memory loader uses the channels_last format on a GPU.
 
-    Raises:
-        UsageError: --data.val_fraction is not in [0, 1).
+    Raises UsageError if --data.val_fraction is not in [0, 1).
     """
 
     dataset: Dataset
@@ -74,8 +73,7 @@ class CIFARDataModule(LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Maps the images into memory and holds out the validation images, once for all stages.
 
-        Raises:
-            UsageError: the batch cannot be divided among the ranks.
+        Raises UsageError if the batch cannot be divided among the ranks.
         """
         _ = self.micro_batch_size
         if hasattr(self, "dataset"):

@@ -1,12 +1,10 @@
 """Trains and tests a CIFAR classifier: resolve -> prepare the data -> build -> fit -> test -> report; see --help."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.config import command_line
@@ -18,17 +16,13 @@ from cifar_zero.launch import local_launcher, rank_environment
 from cifar_zero.planning import automatic
 from cifar_zero.training.resolve import resolve
 
-if TYPE_CHECKING:
-    from cifar_module import CIFARModule
-
 start_time.note()
 
 
 def main(figures: bool = True) -> int:
     """Parses the command line and trains, in this process or in the ranks that it starts; returns the exit code.
 
-    Args:
-        figures: whether to draw those of the test.
+    `figures` says whether to draw those of the test.
     """
     rank_environment.adopt()
     flags = rank_environment.arguments(sys.argv[1:])
@@ -50,7 +44,7 @@ def main(figures: bool = True) -> int:
 
 
 def train(
-    run: Run, module_class: Callable[..., CIFARModule] | None = None, figures: bool = True, last: bool = True
+    run: Run, module_class: Callable[..., Any] | None = None, figures: bool = True, last: bool = True
 ) -> dict[str, Any]:
     """Trains and tests as one rank; rank 0 leaves the run folder behind.
 

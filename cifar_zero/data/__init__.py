@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from cifar_zero.config.flags import DataConfig, SourceName
-from cifar_zero.core.errors import UsageError
 
 if TYPE_CHECKING:
     from cifar_zero.data.dataset import Dataset
@@ -100,6 +99,4 @@ def _named(config: DataConfig, source: str) -> DataConfig:
 
 
 def _module(config: DataConfig) -> Source:
-    if config.source not in _MODULES:
-        raise UsageError(f"--data.source {config.source} does not exist: choose auto, {', '.join(_MODULES)}")
     return cast(Source, import_module(_MODULES[config.source]))

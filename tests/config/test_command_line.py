@@ -71,6 +71,8 @@ def test_printed_configuration_is_the_same_run_again(recipe: Path, tmp_path: Pat
     ("flags", "expected"),
     [
         ("--data.sourc digits", "did you mean --data.source?"),
+        ("--data.source mnist", "--data.source: expected one of ['auto', 'cifar10'"),
+        ("--data.synthetic_size 9", "--data.synthetic_size must be at least 10"),
         ("--epoch 3", "did you mean --epochs?"),
         ("--epochs 1.5", "--epochs: expected int, not 1.5"),
         ("--epochs 0", "--epochs must be at least 1"),

@@ -10,7 +10,6 @@ import pytest
 
 from cifar_zero import data
 from cifar_zero.config.flags import DataConfig
-from cifar_zero.core.errors import UsageError
 from cifar_zero.data import digits
 
 ASK_ALL = """
@@ -41,10 +40,3 @@ def test_auto_without_a_connection_falls_back_to_digits_with_a_warning(
     messages = capsys.readouterr().err
     assert "refused" in messages
     assert "INSTEAD OF CIFAR-10" in messages
-
-
-def test_unknown_and_invalid_values_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="choose auto, cifar10"):
-        data.prepare(DataConfig("mnist", root=str(tmp_path)))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(UsageError, match="synthetic_size 9"):
-        data.class_names(DataConfig("synthetic", synthetic_size=9))
