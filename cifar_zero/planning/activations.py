@@ -12,7 +12,7 @@ import weakref
 from collections.abc import MutableMapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -35,19 +35,9 @@ Computes = Literal["float32", "autocast", "cast"]
 bytes as bfloat16."""
 
 
-class Bytes(NamedTuple):
-    """Activations of one micro-batch, in bytes."""
-
-    saved: int
-    """Held between the forward and the backward pass."""
-
-    peak: int
-    """The peak, including temporary tensors of operations, without parameters and gradients."""
-
-
 @dataclass(frozen=True)
 class Line:
-    """Bytes as a linear function of the number of images, measured at two sizes of the micro-batch."""
+    """Bytes at the peak as a linear function of the number of images, measured at two sizes of the micro-batch."""
 
     base: float
     per_image: float
@@ -90,8 +80,9 @@ class Held(TorchDispatchMode):
         self.now -= size * counts[0]
 
 
-def counted(net: nn.Module, images: int, computes: Computes) -> Bytes:
-    """Counts the bytes of one forward and backward pass.
+def counted(net: nn.Module, images: int, computes: Computes) -> int:
+    """Returns the bytes at the peak of one forward and backward pass, with temporary tensors of operations, without
+    parameters and gradients.
 
     Args:
         net: model on the CPU, built in the FakeTensorMode in which this is called.
@@ -112,26 +103,20 @@ def counted(net: nn.Module, images: int, computes: Computes) -> Bytes:
         for gate in gates(net):
             assert gate.routing is not None
             loss = loss + gate.routing.load_balance_loss
-        saved = held.now
         loss.backward()
     for hook in hooks:
         hook.remove()
     net.zero_grad()
-    return Bytes(saved, held.peak)
+    return held.peak
 
 
-def measure(run: Run, micro_batch: int, computes: Computes) -> Line:
-    """Returns the activations of a run, by images.
-
-    Args:
-        run: the run to plan.
-        micro_batch: images; the activations are counted at this size and at twice this size.
-        computes: format.
+def measure(run: Run, computes: Computes) -> Line:
+    """Returns the activations of a run, counted with its micro-batch and with one of twice this size.
 
     Raises:
         UsageError: activation checkpointing finds no blocks, or a model of another package cannot be counted.
     """
-    few = max(2, micro_batch)  # batch normalisation cannot take a single image
+    few = max(2, run.micro_batch)  # batch normalisation cannot take a single image
     with FakeTensorMode():
         net = _fake(run, torch.bfloat16 if computes == "cast" else torch.float32)
         if run.config.activation_checkpointing:
@@ -145,7 +130,7 @@ def measure(run: Run, micro_batch: int, computes: Computes) -> Line:
                 f"--model {run.config.model.name}: its activations cannot be counted without values "
                 f"({textwrap.shorten(str(error), 120, placeholder=' ...')}): choose a strategy and train"
             ) from error
-    return Line(2 * small.peak - large.peak, (large.peak - small.peak) / few)
+    return Line(2 * small - large, (large - small) / few)
 
 
 def _fake(run: Run, dtype: torch.dtype) -> nn.Module:
@@ -171,7 +156,7 @@ def _fake(run: Run, dtype: torch.dtype) -> nn.Module:
     return net
 
 
-def _of_all_blocks(net: nn.Module, images: int, computes: Computes) -> Bytes:
+def _of_all_blocks(net: nn.Module, images: int, computes: Computes) -> int:
     """Counts like `counted`, but only two and three of identical blocks: each further block adds the same (to the byte
     for vit_13b, whose 41 blocks would take 15 times as long)."""
     blocks = getattr(net, "blocks", None)
@@ -184,9 +169,7 @@ def _of_all_blocks(net: nn.Module, images: int, computes: Computes) -> Bytes:
         three = counted(net, images, computes)
     finally:
         net.blocks = blocks
-    return Bytes(
-        *(at_two + (len(blocks) - 2) * (at_three - at_two) for at_two, at_three in zip(two, three, strict=True))
-    )
+    return two + (len(blocks) - 2) * (three - two)
 
 
 def _kind(block: nn.Module) -> tuple[Any, ...]:

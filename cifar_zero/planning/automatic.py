@@ -44,10 +44,9 @@ def _chosen(config: Config) -> str:
     run = of_machine(replace(on_this_machine(config), strategy=Config.strategy))
     rules.check_model(run)
     from cifar_zero.planning import machine, network
-    from cifar_zero.planning.recommend import recommended
-    from cifar_zero.planning.survey import survey
+    from cifar_zero.planning.survey import recommended, survey
 
-    room = machine.this_machine(run.config)
+    room = machine.available(run.config)
     choice, reason = recommended(survey(run, network.of(run), room, {}), room)
     if choice is None:
         raise UsageError(f"--strategy auto: {reason}; or choose a strategy to try it anyway")

@@ -2,18 +2,8 @@
 
 Rajbhandari et al. 2020, "ZeRO", section 7: an all-reduce is a reduce-scatter and an all-gather, in each of which a rank
 of N sends (N - 1)/N of the numbers. So ZeRO 0, 1 and 2 send two numbers per parameter, and ZeRO 3 three. DeepSpeed
-0.19.8 and torch 2.15 differ from this in places, and the formulas follow them (measured in docs/planning.md):
-
-- Stages 1 and 2 all-reduce a bucket over all ranks, of which each then keeps its part
-  (use_multi_rank_bucket_allreduce in zero/config.py, average_tensor in zero/stage_1_and_2.py), and gather the updated
-  weights: three, not two. Stage 1 reduces once in a step, stage 2 with every micro-batch (allreduce_gradients in
-  engine.py).
-- Stage 3 keeps a gathered parameter whose next use is near (`overheads.REUSE_ELEMENTS`). Except in very large models
-  the backward pass finds the weights that the forward pass has gathered, and two are sent, not three. Parameters
-  that it keeps whole are gathered once in a step, after their update.
-- FSDP2 gathers a model without blocks once for both passes (reshard_after_forward of the root).
-- gloo, which CPU ranks use, runs a reduce-scatter as an all-reduce (torch 2.15, reduce_scatter_tensor): two, not one.
-- Activation checkpointing gathers nothing more: the backward pass needs a recomputed block at once.
+0.19.8 and torch 2.15 differ from this in places, and the formulas follow them (measured in docs/planning.md).
+Activation checkpointing gathers nothing more: the backward pass needs a recomputed block at once.
 """
 
 from collections.abc import Callable
@@ -34,19 +24,25 @@ def sent_bytes(run: Run, network: Network) -> int:
     ranks, micro_batches = run.world_size, config.accumulate
     size = parameter_size(spec, config.precision)
     trained = _sent(network, ranks, lambda weight: weight.trained)
-    scattered = trained * (2 if run.on_cpu else 1)
+    scattered = trained * (2 if run.on_cpu else 1)  # gloo runs a reduce-scatter as an all-reduce
     if spec.family == "fsdp2":
         # Gathered in the compute format, reduced in float32 if the precision is mixed (strategies/fsdp2.py).
         gathered = FLOAT32 if config.precision == "32-true" else 2
         reduced = 2 if config.precision == "bf16-true" else FLOAT32
-        gathers = 1 if network.largest_block == network.elements else 2  # without blocks: once for both passes
+        # A model without blocks is gathered once for both passes (reshard_after_forward of the root).
+        gathers = 1 if network.largest_block == network.elements else 2
         whole = _sent(network, ranks, lambda weight: True)
         return round(micro_batches * (gathers * whole * gathered + scattered * reduced))
     if spec.stage == 3:
         persistent = _sent(network, ranks, lambda weight: weight.elements <= PERSISTENT_ELEMENTS)
         sharded = _sent(network, ranks, lambda weight: weight.elements > PERSISTENT_ELEMENTS)
+        # Kept whole: gathered once in a step, after their update. Other parameters stay gathered if their next use is
+        # near: except in very large models the backward pass finds what the forward pass has gathered.
         kept = min(1.0, REUSE_ELEMENTS // 2 / network.elements)
         return round((persistent + micro_batches * ((2 - kept) * sharded + scattered)) * size)
+    # Stages 1 and 2 all-reduce a bucket over all ranks, of which each then keeps its part
+    # (use_multi_rank_bucket_allreduce in zero/config.py), and gather the updated weights: three numbers, not two. Stage
+    # 1 reduces once in a step, stage 2 with every micro-batch (allreduce_gradients in engine.py).
     all_reduces = micro_batches if spec.stage == 2 else 1
     gathers = 1 if spec.stage else 0
     return round((2 * all_reduces + gathers) * trained * size)

@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cifar_zero.config.flags import Config
@@ -33,14 +33,31 @@ class Room:
     """Whether this is another machine, which may have what this one lacks (a compiler, bitsandbytes, --nvme_path)."""
 
 
-def this_machine(config: Config) -> Room:
-    """Returns what is free for a rank now; devices and accelerator must be resolved."""
+def available(config: Config, device_memory: str | None = None, host_memory: str | None = None) -> Room:
+    """Returns what is available to a rank on the machine with this --device_memory, None: on this machine now.
+
+    Args:
+        config: with devices and accelerator decided.
+        device_memory: of one device.
+        host_memory: of one node; None: what is free on this machine, unknown on another one.
+
+    Raises:
+        UsageError: one of them is no size.
+    """
     assert config.devices != "auto"
-    disk = disk_bytes(config.nvme_path, config.devices)
-    host = max(0, free_memory_bytes() // config.devices - CPU_RANK_BYTES)
-    if config.accelerator == "cpu":
-        return Room(host, None, shared=True, disk=disk)
-    return Room(free_gpu_bytes(config.devices), host, disk=disk)
+    on_cpu = config.accelerator == "cpu"
+    if device_memory is not None:
+        size = size_in_bytes(device_memory, "--device_memory")
+        usable = max(0, size - CPU_RANK_BYTES) if on_cpu else round(USABLE * size)
+        room = Room(usable, None, shared=on_cpu, elsewhere=True)
+    else:
+        path = config.nvme_path
+        disk = shutil.disk_usage(path).free // config.devices if path and Path(path).is_dir() else None
+        host = max(0, free_memory_bytes() // config.devices - CPU_RANK_BYTES)
+        room = Room(host, None, True, disk) if on_cpu else Room(free_gpu_bytes(config.devices), host, disk=disk)
+    if host_memory is None:
+        return room
+    return replace(room, host=max(0, size_in_bytes(host_memory, "--host_memory") // config.devices - CPU_RANK_BYTES))
 
 
 def size_in_bytes(text: str, flag: str) -> int:
@@ -70,8 +87,3 @@ def free_gpu_bytes(devices: int) -> int:
             return round(USABLE * total)
 
     return max(0, min(map(free, range(min(devices, torch.cuda.device_count())))))
-
-
-def disk_bytes(path: str, ranks: int) -> int | None:
-    """Returns the free space of --nvme_path per rank; None if there is no such directory."""
-    return shutil.disk_usage(path).free // ranks if path and Path(path).is_dir() else None

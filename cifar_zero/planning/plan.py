@@ -6,9 +6,9 @@ import argparse
 import json
 import shlex
 from argparse import Namespace
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -18,10 +18,8 @@ from cifar_zero.config.run import Run, on_this_machine, with_accelerator
 from cifar_zero.core import exits
 from cifar_zero.core.errors import UsageError
 from cifar_zero.launch import local_launcher
-from cifar_zero.planning import machine
-from cifar_zero.planning.machine import Room
-from cifar_zero.planning.recommend import RULE, gigabytes, recommended
-from cifar_zero.planning.survey import Need, survey
+from cifar_zero.planning.machine import Room, available
+from cifar_zero.planning.survey import RULE, gigabytes, recommended, survey
 from cifar_zero.training.resolve import of_machine
 
 if TYPE_CHECKING:
@@ -60,7 +58,7 @@ def main() -> int:
     else:
         devices = 1 if config.devices == "auto" else config.devices
         config = replace(with_accelerator(config, config.accelerator != "cpu"), devices=devices)
-    room = _room(config, arguments)
+    room = available(config, arguments.device_memory, arguments.host_memory)
     if not _names_batch_size(flags):
         config = replace(config, batch_size=IMAGES * config.world_size * config.accumulate)
         flags += ["--batch_size", str(config.batch_size)]
@@ -71,7 +69,7 @@ def _plan(run: Run, arguments: Namespace, flags: list[str], room: Room) -> int:
     from rich.console import Console
 
     from cifar_zero.planning import network
-    from cifar_zero.planning.report import as_json, print_plan, print_scaling
+    from cifar_zero.planning.report import print_plan, print_scaling
 
     of_size = arguments.parameters is not None
     if not of_size:
@@ -82,7 +80,8 @@ def _plan(run: Run, arguments: Namespace, flags: list[str], room: Room) -> int:
     choice, reason = recommended(needs, room)
     command = "" if choice is None or of_size else _command(run.config, [*flags, "--strategy", choice.strategy])
     if arguments.json:
-        about = {
+        plan = {
+            "schema": 1,
             "parameters": net.elements,
             "trained_parameters": net.trained,
             "ranks": run.world_size,
@@ -91,13 +90,17 @@ def _plan(run: Run, arguments: Namespace, flags: list[str], room: Room) -> int:
             "recommended": choice and choice.strategy,
             "reason": reason,
             "command": command,
+            "strategies": [
+                {**asdict(need), "device": need.device, "host": need.host, "disk": need.disk} for need in needs
+            ],
         }
-        print(json.dumps(as_json(needs, about), indent=1))
+        print(json.dumps(plan, indent=1))  # all sizes in bytes
         return int(choice is None)
     console = Console(highlight=False)
     console.print(_heading(run, net, of_size, room), soft_wrap=True)
     if arguments.table:
-        print_scaling({count: _at(run, count, net, room, lines) for count in DEVICES}, room.device, console)
+        runs = {count: _at(run, count) for count in DEVICES}
+        print_scaling({count: survey(each, net, room, lines) for count, each in runs.items()}, room.device, console)
     else:
         print_plan(needs, console)
     console.print(f"recommended ({RULE}):", soft_wrap=True)
@@ -107,11 +110,10 @@ def _plan(run: Run, arguments: Namespace, flags: list[str], room: Room) -> int:
     return int(choice is None)
 
 
-def _at(run: Run, devices: int, net: Network, room: Room, lines: Any) -> list[Need]:
-    """Returns the plan for another number of devices, with the same micro-batch on each."""
+def _at(run: Run, devices: int) -> Run:
+    """Returns the run on another number of devices, with the same micro-batch on each."""
     batch_size = run.micro_batch * devices * run.config.accumulate
-    config = replace(run.config, devices=devices, num_nodes=1, batch_size=batch_size)
-    return survey(replace(run, config=config), net, room, lines)
+    return replace(run, config=replace(run.config, devices=devices, num_nodes=1, batch_size=batch_size))
 
 
 def _command(config: Config, flags: list[str]) -> str:
@@ -143,17 +145,9 @@ def _parse() -> tuple[Namespace, list[str]]:
         help="CPU memory of one node, for offloading (default: free memory of this machine; not checked with "
         "--device_memory)",
     )
-    add(
-        "--parameters",
-        metavar="N",
-        type=float,
-        help="plan the model states of a model of N parameters (100e9) instead of --model",
-    )
-    add(
-        "--table",
-        action="store_true",
-        help="print the memory on 1 to 16,384 devices, with the same micro-batch",
-    )
+    states = "plan the model states of a model of N parameters (100e9) instead of --model"
+    add("--parameters", metavar="N", type=float, help=states)
+    add("--table", action="store_true", help="print the memory on 1 to 16,384 devices, with the same micro-batch")
     add("--json", action="store_true", help="print one JSON object")
     arguments, flags = parser.parse_known_args()
     if arguments.parameters is not None:
@@ -173,21 +167,6 @@ def _names_batch_size(flags: list[str]) -> bool:
     given, _ = parser.parse_known_args(flags)
     recipes = (yaml.safe_load(Path(file).read_text()) for file in given.config)  # already checked by command_line.parse
     return given.batch_size is not None or any("batch_size" in recipe for recipe in recipes)
-
-
-def _room(config: Config, arguments: Namespace) -> Room:
-    """Returns what is available to a rank on the planned machine, which --device_memory describes."""
-    if arguments.device_memory is None:
-        room = machine.this_machine(config)
-    else:
-        size, on_cpu = machine.size_in_bytes(arguments.device_memory, "--device_memory"), config.accelerator == "cpu"
-        usable = max(0, size - machine.CPU_RANK_BYTES) if on_cpu else round(machine.USABLE * size)
-        room = Room(usable, None, shared=on_cpu, elsewhere=True)
-    if arguments.host_memory is None:
-        return room
-    assert config.devices != "auto"
-    host = machine.size_in_bytes(arguments.host_memory, "--host_memory") // config.devices
-    return replace(room, host=max(0, host - machine.CPU_RANK_BYTES))
 
 
 def _heading(run: Run, net: Network, of_size: bool, room: Room) -> str:

@@ -1,27 +1,20 @@
-"""Prints the plan: a table of the strategies, a table over numbers of devices, and the same as JSON."""
+"""Prints the plan: a table of the strategies, and one over numbers of devices."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from cifar_zero.planning.recommend import gigabytes
-from cifar_zero.planning.survey import Need
+from cifar_zero.planning.survey import Need, gigabytes
 
 WIDE = 132
 """Width of a terminal, in characters, from which the table shows all columns."""
 
 
 def print_plan(needs: Sequence[Need], console: Console) -> None:
-    """Prints a row for each strategy, in GB (10^9 bytes) on the fullest rank, and notes.
-
-    Args:
-        needs: in the order of recommendation.
-        console: output; a narrow one shows the model states as one figure.
-    """
+    """Prints a row for each strategy, in GB (10^9 bytes) on the fullest rank, and notes; a narrow console shows the
+    model states as one figure."""
     wide = console.width >= WIDE
     has_disk = any(need.disk for need in needs if not need.refused)
     parts = ["parameters", "gradients", "optimizer", "buckets", "activations"] if wide else ["states", "activ."]
@@ -65,27 +58,11 @@ def _notes(needs: Sequence[Need], console: Console) -> list[str]:
 
 
 def print_scaling(by_devices: Mapping[int, Sequence[Need]], room: int, console: Console) -> None:
-    """Prints GB on the fullest rank by strategy and number of devices; a star marks what fits.
-
-    Args:
-        by_devices: the needs for each number of devices, all with the same micro-batch.
-        room: bytes available to a rank on its device.
-        console: output.
-    """
+    """Prints GB on the fullest rank by strategy and number of devices; a star marks what fits the `room` bytes that a
+    rank may use on its device."""
     table = _table(map(str, by_devices), console.width >= WIDE)
     for row in zip(*by_devices.values(), strict=True):
         cells = (f"{gigabytes(need.device)}{'*' if need.device <= room else ' '}" for need in row)
         table.add_row(_short(row[0].strategy, console), *cells)
     console.print(table)
     console.print("*: fits the device" + ("; stage_*: deepspeed_stage_*" if console.width < WIDE else ""))
-
-
-def as_json(needs: Sequence[Need], about: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the plan for programs, all sizes in bytes.
-
-    Args:
-        needs: of the strategies.
-        about: what was planned, and what is recommended.
-    """
-    rows = [{**asdict(need), "device": need.device, "host": need.host, "disk": need.disk} for need in needs]
-    return {"schema": 1, **about, "strategies": rows}

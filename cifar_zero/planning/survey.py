@@ -1,9 +1,9 @@
-"""Computes the memory of a rank under each strategy, part by part, and the bytes that it sends."""
+"""Computes the memory of a rank under each strategy, part by part, and the bytes that it sends; recommends one."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,8 @@ PLANNED = sorted(
 )
 """The strategies with a formula, in the order of recommendation: without offload, offload to the host, offload to disk;
 within each group from the least sharding to the most."""
+
+RULE = "the first row that fits: without offloading, else offloaded to the host, else to disk"
 
 MOST_IMAGES = 10**7
 """Upper limit of the search for the largest micro-batch."""
@@ -95,13 +97,7 @@ class Need:
         return {place: (size, most) for place, (size, most) in sizes.items() if most is not None and size > most}
 
 
-def survey(
-    run: Run,
-    network: Network,
-    room: Room,
-    lines: dict[str, Line] | None,
-    strategies: Iterable[str] = PLANNED,
-) -> list[Need]:
+def survey(run: Run, network: Network, room: Room, lines: dict[str, Line] | None) -> list[Need]:
     """Returns the needs of a run under each strategy.
 
     Args:
@@ -109,12 +105,11 @@ def survey(
         network: the model of the run.
         room: what is available to a rank.
         lines: cache of the activations by compute format, filled here; None: activations are not counted.
-        strategies: some of PLANNED.
 
     Raises:
         UsageError: the batch does not divide, or activation checkpointing finds no blocks.
     """
-    return [_need(run.under(name), network, room, lines) for name in strategies]
+    return [_need(run.under(name), network, room, lines) for name in PLANNED]
 
 
 def _need(run: Run, network: Network, room: Room, lines: dict[str, Line] | None) -> Need:
@@ -147,7 +142,7 @@ def _activations(run: Run, lines: dict[str, Line]) -> Line:
 
     computes = format_of(run.spec, run.config.precision)
     if computes not in lines:
-        lines[computes] = measure(run, run.micro_batch, computes)
+        lines[computes] = measure(run, computes)
     return lines[computes]
 
 
@@ -166,3 +161,44 @@ def _refusal(run: Run, room: Room) -> str:
     except UsageError as error:
         return str(error)
     return ""
+
+
+def recommended(needs: Sequence[Need], room: Room) -> tuple[Need | None, str]:
+    """Returns the strategy that RULE recommends and its figures, or None and what is missing.
+
+    Args:
+        needs: in the order of recommendation.
+        room: what is available to a rank.
+
+    Raises:
+        UsageError: train.py would refuse every strategy; the message is the one for the simplest strategy.
+    """
+    accepted = [need for need in needs if not need.refused]
+    if not accepted:
+        raise UsageError(needs[0].refused)
+    too_large: list[str] = []
+    for need in accepted:
+        # SuperOffload is for the fast links of a GH200, which cannot be detected: only the user can choose it.
+        if need.fits and not STRATEGIES[need.strategy].super_offload:
+            sizes = f"{gigabytes(need.compared(room))} of the {gigabytes(room.device)} GB available to a rank"
+            others = f"; {', '.join(too_large)} would not fit" if too_large else ""
+            return need, f"{need.strategy} needs {sizes}{others}"
+        too_large += [] if need.fits else [need.strategy]
+    return None, _nothing_fits(accepted, room)
+
+
+def _nothing_fits(needs: Sequence[Need], room: Room) -> str:
+    """Returns what is missing for the strategy that needs the least, and what to do."""
+    least = min(needs, key=lambda need: ("device" in need.lacking(room), need.device))
+    missing = (
+        f"{gigabytes(size)} GB of {place} memory, of which {gigabytes(most)} GB are available"
+        for place, (size, most) in least.lacking(room).items()
+    )
+    said = f"nothing fits: {least.strategy}, which needs the least, needs {' and '.join(missing)}; use more devices"
+    smaller = ", a smaller --batch_size, a larger --accumulate or --activation_checkpointing"
+    return said if least.activations is None else said + smaller
+
+
+def gigabytes(size: int) -> str:
+    """Returns a size in GB (10^9 bytes) with a suitable number of digits."""
+    return f"{size / 1e9:,.{0 if size >= 100e9 else 1 if size >= 1e9 else 2}f}"

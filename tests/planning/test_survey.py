@@ -12,8 +12,7 @@ from cifar_zero.planning import activations, network, overheads
 from cifar_zero.planning.activations import Line
 from cifar_zero.planning.machine import Room, size_in_bytes
 from cifar_zero.planning.model_states import Weight
-from cifar_zero.planning.recommend import recommended
-from cifar_zero.planning.survey import PLANNED, Need, survey
+from cifar_zero.planning.survey import PLANNED, Need, recommended, survey
 from cifar_zero.training.resolve import of_machine
 
 GB = 10**9
