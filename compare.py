@@ -4,7 +4,7 @@ import sys
 from functools import partial
 
 import train
-from cifar_zero.comparison.compare import Programs, main
+from cifar_zero.comparison.compare import main
 from cifar_zero.core.exits import guarded
 
 
@@ -16,4 +16,4 @@ def module_class():
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(partial(main, train.train, module_class, Programs(train.__file__, __file__))))
+    sys.exit(guarded(partial(main, train.train, module_class)))

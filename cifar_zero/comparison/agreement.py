@@ -113,24 +113,15 @@ class Bound:
 
 
 def eps_of(precision: str, accelerator: str, convolves: bool) -> float:
-    """Returns the distance from 1 to the next number in the format that a run computes in.
-
-    Args:
-        precision: 32-true, bf16-mixed, bf16-true or 16-mixed.
-        accelerator: cpu or gpu.
-        convolves: whether the model has convolutions.
-    """
+    """Returns the distance from 1 to the next number in the format in which a run computes: of precision 32-true,
+    bf16-mixed, bf16-true or 16-mixed, on cpu or gpu; `convolves`: whether its model has convolutions."""
     name = precision.split("-")[0]
     return TF32_EPS if name == "32" and accelerator == "gpu" and convolves else EPS[name]
 
 
 def bound(pair: Pair, perturbed: Pair | None) -> Bound:
-    """Returns what rounding may change in the losses and weights of a run.
-
-    Args:
-        pair: the run to judge.
-        perturbed: the perturbed run of the same reference; None: there is no such run, and no limit either.
-    """
+    """Returns what rounding may change in the losses and weights of a run; without a `perturbed` run of the same
+    reference, no limit."""
     unknown = Bound([math.inf] * len(pair.steps), None)
     found = unknown if perturbed is None else _measured(pair, perturbed)
     allowed = zip(pair.steps, found.losses, pair.losses, strict=True)

@@ -79,10 +79,7 @@ CAUSES = (
             "mixed" in pair.other.metrics["precision"] and bool(pair.other.deepspeed) != bool(pair.reference.deepspeed)
         ),
     ),
-    Cause(
-        "The number of micro-batches differs: gradients are summed in other parts.",
-        _differs("accumulate"),
-    ),
+    Cause("The number of micro-batches differs: gradients are summed in other parts.", _differs("accumulate")),
     Cause("The number of ranks differs: gradients are summed in other parts.", _differs("world_size")),
     Cause(
         "Batch normalisation works on a micro-batch, and the sizes of the micro-batches differ.",

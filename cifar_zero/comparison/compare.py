@@ -9,16 +9,15 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.comparison import console, junit, result
+from cifar_zero.comparison import report
 from cifar_zero.comparison.reading import load
-from cifar_zero.comparison.result import Comparison, Run, Variant
-from cifar_zero.comparison.running import Runner
-from cifar_zero.comparison.variants import PERTURBED, Planned, grouped, perturbed_runs, plan
+from cifar_zero.comparison.result import Comparison, Run
+from cifar_zero.comparison.trainings import PERTURB, PERTURBED, Planned, Runner, plan, prepare
+from cifar_zero.comparison.variants import grouped, perturbed_runs
 from cifar_zero.config import command_line
 from cifar_zero.config.values import check_plain_name
 from cifar_zero.core import exits
@@ -44,21 +43,10 @@ examples:
 """
 
 
-@dataclass(frozen=True)
-class Programs:
-    """The scripts that start a run."""
-
-    train: str
-    compare: str
-
-
-def main(train: Callable[..., Any], module_class: Callable[[], type[LightningModule]], programs: Programs) -> int:
+def main(train: Callable[..., Any], module_class: Callable[[], type[LightningModule]]) -> int:
     """Compares and prints the verdicts; returns the exit code, 1 if a variant did not train or does not agree.
 
-    Args:
-        train: trains a run as one rank: `train(run, module_class)`.
-        module_class: imports and returns the LightningModule of the runs.
-        programs: paths of train.py and compare.py.
+    `train(run, module)` trains a run as one rank; `module_class()` imports and returns the LightningModule of the runs.
     """
     if sys.argv[1:2] == ["perturb"]:
         return perturb(sys.argv[2:], train, module_class)
@@ -68,13 +56,13 @@ def main(train: Callable[..., Any], module_class: Callable[[], type[LightningMod
     # After a SLURM requeue the comparison starts again: its runs must not resume.
     os.environ.pop("SLURM_RESTART_COUNT", None)
     exits.stop_at_signals()
-    folder, comparison = of_runs(arguments, rest) if arguments.runs else of_trainings(arguments, rest, programs)
-    from cifar_zero.comparison.report.page import write_page
+    folder, comparison = of_runs(arguments, rest) if arguments.runs else of_trainings(arguments, rest)
+    from cifar_zero.comparison.page import write_page
 
-    console.show(comparison, folder)
-    result.write(comparison, folder / "comparison.json")
+    report.show(comparison, folder)
+    report.write_comparison(comparison, folder / "comparison.json")
     if arguments.junit:
-        junit.write(comparison, Path(arguments.junit))
+        report.write_junit(comparison, Path(arguments.junit))
     write_page(comparison, folder)
     return 0 if comparison.passed else 1
 
@@ -101,23 +89,23 @@ def of_runs(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison
     variants = grouped(runs)
     if len(variants) < 2:
         raise UsageError("all given runs are of the same variant: give at least two variants")
-    from cifar_zero.comparison.summary import summarize
+    from cifar_zero.comparison.verdicts import summarize
 
     folder = run_folder.claim(arguments.out, arguments.name or "runs")
     perturbed = perturbed_runs(runs, variants[0])
     return folder, summarize(variants, lambda seeds: perturbed, _command(), arguments.trust)
 
 
-def of_trainings(arguments: Namespace, rest: Sequence[str], programs: Programs) -> tuple[Path, Comparison]:
+def of_trainings(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
     """Trains and compares; returns the folder of the runs and of the report, and the comparison."""
     axes = (arguments.strategies or [], arguments.devices or [], arguments.accumulate or [])
     rest = [*rest, *["--trust"] * arguments.trust]
     planned = plan(*axes, 1 if arguments.seeds is None else arguments.seeds, rest)
-    _prepare(planned)
+    prepare(planned)
     folder = run_folder.claim(arguments.out, arguments.name or planned[0].run.config.model.name.replace(":", "-"))
     runner = Runner(folder, sum(len(variant.seeds) for variant in planned))
     try:
-        return folder, _trained(arguments, planned, runner, programs)
+        return folder, trained(planned, runner, arguments.trust)
     except (KeyboardInterrupt, Stopped) as stop:
         number = signal.SIGINT if isinstance(stop, KeyboardInterrupt) else stop.exit_code - 128
         raise Stopped(number, _how_to_compare(folder)) from stop
@@ -125,19 +113,10 @@ def of_trainings(arguments: Namespace, rest: Sequence[str], programs: Programs) 
         raise RunError(f"{error.strerror or error} ({error.filename}); {_how_to_compare(folder)}") from error
 
 
-def _trained(arguments: Namespace, planned: Sequence[Planned], runner: Runner, programs: Programs) -> Comparison:
-    from cifar_zero.comparison.summary import summarize
+def trained(planned: Sequence[Planned], runner: Runner, trust: bool) -> Comparison:
+    """Trains all variants, and a perturbed run of the reference where one is needed; returns the comparison."""
+    from cifar_zero.comparison.verdicts import summarize
 
-    variants = []
-    for each in planned:
-        config = each.run.config
-        variant = Variant(each.name, config.strategy_name, config.world_size, config.accumulate, each.command)
-        for seed in each.seeds:
-            try:
-                variant.runs.append(load(runner.run(each.run_name(seed), [programs.train], each.flags_of(seed))))
-            except (RunError, UsageError) as error:
-                variant.error = variant.error or str(error)
-        variants.append(variant)
     reference, failures = planned[0], []
 
     def perturbed_runs(seeds: set[int]) -> list[Run]:
@@ -146,30 +125,15 @@ def _trained(arguments: Namespace, planned: Sequence[Planned], runner: Runner, p
         for seed in sorted(seeds):
             flags = [*reference.flags_of(seed), "--logger", "none"]  # TensorBoard shows only the variants
             try:
-                runs.append(
-                    load(runner.run(PERTURBED + reference.run_name(seed), [programs.compare, "perturb"], flags))
-                )
+                runs.append(load(runner.run(PERTURBED + reference.run_name(seed), PERTURB, flags)))
             except (RunError, UsageError) as error:
                 failures.append(f"The perturbed run of the reference failed (seed {seed}): {error}.")
         return runs
 
-    comparison = summarize(variants, perturbed_runs, _command(), arguments.trust)
+    comparison = summarize([runner.train(each) for each in planned], perturbed_runs, _command(), trust)
     comparison.notes += failures
     comparison.machine["cores"] = str(core_count())
     return comparison
-
-
-def _prepare(planned: Sequence[Planned]) -> None:
-    """Checks the Trainer's options and the weights of each variant and prepares the images, before the first run."""
-    from cifar_zero import data
-    from cifar_zero.core.console import quieten
-    from cifar_zero.training import build, starting_point
-
-    quieten()
-    for run in (variant.run for variant in planned):
-        build.check_trainer_options(run.config)
-        starting_point.pretrained_weights(run)
-    data.prepare(planned[0].run.config.data)
 
 
 def _how_to_compare(folder: Path) -> str:
@@ -196,12 +160,8 @@ def _parse() -> tuple[Namespace, list[str]]:
         "       %(prog)s perturb [--<option of train.py> VALUE ...]",
     )
     add = parser.add_argument
-    add(
-        "--strategies",
-        nargs="+",
-        metavar="NAME",
-        help="strategies of train.py, or raw DeepSpeed configurations (*.json)",
-    )
+    strategies = "strategies of train.py, or raw DeepSpeed configurations (*.json)"
+    add("--strategies", nargs="+", metavar="NAME", help=strategies)
     add("--devices", nargs="+", metavar="N", help="numbers of ranks (default: that of train.py)")
     add("--accumulate", nargs="+", metavar="N", help="numbers of micro-batches per optimizer step")
     add("--seeds", type=int, metavar="N", help="runs per variant, with seeds counted up from --seed (default: 1)")

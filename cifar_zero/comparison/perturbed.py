@@ -58,12 +58,8 @@ def with_perturbed_constants(optimizer: Any) -> Any:
 
 
 def perturb(net: nn.Module, distance: float) -> None:
-    """Multiplies each weight at random by 1 + distance or 1 - distance, identically on every rank that has it.
-
-    Args:
-        net: its parameters may be sharded by ZeRO-3 or as DTensors.
-        distance: relative.
-    """
+    """Multiplies each weight at random by 1 + distance or 1 - distance, identically on every rank that has it. The
+    parameters may be sharded by ZeRO-3 or as DTensors."""
     for seed, parameter in enumerate(net.parameters()):
         part: Any = getattr(parameter, "ds_tensor", parameter)
         tensor = part.to_local() if isinstance(part, DTensor) else part

@@ -16,10 +16,7 @@ PERTURBED = "perturbed.json"
 
 
 def load(folder: Path) -> Run:
-    """Reads a finished run.
-
-    Args:
-        folder: the run folder, <out>/<name>/version_N.
+    """Reads the folder of a finished run, <out>/<name>/version_N.
 
     Raises:
         UsageError: the run has not finished, or a file is damaged.

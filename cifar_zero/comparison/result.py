@@ -1,18 +1,21 @@
 """The result of a comparison, as in comparison.json and in the report; plain Python, no torch."""
 
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, Literal
-
-from cifar_zero.reports.summary import write_json
-
-SCHEMA = 1
-"""Version of comparison.json: keys may be added, but none changes its meaning."""
 
 VerdictKind = Literal["reference", "bit-identical", "within rounding", "different", "not trained"]
 
 GOOD: tuple[VerdictKind, ...] = ("reference", "bit-identical", "within rounding")
 """Verdicts with which a comparison passes."""
+
+SIGNS: dict[VerdictKind, str] = {
+    "reference": "●",
+    "bit-identical": "=",
+    "within rounding": "≈",
+    "different": "≠",
+    "not trained": "✗",
+}
+"""Sign before each verdict, so that colour is not the only difference."""
 
 
 @dataclass
@@ -62,7 +65,7 @@ class Run:
     metrics: dict[str, Any]
     """The content of metrics.json."""
     settings: dict[str, Any]
-    """The content of config.yaml, by the names of the flags (see `config.flat`)."""
+    """The content of config.yaml, by the names of the flags (see `flags.flat`)."""
     deepspeed: dict[str, Any]
     """DeepSpeed's configuration (deepspeed.json); empty for other strategies."""
     losses: Curve
@@ -109,6 +112,23 @@ class Variant:
     def passed(self) -> bool:
         """Whether it trained and agrees with the reference."""
         return self.verdict is not None and self.verdict.kind in GOOD
+
+    @property
+    def outcome(self) -> str:
+        """The verdict with its numbers, or why there is none, in one line."""
+        verdict = self.verdict
+        if verdict is None:
+            return f"not judged: {self.unjudged}"
+        parts = [self.error, verdict.remark]
+        if verdict.first_difference is not None:
+            parts.append(f"first unequal loss at step {verdict.first_difference:,}")
+        if verdict.first_parting is not None:
+            parts.append(f"beyond rounding from step {verdict.first_parting:,} on")
+        if verdict.loss_difference is not None and verdict.loss_bound is not None:
+            parts.append(f"loss off by {verdict.loss_difference:.1e} of {verdict.loss_bound:.1e}")
+        if verdict.weight_difference is not None and verdict.weight_bound is not None:
+            parts.append(f"weight off by {verdict.weight_difference:.1e} of {verdict.weight_bound:.1e}")
+        return ": ".join(filter(None, [f"{SIGNS[verdict.kind]} {verdict.kind}", ", ".join(filter(None, parts))]))
 
     @property
     def by_seed(self) -> dict[int, Run]:
@@ -158,7 +178,15 @@ class Comparison:
         """Whether every variant trained and agrees."""
         return all(variant.passed for variant in self.variants)
 
-
-def write(comparison: Comparison, file: Path) -> None:
-    """Writes comparison.json atomically; NaN and infinity become null."""
-    write_json(file, {"schema": SCHEMA, "passed": comparison.passed, **asdict(comparison)})
+    @property
+    def headline(self) -> str:
+        """The outcome in one sentence."""
+        agree = sum(variant.passed for variant in self.variants)
+        parts = [f"{agree} of {len(self.variants)} variants trained and agree"]
+        for variant in self.variants:
+            if variant.verdict is None:
+                parts.append(f"{variant.name} was not judged")
+            elif not variant.passed:
+                step = variant.verdict.first_parting
+                parts.append(f"{variant.name}: {variant.verdict.kind}" + (f" from step {step:,} on" if step else ""))
+        return "; ".join(parts)

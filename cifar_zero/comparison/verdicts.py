@@ -1,14 +1,24 @@
-"""Judges every variant against the reference, seed by seed."""
+"""Builds a comparison from its variants: figures over the seeds, recipe, differences, and the verdicts."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from numbers import Real
+from pathlib import Path
 
+from cifar_zero.checkpoints import run_folder
 from cifar_zero.comparison import weights
 from cifar_zero.comparison.agreement import Bound, Pair, bound, eps_of, judge, worst
 from cifar_zero.comparison.causes import causes
-from cifar_zero.comparison.result import Comparison, Curve, Run, Variant, Verdict
-from cifar_zero.comparison.settings import hinders
+from cifar_zero.comparison.result import Comparison, Curve, Run, Spread, Variant, Verdict
+from cifar_zero.comparison.variants import differences, hinders, shared
+from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
+from cifar_zero.reports.summary import FALLBACK
+
+RECIPE = ("dataset", "model", "optimizer", "schedule", "precision", "batch_size", "epochs", "max_steps")
+"""Shared settings at the top of a report."""
 
 SATURATION = (
     "From step {step:,} on rounding alone may change the losses by more than a tenth: only the steps before are "
@@ -19,14 +29,42 @@ Perturb = Callable[[set[int]], list[Run]]
 """Trains or finds a perturbed run of the reference for each of the given seeds."""
 
 
-def judge_all(comparison: Comparison, perturb: Perturb, trust: bool = False) -> None:
-    """Adds the verdicts to a comparison, and notes about them.
+def summarize(variants: Sequence[Variant], perturb: Perturb, command: str, trust: bool = False) -> Comparison:
+    """Returns the comparison of the variants, the reference first, with their figures and verdicts.
 
     Args:
-        comparison: without verdicts, the reference first.
+        variants: without verdicts.
         perturb: called once, if a variant is not bit-identical to the reference.
+        command: repeats the comparison.
         trust: whether to load checkpoints that could run code.
     """
+    reference, found = variants[0], differences(variants)
+    settings = shared(reference.runs[0]) if reference.runs else {}
+    recipe = {key: str(settings[key]) for key in RECIPE if key in settings}
+    for difference in found:
+        recipe.pop(difference.setting, None)
+    comparison = Comparison(
+        title=": ".join(filter(None, [recipe.get("model"), f"{len(variants)} variants"])),
+        command=command,
+        created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        machine={},
+        recipe={**recipe, "seeds": ", ".join(map(str, reference.by_seed))},
+        reference=reference.name,
+        variants=[*variants],
+        differences=found,
+    )
+    for run in reference.runs[:1]:
+        comparison.machine |= {"device": run.metrics["device_name"], **run.metrics["versions"]}
+    for variant in variants:
+        variant.figures = _figures(variant.runs)
+        fallbacks = dict.fromkeys(run.metrics[FALLBACK] for run in variant.runs if run.metrics.get(FALLBACK))
+        comparison.notes += [f"{variant.name}: {line}." for line in fallbacks]
+    _judge_all(comparison, perturb, trust)
+    return comparison
+
+
+def _judge_all(comparison: Comparison, perturb: Perturb, trust: bool) -> None:
+    """Adds the verdicts to a comparison, and notes about them."""
     reference, notes = comparison.variants[0], comparison.notes
     variants = _comparable(comparison)
     pairs: dict[str, list[Pair]] = {variant.name: [] for variant in variants}
@@ -122,3 +160,33 @@ def _explain(comparison: Comparison, bounds: Sequence[tuple[Pair, Bound]]) -> No
     comparison.rounding = Curve(steps, [limits[step] for step in steps])
     if end < math.inf:
         comparison.notes.append(SATURATION.format(step=end))
+
+
+def _figures(runs: Sequence[Run]) -> dict[str, Spread]:
+    """Returns mean and range over the seeds; a metric with a number per rank counts with its largest."""
+    found: dict[str, list[float]] = {}
+    for run in runs:
+        own = {"checkpoint_bytes": run.checkpoint_bytes, "predicted_bytes": _predicted_bytes(run)}
+        for key, value in (run.metrics | own).items():
+            values = value if isinstance(value, list) else [value]
+            numbers = [each for each in values if isinstance(each, Real) and not isinstance(each, bool)]
+            if numbers:
+                found.setdefault(key, []).append(max(map(float, numbers)))
+    return {key: Spread(sum(values) / len(values), min(values), max(values)) for key, values in found.items()}
+
+
+def _predicted_bytes(run: Run) -> int | None:
+    """Returns the predicted model states of the fullest rank; None if there is no formula."""
+    from cifar_zero.planning import model_states, network
+    from cifar_zero.training.resolve import of_machine
+
+    try:
+        config = command_line.parse(["--config", str(Path(run.folder, run_folder.CONFIG))])
+        if config.ds_config:
+            return None
+        weights = network.of(of_machine(replace(config, devices=run.metrics["world_size"], num_nodes=1))).weights
+    except UsageError:
+        return None
+    ranks = run.metrics["world_size"]
+    found = model_states.predicted(config.strategy, weights, ranks, config.precision, config.optimizer)
+    return found and found.in_memory.total

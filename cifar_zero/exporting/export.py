@@ -99,12 +99,9 @@ def export(
 
 def add_weight_options(parser: exits.Parser) -> None:
     """Adds the options that export.py and predict.py share."""
-    parser.add_argument(
-        "--delta", metavar="FILE", default="", help="file of export.py --to delta to apply to the weights"
-    )
-    parser.add_argument(
-        "--trust", action="store_true", help="load a checkpoint that could run code; only if you trust its author"
-    )
+    add = parser.add_argument
+    add("--delta", metavar="FILE", default="", help="file of export.py --to delta to apply to the weights")
+    add("--trust", action="store_true", help="load a checkpoint that could run code; only if you trust its author")
 
 
 def _parse() -> Namespace:
@@ -118,25 +115,20 @@ def _parse() -> Namespace:
         formatter_class=RawDescriptionHelpFormatter,
     )
     add_weight_options(parser)
-    parser.add_argument("checkpoint", help="a run folder (its newest checkpoint), or a .ckpt file or folder")
-    parser.add_argument("--to", required=True, choices=[*FORMATS, DELTA], help="format of the file")
-    parser.add_argument("--output", metavar="FILE", help="file to write (default: next to the checkpoint)")
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="number format of the weights (default: %(default)s)",
-    )
-    parser.add_argument("--no_check", action="store_true", help="skip the comparison on the run's test images")
+    add, dtypes = parser.add_argument, ("float32", "bfloat16")
+    add("checkpoint", help="a run folder (its newest checkpoint), or a .ckpt file or folder")
+    add("--to", required=True, choices=[*FORMATS, DELTA], help="format of the file")
+    add("--output", metavar="FILE", help="file to write (default: next to the checkpoint)")
+    add("--dtype", choices=dtypes, default="float32", help="number format of the weights (default: %(default)s)")
+    add("--no_check", action="store_true", help="skip the comparison on the run's test images")
     arguments = parser.parse_args()
     if arguments.to == DELTA:
         if arguments.delta or arguments.dtype != "float32":
             flag = "--delta" if arguments.delta else "--dtype"
             raise UsageError(f"{flag} cannot be combined with --to {DELTA}: leave it out")
     elif arguments.dtype not in FORMATS[arguments.to].dtypes:
-        raise UsageError(
-            f"--dtype {arguments.dtype} is not for --to {arguments.to}: onnxruntime cannot run it on a CPU"
-        )
+        wrong = f"--dtype {arguments.dtype} is not for --to {arguments.to}"
+        raise UsageError(f"{wrong}: onnxruntime cannot run it on a CPU")
     return arguments
 
 

@@ -97,15 +97,13 @@ def find_images(paths: Sequence[str]) -> list[Path]:
 def _parse() -> Namespace:
     parser = exits.Parser(prog="predict.py", description="Classifies image files with any checkpoint or export.")
     add_weight_options(parser)
-    parser.add_argument(
-        "network", metavar="CHECKPOINT_OR_EXPORT", help="a run folder, a checkpoint, or a file that export.py wrote"
-    )
-    parser.add_argument("images", metavar="IMAGE", nargs="+", help="an image file, or a folder of images")
-    parser.add_argument("--top", metavar="K", type=int, default=1, help="classes to print (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per image")
-    parser.add_argument(
-        "--model", choices=models.MODELS, default="", help="the model, for a file that does not name it (a state_dict)"
-    )
+    add, network = parser.add_argument, "a run folder, a checkpoint, or a file that export.py wrote"
+    add("network", metavar="CHECKPOINT_OR_EXPORT", help=network)
+    add("images", metavar="IMAGE", nargs="+", help="an image file, or a folder of images")
+    add("--top", metavar="K", type=int, default=1, help="classes to print (default: %(default)s)")
+    add("--json", action="store_true", help="print one JSON object per image")
+    model = "the model, for a file that does not name it (a state_dict)"
+    add("--model", choices=models.MODELS, default="", help=model)
     arguments = parser.parse_intermixed_args()
     if arguments.top < 1:
         raise UsageError(f"--top must be at least 1, not {arguments.top}")

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import MutableMapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -33,6 +34,10 @@ from cifar_zero.models.recomputation import checkpoint_blocks
 Computes = Literal["float32", "autocast", "cast"]
 """The format in which a model computes: float32, bfloat16 under autocast, or bfloat16 throughout. float16 takes as many
 bytes as bfloat16."""
+
+
+FAKE = partial(FakeTensorMode, allow_non_fake_inputs=True)
+"""The mode in which tensors have no values; it takes a model on the meta device."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,7 @@ def measure(run: Run, computes: Computes) -> Line:
         UsageError: activation checkpointing finds no blocks, or a model of another package cannot be counted.
     """
     few = max(2, run.micro_batch)  # batch normalisation cannot take a single image
-    with FakeTensorMode():
+    with FAKE():
         net = _fake(run, torch.bfloat16 if computes == "cast" else torch.float32)
         if run.config.activation_checkpointing:
             checkpoint_blocks(net)
@@ -134,26 +139,15 @@ def measure(run: Run, computes: Computes) -> Line:
 
 
 def _fake(run: Run, dtype: torch.dtype) -> nn.Module:
-    """Builds the run's model on the CPU without values, in `dtype`; call it in a FakeTensorMode.
+    """Builds the run's model on the CPU without values, in `dtype`; call it in FAKE.
 
     The model is built on the meta device first: some models of other packages read values while they are built, which
     FakeTensorMode refuses (torch 2.15).
     """
+    config = run.config
     with unset_fake_temporarily():
-        net = on_meta(run.config.model, run.num_classes, run.config.trainable, run.config.lora)
-    made: dict[int, Tensor] = {}
-
-    def of(tensor: Tensor) -> Tensor:
-        """Returns a new tensor without values; the same one again for a tensor that layers share."""
-        if id(tensor) not in made:
-            empty = torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
-            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-        return made[id(tensor)]
-
-    for module in net.modules():
-        for tensors in (module._parameters, module._buffers):
-            tensors.update({name: of(tensor) for name, tensor in tensors.items() if tensor is not None})  # pyright: ignore
-    return net
+        net = on_meta(config.model, run.num_classes, config.trainable, config.lora).to(dtype)
+    return net.to_empty(device="cpu")
 
 
 def _of_all_blocks(net: nn.Module, images: int, computes: Computes) -> int:

@@ -132,20 +132,17 @@ def _parse() -> tuple[Namespace, list[str]]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    size = "10^9 bytes per GB, 2^30 per GiB; a bare number is GB"
-    add(
-        "--device_memory",
-        metavar="SIZE",
-        help=f"memory of one device, such as 80GB or 24GiB ({size}; default: free memory of this machine's GPUs or, "
-        "without a GPU, its free memory divided among the CPU ranks)",
+    device = (
+        "memory of one device, such as 80GB or 24GiB (10^9 bytes per GB, 2^30 per GiB; a bare number is GB; default: "
+        "free memory of this machine's GPUs or, without a GPU, its free memory divided among the CPU ranks)"
     )
-    add(
-        "--host_memory",
-        metavar="SIZE",
-        help="CPU memory of one node, for offloading (default: free memory of this machine; not checked with "
-        "--device_memory)",
+    host = (
+        "CPU memory of one node, for offloading (default: free memory of this machine; not checked with "
+        "--device_memory)"
     )
     states = "plan the model states of a model of N parameters (100e9) instead of --model"
+    add("--device_memory", metavar="SIZE", help=device)
+    add("--host_memory", metavar="SIZE", help=host)
     add("--parameters", metavar="N", type=float, help=states)
     add("--table", action="store_true", help="print the memory on 1 to 16,384 devices, with the same micro-batch")
     add("--json", action="store_true", help="print one JSON object")

@@ -98,11 +98,10 @@ class Need:
 
 
 def survey(run: Run, network: Network, room: Room, lines: dict[str, Line] | None) -> list[Need]:
-    """Returns the needs of a run under each strategy.
+    """Returns the needs of a run under each strategy of PLANNED, whatever its own is.
 
     Args:
-        run: the run; its strategy is ignored.
-        network: the model of the run.
+        run, network: the run and its model.
         room: what is available to a rank.
         lines: cache of the activations by compute format, filled here; None: activations are not counted.
 
@@ -164,11 +163,7 @@ def _refusal(run: Run, room: Room) -> str:
 
 
 def recommended(needs: Sequence[Need], room: Room) -> tuple[Need | None, str]:
-    """Returns the strategy that RULE recommends and its figures, or None and what is missing.
-
-    Args:
-        needs: in the order of recommendation.
-        room: what is available to a rank.
+    """Returns what RULE recommends of needs in the order of PLANNED, and its figures; or None, and what is missing.
 
     Raises:
         UsageError: train.py would refuse every strategy; the message is the one for the simplest strategy.

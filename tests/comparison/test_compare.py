@@ -11,27 +11,25 @@ import pytest
 
 import train
 from cifar_module import CIFARModule
-from cifar_zero.comparison import compare
+from cifar_zero.comparison import compare, trainings
 from cifar_zero.comparison.result import Run
-from cifar_zero.comparison.variants import Planned, plan
+from cifar_zero.comparison.trainings import Planned, Runner, plan, prepare
 from cifar_zero.core.errors import RunError, Stopped, UsageError
 from tests.comparison.made_up import made_up
 
 pytestmark = pytest.mark.usefixtures("signal_handlers")
 
-PROGRAMS = compare.Programs("train.py", "compare.py")
-
 SMALL = ["--data.source", "synthetic", "--accelerator", "cpu", "--batch_size", "16"]
 
 
-class Runner:
-    """A runner of made-up runs; a run whose name is not in `losses` fails."""
+class MadeUpRuns(Runner):
+    """Runs whose names are not in `losses` fail."""
 
     def __init__(self, **losses: tuple[float, ...]):
+        super().__init__(Path(), len(losses))
         self.losses = losses
-        self.runs = len(losses)
 
-    def run(self, name: str, program: tuple[str, ...], flags: list[str]) -> Path:
+    def run(self, name: str, program: Any, flags: Any) -> Path:
         """Returns the run's folder, which has its name."""
         if name not in self.losses:
             raise RunError("out of memory")
@@ -49,20 +47,21 @@ def planned() -> list[Planned]:
     return plan(["baseline", "ddp"], ["1"], [], 1, SMALL)
 
 
-def trained(monkeypatch: pytest.MonkeyPatch, runner: Any, planned: list[Planned]) -> Any:
-    monkeypatch.setattr(compare, "load", runner.load)
-    return compare._trained(Namespace(trust=False), planned, runner, PROGRAMS)
+def trained(monkeypatch: pytest.MonkeyPatch, runner: MadeUpRuns, planned: list[Planned]) -> Any:
+    for module in (compare, trainings):
+        monkeypatch.setattr(module, "load", runner.load)
+    return compare.trained(planned, runner, trust=False)
 
 
 def test_an_unreadable_run_counts_as_not_trained(monkeypatch: pytest.MonkeyPatch, planned: list[Planned]) -> None:
-    comparison = trained(monkeypatch, Runner(baseline=(2.0,), ddp=()), planned)
+    comparison = trained(monkeypatch, MadeUpRuns(baseline=(2.0,), ddp=()), planned)
     assert [variant.error for variant in comparison.variants] == ["", "ddp cannot be read"]
     assert comparison.variants[0].verdict.kind == "reference"
     assert "cores" in comparison.machine
 
 
 def test_a_failed_perturbed_run_is_reported(monkeypatch: pytest.MonkeyPatch, planned: list[Planned]) -> None:
-    comparison = trained(monkeypatch, Runner(baseline=(2.0,), ddp=(2.1,)), planned)
+    comparison = trained(monkeypatch, MadeUpRuns(baseline=(2.0,), ddp=(2.1,)), planned)
     assert "The perturbed run of the reference failed (seed 0): out of memory." in comparison.notes
 
 
@@ -70,8 +69,8 @@ def test_a_full_disk_ends_with_the_folder_of_the_runs(monkeypatch: pytest.Monkey
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device", "a.log")
 
-    monkeypatch.setattr(compare, "_trained", full)
-    monkeypatch.setattr(compare, "_prepare", lambda planned: None)
+    monkeypatch.setattr(compare, "trained", full)
+    monkeypatch.setattr(compare, "prepare", lambda planned: None)
     arguments = Namespace(
         strategies=["baseline", "ddp"],
         devices=["1"],
@@ -82,18 +81,18 @@ def test_a_full_disk_ends_with_the_folder_of_the_runs(monkeypatch: pytest.Monkey
         name="n",
     )
     with pytest.raises(RunError, match=r"No space left on device \(a.log\); the runs are in"):
-        compare.of_trainings(arguments, SMALL, PROGRAMS)
+        compare.of_trainings(arguments, SMALL)
 
 
 def test_every_variant_is_checked_before_the_first_is_trained(planned: list[Planned]) -> None:
     planned[1].run.config.trainer["limit_train_batch"] = 5
     with pytest.raises(UsageError, match=r"--trainer.limit_train_batch is not an option .* limit_train_batches"):
-        compare._prepare(planned)
+        prepare(planned)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
     monkeypatch.setattr("sys.argv", ["compare.py", *flags])
-    return compare.main(train.train, lambda: CIFARModule, PROGRAMS)
+    return compare.main(train.train, lambda: CIFARModule)
 
 
 def test_a_launcher_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +131,7 @@ def test_the_verdicts_are_kept_if_the_report_fails(
         raise OSError("no fonts")
 
     monkeypatch.setattr(compare, "load", lambda run: made_up(strategy=str(run), folder=str(run)))
-    monkeypatch.setattr("cifar_zero.comparison.report.page.write_page", broken)
+    monkeypatch.setattr("cifar_zero.comparison.page.write_page", broken)
     with pytest.raises(OSError, match="no fonts"):
         run(monkeypatch, "--runs", "baseline", "ddp", "--out", str(tmp_path), "--junit", str(tmp_path / "compare.xml"))
     assert "bit-identical" in capsys.readouterr().out

@@ -11,12 +11,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from cifar_zero.comparison import junit, result, weights
-from cifar_zero.comparison.console import show
+from cifar_zero.comparison import weights
+from cifar_zero.comparison.report import show, write_comparison, write_junit
 from cifar_zero.comparison.result import Comparison, Run, Variant
-from cifar_zero.comparison.settings import differences
-from cifar_zero.comparison.summary import summarize
-from cifar_zero.comparison.verdicts import Perturb
+from cifar_zero.comparison.variants import differences
+from cifar_zero.comparison.verdicts import Perturb, summarize
 from cifar_zero.comparison.weights import apart, convolves
 from cifar_zero.core.errors import UsageError
 from tests.comparison.made_up import made_up
@@ -86,7 +85,7 @@ def test_there_is_a_verdict_or_the_reason_for_none(tmp_path: Path) -> None:
     comparison = compared(variant("[bold]late", made_up((1.0, 0.5), first=3), made_up(seed=1)))
     assert kinds(comparison) == ["reference", None]
     assert not comparison.passed
-    junit.write(comparison, tmp_path / "compare.xml")
+    write_junit(comparison, tmp_path / "compare.xml")
     (failure,) = ET.parse(tmp_path / "compare.xml").getroot().iter("failure")
     assert failure.get("message") == "not judged: no optimizer step in common with the reference"
 
@@ -162,7 +161,7 @@ def test_junit_has_a_case_for_each_variant(tmp_path: Path) -> None:
         variant("broken", error="out of \x1b\x00memory"),
         perturb=lambda seeds: [made_up((2.0, 1.0 + 1e-5), seed=1)],
     )
-    junit.write(comparison, tmp_path / "compare.xml")
+    write_junit(comparison, tmp_path / "compare.xml")
     suite = ET.parse(tmp_path / "compare.xml").getroot().find("testsuite")
     assert suite is not None
     assert (suite.get("tests"), suite.get("failures")) == ("4", "2")
@@ -180,7 +179,7 @@ def test_figures_are_means_over_seeds_of_the_fullest_rank(tmp_path: Path) -> Non
     figures = comparison.variants[1].figures
     assert (figures["mem/peak_rank_bytes"].mean, figures["test/acc"].lowest) == (5_000_000, 0.5)
     runs[0].losses.values[1] = float("nan")
-    result.write(comparison, tmp_path / "comparison.json")
+    write_comparison(comparison, tmp_path / "comparison.json")
     written = json.loads((tmp_path / "comparison.json").read_text())
     assert (written["schema"], written["passed"]) == (1, True)
     assert written["variants"][1]["runs"][0]["losses"]["values"] == [2.0, None], "JSON has no NaN"

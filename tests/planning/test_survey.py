@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
@@ -190,7 +189,7 @@ def test_lacking_memory_is_named() -> None:
 def test_equal_blocks_are_extrapolated_from_three() -> None:
     """The result equals that of counting all blocks, to the byte."""
     run = of_machine(command_line.parse(["--model", "vit_tiny", "--activation_checkpointing"]))
-    with FakeTensorMode():
+    with activations.FAKE():
         net = activations._fake(run, torch.bfloat16)
         whole = activations.counted(net, 4, "cast")
         assert activations._of_all_blocks(net, 4, "cast") == whole
@@ -204,7 +203,7 @@ def test_a_model_that_reads_values_while_it_is_built(monkeypatch: pytest.MonkeyP
         return torch.nn.Linear(3, int(torch.arange(11).max())).to("meta")
 
     monkeypatch.setattr(activations, "on_meta", build)
-    with FakeTensorMode():
+    with activations.FAKE():
         net = activations._fake(of_machine(command_line.parse([])), torch.bfloat16)
         assert net(torch.empty(2, 3, dtype=torch.bfloat16)).shape == (2, 10)
 

@@ -1,18 +1,27 @@
-"""Plots of loss and accuracy: the curves of all variants over one another."""
+"""Writes report.html, which needs no other file, and its plots: the curves of all variants over one another."""
 
+import base64
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import matplotlib
 import numpy as np
+from jinja2 import StrictUndefined, Template
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogFormatter
 from numpy.typing import NDArray
 
+from cifar_zero.comparison import report
 from cifar_zero.comparison.result import Comparison, Curve, Variant
+
+TEMPLATE = Path(__file__).with_name("report.html.j2")
+
+DPI = 150
+"""Resolution of the plots, which are 1,500 pixels wide for high-density screens."""
 
 PALETTE = ("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd")
 """Ten colours that colour-blind readers can distinguish: Petroff 2021 (https://arxiv.org/abs/2107.02270). The reference
@@ -29,26 +38,43 @@ Line = tuple[str, Array, Array]
 """The variant's name, x (points,) and y (points,); NaN is a gap."""
 
 
+def write_page(comparison: Comparison, folder: Path) -> None:
+    """Writes the report of a comparison into an existing folder; sections without content are left out."""
+    with style():
+        drawn = {"losses.png": loss_plot(comparison), "accuracy.png": accuracy_plot(comparison)}
+        plots: dict[str, str] = {}
+        for name, figure in drawn.items():
+            if figure is not None:
+                figure.savefig(folder / name, dpi=DPI)
+                plots[name] = base64.b64encode((folder / name).read_bytes()).decode()
+    sections = (
+        ("Loss", "losses.png", {}),
+        ("Accuracy", "accuracy.png", report.figures(comparison, report.ACCURACY)),
+        ("Speed", "", report.figures(comparison, report.SPEED)),
+        ("Memory of the fullest rank", "", report.figures(comparison, report.MEMORY)),
+        ("Settings in effect", "", report.settings(comparison)),
+    )
+    template = Template(
+        TEMPLATE.read_text(), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    page = template.render(comparison=comparison, sections=sections, plots=plots, zip=zip)
+    (folder / "report.html").write_text(page, encoding="utf-8")
+
+
 def style() -> AbstractContextManager[None]:
     """Returns the style in which plots are drawn; a $ in a name stays a $."""
     return matplotlib.rc_context({"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "text.parse_math": False})
 
 
 def loss_plot(comparison: Comparison) -> Figure | None:
-    """Plots the mean loss over the seeds by step, and below it the largest difference from the reference.
-
-    Returns None if no run has losses.
-    """
+    """Plots the mean loss over the seeds by step, and below it the largest difference from the reference; None if no
+    run has losses."""
     variants = [variant for variant in comparison.variants if any(run.losses.steps for run in variant.runs)]
     if not variants:
         return None
     losses = [_line(variant.name, [run.losses for run in variant.runs], _mean) for variant in variants]
-    reference = comparison.variants[0]
-    differences = [
-        _line(variant.name, curves, np.fmax.reduce)
-        for variant in variants
-        if (curves := _differences(reference, variant))
-    ]
+    curves = {variant.name: _differences(comparison.variants[0], variant) for variant in variants}
+    differences = [_line(name, found, np.fmax.reduce) for name, found in curves.items() if found]
     figure = Figure(figsize=(10, 6.5 if differences else 4.4), layout="constrained")
     above, *below = figure.subplots(2 if differences else 1, sharex=True, squeeze=False)[:, 0]
     _draw(above, comparison, losses)
@@ -118,13 +144,8 @@ def _differences(reference: Variant, variant: Variant) -> list[Curve]:
 
 
 def _line(name: str, curves: Sequence[Curve], of_several: Callable[..., Array]) -> Line:
-    """Returns one line for the curves of several seeds, thinned out to POINTS.
-
-    Args:
-        name: of the variant.
-        curves: which need not have the same steps.
-        of_several: reduces the values of several seeds, and of several steps, to one along the first axis.
-    """
+    """Returns one line for the curves of several seeds, which need not have the same steps, thinned out to POINTS.
+    `of_several` reduces the values of several seeds, and of several steps, to one along the first axis."""
     steps = np.unique(np.concatenate([_array(curve.steps) for curve in curves]))
     values = np.full((len(curves), len(steps)), np.nan)
     for row, curve in zip(values, curves, strict=True):

@@ -10,22 +10,9 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from PIL import Image
 
-from cifar_zero.comparison.report.curves import PALETTE, POINTS, accuracy_plot, loss_plot, style
-from cifar_zero.comparison.report.page import write_page
+from cifar_zero.comparison.page import PALETTE, POINTS, accuracy_plot, loss_plot, style, write_page
+from cifar_zero.comparison.report import MEMORY, SPEED, Cell, figures, number, percent, settings, size, spread
 from cifar_zero.comparison.result import Comparison, Curve, Difference, Run, Spread, Variant, Verdict, VerdictKind
-from cifar_zero.comparison.tables import (
-    MEMORY,
-    SPEED,
-    Cell,
-    figures,
-    headline,
-    number,
-    percent,
-    settings,
-    size,
-    spread,
-    verdict_line,
-)
 
 STEPS = 30
 NASTY = '<script src="http://host/x.js">|`*&$\\x$'
@@ -124,20 +111,20 @@ def test_unknown_values_are_left_out(tmp_path: Path):
     ],
 )  # fmt: skip
 def test_headline(others: list[tuple[str, VerdictKind]], sentence: str):
-    assert headline(comparison(*(trained(name, kind) for name, kind in others))) == sentence
+    assert comparison(*(trained(name, kind) for name, kind in others)).headline == sentence
 
 
 def test_a_verdict_has_its_numbers_or_the_reason_for_none():
     late = trained("ddp")
     late.verdict, late.unjudged = None, "no optimizer step in common with the reference"
     short = Variant("fsdp2", "fsdp2", 2, 1, "", verdict=Verdict("different", remark="one run ended earlier"))
-    assert verdict_line(late) == "not judged: no optimizer step in common with the reference"
-    assert verdict_line(short) == "≠ different: one run ended earlier"
-    assert verdict_line(trained("ddp", "different", off=0.25)) == (
+    assert late.outcome == "not judged: no optimizer step in common with the reference"
+    assert short.outcome == "≠ different: one run ended earlier"
+    assert trained("ddp", "different", off=0.25).outcome == (
         "≠ different: first unequal loss at step 8, beyond rounding from step 8 on, "
         "loss off by 2.5e-01 of 1.0e-06, weight off by 2.5e-01 of 1.0e-06"
     )
-    assert verdict_line(failed("fsdp")) == "✗ not trained: error: <no> GPU"
+    assert failed("fsdp").outcome == "✗ not trained: error: <no> GPU"
 
 
 @pytest.mark.parametrize(
@@ -158,11 +145,10 @@ def test_sizes_and_spreads():
 def test_a_table_has_what_any_variant_has_and_bars():
     compared = comparison(trained("ddp", off=0.5), failed("fsdp"))
     speed, memory = figures(compared, SPEED), figures(compared, MEMORY)
-    assert speed.columns == ["images/s"]
-    assert speed.rows == {"baseline": [Cell("2,000", 0.5)], "ddp": [Cell("4,000", 1.0)], "fsdp": [Cell("-", 0.0)]}
-    assert (memory.columns, memory.rows["ddp"]) == (["model states"], [Cell("1.40 MB", 1.0)])
+    assert speed == {"images/s": [Cell("2,000", 0.5), Cell("4,000", 1.0), Cell("-", 0.0)]}
+    assert (list(memory), memory["model states"][1]) == (["model states"], Cell("1.40 MB", 1.0))
     in_effect = settings(comparison(trained("ddp", seeds=2)))
-    row = dict(zip(in_effect.columns, (cell.text for cell in in_effect.rows["ddp"]), strict=True))
+    row = {title: cells[1].text for title, cells in in_effect.items()}
     assert (row["skipped steps"], row["allgather bucket size"]) == ("0", "-")
     assert (row["compute dtype"], row["reduce bucket size"]) == ("float32", "50000000, 50000001")
 

@@ -1,0 +1,173 @@
+"""What a comparison prints and writes: the console, comparison.json, JUnit, and the tables of the page; no torch."""
+
+import math
+import re
+import shlex
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.table import Table
+
+from cifar_zero.comparison.result import Comparison, Spread
+from cifar_zero.reports.summary import write_json
+
+SCHEMA = 1
+"""Version of comparison.json: keys may be added, but none changes its meaning."""
+
+LOG_WIDTH = 160
+"""Characters per line if the output is not a terminal."""
+
+NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""Characters that XML 1.0 forbids, such as the control characters of colours in a log."""
+
+MISSING = "-"
+"""Text for an unknown number."""
+
+
+class Cell(NamedTuple):
+    """One cell of a table."""
+
+    text: str
+    bar: float = 0.0
+    """Length of the bar behind the text, from 0 to 1."""
+
+
+Columns = dict[str, list[Cell]]
+"""A table: the cells of each column by its title, in the order of the variants."""
+
+
+def number(value: float) -> str:
+    """Returns three significant digits, with a thousands separator: 0.0123, 1.23, 4,329."""
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    decimals = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{decimals}f}"
+
+
+def percent(share: float) -> str:
+    """Returns a share from 0 to 1 in percent; the sign is in the column's title."""
+    return f"{100 * share:.2f}"
+
+
+def size(count: float) -> str:
+    """Returns bytes in a suitable unit."""
+    return decimal(round(count), precision=2)
+
+
+IN_EFFECT = ("compute_dtype", "parameter_dtype", "skipped_steps", "reduce_bucket_size", "allgather_bucket_size")
+"""Keys of metrics.json with the settings actually in effect."""
+
+Form = Callable[[float], str]
+Figures = Mapping[str, tuple[str, Form]]
+"""Columns: title -> key of `Variant.figures` and format of its values."""
+
+ACCURACY: Figures = {
+    "test accuracy (%)": ("test/acc", percent),
+    "test loss": ("test/loss", "{:.4f}".format),
+    "validation accuracy (%)": ("val/acc", percent),
+    "training loss, last interval": ("train/loss", "{:.4f}".format),
+}
+SPEED: Figures = {
+    "images/s": ("perf/images_per_second", number),
+    "step (ms)": ("perf/step_time_ms", number),
+    "start to first step (s)": ("perf/seconds_to_first_step", number),
+    "training (s)": ("perf/fit_seconds", number),
+}
+MEMORY: Figures = {
+    "parameters": ("mem/parameter_rank_bytes", size),
+    "gradients": ("mem/gradient_rank_bytes", size),
+    "optimizer": ("mem/optimizer_rank_bytes", size),
+    "model states": ("mem/model_state_rank_bytes", size),
+    "predicted by ZeRO's formulas": ("predicted_bytes", size),
+    "peak": ("mem/peak_rank_bytes", size),
+    "checkpoint": ("checkpoint_bytes", size),
+}
+ON_THE_CONSOLE: Figures = {
+    "images/s": ("perf/images_per_second", number),
+    "step (ms)": ("perf/step_time_ms", number),
+    "memory": ("mem/peak_rank_bytes", size),
+    "accuracy (%)": ("test/acc", percent),
+}
+
+
+def figures(comparison: Comparison, columns: Figures) -> Columns:
+    """Returns the figures over the seeds, without columns that no variant has; the bars show the means."""
+    table: Columns = {}
+    for title, (key, form) in columns.items():
+        found = [variant.figures.get(key) for variant in comparison.variants]
+        longest = max((each.mean for each in found if each), default=math.nan)
+        bars = [each.mean / longest if each and longest > 0 else 0.0 for each in found]
+        if any(found):
+            table[title] = [Cell(spread(each, form), bar) for each, bar in zip(found, bars, strict=True)]
+    return table
+
+
+def settings(comparison: Comparison) -> Columns:
+    """Returns the settings actually in effect."""
+    table: Columns = {}
+    for key in IN_EFFECT:
+        found = [dict.fromkeys(run.metrics.get(key) for run in variant.runs) for variant in comparison.variants]
+        texts = [", ".join(MISSING if value is None else str(value) for value in values) for values in found]
+        table[key.replace("_", " ")] = [Cell(text) for text in texts]
+    return table
+
+
+def spread(figure: Spread | None, form: Form) -> str:
+    """Returns a mean, and if the seeds differ, the lowest and the highest value in brackets."""
+    if figure is None:
+        return MISSING
+    mean, lowest, highest = form(figure.mean), form(figure.lowest), form(figure.highest)
+    return mean if lowest == highest else f"{mean} ({lowest} to {highest})"
+
+
+def show(comparison: Comparison, folder: Path, console: Console | None = None) -> None:
+    """Prints the differing settings, the verdicts with their numbers and causes, and where the report is (`folder`)."""
+    console = console or Console(highlight=False, width=None if Console().is_terminal else LOG_WIDTH)
+    for difference in comparison.differences:
+        console.print(f"[bold]not the same: {escape(difference.setting)}[/] {escape(str(difference))}", soft_wrap=True)
+    found = figures(comparison, ON_THE_CONSOLE)
+    table = Table("variant", "verdict", *found)
+    for place, variant in enumerate(comparison.variants):
+        style = "green" if variant.passed else "red"
+        cells = [cells[place].text for cells in found.values()]
+        table.add_row(escape(variant.name), f"[{style}]{escape(variant.outcome)}[/]", *cells)
+    console.print(table)
+    causes = [f"{each.name}: {cause}" for each in comparison.variants if each.verdict for cause in each.verdict.causes]
+    for line in (*causes, *comparison.notes):
+        console.print(escape(line), soft_wrap=True)
+    console.print(f"[dim]report  [/]{escape(str(folder / 'report.html'))}", soft_wrap=True)
+    if any(folder.glob("*/version_*/events.out.tfevents.*")):  # not with --runs
+        where = escape(shlex.quote(str(folder)))
+        console.print(f"[dim]curves  [/]tensorboard --logdir {where} --host localhost", soft_wrap=True)
+
+
+def write_comparison(comparison: Comparison, file: Path) -> None:
+    """Writes comparison.json atomically; NaN and infinity become null."""
+    write_json(file, {"schema": SCHEMA, "passed": comparison.passed, **asdict(comparison)})
+
+
+def write_junit(comparison: Comparison, file: Path) -> None:
+    """Writes a test suite for CI systems (format: https://github.com/testmoapp/junitxml) with a test case per
+    variant; one that did not train or agree is a failure."""
+    failures = sum(not variant.passed for variant in comparison.variants)
+    counts = {"tests": str(len(comparison.variants)), "failures": str(failures), "errors": "0"}
+    about = {"name": comparison.title, "timestamp": comparison.created.removesuffix("Z")}
+    root = ET.Element("testsuites")
+    suite = ET.SubElement(root, "testsuite", about | counts)
+    for variant in comparison.variants:
+        seconds = sum(run.metrics.get("perf/fit_seconds") or 0.0 for run in variant.runs)
+        case = ET.SubElement(suite, "testcase", classname="compare", name=variant.name, time=f"{seconds:.3f}")
+        if variant.passed:
+            ET.SubElement(case, "system-out").text = variant.outcome
+        else:
+            lines = [variant.outcome, *(variant.verdict.causes if variant.verdict else []), f"again: {variant.command}"]
+            ET.SubElement(case, "failure", message=variant.outcome).text = "\n".join(lines)
+    ET.indent(root)
+    text = ET.tostring(root, encoding="utf-8", xml_declaration=True).decode()
+    file.write_text(NOT_IN_XML.sub("", text), encoding="utf-8")

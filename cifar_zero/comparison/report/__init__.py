@@ -1,1 +1,0 @@
-"""The report of a comparison: report.html and its plots."""
