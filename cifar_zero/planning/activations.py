@@ -58,7 +58,9 @@ class Held(TorchDispatchMode):
     def __init__(self, net: nn.Module):
         super().__init__()
         own = (tensor.untyped_storage() for tensor in (*net.parameters(), *net.buffers()))
-        self._known: MutableMapping[UntypedStorage, list[bool]] = WeakIdKeyDictionary({storage: [] for storage in own})
+        self._known: MutableMapping[UntypedStorage, weakref.finalize | None] = WeakIdKeyDictionary(
+            dict.fromkeys(own, None)
+        )
         self.now = self.peak = 0
         """Bytes of activations that are allocated now, and their peak so far."""
 
@@ -67,22 +69,20 @@ class Held(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self._known:
-                self._known[storage] = counts = [True]
                 self.now += storage.nbytes()
-                weakref.finalize(storage, self._free, counts, storage.nbytes())
+                self._known[storage] = weakref.finalize(storage, self._free, storage.nbytes())
         self.peak = max(self.peak, self.now)
         return made
 
     def leave_out_gradient(self, parameter: Tensor) -> None:
         """Stops counting a gradient as an activation; a hook that runs when the parameter has its gradient."""
         assert parameter.grad is not None
-        storage = parameter.grad.untyped_storage()
-        if self._known[storage] == [True]:
-            self._free(self._known[storage], storage.nbytes())
-            self._known[storage][:] = [False]
+        free = self._known[parameter.grad.untyped_storage()]
+        if free is not None:
+            free()  # a finalizer runs once: now, and not when the tensor is freed
 
-    def _free(self, counts: list[bool], size: int) -> None:
-        self.now -= size * counts[0]
+    def _free(self, size: int) -> None:
+        self.now -= size
 
 
 def counted(net: nn.Module, images: int, computes: Computes) -> int:

@@ -26,7 +26,12 @@ def buckets(run: Run, network: Network) -> int:
     """
     size = parameter_size(run.spec, run.config.precision)
     if run.spec.family == "fsdp2":
-        return _gathered_by_fsdp2(run, network)
+        # A block, the block gathered ahead, and the gradients of one block. In mixed precision these have a float32
+        # copy, in which they are reduced (reduce_dtype in strategies/fsdp2.py; foreach_reduce in torch 2.15's
+        # _fsdp_collectives.py). A model without blocks is one block.
+        computed_in = FLOAT32 if run.config.precision == "32-true" else 2
+        copy = FLOAT32 if run.config.precision == "bf16-mixed" else 0
+        return network.largest_block * (3 * computed_in + copy)
     if run.spec.stage == 0:
         return 0
     bucket = min(BUCKET_ELEMENTS, network.elements) * size
@@ -37,17 +42,6 @@ def buckets(run: Run, network: Network) -> int:
     ranks_with_a_copy = run.config.zero.hpz_partition_size
     copy = math.ceil(network.elements / ranks_with_a_copy) * size if ranks_with_a_copy > 1 else 0
     return bucket + copy + min(REUSE_ELEMENTS // 2 + PREFETCH_ELEMENTS, network.elements) * size
-
-
-def _gathered_by_fsdp2(run: Run, network: Network) -> int:
-    """A block, the block gathered ahead, and the gradients of one block.
-
-    In mixed precision the gradients have a float32 copy, in which they are reduced (reduce_dtype in
-    strategies/fsdp2.py; foreach_reduce in torch 2.15's _fsdp_collectives.py). A model without blocks is one block.
-    """
-    computed_in = FLOAT32 if run.config.precision == "32-true" else 2
-    copy = FLOAT32 if run.config.precision == "bf16-mixed" else 0
-    return network.largest_block * (3 * computed_in + copy)
 
 
 def update(run: Run, network: Network) -> int:
