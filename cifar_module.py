@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,17 +14,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from cifar_zero import strategies
 from cifar_zero.checkpoints.finetuning import network
-from cifar_zero.checkpoints.finetuning.freeze import rest_statistics
 from cifar_zero.checkpoints.finetuning.load import put
+from cifar_zero.checkpoints.finetuning.network import rest_statistics
 from cifar_zero.config.flags import Choice, LoRAConfig, Views
 from cifar_zero.data.augment import memory_format, normalize
 from cifar_zero.models.moe import Gate, gates
 from cifar_zero.models.recomputation import checkpoint_blocks
-from cifar_zero.optimizers import OPTIMIZERS, groups
-from cifar_zero.optimizers.state import keep_own_options, lay_like_parameters
+from cifar_zero.optimizers import OPTIMIZERS
+from cifar_zero.optimizers.groups import keep_own_options, lay_like_parameters, parameter_groups
 from cifar_zero.schedules import SCHEDULES, settled
-from cifar_zero.schedules.base import Schedule
-from cifar_zero.schedules.plain import Constant
+from cifar_zero.schedules.plain import Constant, Schedule
 from cifar_zero.training.metrics import CurveMetrics, SplitMetrics
 from cifar_zero.training.test_time_augmentation import averaged_scores
 
@@ -52,7 +50,7 @@ class CIFARModule(LightningModule):
         label_smoothing: share of each training label that is spread over all classes (Szegedy et al. 2016).
         activation_checkpointing: whether the backward pass recomputes the activations of each block.
         activation_offload: whether to keep the activations in pinned CPU memory until the backward pass.
-        trainable: patterns of the parameters that are trained; see `finetuning.freeze.freeze`.
+        trainable: patterns of the parameters that are trained; see `finetuning.network.freeze`.
         lora: the adapters.
         channels_last: whether to use the channels_last memory format on a GPU too; see `data.augment.memory_format`.
         tta: views of a test image whose scores are averaged, see `test_time_augmentation`.
@@ -209,13 +207,12 @@ class CIFARModule(LightningModule):
     def configure_optimizers(self) -> Any:
         """Returns the optimizer in the strategy's implementation, and a schedule per step unless it is constant."""
         strategy = self.trainer.strategy
-        trained = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
-        parameters = groups.parameter_groups(self.optimizer, dict(self.named_parameters()))
+        parameters = parameter_groups(self.optimizer, dict(self.named_parameters()))
         parameters = strategies.own(strategy).parameter_groups(self, parameters)
         clips = bool(self.trainer.gradient_clip_val)
         implementation = strategies.optimizer_implementation(strategy, strategy.root_device.type, clips)
         optimizer = self.optimizer.build(parameters, implementation)
-        optimizer.register_load_state_dict_pre_hook(partial(keep_own_options, order=trained))
+        optimizer.register_load_state_dict_pre_hook(keep_own_options)
         optimizer.register_load_state_dict_post_hook(lay_like_parameters)
         if isinstance(self.schedule, Constant):
             return optimizer

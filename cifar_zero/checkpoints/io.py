@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 
-from cifar_zero.checkpoints.read import read
+from cifar_zero.checkpoints.read import plain_network, read
 from cifar_zero.checkpoints.safetensors_file import metadata_of, write_safetensors
-from cifar_zero.checkpoints.weights import plain_network
 from cifar_zero.core import atomic
 from cifar_zero.core.console import say
 
@@ -17,11 +16,8 @@ from cifar_zero.core.console import say
 class AtomicCheckpointIO(CheckpointIO):
     """Writes checkpoints atomically; an error of writing is reported and does not end the training.
 
-    Lightning's own (2.6.6) writes to /tmp first, and copies from there to another file system.
-
-    Args:
-        trust: see `safe_load.load`.
-        save_weights: whether the model's float32 weights are written next to each checkpoint.
+    Lightning's own (2.6.6) writes to /tmp first, and copies from there to another file system. If wanted, the model's
+    float32 weights are written next to each checkpoint. For `trust` see `safe_load.load`.
     """
 
     failure = ""

@@ -1,24 +1,27 @@
-"""Reads a checkpoint of any strategy into the one form that Lightning's plain strategies write."""
+"""Reads a checkpoint of any strategy in the one form that Lightning's plain strategies write, and its weights."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor, nn
+
+from cifar_zero.checkpoints.finetuning.lora import merged
 from cifar_zero.checkpoints.safe_load import load
-from cifar_zero.checkpoints.zero_folder import read_folder
+from cifar_zero.checkpoints.zero_folder import AVERAGE, read_folder
 from cifar_zero.core.errors import UsageError
 
 RECORD = "cifar_zero"
 """Key of what callbacks/resume.py adds to each checkpoint: configuration, class names and random states of a run."""
 
+PREFIX = "net."
+"""Prefix of the model's names in the LightningModule."""
+
 
 def read(checkpoint: Path, trust: bool = False, verify: bool = True, device: str = "cpu") -> dict[str, Any]:
-    """Returns state_dict, optimizer_states and the progress of the run.
+    """Returns state_dict, optimizer_states and the progress of the run; see `safe_load.load` for the arguments.
 
-    Args:
-        checkpoint: Lightning's file, or the folder that DeepSpeed writes.
-        trust: see `safe_load.load`, as for the others.
-        verify: whether checksums are compared.
-        device: of the tensors.
+    The checkpoint is Lightning's file, or the folder that DeepSpeed writes.
 
     Raises:
         UsageError: it is damaged, incomplete, of another kind, or would need `trust`.
@@ -29,3 +32,37 @@ def read(checkpoint: Path, trust: bool = False, verify: bool = True, device: str
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
         raise UsageError(f"{checkpoint} is no checkpoint of a run: it has no state_dict")
     return content
+
+
+def network(checkpoint: Mapping[str, Any], averaged: bool = True) -> dict[str, Tensor]:
+    """Returns the weights by the model's own names; the averaged ones if there are any and they are wanted."""
+    average = checkpoint[AVERAGE]["weights"] if averaged and AVERAGE in checkpoint else {}
+    state = checkpoint["state_dict"]
+    return {key.removeprefix(PREFIX): average.get(key, value) for key, value in state.items() if key.startswith(PREFIX)}
+
+
+def plain_network(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the same with adapters merged: the weights of a plain model of models/."""
+    lora = checkpoint.get(RECORD, {}).get("config", {}).get("lora", {})
+    return merged(network(checkpoint), lora.get("alpha", 0.0))
+
+
+def check_fits(net: nn.Module, weights: Mapping[str, Tensor], checkpoint: str) -> None:
+    """Compares names and shapes.
+
+    Raises:
+        UsageError: weights are missing, unknown, or of another shape than the model's.
+    """
+    wanted = net.state_dict()
+    differing = [
+        *(f"{key} is missing" for key in wanted if key not in weights),
+        *(f"{key} is unknown" for key in weights if key not in wanted),
+        *(
+            f"{key} is {tuple(weights[key].shape)}, not {tuple(wanted[key].shape)}"
+            for key in wanted
+            if key in weights and weights[key].shape != wanted[key].shape
+        ),
+    ]
+    if differing:
+        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        raise UsageError(f"{checkpoint} is of another model: {', '.join(differing[:3])}{more}")

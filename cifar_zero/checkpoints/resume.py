@@ -23,12 +23,6 @@ KEPT += ("trainable", "lora.rank", "lora.alpha", "lora.target", "lora.dropout")
 MAY_CHANGE = ("model.ep_size",)
 """Exceptions: options that say where the run is, not what it is."""
 
-OF_AUTO = ("cifar10", "digits")
-"""What --data.source auto can resolve to."""
-
-FEW = 6
-"""Maximum number of class names in a message."""
-
 IF_ANY = "auto"
 """Value of --resume: as last, but starts a run if there is no checkpoint."""
 
@@ -71,12 +65,8 @@ def restarted(config: Config, name: str) -> str:
 def newest_of(agents: Collection[str], out: str, name: str) -> Path | None:
     """Returns the newest checkpoint that earlier ranks of the same torchrun processes wrote; None before the first one.
 
-    torchrun's restart count does not show a restart: it stays the same when a node joins, and is 0 on the new node.
-
-    Args:
-        agents: names of the torchrun processes of this run, see `rank_environment.torchrun_agent`.
-        out: directory of the runs.
-        name: of the run.
+    torchrun's restart count does not show a restart: it stays the same when a node joins, and is 0 on the new node. For
+    the names of its processes see `rank_environment.torchrun_agent`.
     """
     found: list[Path] = []
     folders = (Path(out, name + suffix) for suffix in ("", run_folder.FALLBACK_SUFFIX))
@@ -100,11 +90,7 @@ def find_recovered(path: str, out: str, name: str, fallback: bool = False) -> Pa
 
 
 def check_same_run(config: Config, recipe: dict[str, Any]) -> None:
-    """Refuses to continue another run.
-
-    Args:
-        config: of the run that resumes.
-        recipe: of the run that wrote the checkpoint, from its config.yaml or the checkpoint.
+    """Refuses to continue another run, whose `recipe` is from its config.yaml or the checkpoint.
 
     Raises:
         UsageError: names the first option that differs.
@@ -113,7 +99,8 @@ def check_same_run(config: Config, recipe: dict[str, Any]) -> None:
         raise UsageError(f"--resume {config.resume} continues with the weights of its checkpoint: remove --weights")
     before, now = flat(recipe), flat(config)
     source = before.get("data.source", "auto")
-    if source not in ("auto", *(OF_AUTO if config.data.source == "auto" else (config.data.source,))):
+    may_continue = ("cifar10", "digits") if config.data.source == "auto" else (config.data.source,)
+    if source not in ("auto", *may_continue):
         raise UsageError(
             f"--resume {config.resume}: that run trained on --data.source {source}, this one has {config.data.source}: "
             f"--data.source {source} continues it, --weights {config.resume} without --resume fine-tunes it"
@@ -129,9 +116,7 @@ def check_same_run(config: Config, recipe: dict[str, Any]) -> None:
 def source_of(config: Config, record: dict[str, Any]) -> Any:
     """Returns the source of images that a resumed run continues on: the one that it had, also for --data.source auto.
 
-    Args:
-        config: of the resumed run.
-        record: of the checkpoint, accepted by `check_same_run`.
+    `record` is that of the checkpoint, accepted by `check_same_run`.
 
     Raises:
         UsageError: the source now has other classes.
@@ -139,7 +124,7 @@ def source_of(config: Config, record: dict[str, Any]) -> Any:
     source = record["config"]["data"]["source"]
     names = [*data.class_names(replace(config.data, source=source))]
     if names != record["classes"]:
-        differing = ", ".join(sorted({*names} ^ {*record["classes"]})[:FEW]) or "their order"
+        differing = ", ".join(sorted({*names} ^ {*record["classes"]})[:6]) or "their order"
         raise UsageError(
             f"--resume {config.resume}: that run had other classes than --data.source {source} now has ({differing}): "
             f"give the data that it had, or fine-tune it with --weights {config.resume} without --resume"

@@ -56,9 +56,7 @@ def load(file: Path, trust: bool = False, verify: bool = True, device: str = "cp
 def check_records(file: Path, checksums: bool = True) -> None:
     """Compares every record of a file of torch.save with its checksum.
 
-    Args:
-        file: to check.
-        checksums: False only reads the list of records at the file's end, which a truncated file lacks.
+    Without `checksums` it only reads the list of records at the file's end, which a truncated file lacks.
 
     Raises:
         UsageError: they differ, or it is no such file.

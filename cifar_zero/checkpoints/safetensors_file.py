@@ -18,11 +18,6 @@ from cifar_zero.data.augment import MEAN, STD
 def metadata_of(checkpoint: Mapping[str, Any], name: str, dtype: str = "float32") -> dict[str, str]:
     """Returns what a checkpoint says of its model as strings, the only values that safetensors allows.
 
-    Args:
-        checkpoint: as `read.read` returns it.
-        name: of the checkpoint's file or folder.
-        dtype: of the weights that are written.
-
     Returns:
         `model`, `options` (JSON object) and `classes` (JSON list) build the model; `mean` and `std` normalise the
         images, for pixels from 0 to 1, the same in each channel; `dtype`; `checkpoint` and `step` are the origin of the

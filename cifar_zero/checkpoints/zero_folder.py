@@ -12,7 +12,7 @@ universal checkpoints support only Adam. DeepSpeed (0.19.8) writes, in the folde
   group of experts is sharded over the ranks that have the same ones;
 - for an optimizer on NVMe, `offloaded_tensors/rank<rank>/`: the flat tensors that are empty in the other files, in
   float32: `<group>.tensor.swp` of the weights and `<key>-<group>.tensor.swp` of the state.
-To each file, except the experts', the strategy adds GROUPS, and ON_DISK for NVMe.
+To each file, except the experts', the strategy adds GROUPS and PROGRESS, and ON_DISK for NVMe.
 """
 
 import math
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cifar_zero.checkpoints.expert_names import in_order, plain_names
+from cifar_zero.checkpoints.expert_names import plain_names
 from cifar_zero.checkpoints.safe_load import load
 from cifar_zero.core.errors import UsageError
 
@@ -46,13 +46,8 @@ AVERAGE = "average"
 """Key of what callbacks/averaging.py adds to the checkpoints of every strategy: `kind` and `count`, and `weights`, the
 averages by the names of state_dict; `sharded` if these are this rank's parts, cut as stage 3 cuts the parameters."""
 
-DEEPSPEED_KEYS = {
-    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
-    *("shared_params", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples"),
-    *("dp_world_size", "mp_world_size", "ds_checkpoint_parallel_dims", "ds_config", "ds_version"),
-    *("num_experts", "ds_autoep_layers", GROUPS, ON_DISK),
-}
-"""Keys of a model states file that are DeepSpeed's, or serve to read its files; the rest is Lightning's."""
+PROGRESS = "zero_progress"
+"""Key of the names of what Lightning and the run's callbacks have added to the files of the model."""
 
 DEEPSPEED_GROUP_KEYS = {"params", "param_names", "step", "name", "moe"}
 """Keys of a parameter group that belong to an engine, or are written again."""
@@ -83,13 +78,8 @@ class _Shard:
 def read_folder(folder: Path, trust: bool = False, verify: bool = True, device: str = "cpu") -> dict[str, Any]:
     """Returns the checkpoint as Lightning's plain strategies write it: state_dict, optimizer_states and progress.
 
-    Weights are the float32 ones that the optimizer updates, if DeepSpeed keeps such in addition to the model's.
-
-    Args:
-        folder: contains `latest` and TAG.
-        trust: see `safe_load.load`, as for the others.
-        verify: whether checksums are compared.
-        device: of the tensors.
+    Weights are the float32 ones that the optimizer updates, if DeepSpeed keeps such in addition to the model's. The
+    folder contains `latest` and TAG; see `safe_load.load` for the other arguments.
 
     Raises:
         UsageError: a file is missing, damaged or of another kind.
@@ -186,7 +176,6 @@ def _assembled(
     of_model = {name: value for name, value in main["module"].items() if stage < 3 or name in main["buffer_names"]}
     of_experts = {name: value for expert in experts for name, value in expert.items()}
     plain = plain_names([*main["module"], *of_experts])
-    order = in_order((plain[name] for name in main["module"]), (plain[name] for name in of_experts))
     weights = {plain[name]: value for name, value in (of_model | of_experts).items()}
     state: dict[str, State] = {}
     names: dict[int, list[str]] = {}
@@ -211,11 +200,12 @@ def _assembled(
     frozen: Shapes = main.get("frozen_param_shapes") or {} if stage == 3 else {}
     for name, shape in frozen.items():
         weights[name] = _uncut([model["frozen_param_fragments"][name].flatten() for model in models], shape)
-    progress = {key: value for key, value in main.items() if key not in DEEPSPEED_KEYS}
+    progress = {key: main[key] for key in main[PROGRESS]}
     if AVERAGE in main:
         progress[AVERAGE] = _averaged([model[AVERAGE] for model in models], shards[0].groups)
-    optimizer_states = [_as_torch(state, names, shards[0].param_groups, order)]
-    return {**progress, "state_dict": {name: weights[name] for name in order}, "optimizer_states": optimizer_states}
+    optimizer_states = [_as_torch(state, names, shards[0].param_groups)]
+    state_dict = {name: weights[name] for name in plain.values()}  # in the model's order, but for experts
+    return {**progress, "state_dict": state_dict, "optimizer_states": optimizer_states}
 
 
 def _whole(shards: list[Tensor], shapes: Shapes, stage: int) -> dict[str, Tensor]:
@@ -256,38 +246,24 @@ def _averaged(averages: list[dict[str, Any]], groups: Iterable[Shapes]) -> dict[
 
 
 def _as_torch(
-    states: Mapping[str, State], names: Mapping[int, list[str]], groups: list[dict[str, Any]], order: Iterable[str]
+    states: Mapping[str, State], names: Mapping[int, list[str]], groups: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the optimizer's state in torch's form, experts in the group that they were taken from.
+    """Returns the optimizer's state in torch's form, in DeepSpeed's groups.
 
-    DeepSpeed's Adams count the steps as a number, or in the group. If there are several groups, `param_names` gives
-    their order.
-
-    Args:
-        states: by parameter.
-        names: of the parameters in each flat tensor.
-        groups: of the optimizer, as DeepSpeed has split them.
-        order: names of all weights in the model's order.
+    DeepSpeed's Adams count the steps as a number, or in the group. `states` are those of each parameter; `names` those
+    of the parameters in each flat tensor.
     """
-    places = {name: place for place, name in enumerate(order)}
-    merged: list[tuple[dict[str, Any], list[str]]] = []
-    for group in groups:
-        options = {key: value for key, value in group.items() if key not in DEEPSPEED_GROUP_KEYS}
-        if not group.get("moe") or options not in [before for before, _ in merged]:
-            merged.append((options, []))
-        own = [name for number in group["params"] for name in names[number]]
-        next(known for before, known in reversed(merged) if before == options).extend(own)
-        for entry in (states.get(name) for name in own):
-            if entry and (step := entry.get("step", group.get("step"))) is not None:
-                has_value = not isinstance(step, Tensor) or not step.is_meta
-                entry["step"] = torch.tensor(float(step)) if has_value else step
     state: dict[int, State] = {}
     param_groups: list[dict[str, Any]] = []
-    for options, known in merged:
-        numbered = dict(
-            enumerate(sorted(known, key=places.__getitem__), sum(len(group["params"]) for group in param_groups))
-        )
-        state |= {number: states[name] for number, name in numbered.items() if states.get(name)}
-        named = {"param_names": [*numbered.values()]} if len(merged) > 1 else {}
-        param_groups.append({**options, "params": [*numbered], **named})
+    first = 0
+    for group in groups:
+        numbered = dict(enumerate((name for flat in group["params"] for name in names[flat]), first))
+        first += len(numbered)
+        for number, entry in ((number, states[name]) for number, name in numbered.items() if name in states):
+            if (step := entry.get("step", group.get("step"))) is not None:
+                has_value = not isinstance(step, Tensor) or not step.is_meta
+                entry["step"] = torch.tensor(float(step)) if has_value else step
+            state[number] = entry
+        options = {key: value for key, value in group.items() if key not in DEEPSPEED_GROUP_KEYS}
+        param_groups.append({**options, "params": [*numbered], "param_names": [*numbered.values()]})
     return {"state": state, "param_groups": param_groups}

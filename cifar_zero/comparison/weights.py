@@ -6,8 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from cifar_zero.checkpoints.read import read
-from cifar_zero.checkpoints.weights import network
+from cifar_zero.checkpoints.read import network, read
 from cifar_zero.comparison.agreement import Apart
 from cifar_zero.comparison.reading import last_checkpoint
 from cifar_zero.comparison.result import Run

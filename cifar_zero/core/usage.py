@@ -1,9 +1,12 @@
-"""For errors in the command line: ranges of numbers, and names that the user may have meant; plain Python."""
+"""For errors in the command line: limits of numbers, and names that the user may have meant; plain Python."""
 
 import difflib
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+Value = TypeVar("Value")
 
 SHOWN = 3
 """Number of names that an error shows of a long list."""
@@ -59,3 +62,22 @@ def check_range(
             if not (enough and small and math.isfinite(value)):
                 finite = [] if math.isfinite(value) else ["finite"]
                 raise ValueError(f"{name} must be {' and '.join(limits + finite)}, not {value}")
+
+
+def limited(default: Value, **limits: float) -> Value:
+    """Returns a field of `Options` with other limits than at least 0, those of `check_range`."""
+    return field(default=default, metadata=limits)
+
+
+@dataclass
+class Options:
+    """Base of the options of models, optimizers and schedules, whose numbers are finite and within their limits.
+
+    Raises:
+        ValueError: names the first option that is not.
+    """
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            if isinstance(getattr(self, option.name), (int, float, tuple, list)):
+                check_range(self, option.name, **option.metadata)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cifar_zero import models
-from cifar_zero.checkpoints import weights as checkpoint_weights
-from cifar_zero.checkpoints.read import RECORD
+from cifar_zero.checkpoints.read import RECORD, plain_network
 from cifar_zero.checkpoints.safetensors_file import metadata_of
 from cifar_zero.core.errors import UsageError
 from cifar_zero.data.augment import memory_format
@@ -41,7 +40,7 @@ def of_model(net: nn.Module, classes: tuple[str, ...]) -> Classifier:
 def of_checkpoint(content: Mapping[str, Any], file: Path, known: Mapping[str, str] | None = None) -> Classifier:
     """Returns the classifier of a checkpoint that was read from `file`; see `build` for `known`."""
     metadata = metadata_of(content, file.name) if RECORD in content else {}
-    return of_model(*build(checkpoint_weights.plain_network(content), metadata, file, known))
+    return of_model(*build(plain_network(content), metadata, file, known))
 
 
 def build(

@@ -63,16 +63,15 @@ def export(
     """
     import torch
 
-    from cifar_zero.checkpoints import weights
     from cifar_zero.checkpoints.finetuning.delta import together
-    from cifar_zero.checkpoints.read import RECORD, read
+    from cifar_zero.checkpoints.read import RECORD, plain_network, read
     from cifar_zero.checkpoints.safetensors_file import metadata_of
     from cifar_zero.exporting.check import on_random_images, on_test_images, test_images
     from cifar_zero.exporting.classifier import build, of_model
 
     content = together(checkpoint, Path(delta), trust) if delta else read(checkpoint, trust)
     metadata = metadata_of(content, checkpoint.name, dtype)
-    net, classes = build(weights.plain_network(content), metadata, checkpoint)
+    net, classes = build(plain_network(content), metadata, checkpoint)
     original = of_model(net, classes)
     format = FORMATS[to]
     tolerance = format.tolerance if dtype == "float32" else None  # rounding to bfloat16 is shown, not refused

@@ -1,14 +1,15 @@
 """The registry of models: plain torch modules that map images (N, 3, 32, 32) in [-1, 1] to class scores.
 
 Each entry is a dataclass whose fields are the `--model.<option>` flags and whose docstring is their help. It imports
-its module when it builds the model, so that the command line knows every option without importing torch.
+its network when it builds the model, so that the command line knows every option without importing torch.
 """
 
 # No postponed annotations here: jsonargparse would execute the TYPE_CHECKING imports, torch, to resolve them.
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from cifar_zero.core.usage import check_range
+from cifar_zero.core.usage import Options, limited
 from cifar_zero.models.mixture_options import MixtureOptions
 
 if TYPE_CHECKING:
@@ -49,16 +50,21 @@ def scaled(channels: int, width: float) -> int:
     return max(1, round(channels * width))
 
 
-class Model(Protocol):
+@dataclass
+class Model(Options):
     """An entry of the registry, with its options set."""
+
+    network: ClassVar[str]
+    """Module of models/, and what in it takes the number of classes and this entry, and returns the network."""
 
     def build(self, num_classes: int) -> "nn.Module":
         """Returns the model with freshly initialised weights and `num_classes` scores."""
-        ...
+        module, _, name = self.network.partition(".")
+        return getattr(import_module(f"cifar_zero.models.{module}"), name)(num_classes, self)
 
 
 @dataclass
-class Net:
+class Net(Model):
     """the model of the PyTorch CIFAR-10 tutorial: two convolutions, three linear layers, 62,006 parameters"""
 
     def build(self, num_classes: int) -> "nn.Module":
@@ -68,18 +74,17 @@ class Net:
 
 
 @dataclass
-class NetMoE(MixtureOptions):
+class NetMoE(Model, MixtureOptions):
     """Net with mixtures of experts before its last layer, as in DeepSpeedExamples"""
 
-    def build(self, num_classes: int) -> "nn.Module":
-        from cifar_zero.models.net import NetMoE
-
-        return NetMoE(num_classes, self)
+    network = "net.NetMoE"
 
 
 @dataclass
-class MLP:
+class MLP(Model):
     """a multi-layer perceptron on the pixels; --model.hidden [] is softmax regression, one neuron for each class"""
+
+    network = "net.MLP"
 
     hidden: list[int] = field(default_factory=lambda: [512])
     """Neurons of each hidden layer, starting at the pixels; []: no hidden layer."""
@@ -87,7 +92,7 @@ class MLP:
     activation: Literal["relu", "tanh", "sigmoid", "gelu"] = "relu"
     """Non-linearity after each hidden layer."""
 
-    dropout: float = 0.0
+    dropout: float = limited(0.0, below=1)
     """Share of the hidden layers' outputs that is dropped in training (Srivastava et al. 2014)."""
 
     batch_norm: bool = False
@@ -96,39 +101,29 @@ class MLP:
     def __post_init__(self) -> None:
         if self.hidden and min(self.hidden) < 1:
             raise ValueError(f"hidden must be numbers from 1, one for each layer, not {self.hidden}")
-        check_range(self, "dropout", below=1)
-
-    def build(self, num_classes: int) -> "nn.Module":
-        from cifar_zero.models.mlp import MLP
-
-        return MLP(num_classes, self.hidden, self.activation, self.dropout, self.batch_norm)
+        super().__post_init__()
 
 
 @dataclass
-class VGG16:
+class VGG16(Model):
     """VGG-16 with batch normalisation (Simonyan and Zisserman 2015): 134 million parameters at width 1"""
 
-    width: float = 1.0
+    network = "vgg.VGG16"
+
+    width: float = limited(1.0, over=0)
     """Width of all hidden layers, as a multiple of the paper's: 0.125 suits a CPU."""
 
-    dropout: float = 0.5
+    dropout: float = limited(0.5, below=1)
     """Share of the two hidden linear layers' outputs that is dropped in training; the paper's is 0.5."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "width", over=0)
-        check_range(self, "dropout", below=1)
-
-    def build(self, num_classes: int) -> "nn.Module":
-        from cifar_zero.models.vgg import VGG16
-
-        return VGG16(num_classes, self.width, self.dropout)
 
 
 @dataclass
-class SpeedNet:
+class SpeedNet(Model):
     """the model of the CIFAR-10 speed records (airbench94, Jordan 2024): 1.97 million parameters at width 1"""
 
-    width: float = 1.0
+    network = "speednet.SpeedNet"
+
+    width: float = limited(1.0, over=0)
     """Width of the blocks, as a multiple of the reference's: 0.25 suits a CPU."""
 
     whitening: bool = True
@@ -138,35 +133,19 @@ class SpeedNet:
     identity_init: bool = True
     """Initialise each convolution to pass its input through, as far as it has channels for it (Dirac)."""
 
-    norm_momentum: float = 0.4
+    norm_momentum: float = limited(0.4, over=0, at_most=1)
     """Weight of the newest micro-batch in the running statistics of batch normalisation; torch's is 0.1."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "width", over=0)
-        check_range(self, "norm_momentum", over=0, at_most=1)
-
-    def build(self, num_classes: int) -> "nn.Module":
-        from cifar_zero.models.speednet import SpeedNet
-
-        return SpeedNet(num_classes, self.width, self.whitening, self.identity_init, self.norm_momentum)
 
 
 @dataclass
-class ResNet:
+class ResNet(Model):
     """a residual network (He et al. 2016) with the first layer for images of 32 x 32 pixels"""
 
+    network = "resnet.ResNet"
     depth: ClassVar[int]
 
-    width: float = 1.0
+    width: float = limited(1.0, over=0)
     """Width of all hidden layers, as a multiple of the paper's: 0.25 suits a CPU."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "width", over=0)
-
-    def build(self, num_classes: int) -> "nn.Module":
-        from cifar_zero.models.resnet import ResNet
-
-        return ResNet(self.depth, num_classes, self.width)
 
 
 def _resnet(depth: int, parameters: str) -> type[ResNet]:
@@ -175,7 +154,7 @@ def _resnet(depth: int, parameters: str) -> type[ResNet]:
 
 
 @dataclass
-class ViT:
+class ViT(Model):
     """a vision transformer on patches of 4 x 4 pixels"""
 
     size: ClassVar[Size]
@@ -183,12 +162,8 @@ class ViT:
     depth: int = 0
     """Blocks of attention and MLP; 0: as many as a model of this size has."""
 
-    dropout: float = 0.0
+    dropout: float = limited(0.0, below=1)
     """Share of the embedded patches and of the output of each attention and MLP that is dropped in training."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "depth")
-        check_range(self, "dropout", below=1)
 
     @property
     def shape(self) -> Shape:
@@ -207,8 +182,10 @@ def _vit(size: Size, parameters: str) -> type[ViT]:
 
 
 @dataclass
-class ViTMoE(MixtureOptions):
+class ViTMoE(Model, MixtureOptions):
     """a vision transformer with mixtures of experts in place of every second MLP"""
+
+    network = "vit.vit_moe"
 
     num_experts: list[int] = field(default_factory=lambda: [4])
     """Experts of each mixture: one number for each of them (half of the blocks), or one for all."""
@@ -222,11 +199,6 @@ class ViTMoE(MixtureOptions):
         mixtures = SHAPES[self.size].depth // 2
         if len(self.num_experts) not in (1, mixtures):
             raise ValueError(f"num_experts must be one number, or one for each of {mixtures} mixtures")
-
-    def build(self, num_classes: int) -> "nn.Module":
-        from cifar_zero.models.vit import vit_moe
-
-        return vit_moe(self.size, num_classes, self)
 
 
 WORDS = ("aa_layer", "act_layer", "attn_layer", "global_pool", "norm_layer", "pad_type", "stem_type", "weight_init")
@@ -245,9 +217,10 @@ def _harmless(name: str, value: Any) -> bool:
 
 
 @dataclass
-class External:
+class External(Model):
     """an image classifier of another package, with freshly initialised weights"""
 
+    network = "external.external"
     package: ClassVar[str]
     architecture: ClassVar[str]
 
@@ -259,17 +232,12 @@ class External:
     """Side in pixels to which the images are scaled, for a model that needs larger ones; 0: not scaled."""
 
     def __post_init__(self) -> None:
-        check_range(self, "image_size")
+        super().__post_init__()
         for name in (name for name, value in dict(self.kwargs).items() if not _harmless(name, value)):
             raise ValueError(
                 f"kwargs.{name} must be a number, true or false, or a list of them (words only for "
                 f"{', '.join(WORDS)}); load weights with --weights FILE"
             )
-
-    def build(self, num_classes: int) -> "nn.Module":
-        from cifar_zero.models.external import external
-
-        return external(self.package, self.architecture, num_classes, self.kwargs, self.image_size)
 
 
 PACKAGES = ("torchvision", "timm")

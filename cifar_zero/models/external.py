@@ -4,37 +4,28 @@ from __future__ import annotations
 
 import textwrap
 from collections import OrderedDict
-from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from cifar_zero import models
 from cifar_zero.core.usage import closest
-
-if TYPE_CHECKING:
-    from cifar_zero.models import Model
 
 WITH_AUXILIARY_SCORES = ("googlenet", "inception_v3")
 """torchvision's models that also return auxiliary scores in training by default (torchvision 0.29)."""
 
 
-def external(package: str, name: str, num_classes: int, kwargs: Mapping[str, Any], image_size: int) -> nn.Module:
+def external(num_classes: int, options: models.External) -> nn.Module:
     """Returns a model that maps images (N, 3, H, W) to scores (N, num_classes).
-
-    Args:
-        package: torchvision or timm.
-        name: of the classifier in it.
-        num_classes: width of the output.
-        kwargs: of the function that builds it.
-        image_size: side in pixels to which the images are scaled first; 0: not scaled.
 
     Raises:
         ValueError: the package is not installed, it has no such classifier, or the classifier no such option.
     """
-    build = partial({"torchvision": _torchvision, "timm": _timm}[package], name, {"num_classes": num_classes, **kwargs})
+    of_package = {"torchvision": _torchvision, "timm": _timm}[options.package]
+    build = partial(of_package, options.architecture, {"num_classes": num_classes, **options.kwargs})
     try:
         try:
             net = build()
@@ -44,19 +35,16 @@ def external(package: str, name: str, num_classes: int, kwargs: Mapping[str, Any
             net.to(torch.get_default_device())
     except TypeError as error:
         raise ValueError(f"kwargs do not fit: {_short(error)}") from error
-    if not image_size:
+    if not options.image_size:
         return net
-    scale = nn.Upsample(size=(image_size, image_size), mode="bilinear")
+    scale = nn.Upsample(size=(options.image_size, options.image_size), mode="bilinear")
     return nn.Sequential(OrderedDict(scale=scale, net=net))
 
 
-def check(entry: Model, num_classes: int, images: tuple[int, int, int, int]) -> None:
+def check(entry: models.Model, num_classes: int, images: tuple[int, int, int, int]) -> None:
     """Builds a model and runs it on training images, all without values (torch's meta device).
 
-    Args:
-        entry: of the registry, with its options set.
-        num_classes: width of the output.
-        images: the shape (N, 3, H, W) of a micro-batch.
+    `images` is the shape (N, 3, H, W) of a micro-batch.
 
     Raises:
         ValueError: it cannot be built, does not accept such images, or does not return (N, num_classes) scores.
@@ -82,11 +70,11 @@ def check(entry: Model, num_classes: int, images: tuple[int, int, int, int]) -> 
 
 
 def _torchvision(name: str, options: dict[str, Any]) -> nn.Module:
-    from torchvision import models
+    import torchvision.models
 
-    _check_known(name, "torchvision", models.list_models(module=models))
+    _check_known(name, "torchvision", torchvision.models.list_models(module=torchvision.models))
     without = {"aux_logits": False} if name in WITH_AUXILIARY_SCORES else {}
-    return models.get_model(name, weights=None, **without, **options)
+    return torchvision.models.get_model(name, weights=None, **without, **options)
 
 
 def _timm(name: str, options: dict[str, Any]) -> nn.Module:

@@ -22,10 +22,7 @@ def initialize(net: nn.Module, scheme: str, seed: int) -> None:
     Layer by layer in the model's order. DeepSpeed's zero.Init replaces `Module.apply` by its own, which gathers a
     sharded layer, draws it and shards it again (DeepSpeed 0.19.8, deepspeed/runtime/zero/partition_parameters.py).
 
-    Args:
-        net: any model; norms and other parameters are not changed.
-        scheme: key of SCHEMES, or `default`: all weights stay as torch's layers drew them.
-        seed: of torch's global random state, which draws them.
+    Norms and other parameters are not changed; with the scheme `default` all weights stay as torch's layers drew them.
     """
     if scheme == "default":
         return

@@ -4,18 +4,18 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cifar_zero.core.usage import check_range
+from cifar_zero.core.usage import Options, limited
 
 
 @dataclass
-class MixtureOptions:
+class MixtureOptions(Options):
     """The options of all mixtures of a model."""
 
     num_experts: list[int] = field(default_factory=lambda: [2])
     """Experts of each mixture, one number for each; different numbers make it a pyramid (PR-MoE with mlp_type
     residual)."""
 
-    ep_size: int = 1
+    ep_size: int = limited(1, at_least=1)
     """Ranks over which the experts of a mixture are distributed; needs DeepSpeed's stages 0 to 2. 1: every rank holds
     all experts."""
 
@@ -25,7 +25,7 @@ class MixtureOptions:
     top_k: Literal[1, 2] = 1
     """Experts per token."""
 
-    capacity_factor: float = 1.0
+    capacity_factor: float = limited(1.0, over=0)
     """Most tokens of a micro-batch that an expert processes in training, as a multiple of its even share; the rest is
     dropped."""
 
@@ -47,7 +47,7 @@ class MixtureOptions:
     def __post_init__(self) -> None:
         if not self.num_experts or min(self.num_experts) < 1:
             raise ValueError(f"num_experts must be numbers from 1, one for each mixture, not {self.num_experts}")
-        check_range(self, "ep_size", at_least=1)
+        super().__post_init__()
         for number in self.num_experts:
             if number % self.ep_size:
                 raise ValueError(f"ep_size {self.ep_size} does not divide num_experts {number}")
@@ -55,5 +55,3 @@ class MixtureOptions:
                 raise ValueError(f"top_k {self.top_k} needs at least as many experts: num_experts has {number}")
         if self.top_k == 2 and self.noisy_gate_policy == "RSample":
             raise ValueError("noisy_gate_policy RSample is for top_k 1 only: use Jitter with top_k 2")
-        check_range(self, "capacity_factor", over=0)
-        check_range(self, "eval_capacity_factor", "min_capacity", "load_balance")

@@ -56,11 +56,6 @@ class Gate(nn.Module):
     In training, tokens beyond an expert's capacity are dropped: with one expert per token random ones, with two the
     last of the batch, second choices first. In evaluation nothing is random, and by default nothing is dropped, so that
     an image's scores do not depend on the others of its batch.
-
-    Args:
-        hidden_size: width of a token.
-        num_experts: to choose from.
-        options: of the mixture.
     """
 
     routing: Routing | None = None
@@ -142,13 +137,8 @@ class MixtureOfExperts(nn.Module):
     """A layer of experts on one device; tokens (..., hidden_size) in and out.
 
     Every expert runs on as many places as its capacity, padded with zeros, and so gets a gradient in each step.
-    DeepSpeed gives all experts of a layer the same initial weights; here each draws its own.
-
-    Args:
-        hidden_size: width of a token.
-        num_experts: in this layer.
-        make_expert: builds one, (..., hidden_size) -> (..., hidden_size).
-        options: of the mixture.
+    DeepSpeed gives all experts of a layer the same initial weights; here each draws its own. `make_expert` builds one,
+    (..., hidden_size) -> (..., hidden_size).
     """
 
     def __init__(

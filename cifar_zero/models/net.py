@@ -1,15 +1,21 @@
-"""The tutorial's model, and the same with mixtures of experts."""
+"""The tutorial's model, the same with mixtures of experts, and the multi-layer perceptron."""
 
 from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cifar_zero import models
 from cifar_zero.models.mixture_options import MixtureOptions
 from cifar_zero.models.moe import MixtureOfExperts
 
 TOKEN_WIDTH = 84
 """Width of the tokens of NetMoE's mixtures."""
+
+PIXELS = 3 * 32 * 32
+"""Inputs of the first layer: all numbers of an image."""
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "gelu": nn.GELU}
 
 
 class Net(nn.Module):
@@ -42,10 +48,6 @@ class NetMoE(Net):
     """Net with a row of mixtures of experts, 84 -> 84, and a linear layer in place of its last layer.
 
     As in DeepSpeedExamples' CIFAR-10 program; each image is one token.
-
-    Args:
-        num_classes: width of the output.
-        options: of the mixtures.
     """
 
     def __init__(self, num_classes: int, options: MixtureOptions):
@@ -59,3 +61,22 @@ class NetMoE(Net):
     def forward(self, x: Tensor) -> Tensor:
         """Class scores (N, num_classes) of images (N, 3, 32, 32) in [-1, 1]."""
         return self.fc4(super().forward(x))
+
+
+class MLP(nn.Sequential):
+    """Linear layers with a non-linearity between them: class scores (N, num_classes) of images (N, 3, 32, 32) in
+    [-1, 1]."""
+
+    def __init__(self, num_classes: int, options: models.MLP):
+        layers: list[nn.Module] = [nn.Flatten()]  # (N, 3072)
+        inputs = PIXELS
+        for neurons in options.hidden:
+            # Normalisation comes before the non-linearity and makes the bias redundant (Ioffe and Szegedy 2015).
+            layers.append(nn.Linear(inputs, neurons, bias=not options.batch_norm))  # (N, neurons)
+            if options.batch_norm:
+                layers.append(nn.BatchNorm1d(neurons))
+            layers.append(ACTIVATIONS[options.activation]())
+            if options.dropout:
+                layers.append(nn.Dropout(options.dropout))
+            inputs = neurons
+        super().__init__(*layers, nn.Linear(inputs, num_classes))

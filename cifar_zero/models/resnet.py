@@ -11,6 +11,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
+from cifar_zero import models
 from cifar_zero.models import scaled
 
 CHANNELS = (64, 128, 256, 512)
@@ -25,18 +26,12 @@ DEPTHS: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, int
 
 
 class ResNet(nn.Module):
-    """Stem -> four stages of residual blocks -> mean over the positions -> class scores.
+    """Stem -> four stages of residual blocks -> mean over the positions -> class scores."""
 
-    Args:
-        depth: key of DEPTHS.
-        num_classes: width of the output.
-        width: of all hidden layers, as a multiple of the paper's.
-    """
-
-    def __init__(self, depth: int, num_classes: int, width: float):
+    def __init__(self, num_classes: int, options: models.ResNet):
         super().__init__()
-        block, blocks = DEPTHS[depth]
-        channels = [scaled(number, width) for number in CHANNELS]
+        block, blocks = DEPTHS[options.depth]
+        channels = [scaled(number, options.width) for number in CHANNELS]
         self.conv1 = nn.Conv2d(3, channels[0], 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(channels[0])
         self.relu = nn.ReLU(inplace=True)

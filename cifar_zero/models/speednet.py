@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cifar_zero import models
 from cifar_zero.models import scaled
 
 PATCH = 2
@@ -36,24 +37,15 @@ not be amplified. The reference adds it to patches that have variance 1; as a sh
 
 
 class SpeedNet(nn.Module):
-    """A whitening convolution, three blocks of two convolutions each, and a linear layer without bias.
+    """A whitening convolution, three blocks of two convolutions each, and a linear layer without bias."""
 
-    Args:
-        num_classes: width of the output.
-        width: of the blocks, as a multiple of the reference's.
-        whitening: whether the first layer's weights are those of `starting_weights` and stay fixed.
-        identity_init: whether each convolution passes its input through at first, as far as it has channels for it.
-        norm_momentum: weight of the newest micro-batch in the batch norms' running statistics.
-    """
-
-    def __init__(self, num_classes: int, width: float, whitening: bool, identity_init: bool, norm_momentum: float):
+    def __init__(self, num_classes: int, options: models.SpeedNet):
         super().__init__()
-        self.whitening = whitening
+        self.whitening = options.whitening
         self.whiten = nn.Conv2d(3, WHITENED, PATCH)
-        self.whiten.weight.requires_grad_(not whitening)
-        sizes = [WHITENED, *(scaled(channels, width) for channels in CHANNELS)]
-        conv = IdentityConv if identity_init else nn.Conv2d
-        self.blocks = nn.Sequential(*(Block(before, after, conv, norm_momentum) for before, after in pairwise(sizes)))
+        self.whiten.weight.requires_grad_(not self.whitening)
+        sizes = [WHITENED, *(scaled(channels, options.width) for channels in CHANNELS)]
+        self.blocks = nn.Sequential(*(Block(before, after, options) for before, after in pairwise(sizes)))
         self.head = Head(sizes[-1], num_classes, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,21 +61,15 @@ class SpeedNet(nn.Module):
 
 
 class Block(nn.Module):
-    """Two convolutions of 3 x 3, each with a batch norm and a GELU; the output of the first is pooled to half the side.
+    """Two convolutions of 3 x 3, each with a batch norm and a GELU; a max-pool after the first halves the side."""
 
-    Args:
-        before: channels of the input.
-        after: channels of the output.
-        conv: the class of the convolutions.
-        norm_momentum: see `SpeedNet`.
-    """
-
-    def __init__(self, before: int, after: int, conv: type[nn.Conv2d], norm_momentum: float):
+    def __init__(self, before: int, after: int, options: models.SpeedNet):
         super().__init__()
+        conv = IdentityConv if options.identity_init else nn.Conv2d
         self.conv1 = conv(before, after, 3, padding=1, bias=False)
-        self.norm1 = norm(after, norm_momentum)
+        self.norm1 = norm(after, options.norm_momentum)
         self.conv2 = conv(after, after, 3, padding=1, bias=False)
-        self.norm2 = norm(after, norm_momentum)
+        self.norm2 = norm(after, options.norm_momentum)
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, before, H, W) -> (N, after, H // 2, W // 2)."""
@@ -123,11 +109,7 @@ def whitening_filters(images: Tensor) -> Tensor:
     A convolution with them gives patches whose second moments are the identity, up to `WHITENING_EPS`: the mean is not
     subtracted, as in the reference.
 
-    Args:
-        images: float (N, 3, H, W); all of their patches count.
-
-    Returns:
-        float32 (WHITENED, 3, PATCH, PATCH).
+    All patches of the images, float (N, 3, H, W), count. The filters are float32 (WHITENED, 3, PATCH, PATCH).
     """
     patches = F.unfold(images, PATCH)  # (N, 12, patches of an image), colour by colour as a filter has them
     covariance = (patches @ patches.mT).mean(0).double().cpu() / patches.shape[2]

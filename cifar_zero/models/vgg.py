@@ -6,11 +6,10 @@ Layers and their names are those of torchvision's vgg16_bn: at width 1 the weigh
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torchvision.models.vgg import cfgs, make_layers
 
+from cifar_zero import models
 from cifar_zero.models import scaled
-
-CONFIGURATION_D = ((64,) * 2, (128,) * 2, (256,) * 3, (512,) * 3, (512,) * 3)
-"""Channels of the 13 convolutions in their five stages, each of which halves the resolution at its end."""
 
 POOLED_SIDE = 7
 """Side in pixels of the pooled feature map, whatever the images' size: that of images of 224 x 224 pixels."""
@@ -20,33 +19,21 @@ HIDDEN = 4096
 
 
 class VGG16(nn.Module):
-    """13 convolutions of 3 x 3 in five stages, and three linear layers.
+    """13 convolutions of 3 x 3 in five stages, each of which halves the resolution, and three linear layers."""
 
-    Args:
-        num_classes: width of the output.
-        width: of all hidden layers, as a multiple of the paper's.
-        dropout: share of the hidden linear layers' outputs that is dropped in training.
-    """
-
-    def __init__(self, num_classes: int, width: float, dropout: float):
+    def __init__(self, num_classes: int, options: models.VGG16):
         super().__init__()
-        layers: list[nn.Module] = []
-        channels = 3
-        for stage in CONFIGURATION_D:
-            for number in stage:
-                before, channels = channels, scaled(number, width)
-                layers += [nn.Conv2d(before, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU(inplace=True)]
-            layers.append(nn.MaxPool2d(2))
-        self.features = nn.Sequential(*layers)
+        stages = [layer if isinstance(layer, str) else scaled(layer, options.width) for layer in cfgs["D"]]
+        self.features = make_layers(stages, batch_norm=True)
         self.avgpool = nn.AdaptiveAvgPool2d(POOLED_SIDE)
-        hidden = scaled(HIDDEN, width)
+        hidden = scaled(HIDDEN, options.width)
         self.classifier = nn.Sequential(
-            nn.Linear(channels * POOLED_SIDE**2, hidden),
+            nn.Linear(scaled(512, options.width) * POOLED_SIDE**2, hidden),
             nn.ReLU(inplace=True),
-            nn.Dropout(dropout),
+            nn.Dropout(options.dropout),
             nn.Linear(hidden, hidden),
             nn.ReLU(inplace=True),
-            nn.Dropout(dropout),
+            nn.Dropout(options.dropout),
             nn.Linear(hidden, num_classes),
         )
 

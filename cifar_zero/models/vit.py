@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cifar_zero.models import SHAPES, Shape, Size
-from cifar_zero.models.mixture_options import MixtureOptions
+from cifar_zero.models import SHAPES, Shape, ViTMoE
 from cifar_zero.models.moe import MixtureOfExperts
 
 IMAGE_SIDE, PATCH_SIDE = 32, 4
@@ -22,20 +21,12 @@ MLP_RATIO = 4
 class ViT(nn.Module):
     """Patches -> tokens -> blocks of attention and MLP -> mean over the tokens -> class scores.
 
-    Args:
-        shape: of the transformer.
-        num_classes: width of the output.
-        make_mlp: builds the MLP of a block, (N, tokens, width) -> (N, tokens, width), from the number of the block.
-        dropout: share of the embedded patches and of the output of each attention and MLP that is dropped in training
-            (Vaswani et al. 2017, section 5.4).
+    `make_mlp` builds the MLP of a block, (N, tokens, width) -> (N, tokens, width), from the number of the block.
+    Dropout is that of Vaswani et al. 2017, section 5.4.
     """
 
     def __init__(
-        self,
-        shape: Shape,
-        num_classes: int,
-        make_mlp: Callable[[int], nn.Module] | None = None,
-        dropout: float = 0.0,
+        self, shape: Shape, num_classes: int, make_mlp: Callable[[int], nn.Module] | None = None, dropout: float = 0.0
     ):
         super().__init__()
         make_mlp = make_mlp or (lambda block: MLP(shape.width))
@@ -92,15 +83,12 @@ class MLP(nn.Sequential):
         super().__init__(nn.Linear(width, MLP_RATIO * width), nn.GELU(), nn.Linear(MLP_RATIO * width, width))
 
 
-def vit_moe(size: Size, num_classes: int, options: MixtureOptions) -> ViT:
+def vit_moe(num_classes: int, options: ViTMoE) -> ViT:
     """Returns a transformer whose every second MLP is a mixture of MLPs, as in GShard and V-MoE (Riquelme et al. 2021).
 
-    Args:
-        size: key of SHAPES.
-        num_classes: width of the output.
-        options: of the mixtures; num_experts has one number for each of them, or one for all.
+    `options.num_experts` has one number for each mixture, or one for all.
     """
-    shape = SHAPES[size]
+    shape = SHAPES[options.size]
 
     def make_mlp(block: int) -> nn.Module:
         if block % 2 == 0:

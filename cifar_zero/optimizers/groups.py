@@ -1,24 +1,24 @@
-"""The parameter groups of an optimizer: which parameters decay, are Muon's, or have their own learning rate."""
+"""The parameter groups of an optimizer: which parameters decay, are Muon's, or have their own learning rate; and how
+the state of other groups, those of a checkpoint, fits them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cifar_zero.core.errors import UsageError
 from cifar_zero.optimizers.muon import Muon, MuonSGD
 from cifar_zero.optimizers.options import OptimizerOptions
 
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
 
 def parameter_groups(optimizer: OptimizerOptions, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the groups for an optimizer, in the model's order, those with a learning rate of their own last.
 
-    If there are several, each has `param_names`, as torch's optimizers call them (2.6 and later): a checkpoint then
-    says which numbers belong to which parameter.
-
-    Args:
-        optimizer: its options.
-        parameters: of the model, by name and in its order; sharded ones too. Frozen ones are in no group.
+    Each has `param_names`, as torch's optimizers call them (2.6 and later): a checkpoint then says which numbers belong
+    to which parameter. `parameters` are those of the model, by name and in its order; frozen ones are in no group.
     """
     dimensions = {name: _dimensions(parameter) for name, parameter in parameters.items()}
     weights = _layer_weights(dimensions)
@@ -48,8 +48,6 @@ def parameter_groups(optimizer: OptimizerOptions, parameters: Mapping[str, Any])
         group = groups.setdefault((*options.items(),), {**options, "params": [], "param_names": []})
         group["params"].append(parameter)
         group["param_names"].append(name)
-    if len(groups) == 1:
-        next(iter(groups.values())).pop("param_names")
     # The plots show the learning rate of the first group: --optimizer.lr.
     return sorted(groups.values(), key=lambda group: "lr" in group)
 
@@ -58,10 +56,7 @@ def hidden_matrices(dimensions: Mapping[str, int]) -> set[str]:
     """Returns the weights of linear and convolution layers, without those of the first and of the last layer.
 
     Muon suits neither the layer that takes the images nor the one that gives the scores, nor embeddings, whose rows are
-    independent (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
-
-    Args:
-        dimensions: of all parameters, by name and in the model's order.
+    independent (Jordan et al. 2024, kellerjordan.github.io/posts/muon). `dimensions` are in the model's order.
     """
     return {*_layer_weights(dimensions)[1:-1]}
 
@@ -73,3 +68,52 @@ def _layer_weights(dimensions: Mapping[str, int]) -> list[str]:
 def _dimensions(parameter: Any) -> int:
     """The number of dimensions of the whole parameter: ZeRO-3 leaves an empty one and notes its shape."""
     return len(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def keep_own_options(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Returns the state of another implementation, device or grouping with this optimizer's options and groups.
+
+    Only the learning rate, which a schedule has moved, is the checkpoint's. All groups have `param_names`.
+    """
+    own_groups = optimizer.param_groups
+    if [group.get("param_names") for group in state["param_groups"]] != [group["param_names"] for group in own_groups]:
+        state = _regrouped(state, own_groups)
+    groups = [
+        {**own, **{key: saved[key] for key in ("lr", "initial_lr", "params") if key in saved}}
+        for own, saved in zip(own_groups, state["param_groups"], strict=True)
+    ]
+    return {**state, "param_groups": groups}
+
+
+def lay_like_parameters(optimizer: Optimizer) -> None:
+    """Gives a loaded state the strides of its parameters: torch's fused updates walk through both in memory order."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if getattr(value, "shape", None) == parameter.shape and value.stride() != parameter.stride():
+                state[key] = value.new_empty(value.shape).as_strided(value.shape, parameter.stride()).copy_(value)
+
+
+def by_name(state: dict[str, Any]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Returns for each parameter its group in a checkpoint's optimizer, and its state, empty before the first step.
+
+    Raises:
+        UsageError: an earlier version wrote it, without names.
+    """
+    if not all("param_names" in group for group in state["param_groups"]):
+        raise UsageError("--resume: the checkpoint is of an earlier version, use --weights instead of --resume")
+    return {
+        name: (group, state["state"].get(number, {}))
+        for group in state["param_groups"]
+        for name, number in zip(group["param_names"], group["params"], strict=True)
+    }
+
+
+def _regrouped(state: dict[str, Any], wanted: list[dict[str, Any]]) -> dict[str, Any]:
+    saved = by_name(state)
+    groups: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
+    for names in (group["param_names"] for group in wanted):
+        group, _ = saved[names[0]]
+        groups.append({**group, "params": [*range(len(entries), len(entries) + len(names))]})
+        entries += [saved[name][1] for name in names]
+    return {**state, "state": {number: entry for number, entry in enumerate(entries) if entry}, "param_groups": groups}

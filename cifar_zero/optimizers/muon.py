@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from cifar_zero.core.usage import check_range
+from cifar_zero.core.usage import limited
 from cifar_zero.optimizers.options import Implementation, OptimizerOptions
 
 
@@ -17,23 +17,18 @@ class Muon(OptimizerOptions):
     weight_decay: float = 0.01
     """Weight decay, subtracted from the weights next to the update."""
 
-    momentum: float = 0.95
+    momentum: float = limited(0.95, below=1)
     """Decay of the running mean of the gradient, in Nesterov's form."""
 
-    ns_steps: int = 5
+    ns_steps: int = limited(5, at_least=1, below=100)  # torch.optim.Muon's limit
     """Newton-Schulz iterations that orthogonalise a matrix."""
 
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[float, float] = limited((0.9, 0.999), below=1)
     """AdamW's."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "momentum", "betas", below=1)
-        check_range(self, "ns_steps", at_least=1, below=100)  # torch.optim.Muon's limit
 
     def build(self, parameters: Any, implementation: Implementation) -> Any:
         """Our own under every strategy; `parameters` are groups, of which Muon's have `muon`."""
-        from cifar_zero.optimizers.torch_muon import TorchMuon
+        from cifar_zero.optimizers.torch_updates import TorchMuon
 
         return TorchMuon(parameters, match_adamw=True, **self.torch_options())
 
@@ -49,10 +44,10 @@ class MuonSGD(OptimizerOptions):
     """What SGD adds to the gradient, as a share of the weights, times the learning rate that the group begins with:
     other learning rates do not change it. Muon's weights do not decay."""
 
-    momentum: float = 0.6
+    momentum: float = limited(0.6, below=1)
     """Muon's momentum, in Nesterov's form: share of the sum of gradients that is kept."""
 
-    ns_steps: int = 3
+    ns_steps: int = limited(3, below=100)  # torch.optim.Muon's limit
     """Newton-Schulz iterations that orthogonalise Muon's steps; 0: none, the steps are only scaled to the same
     length."""
 
@@ -66,23 +61,16 @@ class MuonSGD(OptimizerOptions):
     head_lr: float = 1000.0
     """Learning rate of SGD for the weights of the last layer, in the same unit."""
 
-    sgd_momentum: float = 0.85
+    sgd_momentum: float = limited(0.85, below=1)
     """SGD's momentum, in Nesterov's form."""
 
-    first_bias_share: float = 1.0
+    first_bias_share: float = limited(1.0, over=0, at_most=1)
     """Share of the training in which the first layer's bias is trained; its learning rate goes through the whole
     --schedule in that time. Below 1 it needs a schedule that ends at 0."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "bias_lr", "head_lr")
-        check_range(self, "momentum", "sgd_momentum", below=1)
-        check_range(self, "ns_steps", below=100)  # torch.optim.Muon's limit
-        check_range(self, "first_bias_share", over=0, at_most=1)
-
     def build(self, parameters: Any, implementation: Implementation) -> Any:
         """Our own under every strategy; the groups have SGD's learning rates and weight decay."""
-        from cifar_zero.optimizers.torch_muon import TorchMuon
+        from cifar_zero.optimizers.torch_updates import TorchMuon
 
         options = self.torch_options()
         for name in ("bias_lr", "head_lr", "first_bias_share", "weight_decay"):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
-from cifar_zero.core.usage import check_range
+from cifar_zero.core.usage import Options, limited
 
 Implementation = Literal["torch", "torch_fused", "deepspeed_cpu", "deepspeed_fused"]
 """The code that updates the weights, chosen by the strategy: torch's, torch's in one call for all parameters on CUDA,
@@ -11,7 +11,7 @@ DeepSpeed's for an optimizer offloaded to the CPU, or DeepSpeed's fused one on C
 
 
 @dataclass
-class OptimizerOptions:
+class OptimizerOptions(Options):
     """What every optimizer has."""
 
     lr: float = 0.001
@@ -22,9 +22,6 @@ class OptimizerOptions:
 
     weight_decay_on: Literal["matrices", "all"] = "matrices"
     """Parameters that decay. matrices: weights of two and more dimensions, no biases and norms. all: all."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "lr", "weight_decay")
 
     def build(self, parameters: Any, implementation: Implementation) -> Any:
         """Returns the optimizer of `parameters`, or of groups of them: torch's class of the same name, where DeepSpeed
@@ -43,7 +40,7 @@ class OptimizerOptions:
 class SGD(OptimizerOptions):
     """stochastic gradient descent with momentum"""
 
-    momentum: float = 0.9
+    momentum: float = limited(0.9, below=1)
     """Share of the last update that is kept."""
 
     nesterov: bool = False
@@ -51,7 +48,6 @@ class SGD(OptimizerOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "momentum", below=1)
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs a momentum")
 
@@ -67,18 +63,13 @@ class SGD(OptimizerOptions):
 class Adam(OptimizerOptions):
     """Adam with the L2 penalty added to the gradient (Kingma and Ba 2015)"""
 
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[float, float] = limited((0.9, 0.999), below=1)
     """Decay of the running means of the gradient and of its square."""
 
     eps: float = 1e-8
     """Added to the denominator."""
 
     decoupled: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "eps")
-        check_range(self, "betas", below=1)
 
     def build(self, parameters: Any, implementation: Implementation) -> Any:
         """The same update by torch, by DeepSpeedCPUAdam or by FusedAdam."""
@@ -126,22 +117,17 @@ class RMSprop(OptimizerOptions):
     lr: float = 0.01
     """Learning rate."""
 
-    alpha: float = 0.99
+    alpha: float = limited(0.99, below=1)
     """Decay of the running mean of the squared gradient."""
 
     eps: float = 1e-8
     """Added to the denominator."""
 
-    momentum: float = 0.0
+    momentum: float = limited(0.0, below=1)
     """Share of the last update that is kept."""
 
     centered: bool = False
     """Divide by the gradient's deviation from its own running mean instead (Graves 2013)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "eps")
-        check_range(self, "alpha", "momentum", below=1)
 
 
 @dataclass
@@ -153,10 +139,6 @@ class Adagrad(OptimizerOptions):
 
     eps: float = 1e-10
     """Added to the denominator."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "eps")
 
     def build(self, parameters: Any, implementation: Implementation) -> Any:
         """torch's update under every strategy."""
@@ -172,16 +154,11 @@ class Adadelta(OptimizerOptions):
     lr: float = 1.0
     """Factor of the update, whose size is Adadelta's own."""
 
-    rho: float = 0.9
+    rho: float = limited(0.9, below=1)
     """Decay of the running means of the squared gradient and update."""
 
     eps: float = 1e-6
     """Added to the squares: the first updates grow from it."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "eps")
-        check_range(self, "rho", below=1)
 
 
 @dataclass
@@ -194,12 +171,8 @@ class Lion(OptimizerOptions):
     weight_decay: float = 0.0
     """Weight decay, subtracted from the weights next to the update; three to ten times AdamW's."""
 
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: tuple[float, float] = limited((0.9, 0.99), below=1)
     """Share of the momentum in the update's direction, and decay of the momentum itself."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "betas", below=1)
 
     def build(self, parameters: Any, implementation: Implementation) -> Any:
         """Our own under every strategy: torch (2.15) has none.

@@ -1,29 +1,36 @@
-"""Adagrad and Lion in torch, and the base class of our own optimizers."""
+"""Adagrad, Lion and Muon in torch, and the base class of them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import (
     Tensor,
+    _foreach_add,  # pyright: ignore[reportPrivateImportUsage]
     _foreach_add_,  # pyright: ignore[reportPrivateImportUsage]
     _foreach_mul,  # pyright: ignore[reportPrivateImportUsage]
     _foreach_mul_,  # pyright: ignore[reportPrivateImportUsage]
     _foreach_sign_,  # pyright: ignore[reportPrivateImportUsage]
 )
 from torch.optim import Optimizer
+from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, EPS
 from torch.optim.adagrad import adagrad
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
+
+ADAMW_EPS = 1e-8
+"""Added to AdamW's denominator: torch's default."""
+
+STACK_ELEMENTS = 2**24
+"""Most elements that are orthogonalised at once: 64 MB in float32."""
 
 
 class GroupOptimizer(Optimizer):
     """Calls `update` once for each parameter group; the state is made at the first step.
 
     Not earlier, as ZeRO replaces the model's parameters by flat ones after the optimizer is made.
-
-    Args:
-        params: as torch's optimizers take them.
-        defaults: of the groups' options.
     """
 
     def __init__(self, params: Any, **defaults: Any):
@@ -94,3 +101,111 @@ class TorchLion(GroupOptimizer):
         _foreach_add_(parameters, signs, alpha=-group["lr"])
         _foreach_mul_(means, decay)
         _foreach_add_(means, gradients, alpha=1 - decay)
+
+
+class TorchMuon(GroupOptimizer):
+    """Muon (Jordan et al. 2024) for the groups with `muon`: all weights of one shape at once.
+
+    The other groups are updated by AdamW if they have `betas`, else by SGD with Nesterov's momentum.
+
+    A convolution's weight (out, in, height, width) is the matrix (out, in x height x width), as in Keller Jordan's own
+    programs (github.com/KellerJordan/Muon, muon.py, and cifar10-airbench, airbench94_muon.py). torch.optim.Muon (2.15)
+    orthogonalises one matrix after the other and accepts no convolutions.
+
+    Args:
+        params: groups; those with `muon` hold weights of two and more dimensions.
+        fused: whether SGD is one call for all parameters of a group, on CUDA.
+        defaults: of the groups: lr, weight_decay; momentum and ns_steps (Newton-Schulz iterations) of Muon; betas of
+            AdamW or sgd_momentum of SGD. normalize: scale Muon's weights to the length sqrt(out) before each step.
+            match_adamw: scale Muon's steps to the size of AdamW's.
+    """
+
+    def __init__(self, params: Any, fused: bool = False, **defaults: Any) -> None:
+        self._fused = fused
+        super().__init__(params, **{"muon": False, "normalize": False, "match_adamw": False, **defaults})
+
+    def update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
+        update = self._muon if group["muon"] else self._adamw if "betas" in group else self._sgd
+        update(parameters, gradients, group)
+
+    def _muon(self, weights: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
+        sums = self.zeros(weights, "momentum_buffer")
+        _foreach_mul_(sums, group["momentum"])
+        _foreach_add_(sums, gradients)
+        steps = _foreach_add(gradients, sums, alpha=group["momentum"])  # Nesterov's form
+        for numbers in _stacks(weights):
+            matrices = torch.stack([weights[number].flatten(1) for number in numbers])  # (weights, out, all else)
+            stacked = torch.stack([steps[number].flatten(1) for number in numbers])
+            step = orthogonalized(stacked, group["ns_steps"], stacked.device.type)
+            if group["normalize"]:
+                lengths = torch.linalg.matrix_norm(matrices, keepdim=True)
+                matrices *= matrices.shape[1] ** 0.5 / lengths
+            if group["weight_decay"]:
+                matrices *= 1 - group["lr"] * group["weight_decay"]
+            # 0.2 sqrt(max(rows, columns)): an update as large as AdamW's (Liu et al. 2025, "Muon is Scalable for LLM
+            # Training", section 2.2), so that one learning rate and schedule serve both.
+            scale = 0.2 * max(matrices.shape[1:]) ** 0.5 if group["match_adamw"] else 1.0
+            matrices.add_(step, alpha=-group["lr"] * scale)
+            for number, matrix in zip(numbers, matrices, strict=True):
+                weights[number].copy_(matrix.view_as(weights[number]))
+
+    def _adamw(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
+        adamw(
+            parameters,
+            gradients,
+            self.zeros(parameters, "exp_avg"),
+            self.zeros(parameters, "exp_avg_sq"),
+            [],
+            self.counts(parameters),
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=ADAMW_EPS,
+            maximize=False,
+        )
+
+    def _sgd(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
+        sgd(
+            parameters,
+            gradients,
+            self.zeros(parameters, "momentum_buffer"),  # pyright: ignore[reportArgumentType]
+            fused=self._fused or None,  # None: torch takes its foreach form on CUDA
+            weight_decay=group["weight_decay"],
+            momentum=group["sgd_momentum"],
+            lr=group["lr"],
+            dampening=0.0,
+            nesterov=group["sgd_momentum"] > 0,
+            maximize=False,
+        )
+
+
+def orthogonalized(matrices: Tensor, steps: int, device_type: str) -> Tensor:
+    """Returns matrices (count, rows, columns) with the same singular vectors and singular values close to 1.
+
+    By Newton-Schulz iterations with the coefficients that torch.optim.Muon takes from Jordan et al. 2024
+    (kellerjordan.github.io/posts/muon): most of the values lie between 0.7 and 1.2 after five steps. On CUDA in
+    bfloat16, as there; on the CPU in the matrices' own type, as few CPUs multiply in bfloat16. Without iterations a
+    matrix is only scaled to the length that it would have if all of its singular values were 1.
+    """
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices
+    x = x.bfloat16() if device_type == "cuda" else x
+    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + EPS)  # then no singular value is over 1
+    if not steps:
+        x = x * x.shape[1] ** 0.5
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=DEFAULT_B, alpha=DEFAULT_C), x, beta=DEFAULT_A)
+    return (x.mT if tall else x).to(matrices.dtype)
+
+
+def _stacks(weights: list[Tensor]) -> Iterator[list[int]]:
+    """Yields the numbers of weights that are matrices of one shape, as many as are orthogonalised at once."""
+    shapes: dict[tuple[int, int], list[int]] = {}
+    for number, weight in enumerate(weights):
+        shapes.setdefault((len(weight), weight.numel() // len(weight)), []).append(number)
+    for (rows, columns), numbers in shapes.items():
+        most = max(1, STACK_ELEMENTS // (rows * columns))
+        yield from (numbers[start : start + most] for start in range(0, len(numbers), most))

@@ -31,8 +31,7 @@ def of(run: Run) -> Network:
     Raises:
         UsageError: --lora.target or --trainable matches nothing in the model.
     """
-    from cifar_zero.checkpoints.finetuning.freeze import check_patterns
-    from cifar_zero.checkpoints.finetuning.network import on_meta
+    from cifar_zero.checkpoints.finetuning.network import check_patterns, on_meta
     from cifar_zero.models.moe import MixtureOfExperts
     from cifar_zero.optimizers.groups import hidden_matrices
 

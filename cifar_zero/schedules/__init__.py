@@ -10,42 +10,27 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from cifar_zero.schedules.base import FiniteSchedule, Schedule
-from cifar_zero.schedules.deepspeed import WarmupCosineLR, WarmupDecayLR, WarmupLR
-from cifar_zero.schedules.plain import (
-    Constant,
-    Cosine,
-    Exponential,
-    Linear,
-    OneCycle,
-    RangeTest,
-    Step,
-    WarmupCosine,
-    WarmupLinear,
-)
+from cifar_zero.schedules import deepspeed, plain
+from cifar_zero.schedules.plain import FiniteSchedule, Schedule
 
 SCHEDULES: dict[str, type[Schedule]] = {
-    "constant": Constant,
-    "linear": Linear,
-    "exponential": Exponential,
-    "cosine": Cosine,
-    "step": Step,
-    "onecycle": OneCycle,
-    "warmup_linear": WarmupLinear,
-    "warmup_cosine": WarmupCosine,
-    "warmup_lr": WarmupLR,
-    "warmup_decay_lr": WarmupDecayLR,
-    "warmup_cosine_lr": WarmupCosineLR,
-    "range_test": RangeTest,
+    "constant": plain.Constant,
+    "linear": plain.Linear,
+    "exponential": plain.Exponential,
+    "cosine": plain.Cosine,
+    "step": plain.Step,
+    "onecycle": plain.OneCycle,
+    "warmup_linear": plain.WarmupLinear,
+    "warmup_cosine": plain.WarmupCosine,
+    "warmup_lr": deepspeed.WarmupLR,
+    "warmup_decay_lr": deepspeed.WarmupDecayLR,
+    "warmup_cosine_lr": deepspeed.WarmupCosineLR,
+    "range_test": plain.RangeTest,
 }
 
 
 def settled(schedule: Schedule, steps: Callable[[], float]) -> Schedule:
-    """Returns the schedule with its end known.
-
-    Args:
-        schedule: if it is finite, its `total_steps` may be 0.
-        steps: returns the optimizer steps of the run; called only where they matter.
+    """Returns the schedule with its end known; `steps` returns the optimizer steps of the run, if they matter.
 
     Raises:
         ValueError: the run has no end.

@@ -7,20 +7,17 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from cifar_zero.core.usage import check_range
-from cifar_zero.schedules.base import FiniteSchedule, Schedule
+from cifar_zero.core.usage import limited
+from cifar_zero.schedules.plain import FiniteSchedule, Schedule
 
 
 @dataclass
 class _Warmup(Schedule):
-    warmup_num_steps: int = 1000
+    warmup_num_steps: int = limited(1000, over=0)
     """Optimizer steps until the full learning rate."""
 
     warmup_type: Literal["log", "linear"] = "log"
     """Shape of the rise."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "warmup_num_steps", over=0)
 
     def _gamma(self, step: float) -> float | None:
         """Returns the share of the rise; None when the rise is over.
@@ -45,10 +42,6 @@ class WarmupLR(_Warmup):
     warmup_min_lr: float = 0.0
     """Lowest learning rate: that of the start and, with WarmupDecayLR, of the end."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "warmup_min_lr")
-
     def rate(self, step: float, base_lr: float) -> float:
         gamma = self._gamma(step)
         return self.warmup_min_lr + (base_lr - self.warmup_min_lr) * (1.0 if gamma is None else gamma)
@@ -57,10 +50,6 @@ class WarmupLR(_Warmup):
 @dataclass
 class WarmupDecayLR(FiniteSchedule, WarmupLR):
     """DeepSpeed's WarmupDecayLR: like its WarmupLR, then in a straight line down to warmup_min_lr"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "total_steps")
 
     def rate(self, step: float, base_lr: float) -> float:
         gamma = self._gamma(step)
@@ -79,10 +68,6 @@ class WarmupCosineLR(FiniteSchedule, _Warmup):
 
     cos_min_ratio: float = 0.0001
     """Share of the learning rate at the end."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "warmup_min_ratio", "cos_min_ratio", "total_steps")
 
     def rate(self, step: float, base_lr: float) -> float:
         if step == 0:

@@ -1,10 +1,37 @@
 """torch's and transformers' schedules, and that of --find_lr, as closed formulas."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
-from cifar_zero.core.usage import check_range
-from cifar_zero.schedules.base import FiniteSchedule, Schedule, cosine, share_done
+from cifar_zero.core.usage import Options, limited
+
+
+@dataclass
+class Schedule(Options):
+    """A learning rate for each optimizer step."""
+
+    def rate(self, step: float, base_lr: float) -> float:
+        """Returns the learning rate of optimizer step `step`, from 0; `base_lr` is the optimizer's."""
+        raise NotImplementedError
+
+
+@dataclass
+class FiniteSchedule(Schedule):
+    """A schedule that ends."""
+
+    total_steps: int = 0
+    """Optimizer steps until the end; 0: those of the run."""
+
+
+def share_done(step: float, total: float) -> float:
+    """Returns the share of `total` steps that lies behind, from 0 to 1; 1 after the end."""
+    return min(max(step / total, 0.0), 1.0) if total > 0 else 1.0
+
+
+def cosine(start: float, end: float, share: float) -> float:
+    """Returns the value at a share of the way from start to end along half a cosine wave."""
+    return end + (start - end) * (1 + math.cos(math.pi * share)) / 2
 
 
 @dataclass
@@ -25,9 +52,6 @@ class Linear(FiniteSchedule):
     end_factor: float = 0.0
     """Share of the optimizer's learning rate after total_steps, and from then on."""
 
-    def __post_init__(self) -> None:
-        check_range(self, "start_factor", "end_factor", "total_steps")
-
     def rate(self, step: float, base_lr: float) -> float:
         share = share_done(step, self.total_steps)
         return base_lr * (self.start_factor + (self.end_factor - self.start_factor) * share)
@@ -40,9 +64,6 @@ class Exponential(Schedule):
     gamma: float = 0.9999
     """The factor: 0.9999 leaves a third after 11,000 steps."""
 
-    def __post_init__(self) -> None:
-        check_range(self, "gamma")
-
     def rate(self, step: float, base_lr: float) -> float:
         return base_lr * self.gamma**step
 
@@ -54,9 +75,6 @@ class Cosine(FiniteSchedule):
     min_lr: float = 0.0
     """Learning rate after total_steps, and from then on."""
 
-    def __post_init__(self) -> None:
-        check_range(self, "min_lr", "total_steps")
-
     def rate(self, step: float, base_lr: float) -> float:
         return cosine(base_lr, self.min_lr, share_done(step, self.total_steps))
 
@@ -65,15 +83,11 @@ class Cosine(FiniteSchedule):
 class Step(Schedule):
     """multiplied by a factor once every `step_size` optimizer steps (torch's StepLR)"""
 
-    step_size: int = 10_000
+    step_size: int = limited(10_000, over=0)
     """Optimizer steps between two drops."""
 
     gamma: float = 0.1
     """The factor."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "gamma")
-        check_range(self, "step_size", over=0)
 
     def rate(self, step: float, base_lr: float) -> float:
         return base_lr * self.gamma ** (step // self.step_size)
@@ -83,22 +97,17 @@ class Step(Schedule):
 class OneCycle(FiniteSchedule):
     """up to the optimizer's learning rate and far down again (torch's OneCycleLR; Smith and Topin 2018)"""
 
-    pct_start: float = 0.3
+    pct_start: float = limited(0.3, over=0, below=1)
     """Share of the steps in which the learning rate rises."""
 
     anneal_strategy: Literal["cos", "linear"] = "cos"
     """Shape of the rise and of the fall."""
 
-    div_factor: float = 25.0
+    div_factor: float = limited(25.0, over=0)
     """The first learning rate is the optimizer's divided by this."""
 
-    final_div_factor: float = 1e4
+    final_div_factor: float = limited(1e4, over=0)
     """The last learning rate is the first one divided by this."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "total_steps")
-        check_range(self, "div_factor", "final_div_factor", over=0)
-        check_range(self, "pct_start", over=0, below=1)
 
     def rate(self, step: float, base_lr: float) -> float:  # the momentum is not cycled
         first = base_lr / self.div_factor
@@ -118,9 +127,6 @@ class WarmupLinear(FiniteSchedule):
     warmup_steps: int = 500
     """Optimizer steps of the rise."""
 
-    def __post_init__(self) -> None:
-        check_range(self, "warmup_steps", "total_steps")
-
     def rate(self, step: float, base_lr: float) -> float:  # transformers' get_linear_schedule_with_warmup
         if step < self.warmup_steps:
             return base_lr * step / self.warmup_steps
@@ -137,9 +143,6 @@ class WarmupCosine(FiniteSchedule):
     min_lr: float = 0.0
     """Learning rate after total_steps, and from then on."""
 
-    def __post_init__(self) -> None:
-        check_range(self, "warmup_steps", "min_lr", "total_steps")
-
     def rate(self, step: float, base_lr: float) -> float:  # transformers' get_cosine_schedule_with_warmup
         if step < self.warmup_steps:
             return base_lr * step / self.warmup_steps
@@ -150,15 +153,11 @@ class WarmupCosine(FiniteSchedule):
 class RangeTest(FiniteSchedule):
     """exponentially from a very small learning rate to a large one, the schedule of --find_lr (Smith 2017)"""
 
-    min_lr: float = 1e-6
+    min_lr: float = limited(1e-6, over=0)
     """Learning rate of the first step, whatever the optimizer's."""
 
-    max_lr: float = 1.0
+    max_lr: float = limited(1.0, over=0)
     """Learning rate of the last step."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "min_lr", "max_lr", over=0)
-        check_range(self, "total_steps")
 
     def rate(self, step: float, base_lr: float) -> float:
         return self.min_lr * (self.max_lr / self.min_lr) ** share_done(step, self.total_steps - 1)

@@ -79,11 +79,6 @@ def optimizer_implementation(strategy: Strategy, device_type: str, clips: bool) 
     the end of a tensor differently from one in its middle (torch 2.15), so that sharding would change the weights.
     Under autocast it is used only without a gradient scaler and without clipping: Lightning (2.6.6) does not clip the
     gradients of a fused optimizer there, in bfloat16 either.
-
-    Args:
-        strategy: of the run.
-        device_type: cuda or cpu.
-        clips: whether gradients are clipped.
     """
     from lightning.pytorch.plugins.precision import MixedPrecision
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
@@ -13,9 +12,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from cifar_zero.config.run import Run
+from cifar_zero.optimizers.groups import keep_own_options
 from cifar_zero.optimizers.options import Implementation
 from cifar_zero.strategies import OwnStrategy
-from cifar_zero.strategies.norm import global_norm
+from cifar_zero.strategies.norm import clip_by_global_norm
 
 Shard = Callable[[nn.Module, DeviceMesh], None]
 """Cuts the parameters of a whole model, the same on every rank, into this rank's shards."""
@@ -62,7 +62,7 @@ class MeshStrategy(OwnStrategy, ModelParallelStrategy):
             self._shard(self.model.net, self.device_mesh)  # pyright: ignore[reportArgumentType]
             self._sharded = True
         super().setup(trainer)
-        self.precision_plugin.clip_grad_by_norm = clip_by_global_norm
+        self.precision_plugin.clip_grad_by_norm = clip_optimizer
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the whole weights, on rank 0; every rank takes part."""
@@ -81,15 +81,14 @@ class MeshStrategy(OwnStrategy, ModelParallelStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Keeps this rank's shard of the whole weights."""
         assert self.lightning_module is not None
-        own = self.lightning_module.state_dict()
-        shards = {
-            name: cut(value, own[name]) if name in own else value for name, value in checkpoint["state_dict"].items()
-        }
+        own, whole = self.lightning_module.state_dict(), checkpoint["state_dict"]
+        shards = {name: cut(whole[name], like) for name, like in own.items() if name in whole}
         self.lightning_module.load_state_dict(shards, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Keeps this rank's shard of the optimizer's whole state."""
-        for optimizer, whole in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            whole = keep_own_options(optimizer, saved)
             parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
             state = {
                 number: {key: cut(value, parameters[number]) for key, value in entry.items()}
@@ -125,15 +124,7 @@ def cut(whole: Any, like: Any) -> Any:
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def clip_by_global_norm(optimizer: Optimizer, clip_val: float) -> None:
-    """Clips by the norm over all ranks' shards.
-
-    torch's clip_grad_norm_ (2.15) does not accept the mixture of DTensors and plain tensors of tensor parallelism.
-    """
+def clip_optimizer(optimizer: Optimizer, clip_val: float) -> None:
+    """Clips an optimizer's gradients, if there is a limit, by the norm over all ranks' shards."""
     if clip_val > 0:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        norm = global_norm(parameters)
-        if norm is not None:
-            for sharded in (True, False):
-                of_a_kind = [parameter for parameter in parameters if isinstance(parameter, DTensor) == sharded]
-                torch.nn.utils.clip_grads_with_norm_(of_a_kind, clip_val, norm)
+        clip_by_global_norm([parameter for group in optimizer.param_groups for parameter in group["params"]], clip_val)

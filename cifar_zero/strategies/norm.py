@@ -1,6 +1,6 @@
 """The norm of gradients that are spread over ranks: those of experts, or of sharded tensors."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +11,8 @@ from torch.distributed.tensor import DTensor
 def global_norm(parameters: Iterable[Any]) -> Tensor | None:
     """Returns the L2 norm of all gradients, float32, each expert and shard counted once; None if there are none.
 
-    All ranks call it.
-
-    Args:
-        parameters: of the model. DeepSpeed (0.19.8) marks those of experts with `allreduce` and `group_name`, the
-            pipeline marks those of one rank with `norm_group`.
+    All ranks call it. DeepSpeed (0.19.8) marks the parameters of experts with `allreduce` and `group_name`, pipeline
+    those of one rank with `norm_group`.
     """
     squares: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
@@ -41,3 +38,15 @@ def global_norm(parameters: Iterable[Any]) -> Tensor | None:
         if group is not None:
             torch.distributed.all_reduce(total, group=group)
     return torch.stack([*totals.values()]).sum().sqrt() if totals else None
+
+
+def clip_by_global_norm(parameters: Sequence[Any], limit: float) -> None:
+    """Clips gradients by that norm.
+
+    torch's clip_grad_norm_ (2.15) does not accept the mixture of DTensors and plain tensors of tensor parallelism.
+    """
+    norm = global_norm(parameters)
+    if norm is not None:
+        for sharded in (True, False):
+            of_a_kind = [parameter for parameter in parameters if isinstance(parameter, DTensor) == sharded]
+            torch.nn.utils.clip_grads_with_norm_(of_a_kind, limit, norm)

@@ -10,7 +10,7 @@ torch.distributed.pipelining (2.15) does not fit: it runs forward and backward i
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from cifar_zero.config.run import Run
-from cifar_zero.optimizers.state import numbers_by_name
+from cifar_zero.optimizers.groups import by_name
 from cifar_zero.strategies.mesh import MeshStrategy, on_host, unwrapped
 
 CHUNKS_PER_RANK = 4
@@ -43,12 +43,7 @@ def shard(net: nn.Module, mesh: DeviceMesh) -> None:
 
 class Stage(nn.Sequential):
     """This rank's share of a model's blocks; takes the input of the first and returns the output of the last of all
-    blocks, on every rank.
-
-    Args:
-        blocks: all blocks in order; tokens (N, tokens, width) in and out, of one dtype.
-        group: the ranks, in the order of their shares.
-    """
+    blocks, on every rank. Tokens (N, tokens, width) in and out of each block, of one dtype."""
 
     def __init__(self, blocks: nn.Sequential, group: dist.ProcessGroup):
         ranks = group.size()
@@ -160,55 +155,19 @@ class PipelineStrategy(MeshStrategy):
         weights = {name: value for part in reversed(parts) for name, value in part.items()}
         return {name: weights[name] for name in self._names} if parts else {}
 
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Keeps this rank's blocks of the whole weights."""
-        assert self.lightning_module is not None
-        own, whole = self.lightning_module.state_dict(), checkpoint["state_dict"]
-        self.lightning_module.load_state_dict({name: whole[name] for name in own if name in whole}, strict)
-
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the optimizer's state of all ranks in torch's form, on rank 0; every rank takes part."""
-        own = unwrapped(optimizer)
-        state = own.state_dict()
-        groups_here = self._own_names(own)
-        names = [*chain(*groups_here)]
-        parts = self._gather((groups_here, {names[number]: on_host(own) for number, own in state["state"].items()}))
-        if not parts:
-            return state
+        state = unwrapped(optimizer).state_dict()
+        own = {name: on_host(entry) for name, (_, entry) in by_name(state).items()}
+        parts = self._gather(([group["param_names"] for group in state["param_groups"]], own))
         entries = {name: entry for _, part in reversed(parts) for name, entry in part.items()}
-        places = {name: place for place, name in enumerate(self._names)}
         groups: list[dict[str, Any]] = []
-        whole: dict[int, Any] = {}
-        first = 0
-        for group, *of_ranks in zip(state["param_groups"], *(groups for groups, _ in parts), strict=True):
-            numbered = dict(enumerate(sorted({*chain(*of_ranks)}, key=places.__getitem__), first))
-            first += len(numbered)
-            whole |= {number: entries[name] for number, name in numbered.items() if name in entries}
-            named = {"param_names": [*numbered.values()]} if "param_names" in group else {}
-            groups.append({**group, "params": [*numbered], **named})
-        return {"state": whole, "param_groups": groups}
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Keeps the optimizer's state of this rank's blocks."""
-        for optimizer, whole in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            state: dict[int, Any] = {}
-            groups: list[dict[str, Any]] = []
-            number = 0
-            saved = numbers_by_name(whole["param_groups"], self._names)
-            rates = {key: value for key, value in whole["param_groups"][0].items() if key in ("lr", "initial_lr")}
-            for names, group in zip(self._own_names(optimizer), optimizer.param_groups, strict=True):
-                groups.append({**group, **rates, "params": [*range(number, number + len(names))]})
-                for name in names:
-                    if saved[name] in whole["state"]:
-                        state[number] = whole["state"][saved[name]]
-                    number += 1
-            optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-    def _own_names(self, optimizer: Optimizer) -> list[list[str]]:
-        """Returns the names of this rank's parameters for each group of the optimizer."""
-        assert self.model is not None
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
-        return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+        whole: list[dict[str, Any]] = []
+        for group, *of_ranks in zip(state["param_groups"], *(names for names, _ in parts), strict=True):
+            names = [*dict.fromkeys(chain(*of_ranks))]
+            groups.append({**group, "params": [*range(len(whole), len(whole) + len(names))], "param_names": names})
+            whole += [entries[name] for name in names]
+        return {"state": dict(enumerate(whole)), "param_groups": groups}
 
     def _gather(self, part: Any) -> list[Any]:
         """Returns what each rank has, on rank 0; nothing on the others."""

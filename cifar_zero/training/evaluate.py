@@ -117,8 +117,7 @@ def evaluate(
     import torch
     from lightning.pytorch import Trainer
 
-    from cifar_zero.checkpoints.read import read
-    from cifar_zero.checkpoints.weights import check_fits, network
+    from cifar_zero.checkpoints.read import check_fits, network, read
     from cifar_zero.core.console import quieten
     from cifar_zero.models.cast import cast_buffers, cast_parameters, compute_with_statistics
     from cifar_zero.reports.summary import print_test_table

@@ -3,12 +3,10 @@
 from pathlib import Path
 
 from cifar_zero.checkpoints.finetuning.delta import together
-from cifar_zero.checkpoints.finetuning.freeze import check_patterns
 from cifar_zero.checkpoints.finetuning.load import Match, match, read_plain
-from cifar_zero.checkpoints.finetuning.network import on_meta
-from cifar_zero.checkpoints.read import RECORD, read
+from cifar_zero.checkpoints.finetuning.network import check_patterns, on_meta
+from cifar_zero.checkpoints.read import RECORD, check_fits, network, plain_network, read
 from cifar_zero.checkpoints.resume import check_same_run, source_of
-from cifar_zero.checkpoints.weights import check_fits, network, plain_network
 from cifar_zero.config.flags import SourceName
 from cifar_zero.config.run import Run
 from cifar_zero.launch.collectives import by_rank_0

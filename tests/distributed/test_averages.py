@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from cifar_module import CIFARModule
+from cifar_zero.checkpoints.read import network
 from cifar_zero.checkpoints.safetensors_file import read_safetensors
-from cifar_zero.checkpoints.weights import network
 from cifar_zero.checkpoints.zero_folder import AVERAGE
 from cifar_zero.exporting import export
 from cifar_zero.training import evaluate

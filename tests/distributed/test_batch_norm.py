@@ -12,12 +12,12 @@ from torch.optim.swa_utils import update_bn
 
 from cifar_zero import data as sources
 from cifar_zero import models
-from cifar_zero.checkpoints.weights import network
+from cifar_zero.checkpoints.read import network
 from cifar_zero.checkpoints.zero_folder import AVERAGE
 from cifar_zero.config import command_line
 from cifar_zero.data.augment import normalize
 from cifar_zero.data.order import TrainOrder
-from cifar_zero.models.mlp import MLP
+from cifar_zero.models import MLP
 from tests.support.helpers import (
     WHOLE,
     assert_ok,
@@ -124,7 +124,7 @@ def test_averaged_weights_have_the_statistics_of_all_ranks_images(strategy: str,
     images = torch.from_numpy(np.ascontiguousarray(sources.load(data, "synthetic").train_images))
     found = []
     for rank in range(2):
-        net = MLP(10, [16], "relu", 0.0, True)
+        net = MLP([16], batch_norm=True).build(10)
         net.load_state_dict(averaged)
         update_bn((normalize(images[rows]) for rows in TrainOrder(160, 16, 1, 2, rank, 0).positions()), net)
         found.append(net.state_dict())

@@ -15,8 +15,7 @@ from torch import Tensor
 from cifar_zero import models
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.finetuning.delta import together, write
-from cifar_zero.checkpoints.read import read
-from cifar_zero.checkpoints.weights import network, plain_network
+from cifar_zero.checkpoints.read import network, plain_network, read
 from tests.support.helpers import WHOLE, last_weights, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed

@@ -25,8 +25,9 @@ if WHOLE:
     RUNS += [("fsdp2", "32-true"), ("fsdp2", "bf16-mixed")]
 
 
-def test_predicted_model_states_are_measured(small_data: list[str], tmp_path: Path) -> None:
-    same = [*small_data, "--accelerator", "cpu", "--model", "vit_tiny", "--optimizer", "adam", "--devices", "2"]
+def test_predicted_model_states_are_measured(tmp_path: Path) -> None:
+    same = ["--data.source", "synthetic", "--data.synthetic_size", "8", "--data.root", str(tmp_path / "data")]
+    same += ["--accelerator", "cpu", "--model", "vit_tiny", "--optimizer", "adam", "--devices", "2"]
     same += ["--batch_size", "2", "--max_steps", "2", "--data.val_fraction", "0", "--trainer.limit_test_batches", "1"]
     runs = {
         tmp_path / f"{name}-{precision}": [*same, "--strategy", name, "--precision", precision]

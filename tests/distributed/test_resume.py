@@ -42,6 +42,7 @@ if WHOLE:
         ("deepspeed_stage_1", 2, [*EXPERTS, "--model.ep_size", "2"]),
     ]
 """Strategy, ranks, more flags."""
+KILLED_STEPS = 45 if WHOLE else 20
 
 Shape = tuple[str, int]
 STAGES = [f"deepspeed_stage_{stage}" for stage in range(4)]
@@ -139,7 +140,7 @@ def test_resumes_with_another_sub_group_size(
 def test_a_run_killed_at_random_moments_ends_with_the_same_weights(
     strategy: str, devices: int, more: list[str], folder: Path, small_data: list[str]
 ):
-    flags = [*small_data, *flags_of((strategy, devices), STEPS), *more]
+    flags = [*small_data, *flags_of((strategy, devices), KILLED_STEPS), *more]
     train_all({folder / f"whole-{strategy}": flags})
     whole = weights(run_folder_of(folder / f"whole-{strategy}"))
     rng = random.Random(0)
@@ -181,14 +182,14 @@ def test_each_group_resumes_with_its_own_learning_rate(strategy: str, folder: Pa
 
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (2, 0)])
 def test_the_torch_loader_resumes_with_the_next_images(ranks: int, workers: int, folder: Path, small_data: list[str]):
-    """One run stops at the end of an epoch of 36 steps, one in the middle of the second."""
+    """One run stops at the end of an epoch of 9 steps, one in the middle of the second."""
     loader = ["--data.loader", "torch", "--data.workers", str(workers), "--augment.flip", "none"]
-    same = [*small_data, *RECIPE, *loader, "--log_interval", "1", "--devices", str(ranks)]
-    same += ["--strategy", "baseline" if ranks == 1 else "ddp"]
+    same = [*small_data, "--data.synthetic_size", "160", *RECIPE, *loader, "--log_interval", "1"]
+    same += ["--devices", str(ranks), "--strategy", "baseline" if ranks == 1 else "ddp"]
     whole, boundary, middle = (folder / f"torch-{ranks}-{name}" for name in ("whole", "boundary", "middle"))
-    train_all({whole: same, boundary: [*same, "--epochs", "1"], middle: [*same, "--max_steps", "50"]})
+    train_all({whole: same, boundary: [*same, "--epochs", "1"], middle: [*same, "--max_steps", "13"]})
     expected = losses(run_folder_of(whole))
     begun = {out.with_name(f"{out.name}-ended"): run_folder_of(out) for out in (boundary, middle)}
     train_all({out: [*same, "--resume", str(run)] for out, run in begun.items()})
-    for out, before in zip(begun, (36, 50), strict=True):
+    for out, before in zip(begun, (9, 13), strict=True):
         assert losses(run_folder_of(out)) == {step: loss for step, loss in expected.items() if step > before}

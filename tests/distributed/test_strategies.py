@@ -29,7 +29,7 @@ ALONE = ["baseline", "ddp", "deepspeed_stage_0", "deepspeed_stage_3", "fsdp2"]
 """Strategies that run on one rank too; `make fuzz` runs all."""
 ACCUMULATED = [*(f"deepspeed_stage_{stage}" for stage in range(4)), "deepspeed_stage_3_offload"]
 ADAM = ["deepspeed_stage_1_offload", "deepspeed_stage_3", "deepspeed_stage_3_offload"]
-STEPS = 24
+STEPS, IMAGES = 12, 320
 RECIPES = {
     "plain": ["--optimizer", "sgd", "--optimizer.lr", "0.05"],
     # In seed 0's random images two pixels under a max-pool nearly tie: rounding decides which gets the gradient.
@@ -51,11 +51,12 @@ RUNS = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Weights:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     """The final weights of all runs, by strategy, ranks and recipe, from their checkpoints."""
     folder = tmp_path_factory.mktemp("runs")
     out = {run: folder / "-".join(map(str, run)) for run in sorted(RUNS)}
-    same = [*small_data, "--accelerator", "cpu", "--batch_size", "16", "--data.val_fraction", "0"]
+    same = ["--data.source", "synthetic", "--data.synthetic_size", str(IMAGES), "--data.root", str(folder)]
+    same += ["--accelerator", "cpu", "--batch_size", "16", "--data.val_fraction", "0"]
     same += ["--max_steps", str(STEPS), "--log_interval", "8"]
     for ranks in (1, 2):
         flags = {
@@ -70,7 +71,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Wei
 def checked_weights(run: tuple[str, int, str], folder: Path) -> dict[str, torch.Tensor]:
     metrics = json.loads((folder / "metrics.json").read_text())
     assert (metrics["strategy"], metrics["world_size"], metrics["steps"]) == (*run[:2], STEPS)
-    assert metrics["num_test"] == 640
+    assert metrics["num_test"] == IMAGES
     mean = sum(metrics["test/acc_per_class"].values()) / 10
     assert mean == pytest.approx(metrics["test/acc"], abs=0.05)  # classes are of nearly one size
     return weights_of_net(folder)

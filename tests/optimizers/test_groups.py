@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from cifar_zero.core.errors import UsageError
 from cifar_zero.optimizers import OPTIMIZERS
-from cifar_zero.optimizers.groups import parameter_groups
-from cifar_zero.optimizers.state import keep_own_options, lay_like_parameters
+from cifar_zero.optimizers.groups import keep_own_options, lay_like_parameters, parameter_groups
 
 
 def network() -> nn.Sequential:
@@ -22,8 +21,7 @@ def network() -> nn.Sequential:
 def optimizer(net: nn.Module, name: str = "adam", **options: Any) -> torch.optim.Optimizer:
     chosen = OPTIMIZERS[name](**options)
     made = chosen.build(parameter_groups(chosen, dict(net.named_parameters())), "torch")
-    order = [name for name, _ in net.named_parameters()]
-    made.register_load_state_dict_pre_hook(partial(keep_own_options, order=order))
+    made.register_load_state_dict_pre_hook(keep_own_options)
     return made
 
 
@@ -38,7 +36,7 @@ def test_one_group_where_all_are_alike(options: dict[str, Any]):
     net = network()
     (group,) = optimizer(net, **options).param_groups
     assert group["params"] == [*net.parameters()]
-    assert "param_names" not in group
+    assert group["param_names"] == [name for name, _ in net.named_parameters()]
 
 
 def test_biases_do_not_decay_if_only_they_are_trained():
@@ -70,6 +68,14 @@ def test_the_state_of_other_groups_is_loaded(before: float, now: float):
     assert {group["lr"] for group in second.param_groups} == {0.5}
     assert second.param_groups[0]["weight_decay"] == now
     assert all(torch.equal(second.state[p]["exp_avg"], first.state[p]["exp_avg"]) for p in net.parameters())
+
+
+def test_a_state_without_names_is_refused():
+    made = optimizer(network())
+    state = made.state_dict()
+    del state["param_groups"][0]["param_names"]
+    with pytest.raises(UsageError, match="of an earlier version"):
+        made.load_state_dict(state)
 
 
 def test_a_loaded_state_lies_as_its_parameter_does():

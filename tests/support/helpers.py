@@ -25,8 +25,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cifar_zero import models
-from cifar_zero.checkpoints.read import read
-from cifar_zero.checkpoints.weights import check_fits, network
+from cifar_zero.checkpoints.read import check_fits, network, read
 from cifar_zero.config import command_line
 from cifar_zero.config.flags import OffloadConfig, ZeROConfig
 

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cifar_zero.checkpoints.finetuning.freeze import trained_names
 from cifar_zero.checkpoints.finetuning.load import BASE, read_plain
-from cifar_zero.checkpoints.finetuning.network import on_meta
-from cifar_zero.checkpoints.read import RECORD
+from cifar_zero.checkpoints.finetuning.network import on_meta, trained_names
+from cifar_zero.checkpoints.read import PREFIX, RECORD, network
 from cifar_zero.checkpoints.safetensors_file import metadata_of, read_safetensors, write_safetensors
-from cifar_zero.checkpoints.weights import PREFIX, network
 from cifar_zero.config.flags import config_of
 from cifar_zero.core.errors import UsageError
 
@@ -24,12 +22,7 @@ precision rounds it), and the run's configuration. BASE is the checksum of the f
 
 
 def write(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[str]:
-    """Writes a delta and returns the names of its weights.
-
-    Args:
-        checkpoint: as `read.read` returns it.
-        output: the file.
-        name: of the checkpoint.
+    """Writes a delta of a checkpoint and returns the names of its weights.
 
     Raises:
         UsageError: the run froze nothing, or the checkpoint is not of train.py.
@@ -59,10 +52,7 @@ def write(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[str]:
 def together(base: Path, delta: Path, trust: bool = False) -> dict[str, Any]:
     """Returns the checkpoint of a delta, bit for bit, as `read.read` would, without what is needed to resume.
 
-    Args:
-        base: what the run started from; see `load.read_plain`.
-        delta: written by `write`.
-        trust: see `safe_load.load`.
+    The base is what the run started from; see `load.read_plain`.
 
     Raises:
         UsageError: one of them is damaged, or they do not belong together.

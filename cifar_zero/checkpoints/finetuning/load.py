@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cifar_zero.checkpoints.read import RECORD, read
+from cifar_zero.checkpoints.read import RECORD, plain_network, read
 from cifar_zero.checkpoints.safe_load import load
 from cifar_zero.checkpoints.safetensors_file import read_safetensors
-from cifar_zero.checkpoints.weights import plain_network
 from cifar_zero.core.errors import UsageError
 from cifar_zero.models.moe import whole_names
 
@@ -59,10 +58,6 @@ class Match:
 def read_plain(file: Path, trust: bool = False) -> dict[str, Tensor]:
     """Returns the weights of a checkpoint of any strategy, a safetensors file or a state_dict, with adapters merged.
 
-    Args:
-        file: or the folder that DeepSpeed writes.
-        trust: see `safe_load.load`.
-
     Raises:
         UsageError: it is damaged, of another kind, or would need `trust`.
     """
@@ -85,12 +80,7 @@ def read_plain(file: Path, trust: bool = False) -> dict[str, Tensor]:
 
 
 def match(net: nn.Module, weights: Mapping[str, Tensor], file: str) -> Match:
-    """Returns the weights that fit by name and shape.
-
-    Args:
-        net: the plain model; may be on torch's meta device.
-        weights: as `read_plain` returns them.
-        file: of the weights, for the message.
+    """Returns the weights that fit the plain model, which may be on torch's meta device, by name and shape.
 
     Raises:
         UsageError: none fits.
@@ -110,8 +100,7 @@ def match(net: nn.Module, weights: Mapping[str, Tensor], file: str) -> Match:
 
 
 def put(net: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Puts weights into a model of which each rank may have only its share; the rest of the model stays. All ranks call
-    it."""
+    """Puts weights into a model of which each rank may have only its share; the rest stays. All ranks call it."""
     whole = whole_names(net)
     for name, tensor in (*net.named_parameters(), *net.named_buffers()):
         if whole[name] in weights:

@@ -26,11 +26,8 @@ class LoRALinear(nn.Linear):
     """A linear layer with an adapter: x W^T + bias + alpha / rank * (x A^T) B^T.
 
     A, (rank, in), is drawn as torch draws a linear layer (Kaiming-uniform with a = sqrt(5)), as in Microsoft's loralib
-    and peft. B, (out, rank), is zero: before the first step the output is that of the linear layer.
-
-    Args:
-        linear: its parameters are taken over, sharded by ZeRO-3 or not.
-        lora: rank, alpha and dropout.
+    and peft. B, (out, rank), is zero: before the first step the output is that of the linear layer, whose parameters,
+    sharded by ZeRO-3 or not, are taken over.
     """
 
     def __init__(self, linear: nn.Linear, lora: LoRAConfig):

@@ -1,6 +1,6 @@
 """Writes and reads the files of DeepSpeed's checkpoints, and restores an engine from a checkpoint of another shape."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,31 +15,26 @@ from torch.nn import Parameter
 from cifar_zero.checkpoints.expert_names import plain_names
 from cifar_zero.checkpoints.io import failure_of, save
 from cifar_zero.checkpoints.safe_load import load
-from cifar_zero.optimizers.state import groups_by_name, numbers_by_name
+from cifar_zero.optimizers.groups import by_name
 from cifar_zero.strategies.deepspeed.experts import ep_size
 
 Shard = Callable[[Sequence[Tensor]], Tensor]
 """Cuts this rank's flat part out of the whole tensors of a group's parameters."""
 
-NO_NOTES: Mapping[str, Any] = {}
-
 
 class GuardedCheckpointEngine(TorchCheckpointEngine):
     """Writes and reads DeepSpeed's files: reading runs no code, and an error of writing is kept for later.
 
-    Raised immediately, it would leave the other ranks waiting for this one.
-
-    Args:
-        trust: see `safe_load.load`.
-        notes: added to each file that is written, except the experts'.
+    Raised immediately, it would leave the other ranks waiting for this one. Each file that is written, except the
+    experts', gets the `notes` too. For `trust` see `safe_load.load`.
     """
 
     failure = ""
     """The first error while writing."""
 
-    def __init__(self, trust: bool = False, notes: Mapping[str, Any] = NO_NOTES):
+    def __init__(self, trust: bool = False, notes: Mapping[str, Any] | None = None):
         super().__init__()
-        self._trust, self._notes = trust, notes
+        self._trust, self._notes = trust, notes or {}
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Makes a folder."""
@@ -59,17 +54,13 @@ class GuardedCheckpointEngine(TorchCheckpointEngine):
 
 
 def restore(engine: Any, checkpoint: dict[str, Any]) -> bool:
-    """Puts a checkpoint in Lightning's plain form into an engine of any stage and number of ranks.
-
-    Returns:
-        Whether the optimizer's state was restored too.
-    """
+    """Puts a checkpoint in Lightning's plain form into an engine of any stage and number of ranks. Returns whether the
+    optimizer's state was restored too."""
     weights: dict[str, Tensor] = checkpoint["state_dict"]
     carried = bool(checkpoint.get("optimizer_states"))
-    saved = checkpoint["optimizer_states"][0] if carried else {"state": {}, "param_groups": []}
+    saved = by_name(checkpoint["optimizer_states"][0]) if carried else {}
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
-    state_dict = [*engine.module.state_dict()]
-    plain = _plain_names(engine)
+    plain = plain_names_of(engine, engine.module.state_dict())
     names = {parameter: plain[name] for name, parameter in engine.module.named_parameters()}
     if stage == 3:
         optimizer.checkpoint_event_prologue()  # shards every parameter, also those that are kept whole
@@ -78,29 +69,17 @@ def restore(engine: Any, checkpoint: dict[str, Any]) -> bool:
             buffers[name].copy_(weights[plain[name]])
     else:
         engine.module.load_state_dict({name: weights[plain[name]] for name in plain})
-    groups = [*_groups(engine)]
-    # torch numbers the trained parameters of all ranks, group by group, a single group in the order of the model.
-    here = {names[parameter] for parameters, *_ in groups for parameter in parameters}
-    fixed_here = [name for name in state_dict if plain[name] not in here]
-    of_ranks = [plain_names(state_dict, other) for other in range(ep_size(engine.module))]
-    fixed = {of_rank[name] for of_rank in of_ranks for name in fixed_here}
-    order = [name for name in weights if name not in fixed]
-    numbers = numbers_by_name(saved["param_groups"], order)
-    for parameters, target, shard in groups:
-        wholes = [weights[names[parameter]] for parameter in parameters]
-        target.data[: (part := shard(wholes)).numel()].copy_(part)
-        entries = [saved["state"].get(numbers.get(names[parameter]), {}) for parameter in parameters]
-        _set_state(engine.basic_optimizer, target, entries, shard)
+    for parameters, target, shard in _groups(engine):
+        own = [names[parameter] for parameter in parameters]
+        _fill(target.data, shard([weights[name] for name in own]))
+        if carried:
+            _set_state(engine.basic_optimizer, target, [saved[name][1] for name in own], shard)
     if carried:
-        of_name = groups_by_name(saved["param_groups"], order)
-        first: dict[str, Any] = saved["param_groups"][0]
-        for group in engine.basic_optimizer.param_groups:  # a single group has no names
-            name = next(iter(group.get("param_names", ())), "")
-            group["lr"] = of_name.get(plain.get(name, name), first)["lr"]
+        for group in engine.basic_optimizer.param_groups:
+            group["lr"] = saved[plain[group["param_names"][0]]][0]["lr"]
     if stage == 3:
         for parameter, name in names.items():
-            part = cut(weights[name], parameter)
-            parameter.ds_tensor.data[: part.numel()].copy_(part)  # pyright: ignore[reportAttributeAccessIssue]
+            _fill(parameter.ds_tensor.data, cut(weights[name], parameter))  # pyright: ignore[reportAttributeAccessIssue]
         optimizer.checkpoint_event_epilogue()
         forget_second_copies(engine.module)
     engine.global_steps = checkpoint["global_step"]
@@ -110,17 +89,18 @@ def restore(engine: Any, checkpoint: dict[str, Any]) -> bool:
 
 def group_shapes(engine: Any) -> list[dict[str, torch.Size]]:
     """Returns the plain names and the shapes of the parameters in each tensor that this rank's optimizer updates."""
-    plain = _plain_names(engine)
-    names = {parameter: plain[name] for name, parameter in engine.module.named_parameters()}
+    own = dict(engine.module.named_parameters())
+    plain = plain_names_of(engine, own)
+    names = {parameter: plain[name] for name, parameter in own.items()}
     return [
         {names[parameter]: getattr(parameter, "ds_shape", parameter.shape) for parameter in parameters}
         for parameters, *_ in _groups(engine)
     ]
 
 
-def _plain_names(engine: Any) -> dict[str, str]:
-    """Returns the plain name of each weight of this rank: its experts are some of all."""
-    return plain_names(engine.module.state_dict(), engine.global_rank % ep_size(engine.module))
+def plain_names_of(engine: Any, names: Iterable[str]) -> dict[str, str]:
+    """Returns the plain model's name for each name of a weight of this rank, whose experts are some of all."""
+    return plain_names(names, engine.global_rank % ep_size(engine.module))
 
 
 def _groups(engine: Any) -> Iterator[tuple[list[Parameter], Tensor, Shard]]:
@@ -137,14 +117,20 @@ def _groups(engine: Any) -> Iterator[tuple[list[Parameter], Tensor, Shard]]:
     elif optimizer is engine.basic_optimizer:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                yield [parameter], parameter, _only
+                yield [parameter], parameter, _flat
     elif hasattr(optimizer, "fp32_groups_flat"):
         for group, target in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
             yield group, target, _flat
     else:
         for group, targets in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
             for parameter, target in zip(group, targets, strict=True):
-                yield [parameter], target, _only
+                yield [parameter], target, _flat
+
+
+def _fill(target: Tensor, part: Tensor) -> Tensor:
+    """Puts a flat part into a tensor, which may end with padding, in place."""
+    target.view(-1)[: part.numel()].copy_(part)
+    return target
 
 
 def _flat(wholes: Sequence[Tensor]) -> Tensor:
@@ -157,10 +143,6 @@ def _piece(rank: int, size: int, wholes: Sequence[Tensor]) -> Tensor:
 
 def _cuts(group: list[Parameter], wholes: Sequence[Tensor]) -> Tensor:
     return torch.cat([*map(cut, wholes, group)])
-
-
-def _only(wholes: Sequence[Tensor]) -> Tensor:
-    return wholes[0]
 
 
 def cut(whole: Tensor, parameter: Any) -> Tensor:
@@ -185,8 +167,7 @@ def _set_state(base: Any, target: Tensor, entries: list[dict[str, Any]], shard: 
         if key == "step":
             state |= _step(base, target, float(value))
         elif isinstance(value, Tensor):
-            state[key] = torch.zeros_like(target)
-            state[key][: (part := shard([entry[key] for entry in entries])).numel()].copy_(part)
+            state[key] = _fill(torch.zeros_like(target), shard([entry[key] for entry in entries]))
         else:
             state[key] = value
     if state:

@@ -22,10 +22,6 @@ def get_ds_config(stage: int, dtype: Dtype) -> dict[str, Any]:
 
     Ready for `deepspeed.initialize`. A run uses its zero_optimization, bf16 and fp16 sections; the command line sets
     the rest (`run_config`).
-
-    Args:
-        stage: ZeRO stage, 0 to 3.
-        dtype: of the model.
     """
     return {
         "train_batch_size": 16,
@@ -67,11 +63,7 @@ def run_config(run: Run, num_parameters: int) -> dict[str, Any]:
     """Returns the configuration of a run's engine.
 
     The command line owns batch, accumulation, clipping, precision, optimizer and schedule; Lightning adds
-    gradient_accumulation_steps.
-
-    Args:
-        run: under one of DeepSpeed's strategies.
-        num_parameters: of the model; no bucket is larger, because buckets use memory.
+    gradient_accumulation_steps. No bucket has more elements than the model, because buckets use memory.
     """
     config, spec = run.config, run.spec
     dtype: Dtype = "fp32" if config.precision == "32-true" else "bf16" if "bf16" in config.precision else "fp16"
@@ -89,9 +81,7 @@ def run_config(run: Run, num_parameters: int) -> dict[str, Any]:
         **owned,
         **_precision(dtype, spec.stage),
         **_buffers(dtype),
-        "steps_per_print": source["steps_per_print"],
-        "prescale_gradients": source["prescale_gradients"],
-        "wall_clock_breakdown": source["wall_clock_breakdown"],
+        **{key: source[key] for key in ("steps_per_print", "prescale_gradients", "wall_clock_breakdown")},
         "zero_optimization": _zero_section(source["zero_optimization"], run, num_parameters),
     }
 

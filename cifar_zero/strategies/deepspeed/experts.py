@@ -15,7 +15,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import Tensor, nn
 
 from cifar_zero.models.moe import Gate, MixtureOfExperts, outside_of_graph
-from cifar_zero.strategies.norm import global_norm
+from cifar_zero.strategies.norm import clip_by_global_norm, global_norm
 
 
 class SpreadGate(Gate):
@@ -47,12 +47,8 @@ class SpreadGate(Gate):
 
 
 class SpreadMixture(MoE):
-    """DeepSpeed's layer with the gate of a plain mixture and this rank's share of its experts.
-
-    Args:
-        mixture: its modules are taken over.
-        rank: of this process; neighbouring ranks share the experts.
-    """
+    """DeepSpeed's layer with the modules of a plain mixture, but only this rank's share of its experts; neighbouring
+    ranks share the experts."""
 
     def __init__(self, mixture: MixtureOfExperts, rank: int):
         options, experts, num_experts = mixture.options, mixture.experts, mixture.gate.num_experts
@@ -114,8 +110,7 @@ def parameter_groups(model: nn.Module, groups: list[dict[str, Any]]) -> list[dic
     split = split_params_into_different_moe_groups_for_optimizer(dense)
     names = {parameter: name for name, parameter in model.named_parameters()}
     for group in split:
-        if "param_names" in group:
-            group["param_names"] = [names[parameter] for parameter in group["params"]]
+        group["param_names"] = [names[parameter] for parameter in group["params"]]
     return [group for group in split if group["params"]]
 
 
@@ -130,17 +125,10 @@ def fix_clipping(engine: Any) -> None:
     if not engine.has_moe_layers or engine.zero_optimization() or not limit:
         return
 
-    def clip_fp32_gradients() -> None:
-        norm = global_norm(engine.module.parameters())
-        if norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(engine.module.parameters(), limit, norm)
-
-    engine.clip_fp32_gradients = clip_fp32_gradients
+    engine.clip_fp32_gradients = lambda: clip_by_global_norm([*engine.module.parameters()], limit)
     if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         optimizer: Any = engine.optimizer
         theirs = optimizer.unscale_and_clip_grads
-
-        def unscale_and_clip_grads(total_norm: Any, apply_scale: bool = True) -> Any:
-            return theirs(global_norm(engine.module.parameters()), apply_scale)
-
-        optimizer.unscale_and_clip_grads = unscale_and_clip_grads
+        optimizer.unscale_and_clip_grads = lambda total_norm, apply_scale=True: theirs(
+            global_norm(engine.module.parameters()), apply_scale
+        )

@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.cpp_extension import CUDA_HOME
 
-from cifar_zero.checkpoints.expert_names import plain_names
 from cifar_zero.checkpoints.io import AtomicCheckpointIO, failure_of
 from cifar_zero.checkpoints.read import read
-from cifar_zero.checkpoints.zero_folder import GROUPS, ON_DISK, SHAPE, TAG, shape_of
+from cifar_zero.checkpoints.zero_folder import GROUPS, ON_DISK, PROGRESS, SHAPE, TAG, shape_of
 from cifar_zero.core import atomic
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import UsageError
@@ -37,6 +36,7 @@ from cifar_zero.strategies.deepspeed.checkpoint import (
     cut,
     forget_second_copies,
     group_shapes,
+    plain_names_of,
     restore,
 )
 
@@ -72,6 +72,8 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
     shards_while_building = True
     """Whether stage 3 shards each layer as it is made; else the engine shards the whole model. Models of other packages
     initialise their layers again at the end, which has no effect on weights that zero.Init has sharded."""
+
+    cut = staticmethod(cut)
 
     _trained: Any = None
 
@@ -167,14 +169,9 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
             optimizer.checkpoint_event_epilogue()
             forget_second_copies(engine.module)
 
-    def cut(self, whole: Tensor, parameter: Any) -> Tensor:
-        """Returns this rank's flat part of a tensor, cut as stage 3 has cut a parameter of its shape."""
-        return cut(whole, parameter)
-
     def plain_names(self, names: Iterable[str]) -> dict[str, str]:
         """Returns the plain model's name for each name of a weight of the engine."""
-        engine: Any = self.deepspeed_engine
-        return plain_names(names, self.global_rank % experts.ep_size(engine.module))
+        return plain_names_of(self.deepspeed_engine, names)
 
     @property
     def _builds_sharded(self) -> bool:
@@ -195,17 +192,16 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
             failure_of(lambda: atomic.discard(target))
         self.barrier()
         engine: Any = self.deepspeed_engine
-        notes: dict[str, Any] = {GROUPS: group_shapes(engine)}
+        progress = {key: checkpoint[key] for key in checkpoint if key not in ("state_dict", "optimizer_states")}
+        notes: dict[str, Any] = {GROUPS: group_shapes(engine), PROGRESS: [*progress]}
         if engine.zero_nvme_offload_optimizer():
             notes[ON_DISK] = [flat.ds_id for flat in engine.optimizer.fp32_partitioned_groups_flat]
         guard = engine.checkpoint_engine = GuardedCheckpointEngine(notes=notes)
         engine._copy_recovery_script = lambda save_path: None  # it writes outside the guard
-        client_state = {key: checkpoint[key] for key in checkpoint if key not in ("state_dict", "optimizer_states")}
-        client_state[SHAPE] = self._shape
         engine.save_checkpoint(
             str(target),
             tag=TAG,
-            client_state=client_state,
+            client_state={**progress, SHAPE: self._shape},
             save_latest=False,
             exclude_frozen_parameters=self.exclude_frozen_parameters,
         )

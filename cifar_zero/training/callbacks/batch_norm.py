@@ -4,7 +4,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from cifar_zero.checkpoints.finetuning.freeze import counting
+from cifar_zero.checkpoints.finetuning.network import counting
 from cifar_zero.launch.collectives import average_over_ranks
 
 

@@ -16,8 +16,7 @@ from cifar_zero import exporting, models
 from cifar_zero.checkpoints.finetuning.delta import together
 from cifar_zero.checkpoints.finetuning.load import put, read_plain
 from cifar_zero.checkpoints.finetuning.network import build
-from cifar_zero.checkpoints.read import RECORD
-from cifar_zero.checkpoints.weights import plain_network
+from cifar_zero.checkpoints.read import RECORD, plain_network
 from cifar_zero.config import command_line
 from cifar_zero.config.flags import Choice, Config, LoRAConfig
 from cifar_zero.core.errors import UsageError

@@ -8,8 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cifar_module import CIFARModule
 from cifar_zero import models
-from cifar_zero.checkpoints.finetuning.freeze import check_patterns, freeze, trained_names
-from cifar_zero.checkpoints.finetuning.network import on_meta
+from cifar_zero.checkpoints.finetuning.network import check_patterns, freeze, on_meta, trained_names
 from cifar_zero.config.flags import Choice
 from cifar_zero.core.errors import UsageError
 from cifar_zero.models.moe import share_of, whole_names
