@@ -26,7 +26,7 @@ if WHOLE:
 
 
 def test_predicted_model_states_are_measured(tmp_path: Path) -> None:
-    same = ["--data.source", "synthetic", "--data.synthetic_size", "8", "--data.root", str(tmp_path / "data")]
+    same = ["--data.source", "synthetic", "--data.synthetic_size", "16", "--data.root", str(tmp_path / "data")]
     same += ["--accelerator", "cpu", "--model", "vit_tiny", "--optimizer", "adam", "--devices", "2"]
     same += ["--batch_size", "2", "--max_steps", "2", "--data.val_fraction", "0", "--trainer.limit_test_batches", "1"]
     runs = {

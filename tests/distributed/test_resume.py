@@ -182,7 +182,7 @@ def test_each_group_resumes_with_its_own_learning_rate(strategy: str, folder: Pa
 
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (2, 0)])
 def test_the_torch_loader_resumes_with_the_next_images(ranks: int, workers: int, folder: Path, small_data: list[str]):
-    """One run stops at the end of an epoch of 9 steps, one in the middle of the second."""
+    """One run stops at the end of an epoch of 8 steps, one in the middle of the second."""
     loader = ["--data.loader", "torch", "--data.workers", str(workers), "--augment.flip", "none"]
     same = [*small_data, "--data.synthetic_size", "160", *RECIPE, *loader, "--log_interval", "1"]
     same += ["--devices", str(ranks), "--strategy", "baseline" if ranks == 1 else "ddp"]
@@ -191,5 +191,5 @@ def test_the_torch_loader_resumes_with_the_next_images(ranks: int, workers: int,
     expected = losses(run_folder_of(whole))
     begun = {out.with_name(f"{out.name}-ended"): run_folder_of(out) for out in (boundary, middle)}
     train_all({out: [*same, "--resume", str(run)] for out, run in begun.items()})
-    for out, before in zip(begun, (9, 13), strict=True):
+    for out, before in zip(begun, (8, 13), strict=True):
         assert losses(run_folder_of(out)) == {step: loss for step, loss in expected.items() if step > before}
