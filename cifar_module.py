@@ -1,6 +1,6 @@
 """The LightningModule: a model with its loss, optimizer, learning-rate schedule and metrics."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,7 +16,7 @@ from cifar_zero import strategies
 from cifar_zero.checkpoints.finetuning import network
 from cifar_zero.checkpoints.finetuning.load import put
 from cifar_zero.checkpoints.finetuning.network import rest_statistics
-from cifar_zero.config.flags import Choice, LoRAConfig, Views
+from cifar_zero.config.flags import Config, Views
 from cifar_zero.data.augment import memory_format, normalize
 from cifar_zero.models.moe import Gate, gates
 from cifar_zero.models.recomputation import checkpoint_blocks
@@ -38,61 +38,18 @@ class CIFARModule(LightningModule):
     IGNORED ones do not count, or in training the share of each class, float (N, classes).
 
     Args:
-        model: name and options of the model.
-        optimizer: name and options of the optimizer.
-        schedule: name and options of the learning-rate schedule.
+        config: of the run.
         num_classes: width of the model's output.
-        seed: of the initial weights.
-        init: how they are drawn, see `models.initialization`.
-        compile: whether to compile the model with torch.compile.
-        cuda_graphs: whether to compile it to CUDA graphs.
-        skip_nan: whether to leave out a micro-batch whose loss is NaN or infinite.
-        label_smoothing: share of each training label that is spread over all classes (Szegedy et al. 2016).
-        activation_checkpointing: whether the backward pass recomputes the activations of each block.
-        activation_offload: whether to keep the activations in pinned CPU memory until the backward pass.
-        trainable: patterns of the parameters that are trained; see `finetuning.network.freeze`.
-        lora: the adapters.
-        channels_last: whether to use the channels_last memory format on a GPU too; see `data.augment.memory_format`.
-        tta: views of a test image whose scores are averaged, see `test_time_augmentation`.
         weights: to start from, by the plain model's names; missing ones are drawn.
     """
 
-    def __init__(
-        self,
-        model: Choice,
-        optimizer: Choice,
-        schedule: Choice,
-        num_classes: int,
-        seed: int = 0,
-        compile: bool = False,
-        cuda_graphs: bool = False,
-        skip_nan: bool = False,
-        label_smoothing: float = 0.0,
-        activation_checkpointing: bool = False,
-        activation_offload: bool = False,
-        init: str = "default",
-        trainable: Sequence[str] = (),
-        lora: LoRAConfig = network.NO_LORA,
-        channels_last: bool = False,
-        tta: Views = "none",
-        weights: Mapping[str, Tensor] | None = None,
-    ):
+    def __init__(self, config: Config, num_classes: int, weights: Mapping[str, Tensor] | None = None):
         super().__init__()
-        self.model = model
-        self.optimizer = OPTIMIZERS[optimizer.name](**optimizer.options)
-        self.schedule = SCHEDULES[schedule.name](**schedule.options)
+        self.config = config
         self.num_classes = num_classes
-        self.seed = seed
-        self.init = init
-        self.compiled = compile or cuda_graphs
-        self.cuda_graphs = cuda_graphs
-        self.skip_nan = skip_nan
-        self.label_smoothing = label_smoothing
-        self.activation_checkpointing = activation_checkpointing
-        self.activation_offload = activation_offload
-        self.trainable, self.lora = trainable, lora
-        self.channels_last = channels_last
-        self.tta: Views = tta
+        self.optimizer = OPTIMIZERS[config.optimizer.name](**config.optimizer.options)
+        self.schedule = SCHEDULES[config.schedule.name](**config.schedule.options)
+        self.skip_nan = config.on_nan == "skip" and not config.find_lr
         self._weights = weights or {}
         self.skipped = 0
         """Micro-batches left out by `skip_nan`."""
@@ -109,17 +66,19 @@ class CIFARModule(LightningModule):
         """
         if self.net is not None:
             return
-        torch.manual_seed(self.seed)
-        self.net = network.build(self.model, self.num_classes, self.trainable, self.lora, self.init, self.seed)
+        config = self.config
+        torch.manual_seed(config.seed)
+        model = config.model, self.num_classes, config.trainable, config.lora
+        self.net = network.build(*model, config.init, config.seed)
         put(self.net, {**self.starting_weights(), **self._weights})
         self._weights = {}
-        if self.channels_last and self._trainer is not None:
+        if config.channels_last and self._trainer is not None:
             lay_channels_last(self.net, self._trainer.strategy)
-        if self.activation_checkpointing:
+        if config.activation_checkpointing:
             checkpoint_blocks(self.net)
-        if self.compiled:
+        if config.compile or config.cuda_graphs:
             # dynamic=False: a micro-batch has one size, an evaluation batch another, and both are known.
-            self.net.compile(dynamic=False, mode="reduce-overhead" if self.cuda_graphs else None)
+            self.net.compile(dynamic=False, mode="reduce-overhead" if config.cuda_graphs else None)
 
     def starting_weights(self) -> Mapping[str, Tensor]:
         """Returns weights that the model computes from training images, if it does; none outside a training."""
@@ -148,7 +107,7 @@ class CIFARModule(LightningModule):
         """
         assert self.net is not None
         images = normalize(images, next(self.net.parameters()).dtype)
-        return self.net(images.contiguous(memory_format=memory_format(images.device, self.channels_last)))
+        return self.net(images.contiguous(memory_format=memory_format(images.device, self.config.channels_last)))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Returns the mean cross-entropy of a micro-batch plus the weighted load-balancing losses, a float32 scalar."""
@@ -167,8 +126,8 @@ class CIFARModule(LightningModule):
         return loss
 
     def _loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        with save_on_cpu(pin_memory=True) if self.activation_offload else nullcontext():
-            loss = F.cross_entropy(self.forward(images).float(), labels, label_smoothing=self.label_smoothing)
+        with save_on_cpu(pin_memory=True) if self.config.activation_offload else nullcontext():
+            loss = F.cross_entropy(self.forward(images).float(), labels, label_smoothing=self.config.label_smoothing)
         for gate in self.gates:
             if gate.options.load_balance and gate.routing is not None:
                 loss = loss + gate.options.load_balance * gate.routing.load_balance_loss
@@ -186,7 +145,7 @@ class CIFARModule(LightningModule):
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Counts one batch of test images; returns the class scores (N, classes) for the callbacks."""
-        return self._evaluate(self.test_metrics, batch, self.tta)
+        return self._evaluate(self.test_metrics, batch, self.config.tta)
 
     def on_validation_epoch_end(self) -> None:
         """Logs val/loss, val/acc and the other metrics, overall and per class."""

@@ -8,9 +8,8 @@ import torch
 from lightning.pytorch import LightningDataModule
 
 from cifar_zero import data
-from cifar_zero.config.flags import AugmentConfig, DataConfig, SourceName
+from cifar_zero.config.flags import AugmentConfig, Config, SourceName
 from cifar_zero.config.run import micro_batch_size
-from cifar_zero.core.errors import UsageError
 from cifar_zero.data.augment import Augmentation
 from cifar_zero.data.dataset import Dataset, Split, stratified_split
 from cifar_zero.data.memory_loader import MemoryLoader, Stored, place
@@ -28,47 +27,26 @@ class CIFARDataModule(LightningDataModule):
     The Trainer must be made with `use_distributed_sampler=False`: the loaders are sharded here.
 
     Args:
-        config: the source, its root, and the loader.
-        augment: of the training images.
-        batch_size: images of one optimizer step over all ranks.
-        accumulate: micro-batches of one optimizer step.
-        seed: of the validation split, of the order and of the augmentation.
-        channels_last: whether the memory loader uses the channels_last format on a GPU.
-
-    Raises UsageError if --data.val_fraction is not in [0, 1).
+        config: of the run.
+        source: of the images, if not --data.source; see `starting.check_resume`.
     """
 
     dataset: Dataset
     """All images, after `setup`."""
 
-    def __init__(
-        self,
-        config: DataConfig,
-        augment: AugmentConfig | None = None,
-        *,
-        batch_size: int,
-        accumulate: int,
-        seed: int,
-        channels_last: bool = False,
-    ) -> None:
+    def __init__(self, config: Config, source: SourceName | None = None) -> None:
         super().__init__()
-        if not 0 <= config.val_fraction < 1:
-            raise UsageError(f"--data.val_fraction {config.val_fraction} must be at least 0 and less than 1")
         self.config = config
+        self._data = replace(config.data, source=source or config.data.source)
         self.source = ""
         """Name of the source in use, once it is known."""
-        self._batch_size = batch_size
-        self._accumulate = accumulate
-        self._seed = seed
-        self._channels_last = channels_last
-        self._augment = augment or AugmentConfig()
         self._train = self._val = np.empty(0, np.int64)
         self._stored: dict[tuple[int, torch.device], Stored] = {}
 
     def prepare_data(self) -> None:
         """Downloads and decodes the images, on one rank of each node; takes milliseconds if that is already done."""
         if not self.source:
-            self.source = data.prepare(self.config)
+            self.source = data.prepare(self._data)
 
     def setup(self, stage: str | None = None) -> None:
         """Maps the images into memory and holds out the validation images, once for all stages.
@@ -83,11 +61,11 @@ class CIFARDataModule(LightningDataModule):
             chosen = self.source
         else:  # rank 0's choice counts: `auto` may have chosen another on another node
             chosen = self.trainer.strategy.broadcast(self.source)
-        config = replace(self.config, source=cast(SourceName, chosen))
+        config = replace(self._data, source=cast(SourceName, chosen))
         if self.source != chosen:  # else it is already prepared
             self.source = data.prepare(config)
         self.dataset = data.load(config, self.source)
-        self._train, self._val = stratified_split(self.dataset.train_labels, self.config.val_fraction, self._seed)
+        self._train, self._val = stratified_split(self.dataset.train_labels, self._data.val_fraction, self.config.seed)
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -112,7 +90,7 @@ class CIFARDataModule(LightningDataModule):
     @property
     def micro_batch_size(self) -> int:
         """Images in one forward of this rank."""
-        return micro_batch_size(self._batch_size, self._replica[0], self._accumulate)
+        return micro_batch_size(self.config.batch_size, self._replica[0], self.config.accumulate)
 
     def sample(self, count: int) -> torch.Tensor:
         """Returns evenly spaced training images, so of all classes: uint8 (n, 3, 32, 32), n <= count."""
@@ -124,9 +102,10 @@ class CIFARDataModule(LightningDataModule):
         split = Split(self.dataset.train_images, self.dataset.train_labels, self._train)
         # Lightning's overfit_batches trains on the first batches of an epoch: they must be the same in every epoch.
         shuffle = not getattr(self.trainer, "overfit_batches", 0)
-        order = TrainOrder(split.count, self._batch_size, self._accumulate, *self._replica, self._seed, shuffle)
-        asked = self._augment != AugmentConfig()
-        augmentation = Augmentation(self._augment, split.count, len(self.classes), self._seed) if asked else None
+        config, augmentation = self.config, None
+        order = TrainOrder(split.count, config.batch_size, config.accumulate, *self._replica, config.seed, shuffle)
+        if config.augment != AugmentConfig():
+            augmentation = Augmentation(config.augment, split.count, len(self.classes), config.seed)
         return self._loader(split, order, augmentation)
 
     def val_dataloader(self) -> Any:
@@ -142,14 +121,14 @@ class CIFARDataModule(LightningDataModule):
         return self._loader(split, EvalOrder(split.count, EVAL_BATCH_SIZE, *self._replica))
 
     def _loader(self, split: Split, order: Order, augmentation: Augmentation | None = None) -> Any:
-        if self.config.loader == "memory":
+        if self._data.loader == "memory":
             key = id(split.images), self._device  # training and validation images share one array, and so one copy
             if key not in self._stored:
                 self._stored[key] = place(split.images, self._device)
-            return MemoryLoader(split, order, self._stored[key], augmentation, self._channels_last)
+            return MemoryLoader(split, order, self._stored[key], augmentation, self.config.channels_last)
         from cifar_zero.data.torch_loader import TorchLoader  # here: torchvision takes a second to import
 
-        return TorchLoader(split, order, self.config.workers)
+        return TorchLoader(split, order, self._data.workers)
 
     @property
     def _device(self) -> torch.device:

@@ -11,7 +11,7 @@ from cifar_zero.config import command_line
 from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import AUTO
 from cifar_zero.core import exits, start_time
-from cifar_zero.core.errors import Stopped, UsageError
+from cifar_zero.core.errors import UsageError
 from cifar_zero.launch import local_launcher, rank_environment
 from cifar_zero.planning import automatic
 from cifar_zero.training.resolve import resolve
@@ -19,11 +19,8 @@ from cifar_zero.training.resolve import resolve
 start_time.note()
 
 
-def main(figures: bool = True) -> int:
-    """Parses the command line and trains, in this process or in the ranks that it starts; returns the exit code.
-
-    `figures` says whether to draw those of the test.
-    """
+def main() -> int:
+    """Parses the command line and trains, in this process or in the ranks that it starts; returns the exit code."""
     rank_environment.adopt()
     flags = rank_environment.arguments(sys.argv[1:])
     config = command_line.parse(flags)
@@ -39,20 +36,16 @@ def main(figures: bool = True) -> int:
             )
         chosen = {automatic.VARIABLE: config.strategy}
         return local_launcher.run(run.world_size, run.on_cpu, extra_env=chosen)
-    train(run, figures=figures)
+    train(run)
     return 0
 
 
-def train(
-    run: Run, module_class: Callable[..., Any] | None = None, figures: bool = True, last: bool = True
-) -> dict[str, Any]:
+def train(run: Run, module_class: Callable[..., Any] | None = None) -> dict[str, Any]:
     """Trains and tests as one rank; rank 0 leaves the run folder behind.
 
     Args:
         run: resolved.
         module_class: makes the module; CIFARModule by default.
-        figures: whether to draw those of the test.
-        last: whether no other run follows in this process, in the same process group.
 
     Returns:
         The content of metrics.json, on every rank.
@@ -62,33 +55,32 @@ def train(
     from cifar_zero.core.console import quieten
     from cifar_zero.launch import rendezvous
     from cifar_zero.reports.summary import print_summary, write_json
-    from cifar_zero.training import build, nodes, starting_point, stopping
+    from cifar_zero.training import build, starting
+    from cifar_zero.training.callbacks import stop
     from cifar_zero.training.callbacks.summary import collect, log_hparams
-    from cifar_zero.training.open_run import open_run
-    from cifar_zero.training.run_callbacks import stopped_by
     from datamodule import CIFARDataModule
 
     quieten()
     build.check_trainer_options(run.config)
     places = rendezvous.meet(run)
-    run = nodes.agree_on_checkpoint(run, places)
-    source = starting_point.check_resume(run)
-    weights = starting_point.pretrained_weights(run)
+    run = starting.agree_on_checkpoint(run, places)
+    source = starting.check_resume(run)
+    weights = starting.pretrained_weights(run)
 
-    datamodule = build.datamodule(CIFARDataModule, run.config, source)
+    datamodule = CIFARDataModule(run.config, source)
     if rank_environment.local_rank() == 0:
         datamodule.prepare_data()  # before the run is named: auto may fall back to the digits
-    run_dir = open_run(run, datamodule.source, weights) if rank_environment.global_rank() == 0 else None
+    is_rank_0 = rank_environment.global_rank() == 0
+    run_dir = starting.open_run(run, datamodule.source, weights) if is_rank_0 else None
 
     with run_folder.removed_on_failure(run_dir):
-        nodes.record_places(run, places, run_dir)
+        starting.record_places(run, places, run_dir)
         rendezvous.limit(run)
-        module = build.module(module_class or CIFARModule, run, weights)
-        trainer = build.trainer(run, run_dir, figures)
+        module = (module_class or CIFARModule)(run.config, run.num_classes, weights and weights.loaded)
+        trainer = build.trainer(run, run_dir)
 
     trainer.fit(module, datamodule=datamodule, ckpt_path=run.config.resume or None)
-    if (signal := stopped_by(trainer)) is not None:
-        raise Stopped(signal, stopping.after_signal(trainer, run, run_dir, signal, last))
+    stop.check_signal(trainer, run, run_dir)
     if not run.config.only_measures:
         trainer.test(module, datamodule=datamodule, verbose=False)
 
@@ -98,8 +90,8 @@ def train(
         log_hparams(trainer, run.config, metrics)
         if not run.config.find_lr:
             print_summary(metrics, run_dir)
-    stopping.leave(trainer, last)
-    stopping.check_saved(trainer)
+    stop.leave(trainer)
+    stop.check_saved(trainer)
     return metrics
 
 
@@ -107,12 +99,11 @@ def plot_schedule(run: Run) -> int:
     """Draws the learning rate over the steps of the run, on rank 0; returns the exit code."""
     from cifar_zero.reports.learning_rate import draw_schedule
     from cifar_zero.training import build
-    from cifar_zero.training.run_steps import run_steps
     from datamodule import CIFARDataModule
 
     config = run.config
     if rank_environment.global_rank() == 0:
-        steps = run_steps(config, build.datamodule(CIFARDataModule, config))
+        steps = build.run_steps(config, CIFARDataModule(config))
         draw_schedule(config.schedule, config.optimizer, steps, Path(config.plot_schedule))
         print(f"the learning rate of {config.schedule.name} is drawn in {config.plot_schedule}")
     return 0

@@ -24,10 +24,10 @@ from cifar_zero.config.flags import Config
 from cifar_zero.core import exits
 from cifar_zero.core.console import quieten
 from cifar_zero.core.errors import UsageError
-from cifar_zero.training import build, fast_loop
-from cifar_zero.training.callbacks.batch_norm import BatchNormStatistics
-from cifar_zero.training.callbacks.counts import training_flops
+from cifar_zero.training import fast_loop
+from cifar_zero.training.callbacks.averaging import BatchNormStatistics
 from cifar_zero.training.callbacks.cpu_kernels import CPUKernels
+from cifar_zero.training.callbacks.flops import training_flops
 from cifar_zero.training.resolve import of_machine, resolve
 from datamodule import CIFARDataModule
 
@@ -179,7 +179,7 @@ def warm_up(configs: list[Config]) -> None:
 def run(config: Config) -> Result:
     """Trains and tests once with train.py's module, images and loop, and writes no files."""
     resolved = of_machine(config)
-    module, images, clock = build.module(CIFARModule, resolved), build.datamodule(CIFARDataModule, config), Clock()
+    module, images, clock = CIFARModule(resolved.config, resolved.num_classes), CIFARDataModule(config), Clock()
     callbacks: list[Callback] = [BatchNormStatistics(), clock]
     if config.accelerator == "cpu":
         flops = training_flops(config.model, resolved.num_classes, resolved.micro_batch)
@@ -213,14 +213,14 @@ def run(config: Config) -> Result:
 
 def loop_of(config: Config) -> list[float]:
     """Returns the seconds of each epoch of the eager loop."""
-    images = build.datamodule(CIFARDataModule, config)
+    images = CIFARDataModule(config)
     images.setup()
     return eager.train(config, images.dataset, torch.device("cuda" if config.accelerator == "gpu" else "cpu"))
 
 
 def show(config: Config, results: list[Result], loops: list[list[float]]) -> None:
     """Prints the figures of the recipe."""
-    images = build.datamodule(CIFARDataModule, config)
+    images = CIFARDataModule(config)
     images.setup()
     steps, per_step = results[0].steps, training_flops(config.model, len(images.classes), config.batch_size)
     cpu = f"the CPU, {torch.get_num_threads()} threads"

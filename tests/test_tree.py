@@ -109,7 +109,7 @@ def test_recipes_build(recipe: Path, monkeypatch: pytest.MonkeyPatch):
     config = command_line.parse(["--config", str(recipe), "--accelerator", "cpu", *on_a_small_cpu(recipe)])
     run = resolve(config)
     assert config.data.source != "auto"  # a recipe names its source
-    module, trainer = build.module(CIFARModule, run), build.trainer(run, None)
+    module, trainer = CIFARModule(run.config, run.num_classes), build.trainer(run, None)
     module.configure_model()
     assert module.net is not None
     assert trainer.max_epochs == config.epochs

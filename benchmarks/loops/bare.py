@@ -22,8 +22,8 @@ from cifar_zero.config.flags import Choice, DataConfig
 from cifar_zero.data.augment import memory_format
 from cifar_zero.data.order import TrainOrder
 from cifar_zero.models.net import Net
-from cifar_zero.training.callbacks.counts import training_flops
 from cifar_zero.training.callbacks.cpu_kernels import CPUKernels
+from cifar_zero.training.callbacks.flops import training_flops
 
 SEED = 0
 """The seed of the weights and of the order: train.py's default."""

@@ -30,7 +30,7 @@ IF_ANY = "auto"
 def checkpoint_to_resume(config: Config) -> str:
     """Returns the path of the checkpoint that --resume names; empty for a new run.
 
-    Reads no weights: rank 0 compares checksums, names and shapes later, see `training.starting_point.check_resume`.
+    Reads no weights: rank 0 compares checksums, names and shapes later, see `training.starting.check_resume`.
 
     Raises:
         UsageError: there is none, it is incomplete, or it is of a run that cannot be continued with this configuration.

@@ -134,12 +134,12 @@ def prepare(planned: Sequence[Planned]) -> None:
     """Checks the Trainer's options and the weights of each variant and prepares the images, before the first run."""
     from cifar_zero import data
     from cifar_zero.core.console import quieten
-    from cifar_zero.training import build, starting_point
+    from cifar_zero.training import build, starting
 
     quieten()
     for run in (variant.run for variant in planned):
         build.check_trainer_options(run.config)
-        starting_point.pretrained_weights(run)
+        starting.pretrained_weights(run)
     data.prepare(planned[0].run.config.data)
 
 

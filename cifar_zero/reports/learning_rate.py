@@ -16,13 +16,7 @@ POINTS = 2000
 
 
 def draw_schedule(schedule: Choice, optimizer: Choice, steps: int, file: Path) -> None:
-    """Draws the learning rate of each optimizer step of a run into a PNG file.
-
-    Args:
-        schedule: name and options.
-        optimizer: name and options.
-        steps: of the run.
-        file: to write.
+    """Draws the learning rate of each of a run's optimizer steps into a PNG file.
 
     Raises:
         UsageError: it cannot be written.
@@ -47,7 +41,7 @@ def draw_range_test(
         losses: of each step.
         smooth: their running mean, until the run diverges.
         suggestion: the rate to mark, if any.
-        file: to write.
+        file: PNG.
 
     Raises:
         UsageError: it cannot be written.

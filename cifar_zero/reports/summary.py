@@ -50,11 +50,9 @@ TABLE_ROWS = 25
 
 
 def metrics_json(measured: Mapping[str, Any], fallback: str = "") -> dict[str, Any]:
-    """Returns the contents of metrics.json, its keys in their order.
+    """Returns the contents of metrics.json, its keys in their order; `measured` has each key of MEASURED and no other.
 
-    Args:
-        measured: a value for each key of MEASURED and for no other.
-        fallback: one line, if the data is not what was asked for.
+    `fallback` is one line, if the data is not what was asked for.
     """
     if set(measured) != set(MEASURED):
         raise ValueError(f"metrics.json: missing or unknown keys {sorted(set(measured) ^ set(MEASURED))}")
@@ -94,16 +92,10 @@ def write_json(file: Path, values: Mapping[str, Any]) -> None:
     atomic.put_in_place(file)
 
 
-def print_summary(metrics: Mapping[str, Any], run_dir: Path, console: Console | None = None) -> None:
-    """Prints the results of a run and where they are kept.
-
-    Args:
-        metrics: of metrics.json.
-        run_dir: the run folder, <out>/<name>/version_N.
-        console: where to print; the standard output by default.
-    """
-    console = console or Console(highlight=False)
-    print_test_table(metrics, console)
+def print_summary(metrics: Mapping[str, Any], run_dir: Path) -> None:
+    """Prints the results of a run, of metrics.json, and where they are kept: <out>/<name>/version_N."""
+    console = Console(highlight=False)
+    print_test_table(metrics)
     is_benchmark = metrics["perf/step_time_median_ms"] is not None  # only --bench_steps times each step separately
     if is_benchmark:
         table = Table("measured", Column("", justify="right"))
@@ -121,16 +113,11 @@ def print_summary(metrics: Mapping[str, Any], run_dir: Path, console: Console | 
     console.print(f"[dim]curves      [/]tensorboard --logdir {escape(out)} --host localhost", soft_wrap=True)
 
 
-def print_test_table(metrics: Mapping[str, Any], console: Console | None = None) -> None:
-    """Prints the test metrics, by class and overall; nothing if there was no test.
-
-    Args:
-        metrics: test/* of metrics.json; NaN for a metric that is not defined.
-        console: where to print; the standard output by default.
-    """
-    console = console or Console(highlight=False)
+def print_test_table(metrics: Mapping[str, Any]) -> None:
+    """Prints test/* of metrics.json, by class and overall, - for a metric that is NaN; nothing if there was no test."""
     if metrics.get("test/acc") is None:
         return
+    console = Console(highlight=False)
     accuracies = metrics["test/acc_per_class"]
     if len(accuracies) <= TABLE_ROWS:
         console.print(_class_table(metrics))

@@ -13,7 +13,7 @@ def build(run: Run, num_parameters: int) -> Strategy | str:
     """Returns Lightning's DDP for several ranks or if it is named, else its strategy for a single device."""
     if run.config.strategy == "baseline" and run.world_size == 1:
         return "auto"
-    # callbacks/batch_norm.py averages the only buffers that change, batch normalisation's, under every strategy.
+    # callbacks/averaging.py averages the only buffers that change, batch normalisation's, under every strategy.
     known = inspect.signature(DistributedDataParallel).parameters  # torch 2.15 has renamed it
     sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     options: dict[str, Any] = {sync_buffers: False}

@@ -1,90 +1,54 @@
-"""Builds Lightning's objects of a resolved run: data module, module, trainer."""
+"""Builds Lightning's Trainer of a resolved run, with its callbacks and loggers."""
 
 import inspect
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from jsonargparse import ArgumentError, ArgumentParser
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
-from cifar_zero import strategies
-from cifar_zero.checkpoints.finetuning.load import Match
+from cifar_zero import models, strategies
+from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.io import AtomicCheckpointIO
 from cifar_zero.config.command_line import OWNED
-from cifar_zero.config.flags import Config, SourceName
+from cifar_zero.config.flags import Config
 from cifar_zero.config.run import Run
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.usage import nearest
 from cifar_zero.launch import rank_environment
+from cifar_zero.models.mixture_options import MixtureOptions
 from cifar_zero.training import fast_loop
-from cifar_zero.training.callbacks.counts import parameter_count
-from cifar_zero.training.callbacks.learning_rate_finder import FIND_LR_STEPS
-from cifar_zero.training.run_callbacks import BENCH_WARMUP_STEPS, callbacks
+from cifar_zero.training.callbacks.averaging import Averaging, BatchNormStatistics
+from cifar_zero.training.callbacks.cpu_kernels import CPUKernels
+from cifar_zero.training.callbacks.curves import TrainingCurves
+from cifar_zero.training.callbacks.divergence import Divergence
+from cifar_zero.training.callbacks.experts import Experts
+from cifar_zero.training.callbacks.figures import TestFigures
+from cifar_zero.training.callbacks.flops import parameter_count, training_flops
+from cifar_zero.training.callbacks.heartbeat import Heartbeat
+from cifar_zero.training.callbacks.last_checkpoint import LastCheckpoint
+from cifar_zero.training.callbacks.learning_rate_finder import FIND_LR_STEPS, LearningRateFinder
+from cifar_zero.training.callbacks.memory import Memory
+from cifar_zero.training.callbacks.progress import Progress
+from cifar_zero.training.callbacks.resume import Resume
+from cifar_zero.training.callbacks.stop import EarlyStop, Interrupt
+from cifar_zero.training.callbacks.summary import Effective
+from cifar_zero.training.callbacks.throughput import Throughput
 from cifar_zero.training.wandb_logger import wandb_logger
 
-Module = TypeVar("Module")
-Datamodule = TypeVar("Datamodule")
+WARMUP_STEPS = 10
+"""Optimizer steps that are not timed."""
+
+BENCH_WARMUP_STEPS = 20
+"""Steps before the timed ones of --bench_steps, for allocation, autotuning and the page cache."""
 
 
-def datamodule(make: Callable[..., Datamodule], config: Config, source: SourceName | None = None) -> Datamodule:
-    """Returns the data module of a run.
-
-    Args:
-        make: the LightningDataModule's class, called as CIFARDataModule.
-        config: of the run.
-        source: of a resumed run's images, see `starting_point.check_resume`.
-    """
-    return make(
-        replace(config.data, source=source or config.data.source),
-        config.augment,
-        batch_size=config.batch_size,
-        accumulate=config.accumulate,
-        seed=config.seed,
-        channels_last=config.channels_last,
-    )
-
-
-def module(make: Callable[..., Module], run: Run, start: Match | None = None) -> Module:
-    """Returns the LightningModule of a run.
-
-    Args:
-        make: its class, called as CIFARModule.
-        run: to train or test.
-        start: weights that it starts from.
-    """
-    config = run.config
-    return make(
-        config.model,
-        config.optimizer,
-        config.schedule,
-        num_classes=run.num_classes,
-        seed=config.seed,
-        compile=config.compile,
-        cuda_graphs=config.cuda_graphs,
-        skip_nan=config.on_nan == "skip" and not config.find_lr,
-        label_smoothing=config.label_smoothing,
-        activation_checkpointing=config.activation_checkpointing,
-        activation_offload=config.activation_offload,
-        init=config.init,
-        trainable=config.trainable,
-        lora=config.lora,
-        channels_last=config.channels_last,
-        tta=config.tta,
-        weights=start.loaded if start else None,
-    )
-
-
-def trainer(run: Run, run_dir: Path | None, figures: bool = True) -> Trainer:
-    """Returns Lightning's Trainer for a run.
-
-    Args:
-        run: to train.
-        run_dir: the run folder, on rank 0.
-        figures: whether to draw the figures of the test.
+def trainer(run: Run, run_dir: Path | None) -> Trainer:
+    """Returns Lightning's Trainer for a run, whose callbacks write into `run_dir` on rank 0.
 
     Raises:
         UsageError: Lightning refuses an option of --trainer.
@@ -104,12 +68,13 @@ def trainer(run: Run, run_dir: Path | None, figures: bool = True) -> Trainer:
         "accumulate_grad_batches": config.accumulate,
         "gradient_clip_val": config.gradient_clip_val or None,
         "logger": _loggers(config, run_dir),
-        "callbacks": callbacks(run, run_dir, figures),
+        "callbacks": _callbacks(run, run_dir),
         "default_root_dir": run_dir,
         "plugins": [AtomicCheckpointIO(run.consent.trust, config.save_weights), *environment()],
         "use_distributed_sampler": False,  # the loaders shard by themselves
         "log_every_n_steps": config.log_interval,
         "enable_model_summary": False,
+        "enable_progress_bar": False,  # callbacks/progress.py has its own
         "num_sanity_val_steps": 0,
     }
     if config.only_measures:
@@ -123,6 +88,73 @@ def trainer(run: Run, run_dir: Path | None, figures: bool = True) -> Trainer:
         raise UsageError(f"Lightning's Trainer refuses an option of --trainer: {error}") from error
     fast_loop.install(made, config.fast_loop)
     return made
+
+
+def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
+    """Returns the callbacks of a run; `run_dir`: the run folder, on rank 0.
+
+    Raises:
+        UsageError: one of --trainer.callbacks cannot be made.
+    """
+    config = run.config
+    curves = TrainingCurves(writes_losses=not config.only_measures)
+    warmup = BENCH_WARMUP_STEPS if config.bench_steps else WARMUP_STEPS
+    model_and_batch = config.model, run.num_classes, run.micro_batch, config.trainable, config.lora
+    flops = training_flops(*model_and_batch)
+    recomputed = training_flops(*model_and_batch, True) - flops if config.activation_checkpointing else 0
+    micro_batches = run.replicas * config.accumulate
+    mixtures = issubclass(models.MODELS[config.model.name], MixtureOptions)
+    made: list[Callback] = [
+        Heartbeat(),
+        BatchNormStatistics(),
+        curves,
+        LearningRateFinder() if config.find_lr else Divergence(curves),
+        *([Experts()] if mixtures else []),
+        Memory(),
+        Effective(),
+        Progress(config.batch_size, curves),
+        Interrupt(),
+        Resume(config),
+        *([Averaging(config.ema, config.swa_from)] if config.ema or config.swa_from else []),
+        *_given(run.consent.callbacks),
+        # After the others: it would count their work as waiting.
+        Throughput(config, flops * micro_batches, warmup, recomputed * micro_batches),
+    ]
+    if run.on_cpu:
+        made.append(CPUKernels(flops, config.precision))
+    if not config.only_measures:
+        made += [TestFigures(), *_checkpoints(config, run_dir)]
+        made += [EarlyStop(config.early_stopping)] if config.early_stopping else []
+    return made
+
+
+def _given(flags: tuple[str, ...]) -> list[Callback]:
+    """Returns the user's own callbacks, which --trainer.callbacks names by class path as LightningCLI does."""
+    if not flags:
+        return []
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--trainer.callbacks", type=list[Callback] | Callback)
+    try:
+        made = parser.instantiate_classes(parser.parse_args([*flags]))["trainer.callbacks"]
+    except (ArgumentError, TypeError, ValueError) as error:
+        raise UsageError(f"--trainer.callbacks: {' '.join(str(error).split())}") from error
+    return made if isinstance(made, list) else [made]
+
+
+def _checkpoints(config: Config, run_dir: Path | None) -> list[Callback]:
+    """Returns what writes the last checkpoint, the best by val/acc if there are validation images, and the newest by
+    steps on request. Rank 0's directory is broadcast to the others."""
+    folder = run_dir / run_folder.CHECKPOINTS if run_dir is not None else None
+    name = "epoch{epoch:02d}-step{step:06d}"
+    last = folder / "last.ckpt" if folder is not None else None
+    saved: list[Callback] = [LastCheckpoint(last, config.save_every_minutes)]
+    if config.data.val_fraction:
+        best = f"best-{name}"
+        saved.append(ModelCheckpoint(folder, best, monitor="val/acc", mode="max", auto_insert_metric_name=False))
+    if config.save_every_n_steps:
+        every = config.save_every_n_steps
+        saved.append(ModelCheckpoint(folder, name, every_n_train_steps=every, auto_insert_metric_name=False))
+    return saved
 
 
 def environment() -> list[ClusterEnvironment]:
@@ -154,8 +186,19 @@ def _loggers(config: Config, run_dir: Path | None) -> list[Logger]:
         return []
     made: list[Logger] = []
     if "tensorboard" in config.logger:
-        version, name = run_dir.name, run_dir.parent.name
-        made.append(TensorBoardLogger(config.out, name=name, version=version, default_hp_metric=False))
+        made.append(TensorBoardLogger(run_dir, name="", version="", default_hp_metric=False))
     if "wandb" in config.logger:
         made.append(wandb_logger(run_dir))
     return made
+
+
+def run_steps(config: Config, datamodule: Any) -> int:
+    """Returns the optimizer steps of a run that is not started: of all epochs, or --max_steps; as Lightning counts
+    them (`Trainer.estimated_stepping_batches`). Decodes the images if that has not been done, to learn their number.
+    """
+    datamodule.setup()
+    batches = len(datamodule.train_dataloader())
+    limit = config.trainer.get("overfit_batches") or config.trainer.get("limit_train_batches", 1.0)
+    batches = int(batches * limit) if isinstance(limit, float) else min(batches, limit)
+    steps = config.epochs * -(-batches // config.accumulate)
+    return steps if config.max_steps == -1 else min(steps, config.max_steps)

@@ -22,11 +22,7 @@ from cifar_zero.training.resolve import of_machine
 
 
 def main(classes: Callable[[], tuple[Any, Any]]) -> int:
-    """Prints the test table of a checkpoint; returns the exit code.
-
-    Args:
-        classes: imports and returns the LightningModule and the LightningDataModule.
-    """
+    """Prints the test table of a checkpoint; `classes` imports and returns the LightningModule and DataModule."""
     parser = argparse.ArgumentParser(
         prog="evaluate.py",
         usage="%(prog)s RUN_OR_CHECKPOINT [--<option of train.py> VALUE ...]",
@@ -49,7 +45,7 @@ def main(classes: Callable[[], tuple[Any, Any]]) -> int:
 
         content = together(checkpoint, Path(arguments.delta), consent.trust)
         checkpoint = Path(arguments.delta)
-    config = configuration(checkpoint, overrides, content)
+    config = configuration(checkpoint, overrides, consent.trust, content)
     trained_cast = bool(config.ds_config) or STRATEGIES[config.strategy].casts
     run = of_machine(on_this_machine(for_one_device(config)), consent)
     # A CPU has no float16.
@@ -73,7 +69,9 @@ def for_one_device(config: Config) -> Config:
     )
 
 
-def configuration(checkpoint: Path, overrides: list[str], content: dict[str, Any] | None = None) -> Config:
+def configuration(
+    checkpoint: Path, overrides: list[str], trust: bool = False, content: dict[str, Any] | None = None
+) -> Config:
     """Returns the run's configuration, from its folder or from the checkpoint itself, changed by train.py's flags.
 
     Raises:
@@ -84,7 +82,7 @@ def configuration(checkpoint: Path, overrides: list[str], content: dict[str, Any
         return command_line.parse(["--config", str(recipe), *overrides])
     from cifar_zero.checkpoints.read import RECORD, read
 
-    record = (content or read(checkpoint, command_line.consent(overrides).trust)).get(RECORD)
+    record = (content or read(checkpoint, trust)).get(RECORD)
     if record is None:
         raise UsageError(f"{checkpoint} is not in a run folder, and was not written by train.py")
     with TemporaryDirectory() as folder:
@@ -106,7 +104,7 @@ def evaluate(
     Args:
         classes: the LightningModule and the LightningDataModule.
         run: resolved for one device.
-        checkpoint: file or folder.
+        checkpoint: its file or folder.
         precision: of the test, in Lightning's terms.
         cast: whether mixed precision means a model cast to the format, as in DeepSpeed and fsdp2, and not autocast.
         content: of the checkpoint, if it was read already.
@@ -121,11 +119,10 @@ def evaluate(
     from cifar_zero.core.console import quieten
     from cifar_zero.models.cast import cast_buffers, cast_parameters, compute_with_statistics
     from cifar_zero.reports.summary import print_test_table
-    from cifar_zero.training import build
     from cifar_zero.training.callbacks.summary import test_metrics
 
     quieten()
-    module = build.module(classes[0], run)
+    module, datamodule = classes[0](run.config, run.num_classes), classes[1](run.config)
     module.configure_model()
     assert module.net is not None
     averaged = bool(run.config.ema or run.config.swa_from)
@@ -148,7 +145,6 @@ def evaluate(
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    datamodule = build.datamodule(classes[1], run.config)
     trainer.test(module, datamodule=datamodule, verbose=False)
     metrics = test_metrics(module, datamodule)
     print(f"{checkpoint}: {datamodule.num_test:,} test images of {datamodule.dataset.name}")

@@ -40,12 +40,7 @@ STEP_METHODS = (
 
 
 def install(trainer: Trainer, fast: bool = True) -> None:
-    """Replaces the loops of a trainer; call it before `fit`.
-
-    Args:
-        trainer: of the run.
-        fast: whether to use `EpochLoop`; else Lightning's own epoch loop.
-    """
+    """Replaces the loops of a trainer, before `fit`: by `EpochLoop`, or unless `fast` by Lightning's own epoch loop."""
     theirs = trainer.fit_loop
     trainer.fit_loop = FitLoop(trainer, theirs.min_epochs, theirs.max_epochs)
     loop = EpochLoop if fast else _TrainingEpochLoop

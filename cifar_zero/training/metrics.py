@@ -5,8 +5,10 @@ docs/outputs.md says which follow from the confusion matrix, and what they are f
 
 import math
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torchmetrics import Metric, MetricCollection, SumMetric
@@ -18,8 +20,8 @@ from torchmetrics.classification import (
 
 from cifar_zero.data.dataset import IGNORED
 
-Curve = tuple[Tensor, Tensor]
-"""Abscissae and ordinates of a curve, both float64 (points,) on the CPU."""
+Curve = tuple[NDArray[np.float64], NDArray[np.float64]]
+"""Abscissae and ordinates of a curve, both (points,)."""
 
 TOP = 5
 """The k of the top-5 accuracy, as in ImageNet's challenge (Russakovsky et al. 2015, https://arxiv.org/abs/1409.0575).
@@ -81,9 +83,6 @@ class SplitMetrics:
 
         precision, recall, f1 and the others of `per_class` are macro averages: means over the classes with images. The
         *_weighted weight each class by its images; the recall weighted so would be the accuracy.
-
-        Args:
-            per_class: of `per_class`, if it is known already.
         """
         per_class = self.per_class() if per_class is None else per_class
         counts = self.confusion.compute().cpu().double()
@@ -145,8 +144,8 @@ class CurveMetrics(SplitMetrics):
     def per_class(self) -> dict[str, Tensor]:
         """Adds the area under the ROC curve and the average precision. Every rank calls it."""
         # From the curves: torchmetrics' MulticlassAUROC and MulticlassAveragePrecision would sort the scores again.
-        areas = torch.stack([torch.trapezoid(hits, false_alarms) for false_alarms, hits in self.roc()])
-        sums = torch.stack([-recall.diff() @ precision[:-1] for recall, precision in self.precision_recall()])
+        areas = torch.tensor([np.trapezoid(hits, false_alarms) for false_alarms, hits in self.roc()])
+        sums = torch.tensor([-np.diff(recall) @ precision[:-1] for recall, precision in self.precision_recall()])
         metrics = super().per_class()
         absent = metrics["recall"].isnan()
         alone = absent.sum() == self.num_classes - 1  # there is no rest
@@ -201,14 +200,13 @@ class Calibration(Metric):
 
 
 def calibration_error(totals: Tensor) -> float:
-    """Returns the expected calibration error (ECE): mean over all images of |accuracy - mean confidence| of their bin.
+    """Returns the expected calibration error (ECE), of `Calibration.compute`.
 
-    Args:
-        totals: of `Calibration.compute`.
+    It is the mean over all images of |accuracy - mean confidence| of their bin.
     """
     images, confidence, right = totals.unbind(dim=1)
     return ((confidence - right).abs().sum() / images.sum()).item()
 
 
 def _curves(abscissae: list[Tensor], ordinates: list[Tensor]) -> list[Curve]:
-    return [(x.cpu().double(), y.cpu().double()) for x, y in zip(abscissae, ordinates, strict=True)]
+    return [(x.cpu().double().numpy(), y.cpu().double().numpy()) for x, y in zip(abscissae, ordinates, strict=True)]

@@ -11,26 +11,29 @@ from cifar_zero.config.flags import Choice, Config
 from cifar_zero.config.rules import raw_config
 from cifar_zero.config.run import NO_CONSENT, Consent, Run, on_this_machine
 from cifar_zero.config.strategy_specs import STRATEGIES
+from cifar_zero.launch import rank_environment
 from cifar_zero.schedules import SCHEDULES
 
 
 def resolve(config: Config, consent: Consent = NO_CONSENT) -> Run:
     """Returns the resolved run of a configuration on this computer.
 
-    With several nodes, or under torchrun, rank 0 decides later for all ranks what is resumed: see `training.nodes`.
-
-    Args:
-        config: of the run; its strategy is a name, not auto.
-        consent: what the command line allows.
+    With several nodes, or under torchrun, rank 0 decides later for all ranks what is resumed: see `training.starting`.
+    The strategy must be a name, not auto.
 
     Raises:
         UsageError: it cannot run; says what to use instead.
     """
     run = of_machine(on_this_machine(config), consent)
-    if run.config.num_nodes == 1:
+    if not rank_0_decides(run.config):
         run = with_checkpoint(run, checkpoint_to_resume(run.config))
     rules.check(run)
     return run
+
+
+def rank_0_decides(config: Config) -> bool:
+    """Returns whether the ranks must meet to know what is resumed: on several nodes, or if torchrun restarts them."""
+    return config.num_nodes > 1 or rank_environment.by_torchrun()
 
 
 def of_machine(config: Config, consent: Consent = NO_CONSENT) -> Run:
@@ -49,11 +52,7 @@ def of_machine(config: Config, consent: Consent = NO_CONSENT) -> Run:
 
 
 def with_checkpoint(run: Run, resume: str) -> Run:
-    """Returns the run with the paths of the checkpoint that it resumes, or of the weights that it starts from.
-
-    Args:
-        run: of this computer.
-        resume: path of the checkpoint; empty for a run that begins.
+    """Returns the run with the path of the checkpoint that it resumes, empty for none, or of weights to start from.
 
     Raises:
         UsageError: the strategy cannot resume, or the weights do not exist.

@@ -97,8 +97,8 @@ def test_the_bare_loop_trains_what_train_py_trains(tmp_path: Path):
         ["--config", "configs/tutorial.yaml", "--batch_size", "64", "--bench_steps", "20", *data]
     )
     run = resolve(config)
-    module, trainer = build.module(CIFARModule, run), build.trainer(run, None)
-    trainer.fit(module, datamodule=build.datamodule(CIFARDataModule, config))
+    module, trainer = CIFARModule(run.config, run.num_classes), build.trainer(run, None)
+    trainer.fit(module, datamodule=CIFARDataModule(config))
     for tuned in (False, True):
         net, _ = bare.train(images, 64, trainer.global_step - WARMUP_STEPS, torch.device("cpu"), tuned)
         for ours, theirs in zip(module.parameters(), net.parameters(), strict=True):

@@ -126,7 +126,7 @@ def test_a_slurm_job_is_requeued_and_resumes(submit: Submit, tmp_path: Path) -> 
 def test_what_the_slurm_script_asks_for() -> None:
     lines = (FOLDER / "slurm.sbatch").read_text().splitlines()
     asked = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
-    assert {"--signal=USR1@120", "--requeue", "--open-mode=append"} <= {*asked}  # USR1: callbacks.interrupt
+    assert {"--signal=USR1@120", "--requeue", "--open-mode=append"} <= {*asked}  # USR1: callbacks.stop
 
 
 def test_the_manifest_is_a_pytorchjob() -> None:

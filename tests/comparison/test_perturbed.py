@@ -14,18 +14,18 @@ from cifar_module import CIFARModule
 from cifar_zero.comparison.agreement import LEAST_PERTURBATION, TF32_EPS
 from cifar_zero.comparison.perturbed import perturbed
 from cifar_zero.comparison.reading import PERTURBED
-from cifar_zero.config.flags import Choice
+from cifar_zero.config.flags import Choice, Config
 
-CHOICES = (Choice("net", {}), Choice("adam", {"lr": 0.001}), Choice("constant", {}))
+CONFIG = Config(optimizer=Choice("adam", {"lr": 0.001}), seed=3)
 
 
 @pytest.mark.parametrize(("accelerator", "distance"), [("gpu", TF32_EPS), ("cpu", LEAST_PERTURBATION)])
 def test_weights_and_constants_change_by_the_precision_of_the_device(
     tmp_path: Path, accelerator: str, distance: float
 ) -> None:
-    plain = CIFARModule(*CHOICES, num_classes=10, seed=3)
+    plain = CIFARModule(CONFIG, num_classes=10)
     plain.configure_model()
-    module: Any = perturbed(CIFARModule, "32-true", accelerator)(*CHOICES, num_classes=10, seed=3)
+    module: Any = perturbed(CIFARModule, "32-true", accelerator)(CONFIG, num_classes=10)
     module._trainer = SimpleNamespace(is_global_zero=True, default_root_dir=str(tmp_path))
     module.configure_model()
     module.configure_model()  # the test after the training: once is enough

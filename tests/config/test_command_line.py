@@ -87,6 +87,7 @@ def test_printed_configuration_is_the_same_run_again(recipe: Path, tmp_path: Pat
         ("--config nowhere.yaml", "nowhere.yaml cannot be read"),
         ("--config README.md", "is not YAML"),
         ("--data.val_fraction 1", "--data.val_fraction must be"),
+        ("--data.val_fraction -0.1", "--data.val_fraction must be"),
         ("--hparams optimizer.lrr", "did you mean --optimizer.lr?"),
         ("--name a/b", "must be a plain name"),
         ("--name ..", "must be a plain name"),

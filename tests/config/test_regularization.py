@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from cifar_module import CIFARModule
 from cifar_zero.config import command_line
-from cifar_zero.config.flags import Choice, Config, config_of
+from cifar_zero.config.flags import Config, config_of
 from cifar_zero.config.rules.strategy import check_averaging
 from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import STRATEGIES
@@ -18,7 +18,7 @@ from cifar_zero.core.errors import UsageError
 
 
 def module(label_smoothing: float) -> CIFARModule:
-    made = CIFARModule(Choice("net"), Choice("sgd"), Choice("constant"), 10, label_smoothing=label_smoothing)
+    made = CIFARModule(Config(label_smoothing=label_smoothing), 10)
     made.configure_model()
     return made
 

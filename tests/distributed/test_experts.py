@@ -152,7 +152,7 @@ run_spec = resolve(command_line.parse(sys.argv[1:]))
 config = run_spec.config
 if not rank_environment.is_rank():
     sys.exit(local_launcher.run(2, on_cpu=True))
-module, datamodule = build.module(CIFARModule, run_spec), build.datamodule(CIFARDataModule, config)
+module, datamodule = CIFARModule(run_spec.config, run_spec.num_classes), CIFARDataModule(config)
 datamodule.prepare_data()
 run = Path(config.out)
 run_dir = run if rank_environment.global_rank() == 0 else None

@@ -20,8 +20,7 @@ from cifar_zero.comparison.reading import read_losses
 from cifar_zero.config import command_line
 from cifar_zero.optimizers import OFFLOADED_BY
 from cifar_zero.schedules import SCHEDULES
-from cifar_zero.training import build
-from cifar_zero.training.run_steps import run_steps
+from cifar_zero.training.build import run_steps
 from datamodule import CIFARDataModule
 from tests.support.helpers import ROOT, on_a_small_cpu, run_folder_of, train_all
 
@@ -63,7 +62,7 @@ def flags_of(recipe: Path, ranks: int, data: list[str]) -> list[str]:
     flags = ["--config", str(recipe), *size, *data, *where]
     config = command_line.parse(flags)
     if hasattr(SCHEDULES[config.schedule.name](), "total_steps"):  # of the whole recipe, not of its first steps
-        flags += ["--schedule.total_steps", str(run_steps(config, build.datamodule(CIFARDataModule, config)))]
+        flags += ["--schedule.total_steps", str(run_steps(config, CIFARDataModule(config)))]
     return flags if recipe.stem == "debug_overfit" else [*flags, "--max_steps", str(STEPS)]
 
 

@@ -22,7 +22,7 @@ from cifar_zero.training.resolve import resolve
 from datamodule import CIFARDataModule
 run_spec = resolve(command_line.parse(sys.argv[1:]))
 config = run_spec.config
-module, datamodule = build.module(CIFARModule, run_spec), build.datamodule(CIFARDataModule, config)
+module, datamodule = CIFARModule(run_spec.config, run_spec.num_classes), CIFARDataModule(config)
 datamodule.prepare_data()
 run = run_folder.claim(config.out, config.run_name)
 trainer = build.trainer(run_spec, run)

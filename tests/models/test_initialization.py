@@ -14,7 +14,6 @@ from cifar_module import CIFARModule
 from cifar_zero import models
 from cifar_zero.config.command_line import parse
 from cifar_zero.models.initialization import initialize
-from cifar_zero.training.build import module
 from cifar_zero.training.resolve import of_machine
 
 VARIANCES: dict[str, Callable[[int, int], float]] = {
@@ -65,7 +64,7 @@ def test_deep_perceptrons_keep_their_signal(activation: str, scheme: str):
 def test_the_seed_decides_the_initial_weights():
     def start(*flags: str) -> torch.Tensor:
         flags = ("--data.source", "digits", "--model", "mlp", "--model.hidden", "[8]", *flags)
-        built = module(CIFARModule, of_machine(parse([*flags])))
+        built = CIFARModule(of_machine(parse([*flags])).config, num_classes=10)
         built.configure_model()
         net: Any = built.net
         return net[1].weight

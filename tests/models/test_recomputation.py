@@ -19,7 +19,7 @@ from cifar_zero.models.moe import gates
 from cifar_zero.models.net import Net
 from cifar_zero.models.recomputation import checkpoint_blocks
 from cifar_zero.planning.activations import Held, counted
-from cifar_zero.training.callbacks.counts import training_flops
+from cifar_zero.training.callbacks.flops import training_flops
 
 STEPS = 20
 

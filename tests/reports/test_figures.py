@@ -23,7 +23,7 @@ def test_a_hundred_classes_are_drawn_without_text() -> None:
     assert not axes.texts
 
 
-@pytest.mark.parametrize("found", [0, 2, 24, 30])
+@pytest.mark.parametrize("found", [0, 2, 30])
 def test_the_grid_shows_as_many_mistakes_as_there_are_up_to_24(found: int) -> None:
     generator = np.random.default_rng(0)
     images = generator.integers(0, 256, (found, 3, 32, 32), dtype=np.uint8)

@@ -1,10 +1,11 @@
+import io
 import json
 import subprocess
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from cifar_zero.reports.summary import MEASURED, git_commit, metrics_json, print_summary, print_test_table, write_json
 
@@ -36,10 +37,11 @@ RUN: dict[str, Any] = {
 }
 
 
-def printed(show: Any, *arguments: Any) -> str:
-    console = Console(width=120, highlight=False, record=True, force_terminal=False)
-    show(*arguments, console)
-    return console.export_text()
+def printed(show: Any, *arguments: Any, width: int = 120) -> str:
+    with redirect_stdout(io.StringIO()) as output, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", str(width))
+        show(*arguments)
+    return output.getvalue()
 
 
 def test_the_keys_are_the_contract_in_its_order() -> None:
@@ -133,9 +135,7 @@ def test_a_class_without_images_and_a_model_without_top_5() -> None:
 @pytest.mark.parametrize(("width", "lines"), [(120, 40), (80, 65)])
 def test_a_hundred_classes_stand_side_by_side(width: int, lines: int) -> None:
     accuracies = {f"class {label:07d}": label / 100 for label in range(100)}
-    console = Console(width=width, record=True, force_terminal=False)
-    print_test_table({**RUN, "test/acc": 0.495, "test/acc_per_class": accuracies}, console)
-    text = console.export_text()
+    text = printed(print_test_table, {**RUN, "test/acc": 0.495, "test/acc_per_class": accuracies}, width=width)
     assert all(f"{name} {share:.2%}" in text for name, share in accuracies.items())
     assert len(text.splitlines()) < lines
     assert "49.50%" in text

@@ -20,6 +20,7 @@ from cifar_zero.config import command_line
 from cifar_zero.core import exits
 from cifar_zero.launch import local_launcher, rank_environment
 from cifar_zero.training.resolve import resolve
+from tests.support.without_figures import draw_no_figures
 
 POLL_SECONDS = 0.02
 IDLE_SECONDS = 900.0
@@ -31,6 +32,10 @@ def main() -> int:
     folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
     if ranks > 1 and not rank_environment.is_rank():
         return local_launcher.run(ranks, on_cpu=True)
+    import torch.distributed  # not in the launcher, which would wait for it
+
+    draw_no_figures()
+    torch.distributed.destroy_process_group = lambda *_: None  # the next run needs it
     environment = dict(os.environ)
     for number in itertools.count():
         file = folder / f"{number}.json"
@@ -42,7 +47,7 @@ def main() -> int:
         for flags in json.loads(file.read_text()):
             os.environ.update(environment)  # Lightning removes WORLD_SIZE at the end of a run
             run = resolve(command_line.parse(flags), command_line.consent(flags))
-            train.train(run, figures=False, last=False)
+            train.train(run)
         if rank_environment.global_rank() == 0:
             file.with_suffix(".done").touch()
     return 0

@@ -81,7 +81,13 @@ def fit(
 ) -> tuple[Trainer, CIFARModule, Recorder, str]:
     recorder, checkpoint = Recorder(), options.pop("ckpt_path", None)
     config = Config(
-        strategy=strategy, accelerator="cpu", batch_size=BATCH, accumulate=accumulate, gradient_clip_val=0.5
+        strategy=strategy,
+        accelerator="cpu",
+        batch_size=BATCH,
+        accumulate=accumulate,
+        gradient_clip_val=0.5,
+        optimizer=Choice("adam"),
+        schedule=Choice("warmup_lr", {"warmup_num_steps": 3}),
     )
     trainer = Trainer(
         strategy=strategies.build(of_machine(config), 62_006),
@@ -100,8 +106,7 @@ def fit(
     )
     if ours:
         fast_loop.install(trainer)
-    schedule = Choice("warmup_lr", {"warmup_num_steps": 3})
-    module = Logging(Choice("net"), Choice("adam"), schedule, num_classes=10)
+    module = Logging(config, num_classes=10)
     trainer.fit(module, datamodule=Images(accumulate), ckpt_path=checkpoint, weights_only=False)
     return trainer, module, recorder, (folder / "metrics.csv").read_text()
 

@@ -1,1 +1,1 @@
-"""Callbacks, one per file: they observe a run and write curves, figures and totals; `run_callbacks` lists them."""
+"""Callbacks: they observe a run and write curves, figures and totals; `training.build` lists them."""

@@ -1,4 +1,5 @@
-"""An average of the weights over the training, which is evaluated and exported in place of the newest weights.
+"""Averages that a model is evaluated and saved with: of batch norms' statistics over the ranks, and of the weights over
+the training.
 
 Lightning's own callback (WeightAveraging, 2.6.6) copies the whole module before the strategy shards it: it cannot
 average the shards of ZeRO-3, and DeepSpeed does not save what it adds to a checkpoint's state_dict.
@@ -19,6 +20,30 @@ from cifar_zero.strategies import own
 
 average_in = get_swa_multi_avg_fn()
 """Moves a list of averages towards values by 1 / (count + 1) of the difference, in one call."""
+
+
+class BatchNormStatistics(Callback):
+    """Averages the running means and variances over the ranks before each validation, test and checkpoint.
+
+    In training a rank normalises by its own micro-batch, and its running statistics are of the images that it has seen.
+    No training step reads them, so no step has to wait for the other ranks: torch's DistributedDataParallel would
+    send those of rank 0 to all others in every step, and DeepSpeed (0.19.8) would leave each rank its own, evaluate as
+    many models as there are ranks and save the first. Their average has seen all images, under every strategy.
+    """
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Averages."""
+        average_statistics(pl_module)
+
+    on_test_start = on_validation_start
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Averages in place, and in the copies that the checkpoint may already have; called on every rank."""
+        average_statistics(pl_module)
+        saved = checkpoint.get("state_dict", {})
+        for name, buffer in pl_module.named_buffers():
+            if name in saved:
+                saved[name].copy_(buffer)
 
 
 class Averaging(Callback):
@@ -76,23 +101,13 @@ class Averaging(Callback):
         ends = trainer.is_last_batch or trainer.global_step == trainer.max_steps
         return ends and trainer.global_step >= self._first_step
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gives the model the averages."""
-        self._swap_in(trainer, pl_module)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gives the model its own weights back."""
-        self._swap_out(trainer, pl_module)
-
-    on_test_start, on_test_end = on_validation_start, on_validation_end
-
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Adds the averages by the plain model's names, at stage 3 this rank's shards; called on every rank."""
         if not self._count:
             return
         if self._stale:
-            self._swap_in(trainer, pl_module)
-            self._swap_out(trainer, pl_module)
+            self.on_validation_start(trainer, pl_module)
+            self.on_validation_end(trainer, pl_module)
         self._agree(pl_module)
         parts = held(pl_module)
         plain = own(trainer.strategy).plain_names(parts)
@@ -123,28 +138,32 @@ class Averaging(Callback):
     # Not in inference mode, in which Lightning calls them: stage 3 gathers parameters here that are trained afterwards.
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _swap_in(self, trainer: Trainer, module: LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Gives the model the averages."""
         if not self._count:
             return
-        self._agree(module)
+        self._agree(pl_module)
         with own(trainer.strategy).rewriting():
-            parts = [own_part(part) for part in held(module).values()]
+            parts = [own_part(part) for part in held(pl_module).values()]
             self._newest = [part.clone() for part in parts]
             for part, average in zip(parts, self._averages, strict=True):
                 part.copy_(average)
         if self._stale:
             self._stale = False
-            self._renew_statistics(trainer, module)
+            self._renew_statistics(trainer, pl_module)
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _swap_out(self, trainer: Trainer, module: LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Gives the model its own weights back."""
         if not self._count:
             return
         with own(trainer.strategy).rewriting():
-            for part, newest in zip(held(module).values(), self._newest, strict=True):
+            for part, newest in zip(held(pl_module).values(), self._newest, strict=True):
                 own_part(part).copy_(newest)
         self._newest = []
+
+    on_test_start, on_test_end = on_validation_start, on_validation_end
 
     def _renew_statistics(self, trainer: Trainer, module: LightningModule) -> None:
         """Computes the batch norms' statistics for the averages, on the training images of epoch 0."""
@@ -180,6 +199,15 @@ class Averaging(Callback):
         """Returns the buffers of the model, each with its average."""
         pairs = zip(held(module).values(), self._averages, strict=True)
         return [(part, average) for part, average in pairs if not isinstance(part, torch.nn.Parameter)]
+
+
+def average_statistics(module: LightningModule) -> None:
+    """Replaces each running mean and variance by its average over the ranks; every rank must call it.
+
+    Other buffers stay: numbers of batches are the same on all ranks, and statistics of frozen layers do not change.
+    """
+    pairs = ((layer.running_mean, layer.running_var) for layer in counting(module))
+    average_over_ranks([value for pair in pairs for value in pair if value is not None])
 
 
 def held(module: LightningModule) -> dict[str, Any]:

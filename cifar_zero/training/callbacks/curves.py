@@ -1,17 +1,48 @@
-"""The training curves: loss, epoch, learning rate and gradient norm over the optimizer steps."""
+"""The training curves: loss, epoch, learning rate and gradient norm over the optimizer steps; when a point is due."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.strategies.norm import global_norm
-from cifar_zero.training.callbacks.effective import deepspeed_engine
-from cifar_zero.training.callbacks.interval import Interval, log_scalars
+
+
+class Interval:
+    """A point is due every --log_interval optimizer steps, and at the last step of the run.
+
+    Args:
+        trainer: at step 0, or at that of a resumed run.
+    """
+
+    def __init__(self, trainer: Any):
+        self._every = trainer.log_every_n_steps
+        self._newest = trainer.global_step
+        self._last_step = trainer.estimated_stepping_batches  # -1 or infinite if Lightning does not know it
+
+    def is_point(self, step: int) -> bool:
+        """Returns whether a point belongs to `step` optimizer steps."""
+        return step % self._every == 0 or step == self._last_step
+
+    def due(self, step: int) -> bool:
+        """Returns whether a point is due after a micro-batch; true once for each point, though the steps stand still
+        while micro-batches are accumulated."""
+        if step == self._newest or not self.is_point(step):
+            return False
+        self._newest = step
+        return True
+
+
+def log_scalars(trainer: Trainer, scalars: Mapping[str, float]) -> None:
+    """Writes one point of each curve, at the number of optimizer steps done; only rank 0 has loggers."""
+    for logger in trainer.loggers:
+        logger.log_metrics(dict(scalars), trainer.global_step)
 
 
 class TrainingCurves(Callback):
@@ -20,11 +51,12 @@ class TrainingCurves(Callback):
     Between two points it only keeps the losses, on the device, so that no step waits for a value to reach the host.
 
     Args:
-        log_interval: optimizer steps between two points.
-        run_dir: the run folder, on rank 0 of a run that writes `losses.csv`.
+        writes_losses: whether rank 0 writes `losses.csv`.
     """
 
-    def __init__(self, log_interval: int, run_dir: Path | None = None):
+    _interval: Interval
+
+    def __init__(self, writes_losses: bool = True):
         self.last_loss: float | None = None
         """train/loss of the newest point: mean over the micro-batches of its interval and over all ranks."""
         self.last_gradient_norm: float | None = None
@@ -35,8 +67,7 @@ class TrainingCurves(Callback):
         """Loss of each micro-batch since the newest point, on the device."""
         self.logged_losses: Tensor | None = None
         """This rank's losses of the newest point."""
-        self._interval = Interval(log_interval)
-        self._file = None if run_dir is None else run_dir / run_folder.LOSSES
+        self._writes_losses = writes_losses
         self._step_ends: list[int] = []
         self._logged_step = 0
         self._learning_rate: float | None = None
@@ -44,11 +75,10 @@ class TrainingCurves(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the first interval."""
-        self._interval.start(trainer)
+        self._interval = Interval(trainer)
         self._logged_step = trainer.global_step
         self.losses, self._step_ends = [], []
-        if self._file is not None:
-            self._file.write_text("step,loss\n")
+        self._write(trainer, "step,loss\n", mode="w")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Keeps the learning rate and the gradient norm of a step that will be logged, before the step changes them.
@@ -81,7 +111,10 @@ class TrainingCurves(Callback):
         # It reduces in place, and this rank's own losses are needed too.
         losses = trainer.strategy.reduce(self.logged_losses.clone(), reduce_op="mean").tolist()
         self.last_loss = sum(losses) / len(losses)
-        self._write(losses)
+        starts = [0, *self._step_ends]
+        steps = [losses[start:end] for start, end in zip(starts, self._step_ends, strict=False)]
+        rows = enumerate((sum(own) / len(own) for own in steps), start=self._logged_step + 1)
+        self._write(trainer, "".join(f"{step},{loss!r}\n" for step, loss in rows))  # repr: reading gives the same bits
         self.last_epoch = (trainer.fit_loop.total_batch_idx + 1) / trainer.num_training_batches
         self._logged_step = step = trainer.global_step
         scalars = {"train/loss": self.last_loss, "train/epoch": self.last_epoch, "train/global_step": step}
@@ -94,18 +127,10 @@ class TrainingCurves(Callback):
         self.losses, self._step_ends = [], []
         self._learning_rate = self._gradient_norm = None
 
-    def _write(self, losses: list[float]) -> None:
-        """Appends the steps since the newest point; `losses`: of their micro-batches, means over all ranks.
-
-        Floats are written with `repr`, so that reading them gives the same bits.
-        """
-        if self._file is None:
-            return
-        starts = [0, *self._step_ends]
-        steps = [losses[start:end] for start, end in zip(starts, self._step_ends, strict=False)]
-        with self._file.open("a") as file:
-            for step, own in enumerate(steps, start=self._logged_step + 1):
-                file.write(f"{step},{sum(own) / len(own)!r}\n")
+    def _write(self, trainer: Trainer, text: str, mode: str = "a") -> None:
+        if self._writes_losses and trainer.is_global_zero:
+            with open(Path(trainer.default_root_dir) / run_folder.LOSSES, mode) as file:
+                file.write(text)
 
 
 def norm_before_step(trainer: Trainer, module: LightningModule) -> Tensor | None:
@@ -132,3 +157,8 @@ def norm_after_step(trainer: Trainer) -> float | None:
     engine = deepspeed_engine(trainer)
     norm = None if engine is None else engine.get_global_grad_norm()
     return None if norm is None else float(norm)
+
+
+def deepspeed_engine(trainer: Trainer) -> Any:
+    """Returns DeepSpeed's engine; None under another strategy."""
+    return trainer.strategy.deepspeed_engine if isinstance(trainer.strategy, DeepSpeedStrategy) else None

@@ -23,12 +23,10 @@ class Divergence(Callback):
 
     Args:
         curves: of the run; an earlier callback.
-        run_dir: the run folder, on rank 0.
     """
 
-    def __init__(self, curves: TrainingCurves, run_dir: Path | None):
+    def __init__(self, curves: TrainingCurves):
         self._curves = curves
-        self._run_dir = run_dir
         self._norm: float | None = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
@@ -75,7 +73,9 @@ class Divergence(Callback):
             known.append(f"loss scale {scale:g}")
         fixes = "lower --optimizer.lr or set --gradient_clip_val 1; --on_nan skip leaves such batches out"
         message = f"the loss is NaN or infinite from step {step} on ({', '.join(known)}): {fixes}"
-        return message if self._run_dir is None else f"{message}; {_repeat_command(self._run_dir, step)}"
+        if not trainer.is_global_zero:
+            return message
+        return f"{message}; {_repeat_command(Path(trainer.default_root_dir), step)}"
 
 
 def _repeat_command(run_dir: Path, step: int) -> str:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor
 
 from cifar_zero.models.moe import Gate, gates
 from cifar_zero.reports.figures import expert_figure
+from cifar_zero.training.callbacks.curves import Interval, log_scalars
 from cifar_zero.training.callbacks.figures import write_figure
-from cifar_zero.training.callbacks.interval import Interval, log_scalars
 
 
 @dataclass
@@ -38,15 +37,11 @@ class Experts(Callback):
     """Writes the moe/* curves, and experts.png of a test into the run folder and the loggers.
 
     Between two points it only keeps references to tensors that the gates already have on the device.
-
-    Args:
-        log_interval: optimizer steps between two points.
-        run_dir: the run folder, on rank 0; None on the others.
     """
 
-    def __init__(self, log_interval: int, run_dir: Path | None):
-        self._interval = Interval(log_interval)
-        self._run_dir = run_dir
+    _interval: Interval
+
+    def __init__(self) -> None:
         self._gates: Sequence[Gate] = ()
         self._seen: list[Seen] = []
         self._logged_step = 0
@@ -54,7 +49,7 @@ class Experts(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Starts the first interval, with the gates of the model as the strategy has made it."""
-        self._interval.start(trainer)
+        self._interval = Interval(trainer)
         self._logged_step = trainer.global_step
         self._gates = _gates(pl_module)
         self._seen = [Seen() for _ in self._gates]
@@ -90,9 +85,9 @@ class Experts(Callback):
     def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Adds up the ranks' counts, and draws them on rank 0."""
         counts = [_of_all_ranks(trainer, of_gate).cpu().numpy() for of_gate in self._test_counts]
-        if self._run_dir is not None:
+        if trainer.is_global_zero:
             class_names = trainer.datamodule.classes  # pyright: ignore[reportAttributeAccessIssue]
-            write_figure(trainer, expert_figure(counts, class_names), "figures/experts", self._run_dir / "experts.png")
+            write_figure(trainer, expert_figure(counts, class_names), "experts")
 
     def _log(self, trainer: Trainer) -> None:
         self._logged_step = trainer.global_step

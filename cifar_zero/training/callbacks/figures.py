@@ -15,7 +15,7 @@ from cifar_zero.launch.collectives import gather
 from cifar_zero.reports.curve_figures import calibration_figure, precision_recall_figure, roc_figure
 from cifar_zero.reports.figures import MISTAKE_COLUMNS, MISTAKE_ROWS, confusion_figure, mistakes_figure
 from cifar_zero.strategies import data_group
-from cifar_zero.training.metrics import Curve, calibration_error
+from cifar_zero.training.metrics import calibration_error
 
 SHOWN = MISTAKE_ROWS * MISTAKE_COLUMNS
 """Mistakes that the figure has room for, and that are kept."""
@@ -25,15 +25,9 @@ Mistakes = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class TestFigures(Callback):
-    """Writes the figures of a test into the run folder and the loggers.
+    """Writes the figures of a test into the run folder and the loggers."""
 
-    Args:
-        run_dir: the run folder, on rank 0; None on the others.
-    """
-
-    def __init__(self, run_dir: Path | None):
-        self._run_dir = run_dir
-        self._mistakes: Mistakes | None = None
+    _mistakes: Mistakes | None = None
 
     def on_test_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Starts without mistakes."""
@@ -51,7 +45,7 @@ class TestFigures(Callback):
         tested = pl_module.test_metrics  # every rank calls it: it adds up the ranks' counts
         counts, bins = tested.confusion.compute(), tested.calibration.compute().cpu()
         per_class, roc, precision_recall = tested.per_class(), tested.roc(), tested.precision_recall()
-        if self._run_dir is None:
+        if not trainer.is_global_zero:
             return
         names = trainer.datamodule.classes  # pyright: ignore[reportAttributeAccessIssue]
         confidence, images, true, predicted = merge(of_each_rank)  # pyright: ignore[reportArgumentType]
@@ -60,13 +54,12 @@ class TestFigures(Callback):
         figures = {
             "confusion_matrix": confusion_figure(counts.cpu().numpy(), names),
             "mistakes": mistakes_figure(*mistakes, names),
-            "roc": roc_figure(as_arrays(roc), per_class["auroc"].numpy(), names),
-            "precision_recall": precision_recall_figure(as_arrays(precision_recall), averages, names),
+            "roc": roc_figure(roc, per_class["auroc"].numpy(), names),
+            "precision_recall": precision_recall_figure(precision_recall, averages, names),
             "calibration": calibration_figure(bins.numpy(), calibration_error(bins)),
         }
         for name, figure in figures.items():
-            tag = "most_confident_mistakes" if name == "mistakes" else name
-            write_figure(trainer, figure, f"figures/{tag}", self._run_dir / f"{name}.png")
+            write_figure(trainer, figure, name, "most_confident_mistakes" if name == "mistakes" else name)
 
 
 def surest_mistakes(scores: Tensor, images: Tensor, labels: Tensor) -> Mistakes:
@@ -96,13 +89,9 @@ def as_pixels(images: Tensor) -> np.ndarray:
     return images.numpy()
 
 
-def as_arrays(curves: list[Curve]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Returns curves as NumPy arrays, which reports/ draws."""
-    return [(x.numpy(), y.numpy()) for x, y in curves]
-
-
-def write_figure(trainer: Trainer, figure: Figure, tag: str, file: Path) -> None:
-    """Saves a figure as a PNG, and adds it to the loggers that can show images."""
+def write_figure(trainer: Trainer, figure: Figure, name: str, tag: str = "") -> None:
+    """Saves <name>.png in the run folder, and adds it to the loggers that can show images as figures/<tag or name>."""
+    file, tag = Path(trainer.default_root_dir) / f"{name}.png", f"figures/{tag or name}"
     figure.savefig(file, dpi=120)
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):

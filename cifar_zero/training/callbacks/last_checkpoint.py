@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from cifar_zero.training.callbacks.agreement import Agreement
+from cifar_zero.training.callbacks.stop import Agreement
 
 
 class LastCheckpoint(Checkpoint):
@@ -43,13 +43,10 @@ class LastCheckpoint(Checkpoint):
         """Saves after the last step or when it is time; at the end of the training the epoch would count as done."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches or trainer.is_last_batch:
             return
-        if trainer.should_stop or trainer.global_step == trainer.max_steps or self._is_time(trainer):
+        is_late = time.monotonic() - self._saved_at >= self._seconds
+        is_time = self._seconds and self._agreement.reached(trainer, is_late)
+        if is_time or trainer.should_stop or trainer.global_step == trainer.max_steps:
             self._save(trainer)
-
-    def _is_time(self, trainer: Trainer) -> bool:
-        if not self._seconds:
-            return False
-        return self._agreement.reached(trainer, time.monotonic() - self._saved_at >= self._seconds)
 
     def _save(self, trainer: Trainer) -> None:
         if self._path is not None and trainer.global_step > self._saved_step:

@@ -38,13 +38,9 @@ class LearningRateFinder(Callback):
 
     Lightning's finder (2.6.6) replaces the module's scheduler for a while, and then loads a checkpoint to undo the
     steps. This test is a separate run, under any strategy, with nothing to undo.
-
-    Args:
-        run_dir: the run folder, on rank 0.
     """
 
-    def __init__(self, run_dir: Path | None):
-        self._run_dir = run_dir
+    def __init__(self) -> None:
         self._losses: list[Tensor] = []
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
@@ -56,12 +52,12 @@ class LearningRateFinder(Callback):
         # Lightning (2.6.6) hands out the loss divided by accumulate_grad_batches: the sum of a step's is its mean.
         by_step = torch.stack(self._losses).view(-1, trainer.accumulate_grad_batches).sum(dim=1)
         losses = trainer.strategy.reduce(by_step, reduce_op="mean").tolist()
-        if self._run_dir is None:
+        if not trainer.is_global_zero:
             return
         rates = [pl_module.schedule.rate(step, pl_module.optimizer.lr) for step in range(len(losses))]
         smooth = running_mean(losses)
         suggestion = steepest_fall(rates, smooth)
-        file = self._run_dir / "lr_find.png"
+        file = Path(trainer.default_root_dir) / "lr_find.png"
         draw_range_test(rates, losses, smooth, suggestion, file)
         if suggestion is None:
             print(f"the loss did not fall at any learning rate; try a larger --max_steps: {file}")
@@ -82,11 +78,9 @@ def running_mean(losses: Sequence[float]) -> list[float]:
 
 
 def steepest_fall(rates: Sequence[float], losses: Sequence[float]) -> float | None:
-    """Returns the learning rate from which a loss falls most over a span of the steps; None if it does not fall.
+    """Returns the learning rate from which smoothed losses fall most over a span of the steps; None if they do not.
 
-    Args:
-        rates: growing by the same factor from step to step.
-        losses: smoothed.
+    The rates grow by the same factor from step to step.
     """
     settled, span = losses[SETTLING_STEPS:], max(1, len(rates) // SPANS)
     falls = [after - before for before, after in zip(settled, settled[span:], strict=False)]

@@ -1,53 +1,65 @@
-"""The memory of a run: the peak of each rank, and its model states."""
+"""The memory of a run: the peak of each rank, and its model states (the ZeRO paper's term): the bytes that it holds for
+parameters, gradients and optimizer state."""
 
 import resource
 import sys
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from cifar_zero.launch.collectives import gather
-from cifar_zero.training.callbacks.interval import Interval, log_scalars
-from cifar_zero.training.callbacks.model_state import ModelStates, model_states
+from cifar_zero.training.callbacks.curves import Interval, log_scalars
 
 PARTS = ("mem/parameter_rank_bytes", "mem/gradient_rank_bytes", "mem/optimizer_rank_bytes")
 """The summands of mem/model_state_rank_bytes."""
 
 
-def peak_bytes(device: torch.device) -> int:
-    """Returns the peak memory of this rank so far: of tensors on its GPU; on the CPU of the whole process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "linux":
-        # Not getrusage, in which a process starts with its parent's peak.
-        status = Path("/proc/self/status").read_text()
-        return 1024 * int(status.split("VmHWM:")[1].split()[0])
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): bytes on macOS, kilobytes elsewhere
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+ZERO_GRADIENTS = (
+    # deepspeed/runtime/zero/stage_1_and_2.py: of this rank's part
+    "averaged_gradients",
+    # deepspeed/runtime/zero/stage3.py: the same
+    "grad_partitions_flat_buffer",
+    # deepspeed/runtime/bf16_optimizer.py: in float32
+    "fp32_groups_gradients_flat",
+)
+"""Attributes in which DeepSpeed 0.19.8's optimizers keep gradients in addition to the model's own tensors."""
+
+ZERO_MASTER_WEIGHTS = (
+    # deepspeed/runtime/zero/stage_1_and_2.py: of this rank, with the gradients of an offloaded optimizer on them
+    "single_partition_of_fp32_groups",
+    # deepspeed/runtime/zero/stage3.py: the same
+    "fp32_partitioned_groups_flat",
+    # deepspeed/runtime/bf16_optimizer.py
+    "fp32_groups_flat_partition",
+    # deepspeed/runtime/fp16/fused_optimizer.py and unfused_optimizer.py (stage 0)
+    "fp32_groups_flat",
+    "fp32_groups",
+)
+"""Attributes in which they keep the float32 weights that the optimizer updates."""
 
 
 class Memory(Callback):
-    """Writes the curve mem/peak_gb (10^9 bytes, of the rank with the most) and keeps the totals of the run.
+    """Writes the curve mem/peak_gb (10^9 bytes, of the rank with the most) and keeps the totals of the run."""
 
-    Args:
-        log_interval: optimizer steps between two points.
-    """
+    _interval: Interval
 
-    def __init__(self, log_interval: int):
-        self._interval = Interval(log_interval)
+    def __init__(self) -> None:
         self._state_step = 0
-        self._states = ModelStates(0, 0, 0)
-        self.totals: dict[str, list[int]] = {
-            key: [] for key in ("mem/peak_rank_bytes", "mem/model_state_rank_bytes", *PARTS)
-        }
+        self._states = (0, 0, 0)
+        keys = ("mem/peak_rank_bytes", "mem/model_state_rank_bytes", *PARTS)
+        self.totals: dict[str, list[int]] = {key: [] for key in keys}
         """mem/* of metrics.json, one value per rank, after the fit."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the first interval."""
-        self._interval.start(trainer)
+        self._interval = Interval(trainer)
         # The optimizer has its state from the second step on; a run of one step is measured in that step.
         self._state_step = trainer.global_step + (trainer.estimated_stepping_batches != trainer.global_step + 1)
 
@@ -70,3 +82,63 @@ class Memory(Callback):
             "mem/model_state_rank_bytes": gather(sum(self._states)),
             **{key: gather(part) for key, part in zip(PARTS, self._states, strict=True)},
         }
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Returns the peak memory of this rank so far: of tensors on its GPU; on the CPU of the whole process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "linux":
+        # Not getrusage, in which a process starts with its parent's peak.
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(status.split("VmHWM:")[1].split()[0])
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): bytes on macOS, kilobytes elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def model_states(module: Module, optimizer: Any) -> tuple[int, int, int]:
+    """Returns the bytes of parameters, gradients and optimizer state of this rank, on its device or in host memory.
+
+    The parameters are those that the model computes with; DeepSpeed's float32 master weights are optimizer state.
+
+    Memory that several tensors share counts once, and padding counts. Communication buckets, activations and what is
+    on disk do not count. Call it while the gradients of a step exist.
+
+    Args:
+        module: the model.
+        optimizer: torch's, or DeepSpeed's that wraps it.
+    """
+    parameters = [tensor for own in module.parameters() for tensor in (own, *_flat(getattr(own, "ds_tensor", None)))]
+    master = [*_of(optimizer, ZERO_MASTER_WEIGHTS)]
+    with_gradient = (tensor for tensor in (*parameters, *master) if tensor.is_leaf and tensor.grad is not None)
+    gradients = [*(cast(Tensor, tensor.grad) for tensor in with_gradient), *_of(optimizer, ZERO_GRADIENTS)]
+    state = [*master, *_flat(getattr(optimizer, "optimizer", optimizer).state)]
+    counted: set[tuple[torch.device, int]] = set()
+    return _bytes(parameters, counted), _bytes(gradients, counted), _bytes(state, counted)
+
+
+def _bytes(tensors: Iterable[Tensor], counted: set[tuple[torch.device, int]]) -> int:
+    """Returns the bytes behind the tensors that are not yet in `counted`, and adds them to it."""
+    total = 0
+    for tensor in tensors:
+        storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+        key = storage.device, storage.data_ptr()
+        total += 0 if key in counted else storage.nbytes()
+        counted.add(key)
+    return total
+
+
+def _of(optimizer: Any, names: Iterable[str]) -> Iterator[Tensor]:
+    for name in names:
+        yield from _flat(getattr(optimizer, name, None))
+
+
+def _flat(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _flat(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _flat(item)

@@ -1,21 +1,72 @@
-"""The results of a run: the contents of metrics.json, read from the trainer and its callbacks."""
+"""The results of a run: the contents of metrics.json, read from the trainer, its callbacks and DeepSpeed's engine."""
 
+import json
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from cifar_zero.checkpoints import run_folder
 from cifar_zero.config.flags import Config, flat
 from cifar_zero.core.hardware import cpu_name
 from cifar_zero.reports.summary import MEASURED, metrics_json
-from cifar_zero.training.callbacks.counts import parameter_count, trained_count
-from cifar_zero.training.callbacks.curves import TrainingCurves
-from cifar_zero.training.callbacks.effective import Effective
+from cifar_zero.strategies.mesh import MeshStrategy
+from cifar_zero.training.callbacks.curves import TrainingCurves, deepspeed_engine
+from cifar_zero.training.callbacks.flops import parameter_count, trained_count
 from cifar_zero.training.callbacks.memory import Memory
 from cifar_zero.training.callbacks.throughput import Throughput
 
+SETTINGS = ("compute_dtype", "parameter_dtype", "skipped_steps", "reduce_bucket_size", "allgather_bucket_size")
+"""Keys of metrics.json that `Effective` knows."""
+
 Observer = TypeVar("Observer", bound=Callback)
+
+
+class Effective(Callback):
+    """Reads the settings in effect from the engine and the model, after the fit: dtypes, skipped steps, bucket sizes.
+
+    Under DeepSpeed rank 0 also writes the engine's configuration. Bucket sizes are in elements, of stages 1 to 3.
+    """
+
+    def __init__(self) -> None:
+        self._first_step = 0
+        self._applied_steps: int | None = None
+        self.totals: dict[str, Any] = dict.fromkeys(SETTINGS)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Reads the settings, and starts to count the steps that a gradient scaler lets through."""
+        parameters = next(pl_module.parameters()).dtype
+        self.totals["compute_dtype"] = _name(_compute_dtype(trainer, parameters))
+        self.totals["parameter_dtype"] = _name(parameters)
+        engine = deepspeed_engine(trainer)
+        if engine is not None:
+            if engine.zero_optimization():
+                at_stage_3 = engine.zero_optimization_partition_weights()
+                gathered = engine.zero_prefetch_bucket_size() if at_stage_3 else engine.zero_allgather_bucket_size()
+                self.totals["reduce_bucket_size"] = engine.zero_reduce_bucket_size()
+                self.totals["allgather_bucket_size"] = gathered
+            if trainer.is_global_zero:
+                text = json.dumps(_configuration(engine), indent=1, default=str)
+                (Path(trainer.default_root_dir) / run_folder.DEEPSPEED_CONFIG).write_text(text + "\n")
+        elif getattr(trainer.precision_plugin, "scaler", None) is not None:
+            self._first_step, self._applied_steps = trainer.global_step, 0
+            trainer.optimizers[0].register_step_post_hook(self._count)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Counts the optimizer steps that float16 skipped because a gradient overflowed; 0 in other formats."""
+        engine = deepspeed_engine(trainer)
+        if engine is not None:
+            self.totals["skipped_steps"] = engine.skipped_steps
+        elif self._applied_steps is not None:
+            self.totals["skipped_steps"] = trainer.global_step - self._first_step - self._applied_steps
+        else:
+            self.totals["skipped_steps"] = 0
+
+    def _count(self, *_: Any) -> None:
+        assert self._applied_steps is not None
+        self._applied_steps += 1
 
 
 def collect(trainer: Trainer, module: Any, datamodule: Any, config: Config) -> dict[str, Any]:
@@ -29,13 +80,13 @@ def collect(trainer: Trainer, module: Any, datamodule: Any, config: Config) -> d
         "num_train": datamodule.num_train,
         "num_test": datamodule.num_test,
         "model": config.model.name,
-        "parameters": parameter_count(module.model, module.num_classes, config.lora),
-        "trained_parameters": trained_count(module.model, module.num_classes, config.trainable, config.lora),
+        "parameters": parameter_count(config.model, module.num_classes, config.lora),
+        "trained_parameters": trained_count(config.model, module.num_classes, config.trainable, config.lora),
         "strategy": config.strategy_name,
         "world_size": trainer.world_size,
         "num_nodes": trainer.num_nodes,
         "accelerator": "gpu" if device.type == "cuda" else device.type,
-        "device_name": device_name(device),
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "precision": config.precision,
         "seed": config.seed,
         "batch_size": config.batch_size,
@@ -67,13 +118,7 @@ def test_metrics(module: Any, datamodule: Any) -> dict[str, Any]:
 
 
 def log_hparams(trainer: Trainer, config: Config, metrics: dict[str, Any]) -> None:
-    """Adds the run to TensorBoard's HPARAMS table, which compares runs; only rank 0 has loggers.
-
-    Args:
-        trainer: of the run.
-        config: of the run.
-        metrics: of metrics.json.
-    """
+    """Adds the run to TensorBoard's HPARAMS table, which compares runs; only rank 0 has loggers."""
     settings = ("strategy", "model", "batch_size", "accumulate", "precision", "world_size", "dataset", "seed")
     hparams = {name: metrics[name] for name in settings}
     hparams |= {"optimizer": config.optimizer.name, "schedule": config.schedule.name}
@@ -89,10 +134,25 @@ def log_hparams(trainer: Trainer, config: Config, metrics: dict[str, Any]) -> No
             logger.experiment.flush()
 
 
-def device_name(device: torch.device) -> str:
-    """Returns the name of a GPU, or of this machine's processor."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-
-
 def _observer(trainer: Trainer, kind: type[Observer]) -> Observer:
     return next(callback for callback in trainer.callbacks if isinstance(callback, kind))  # pyright: ignore
+
+
+def _compute_dtype(trainer: Trainer, parameters: torch.dtype) -> torch.dtype:
+    """Returns the dtype of the layers: autocast's, the one that fully_shard casts to, or the parameters'."""
+    if isinstance(trainer.strategy, MeshStrategy) and trainer.strategy.casts:
+        return torch.bfloat16  # strategies/fsdp2.py
+    device = trainer.strategy.root_device.type
+    with trainer.precision_plugin.forward_context():
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parameters
+
+
+def _configuration(engine: Any) -> dict[str, Any]:
+    """Returns what the engine was given, with the ZeRO section as DeepSpeed (0.19.8) has completed it."""
+    config = engine._config
+    given = {**config._param_dict, "zero_optimization": config.zero_config.model_dump(mode="json")}
+    return {**given, "communication_data_type": _name(engine.communication_data_type)}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -9,41 +9,62 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from cifar_zero.config.flags import Config
 from cifar_zero.core import start_time
-from cifar_zero.training.callbacks.interval import Interval, log_scalars
-from cifar_zero.training.callbacks.peaks import peak_flops
-from cifar_zero.training.callbacks.stopwatch import Stopwatch
+from cifar_zero.training.callbacks.curves import Interval, log_scalars
+from cifar_zero.training.callbacks.flops import peak_flops
 
 
-def rates(
-    seconds: float,
-    data_seconds: float,
-    steps: int,
-    batch_size: int,
-    flops_per_step: int,
-    peak_flops: float | None = None,
-    recomputed_flops_per_step: int = 0,
-) -> dict[str, float]:
-    """Returns perf/* of `steps` optimizer steps that took `seconds`; perf/mfu only if the peak is known.
+class Stopwatch:
+    """Adds up the seconds between `start` and `stop`: on a GPU those of the work done, not of the work queued.
+
+    `start` and `stop` wait for the GPU. `lap` does not: it queues a CUDA event, which is read at the end.
 
     Args:
-        seconds: of training alone.
-        data_seconds: of these, waiting for data.
-        steps: at least one.
-        batch_size: images per step, over all ranks.
-        flops_per_step: over all ranks, without recomputation.
-        peak_flops: FLOP/s that all devices together can reach.
-        recomputed_flops_per_step: of activation checkpointing, over all ranks. perf/tflops counts them, since the
-            hardware computes them; perf/mfu does not (PaLM, Chowdhery et al. 2022, appendix B).
+        device: whose work is timed.
     """
-    steps_per_second = steps / seconds
-    utilisation = {} if peak_flops is None else {"perf/mfu": flops_per_step * steps_per_second / peak_flops}
-    return {
-        "perf/step_time_ms": 1e3 * seconds / steps,
-        "perf/data_time_ms": 1e3 * data_seconds / steps,
-        "perf/images_per_second": batch_size * steps_per_second,
-        "perf/tflops": (flops_per_step + recomputed_flops_per_step) * steps_per_second / 1e12,
-        **utilisation,
-    }
+
+    def __init__(self, device: torch.device):
+        self.seconds = 0.0
+        self.running = False
+        self._device = device
+        self._since = 0.0
+        self._lap_began: Any = None
+        self._laps: list[tuple[Any, Any]] = []
+
+    def start(self) -> None:
+        """Starts or continues, with a new lap."""
+        self._since = self._now()
+        self._lap_began = self._mark()
+        self.running = True
+
+    def stop(self) -> None:
+        """Stops if it runs; an unfinished lap is dropped."""
+        if self.running:
+            self.seconds += self._now() - self._since
+            self.running = False
+
+    def lap(self) -> None:
+        """Ends a lap and starts the next."""
+        mark = self._mark()
+        self._laps.append((self._lap_began, mark))
+        self._lap_began = mark
+
+    def lap_seconds(self) -> list[float]:
+        """Returns the laps so far, in seconds of the device's own time; waits for the GPU."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            return [begin.elapsed_time(end) / 1e3 for begin, end in self._laps]
+        return [end - begin for begin, end in self._laps]
+
+    def _now(self) -> float:
+        torch.get_device_module(self._device).synchronize(self._device)  # nothing to wait for on the CPU
+        return time.perf_counter()
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 class Throughput(Callback):
@@ -58,18 +79,21 @@ class Throughput(Callback):
 
     Args:
         config: of the run.
-        flops_per_step: over all ranks, see `callbacks.counts`.
+        flops_per_step: over all ranks, see `flops.training_flops`.
         warmup_steps: optimizer steps left out at the start; at most half of the run, except in a benchmark.
-        recomputed_flops_per_step: of activation checkpointing, over all ranks; not part of flops_per_step.
+        recomputed_flops_per_step: of activation checkpointing, over all ranks; not part of flops_per_step. perf/tflops
+            counts them, since the hardware computes them; perf/mfu does not (PaLM, Chowdhery et al. 2022, appendix B).
     """
 
+    _interval: Interval
+
     def __init__(self, config: Config, flops_per_step: int, warmup_steps: int = 10, recomputed_flops_per_step: int = 0):
-        self._interval = Interval(config.log_interval)
         self._config = config
         self._warmup_steps = warmup_steps
         self._flops_per_step = flops_per_step
         self._recomputed_flops_per_step = recomputed_flops_per_step
-        self._peak_flops: float | None = None
+        self.peak_flops: float | None = None
+        """FLOP/s that all devices together can reach, if known."""
         self._fit_started = self._fit_seconds = 0.0
         self._seconds_to_first_step: float | None = None
         self._first_step = self._first_timed_step = 0
@@ -87,7 +111,7 @@ class Throughput(Callback):
         command to the end of the first optimizer step. Only a benchmark has the shortest, median and longest step.
         """
         steps = self._logged_step - self._first_timed_step
-        timed = self._rates(self._clock.seconds, self._data_seconds, steps) if steps > 0 else {}
+        timed = self.rates(self._clock.seconds, self._data_seconds, steps) if steps > 0 else {}
         laps = [1e3 * seconds for seconds in self._clock.lap_seconds()]
         return {
             **{f"perf/{name}": None for name in ("step_time_ms", "data_time_ms", "images_per_second", "tflops", "mfu")},
@@ -108,8 +132,8 @@ class Throughput(Callback):
         """Finds where the timed steps begin."""
         device = pl_module.device
         peak = peak_flops(device, self._config.precision)
-        self._peak_flops = peak and peak * trainer.world_size
-        self._interval.start(trainer)
+        self.peak_flops = peak and peak * trainer.world_size
+        self._interval = Interval(trainer)
         self._clock = Stopwatch(device)
         self._first_step = trainer.global_step
         steps = trainer.estimated_stepping_batches - self._first_step
@@ -160,10 +184,19 @@ class Throughput(Callback):
         if steps <= 0:
             return
         seconds = self._clock.seconds - self._logged_seconds
-        log_scalars(trainer, self._rates(seconds, self._data_seconds - self._logged_data_seconds, steps))
+        log_scalars(trainer, self.rates(seconds, self._data_seconds - self._logged_data_seconds, steps))
         self._logged_step, self._logged_seconds = trainer.global_step, self._clock.seconds
         self._logged_data_seconds = self._data_seconds
 
-    def _rates(self, seconds: float, data_seconds: float, steps: int) -> dict[str, float]:
-        flops = self._flops_per_step, self._peak_flops, self._recomputed_flops_per_step
-        return rates(seconds, data_seconds, steps, self._config.batch_size, *flops)
+    def rates(self, seconds: float, data_seconds: float, steps: int) -> dict[str, float]:
+        """Returns perf/* of `steps` optimizer steps that took `seconds`, of which `data_seconds` waiting for data."""
+        steps_per_second = steps / seconds
+        model_flops = self._flops_per_step * steps_per_second
+        recomputed_flops = self._recomputed_flops_per_step * steps_per_second
+        return {
+            "perf/step_time_ms": 1e3 * seconds / steps,
+            "perf/data_time_ms": 1e3 * data_seconds / steps,
+            "perf/images_per_second": self._config.batch_size * steps_per_second,
+            "perf/tflops": (model_flops + recomputed_flops) / 1e12,
+            **({} if self.peak_flops is None else {"perf/mfu": model_flops / self.peak_flops}),
+        }

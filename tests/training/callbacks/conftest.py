@@ -14,7 +14,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
-from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -25,12 +24,11 @@ from cifar_zero.data.dataset import Split
 from cifar_zero.data.memory_loader import MemoryLoader
 from cifar_zero.data.order import TrainOrder
 from cifar_zero.training import fast_loop
-from cifar_zero.training.callbacks.counts import training_flops
 from cifar_zero.training.callbacks.curves import TrainingCurves
-from cifar_zero.training.callbacks.effective import Effective
-from cifar_zero.training.callbacks.figures import TestFigures
+from cifar_zero.training.callbacks.flops import training_flops
 from cifar_zero.training.callbacks.memory import Memory
 from cifar_zero.training.callbacks.progress import Progress
+from cifar_zero.training.callbacks.summary import Effective
 from cifar_zero.training.callbacks.throughput import Throughput
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -122,17 +120,15 @@ def fit(tmp_path: Path) -> Callable[..., Run]:
         num_train: int,
         *more_callbacks: Callback,
         warmup_steps: int = 2,
-        console: Console | None = None,
         module_class: type[CIFARModule] = CIFARModule,
         change: Change | None = None,
         **options: Any,
     ) -> Run:
         folder = tmp_path / f"run_{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
-        curves = TrainingCurves(config.log_interval, folder)
+        curves = TrainingCurves()
         flops = training_flops(config.model, len(CLASSES), config.batch_size)
-        observers = [curves, Throughput(config, flops, warmup_steps), Memory(config.log_interval), Effective(folder)]
-        figures = [Progress(config, curves, console), TestFigures(folder)]
+        observers = [curves, Throughput(config, flops, warmup_steps), Memory(), Effective()]
         trainer = Trainer(
             accelerator="cpu",
             devices=1,
@@ -141,15 +137,16 @@ def fit(tmp_path: Path) -> Callable[..., Run]:
             accumulate_grad_batches=config.accumulate,
             gradient_clip_val=config.gradient_clip_val or None,
             logger=TensorBoardLogger(tmp_path, name=folder.name, version="", default_hp_metric=False),
-            callbacks=[*observers, *figures, *more_callbacks],
+            callbacks=[*observers, Progress(config.batch_size, curves), *more_callbacks],
             log_every_n_steps=config.log_interval,
             default_root_dir=folder,
             use_distributed_sampler=False,
             enable_model_summary=False,
+            enable_progress_bar=False,
             num_sanity_val_steps=0,
             **{"enable_checkpointing": False, **options},
         )
-        module = module_class(config.model, config.optimizer, config.schedule, len(CLASSES))
+        module = module_class(config, len(CLASSES))
         datamodule = RandomImages(num_train, config.batch_size, config.accumulate, change)
         fast_loop.install(trainer)
         trainer.fit(module, datamodule=datamodule)

@@ -13,7 +13,6 @@ from torch.optim.swa_utils import update_bn
 from cifar_module import CIFARModule
 from cifar_zero.checkpoints.zero_folder import AVERAGE
 from cifar_zero.config.flags import Choice, Config
-from cifar_zero.training.callbacks import figures
 from cifar_zero.training.callbacks.averaging import Averaging, held
 
 LR = Choice("sgd", {"lr": 0.05})
@@ -74,7 +73,6 @@ def test_exponential_average(accumulate: int, fit: Callable[..., Any]):
     # The trained weights stay the same, and the test uses the average.
     assert same(copy(held(done.module)), recorder.trained[-1])
     assert same(recorder.trained[-1], run(fit, config)[1].trained[-1])
-    done.trainer.callbacks.remove(done.observer(figures.TestFigures))  # they take seconds
     done.trainer.test(done.module, datamodule=done.datamodule, verbose=False)
     assert same(copy(held(done.module)), recorder.trained[-1])
     plain = deepcopy(done.module)

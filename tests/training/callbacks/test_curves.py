@@ -1,6 +1,9 @@
+"""The training curves, and the steps at which their points are due."""
+
 import json
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +15,8 @@ from cifar_zero.comparison.reading import read_losses
 from cifar_zero.comparison.result import Curve
 from cifar_zero.config.flags import Choice, Config
 from cifar_zero.schedules.deepspeed import WarmupLR
-from cifar_zero.training.callbacks.curves import TrainingCurves
-from cifar_zero.training.callbacks.effective import Effective
+from cifar_zero.training.callbacks.curves import Interval, TrainingCurves
+from cifar_zero.training.callbacks.summary import Effective
 from cifar_zero.training.resolve import of_machine
 
 Fit = Callable[..., Any]
@@ -102,3 +105,22 @@ def test_every_deepspeed_stage_logs_the_curves_of_the_baseline(fit: Fit) -> None
         assert (effective["compute_dtype"], effective["skipped_steps"]) == ("float32", 0)
         assert effective["reduce_bucket_size"] == (62006 if stage else None)
         assert json.loads((run.folder / "deepspeed.json").read_text())["zero_optimization"]["stage"] == stage
+
+
+@pytest.mark.parametrize(
+    ("start", "total", "expected"),
+    [
+        (0, 10, [4, 8, 10]),
+        (0, 8, [4, 8]),
+        (5, 10, [8, 10]),  # resumed
+        (0, -1, [4, 8, 12]),  # unknown length
+        (0, float("inf"), [4, 8, 12]),
+    ],
+)
+def test_points_are_due_at_multiples_and_at_the_last_step(start: int, total: float, expected: list[int]) -> None:
+    trainer: Any = SimpleNamespace(global_step=start, estimated_stepping_batches=total, log_every_n_steps=4)
+    interval = Interval(trainer)
+    last = int(total) if 0 < total < 100 else 13
+    # Two micro-batches a step: the counter stands still after each step.
+    due = [step for step in range(start, last + 1) for _ in range(2) if interval.due(step)]
+    assert due == expected

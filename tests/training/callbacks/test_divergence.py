@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from cifar_module import CIFARModule
 from cifar_zero.config.flags import Config
 from cifar_zero.core.errors import RunError
 from cifar_zero.training.callbacks.curves import TrainingCurves
@@ -25,35 +24,30 @@ class Poison:
         return (images * torch.nan if self.made == self.at else images), labels
 
 
-class Skipping(CIFARModule):
-    def __init__(self, *args: Any):
-        super().__init__(*args, skip_nan=True)
-
-
 @pytest.mark.parametrize("log_interval", [1, 4, 100])
 def test_the_step_is_named_at_any_log_interval(fit: Callable[..., Any], log_interval: int):
     """A step has two micro-batches: micro-batch 9 is the first of step 5. From then on the weights are NaN too."""
     config = Config(epochs=1, batch_size=4, accumulate=2, log_interval=log_interval)
-    curves = TrainingCurves(log_interval)
+    curves = TrainingCurves(writes_losses=False)
     with pytest.raises(RunError, match=r"from step 5 on \(epoch 1, learning rate 0.001"):
-        fit(config, 48, curves, Divergence(curves, None), change=Poison(9))
+        fit(config, 48, curves, Divergence(curves), change=Poison(9))
 
 
 def test_no_checkpoint_is_written_after_divergence(fit: Callable[..., Any], tmp_path: Path):
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    curves = TrainingCurves(100)
+    curves = TrainingCurves(writes_losses=False)
     saved = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1, save_top_k=-1)
     config = Config(epochs=1, batch_size=4, log_interval=100)
     with pytest.raises(RunError, match="from step 3 on"):
-        fit(config, 48, curves, Divergence(curves, None), saved, change=Poison(3), enable_checkpointing=True)
+        fit(config, 48, curves, Divergence(curves), saved, change=Poison(3), enable_checkpointing=True)
     assert [path.stem for path in sorted((tmp_path / "kept").iterdir())] == ["epoch=0-step=1", "epoch=0-step=2"]
 
 
 def test_skip_skips_the_micro_batch(fit: Callable[..., Any], capsys: pytest.CaptureFixture[str]):
-    curves = TrainingCurves(1)
-    config = Config(epochs=1, batch_size=4, log_interval=1)
-    run = fit(config, 48, curves, Divergence(curves, None), change=Poison(3), module_class=Skipping)
+    curves = TrainingCurves(writes_losses=False)
+    config = Config(epochs=1, batch_size=4, log_interval=1, on_nan="skip")
+    run = fit(config, 48, curves, Divergence(curves), change=Poison(3))
     assert run.module.skipped == 1
     assert all(parameter.isfinite().all() for parameter in run.module.parameters())
     losses = {event.step: event.value for event in run.events.Scalars("train/loss")}

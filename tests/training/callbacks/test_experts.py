@@ -55,9 +55,9 @@ def share_of_largest_entropy(routing: Routing) -> float:
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
-def test_the_curves_agree_with_the_routings(fit: Fit, tmp_path: Path, top_k: int) -> None:
+def test_the_curves_agree_with_the_routings(fit: Fit, top_k: int) -> None:
     witness = Witness()
-    run = fit(config(top_k), 80, Experts(4, None), witness)
+    run = fit(config(top_k), 80, Experts(), witness)
     assert len(witness.routings) == 20
     for number, num_experts in enumerate(NUM_EXPERTS):
         name = f"mixture_{number}"
@@ -80,7 +80,7 @@ def test_the_curves_agree_with_the_routings(fit: Fit, tmp_path: Path, top_k: int
 
 def test_the_last_point_of_a_run_that_is_stopped_early_is_that_of_the_training(fit: Fit) -> None:
     witness = Witness()
-    run = fit(config(), 160, Experts(4, None), witness, Stop())
+    run = fit(config(), 160, Experts(), witness, Stop())
     for number, routing in enumerate(witness.routings[-1]):
         assert routings(run.module)[number] is not routing  # this one is of the validation after it
         entropy = run.points(f"moe/gate_entropy/mixture_{number}")
@@ -88,7 +88,7 @@ def test_the_last_point_of_a_run_that_is_stopped_early_is_that_of_the_training(f
         assert entropy[6] == pytest.approx(share_of_largest_entropy(routing), rel=1e-6)
 
 
-def test_the_experts_of_each_class_of_the_test(fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_experts_of_each_class_of_the_test(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compares with all test images in one pass."""
     drawn: dict[str, Any] = {}
 
@@ -97,7 +97,7 @@ def test_the_experts_of_each_class_of_the_test(fit: Fit, tmp_path: Path, monkeyp
         return expert_figure(counts, class_names)
 
     monkeypatch.setattr(experts, "expert_figure", keep)
-    run = fit(config(top_k=2), 32, Experts(4, tmp_path))
+    run = fit(config(top_k=2), 32, Experts())
     run.trainer.test(run.module, datamodule=run.datamodule, verbose=False)
 
     images, labels = run.datamodule.test_images[:-1], run.datamodule.test_labels[:-1]  # without the padding
@@ -110,7 +110,7 @@ def test_the_experts_of_each_class_of_the_test(fit: Fit, tmp_path: Path, monkeyp
         assert np.array_equal(counts, expected)
         assert counts.sum(axis=1).tolist() == (2 * labels.bincount(minlength=10)).tolist()
 
-    assert (tmp_path / "experts.png").read_bytes().startswith(b"\x89PNG")
+    assert (run.folder / "experts.png").read_bytes().startswith(b"\x89PNG")
     assert "figures/experts" in run.read().events.Tags()["images"]
 
 

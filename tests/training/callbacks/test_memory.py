@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from cifar_zero.config.flags import Choice, Config
-from cifar_zero.training.callbacks.memory import Memory, peak_bytes
-from cifar_zero.training.callbacks.model_state import model_states
+from cifar_zero.training.callbacks.memory import Memory, model_states, peak_bytes
 
 PARAMETERS = 62_006
 FLOAT32 = 4

@@ -9,24 +9,27 @@ from rich.console import Console
 from cifar_zero.config.flags import Config
 from cifar_zero.training.callbacks import progress
 
-
-def shown_by(fit: Callable[..., Any], config: Config, terminal: bool, **options: Any) -> str:
-    """Returns what a run prints, without the terminal's control sequences."""
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=terminal, width=110, highlight=False)
-    run = fit(config, 40, console=console, **options)
-    run.trainer.test(run.module, datamodule=run.datamodule, verbose=False)
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+Show = Callable[..., str]
 
 
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def shown_by(fit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Show:
+    """A function that returns what a run prints, without the terminal's control sequences."""
+
+    def show(config: Config, terminal: bool, **options: Any) -> str:
+        console = Console(file=io.StringIO(), force_terminal=terminal, width=110, highlight=False)
+        monkeypatch.setattr(progress, "Console", lambda **_: console)
+        run = fit(config, 40, **options)
+        run.trainer.test(run.module, datamodule=run.datamodule, verbose=False)
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())  # pyright: ignore
+
     monkeypatch.setattr(progress, "BAR_INTERVAL_S", 0.0)
     monkeypatch.setattr(progress, "PLAIN_INTERVAL_S", 0.0)
+    return show
 
 
-def test_plain_lines_at_the_log_interval(fit: Callable[..., Any]) -> None:
-    lines = shown_by(fit, Config(epochs=2, batch_size=4, log_interval=5), terminal=False).splitlines()
+def test_plain_lines_at_the_log_interval(shown_by: Show) -> None:
+    lines = shown_by(Config(epochs=2, batch_size=4, log_interval=5), terminal=False).splitlines()
     steps = [line for line in lines if " step " in line]
     assert [line.split("  ")[1] for line in steps] == ["step 5/20", "step 10/20", "step 15/20", "step 20/20"]
     pattern = r"epoch 1/2  step 10/20  loss \d\.\d{3}  [\d,]+ images/s  0:00:\d\d left"
@@ -35,13 +38,13 @@ def test_plain_lines_at_the_log_interval(fit: Callable[..., Any]) -> None:
     assert len(lines) == 6
 
 
-def test_a_bar_on_a_terminal(fit: Callable[..., Any]) -> None:
-    shown = shown_by(fit, Config(epochs=2, batch_size=4, log_interval=5), terminal=True)
+def test_a_bar_on_a_terminal(shown_by: Show) -> None:
+    shown = shown_by(Config(epochs=2, batch_size=4, log_interval=5), terminal=True)
     assert re.search(r"epoch 2/2 ━+ 20/20 loss \d\.\d{3}  [\d,]+ images/s 0:00:\d\d 0:00:00 left", shown)
     assert re.search(r"test ━+ 3/3", shown)
 
 
-def test_runs_of_unknown_length(fit: Callable[..., Any]) -> None:
+def test_runs_of_unknown_length(shown_by: Show) -> None:
     config = Config(epochs=-1, batch_size=4, log_interval=5)
-    lines = shown_by(fit, config, terminal=False, max_time="00:00:00:01").splitlines()
+    lines = shown_by(config, terminal=False, max_time="00:00:00:01").splitlines()
     assert any(re.match(r"epoch 1  step 5  loss", line) for line in lines)

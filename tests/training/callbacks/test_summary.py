@@ -1,14 +1,20 @@
+"""The contents of metrics.json, and the settings in effect that it names."""
+
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 
 from cifar_zero.config import command_line
 from cifar_zero.config.flags import Config
 from cifar_zero.reports.summary import MEASURED, write_json
 from cifar_zero.training.callbacks import summary
+from cifar_zero.training.callbacks.summary import Effective
 
 NOT_HERE = {"perf/mfu", *(f"perf/step_time_{name}_ms" for name in ("min", "median", "max"))}
 NOT_HERE |= {"reduce_bucket_size", "allgather_bucket_size"}
@@ -53,3 +59,30 @@ def test_a_fallback_is_named(fit: Callable[..., Any]) -> None:
     run.datamodule.source = "digits"
     metrics = summary.collect(run.trainer, run.module, run.datamodule, run.config)
     assert "digits" in metrics["fallback"]
+
+
+def test_plain_torch(fit: Callable[..., Any]) -> None:
+    run = fit(Config(epochs=1, batch_size=8), 40)
+    totals = run.observer(Effective).totals
+    assert totals == {
+        "compute_dtype": "float32",
+        "parameter_dtype": "float32",
+        "skipped_steps": 0,
+        "reduce_bucket_size": None,
+        "allgather_bucket_size": None,
+    }
+    assert not (run.folder / "deepspeed.json").exists()
+
+
+def test_steps_that_the_gradient_scaler_skips_are_counted(fit: Callable[..., Any]) -> None:
+    """float16 as on a GPU: the scaler halves its scale whenever it skips a step."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    run = fit(Config(epochs=1, batch_size=8), 80, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    totals = run.observer(Effective).totals
+    assert (totals["compute_dtype"], totals["parameter_dtype"]) == ("float16", "float32")
+    assert 0 < totals["skipped_steps"] == 24 - math.log2(scaler.get_scale()) < 10
+
+
+def test_autocast_computes_in_another_dtype_than_the_parameters(fit: Callable[..., Any]) -> None:
+    totals = fit(Config(epochs=1, batch_size=8), 40, precision="bf16-mixed").observer(Effective).totals
+    assert (totals["compute_dtype"], totals["parameter_dtype"]) == ("bfloat16", "float32")

@@ -8,32 +8,21 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from cifar_module import CIFARModule
-from cifar_zero.config.flags import Choice, Config
+from cifar_zero.config.flags import Config
 from cifar_zero.core import start_time
-from cifar_zero.training.callbacks.counts import parameter_count, training_flops
-from cifar_zero.training.callbacks.throughput import Throughput, rates
+from cifar_zero.training.callbacks.throughput import Throughput
 
 
 def test_rates_by_hand() -> None:
-    given: dict[str, Any] = {"seconds": 4.0, "data_seconds": 1.0, "steps": 8, "batch_size": 16}
     expected = {"perf/step_time_ms": 500, "perf/data_time_ms": 125, "perf/images_per_second": 32, "perf/tflops": 6}
-    assert rates(**given, flops_per_step=3 * 10**12) == pytest.approx(expected)
-    measured = rates(**given, flops_per_step=3 * 10**12, peak_flops=2 * 12 * 10**12)  # two devices of 12 TFLOP/s
-    assert measured == pytest.approx({**expected, "perf/mfu": 0.25})
+    throughput = Throughput(Config(batch_size=16), flops_per_step=3 * 10**12)
+    assert throughput.rates(4.0, 1.0, 8) == pytest.approx(expected)
+    throughput.peak_flops = 2 * 12e12  # two devices of 12 TFLOP/s
+    assert throughput.rates(4.0, 1.0, 8) == pytest.approx({**expected, "perf/mfu": 0.25})
     # Recomputation of activation checkpointing is work of the device, but not of the model.
-    again = rates(**given, flops_per_step=3 * 10**12, peak_flops=24e12, recomputed_flops_per_step=10**12)
-    assert again == pytest.approx({**measured, "perf/tflops": 8})
-
-
-def test_flops_of_the_net_by_hand() -> None:
-    conv1, conv2 = 28 * 28 * 6 * (3 * 5 * 5), 10 * 10 * 16 * (6 * 5 * 5)  # multiply-adds of one image
-    linear = 400 * 120 + 120 * 84 + 84 * 10
-    forward = conv1 + conv2 + linear
-    backward = 2 * forward - conv1  # the gradient of the images is not needed
-    random_state = torch.get_rng_state()
-    assert training_flops(Choice("net"), num_classes=10, batch_size=16) == 2 * 16 * (forward + backward)
-    assert parameter_count(Choice("net"), num_classes=10) == 62_006
-    assert torch.equal(torch.get_rng_state(), random_state)  # counting must not change the training
+    again = Throughput(Config(batch_size=16), flops_per_step=3 * 10**12, recomputed_flops_per_step=10**12)
+    again.peak_flops = 24e12
+    assert again.rates(4.0, 1.0, 8) == pytest.approx({**expected, "perf/tflops": 8, "perf/mfu": 0.25})
 
 
 class Clock:
@@ -77,7 +66,6 @@ class SlowDisk(Callback):
 @pytest.fixture
 def _fake_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cifar_zero.training.callbacks.throughput.time", CLOCK)
-    monkeypatch.setattr("cifar_zero.training.callbacks.stopwatch.time", CLOCK)
 
 
 @pytest.mark.usefixtures("_fake_time")

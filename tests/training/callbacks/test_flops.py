@@ -1,9 +1,12 @@
+"""FLOPs of a training step, and the dense peak of GPUs."""
+
 import re
 
 import pytest
 import torch
 
-from cifar_zero.training.callbacks.peaks import PEAKS, peak_by_name, peak_flops
+from cifar_zero.config.flags import Choice
+from cifar_zero.training.callbacks.flops import PEAKS, parameter_count, peak_by_name, peak_flops, training_flops
 
 TERA = 1e12
 
@@ -60,3 +63,14 @@ def test_tf32_counts_where_torch_may_use_it() -> None:
 
 def test_a_cpu_has_no_peak() -> None:
     assert peak_flops(torch.device("cpu"), "32-true") is None
+
+
+def test_flops_of_the_net_by_hand() -> None:
+    conv1, conv2 = 28 * 28 * 6 * (3 * 5 * 5), 10 * 10 * 16 * (6 * 5 * 5)  # multiply-adds of one image
+    linear = 400 * 120 + 120 * 84 + 84 * 10
+    forward = conv1 + conv2 + linear
+    backward = 2 * forward - conv1  # the gradient of the images is not needed
+    random_state = torch.get_rng_state()
+    assert training_flops(Choice("net"), num_classes=10, batch_size=16) == 2 * 16 * (forward + backward)
+    assert parameter_count(Choice("net"), num_classes=10) == 62_006
+    assert torch.equal(torch.get_rng_state(), random_state)  # counting must not change the training

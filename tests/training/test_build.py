@@ -11,8 +11,8 @@ from cifar_module import CIFARModule
 from cifar_zero.config import command_line
 from cifar_zero.schedules.plain import Cosine
 from cifar_zero.training import build
+from cifar_zero.training.build import run_steps
 from cifar_zero.training.resolve import resolve
-from cifar_zero.training.run_steps import run_steps
 from datamodule import CIFARDataModule
 
 
@@ -35,7 +35,7 @@ def test_equals_lightnings_number_of_steps(
     config = command_line.parse([*small_data, *shlex.split(flags), "--schedule", "cosine", "--accelerator", "cpu"])
     config = replace(config, logger=["none"], trainer={**config.trainer, "limit_val_batches": 0})
     run = resolve(config)
-    module, trainer = build.module(CIFARModule, run), build.trainer(run, None)
+    module, trainer = CIFARModule(run.config, run.num_classes), build.trainer(run, None)
     trainer.fit_loop.max_epochs, epochs = 0, trainer.max_epochs  # a whole fit without its steps
 
     def configure_optimizers(theirs=module.configure_optimizers):
@@ -45,9 +45,9 @@ def test_equals_lightnings_number_of_steps(
         return made
 
     monkeypatch.setattr(module, "configure_optimizers", configure_optimizers)
-    trainer.fit(module, datamodule=build.datamodule(CIFARDataModule, config))
+    trainer.fit(module, datamodule=CIFARDataModule(config))
     assert isinstance(module.schedule, Cosine)
-    assert module.schedule.total_steps == run_steps(config, build.datamodule(CIFARDataModule, config)) > 0
+    assert module.schedule.total_steps == run_steps(config, CIFARDataModule(config)) > 0
 
 
 def test_plot_schedule_draws_and_does_not_train(

@@ -1,0 +1,159 @@
+"""What ends a training early, on all ranks after the same step, and how a rank then leaves."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
+
+from cifar_zero.checkpoints.io import AtomicCheckpointIO
+from cifar_zero.config.run import Run
+from cifar_zero.core.console import say
+from cifar_zero.core.errors import RunError, Stopped
+
+SLURM_REQUEUE = signal.SIGUSR1
+"""Sent by `sbatch --signal=USR1@90` before the time limit."""
+
+AGREEMENT_SECONDS = 1.0
+"""Approximate time between two agreements; each reduces two numbers, in less than a thousandth of that."""
+
+
+class Agreement:
+    """Asks all ranks about once a second, at the same optimizer step on every rank."""
+
+    def __init__(self) -> None:
+        self._step = self._next_step = -1
+        self._asked = 0.0
+
+    def reached(self, trainer: Trainer, asks: bool) -> bool:
+        """Returns whether any rank asks for it; False between two agreements. Every rank calls it after each step."""
+        if trainer.world_size == 1:
+            return asks
+        step, now = trainer.global_step, time.monotonic()
+        if self._step < 0:
+            self._step, self._asked, self._next_step = step, now, step + 1
+        if step < self._next_step:
+            return False
+        answers = torch.tensor([float(asks), now - self._asked], device=trainer.strategy.root_device)
+        torch.distributed.all_reduce(answers, torch.distributed.ReduceOp.MAX)
+        asked, seconds = answers.tolist()
+        pace = (step - self._step) / max(seconds, 1e-6)
+        self._step, self._asked, self._next_step = step, now, step + max(1, int(pace * AGREEMENT_SECONDS))
+        return asked > 0
+
+
+class Interrupt(Callback):
+    """Stops the training after such a signal, without a validation in mid-epoch, so that a checkpoint can be written.
+
+    A second Ctrl-C ends the process at once. A second request of the cluster changes nothing, since it arrives both
+    directly and through the launcher.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        """What ended the training; None if nothing did."""
+        self._agreement = Agreement()
+        self._requested: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Installs the signal handlers."""
+        wanted = [signal.SIGINT, signal.SIGTERM, *([SLURM_REQUEUE] if "SLURM_JOB_ID" in os.environ else [])]
+        self._previous = {number: signal.signal(number, self._request) for number in wanted}
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Stops after a step, as soon as any rank has got a signal."""
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return
+        if self._agreement.reached(trainer, self._requested is not None):
+            self.signal = self._requested or signal.SIGTERM
+            trainer.should_stop = True
+            if not trainer.is_last_batch:
+                # Else Lightning validates, and a best checkpoint from mid-epoch counts the epoch as done: a run that
+                # resumes from it would skip the rest.
+                trainer.limit_val_batches = 0
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restores the signal handlers."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _request(self, number: int, frame: Any) -> None:
+        self._requested = number
+        if number == signal.SIGINT:
+            signal.signal(number, self._previous[number])
+
+
+class EarlyStop(EarlyStopping):
+    """Lightning's EarlyStopping on val/acc, which also chooses the best checkpoint; reports in one line when it stops.
+
+    A resumed run continues the count with its own patience, and ends at once if that is already exhausted. An epoch
+    that --max_steps cuts short has no validation and does not count.
+
+    Args:
+        patience: validations in a row without a better val/acc.
+    """
+
+    def __init__(self, patience: int):
+        super().__init__("val/acc", mode="max", patience=patience, strict=False)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores the count, but not the patience of the old run, as Lightning (2.6.6) would."""
+        super().load_state_dict({**state_dict, "patience": self.patience})
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ends a resumed training whose patience is already exhausted."""
+        trainer.should_stop = trainer.should_stop or self._over
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Prints why the training has ended."""
+        if self._over and trainer.is_global_zero:
+            since = f"{self.wait_count} validation{'s'[: self.wait_count > 1]}"
+            best = f"val/acc has not exceeded {self.best_score.item():.2%} in {since}"
+            say(f"early stopping after epoch {self.stopped_epoch + 1}: {best}")
+
+    @property
+    def _over(self) -> bool:
+        return self.wait_count >= self.patience
+
+
+def check_signal(trainer: Trainer, run: Run, run_dir: Path | None) -> None:
+    """Ends a run that a signal has stopped and saved.
+
+    Raises:
+        Stopped: says how to resume it.
+        RunError: the checkpoint could not be written.
+    """
+    observers: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    number = next((callback.signal for callback in observers if isinstance(callback, Interrupt)), None)
+    if number is None:
+        return
+    trainer.strategy.barrier()
+    check_saved(trainer)
+    saved = run_dir is not None and not run.config.only_measures
+    if saved and number == SLURM_REQUEUE:
+        # While the others wait: srun --kill-on-bad-exit ends the step with the first rank that leaves.
+        subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False)
+    leave(trainer)
+    raise Stopped(number, f"resume the run with --resume {run_dir}" if saved else "")
+
+
+def check_saved(trainer: Trainer) -> None:
+    """Raises RunError if the newest checkpoint could not be written; called on every rank, known to rank 0."""
+    plugin = trainer.strategy.checkpoint_io
+    if isinstance(plugin, AtomicCheckpointIO) and plugin.failure:
+        raise RunError(plugin.failure)
+
+
+def leave(trainer: Trainer) -> None:
+    """Waits for the other ranks, and destroys the process group, as torch asks."""
+    trainer.strategy.barrier()
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
