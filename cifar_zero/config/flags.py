@@ -1,6 +1,7 @@
 """The typed configuration of a run. Plain Python: `--help` and usage errors need neither torch nor Lightning.
 
 The docstring under each field is its text in `--help`, so it names the unit, the scope and what the default means.
+Numbers are at least 0 if `limited` says nothing else.
 """
 
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cifar_zero.core.errors import UsageError
+from cifar_zero.core.usage import limited
 
 SourceName = Literal["auto", "cifar10", "cifar100", "folder", "digits", "synthetic"]
 Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "auto"]
@@ -25,13 +27,13 @@ class DeviceConfig:
     """How the run is spread over devices, and what is sharded or offloaded (names below). auto: the strategy that
     plan.py recommends for this machine; a resumed run keeps its own."""
 
-    devices: int | Literal["auto"] = 1
+    devices: int | Literal["auto"] = limited(1, at_least=1)
     """Ranks per node: one per GPU, or processes on the CPU. auto: all GPUs, or one CPU process."""
 
-    num_nodes: int = 1
+    num_nodes: int = limited(1, at_least=1)
     """Number of nodes. For more than one, start the run on each node with torchrun, DeepSpeed's launcher or SLURM."""
 
-    timeout: float = 600.0
+    timeout: float = limited(600.0, over=0, at_most=7 * 24 * 3600)  # Python and torch cannot represent much more
     """Time limit of a collective, in seconds; when it expires, the waiting ranks end with an error. It must allow for a
     rank that compiles or writes a checkpoint while the others wait. Before training, other limits apply: at least 30
     minutes for data preparation, and 5 minutes for the rendezvous of torchrun's ranks."""
@@ -77,24 +79,24 @@ class DeviceConfig:
 class TrainingConfig:
     """training"""
 
-    epochs: int = 2
+    epochs: int = limited(2, at_least=1)
     """Number of passes over the training images."""
 
-    max_steps: int = -1
+    max_steps: int = limited(-1, at_least=-1)
     """Maximum number of optimizer steps; training stops at whichever of this and --epochs comes first. -1: no limit."""
 
-    batch_size: int = 4
+    batch_size: int = limited(4, at_least=1)
     """Global batch size: images per optimizer step, over all ranks and accumulated micro-batches (DeepSpeed's
     train_batch_size). The micro-batch of a rank is batch_size / (ranks x accumulate). Under tensor_parallel and
     pipeline all ranks share one model and count as one."""
 
-    accumulate: int = 1
+    accumulate: int = limited(1, at_least=1)
     """Micro-batches per optimizer step whose gradients are accumulated."""
 
     gradient_clip_val: float = 0.0
     """Maximum global L2 norm of the gradient. 0: no clipping."""
 
-    seed: int = 0
+    seed: int = limited(0, at_most=2**32 - 1)
     """Seed of the initial weights, the data order, the augmentation and the validation split."""
 
     init: Literal["default", "xavier", "he"] = "default"
@@ -132,18 +134,18 @@ class TrainingConfig:
 class RegularizationConfig:
     """regularization (off by default)"""
 
-    label_smoothing: float = 0.0
+    label_smoothing: float = limited(0.0, below=1)
     """Label smoothing: share of each training label that is spread evenly over all classes, from 0 to below 1. Not
     applied in validation and test. 0: off."""
 
     early_stopping: int = 0
     """Stop after this many validations in a row (one per epoch) without a better val/acc. 0: never."""
 
-    ema: float = 0.0
+    ema: float = limited(0.0, below=1)
     """Decay of an exponential moving average of the weights; it averages over about 1 / (1 - decay) optimizer steps, so
     0.999 over a thousand. Validation, test, the best checkpoint and exports use the average. 0: off."""
 
-    swa_from: float = 0.0
+    swa_from: float = limited(0.0, below=1)
     """Stochastic weight averaging: the point of training, from 0 to below 1 of its length, from which the weights at
     the end of each epoch (and of training) are averaged with equal weight. From its first epoch on, the average is used
     as with --ema. 0: off."""
@@ -185,7 +187,7 @@ class LoRAConfig:
     """Names of the linear layers that get an adapter, one or more, with the wildcards * and ?
     ('blocks.*.attention.qkv')."""
 
-    dropout: float = 0.0
+    dropout: float = limited(0.0, below=1)
     """Dropout probability on the input of each adapter, in training."""
 
 
@@ -193,11 +195,11 @@ class LoRAConfig:
 class ZeROConfig:
     """ZeRO 3, under the names of DeepSpeed's configuration"""
 
-    sub_group_size: int = 1_000_000_000
+    sub_group_size: int = limited(1_000_000_000, at_least=1)
     """Elements that the optimizer updates at a time. Smaller sub-groups let SuperOffload overlap its updates with the
     backward pass at a finer grain, and let --offload.ratio split the optimizer more exactly."""
 
-    hpz_partition_size: int = 1
+    hpz_partition_size: int = limited(1, at_least=1)
     """ZeRO++: each group of this many ranks keeps a second sharded copy of the parameters, and the backward pass
     gathers from it. Set it to the number of GPUs per node to reduce traffic between nodes (Wang et al. 2023, arXiv
     2306.10209). 1: no copy."""
@@ -213,14 +215,14 @@ class ZeROConfig:
 class OffloadConfig:
     """offload to the CPU, under the names of DeepSpeed's configuration"""
 
-    ratio: float = 1.0
+    ratio: float = limited(1.0, at_most=1)
     """Share of the optimizer that is offloaded to the CPU, in whole sub-groups of --zero.sub_group_size; the rest stays
     on the GPU (Twin-Flow of ZeRO-Offload++). Below 1 only with ZeRO 3, AdamW and a constant learning rate."""
 
     pin_memory: bool = False
     """Keep offloaded tensors in pinned (page-locked) CPU memory: faster copies, which can overlap with computation."""
 
-    cpuadam_cores_perc: float = 0.8
+    cpuadam_cores_perc: float = limited(0.8, over=0, at_most=1)
     """Share of the process's cores, above 0 to 1, on which SuperOffload runs its optimizer in a separate process."""
 
 
@@ -240,7 +242,7 @@ class OutputConfig:
     hparams: list[str] = field(default_factory=list)
     """Additional options to list in TensorBoard's HPARAMS tab, one or more (optimizer.momentum model.width)."""
 
-    log_interval: int = 100
+    log_interval: int = limited(100, at_least=1)
     """Optimizer steps between two logged points of the training metrics."""
 
     plot_schedule: str = ""
@@ -273,7 +275,7 @@ class DataConfig:
     workers: int = 2
     """Worker processes per rank of the torch loader."""
 
-    val_fraction: float = 0.1
+    val_fraction: float = limited(0.1, below=1)
     """Share of the training images held out for validation, chosen by seed and stratified by class. 0: train on all."""
 
     url: str = ""
@@ -283,7 +285,7 @@ class DataConfig:
     """MD5 checksum of the archive at --data.url, if it was repacked (the files inside must be the original ones).
     Empty: the checksum that torchvision uses."""
 
-    synthetic_size: int = 50_000
+    synthetic_size: int = limited(50_000, at_least=10)
     """Number of training images of the synthetic source."""
 
 
@@ -295,13 +297,13 @@ class AugmentConfig:
     """Horizontal flips. random: each image with probability 1/2, drawn again in each epoch. alternating: a random half
     of the images in even epochs, the other half in odd epochs."""
 
-    crop: int = 0
+    crop: int = limited(0, at_most=16)  # of 32 pixels: in the worst case a quarter of the image is left
     """Padding in pixels on each side, from which a random crop of the original size is taken. 0: off."""
 
     padding: Padding = "black"
     """Content of the padding of --augment.crop: black pixels, or the image mirrored at its edges (reflect)."""
 
-    cutout: int = 0
+    cutout: int = limited(0, at_most=32)
     """Side in pixels of a square at a random position that is set to mean grey. 0: off."""
 
     mixup: float = 0.0
@@ -312,11 +314,11 @@ class AugmentConfig:
     """CutMix: paste a rectangle of another image into each image. Its share of the area is drawn from Beta(CUTMIX,
     CUTMIX) and it is clipped at the borders; the labels are mixed in proportion to the pixels. 0: off."""
 
-    brightness: float = 0.0
+    brightness: float = limited(0.0, below=1)
     """Add a random number from -BRIGHTNESS to BRIGHTNESS to all pixels of an image, which range from -1 to 1. 0:
     off."""
 
-    contrast: float = 0.0
+    contrast: float = limited(0.0, below=1)
     """Multiply all pixels of an image (0 is grey) by a random number from 1 - CONTRAST to 1 + CONTRAST. 0: off."""
 
     low_resolution: int = 0

@@ -39,33 +39,38 @@ def _meant(close: list[str], otherwise: str) -> str:
     return f"did you mean {' or '.join(close)}?" if close else otherwise
 
 
-def check_range(
-    options: Any,
-    *names: str,
+def check_numbers(options: Any) -> None:
+    """Raises ValueError unless each number in a dataclass's fields is finite and within its limits, see `limited`."""
+    for option in fields(options):
+        value = getattr(options, option.name)
+        for number in value if isinstance(value, (tuple, list)) else [value]:
+            if isinstance(number, (int, float)):
+                _check_range(option.name, number, **option.metadata)
+
+
+def _check_range(
+    name: str,
+    value: float,
     at_least: float = 0,
     over: float | None = None,
     below: float | None = None,
     at_most: float | None = None,
 ) -> None:
-    """Raises ValueError unless each named field of a dataclass, or each number in it, is finite and in the range.
-
-    Limits are inclusive (`at_least`, `at_most`) or exclusive (`over`, `below`); `over` replaces `at_least`.
-    """
     limits = [f"at least {at_least}" if over is None else f"over {over}"]
     limits += [f"under {below}"] if below is not None else []
     limits += [f"at most {at_most}"] if at_most is not None else []
-    for name in names:
-        field = getattr(options, name)
-        for value in field if isinstance(field, (tuple, list)) else [field]:
-            enough = value >= at_least if over is None else value > over
-            small = (below is None or value < below) and (at_most is None or value <= at_most)
-            if not (enough and small and math.isfinite(value)):
-                finite = [] if math.isfinite(value) else ["finite"]
-                raise ValueError(f"{name} must be {' and '.join(limits + finite)}, not {value}")
+    enough = value >= at_least if over is None else value > over
+    small = (below is None or value < below) and (at_most is None or value <= at_most)
+    if not (enough and small and math.isfinite(value)):
+        finite = [] if math.isfinite(value) else ["finite"]
+        raise ValueError(f"{name} must be {' and '.join(limits + finite)}, not {value}")
 
 
 def limited(default: Value, **limits: float) -> Value:
-    """Returns a field of `Options` with other limits than at least 0, those of `check_range`."""
+    """Returns a field with other limits of its numbers than at least 0.
+
+    Limits are inclusive (`at_least`, `at_most`) or exclusive (`over`, `below`); `over` replaces `at_least`.
+    """
     return field(default=default, metadata=limits)
 
 
@@ -78,6 +83,4 @@ class Options:
     """
 
     def __post_init__(self) -> None:
-        for option in fields(self):
-            if isinstance(getattr(self, option.name), (int, float, tuple, list)):
-                check_range(self, option.name, **option.metadata)
+        check_numbers(self)

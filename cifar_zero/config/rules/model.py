@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from cifar_zero.config.flags import Config, LoRAConfig
+from cifar_zero.config.flags import Config
 from cifar_zero.config.run import Run
-from cifar_zero.config.values import check_flags
 from cifar_zero.core.errors import UsageError
 from cifar_zero.models import IMAGE_SHAPE, MODELS
 
@@ -61,11 +60,8 @@ def check_experts(run: Run) -> None:
 def check_finetuning(config: Config) -> None:
     """Refuses options of fine-tuning that cannot be combined."""
     lora = config.lora
-    if lora != LoRAConfig():
-        check_flags(lora, "lora.", "rank", at_least=1)
     if lora.rank and not lora.target:
         raise UsageError("--lora.rank needs --lora.target: names of linear layers such as 'blocks.*.attention.qkv'")
-    check_flags(lora, "lora.", "dropout", below=1)
     if config.delta and not config.weights:
         raise UsageError(f"--delta {config.delta} needs --weights: those that the run which wrote it started from")
     if config.delta and not Path(config.delta).is_file():
