@@ -12,7 +12,7 @@ from cifar_zero.config.flags import AugmentConfig, Config, SourceName
 from cifar_zero.config.run import micro_batch_size
 from cifar_zero.data.augment import Augmentation
 from cifar_zero.data.dataset import Dataset, Split, stratified_split
-from cifar_zero.data.memory_loader import MemoryLoader, Stored, place
+from cifar_zero.data.memory_loader import MemoryLoader, Stored
 from cifar_zero.data.order import EvalOrder, Order, TrainOrder
 from cifar_zero.strategies import replica
 
@@ -124,7 +124,7 @@ class CIFARDataModule(LightningDataModule):
         if self._data.loader == "memory":
             key = id(split.images), self._device  # training and validation images share one array, and so one copy
             if key not in self._stored:
-                self._stored[key] = place(split.images, self._device)
+                self._stored[key] = Stored(split.images, self._device)
             return MemoryLoader(split, order, self._stored[key], augmentation, self.config.channels_last)
         from cifar_zero.data.torch_loader import TorchLoader  # here: torchvision takes a second to import
 

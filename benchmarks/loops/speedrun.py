@@ -17,7 +17,7 @@ from benchmarks.loops.common import now
 from cifar_zero import models
 from cifar_zero.config.flags import Config
 from cifar_zero.data.dataset import Dataset
-from cifar_zero.data.memory_loader import place
+from cifar_zero.data.memory_loader import Stored
 
 
 def train(config: Config, dataset: Dataset, device: torch.device) -> list[float]:
@@ -26,7 +26,7 @@ def train(config: Config, dataset: Dataset, device: torch.device) -> list[float]
     memory = torch.channels_last if device.type == "cpu" or config.channels_last else torch.contiguous_format
     net = models.build(config.model.name, len(dataset.classes), **config.model.options).to(device)
     net.to(memory_format=memory)
-    stored = place(dataset.train_images, device)
+    stored = Stored(dataset.train_images, device)
     images = stored.take(torch.arange(len(dataset.train_labels), device=stored.rows_device))
     images = images.permute(0, 3, 1, 2).to(device).float().div_(127.5).sub_(1).contiguous(memory_format=memory)
     if device.type == "cuda" and config.precision == "bf16-mixed":

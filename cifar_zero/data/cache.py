@@ -10,13 +10,12 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock, Timeout
+from filelock import AcquireReturnProxy, FileLock, Timeout
 from numpy.typing import NDArray
 
 from cifar_zero.core import atomic
@@ -66,23 +65,18 @@ def ensure(directory: Path, source: str, fingerprint: str, build: Callable[[Path
         ) from error
 
 
-@contextmanager
-def locked(path: Path, work: str) -> Iterator[None]:
-    """Holds the lock file at `path`; `work` says what its holder does ("prepares cifar10").
+def locked(path: Path, work: str) -> AcquireReturnProxy:
+    """Takes the lock file at `path` until the end of a `with` block; `work` says what its holder does ("prepares x").
 
     The operating system releases the lock when its holder ends in any way, so a killed run blocks nobody. The file
     stays: if it were removed, two processes could hold the lock.
     """
     lock = FileLock(path)
     try:
-        lock.acquire(timeout=PATIENCE_S)
+        return lock.acquire(timeout=PATIENCE_S)
     except Timeout:
         say(f"Waiting for another process that {work} (it holds {path}).")
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
+        return lock.acquire()
 
 
 def allocate(directory: Path, split: str, count: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:

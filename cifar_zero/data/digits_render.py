@@ -9,9 +9,6 @@ from torch.nn.functional import affine_grid, grid_sample
 
 from cifar_zero.models import IMAGE_SHAPE
 
-TEST_SHARE = 6
-"""One in six originals of each class is held out for the test split: the share of 10,000 among 60,000 images."""
-
 BATCH = 500
 """Images rendered at once: their float32 pixels (6 MB) fit a core's cache."""
 
@@ -23,18 +20,6 @@ SHEAR = 0.2
 SHIFT = 0.15  # of half the image's side: 2.4 pixels either way
 NOISE = (0.0, 0.3)  # half-width of the triangular noise of an image, where the pixels go from 0 to 1
 COLOUR_CANDIDATES = 8
-
-
-def split_originals(labels: NDArray[np.int64], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the rows of the originals for train and for test: disjoint, five to one within each class."""
-    rng = np.random.default_rng(seed)
-    train, test = [], []
-    for label in np.unique(labels):
-        rows = rng.permutation(np.flatnonzero(labels == label))
-        held_out = len(rows) // TEST_SHARE
-        test.append(rows[:held_out])
-        train.append(rows[held_out:])
-    return np.sort(np.concatenate(train)), np.sort(np.concatenate(test))
 
 
 def render(

@@ -32,17 +32,27 @@ RESIDENT_SHARE = 1 / 4
 
 
 class Stored:
-    """Stored images uint8 (N, 32, 32, 3), in the memory of the device that processes them or in the host's.
+    """Stored images (N, 3, 32, 32), uint8, for batches on a device.
+
+    On a GPU if they take at most RESIDENT_SHARE of its free memory, else on the host. For devices other than GPUs the
+    batches stay on the CPU.
 
     Attributes:
         device: of the blocks that `take` returns.
         rows_device: the device that row numbers have to be on.
     """
 
-    def __init__(self, images: Tensor, device: torch.device) -> None:
-        self._images = images
-        self.device = device
-        self.rows_device = images.device
+    def __init__(self, images: NDArray[np.uint8], device: torch.device | str) -> None:
+        with warnings.catch_warnings():
+            # The map is read-only to protect the other ranks' images; nothing here writes to it.
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
+            self._images = torch.from_numpy(images.transpose(0, 2, 3, 1))
+        self.device = torch.device(device if torch.device(device).type == "cuda" else "cpu")
+        if self.device.type == "cuda":
+            free_bytes, _ = torch.cuda.mem_get_info(self.device)
+            if self._images.nbytes <= free_bytes * RESIDENT_SHARE:
+                self._images = self._images.to(self.device)
+        self.rows_device = self._images.device
 
     def take(self, rows: Tensor) -> Tensor:
         """Returns the images at row numbers int64 (n,): uint8 (n, 32, 32, 3)."""
@@ -52,24 +62,6 @@ class Stored:
         # From pinned memory the copy is queued, and the host gathers the next block while the GPU works. torch reuses
         # pinned memory only after the copies queued from it.
         return block.pin_memory().to(self.device, non_blocking=True)
-
-
-def place(images: NDArray[np.uint8], device: torch.device | str) -> Stored:
-    """Places stored images (N, 3, 32, 32) for batches on `device`.
-
-    On a GPU if they take at most RESIDENT_SHARE of its free memory, else on the host. For devices other than GPUs the
-    blocks stay on the CPU.
-    """
-    with warnings.catch_warnings():
-        # The map is read-only to protect the other ranks' images; nothing here writes to it.
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
-        stored = torch.from_numpy(images.transpose(0, 2, 3, 1))
-    device = torch.device(device)
-    if device.type != "cuda":
-        return Stored(stored, stored.device)
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    fits = stored.nbytes <= free_bytes * RESIDENT_SHARE
-    return Stored(stored.to(device) if fits else stored, device)
 
 
 class Resumable:
@@ -125,7 +117,7 @@ class MemoryLoader(Resumable):
         self.batch_sampler = order
         self.sampler = order.sampler
         """Lightning calls its `set_epoch` before each training epoch."""
-        self._stored = stored or place(split.images, "cpu")
+        self._stored = stored or Stored(split.images, "cpu")
         self._indices = torch.from_numpy(split.indices)
         self._labels = torch.from_numpy(split.labels)
         self._augmentation = augmentation

@@ -13,7 +13,37 @@ from cifar_zero.config.run import micro_batch_size
 from cifar_zero.core.errors import UsageError
 
 
-class TrainOrder:
+class Order:
+    """The micro-batches of an epoch on one rank.
+
+    Attributes:
+        batch_size: images in a micro-batch of this rank, by the name that batch samplers use.
+        epoch: the current one, from 0.
+        skipped: micro-batches that the next pass of a DataLoader skips.
+        sampler: Lightning calls its `set_epoch` before each epoch.
+    """
+
+    epoch = skipped = 0
+    sampler: "TrainOrder | None" = None
+
+    def __init__(self, count: int, batch_size: int, length: int, world_size: int, rank: int) -> None:
+        self.batch_size = batch_size
+        self._count, self._length, self._world_size, self._rank = count, length, world_size, rank
+
+    def __len__(self) -> int:
+        """Micro-batches in an epoch."""
+        return self._length
+
+    def positions(self) -> Tensor:
+        """Returns this epoch's positions in the split, int64 (micro-batches, batch_size)."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yields micro-batches of positions, for a DataLoader."""
+        return iter(self.positions()[self.skipped :].tolist())
+
+
+class TrainOrder(Order):
     """A new shuffle each epoch, that of torch's DistributedSampler (drop_last): rank r takes r, r + world_size, ...
 
     An epoch has only whole optimizer steps, floor(count / batch_size): DeepSpeed counts micro-batches to the next step
@@ -25,38 +55,18 @@ class TrainOrder:
     """
 
     def __init__(
-        self,
-        count: int,
-        batch_size: int,
-        accumulate: int,
-        world_size: int,
-        rank: int,
-        seed: int,
-        shuffle: bool = True,
+        self, count: int, batch_size: int, accumulate: int, world_size: int, rank: int, seed: int, shuffle: bool = True
     ) -> None:
-        self.batch_size = micro_batch_size(batch_size, world_size, accumulate)
-        """Images in a micro-batch of this rank, by the name that batch samplers use."""
-        self.epoch = 0
-        """The current epoch, from 0."""
-        self.skipped = 0
-        """Micro-batches that the next pass of a DataLoader skips."""
-        self._count, self._world_size, self._rank, self._seed, self._shuffle = count, world_size, rank, seed, shuffle
-        self._length = count // batch_size * accumulate
-        if self._length == 0:
+        micro_batch = micro_batch_size(batch_size, world_size, accumulate)
+        length = count // batch_size * accumulate
+        super().__init__(count, micro_batch, length, world_size, rank)
+        if length == 0:
             raise UsageError(f"--batch_size {batch_size} is more than the {count} training images: use a smaller one")
-
-    @property
-    def sampler(self) -> "TrainOrder":
-        """This order: Lightning calls `set_epoch` of the attribute `sampler` before each epoch."""
-        return self
+        self._seed, self._shuffle, self.sampler = seed, shuffle, self
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next pass that of `epoch`."""
         self.epoch = epoch
-
-    def __len__(self) -> int:
-        """Micro-batches in an epoch."""
-        return self._length
 
     def positions(self) -> Tensor:
         """Returns this epoch's positions, int64 (micro-batches, batch_size)."""
@@ -67,43 +77,21 @@ class TrainOrder:
         mine = turns[self._rank :: self._world_size]
         return mine[: self._length * self.batch_size].view(self._length, self.batch_size)
 
-    def __iter__(self) -> Iterator[list[int]]:
-        """Yields micro-batches of positions, for a DataLoader."""
-        return iter(self.positions()[self.skipped :].tolist())
 
-
-class EvalOrder:
-    """Every image once, unshuffled: rank r takes positions r, r + world_size, ...
+class EvalOrder(Order):
+    """Every image once, unshuffled: rank r takes positions r, r + world_size, ...; all passes are the same.
 
     All ranks get the same number of batches of the same size: ZeRO-3 gathers weights in every forward pass and would
     hang if one rank had more. Missing images are padded with position `count`, the split's ignored entry. The batches
     are as few as possible, of even size, with at most `max_batch_size` images per rank.
     """
 
-    epoch = skipped = 0
-    """All passes are the same and complete."""
-
-    sampler = None
-    """Lightning expects the attribute; there is nothing to shuffle."""
-
     def __init__(self, count: int, max_batch_size: int, world_size: int, rank: int) -> None:
         per_rank = math.ceil(count / world_size)
-        self._length = math.ceil(per_rank / max_batch_size)
-        self.batch_size = math.ceil(per_rank / self._length)
-        self._count, self._world_size, self._rank = count, world_size, rank
-
-    def __len__(self) -> int:
-        """Batches of a pass."""
-        return self._length
+        length = math.ceil(per_rank / max_batch_size)
+        super().__init__(count, math.ceil(per_rank / length), length, world_size, rank)
 
     def positions(self) -> Tensor:
         """Returns positions, int64 (batches, batch_size); `count` is the entry to be ignored."""
         turns = torch.arange(self._length * self.batch_size).view(self._length, self.batch_size)
         return (self._rank + self._world_size * turns).clamp_(max=self._count)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        """Yields batches of positions, for a DataLoader."""
-        return iter(self.positions().tolist())
-
-
-Order = TrainOrder | EvalOrder

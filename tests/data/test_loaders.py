@@ -37,7 +37,7 @@ def test_both_loaders_agree_bit_by_bit(world_size: int, accumulate: int, workers
         assert len(memory) == len(tutorial) == COUNT // BATCH * accumulate
         for epoch in range(2):
             memory.sampler.set_epoch(epoch)  # pyright: ignore[reportOptionalMemberAccess]
-            orders[1].sampler.set_epoch(epoch)
+            orders[1].set_epoch(epoch)
             for (images, labels), (same_images, same_labels) in zip(memory, tutorial, strict=True):
                 assert images.shape == (BATCH // accumulate // world_size, 3, 32, 32)
                 assert torch.equal(images, same_images)
@@ -53,7 +53,7 @@ def test_the_order_is_distributed_samplers_and_steps_see_the_same_images(world_s
     for rank in range(world_size):
         reference = DistributedSampler(TensorDataset(torch.empty(COUNT)), world_size, rank, seed=3, drop_last=True)
         order = TrainOrder(COUNT, BATCH, accumulate, world_size, rank, seed=3)
-        for sampler in (reference, order.sampler):
+        for sampler in (reference, order):
             sampler.set_epoch(epoch)
         positions = order.positions()
         assert positions.flatten().tolist() == list(reference)[: positions.numel()]

@@ -10,7 +10,7 @@ from cifar_zero.config.flags import AugmentConfig
 from cifar_zero.data import memory_loader as loader
 from cifar_zero.data.augment import Augmentation
 from cifar_zero.data.dataset import Split
-from cifar_zero.data.memory_loader import MemoryLoader, Stored, place
+from cifar_zero.data.memory_loader import MemoryLoader, Stored
 from cifar_zero.data.order import EvalOrder, Order, TrainOrder
 
 pytestmark = [
@@ -38,7 +38,7 @@ def make_loader(split: Split, stored: Stored, config: AugmentConfig | None, orde
 def place_where(share: float, split: Split, monkeypatch: pytest.MonkeyPatch) -> Stored:
     """Returns images stored on the GPU if `share`, the allowed share of its free memory, is 1; on the host if 0."""
     monkeypatch.setattr(loader, "RESIDENT_SHARE", share)
-    stored = place(split.images, GPU)
+    stored = Stored(split.images, GPU)
     assert stored.rows_device == (GPU if share else CPU)
     return stored
 
@@ -51,7 +51,7 @@ def test_two_epochs_equal_those_of_the_cpu(
     """Batches agree bit for bit. The GPU is kept busy, so that reading a block before its copy has ended would show."""
     for kind in loader.BLOCK_IMAGES:
         monkeypatch.setitem(loader.BLOCK_IMAGES, kind, block_images)
-    on_cpu = make_loader(split, place(split.images, CPU), config)
+    on_cpu = make_loader(split, Stored(split.images, CPU), config)
     resident = make_loader(split, place_where(1, split, monkeypatch), config)
     streamed = make_loader(split, place_where(0, split, monkeypatch), config)
     load = torch.rand(2048, 2048, device=GPU)
@@ -72,7 +72,7 @@ def test_two_epochs_equal_those_of_the_cpu(
 def test_evaluation_batches_equal_those_of_the_cpu(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
     order = EvalOrder(COUNT, 1000, world_size=3, rank=2)
     places = [place_where(1, split, monkeypatch), place_where(0, split, monkeypatch)]
-    on_cpu = list(make_loader(split, place(split.images, CPU), None, order))
+    on_cpu = list(make_loader(split, Stored(split.images, CPU), None, order))
     for stored in places:
         batches = list(make_loader(split, stored, None, order))
         for expected, given in zip(on_cpu, batches, strict=True):
@@ -84,6 +84,6 @@ def test_an_epoch_that_is_left_early_does_no_harm(split: Split, monkeypatch: pyt
     streamed = make_loader(split, place_where(0, split, monkeypatch), CONFIGS[1])
     for _ in range(20):
         next(iter(streamed))
-    whole = make_loader(split, place(split.images, CPU), CONFIGS[1])
+    whole = make_loader(split, Stored(split.images, CPU), CONFIGS[1])
     for expected, given in zip(whole, streamed, strict=True):
         assert torch.equal(expected[0], given[0].cpu())
