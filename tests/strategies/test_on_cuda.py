@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
@@ -9,6 +11,8 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 
 from cifar_zero import strategies
 from cifar_zero.config import command_line
+from cifar_zero.strategies import fsdp2
+from cifar_zero.strategies.mesh import MeshStrategy
 from cifar_zero.training.resolve import of_machine
 
 GPU = torch.device("cuda", 0)
@@ -43,3 +47,14 @@ def test_gpus_talk_over_the_backend_that_torch_takes_for_them(name: str):
     runs = [of_machine(command_line.parse([*flags, "--accelerator", accelerator])) for accelerator in ("gpu", "cpu")]
     made, on_cpu = (strategies.build(run, 1000) for run in runs)
     assert [each._process_group_backend for each in (made, on_cpu)] == [None, "gloo"]  # pyright: ignore
+
+
+def test_fsdp_is_fsdp2():
+    """Both names build torch's fully_shard, whose DTensors torch's fused optimizers refuse."""
+    flags = ["--accelerator", "gpu", "--devices", "2", "--precision", "bf16-mixed", "--gradient_clip_val", "1"]
+    one, other = (of_machine(command_line.parse([*flags, "--strategy", name])) for name in ("fsdp", "fsdp2"))
+    assert replace(one.spec, summary="") == replace(other.spec, summary="")
+    for made in (strategies.build(run, 1000) for run in (one, other)):
+        assert isinstance(made, MeshStrategy)
+        assert made._shard.func is fsdp2.shard  # pyright: ignore
+        assert strategies.optimizer_implementation(made, "cuda", clips=True) == "torch"
