@@ -8,7 +8,6 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from cifar_zero.config.flags import (
     RegularizationConfig,
     TrainingConfig,
     check_no_consent,
+    config_of,
 )
 from cifar_zero.config.run import Consent
 from cifar_zero.config.strategy_specs import STRATEGIES
@@ -186,7 +186,12 @@ def _parser(names: dict[str, str], with_help: bool) -> ArgumentParser:
     for key, section in SECTIONS.items():
         parser.add_argument_group(section.__doc__).add_class_arguments(section, key, as_group=False)
     for key, registry in REGISTRIES.items():
-        _add_choice(parser, key, names[key], registry)
+        entry = registry[names[key]]
+        group = parser.add_argument_group(f"{key} {names[key]}", description=_summary(entry))
+        choices = [*registry, *(f"{package}:NAME" for package in PACKAGES if key == "model")]
+        described = f"Name, also as --{key} NAME; one of {', '.join(choices)}."
+        group.add_argument(f"--{key}.name", default=names[key], help=described)
+        group.add_class_arguments(entry, key, as_group=False)
     parser.add_argument_group("Lightning").add_argument(
         "--trainer",
         type=dict[str, Any],
@@ -203,15 +208,6 @@ def _listed(lines: dict[str, str]) -> str:
 
 def _summary(entry: Any) -> str:
     return (entry.__doc__ or "").splitlines()[0]
-
-
-def _add_choice(parser: ArgumentParser, key: str, name: str, registry: Mapping[str, Any]) -> None:
-    entry = registry[name]
-    group = parser.add_argument_group(f"{key} {name}", description=_summary(entry))
-    names = [*registry, *(f"{package}:NAME" for package in PACKAGES if key == "model")]
-    described = f"Name, also as --{key} NAME; one of {', '.join(names)}."
-    group.add_argument(f"--{key}.name", default=name, help=described)
-    group.add_class_arguments(entry, key, as_group=False)
 
 
 def _read_yaml(file: str) -> dict[str, Any]:
@@ -270,10 +266,9 @@ def _refuse_unknown(parser: ArgumentParser, flags: list[str], tree: dict[str, An
 def _config(namespace: Namespace, names: dict[str, str]) -> Config:
     values = namespace.as_dict()
     for key, name in names.items():
-        values[key] = Choice(name, {option: value for option, value in values[key].items() if option != "name"})
-    for key, section in SECTIONS.items():
-        values[key] = section(**values[key])
-    return Config(**{field.name: values[field.name] for field in fields(Config)})
+        options = {option: value for option, value in values[key].items() if option != "name"}
+        values[key] = {"name": name, "options": options}
+    return config_of({field.name: values[field.name] for field in fields(Config)})
 
 
 def _one_line(error: Exception) -> str:

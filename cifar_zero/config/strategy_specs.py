@@ -1,14 +1,18 @@
 """The registry of strategies: how each spreads a run over ranks, what it shards or offloads, and what it can do.
 
 A name that Lightning has too (ddp, fsdp, deepspeed_stage_2, ...) has the same meaning as there; `fsdp` runs torch's
-FSDP2, to which torch tells users of its FullyShardedDataParallel to migrate. Plain data: no torch, Lightning or
-DeepSpeed.
+FSDP2, to which torch tells users of its FullyShardedDataParallel to migrate. A raw DeepSpeed configuration stands for
+a strategy too. No torch, Lightning or DeepSpeed.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
+
+from cifar_zero.core.errors import UsageError
 
 Device = Literal["", "cpu", "nvme"]
 """The place that something is offloaded to; empty: it stays on the rank's device."""
@@ -65,9 +69,7 @@ STRATEGIES: dict[str, Spec] = {
     ),
     "fsdp": _shards("fsdp2", "the same as fsdp2: torch replaces FullyShardedDataParallel by it", casts=True),
     "tensor_parallel": _shards(
-        "tensor_parallel",
-        "each layer of a vit_* split over the ranks, which compute the same images",
-        one_replica=True,
+        "tensor_parallel", "each layer of a vit_* split over the ranks, which compute the same images", one_replica=True
     ),
     "pipeline": _shards(
         "pipeline", "the blocks of a vit_* divided among the ranks, one after the other", one_replica=True
@@ -76,3 +78,61 @@ STRATEGIES: dict[str, Spec] = {
 
 AUTO = "auto"
 """train.py replaces this name by the strategy that plan.py recommends, before it starts the ranks."""
+
+# Keys of a raw DeepSpeed configuration that have another owner, and that owner.
+OWNED_BY_FLAGS = {
+    "train_batch_size": "--batch_size",
+    "train_micro_batch_size_per_gpu": "--batch_size and --devices",
+    "gradient_accumulation_steps": "--accumulate",
+    "gradient_clipping": "--gradient_clip_val",
+    "optimizer": "--optimizer",
+    "scheduler": "--schedule",
+    "fp16": "--precision 16-mixed",
+    "bf16": "--precision bf16-mixed",
+    # These two could run code that a file names: it imports modules, and unpickles "universal" checkpoints unchecked.
+    "torch_autocast": "--precision bf16-mixed",
+    "checkpoint": "--resume, which reads the checkpoints of every strategy",
+}
+
+
+def raw_spec(file: str) -> Spec:
+    """Returns what a raw DeepSpeed configuration stands for.
+
+    Raises UsageError if it cannot be read, or sets what has another owner.
+    """
+    try:
+        raw: Any = json.loads(Path(file).read_text())
+    except OSError as error:
+        raise UsageError(f"--ds_config {file} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"--ds_config {file} is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise UsageError(f"--ds_config {file} must hold a JSON object")
+    for key, owner in OWNED_BY_FLAGS.items():
+        if key in raw:
+            raise UsageError(f"--ds_config {file} sets {key!r}: take it out and use {owner}")
+    zero = raw.get("zero_optimization", {})
+    if not isinstance(zero, dict) or zero.get("stage", 0) not in (0, 1, 2, 3):
+        raise UsageError(f"--ds_config {file}: zero_optimization must be an object with a stage from 0 to 3")
+    for key in ("offload_optimizer", "offload_param"):
+        if not isinstance(zero.get(key, {}), dict):
+            raise UsageError(f"--ds_config {file}: {key} must be an object with a device")
+    parameters = _device(zero, "offload_param")
+    return Spec(
+        "deepspeed",
+        "a raw DeepSpeed configuration",
+        stage=zero.get("stage", 0),
+        offload_optimizer=_device(zero, "offload_optimizer"),
+        offload_parameters=parameters,
+        super_offload=bool(zero.get("offload_optimizer", {}).get("super_offload")),
+        casts=True,
+        shards_tensors=zero.get("stage", 0) > 0,
+        averages=parameters != "nvme",
+        spreads_experts=True,
+        raw=raw,
+    )
+
+
+def _device(zero: dict[str, Any], section: str) -> Device:
+    device: Device | Literal["none"] = zero.get(section, {}).get("device", "none")
+    return "" if device == "none" else device

@@ -15,24 +15,21 @@ SHOWN = 3
 def nearest(word: str, words: Iterable[str]) -> str:
     """Returns half a sentence with the closest of `words`, or with all of them if none is close."""
     known = list(words)
-    return _meant(closest(word, known, most=1, cutoff=0.5), f"choose from {', '.join(known)}")
+    return _meant(difflib.get_close_matches(word, known, n=1, cutoff=0.5), f"choose from {', '.join(known)}")
 
 
 def nearest_flag(key: str, known: Iterable[str]) -> str:
     """Returns the same for a flag; both arguments are without dashes."""
-    close = closest(key, known, most=1, cutoff=0.6)
+    close = difflib.get_close_matches(key, list(known), n=1)
     return _meant([f"--{flag}" for flag in close], "see --help for all options")
 
 
 def nearest_few(pattern: str, names: Sequence[str]) -> str:
     """Returns half a sentence with the names of a long list that are closest to a pattern, or with its first ones."""
     more = ", ..." if len(names) > SHOWN else ""
-    return _meant(closest(pattern, names, SHOWN, cutoff=0.3), f"there are {', '.join(names[:SHOWN])}{more}")
-
-
-def closest(word: str, words: Iterable[str], most: int = SHOWN, cutoff: float = 0.0) -> list[str]:
-    """Returns the closest words, the best first, whose similarity (difflib's ratio, 0 to 1) is at least `cutoff`."""
-    return difflib.get_close_matches(word, list(words), n=most, cutoff=cutoff)
+    return _meant(
+        difflib.get_close_matches(pattern, names, SHOWN, cutoff=0.3), f"there are {', '.join(names[:SHOWN])}{more}"
+    )
 
 
 def _meant(close: list[str], otherwise: str) -> str:

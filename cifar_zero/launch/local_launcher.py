@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -94,22 +94,17 @@ def _start(
         stdout=output,
         stderr=output,
         pass_fds=descriptors,
-        preexec_fn=partial(_prepare, cores),
+        preexec_fn=partial(prepare, cores),
     )
     return Rank(number, process, log, stack)
 
 
-def _prepare(cores: set[int]) -> None:
-    """Prepares a new process: on Linux it is bound to its cores and killed with its launcher."""
-    die_with_parent()
-    if _LIBC is not None and cores:
-        os.sched_setaffinity(0, cores)
-
-
-def die_with_parent() -> None:
-    """Makes Linux kill this new process when its parent ends, however that ends."""
+def prepare(cores: Collection[int]) -> None:
+    """Prepares a new process: Linux binds it to its cores, if there are any, and kills it when its parent ends."""
     if _LIBC is not None:
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if cores:
+            os.sched_setaffinity(0, cores)
 
 
 def free_port() -> int:

@@ -45,14 +45,23 @@ def meet(run: Run) -> list[Place]:
     One time limit then holds for the groups of Lightning and of DeepSpeed, which the strategies' own `timeout` does not
     reach (DeepSpeed 0.19.8 passes none to torch.distributed.new_group).
     """
+    local_rank = rank_environment.local_rank()
+    place = Place(
+        rank=rank_environment.global_rank(),
+        host=socket.gethostname(),
+        local_rank=local_rank,
+        device="cpu" if run.on_cpu else f"cuda:{local_rank}",
+        threads=torch.get_num_threads(),
+        agent=rank_environment.torchrun_agent(),
+    )
     if run.world_size == 1 or dist.is_initialized():
-        return gather(_place(run))
+        return gather(place)
     if not run.on_cpu:
-        torch.cuda.set_device(rank_environment.local_rank())
+        torch.cuda.set_device(local_rank)
     _warn_of_restarts()
     patience = AFTER_AGENTS if rank_environment.by_torchrun() else START
     dist.init_process_group("gloo" if run.on_cpu else "nccl", timeout=patience)
-    places = gather(_place(run))
+    places = gather(place)
     _set_timeout(max(timedelta(seconds=run.config.timeout), START))
     return places
 
@@ -79,15 +88,3 @@ def _set_timeout(limit: timedelta) -> None:
     set_timeout(limit)
     for default in ("default_pg_timeout", "default_pg_nccl_timeout"):
         setattr(distributed_c10d, default, limit)
-
-
-def _place(run: Run) -> Place:
-    local_rank = rank_environment.local_rank()
-    return Place(
-        rank=rank_environment.global_rank(),
-        host=socket.gethostname(),
-        local_rank=local_rank,
-        device="cpu" if run.on_cpu else f"cuda:{local_rank}",
-        threads=torch.get_num_threads(),
-        agent=rank_environment.torchrun_agent(),
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import OrderedDict
+from difflib import get_close_matches
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from cifar_zero import models
-from cifar_zero.core.usage import closest
 
 WITH_AUXILIARY_SCORES = ("googlenet", "inception_v3")
 """torchvision's models that also return auxiliary scores in training by default (torchvision 0.29)."""
@@ -88,7 +88,8 @@ def _timm(name: str, options: dict[str, Any]) -> nn.Module:
 
 def _check_known(name: str, package: str, known: list[str]) -> None:
     if name not in known:
-        raise ValueError(f"{package} has no classifier of that name, did you mean {', '.join(closest(name, known))}?")
+        closest = get_close_matches(name, known, cutoff=0)
+        raise ValueError(f"{package} has no classifier of that name, did you mean {', '.join(closest)}?")
 
 
 def _short(error: Exception) -> str:

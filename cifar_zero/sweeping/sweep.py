@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from cifar_zero.config import command_line
-from cifar_zero.config.rules.offload import resumes
+from cifar_zero.config.rules.offload import why_not_resumed
 from cifar_zero.config.values import check_plain_name
 from cifar_zero.core import exits
 from cifar_zero.core.errors import UsageError
@@ -54,7 +54,7 @@ def main(program: str) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     recipe = command_line.dump(command_line.parse([*rest, *flags_of(checked[0])]))
     record = "\n".join([metric, *arguments.search, recipe])
-    flags = [*rest, "--out", str(folder), *(["--resume", "auto"] if all(map(resumes, planned)) else [])]
+    flags = [*rest, "--out", str(folder), *(["--resume", "auto"] if not any(map(why_not_resumed, planned)) else [])]
     if names := [name for name in space if name not in (SEED, "config")]:
         flags += ["--hparams", *names]
     try:

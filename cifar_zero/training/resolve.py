@@ -8,9 +8,8 @@ from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.resume import checkpoint_to_resume
 from cifar_zero.config import rules
 from cifar_zero.config.flags import Choice, Config
-from cifar_zero.config.rules import raw_config
 from cifar_zero.config.run import NO_CONSENT, Consent, Run, on_this_machine
-from cifar_zero.config.strategy_specs import STRATEGIES
+from cifar_zero.config.strategy_specs import STRATEGIES, raw_spec
 from cifar_zero.launch import rank_environment
 from cifar_zero.schedules import SCHEDULES
 
@@ -44,7 +43,7 @@ def of_machine(config: Config, consent: Consent = NO_CONSENT) -> Run:
     """
     if config.find_lr and config.schedule.name != "range_test":
         config = replace(config, schedule=Choice("range_test", asdict(SCHEDULES["range_test"]())))
-    spec = raw_config.read(config.ds_config) if config.ds_config else STRATEGIES[config.strategy]
+    spec = raw_spec(config.ds_config) if config.ds_config else STRATEGIES[config.strategy]
     run = Run(config, spec, num_classes=len(data.class_names(config.data)), consent=consent)
     _ = run.micro_batch
     rules.check_finetuning(config)

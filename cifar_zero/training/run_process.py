@@ -90,7 +90,5 @@ def _environment() -> dict[str, str]:
 
 def _prepare(cores: Collection[int]) -> None:
     """Makes the new process end with this one, and obey SIGINT even in a shell's background job."""
-    local_launcher.die_with_parent()
+    local_launcher.prepare(cores)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if cores and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cores)

@@ -29,9 +29,12 @@ def check_on_cpu(run: Run) -> None:
 
 def check_here(run: Run) -> None:
     """Refuses what this computer lacks and another one may have."""
-    if run.on_cpu:
-        _check_cpu_memory(run)
-    optimizer, spec = run.config.optimizer.name, run.spec
+    devices, optimizer, spec = run.config.devices, run.config.optimizer.name, run.spec
+    assert devices != "auto"
+    launched = "LOCAL_WORLD_SIZE" in os.environ  # the ranks of a launcher have already taken their memory
+    if run.on_cpu and devices > 1 and not launched and devices * CPU_RANK_BYTES > (free := free_memory_bytes()):
+        fit = max(1, free // CPU_RANK_BYTES)
+        raise UsageError(f"--devices {devices}: a CPU rank takes about 1 GB, and this computer has memory for {fit}")
     if optimizer == "adam8bit" and importlib.util.find_spec("bitsandbytes") is None:
         raise UsageError("--optimizer adam8bit needs bitsandbytes: pip install bitsandbytes, or use --optimizer adam")
     compiles = spec.offload_optimizer and OFFLOADED_BY.get(optimizer) == BY_DEEPSPEED
@@ -63,13 +66,3 @@ def check_sync_batch_norm(run: Run) -> None:
         raise UsageError("--trainer.sync_batchnorm needs a GPU: on the CPU each rank normalises by its micro-batch")
     if run.spec.family != "baseline":
         raise UsageError(f"--trainer.sync_batchnorm is for ddp, not for {run.config.strategy_name}")
-
-
-def _check_cpu_memory(run: Run) -> None:
-    """Refuses more CPU ranks than fit into memory; the ranks of a launcher have already taken theirs."""
-    devices = run.config.devices
-    assert devices != "auto"
-    launched = "LOCAL_WORLD_SIZE" in os.environ
-    if devices > 1 and not launched and devices * CPU_RANK_BYTES > (free := free_memory_bytes()):
-        fit = max(1, free // CPU_RANK_BYTES)
-        raise UsageError(f"--devices {devices}: a CPU rank takes about 1 GB, and this computer has memory for {fit}")

@@ -37,17 +37,14 @@ def check_switches(run: Run) -> None:
 
 def check_resume(run: Run) -> None:
     """Refuses --resume if the checkpoints of the strategy lack part of the state."""
-    if run.config.resume and not resumes(run):
-        raise UsageError(f"--resume: {_why_not(run)}")
+    if run.config.resume and (why := why_not_resumed(run)):
+        raise UsageError(f"--resume: {why}")
 
 
-def resumes(run: Run) -> bool:
-    """Returns whether the run can be resumed from its own checkpoint."""
-    return not _why_not(run)
+def why_not_resumed(run: Run) -> str:
+    """Returns why a run cannot be resumed from its own checkpoint; empty if it can.
 
-
-def _why_not(run: Run) -> str:
-    """DeepSpeed 0.19.8 keeps the state of Adam in SuperOffload's process, or in the `backup_optimizer` of a ratio, and
+    DeepSpeed 0.19.8 keeps the state of Adam in SuperOffload's process, or in the `backup_optimizer` of a ratio, and
     writes neither into a checkpoint (superoffload_utils.py, zero/stage3.py). Of a checkpoint of an optimizer on NVMe it
     loads neither the parameters nor the groups that are too small for the disk (engine.py, `load_checkpoint`).
     """
