@@ -118,17 +118,14 @@ def raw_spec(file: str) -> Spec:
         if not isinstance(zero.get(key, {}), dict):
             raise UsageError(f"--ds_config {file}: {key} must be an object with a device")
     parameters = _device(zero, "offload_param")
-    return Spec(
-        "deepspeed",
+    return _zero_0(
         "a raw DeepSpeed configuration",
         stage=zero.get("stage", 0),
         offload_optimizer=_device(zero, "offload_optimizer"),
         offload_parameters=parameters,
         super_offload=bool(zero.get("offload_optimizer", {}).get("super_offload")),
-        casts=True,
         shards_tensors=zero.get("stage", 0) > 0,
         averages=parameters != "nvme",
-        spreads_experts=True,
         raw=raw,
     )
 

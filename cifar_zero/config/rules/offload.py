@@ -92,13 +92,10 @@ def _check_offload(run: Run) -> None:
         raise UsageError(f"{flag}: {strategy} offloads nothing")
     if run.on_cpu:
         raise UsageError(f"{flag} needs a GPU: without one, offloaded tensors stay in the same memory")
-    if offload.ratio < 1:
-        _check_ratio(run)
-
-
-def _check_ratio(run: Run) -> None:
-    """Refuses what the part on the GPU cannot do: DeepSpeed (0.19.8, zero/stage3.py, `backup_optimizer`) updates it by
-    a torch.optim.AdamW with the learning rate of the first step, which a schedule does not reach."""
+    if offload.ratio == 1:
+        return
+    # DeepSpeed (0.19.8, zero/stage3.py, `backup_optimizer`) updates the part on the GPU by a torch.optim.AdamW with the
+    # learning rate of the first step, which a schedule does not reach.
     if run.spec.offload_optimizer != "cpu":
         raise UsageError(
             "--offload.ratio needs an optimizer offloaded to the CPU; "

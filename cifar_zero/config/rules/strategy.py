@@ -7,27 +7,20 @@ from cifar_zero.optimizers import OFFLOADED_BY
 
 
 def check_optimizer(run: Run) -> None:
-    """Refuses an optimizer that the strategy or the device cannot run."""
-    name = run.config.optimizer.name
+    """Refuses an optimizer that the strategy, the schedule or the device cannot run."""
+    config, name = run.config, run.config.optimizer.name
     if name not in OFFLOADED_BY and run.spec.shards_tensors:
         raise UsageError(
-            f"--optimizer {name} needs whole tensors, and {run.config.strategy_name} shards them: "
+            f"--optimizer {name} needs whole tensors, and {config.strategy_name} shards them: "
             "use deepspeed_stage_0, ddp or baseline, or --optimizer adamw"
         )
-    if name == "muon_sgd":
-        _check_muon_sgd(run)
-    if name == "adam8bit" and run.on_cpu:
-        raise UsageError("--optimizer adam8bit needs a CUDA GPU: use --optimizer adam")
-
-
-def _check_muon_sgd(run: Run) -> None:
-    """Refuses schedules that cannot set the learning rate of each of its groups."""
-    config = run.config
-    if config.schedule.name == "range_test":
+    if name == "muon_sgd" and config.schedule.name == "range_test":
         given = "--find_lr" if config.find_lr else "--schedule range_test"
         raise UsageError(f"{given} gives all groups one learning rate, but --optimizer muon_sgd has three: use muon")
-    if config.optimizer.options["first_bias_share"] < 1 and config.schedule.name == "constant":
+    if name == "muon_sgd" and config.optimizer.options["first_bias_share"] < 1 and config.schedule.name == "constant":
         raise UsageError("--optimizer.first_bias_share needs a schedule that ends at 0: add --schedule linear")
+    if name == "adam8bit" and run.on_cpu:
+        raise UsageError("--optimizer adam8bit needs a CUDA GPU: use --optimizer adam")
 
 
 def check_offloaded_optimizer(run: Run) -> None:
