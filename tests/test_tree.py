@@ -25,7 +25,7 @@ MODULES = sorted(
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 WITHOUT_TORCH = [*COMMANDS, "benchmarks.deepspeed", "benchmarks.startup"]  # wrong usage is answered at once
 WITHOUT_TORCH += [f"cifar_zero.{name}" for name in ("core", "config", "launch", "models", "data", "strategies")]
-WITHOUT_TORCH += ["cifar_zero.config.rules", "cifar_zero.checkpoints.run_folder", "cifar_zero.planning.network"]
+WITHOUT_TORCH += ["cifar_zero.config.rules", "cifar_zero.checkpoints.run_folder", "cifar_zero.planning.model_states"]
 
 FLOORS = (
     ("core",),

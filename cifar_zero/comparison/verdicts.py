@@ -177,16 +177,16 @@ def _figures(runs: Sequence[Run]) -> dict[str, Spread]:
 
 def _predicted_bytes(run: Run) -> int | None:
     """Returns the predicted model states of the fullest rank; None if there is no formula."""
-    from cifar_zero.planning import model_states, network
+    from cifar_zero.planning.model_states import network_of, predicted
     from cifar_zero.training.resolve import of_machine
 
     try:
         config = command_line.parse(["--config", str(Path(run.folder, run_folder.CONFIG))])
         if config.ds_config:
             return None
-        weights = network.of(of_machine(replace(config, devices=run.metrics["world_size"], num_nodes=1))).weights
+        weights = network_of(of_machine(replace(config, devices=run.metrics["world_size"], num_nodes=1))).weights
     except UsageError:
         return None
     ranks = run.metrics["world_size"]
-    found = model_states.predicted(config.strategy, weights, ranks, config.precision, config.optimizer)
+    found = predicted(config.strategy, weights, ranks, config.precision, config.optimizer)
     return found and found.in_memory.total

@@ -11,6 +11,7 @@ import textwrap
 import weakref
 from collections.abc import MutableMapping
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, UntypedStorage, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -121,33 +122,32 @@ def measure(run: Run, computes: Computes) -> Line:
     Raises:
         UsageError: activation checkpointing finds no blocks, or a model of another package cannot be counted.
     """
+    config = run.config
     few = max(2, run.micro_batch)  # batch normalisation cannot take a single image
+    # Some models of other packages read values while they are built, which FakeTensorMode refuses (torch 2.15).
+    net = on_meta(config.model, run.num_classes, config.trainable, config.lora)
+    net.to(torch.bfloat16 if computes == "cast" else torch.float32)
     with FAKE():
-        net = _fake(run, torch.bfloat16 if computes == "cast" else torch.float32)
-        if run.config.activation_checkpointing:
+        net = _fake(net)
+        if config.activation_checkpointing:
             checkpoint_blocks(net)
         try:
             small, large = (_of_all_blocks(net, images, computes) for images in (few, 2 * few))
         except Exception as error:  # of any kind: models of other packages may fail on tensors without values
-            if ":" not in run.config.model.name:
+            if ":" not in config.model.name:
                 raise
             raise UsageError(
-                f"--model {run.config.model.name}: its activations cannot be counted without values "
+                f"--model {config.model.name}: its activations cannot be counted without values "
                 f"({textwrap.shorten(str(error), 120, placeholder=' ...')}): choose a strategy and train"
             ) from error
     return Line(2 * small - large, (large - small) / few)
 
 
-def _fake(run: Run, dtype: torch.dtype) -> nn.Module:
-    """Builds the run's model on the CPU without values, in `dtype`; call it in FAKE.
-
-    The model is built on the meta device first: some models of other packages read values while they are built, which
-    FakeTensorMode refuses (torch 2.15).
-    """
-    config = run.config
-    with unset_fake_temporarily():
-        net = on_meta(config.model, run.num_classes, config.trainable, config.lora).to(dtype)
-    return net.to_empty(device="cpu")
+def _fake(net: nn.Module) -> nn.Module:
+    """Returns a model of the meta device on the CPU, without values; call it in FAKE. Unlike with `to_empty`, weights
+    that have two names stay one."""
+    tensors = (*net.parameters(), *net.buffers())
+    return deepcopy(net, {id(t): torch.empty_like(t, device="cpu", requires_grad=t.requires_grad) for t in tensors})
 
 
 def _of_all_blocks(net: nn.Module, images: int, computes: Computes) -> int:

@@ -43,11 +43,12 @@ def _chosen(config: Config) -> str:
         return kept
     run = of_machine(replace(on_this_machine(config), strategy=Config.strategy))
     rules.check_model(run)
-    from cifar_zero.planning import machine, network
+    from cifar_zero.planning import machine
+    from cifar_zero.planning.model_states import network_of
     from cifar_zero.planning.survey import recommended, survey
 
     room = machine.available(run.config)
-    choice, reason = recommended(survey(run, network.of(run), room, {}), room)
+    choice, reason = recommended(survey(run, network_of(run), room, {}), room)
     if choice is None:
         raise UsageError(f"--strategy auto: {reason}; or choose a strategy to try it anyway")
     say(f"--strategy auto: {reason}")

@@ -1,4 +1,4 @@
-"""Predicts a rank's model states (parameters, gradients, optimizer state) under each strategy; no torch.
+"""The weights of a run's model, and a rank's model states (parameters, gradients, optimizer state) under each strategy.
 
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 3.1 and 5: with
 Adam in mixed precision a parameter takes 2 bytes, its gradient 2, its float32 master weight and two moments 12; on each
@@ -19,6 +19,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from cifar_zero.config.flags import Choice
+from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import STRATEGIES, Spec
 
 PERSISTENT_ELEMENTS = 100_000
@@ -57,6 +58,62 @@ class Weight:
 
 
 @dataclass(frozen=True)
+class Network:
+    """What the formulas need to know about a model."""
+
+    weights: tuple[Weight, ...]
+    largest_block: int
+    """Elements of the largest block that fsdp2 shards; all elements if there are no blocks, 0 if unknown."""
+
+    @property
+    def elements(self) -> int:
+        """Elements of all parameters."""
+        return sum(weight.elements for weight in self.weights)
+
+    @property
+    def trained(self) -> int:
+        """Elements that are not frozen."""
+        return sum(weight.elements for weight in self.weights if weight.trained)
+
+
+def network_of(run: Run) -> Network:
+    """Returns the model of a run, with its adapters and frozen weights; built without values (torch's meta device).
+
+    Raises:
+        UsageError: --lora.target or --trainable matches nothing in the model.
+    """
+    from cifar_zero.checkpoints.finetuning.network import check_patterns, on_meta
+    from cifar_zero.models.moe import MixtureOfExperts
+    from cifar_zero.optimizers.groups import hidden_matrices
+
+    config = run.config
+    net = on_meta(config.model, run.num_classes, config.trainable, config.lora)
+    ep_size = config.model.options.get("ep_size", 1)
+    check_patterns(net, config.trainable, ep_size)
+    mixtures = [module for module in net.modules() if isinstance(module, MixtureOfExperts)]
+    experts = {id(parameter) for mixture in mixtures for parameter in mixture.experts.parameters()}
+    by_muon = hidden_matrices({name: parameter.dim() for name, parameter in net.named_parameters()})
+    weights = tuple(
+        Weight(
+            parameter.numel(),
+            len(parameter) if parameter.dim() else 1,
+            parameter.requires_grad,
+            muon=name in by_muon,
+            ranks_that_share=ep_size if id(parameter) in experts else 1,
+        )
+        for name, parameter in net.named_parameters()
+    )
+    children = getattr(net, "blocks", net).children() if hasattr(net, "blocks") else ()
+    blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in children]
+    return Network(weights, max(blocks, default=sum(weight.elements for weight in weights)))
+
+
+def network_of_size(parameters: int) -> Network:
+    """Returns a model of which only the number of parameters is known: one weight, blocks unknown."""
+    return Network((Weight(parameters, parameters),), 0)
+
+
+@dataclass(frozen=True)
 class States:
     """A rank's model states in one place, in bytes."""
 
@@ -92,7 +149,7 @@ def predicted(
 
     Args:
         strategy: a key of STRATEGIES.
-        weights: of the model (`planning.network.of`).
+        weights: of the model (`network_of`).
         ranks: number of ranks on all nodes.
         precision: of the run, settled: no "auto".
         optimizer: name and options.

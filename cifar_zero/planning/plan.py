@@ -23,7 +23,7 @@ from cifar_zero.planning.survey import RULE, gigabytes, recommended, survey
 from cifar_zero.training.resolve import of_machine
 
 if TYPE_CHECKING:
-    from cifar_zero.planning.network import Network
+    from cifar_zero.planning.model_states import Network
 
 EPILOG = """\
 exit code: 0 if a strategy fits, 1 if none does, 2 for wrong usage
@@ -68,13 +68,13 @@ def main() -> int:
 def _plan(run: Run, arguments: Namespace, flags: list[str], room: Room) -> int:
     from rich.console import Console
 
-    from cifar_zero.planning import network
+    from cifar_zero.planning.model_states import network_of, network_of_size
     from cifar_zero.planning.report import print_plan, print_scaling
 
     of_size = arguments.parameters is not None
     if not of_size:
         rules.check_model(run)
-    net = network.of_size(round(arguments.parameters)) if of_size else network.of(run)
+    net = network_of_size(round(arguments.parameters)) if of_size else network_of(run)
     lines = None if of_size else {}
     needs = survey(run, net, room, lines)
     choice, reason = recommended(needs, room)
@@ -99,14 +99,12 @@ def _plan(run: Run, arguments: Namespace, flags: list[str], room: Room) -> int:
     console = Console(highlight=False)
     console.print(_heading(run, net, of_size, room), soft_wrap=True)
     if arguments.table:
-        runs = {count: _at(run, count) for count in DEVICES}
-        print_scaling({count: survey(each, net, room, lines) for count, each in runs.items()}, room.device, console)
+        by_devices = {count: survey(_at(run, count), net, room, lines) for count in DEVICES}
+        print_scaling(by_devices, room.device, console)
     else:
         print_plan(needs, console)
-    console.print(f"recommended ({RULE}):", soft_wrap=True)
-    console.print(reason, soft_wrap=True)
-    if command:
-        console.print(command, soft_wrap=True)
+    for line in filter(None, (f"recommended ({RULE}):", reason, command)):
+        console.print(line, soft_wrap=True)
     return int(choice is None)
 
 

@@ -12,10 +12,8 @@ from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.core.errors import UsageError
 from cifar_zero.planning import overheads
-from cifar_zero.planning.communication import sent_bytes
 from cifar_zero.planning.machine import Room
-from cifar_zero.planning.model_states import Prediction, predicted
-from cifar_zero.planning.network import Network
+from cifar_zero.planning.model_states import Network, Prediction, predicted
 
 if TYPE_CHECKING:
     from cifar_zero.planning.activations import Line
@@ -112,12 +110,17 @@ def survey(run: Run, network: Network, room: Room, lines: dict[str, Line] | None
 
 
 def _need(run: Run, network: Network, room: Room, lines: dict[str, Line] | None) -> Need:
-    config, spec = run.config, run.spec
-    refused = _refusal(run, room)
+    config, spec, refused = run.config, run.spec, ""
+    try:
+        rules.check_strategy(run)
+        if not room.elsewhere:
+            rules.check_here(run)
+    except UsageError as error:
+        refused = str(error)
     line = None if lines is None or refused else _activations(run, lines)
     states = predicted(config.strategy, network.weights, config.world_size, config.precision, config.optimizer)
     assert states is not None
-    average = overheads.average(run, network)
+    average = overheads.average(run, network)  # stored where the parameters are
     average_on_host = average if spec.offload_parameters else 0
     need = Need(
         config.strategy,
@@ -129,7 +132,7 @@ def _need(run: Run, network: Network, room: Room, lines: dict[str, Line] | None)
         host_buffers=overheads.host_buffers(run, network) + average_on_host,
         activation_offload=config.activation_offload,
         built_on_host=overheads.built_on_host(run, network),
-        sent_bytes=sent_bytes(run, network),
+        sent_bytes=overheads.sent_bytes(run, network),
         refused=refused,
     )
     return replace(need, fits=not need.lacking(room), most_images=line and _most_images(need, line, room))
@@ -150,16 +153,6 @@ def _most_images(need: Need, line: Line, room: Room) -> int:
         return bool(replace(need, activations=line.at(images)).lacking(room))
 
     return max(0, bisect_left(range(MOST_IMAGES), True, key=is_too_large) - 1)
-
-
-def _refusal(run: Run, room: Room) -> str:
-    try:
-        rules.check_strategy(run)
-        if not room.elsewhere:
-            rules.check_here(run)
-    except UsageError as error:
-        return str(error)
-    return ""
 
 
 def recommended(needs: Sequence[Need], room: Room) -> tuple[Need | None, str]:

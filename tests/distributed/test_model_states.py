@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from cifar_zero.config import command_line
-from cifar_zero.planning import network
-from cifar_zero.planning.model_states import predicted
+from cifar_zero.planning.model_states import network_of, predicted
 from cifar_zero.training.callbacks.memory import PARTS
 from cifar_zero.training.resolve import of_machine
 from tests.support.helpers import WHOLE, run_folder_of, train_all
@@ -37,7 +36,7 @@ def test_predicted_model_states_are_measured(tmp_path: Path) -> None:
     for out, flags in runs.items():
         config = command_line.parse(flags)
         found = predicted(
-            config.strategy, network.of(of_machine(config)).weights, 2, config.precision, config.optimizer
+            config.strategy, network_of(of_machine(config)).weights, 2, config.precision, config.optimizer
         )
         assert found is not None
         states = found.in_memory

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from cifar_zero.config import command_line
-from cifar_zero.planning import network
-from cifar_zero.planning.communication import sent_bytes
+from cifar_zero.planning.model_states import network_of
+from cifar_zero.planning.overheads import sent_bytes
 from cifar_zero.training.resolve import of_machine
 from tests.support.helpers import WHOLE
 from tests.support.wire import TwoRanks, two_ranks
@@ -68,6 +68,6 @@ def test_bytes_on_the_link(
         ranks.train([*flags, *limits, "--out", str(tmp_path / str(steps))])
         sent.append(ranks.sent() - before)
     run = of_machine(command_line.parse([*flags, "--num_nodes", "2"]))
-    planned = sent_bytes(run, network.of(run))
+    planned = sent_bytes(run, network_of(run))
     counted = (sent[1] - sent[0]) / (STEPS[1] - STEPS[0])
     assert counted == pytest.approx(planned, rel=TOLERANCE)

@@ -7,8 +7,7 @@ import pytest
 from cifar_zero.config import command_line
 from cifar_zero.config.flags import Choice
 from cifar_zero.config.strategy_specs import STRATEGIES
-from cifar_zero.planning import network
-from cifar_zero.planning.model_states import STATE_TENSORS, Weight, predicted
+from cifar_zero.planning.model_states import STATE_TENSORS, Weight, network_of, network_of_size, predicted
 from cifar_zero.training.resolve import of_machine
 
 ADAM = Choice("adam")
@@ -36,7 +35,7 @@ def test_mixed_precision_adam_takes_what_the_paper_says(ranks: int) -> None:
 
 def test_the_papers_example() -> None:
     """Figure 1: 7.5 billion parameters on 64 GPUs take 120, 16.6 and 1.9 GB at stages 0, 2 and 3."""
-    network_of_figure_1 = network.of_size(7_500 * MILLION).weights
+    network_of_figure_1 = network_of_size(7_500 * MILLION).weights
     for stage, gigabytes in ((0, 120), (2, 16.6), (3, 1.9)):
         states = predicted(f"deepspeed_stage_{stage}", network_of_figure_1, 64, "16-mixed", ADAM)
         assert states is not None
@@ -111,7 +110,7 @@ def test_every_optimizer_but_adam8bit_has_a_tensor_count() -> None:
 
 def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
     config = command_line.parse(["--model", "vit_tiny", "--optimizer", "adam", "--trainable", "head.*"])
-    net = network.of(of_machine(config))
+    net = network_of(of_machine(config))
     assert (net.elements, net.trained) == (5_362_378, 1_930)
     for ranks, strategy in ((1, "baseline"), (2, "deepspeed_stage_2")):
         states = predicted(strategy, net.weights, ranks, "32-true", ADAM)
@@ -132,7 +131,7 @@ def test_small_layers_stay_whole_at_stage_3() -> None:
 def test_experts_are_spread_over_ranks() -> None:
     def weights(ep_size: int) -> tuple[Weight, ...]:
         flags = ["--model", "vit_moe", "--model.num_experts", "[4]", "--model.ep_size", str(ep_size)]
-        return network.of(of_machine(command_line.parse([*flags, "--strategy", "deepspeed_stage_0"]))).weights
+        return network_of(of_machine(command_line.parse([*flags, "--strategy", "deepspeed_stage_0"]))).weights
 
     whole, shared = (predicted("deepspeed_stage_0", weights(size), 4, "32-true", ADAM) for size in (1, 4))
     experts = sum(weight.elements for weight in weights(4) if weight.ranks_that_share == 4)

@@ -4,13 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from cifar_zero.checkpoints.finetuning.network import on_meta
 from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
-from cifar_zero.planning import activations, network, overheads
+from cifar_zero.planning import activations, overheads
 from cifar_zero.planning.activations import Line
 from cifar_zero.planning.machine import Room, size_in_bytes
-from cifar_zero.planning.model_states import Weight
+from cifar_zero.planning.model_states import Network, Weight, network_of_size
 from cifar_zero.planning.survey import PLANNED, Need, recommended, survey
 from cifar_zero.training.resolve import of_machine
 
@@ -31,7 +33,7 @@ def plan(room: Room, *flags: str, elements: int = 10 * GB) -> list[Need]:
     ]
     run = of_machine(command_line.parse(all_flags))
     line = Line(0, GB)
-    return survey(run, network.of_size(elements), room, {"autocast": line, "cast": line})
+    return survey(run, network_of_size(elements), room, {"autocast": line, "cast": line})
 
 
 @pytest.mark.parametrize(
@@ -165,7 +167,7 @@ def test_offloaded_gradients_of_several_micro_batches() -> None:
 
 
 def test_fsdp2_reduces_in_float32() -> None:
-    net = network.Network((Weight(1_000, 10),), largest_block=100)
+    net = Network((Weight(1_000, 10),), largest_block=100)
     for precision, each in (("bf16-mixed", 10), ("32-true", 12)):
         run = of_machine(command_line.parse(["--strategy", "fsdp2", "--precision", precision, "--devices", "2"]))
         assert overheads.buckets(run, net) == each * 100
@@ -189,8 +191,9 @@ def test_lacking_memory_is_named() -> None:
 def test_equal_blocks_are_extrapolated_from_three() -> None:
     """The result equals that of counting all blocks, to the byte."""
     run = of_machine(command_line.parse(["--model", "vit_tiny", "--activation_checkpointing"]))
+    net = on_meta(run.config.model, run.num_classes).bfloat16()
     with activations.FAKE():
-        net = activations._fake(run, torch.bfloat16)
+        net = activations._fake(net)
         whole = activations.counted(net, 4, "cast")
         assert activations._of_all_blocks(net, 4, "cast") == whole
     assert len(net.blocks) == 12  # pyright: ignore[reportArgumentType]
@@ -199,13 +202,34 @@ def test_equal_blocks_are_extrapolated_from_three() -> None:
 def test_a_model_that_reads_values_while_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchvision:swin_t does this."""
 
-    def build(*args: Any) -> torch.nn.Module:
-        return torch.nn.Linear(3, int(torch.arange(11).max())).to("meta")
+    def build(*args: Any) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(3072, int(torch.arange(11).max()))).to("meta")
 
     monkeypatch.setattr(activations, "on_meta", build)
+    assert activations.measure(of_machine(command_line.parse([])), "cast").per_image > 0
+
+
+class Tied(nn.Module):
+    """A model with one weight under two names, as text models have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3072, 3072), nn.Linear(3072, 3072)
+        self.last.weight = self.first.weight
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.last(self.first(images.flatten(1)))
+
+
+def test_a_weight_with_two_names_stays_one() -> None:
+    """Its gradient of the last layer waits for that of the first: on the CPU the same bytes are counted with values."""
+    with torch.device("meta"):
+        net = Tied()
     with activations.FAKE():
-        net = activations._fake(of_machine(command_line.parse([])), torch.bfloat16)
-        assert net(torch.empty(2, 3, dtype=torch.bfloat16)).shape == (2, 10)
+        fake = activations._fake(net)
+        assert len([*fake.parameters()]) == 3
+        counted = activations.counted(fake, 2, "float32")
+    assert counted == activations.counted(Tied(), 2, "float32")
 
 
 def test_offloaded_activations_need_room_on_the_host() -> None:

@@ -9,9 +9,8 @@ import pytest
 from cifar_zero.config.flags import Config
 from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import STRATEGIES
-from cifar_zero.planning.communication import sent_bytes
-from cifar_zero.planning.model_states import Weight
-from cifar_zero.planning.network import Network, of_size
+from cifar_zero.planning.model_states import Network, Weight, network_of_size
+from cifar_zero.planning.overheads import sent_bytes
 from cifar_zero.planning.survey import PLANNED
 
 LARGE = Network((Weight(10**9, 10**9),), 0)
@@ -49,7 +48,7 @@ def test_formats() -> None:
     assert sent("deepspeed_stage_0", LARGE, precision="32-true") == pytest.approx(8)
     # fsdp2 gathers in bfloat16, the blocks twice, and reduces in float32.
     assert sent("fsdp2", SMALL) == pytest.approx(2 * 2 + 4)
-    assert sent("fsdp2", of_size(10**9)) == pytest.approx(2 * 2 + 4)  # plan.py --parameters
+    assert sent("fsdp2", network_of_size(10**9)) == pytest.approx(2 * 2 + 4)  # plan.py --parameters
     assert sent("fsdp2", Network((Weight(10**6, 10**6),), 10**6)) == pytest.approx(2 + 4)  # a model without blocks
 
 
