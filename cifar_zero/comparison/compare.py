@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.comparison import report
-from cifar_zero.comparison.reading import load
+from cifar_zero.comparison.reading import grouped, load, perturbed_runs
 from cifar_zero.comparison.result import Comparison, Run
 from cifar_zero.comparison.trainings import PERTURB, PERTURBED, Planned, Runner, plan, prepare
-from cifar_zero.comparison.variants import grouped, perturbed_runs
 from cifar_zero.config import command_line
 from cifar_zero.config.values import check_plain_name
 from cifar_zero.core import exits

@@ -1,18 +1,48 @@
-"""Reads run folders; no torch."""
+"""Reads run folders, and finds the variants that they are of and the settings that they should share; no torch."""
 
 import csv
 import json
+import shlex
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.comparison.result import Curve, Run
+from cifar_zero.comparison.result import Curve, Difference, Run, Variant
 from cifar_zero.config.flags import flat
 from cifar_zero.core.errors import UsageError
 
 PERTURBED = "perturbed.json"
 """File that marks the run folder of a perturbed run; written by comparison.perturbed."""
+
+MAY_DIFFER = (
+    # What is compared, and where it runs: none of these may change the maths.
+    *("strategy", "ds_config", "nvme_path", "devices", "num_nodes", "timeout", "accumulate"),
+    *("activation_checkpointing", "activation_offload", "compile", "cuda_graphs", "model.ep_size"),
+    "channels_last",
+    # Runs are compared seed by seed.
+    "seed",
+    # How images are read, and what a run leaves behind.
+    *("out", "name", "logger", "hparams", "log_interval", "plot_schedule", "debug", "trust", "resume"),
+    *("save_every_n_steps", "save_every_minutes", "save_weights", "on_nan"),
+    *("data.root", "data.cache", "data.loader", "data.workers", "data.url", "data.md5"),
+)
+"""Options of config.yaml that compared runs need not share; a difference in any other is reported."""
+
+MEASURED = ("dataset", "num_train", "device_name", "git_commit", "versions")
+"""Keys of metrics.json that they should share too."""
+
+HARMLESS = ("precision", "accelerator", "device_name", "git_commit", "versions")
+"""Settings that do not prevent a verdict: the bound accounts for them, or they are what is tested."""
+
+SHAPE = ("strategy", "world_size", "accumulate")
+"""Keys of metrics.json that define a variant."""
+
+NO_DIFFERENCE = ("out", "name", "logger", "hparams", "seed")
+"""Options in which the runs of one variant may differ."""
 
 
 def load(folder: Path) -> Run:
@@ -84,3 +114,69 @@ def _read(folder: Path) -> Run:
     files = [checkpoint, *checkpoint.rglob("*")]
     run.checkpoint_bytes = sum(file.stat().st_size for file in files if file.is_file()) or None
     return run
+
+
+def shared(run: Run) -> dict[str, Any]:
+    """Returns all settings that a run should share with the runs that it is compared to, by dotted names."""
+    settings = {key: value for key, value in run.settings.items() if key not in MAY_DIFFER}
+    return {**settings, **flat({key: run.metrics.get(key) for key in MEASURED})}
+
+
+def differences(variants: Sequence[Variant]) -> list[Difference]:
+    """Returns the settings in which variants differ, according to the first run of each."""
+    runs = {variant.name: shared(variant.runs[0]) for variant in variants if variant.runs}
+    found = []
+    for key in dict.fromkeys(key for settings in runs.values() for key in settings):
+        values = {name: str(settings.get(key, "missing")) for name, settings in runs.items()}
+        if len({*values.values()}) > 1:
+            found.append(Difference(key, values))
+    return found
+
+
+def hinders(difference: Difference, reference: str, other: str) -> bool:
+    """Whether a difference makes a verdict on a variant meaningless."""
+    harmless = difference.setting.split(".")[0] in HARMLESS
+    return not harmless and difference.values.get(reference) != difference.values.get(other)
+
+
+def variant_name(strategy: str, ranks: int, accumulate: int, several: Sequence[bool]) -> str:
+    """Returns the name of a variant: of strategy, ranks and micro-batches those that vary (`several`)."""
+    parts = (
+        strategy,
+        "1 rank" if ranks == 1 else f"{ranks} ranks",
+        "1 micro-batch" if accumulate == 1 else f"{accumulate} micro-batches",
+    )
+    return ", ".join(part for part, varies in zip(parts, several, strict=True) if varies) or strategy
+
+
+def grouped(runs: Sequence[Run]) -> list[Variant]:
+    """Returns the variants of existing runs, baseline first. Runs that differ only in the seed are one variant."""
+    groups: dict[tuple[str, int], list[Run]] = {}
+    repeats: Counter[tuple[str, int]] = Counter()
+    for run in (run for run in runs if not run.perturbed):
+        asked = {key: value for key, value in run.settings.items() if key not in NO_DIFFERENCE}
+        same = json.dumps({**asked, **_recipe(run)}, sort_keys=True, default=str)
+        groups.setdefault((same, repeats[same, run.seed]), []).append(run)
+        repeats[same, run.seed] += 1
+    firsts = [group[0] for group in groups.values()]
+    several = [len({run.metrics[key] for run in firsts}) > 1 for key in SHAPE]
+    variants: list[Variant] = []
+    for first, group in zip(firsts, groups.values(), strict=True):
+        strategy, ranks, accumulate = (first.metrics[key] for key in SHAPE)
+        name = variant_name(strategy, ranks, accumulate, several)
+        name += f" ({first.folder})" * any(other.name == name for other in variants)
+        command = f"python train.py --config {shlex.quote(str(Path(first.folder, run_folder.CONFIG)))}"
+        variants.append(Variant(name, strategy, ranks, accumulate, command, group))
+    return sorted(variants, key=lambda variant: variant.strategy != "baseline")
+
+
+def perturbed_runs(runs: Sequence[Run], reference: Variant) -> list[Run]:
+    """Returns the perturbed runs of the reference's recipe, at most one per seed."""
+    recipe = _recipe(reference.runs[0])
+    found = [run for run in runs if run.perturbed and run.seed in reference.by_seed and _recipe(run) == recipe]
+    return [*{run.seed: run for run in found}.values()]
+
+
+def _recipe(run: Run) -> dict[str, Any]:
+    """Returns the shared settings, the strategy, the ranks and the micro-batches."""
+    return {**shared(run), **{key: run.metrics[key] for key in SHAPE}}

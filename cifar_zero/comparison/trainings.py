@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from cifar_zero.comparison.reading import load
+from cifar_zero.comparison.reading import load, variant_name
 from cifar_zero.comparison.result import Variant
-from cifar_zero.comparison.variants import variant_name
 from cifar_zero.config import command_line
 from cifar_zero.config.flags import Config
 from cifar_zero.config.run import Run

@@ -1,18 +1,21 @@
 """Builds a comparison from its variants: figures over the seeds, recipe, differences, and the verdicts."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from numbers import Real
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.comparison import weights
-from cifar_zero.comparison.agreement import Bound, Pair, bound, eps_of, judge, worst
+from cifar_zero.checkpoints.read import network, read
+from cifar_zero.comparison.agreement import Apart, Bound, Pair, bound, eps_of, judge, worst
 from cifar_zero.comparison.causes import causes
+from cifar_zero.comparison.reading import differences, hinders, last_checkpoint, shared
 from cifar_zero.comparison.result import Comparison, Curve, Run, Spread, Variant, Verdict
-from cifar_zero.comparison.variants import differences, hinders, shared
 from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
 from cifar_zero.reports.summary import FALLBACK
@@ -24,6 +27,9 @@ SATURATION = (
     "From step {step:,} on rounding alone may change the losses by more than a tenth: only the steps before are "
     "judged. After it, only a loss that is off by more than the largest loss so far counts."
 )
+
+Weights = Mapping[str, Tensor]
+"""Tensors by the names of the plain model's state_dict, including buffers."""
 
 Perturb = Callable[[set[int]], list[Run]]
 """Trains or finds a perturbed run of the reference for each of the given seeds."""
@@ -108,22 +114,45 @@ def _comparable(comparison: Comparison) -> list[Variant]:
 def _pairs(reference: Run, others: Iterable[Run], trust: bool, notes: list[str]) -> Iterator[Pair]:
     """Compares runs of several variants with the reference's run, whose weights are read once."""
     ours = _weights(reference, trust, notes)
-    convolves = ours is None or weights.convolves(ours)
-    normalises = ours is not None and weights.normalises(ours)
+    # Weights of shape (out, in, height, width) are those of convolutions.
+    convolves = ours is None or any(value.dim() == 4 for value in ours.values())
+    normalises = ours is not None and any(name.endswith("running_mean") for name in ours)
     for other in others:
         theirs = _weights(other, trust, notes)
-        apart = weights.apart(ours, theirs) if ours is not None and theirs is not None else None
+        differing = None if ours is None or theirs is None else apart(ours, theirs)
         eps = max(eps_of(run.metrics["precision"], run.metrics["accelerator"], convolves) for run in (reference, other))
-        yield Pair(reference, other, apart, eps, normalises)
+        yield Pair(reference, other, differing, eps, normalises)
 
 
-def _weights(run: Run, trust: bool, notes: list[str]) -> weights.Weights | None:
-    """Returns the weights; None, with a note, if they cannot be read: then only the losses decide."""
+def _weights(run: Run, trust: bool, notes: list[str]) -> Weights | None:
+    """Returns the weights of a run's last checkpoint, not the average of --ema; None, with a note, if they cannot be
+    read: then only the losses decide."""
     try:
-        return weights.of_run(run, trust)
+        if not (checkpoint := last_checkpoint(run)).exists():
+            raise UsageError(f"{run.folder} has no checkpoint of its last step")
+        return network(read(checkpoint, trust), averaged=False)
     except UsageError as error:
         notes.append(f"The weights of {run.folder} were not compared: {error}.")
         return None
+
+
+def apart(reference: Weights, other: Weights) -> dict[str, Apart]:
+    """Compares two runs tensor by tensor; integers (batch norm's count of batches) are left out."""
+    names = {name: None for run in (reference, other) for name, value in run.items() if value.is_floating_point()}
+    return {name: _apart(reference.get(name), other.get(name)) for name in names}
+
+
+def _apart(one: Tensor | None, other: Tensor | None) -> Apart:
+    """Returns the difference; infinite if a run lacks the tensor, if the shapes differ, or if only one has a number."""
+    largest = 0.0 if one is None or not one.numel() else float(one.abs().max())
+    if one is None or other is None or one.shape != other.shape:
+        return Apart(math.inf, largest)
+    if not one.numel():
+        return Apart(0.0, largest)
+    one, other = one.double(), other.double()
+    same = (one == other) | (one.isnan() & other.isnan())
+    difference = float(torch.where(same, 0.0, (one - other).abs()).max())
+    return Apart(math.inf if math.isnan(difference) else difference, largest)
 
 
 def _judge(variant: Variant, pairs: Sequence[tuple[Pair, Bound]], has_perturbed: bool) -> None:

@@ -11,20 +11,19 @@ import pytest
 import torch
 from rich.console import Console
 
-from cifar_zero.comparison import weights
+from cifar_zero.comparison import verdicts
+from cifar_zero.comparison.agreement import EPS, TF32_EPS
+from cifar_zero.comparison.reading import differences
 from cifar_zero.comparison.report import show, write_comparison, write_junit
 from cifar_zero.comparison.result import Comparison, Run, Variant
-from cifar_zero.comparison.variants import differences
-from cifar_zero.comparison.verdicts import Perturb, summarize
-from cifar_zero.comparison.weights import apart, convolves
-from cifar_zero.core.errors import UsageError
+from cifar_zero.comparison.verdicts import Perturb, apart, summarize
 from tests.comparison.made_up import made_up
 
 
 @pytest.fixture(autouse=True)
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made-up runs have no weights."""
-    monkeypatch.setattr(weights, "of_run", lambda run, trust: {})
+    monkeypatch.setattr(verdicts, "_weights", lambda *arguments: {})
 
 
 def variant(name: str, *runs: Run, error: str = "") -> Variant:
@@ -68,10 +67,7 @@ def test_without_a_perturbed_run_only_equal_and_broken_runs_get_a_verdict() -> N
 
 
 def test_unreadable_weights_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unread(run: Run, trust: bool) -> dict[str, torch.Tensor]:
-        raise UsageError(f"{run.folder}/checkpoints/last.ckpt is damaged")
-
-    monkeypatch.setattr(weights, "of_run", unread)
+    monkeypatch.undo()  # reads the checkpoints, which made-up runs lack
     reference, other = variant("baseline", made_up()), variant("same", made_up(folder="other"))
     comparison = summarize([reference, other], lambda seeds: [], "compare.py")
     assert kinds(comparison) == ["reference", "bit-identical"]
@@ -216,6 +212,10 @@ def test_counters_are_no_weights() -> None:
     assert list(apart(counted, {**counted, "num_batches_tracked": torch.tensor(4000)})) == ["a"]
 
 
-def test_convolutions_have_weights_of_four_dimensions() -> None:
-    assert convolves({"conv.weight": torch.zeros(4, 3, 5, 5)})
-    assert not convolves({"linear.weight": torch.zeros(4, 3), "linear.bias": torch.zeros(4)})
+def test_convolutions_have_weights_of_four_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU computes convolutions in TensorFloat-32, and nothing else."""
+    run = made_up(accelerator="gpu")
+    for shape, eps in (((4, 3, 5, 5), TF32_EPS), ((4, 3), EPS["32"])):
+        monkeypatch.setattr(verdicts, "_weights", lambda *arguments, shape=shape: {"weight": torch.zeros(shape)})
+        (pair,) = verdicts._pairs(run, [run], False, [])
+        assert pair.eps == eps
