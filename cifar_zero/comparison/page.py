@@ -16,6 +16,7 @@ from matplotlib.ticker import LogFormatter
 from numpy.typing import NDArray
 
 from cifar_zero.comparison import report
+from cifar_zero.comparison.agreement import Pair
 from cifar_zero.comparison.result import Comparison, Curve, Variant
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
@@ -135,12 +136,10 @@ def _draw_differences(axes: Axes, comparison: Comparison, differences: Sequence[
 
 def _differences(reference: Variant, variant: Variant) -> list[Curve]:
     """Returns the differences of the losses, one curve per seed; empty if there are none."""
-    curves = []
-    for seed in reference.by_seed.keys() & variant.by_seed.keys():
-        ours, theirs = reference.by_seed[seed].losses, variant.by_seed[seed].losses
-        steps, here, there = np.intersect1d(ours.steps, theirs.steps, return_indices=True)
-        curves.append(Curve(steps.tolist(), np.abs(_array(ours.values)[here] - _array(theirs.values)[there]).tolist()))
-    return curves if any(value > 0 for curve in curves for value in curve.values) else []
+    seeds = reference.by_seed.keys() & variant.by_seed.keys()
+    pairs = [Pair(reference.by_seed[seed], variant.by_seed[seed], weights=None) for seed in seeds]
+    found = any(0 < value < math.inf for pair in pairs for value in pair.differences)
+    return [Curve(pair.steps, pair.differences) for pair in pairs] if found else []
 
 
 def _line(name: str, curves: Sequence[Curve], of_several: Callable[..., Array]) -> Line:

@@ -6,7 +6,7 @@ function imports torch itself, if it needs it: each check runs in its own proces
 
 from functools import partial
 
-from cifar_zero.diagnosis import devices, network, ops, software, storage
+from cifar_zero.diagnosis import machine, network, ops, software
 from cifar_zero.diagnosis.check import Check
 
 IMPORT_SECONDS = 180.0
@@ -22,8 +22,8 @@ CHECKS: dict[str, Check] = {
     "lightning": Check("version of Lightning", partial(software.package, "lightning")),
     "deepspeed": Check("version of DeepSpeed", partial(software.package, "deepspeed")),
     "torchmetrics": Check("version of TorchMetrics", partial(software.package, "torchmetrics")),
-    "gpu": Check("torch can compute on each GPU", devices.gpu, IMPORT_SECONDS),
-    "nvcc": Check("nvcc has the same CUDA version as torch", devices.nvcc, IMPORT_SECONDS),
+    "gpu": Check("torch can compute on each GPU", machine.gpu, IMPORT_SECONDS),
+    "nvcc": Check("nvcc has the same CUDA version as torch", machine.nvcc, IMPORT_SECONDS),
     "compiler": Check("a C++ compiler and Python's header files", software.compiler),
     "ninja": Check("ninja, which runs the compiler", software.ninja),
     "libaio": Check("libaio, for offload to NVMe", software.libaio),
@@ -31,9 +31,9 @@ CHECKS: dict[str, Check] = {
     "ops": Check("DeepSpeed's operators are built, or can be", ops.operators, LONG_SECONDS),
     "port": Check("a free port for the rendezvous of the ranks", network.port),
     "all-reduce": Check("real ranks meet and sum a tensor", network.all_reduce, LONG_SECONDS),
-    "cores": Check("one CPU core per rank", devices.cores),
-    "memory": Check("memory for each rank", devices.memory),
-    "shm": Check("shared memory for each rank", storage.shared_memory),
-    "out": Check("disk space for runs", storage.out),
-    "data": Check("images, or disk space for them", storage.data),
+    "cores": Check("one CPU core per rank", machine.cores),
+    "memory": Check("memory for each rank", machine.memory),
+    "shm": Check("shared memory for each rank", machine.shared_memory),
+    "out": Check("disk space for runs", machine.out),
+    "data": Check("images, or disk space for them", machine.data),
 }

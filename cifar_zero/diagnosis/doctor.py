@@ -58,7 +58,11 @@ def main(requirements: Path) -> int:
         findings[name] = finding
         if not arguments.json:
             _print_line(name, finding, max(map(len, names)))
-    print(_as_json(findings) if arguments.json else _summary(findings) + closing)
+    if arguments.json:
+        checks = [{"name": name, **asdict(finding)} for name, finding in findings.items()]
+        print(json.dumps({"schema": SCHEMA, "checks": checks}, indent=2))
+    else:
+        print(_summary(findings) + closing)
     return int(any(finding.status == "failed" for finding in findings.values()))
 
 
@@ -100,12 +104,6 @@ def _summary(findings: Mapping[str, Finding]) -> str:
     return f"Nothing failed, {warnings}."
 
 
-def _as_json(findings: Mapping[str, Finding]) -> str:
-    """Returns the findings for programs."""
-    checks = [{"name": name, **asdict(finding)} for name, finding in findings.items()]
-    return json.dumps({"schema": SCHEMA, "checks": checks}, indent=2)
-
-
 def _parse(requirements: Path) -> Namespace:
     width = max(map(len, CHECKS))
     parser = exits.Parser(
@@ -120,28 +118,13 @@ def _parse(requirements: Path) -> Namespace:
     add("checks", metavar="CHECK", nargs="*", help="run only these checks (listed below; default: all)")
     add("--ranks", metavar="N", type=int, default=2, help="ranks of a run on this machine (default: %(default)s)")
     add("--out", metavar="DIR", default=OutputConfig.out, help="directory for run folders (default: %(default)s)")
-    add(
-        "--data.root",
-        dest="data_root",
-        metavar="DIR",
-        default=DataConfig.root,
-        help="directory of the dataset (default: %(default)s)",
-    )
-    add(
-        "--data.cache",
-        dest="data_cache",
-        metavar="DIR",
-        default=DataConfig.cache,
-        help="directory for the decoded images (default: <data.root>/.cifar-zero)",
-    )
+    root = "directory of the dataset (default: %(default)s)"
+    cache = "directory for the decoded images (default: <data.root>/.cifar-zero)"
+    add("--data.root", dest="data_root", metavar="DIR", default=DataConfig.root, help=root)
+    add("--data.cache", dest="data_cache", metavar="DIR", default=DataConfig.cache, help=cache)
     add("--build", action="store_true", help="build the missing DeepSpeed operators that a strategy here needs")
-    add(
-        "--timeout",
-        metavar="SECONDS",
-        type=float,
-        default=20.0,
-        help="how long a rank may wait for the others in each step (default: %(default)g)",
-    )
+    timeout = "how long a rank may wait for the others in each step (default: %(default)g)"
+    add("--timeout", metavar="SECONDS", type=float, default=20.0, help=timeout)
     add("--nodes", action="store_true", help="compare the nodes of a run instead; start it with torchrun or srun")
     add("--json", action="store_true", help="print one JSON object, for programs")
     arguments = parser.parse_intermixed_args(rank_environment.arguments(sys.argv[1:]))

@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 
 from cifar_zero.diagnosis.check import Finding, Options, failed, ok, one_line
-from cifar_zero.diagnosis.devices import ranks_in_memory
+from cifar_zero.diagnosis.machine import ranks_in_memory
 from cifar_zero.launch import local_launcher
 
 GRACE_SECONDS = 2.0

@@ -63,7 +63,9 @@ def examine(options: Options) -> dict[str, Finding] | None:
     clock = time.time()  # here, because the all-reduce ends on all ranks at nearly the same time
     watchdog.begin("comparing the nodes")
     sums, clocks, software = gather(right), gather(clock), gather(versions())
-    apart = ranks_on_another_disk(_existing(Path(options.out)) if rank == 0 else None)
+    out = Path(options.out)
+    existing = next(parent for parent in (out, *out.parents) if parent.exists())  # a relative path stays relative
+    apart = ranks_on_another_disk(existing if rank == 0 else None)
     dist.destroy_process_group()
     watchdog.end()
     if rank:
@@ -139,11 +141,6 @@ def _no_gpu() -> str:
     except (RuntimeError, AssertionError) as error:  # no GPU, an old driver, a GPU that this torch has no kernels for
         return one_line(error)
     return ""
-
-
-def _existing(folder: Path) -> Path:
-    """Returns the folder, or its nearest parent that exists; a relative path stays relative."""
-    return next(parent for parent in (folder, *folder.parents) if parent.exists())
 
 
 def versions() -> dict[str, str]:

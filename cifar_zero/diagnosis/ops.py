@@ -56,10 +56,15 @@ def build_root() -> Path:
 
 def operators(options: Options) -> Finding:
     """Whether the operators that a strategy needs on this machine are built, or can be; --build builds them."""
+    import torch
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
+    from torch.utils.cpp_extension import CUDA_HOME
 
     states: dict[str, str] = {}
-    for name in _needed():
+    needed = ["cpu_adam", "async_io"]  # for the *_offload strategies, and for offload to NVMe
+    if torch.cuda.is_available() and CUDA_HOME is not None:
+        needed.append("fused_adam")  # for ZeRO on CUDA, if there is nvcc
+    for name in needed:
         states[name] = "built" if is_built(name) else "not built" if _compatible(ALL_OPS[name]) else "cannot be built"
         if states[name] != "not built" or not options.build:
             continue
@@ -74,15 +79,6 @@ def operators(options: Options) -> Finding:
     if "not built" in states.values():
         return warning(f"{found}; the first run that needs it stalls for a minute", "python doctor.py ops --build")
     return ok(found)
-
-
-def _needed() -> list[str]:
-    """CPU Adam: the *_offload strategies. async_io: offload to NVMe. Fused Adam: ZeRO on CUDA, if there is nvcc."""
-    import torch
-    from torch.utils.cpp_extension import CUDA_HOME
-
-    on_cuda = torch.cuda.is_available() and CUDA_HOME is not None
-    return ["cpu_adam", "async_io", *(["fused_adam"] if on_cuda else [])]
 
 
 def _compatible(builder: Any) -> bool:

@@ -66,8 +66,7 @@ def export(
     from cifar_zero.checkpoints.finetuning.delta import together
     from cifar_zero.checkpoints.read import RECORD, plain_network, read
     from cifar_zero.checkpoints.safetensors_file import metadata_of
-    from cifar_zero.exporting.check import on_random_images, on_test_images, test_images
-    from cifar_zero.exporting.classifier import build, of_model
+    from cifar_zero.exporting.classifier import build, of_model, on_random_images, on_test_images, test_images
 
     content = together(checkpoint, Path(delta), trust) if delta else read(checkpoint, trust)
     metadata = metadata_of(content, checkpoint.name, dtype)

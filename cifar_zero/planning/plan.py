@@ -1,14 +1,11 @@
 """Predicts the memory that a run needs under each strategy, before anything is launched, and recommends one."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex
 from argparse import Namespace
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import yaml
 
@@ -19,11 +16,9 @@ from cifar_zero.core import exits
 from cifar_zero.core.errors import UsageError
 from cifar_zero.launch import local_launcher
 from cifar_zero.planning.machine import Room, available
+from cifar_zero.planning.model_states import Network, network_of, network_of_size
 from cifar_zero.planning.survey import RULE, gigabytes, recommended, survey
 from cifar_zero.training.resolve import of_machine
-
-if TYPE_CHECKING:
-    from cifar_zero.planning.model_states import Network
 
 EPILOG = """\
 exit code: 0 if a strategy fits, 1 if none does, 2 for wrong usage
@@ -68,7 +63,6 @@ def main() -> int:
 def _plan(run: Run, arguments: Namespace, flags: list[str], room: Room) -> int:
     from rich.console import Console
 
-    from cifar_zero.planning.model_states import network_of, network_of_size
     from cifar_zero.planning.report import print_plan, print_scaling
 
     of_size = arguments.parameters is not None

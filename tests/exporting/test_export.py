@@ -73,7 +73,8 @@ def evaluated(checkpoint: Path) -> nn.Module:
 def test_every_format_has_the_scores_of_the_checkpoint(checkpoint: Path, images: Tensor, tmp_path: Path):
     images = images.contiguous(memory_format=torch.channels_last)  # as in a Classifier: the last bits depend on it
     expected = evaluated(checkpoint)(images)
-    formats = {name: FORMATS[name] for name in FORMATS if WHOLE or name != "onnx" or "baseline" in str(checkpoint)}
+    one_of_two = WHOLE or "deepspeed_stage_2" not in str(checkpoint)  # a conversion to ONNX takes seconds
+    formats = {name: FORMATS[name] for name in FORMATS if one_of_two or name != "onnx"}
     for name, format in formats.items():
         output = tmp_path / "exports" / f"net{format.suffix}"
         output.parent.mkdir(exist_ok=True)
