@@ -1,6 +1,6 @@
 """The LightningModule: a model with its loss, optimizer, learning-rate schedule and metrics."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,7 +25,6 @@ from cifar_zero.optimizers.groups import keep_own_options, lay_like_parameters, 
 from cifar_zero.schedules import SCHEDULES, settled
 from cifar_zero.schedules.plain import Constant, Schedule
 from cifar_zero.training.metrics import CurveMetrics, SplitMetrics
-from cifar_zero.training.test_time_augmentation import averaged_scores
 
 STARTING_IMAGES = 1000
 """Training images from which a model may compute initial weights: 961,000 patches for 78 covariances."""
@@ -191,6 +190,34 @@ class CIFARModule(LightningModule):
         # Lightning uses a value named step as the abscissa: optimizer steps, as in the training curves.
         step = float(self.trainer.global_step)
         self.log_dict({**metrics.named(split, class_names), "step": step}, sync_dist=True)
+
+
+def averaged_scores(model: Callable[[Tensor], Tensor], images: Tensor, views: Views) -> Tensor:
+    """Returns class scores (N, classes) in float32, averaged over one pass of the model for each view.
+
+    The views are those of airbench (Jordan 2024, arXiv 2404.00498; github.com/KellerJordan/cifar10-airbench, `infer`).
+
+    Args:
+        model: returns class scores of normalised images.
+        images: uint8 (N, 3, H, W), or float in [-1, 1].
+        views: none: the image alone. mirror: with its mirror image. mirror_translate: these two with weight 1/4 each,
+            and each of them moved by a pixel up and left, and down and right, with weight 1/8 each, padded by
+            reflection.
+    """
+    if views == "none":
+        return model(images).float()
+    images = normalize(images)
+    scores = _mirrored(model, images)
+    if views == "mirror":
+        return scores
+    height, width = images.shape[2:]
+    padded = F.pad(images, (1, 1, 1, 1), mode="reflect")
+    moved = _mirrored(model, padded[:, :, :height, :width]) + _mirrored(model, padded[:, :, 2:, 2:])
+    return 0.5 * scores + 0.25 * moved
+
+
+def _mirrored(model: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
+    return 0.5 * model(images).float() + 0.5 * model(images.flip(3)).float()
 
 
 def lay_channels_last(net: nn.Module, strategy: Any) -> None:

@@ -41,14 +41,9 @@ def main() -> int:
 
 
 def train(run: Run, module_class: Callable[..., Any] | None = None) -> dict[str, Any]:
-    """Trains and tests as one rank; rank 0 leaves the run folder behind.
+    """Trains and tests as one rank; rank 0 leaves the run folder behind. Returns metrics.json's content on every rank.
 
-    Args:
-        run: resolved.
-        module_class: makes the module; CIFARModule by default.
-
-    Returns:
-        The content of metrics.json, on every rank.
+    `module_class` makes the module in place of CIFARModule.
     """
     # Here, as they import torch and Lightning: --help and errors in the command line come at once.
     from cifar_module import CIFARModule

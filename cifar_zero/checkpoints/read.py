@@ -12,7 +12,7 @@ from cifar_zero.checkpoints.zero_folder import AVERAGE, read_folder
 from cifar_zero.core.errors import UsageError
 
 RECORD = "cifar_zero"
-"""Key of what callbacks/resume.py adds to each checkpoint: configuration, class names and random states of a run."""
+"""Key of what callbacks/checkpoint.py adds to each checkpoint: configuration, class names, random states of a run."""
 
 PREFIX = "net."
 """Prefix of the model's names in the LightningModule."""

@@ -36,12 +36,7 @@ def draw_range_test(
 ) -> None:
     """Draws losses, and their running mean, over learning rates into a PNG file.
 
-    Args:
-        rates: of each step.
-        losses: of each step.
-        smooth: their running mean, until the run diverges.
-        suggestion: the rate to mark, if any.
-        file: PNG.
+    Rates and losses are of each step; `smooth` ends where the run diverges. `suggestion` is the rate to mark.
 
     Raises:
         UsageError: it cannot be written.

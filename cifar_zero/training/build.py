@@ -23,6 +23,7 @@ from cifar_zero.launch import rank_environment
 from cifar_zero.models.mixture_options import MixtureOptions
 from cifar_zero.training import fast_loop
 from cifar_zero.training.callbacks.averaging import Averaging, BatchNormStatistics
+from cifar_zero.training.callbacks.checkpoint import LastCheckpoint, Resume
 from cifar_zero.training.callbacks.cpu_kernels import CPUKernels
 from cifar_zero.training.callbacks.curves import TrainingCurves
 from cifar_zero.training.callbacks.divergence import Divergence
@@ -30,11 +31,9 @@ from cifar_zero.training.callbacks.experts import Experts
 from cifar_zero.training.callbacks.figures import TestFigures
 from cifar_zero.training.callbacks.flops import parameter_count, training_flops
 from cifar_zero.training.callbacks.heartbeat import Heartbeat
-from cifar_zero.training.callbacks.last_checkpoint import LastCheckpoint
 from cifar_zero.training.callbacks.learning_rate_finder import FIND_LR_STEPS, LearningRateFinder
 from cifar_zero.training.callbacks.memory import Memory
 from cifar_zero.training.callbacks.progress import Progress
-from cifar_zero.training.callbacks.resume import Resume
 from cifar_zero.training.callbacks.stop import EarlyStop, Interrupt
 from cifar_zero.training.callbacks.summary import Effective
 from cifar_zero.training.callbacks.throughput import Throughput
@@ -114,7 +113,7 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
         Effective(),
         Progress(config.batch_size, curves),
         Interrupt(),
-        Resume(config),
+        Resume(),
         *([Averaging(config.ema, config.swa_from)] if config.ema or config.swa_from else []),
         *_given(run.consent.callbacks),
         # After the others: it would count their work as waiting.

@@ -15,11 +15,7 @@ from cifar_zero.strategies.norm import global_norm
 
 
 class Interval:
-    """A point is due every --log_interval optimizer steps, and at the last step of the run.
-
-    Args:
-        trainer: at step 0, or at that of a resumed run.
-    """
+    """A point is due every --log_interval optimizer steps, and at the last step; it begins at the trainer's step."""
 
     def __init__(self, trainer: Any):
         self._every = trainer.log_every_n_steps
@@ -46,12 +42,9 @@ def log_scalars(trainer: Trainer, scalars: Mapping[str, float]) -> None:
 
 
 class TrainingCurves(Callback):
-    """Writes the train/* curves, and the loss of each optimizer step into `losses.csv`.
+    """Writes the train/* curves, and with `writes_losses` the loss of each optimizer step into `losses.csv`.
 
     Between two points it only keeps the losses, on the device, so that no step waits for a value to reach the host.
-
-    Args:
-        writes_losses: whether rank 0 writes `losses.csv`.
     """
 
     _interval: Interval

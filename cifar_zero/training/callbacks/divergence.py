@@ -21,8 +21,7 @@ LEAST_SCALE = 1.0
 class Divergence(Callback):
     """Checks the losses at each point of the curves, where they are on the host already, and before each checkpoint.
 
-    Args:
-        curves: of the run; an earlier callback.
+    The callback of the curves must come before it.
     """
 
     def __init__(self, curves: TrainingCurves):

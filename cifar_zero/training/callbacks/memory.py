@@ -102,11 +102,8 @@ def model_states(module: Module, optimizer: Any) -> tuple[int, int, int]:
     The parameters are those that the model computes with; DeepSpeed's float32 master weights are optimizer state.
 
     Memory that several tensors share counts once, and padding counts. Communication buckets, activations and what is
-    on disk do not count. Call it while the gradients of a step exist.
-
-    Args:
-        module: the model.
-        optimizer: torch's, or DeepSpeed's that wraps it.
+    on disk do not count. Call it while the gradients of a step exist. The optimizer is torch's, or DeepSpeed's that
+    wraps it.
     """
     parameters = [tensor for own in module.parameters() for tensor in (own, *_flat(getattr(own, "ds_tensor", None)))]
     master = [*_of(optimizer, ZERO_MASTER_WEIGHTS)]

@@ -95,10 +95,7 @@ class EarlyStop(EarlyStopping):
     """Lightning's EarlyStopping on val/acc, which also chooses the best checkpoint; reports in one line when it stops.
 
     A resumed run continues the count with its own patience, and ends at once if that is already exhausted. An epoch
-    that --max_steps cuts short has no validation and does not count.
-
-    Args:
-        patience: validations in a row without a better val/acc.
+    that --max_steps cuts short has no validation and does not count. `patience` is in validations.
     """
 
     def __init__(self, patience: int):

@@ -17,9 +17,6 @@ class Stopwatch:
     """Adds up the seconds between `start` and `stop`: on a GPU those of the work done, not of the work queued.
 
     `start` and `stop` wait for the GPU. `lap` does not: it queues a CUDA event, which is read at the end.
-
-    Args:
-        device: whose work is timed.
     """
 
     def __init__(self, device: torch.device):

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from cifar_zero.config.flags import Choice, Config
-from cifar_zero.training.callbacks.last_checkpoint import LastCheckpoint
+from cifar_zero.training.callbacks.checkpoint import LastCheckpoint
 from cifar_zero.training.callbacks.stop import EarlyStop, Interrupt
 
 CONFIG = Config(epochs=3, batch_size=8)

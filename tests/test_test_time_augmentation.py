@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from cifar_module import averaged_scores
 from cifar_zero.config.flags import Views
 from cifar_zero.data.augment import normalize
-from cifar_zero.training.test_time_augmentation import averaged_scores
 
 
 def network(images: Tensor) -> Tensor:

@@ -1,0 +1,130 @@
+"""What a checkpoint needs in addition to Lightning's state, to be resumed exactly and read without its run folder; and
+last.ckpt, the newest state of a run."""
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+
+from cifar_zero.checkpoints.read import RECORD
+from cifar_zero.launch.collectives import gather
+from cifar_zero.strategies import replica
+from cifar_zero.training.callbacks.stop import Agreement
+
+SCHEMA = 1
+"""Version of the record."""
+
+
+class Resume(Callback):
+    """Saves the configuration, the class names and every rank's random state in each checkpoint, and restores them.
+
+    A run that begins, or resumes on another number of ranks, gets random states drawn from seed, step and replica, so
+    that the noise of the model differs between replicas. The configuration is the module's.
+    """
+
+    _states: Sequence[dict[str, Any]] = ()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Adds the record, with the source in use in place of auto; called on every rank."""
+        datamodule: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+        data = replace(pl_module.config.data, source=datamodule.source)
+        checkpoint[RECORD] = {
+            "schema": SCHEMA,
+            "config": asdict(replace(pl_module.config, data=data)),
+            "classes": list(datamodule.classes),
+            "random_states": gather(_random_state()),
+        }
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Recounts the micro-batches of the epoch for another --accumulate."""
+        record = checkpoint.get(RECORD)
+        if record is not None:
+            self._states = record["random_states"]
+            _recount(checkpoint["loops"]["fit_loop"], record["config"]["accumulate"], pl_module.config.accumulate)
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Sets the random state."""
+        here = [pl_module.config.seed, trainer.global_step, replica(trainer.strategy)[1]]
+        seed = int(np.random.SeedSequence(here).generate_state(1)[0])
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if len(self._states) == trainer.world_size:  # without a GPU's if they were CPU processes
+            _set_random_state(self._states[trainer.global_rank])
+
+
+class LastCheckpoint(Checkpoint):
+    """Saves at the end of each epoch, and after the last step if --max_steps or Ctrl-C ends the training in mid-epoch.
+
+    ModelCheckpoint(save_last=True) does not (Lightning 2.6.6): it saves the last state only together with a best one.
+
+    Args:
+        path: of the checkpoint, on rank 0, which broadcasts it.
+        minutes: of training between two saves in mid-epoch; 0: none.
+    """
+
+    def __init__(self, path: Path | None, minutes: float = 0.0):
+        self._path = path
+        self._seconds = 60 * minutes
+        self._saved_at = 0.0
+        self._agreement = Agreement()
+        self._saved_step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Broadcasts the path; the resumed checkpoint is not saved again."""
+        self._path = trainer.strategy.broadcast(self._path)
+        self._saved_step = trainer.global_step
+        self._saved_at = time.monotonic()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Saves."""
+        self._save(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Saves after the last step or when it is time; at the end of the training the epoch would count as done."""
+        if (batch_idx + 1) % trainer.accumulate_grad_batches or trainer.is_last_batch:
+            return
+        is_late = time.monotonic() - self._saved_at >= self._seconds
+        is_time = self._seconds and self._agreement.reached(trainer, is_late)
+        if is_time or trainer.should_stop or trainer.global_step == trainer.max_steps:
+            self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        if self._path is not None and trainer.global_step > self._saved_step:
+            self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
+            trainer.save_checkpoint(self._path, weights_only=False)
+
+
+def _recount(fit_loop: dict[str, Any], before: int, now: int) -> None:
+    """Keeps the optimizer steps; a checkpoint is written between two of them, so the micro-batches divide."""
+    for progress in (fit_loop["epoch_loop.batch_progress"][part] for part in ("total", "current")):
+        in_hand = progress["processed"] - progress["completed"]  # 1 in a hook at the end of a batch
+        for key in ("ready", "started", "processed"):
+            progress[key] = progress[key] * now // before
+        progress["completed"] = progress["processed"] - in_hand
+    for state in fit_loop["state_dict"].get("combined_loader", []):
+        state["given"] = state["given"] * now // before
+
+
+def _random_state() -> dict[str, Any]:
+    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "cuda": torch.cuda.get_rng_state() if on_gpu else None,
+    }
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
