@@ -40,10 +40,10 @@ def main() -> int:
     return 0
 
 
-def train(run: Run, module_class: Callable[..., Any] | None = None) -> dict[str, Any]:
+def train(run: Run, module_class: Callable[..., Any] | None = None, last: bool = True) -> dict[str, Any]:
     """Trains and tests as one rank; rank 0 leaves the run folder behind. Returns metrics.json's content on every rank.
 
-    `module_class` makes the module in place of CIFARModule.
+    `module_class` makes the module in place of CIFARModule; after the `last` run the process group is destroyed.
     """
     # Here, as they import torch and Lightning: --help and errors in the command line come at once.
     from cifar_module import CIFARModule
@@ -75,7 +75,7 @@ def train(run: Run, module_class: Callable[..., Any] | None = None) -> dict[str,
         trainer = build.trainer(run, run_dir)
 
     trainer.fit(module, datamodule=datamodule, ckpt_path=run.config.resume or None)
-    stop.check_signal(trainer, run, run_dir)
+    stop.check_signal(trainer, run, run_dir, last)
     if not run.config.only_measures:
         trainer.test(module, datamodule=datamodule, verbose=False)
 
@@ -85,7 +85,7 @@ def train(run: Run, module_class: Callable[..., Any] | None = None) -> dict[str,
         log_hparams(trainer, run.config, metrics)
         if not run.config.find_lr:
             print_summary(metrics, run_dir)
-    stop.leave(trainer)
+    stop.leave(trainer, last)
     stop.check_saved(trainer)
     return metrics
 

@@ -17,9 +17,10 @@ GIVE_WAY = 19
 
 @pytest.fixture(scope="session")
 def small_data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Flags for 640 training and as many test images, decoded once for all tests."""
-    root = tmp_path_factory.mktemp("data")
-    return ["--data.source", "synthetic", "--data.synthetic_size", "640", "--data.root", str(root)]
+    """Flags for 640 training and as many test images, decoded once for all tests; without figures, which take longer
+    than a short run."""
+    images = ["--data.source", "synthetic", "--data.synthetic_size", "640"]
+    return [*images, "--test_figures", "false", "--data.root", str(tmp_path_factory.mktemp("data"))]
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ MAY_DIFFER = (
     # Runs are compared seed by seed.
     "seed",
     # How images are read, and what a run leaves behind.
-    *("out", "name", "logger", "hparams", "log_interval", "plot_schedule", "debug", "trust", "resume"),
+    *("out", "name", "logger", "hparams", "test_figures", "log_interval", "plot_schedule", "debug", "resume"),
     *("save_every_n_steps", "save_every_minutes", "save_weights", "on_nan"),
     *("data.root", "data.cache", "data.loader", "data.workers", "data.url", "data.md5"),
 )

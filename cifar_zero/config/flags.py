@@ -242,6 +242,9 @@ class OutputConfig:
     hparams: list[str] = field(default_factory=list)
     """Additional options to list in TensorBoard's HPARAMS tab, one or more (optimizer.momentum model.width)."""
 
+    test_figures: bool = True
+    """Draw the confusion matrix and the worst mistakes after the test. false: a short run ends seconds earlier."""
+
     log_interval: int = limited(100, at_least=1)
     """Optimizer steps between two logged points of the training metrics."""
 

@@ -122,7 +122,7 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
     if run.on_cpu:
         made.append(CPUKernels(flops, config.precision))
     if not config.only_measures:
-        made += [TestFigures(), *_checkpoints(config, run_dir)]
+        made += [*([TestFigures()] if config.test_figures else []), *_checkpoints(config, run_dir)]
         made += [EarlyStop(config.early_stopping)] if config.early_stopping else []
     return made
 

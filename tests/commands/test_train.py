@@ -50,7 +50,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> tupl
     """The run folder and the output of one plain run of two epochs."""
     out = tmp_path_factory.mktemp("out")
     flags = ["--batch_size", "16", "--log_interval", "10", "--accelerator", "cpu", "--out", str(out)]
-    done = run_program("train.py", *small_data, *flags)
+    done = run_program("train.py", *small_data, *flags, "--test_figures", "true")
     assert_ok(done)
     return run_folder_of(out), done.stdout + done.stderr
 

@@ -1,4 +1,4 @@
-"""A run of two ranks, started as a user does, to its end: support/many_runs.py skips the figures and the exit."""
+"""A run of two ranks, started as a user does, to its end: support/many_runs.py skips the exit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FIGURES = {"calibration.png", "confusion_matrix.png", "mistakes.png", "precision
 @pytest.mark.distributed
 def test_two_ranks_write_figures_and_print_once(small_data: list[str], tmp_path: Path):
     flags = ["--devices", "2", "--strategy", "deepspeed_stage_2", "--accelerator", "cpu"]
-    flags += ["--batch_size", "32", "--max_steps", "3", "--out", str(tmp_path)]
+    flags += ["--batch_size", "32", "--max_steps", "3", "--out", str(tmp_path), "--test_figures", "true"]
     done = run_program("train.py", *small_data, *flags, env={})  # a separate process
     assert_ok(done)
     run = run_folder_of(tmp_path)

@@ -58,15 +58,7 @@ class Node:
         self.log = folder / f"{host.name}.log"
         rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{endpoint.name}:29400"]
         torchrun = ["--nnodes", nodes, *rendezvous, "--rdzv_conf", RENDEZVOUS[nodes], "--max_restarts", str(restarts)]
-        program = [
-            "--nproc_per_node",
-            "1",
-            "-m",
-            "tests.support.without_figures",
-            *flags,
-            "--timeout",
-            str(TIMEOUT_SECONDS),
-        ]
+        program = ["--nproc_per_node", "1", str(ROOT / "train.py"), *flags, "--timeout", str(TIMEOUT_SECONDS)]
         self.process = host.start(
             *(sys.executable, "-m", "torch.distributed.run", *torchrun, *program),
             cwd=cwd,
@@ -178,7 +170,7 @@ def test_hosts_that_do_not_share_a_disk_are_refused(tmp_path: Path, small_data: 
 def test_other_launchers(launcher: str, tmp_path: Path, small_data: list[str], on_one_host: dict[str, torch.Tensor]):
     """DeepSpeed's launcher without ssh, and the variables that srun sets for its tasks; two hosts, one rank each."""
     train = [*small_data, *RECIPE, "--out", str(tmp_path), "--strategy", "deepspeed_stage_1", "--num_nodes", "2"]
-    program = str(ROOT / "tests" / "support" / "without_figures.py")
+    program = str(ROOT / "train.py")
     with two_hosts() as hosts:
         (tmp_path / "hostfile").write_text(f"{hosts.a.name} slots=1\n{hosts.b.name} slots=1\n")
         processes: list[subprocess.Popen[str]] = []

@@ -1,6 +1,6 @@
 """Trains runs of train.py one after the other in the same ranks: starting the ranks takes seconds.
 
-Skips the figures of the test and the end of the process group; distributed/test_exit.py tests both.
+Skips the end of the process group, which distributed/test_exit.py tests.
 
 `python -m tests.support.many_runs FOLDER RANKS`: each N.json in the folder, from 0 on, is a list of command lines for
 RANKS ranks; N.done says that they have ended.
@@ -20,7 +20,6 @@ from cifar_zero.config import command_line
 from cifar_zero.core import exits
 from cifar_zero.launch import local_launcher, rank_environment
 from cifar_zero.training.resolve import resolve
-from tests.support.without_figures import draw_no_figures
 
 POLL_SECONDS = 0.02
 IDLE_SECONDS = 900.0
@@ -32,10 +31,6 @@ def main() -> int:
     folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
     if ranks > 1 and not rank_environment.is_rank():
         return local_launcher.run(ranks, on_cpu=True)
-    import torch.distributed  # not in the launcher, which would wait for it
-
-    draw_no_figures()
-    torch.distributed.destroy_process_group = lambda *_: None  # the next run needs it
     environment = dict(os.environ)
     for number in itertools.count():
         file = folder / f"{number}.json"
@@ -47,7 +42,7 @@ def main() -> int:
         for flags in json.loads(file.read_text()):
             os.environ.update(environment)  # Lightning removes WORLD_SIZE at the end of a run
             run = resolve(command_line.parse(flags), command_line.consent(flags))
-            train.train(run)
+            train.train(run, last=False)
         if rank_environment.global_rank() == 0:
             file.with_suffix(".done").touch()
     return 0

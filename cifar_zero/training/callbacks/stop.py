@@ -121,8 +121,8 @@ class EarlyStop(EarlyStopping):
         return self.wait_count >= self.patience
 
 
-def check_signal(trainer: Trainer, run: Run, run_dir: Path | None) -> None:
-    """Ends a run that a signal has stopped and saved.
+def check_signal(trainer: Trainer, run: Run, run_dir: Path | None, last: bool) -> None:
+    """Ends a run that a signal has stopped and saved; see `leave` for `last`.
 
     Raises:
         Stopped: says how to resume it.
@@ -138,7 +138,7 @@ def check_signal(trainer: Trainer, run: Run, run_dir: Path | None) -> None:
     if saved and number == SLURM_REQUEUE:
         # While the others wait: srun --kill-on-bad-exit ends the step with the first rank that leaves.
         subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False)
-    leave(trainer)
+    leave(trainer, last)
     raise Stopped(number, f"resume the run with --resume {run_dir}" if saved else "")
 
 
@@ -149,8 +149,8 @@ def check_saved(trainer: Trainer) -> None:
         raise RunError(plugin.failure)
 
 
-def leave(trainer: Trainer) -> None:
-    """Waits for the other ranks, and destroys the process group, as torch asks."""
+def leave(trainer: Trainer, last: bool) -> None:
+    """Waits for the other ranks; after the `last` run of a process destroys the process group, as torch asks."""
     trainer.strategy.barrier()
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if last and torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
