@@ -28,7 +28,7 @@ class CIFARDataModule(LightningDataModule):
 
     Args:
         config: of the run.
-        source: of the images, if not --data.source; see `starting.check_resume`.
+        source: of the images, if not --data.source; see `starting.check_checkpoint`.
     """
 
     dataset: Dataset

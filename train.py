@@ -59,7 +59,7 @@ def train(run: Run, module_class: Callable[..., Any] | None = None, last: bool =
     build.check_trainer_options(run.config)
     places = rendezvous.meet(run)
     run = starting.agree_on_checkpoint(run, places)
-    source = starting.check_resume(run)
+    source = starting.check_checkpoint(run)
     weights = starting.pretrained_weights(run)
 
     datamodule = CIFARDataModule(run.config, source)

@@ -1,4 +1,7 @@
-"""Finds the checkpoint that a run resumes and refuses one of another run, before anything is launched; no torch."""
+"""Finds the checkpoint that a run resumes and refuses one of another run, before anything is launched; no torch.
+
+`config/rules/strategy.py` refuses strategies that cannot resume, `training/starting.py` other weights and damage.
+"""
 
 import json
 import os
@@ -30,7 +33,7 @@ IF_ANY = "auto"
 def checkpoint_to_resume(config: Config) -> str:
     """Returns the path of the checkpoint that --resume names; empty for a new run.
 
-    Reads no weights: rank 0 compares checksums, names and shapes later, see `training.starting.check_resume`.
+    Reads no weights: rank 0 compares checksums, names and shapes later, see `training.starting.check_checkpoint`.
 
     Raises:
         UsageError: there is none, it is incomplete, or it is of a run that cannot be continued with this configuration.

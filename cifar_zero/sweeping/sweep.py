@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from cifar_zero.config import command_line
-from cifar_zero.config.rules.offload import why_not_resumed
+from cifar_zero.config.rules.strategy import why_not_resumed
 from cifar_zero.config.values import check_plain_name
 from cifar_zero.core import exits
 from cifar_zero.core.errors import UsageError

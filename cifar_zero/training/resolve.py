@@ -62,5 +62,5 @@ def with_checkpoint(run: Run, resume: str) -> Run:
         delta = config.delta and str(Path(config.delta).absolute())
         config = replace(config, weights=str(file.absolute()), delta=delta)
     run = replace(run, config=config)
-    rules.check_resume(run)
+    rules.check_can_resume(run)
     return run

@@ -46,7 +46,7 @@ def agree_on_checkpoint(run: Run, places: Sequence[Place]) -> Run:
     return with_checkpoint(run, by_rank_0(found))
 
 
-def check_resume(run: Run) -> SourceName | None:
+def check_checkpoint(run: Run) -> SourceName | None:
     """Refuses a checkpoint that cannot be resumed. Every rank must call it.
 
     Only rank 0 reads: it compares the checksums, and reads names and shapes without the tensors' values.

@@ -7,10 +7,10 @@ model of torchvision or timm.
 from cifar_zero.config.rules import strategy
 from cifar_zero.config.rules.devices import check_here, check_on_cpu, check_sync_batch_norm
 from cifar_zero.config.rules.model import check_experts, check_finetuning, check_model
-from cifar_zero.config.rules.offload import check_resume, check_switches
+from cifar_zero.config.rules.offload import check_switches
 from cifar_zero.config.run import Run
 
-__all__ = ["check", "check_finetuning", "check_here", "check_model", "check_resume", "check_strategy"]
+__all__ = ["check", "check_can_resume", "check_finetuning", "check_here", "check_model", "check_strategy"]
 
 
 def check(run: Run) -> None:

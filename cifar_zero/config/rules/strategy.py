@@ -1,4 +1,4 @@
-"""What a strategy can do: optimizers, averages of the weights, CUDA graphs, models that it splits."""
+"""What a strategy can do: optimizers, averages of the weights, CUDA graphs, models that it splits, resuming."""
 
 from cifar_zero.config.run import Run
 from cifar_zero.core.errors import UsageError
@@ -88,3 +88,25 @@ def check_model_parallel(run: Run) -> None:
         raise UsageError(
             f"{given}: {model} has {shape.depth} blocks for {ranks} ranks: --devices {shape.depth} at most"
         )
+
+
+def check_can_resume(run: Run) -> None:
+    """Refuses --resume if the checkpoints of the strategy lack part of the state."""
+    if run.config.resume and (why := why_not_resumed(run)):
+        raise UsageError(f"--resume: {why}")
+
+
+def why_not_resumed(run: Run) -> str:
+    """Returns why a run cannot be resumed from its own checkpoint; empty if it can.
+
+    DeepSpeed 0.19.8 keeps the state of Adam in SuperOffload's process, or in the `backup_optimizer` of a ratio, and
+    writes neither into a checkpoint (superoffload_utils.py, zero/stage3.py). Of a checkpoint of an optimizer on NVMe it
+    loads neither the parameters nor the groups that are too small for the disk (engine.py, `load_checkpoint`).
+    """
+    config, spec = run.config, run.spec
+    if spec.super_offload or config.offload.ratio < 1:
+        what = "--offload.ratio" if config.offload.ratio < 1 else config.strategy_name
+        return f"under {what} DeepSpeed does not save Adam's state: start anew with --weights"
+    if spec.offload_optimizer == "nvme":
+        return f"{config.strategy_name} cannot be resumed, use --strategy deepspeed_stage_3_offload"
+    return ""
