@@ -1,8 +1,7 @@
 """The checks of doctor.py, in the order in which they run.
 
-To add a check, write a function from `Options` to `Finding` (`check.py`) in the file of its family, and add a line
-here. The function imports torch itself if it needs it: each check runs in a process of its own, and the doctor must
-start quickly.
+To add a check, write a function from `Options` to `Finding` (`check.py`) in the file of its family, and a line here.
+It imports torch itself if it needs it: each check runs in a process of its own, and the doctor must start quickly.
 """
 
 from functools import partial

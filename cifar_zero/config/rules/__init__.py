@@ -8,6 +8,7 @@ from cifar_zero.config.rules import strategy
 from cifar_zero.config.rules.devices import check_here, check_on_cpu, check_sync_batch_norm
 from cifar_zero.config.rules.model import check_experts, check_finetuning, check_model
 from cifar_zero.config.rules.offload import check_switches
+from cifar_zero.config.rules.strategy import check_can_resume
 from cifar_zero.config.run import Run
 
 __all__ = ["check", "check_can_resume", "check_finetuning", "check_here", "check_model", "check_strategy"]
