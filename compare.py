@@ -15,5 +15,12 @@ def module_class():
     return CIFARModule
 
 
+def datamodule_class():
+    """Returns their LightningDataModule."""
+    from datamodule import CIFARDataModule
+
+    return CIFARDataModule
+
+
 if __name__ == "__main__":
-    sys.exit(guarded(partial(main, train.train, module_class)))
+    sys.exit(guarded(partial(main, train.train, module_class, datamodule_class)))

@@ -26,7 +26,12 @@ from cifar_zero.launch import local_launcher, rank_environment
 from cifar_zero.training.resolve import resolve
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
+    from lightning.pytorch import LightningDataModule, LightningModule
+
+    from cifar_zero.comparison.recorded.cases import Case
+
+TRAIN_JOBS = "train-jobs"
+"""First argument of the ranks that --acceptance starts; the second is the file of their trainings."""
 
 EPILOG = """\
 exit code: 0 if every variant trained and agrees with the reference, 1 if one did not, 2 for wrong usage
@@ -36,29 +41,43 @@ exit code: 0 if every variant trained and agrees with the reference, 1 if one di
 examples:
   python compare.py --strategies baseline deepspeed_stage_1 deepspeed_stage_3_offload --devices 2 --max_steps 500
   python compare.py --accumulate 1 4 --devices 1 2 --config configs/deepspeed.yaml --seeds 3
+  python compare.py --acceptance --junit acceptance.xml
   python compare.py --strategies baseline my_deepspeed.json --junit compare.xml
   python compare.py perturb --config runs/net-baseline/version_0/config.yaml
   python compare.py --runs runs/net-baseline/version_0 runs/net-baseline/version_1 runs/net-deepspeed_stage_2/version_3
 """
 
 
-def main(train: Callable[..., Any], module_class: Callable[[], type[LightningModule]]) -> int:
+def main(
+    train: Callable[..., Any],
+    module_class: Callable[[], type[LightningModule]],
+    datamodule_class: Callable[[], type[LightningDataModule]],
+) -> int:
     """Compares and prints the verdicts; returns the exit code, 1 if a variant did not train or does not agree.
 
-    `train(run, module)` trains a run as one rank; `module_class()` imports and returns the LightningModule of the runs.
+    `train(run, module)` trains a run as one rank; `module_class()` and `datamodule_class()` import
+    and return the LightningModule and the LightningDataModule of the runs.
     """
     if sys.argv[1:2] == ["perturb"]:
         return perturb(sys.argv[2:], train, module_class)
+    if sys.argv[1:2] == [TRAIN_JOBS]:
+        from cifar_zero.comparison.recorded.worker import train_jobs
+
+        return train_jobs(Path(sys.argv[2]), module_class, datamodule_class)
     arguments, rest = _parse()
     if rank_environment.is_rank():
         raise UsageError("compare.py starts the ranks itself: start it once, without torchrun or srun")
     # After a SLURM requeue the comparison starts again: its runs must not resume.
     os.environ.pop("SLURM_RESTART_COUNT", None)
     exits.stop_at_signals()
-    folder, comparison = of_runs(arguments, rest) if arguments.runs else of_trainings(arguments, rest)
+    if arguments.acceptance and arguments.print_cases:
+        print_cases(arguments, rest)
+        return 0
+    compare = of_cases if arguments.acceptance else of_runs if arguments.runs else of_trainings
+    folder, comparison = compare(arguments, rest)
     from cifar_zero.comparison.page import write_page
 
-    report.show(comparison, folder)
+    (report.show_by_strategy if arguments.acceptance else report.show)(comparison, folder)
     report.write_comparison(comparison, folder / "comparison.json")
     if arguments.junit:
         report.write_junit(comparison, Path(arguments.junit))
@@ -75,6 +94,32 @@ def perturb(flags: list[str], train: Callable[..., Any], module_class: Callable[
 
     train(run, perturbed(module_class(), run.config.precision, run.config.accelerator))
     return 0
+
+
+def print_cases(arguments: Namespace, rest: Sequence[str]) -> None:
+    """Prints the cases of the acceptance, a line each."""
+    for case in _cases(arguments, rest):
+        print(case.name)
+
+
+def of_cases(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
+    """Trains the cases of the acceptance; returns the folder of the report, and the comparison."""
+    from cifar_zero.comparison.recorded.acceptance import accept
+
+    cases = _cases(arguments, rest)
+    folder = run_folder.claim(arguments.out, arguments.name or "acceptance")
+    return folder, accept(cases, folder, [os.path.abspath(sys.argv[0]), TRAIN_JOBS], _command())
+
+
+def _cases(arguments: Namespace, rest: Sequence[str]) -> Sequence[Case]:
+    if rest or arguments.runs or arguments.accumulate or arguments.seeds is not None:
+        raise UsageError("--acceptance trains cases of its own: give only --strategies, --devices, --quick or --junit")
+    devices = arguments.devices or ["0"]
+    if len(devices) > 1 or not devices[0].isdecimal():
+        raise UsageError(f"--devices {' '.join(devices)}: --acceptance takes one number, the most ranks of a case")
+    from cifar_zero.comparison.recorded.acceptance import plan_cases
+
+    return plan_cases(arguments.strategies or (), int(devices[0]), arguments.quick)
 
 
 def of_runs(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
@@ -156,6 +201,7 @@ def _parse() -> tuple[Namespace, list[str]]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s --strategies NAME ... [--devices N ...] [--<option of train.py> VALUE ...]\n"
         "       %(prog)s --runs RUN ...\n"
+        "       %(prog)s --acceptance [--quick] [--strategies NAME ...] [--devices N]\n"
         "       %(prog)s perturb [--<option of train.py> VALUE ...]",
     )
     add = parser.add_argument
@@ -165,6 +211,13 @@ def _parse() -> tuple[Namespace, list[str]]:
     add("--accumulate", nargs="+", metavar="N", help="numbers of micro-batches per optimizer step")
     add("--seeds", type=int, metavar="N", help="runs per variant, with seeds counted up from --seed (default: 1)")
     add("--runs", nargs="+", metavar="RUN", help="compare these run folders; nothing is trained")
+    add(
+        "--acceptance",
+        action="store_true",
+        help="train short cases that cover all settings in pairs, for a new release",
+    )
+    add("--quick", action="store_true", help="with --acceptance: only the most telling cases")
+    add("--print_cases", action="store_true", help="with --acceptance: list the cases and exit")
     add("--junit", metavar="FILE", help="write the verdicts as JUnit XML, for CI systems")
     add("--out", default="comparisons", metavar="DIR", help="directory for comparisons (default: %(default)s)")
     add("--name", default="", metavar="NAME", help="name of this comparison (default: name of the model, or runs)")

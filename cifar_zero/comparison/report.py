@@ -147,6 +147,29 @@ def show(comparison: Comparison, folder: Path, console: Console | None = None) -
         console.print(f"[dim]curves  [/]tensorboard --logdir {where} --host localhost", soft_wrap=True)
 
 
+def show_by_strategy(comparison: Comparison, folder: Path, console: Console | None = None) -> None:
+    """Prints an acceptance: a row for each strategy with its worst case, and each case that did not pass."""
+    if console is None:
+        console = Console(highlight=False, width=None if Console().is_terminal else LOG_WIDTH)
+    table = Table("strategy", "cases", "bit-identical", "within rounding", "failed", "worst case")
+    kinds = ("bit-identical", "within rounding")
+    for strategy in dict.fromkeys(variant.strategy for variant in comparison.variants):
+        variants = [variant for variant in comparison.variants if variant.strategy == strategy]
+        found = [variant.verdict.kind if variant.verdict else "not judged" for variant in variants]
+        worst = next((each for each in variants if not each.passed), variants[found.index(max(found))])
+        counts = [str(found.count(kind)) for kind in kinds]
+        failed = sum(kind not in kinds for kind in found)
+        style = "red" if failed else "green"
+        table.add_row(strategy, str(len(found)), *counts, f"[{style}]{failed}[/]", escape(worst.name))
+    console.print(table)
+    for variant in comparison.variants:
+        if not variant.passed:
+            console.print(f"[red]{escape(variant.name)}[/]: {escape(variant.outcome)}", soft_wrap=True)
+    for note in comparison.notes:
+        console.print(escape(note), soft_wrap=True)
+    console.print(f"[dim]report  [/]{escape(str(folder / 'report.html'))}", soft_wrap=True)
+
+
 def write_comparison(comparison: Comparison, file: Path) -> None:
     """Writes comparison.json atomically; NaN and infinity become null."""
     write_json(file, {"schema": SCHEMA, "passed": comparison.passed, **asdict(comparison)})

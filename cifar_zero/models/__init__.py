@@ -138,6 +138,16 @@ class SpeedNet(Model):
 
 
 @dataclass
+class Torture(Model):
+    """a small model of what has broken strategies before: tied, reused, frozen and unused parameters"""
+
+    network = "torture.Torture"
+
+    unused: bool = False
+    """Leave a branch out of every fourth forward pass in training, so that it gets no gradient from it."""
+
+
+@dataclass
 class ResNet(Model):
     """a residual network (He et al. 2016) with the first layer for images of 32 x 32 pixels"""
 
@@ -266,6 +276,7 @@ MODELS = Models(
         "net_moe": NetMoE,
         "vgg16": VGG16,
         "speednet": SpeedNet,
+        "torture": Torture,
         "resnet18": _resnet(18, "11.2 million"),
         "resnet34": _resnet(34, "21.3 million"),
         "resnet50": _resnet(50, "23.5 million"),

@@ -1,6 +1,7 @@
 """Builds Lightning's Trainer of a resolved run, with its callbacks and loggers."""
 
 import inspect
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,8 @@ BENCH_WARMUP_STEPS = 20
 """Steps before the timed ones of --bench_steps, for allocation, autotuning and the page cache."""
 
 
-def trainer(run: Run, run_dir: Path | None) -> Trainer:
-    """Returns Lightning's Trainer for a run, whose callbacks write into `run_dir` on rank 0.
+def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None = None) -> Trainer:
+    """Returns Lightning's Trainer for a run, whose callbacks write into `run_dir` on rank 0; or with other callbacks.
 
     Raises:
         UsageError: Lightning refuses an option of --trainer.
@@ -67,7 +68,7 @@ def trainer(run: Run, run_dir: Path | None) -> Trainer:
         "accumulate_grad_batches": config.accumulate,
         "gradient_clip_val": config.gradient_clip_val or None,
         "logger": _loggers(config, run_dir),
-        "callbacks": _callbacks(run, run_dir),
+        "callbacks": _callbacks(run, run_dir) if callbacks is None else [*callbacks],
         "default_root_dir": run_dir,
         "plugins": [AtomicCheckpointIO(run.consent.trust, config.save_weights), *environment()],
         "use_distributed_sampler": False,  # the loaders shard by themselves

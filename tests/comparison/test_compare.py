@@ -15,6 +15,7 @@ from cifar_zero.comparison import compare, trainings
 from cifar_zero.comparison.result import Run
 from cifar_zero.comparison.trainings import Planned, Runner, plan, prepare
 from cifar_zero.core.errors import RunError, Stopped, UsageError
+from datamodule import CIFARDataModule
 from tests.comparison.made_up import made_up
 
 pytestmark = pytest.mark.usefixtures("signal_handlers")
@@ -92,7 +93,7 @@ def test_every_variant_is_checked_before_the_first_is_trained(planned: list[Plan
 
 def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
     monkeypatch.setattr("sys.argv", ["compare.py", *flags])
-    return compare.main(train.train, lambda: CIFARModule)
+    return compare.main(train.train, lambda: CIFARModule, lambda: CIFARDataModule)
 
 
 def test_a_launcher_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

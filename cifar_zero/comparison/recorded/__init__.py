@@ -1,0 +1,1 @@
+"""Short trainings recorded step by step, tensor by tensor, and judged against a reference."""

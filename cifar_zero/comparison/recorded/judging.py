@@ -1,0 +1,200 @@
+"""Judges a recorded training against its reference's: the first step and tensor that rounding does not explain.
+
+What a step computes is judged in the order in which one value follows from the others: loss, gradients, learning rates,
+updates of the weights. The bound of each value comes from a perturbed training of the reference, as TTrace does for
+Megatron (arXiv 2506.09280): a tensor that rounding moves far may differ more than one that it does not move.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cifar_zero.comparison.agreement import EPS, FACTOR, FLOOR
+from cifar_zero.comparison.recorded.record import Record, Tensors
+
+SATURATED = 0.5
+"""Share of a value. If rounding may change it by more, it is not judged."""
+
+CONSTANT = 0.05
+"""Deviation from a common ratio, as a share of it, up to which gradients are the reference's times a number."""
+
+LEARNS = 0.5
+"""Least share of the reference's fall of the loss by which a training's loss must fall."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """One value of a training, and its difference from the reference's."""
+
+    name: str
+    """loss, learning rate, or: gradient of, update of, initial NAME."""
+    difference: float
+    """Euclidean norm; infinite if the values cannot be compared."""
+    size: float
+    """Norm of the reference's value; of a tensor, plus a thousandth of the norm of all tensors."""
+    slack: float = 0.0
+    """What the value's own format rounds, absolute."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The first value beyond rounding."""
+
+    step: int
+    """Optimizer step, from 1."""
+    value: Value
+    bound: float
+    others: int
+    """Further tensors of the same step and kind that are beyond rounding."""
+    pattern: str
+    """What the gradients of all tensors have in common; empty if nothing."""
+
+    def __str__(self) -> str:
+        found, allowed = (_percent(part / self.value.size) for part in (self.value.difference, self.bound))
+        others = f" and {self.others} more" if self.others else ""
+        text = f"step {self.step}: {self.value.name}{others} off by {found} where rounding allows {allowed}"
+        return f"{text}; {self.pattern}" if self.pattern else text
+
+
+def identical(ours: Record, reference: Record) -> bool:
+    """Returns whether every recorded number is the same."""
+    steps = range(1, len(reference.losses) + 1)
+    return len(ours.losses) == len(reference.losses) and all(
+        value.difference == 0 for step in steps for value in values(ours, reference, step)
+    )
+
+
+def first_fault(ours: Record, reference: Record, perturbed: Record, precision: str) -> Finding | None:
+    """Returns the first value that differs by more than rounding may cause; None if there is none.
+
+    Args:
+        ours: to judge.
+        reference: of the same recipe.
+        perturbed: the reference with perturbed initial weights.
+        precision: 32-true, bf16-mixed or 16-mixed.
+    """
+    eps = EPS[precision.split("-")[0]]
+    # One eps of a low precision is what two different but right ways to compute a value differ by.
+    floor = FLOOR * eps if precision == "32-true" else 2 * eps
+    drifts: dict[str, float] = {}
+    last, measured = len(reference.losses), 0
+    for step in range(1, last + 1):
+        # A jump may hit one run some steps before another: the drift up to twice the step counts, as in agreement.py.
+        while measured < min(2 * step, last):
+            measured += 1
+            for value in values(perturbed, reference, measured):
+                if not value.name.startswith("initial"):  # these are what was perturbed
+                    drifts[value.name] = max(drifts.get(value.name, 0.0), value.difference / (value.size or 1))
+        bounds = {name: (FACTOR * drift + floor) for name, drift in drifts.items()}
+        beyond = []
+        for value in values(ours, reference, step):
+            bound = bounds.get(value.name, floor)
+            most = bound * value.size + value.slack
+            if value.difference > most and (bound < SATURATED or not math.isfinite(value.difference)):
+                beyond.append((value, most))
+        if beyond:
+            kind = beyond[0][0].name.split()[0]
+            same = [each for each in beyond if each[0].name.split()[0] == kind]
+            worst, bound = max(same, key=lambda each: each[0].difference / each[0].size if each[0].size else math.inf)
+            pattern = gradient_pattern(ours.gradients[step - 1], reference.gradients[step - 1])
+            return Finding(step, worst, bound, len(same) - 1, pattern if kind == "gradient" else "")
+    return None
+
+
+def values(ours: Record, reference: Record, step: int) -> Iterator[Value]:
+    """Yields each value of a step with its difference from the reference's, causes before their effects."""
+    at = step - 1
+    if at >= len(ours.losses):
+        yield Value("loss: the training ended earlier", math.inf, 1.0)
+        return
+    recorded = at < len(reference.gradients)
+    if step == 1:
+        yield from _tensors("initial", ours.weights[0], reference.weights[0])
+    yield _scalar("loss", ours.losses[at], reference.losses[at])
+    if recorded:
+        yield from _tensors("gradient of", ours.gradients[at], reference.gradients[at])
+    for one, other in zip(sorted(ours.rates[at]), sorted(reference.rates[at]), strict=False):
+        yield _scalar("learning rate", one, other)
+    if recorded:
+        yield from _tensors("update of", _update(ours, at), _update(reference, at), ours.weights[at])
+
+
+def gradient_pattern(ours: Tensors, reference: Tensors) -> str:
+    """Returns what the gradients of a step have in common: a constant ratio to the reference's, or none."""
+    ratios = []
+    least = 1e-3 * norm(reference)
+    for name in reference.keys() & ours.keys():
+        theirs = reference[name].flatten().double()
+        size = float(theirs.norm())
+        if size > least:
+            mine = ours[name].flatten().double()
+            ratio = float(mine @ theirs) / size**2
+            ratios.append((ratio, float((mine - ratio * theirs).norm()) / size))
+    if not ratios:
+        return ""
+    middle = statistics.median(ratio for ratio, _ in ratios)
+    constant = [rest for ratio, rest in ratios if abs(ratio - middle) <= CONSTANT * abs(middle) and rest <= CONSTANT]
+    if abs(middle - 1) > CONSTANT and len(constant) > len(ratios) / 2:
+        return (
+            f"the gradients of {len(constant)} of {len(ratios)} tensors are {middle:.3g} of the reference's: "
+            "micro-batches are lost, or scaled twice"
+        )
+    if not constant:
+        low, high = min(ratios)[0], max(ratios)[0]
+        return f"no common factor ({low:.2g} to {high:.2g}): gradients of some micro-batches or ranks are missing"
+    return ""
+
+
+def learned(ours: Record, reference: Record) -> str:
+    """Returns why a training has not learned; empty if its loss has fallen as the reference's."""
+    fall, theirs = _fall(ours), _fall(reference)
+    if theirs <= 0:
+        return "the reference's loss did not fall: agreement says nothing"
+    if not fall >= LEARNS * theirs:
+        return f"the loss fell by {fall:.3f}, the reference's by {theirs:.3f}"
+    return ""
+
+
+def norm(tensors: Mapping[str, Tensor]) -> float:
+    """Returns the Euclidean norm over all elements."""
+    return math.sqrt(sum(float(tensor.double().norm()) ** 2 for tensor in tensors.values()))
+
+
+def _fall(record: Record) -> float:
+    """How far the loss has fallen, between the means of the first and of the last quarter of the steps."""
+    quarter = max(1, len(record.losses) // 4)
+    return statistics.fmean(record.losses[:quarter]) - statistics.fmean(record.losses[-quarter:])
+
+
+def _scalar(name: str, one: float, other: float) -> Value:
+    return Value(name, abs(one - other) if math.isfinite(one) else math.inf, abs(other))
+
+
+def _update(record: Record, at: int) -> Tensors:
+    """Returns by how much a step has moved the weights; not their values, in which a wrong step would not show."""
+    before, after = record.weights[at], record.weights[at + 1]
+    return {name: after[name].double() - before[name].double() for name in before}
+
+
+def _tensors(kind: str, ours: Tensors, reference: Tensors, rounded: Tensors | None = None) -> Iterator[Value]:
+    """Yields the difference of each tensor; `rounded` are the weights whose format rounds what is added to them."""
+    whole = 1e-3 * norm(reference)
+    for name in dict.fromkeys([*reference, *ours]):
+        one, other = ours.get(name), reference.get(name)
+        if one is None or other is None or one.shape != other.shape:
+            yield Value(f"{kind} {name}", math.inf, 1.0)
+            continue
+        difference = float((one.double() - other.double()).norm())
+        difference = difference if math.isfinite(difference) else math.inf
+        slack = 2 * torch.finfo(rounded[name].dtype).eps * float(rounded[name].double().norm()) if rounded else 0.0
+        yield Value(f"{kind} {name}", difference, float(other.double().norm()) + whole, slack)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"

@@ -1,0 +1,76 @@
+"""Faults planted into the record of a training: each is found at its first step, with its tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cifar_zero.comparison.recorded.judging import first_fault, identical, learned
+from cifar_zero.comparison.recorded.record import Record
+from tests.support.sgd_record import trained
+
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "gradients halved": ({"gradient": lambda step, name, value: value / 2}, "step 1: gradient of"),
+    "a gradient missing": (
+        {"gradient": lambda step, name, value: 0 * value if name == "b" and step >= 3 else value},
+        "step 3: gradient of b off by 100 %",
+    ),
+    "weight decay on a norm": (
+        {"update": lambda step, name, value: value - 1e-3 if name == "norm" else value},
+        "step 1: update of norm",
+    ),
+    "a stale state": (
+        {"update": lambda step, name, value: 0.9 * value if name == "a" and step >= 4 else value},
+        "step 4: update of a",
+    ),
+    "other initial weights": (
+        {"initial": lambda step, name, value: value + 0.01 if name == "a" else value},
+        "step 1: initial a",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found_at_its_step(fault: str):
+    change, expected = FAULTS[fault]
+    reference, perturbed, ours = trained(), trained(distance=1e-5), trained(0.0, **change)
+    found = first_fault(ours, reference, perturbed, "32-true")
+    assert found is not None
+    assert str(found).startswith(expected)
+
+
+def test_a_constant_ratio_is_told_from_missing_gradients():
+    reference, perturbed = trained(), trained(distance=1e-5)
+    halved = first_fault(trained(gradient=lambda step, name, value: value / 2), reference, perturbed, "32-true")
+    assert halved is not None
+    assert halved.pattern.startswith("the gradients of 3 of 3 tensors are 0.5 of the reference's")
+    mixed = first_fault(trained(gradient=lambda step, name, value: value.flip(0)), reference, perturbed, "32-true")
+    assert mixed is not None
+    assert "no common factor" in mixed.pattern
+
+
+def test_a_late_learning_rate_is_found():
+    reference, ours = trained(), trained()
+    ours.rates = [ours.rates[0], *ours.rates[:-1]]
+    found = first_fault(ours, reference, trained(distance=1e-5), "32-true")
+    assert found is not None
+    assert found.value.name == "learning rate"
+    assert found.step == 2
+
+
+def test_rounding_is_no_fault():
+    reference = trained()
+    ours = trained(distance=1e-6)
+    ours.weights[0] = reference.weights[0]
+    assert not identical(ours, reference)
+    assert first_fault(ours, reference, trained(distance=1e-5), "32-true") is None
+    assert identical(trained(), reference)
+
+
+def test_two_broken_trainings_that_agree_do_not_pass():
+    flat = Record(losses=[1.0] * 8)
+    assert "did not fall" in learned(flat, flat)
+    falling = Record(losses=[2.0, 1.8, 1.6, 1.4, 1.2, 1.0, 0.8, 0.6])
+    assert "the loss fell by 0.000" in learned(flat, falling)
+    assert learned(falling, falling) == ""
