@@ -35,7 +35,7 @@ check: setup  ## ruff and pyright
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 recipes: setup  ## a few steps of every recipe, on one rank and under ZeRO on two, and of every command of the course: minutes
-	RECIPES=1 $(WITH_NINJA) $(BIN)/pytest tests/distributed/test_recipes.py tests/commands/test_readme.py tests/commands/test_cluster.py
+	RECIPES=1 $(WITH_NINJA) $(BIN)/pytest tests/distributed/test_recipes.py tests/commands/test_readme.py tests/commands/test_cluster.py tests/commands/test_install.py
 
 bench: setup  ## one round of each comparison with the reference loops: a few minutes (docs/performance.md)
 	for name in tutorial limit startup data "deepspeed --stages 3"; do $(BIN)/python -m benchmarks.$$name --repeats 1 || exit; done

@@ -24,6 +24,7 @@ from cifar_zero.optimizers import OPTIMIZERS
 from cifar_zero.optimizers.groups import keep_own_options, lay_like_parameters, parameter_groups
 from cifar_zero.schedules import SCHEDULES, settled
 from cifar_zero.schedules.plain import Constant, Schedule
+from cifar_zero.training import losses
 from cifar_zero.training.metrics import CurveMetrics, SplitMetrics
 
 STARTING_IMAGES = 1000
@@ -31,9 +32,9 @@ STARTING_IMAGES = 1000
 
 
 class CIFARModule(LightningModule):
-    """Trains a model with the cross-entropy, and computes its metrics on validation and test images.
+    """Trains a model with the loss of --loss, and computes its metrics on validation and test images.
 
-    A batch is (images, labels). Images are uint8 (N, 3, H, W), or float in [-1, 1]. Labels are int64 (N,), of which
+    A batch is (images, labels). Images are uint8 (N, 3, H, W), or float and normalised. Labels are int64 (N,), of which
     IGNORED ones do not count, or in training the share of each class, float (N, classes).
 
     Args:
@@ -48,6 +49,7 @@ class CIFARModule(LightningModule):
         self.num_classes = num_classes
         self.optimizer = OPTIMIZERS[config.optimizer.name](**config.optimizer.options)
         self.schedule = SCHEDULES[config.schedule.name](**config.schedule.options)
+        self.inputs = config.data.inputs
         self.skip_nan = config.on_nan == "skip" and not config.find_lr
         self._weights = weights or {}
         self.skipped = 0
@@ -55,8 +57,8 @@ class CIFARModule(LightningModule):
         self.net: nn.Module | None = None
         self.gates: tuple[Gate, ...] = ()
         """The gates of the mixtures of experts, during a fit."""
-        self.val_metrics = SplitMetrics(num_classes)
-        self.test_metrics = CurveMetrics(num_classes)
+        self.val_metrics = SplitMetrics(num_classes, config.loss)
+        self.test_metrics = CurveMetrics(num_classes, config.loss)
 
     def configure_model(self) -> None:
         """Builds the model where the strategy needs it; ZeRO-3 shards each layer as it is made.
@@ -86,7 +88,8 @@ class CIFARModule(LightningModule):
         if compute is None or datamodule is None:
             return {}
         # On the device of the rank, which the module need not be on yet.
-        return compute(normalize(datamodule.sample(STARTING_IMAGES).to(self.trainer.strategy.root_device)))
+        images = datamodule.sample(STARTING_IMAGES).to(self.trainer.strategy.root_device)
+        return compute(normalize(images, self.inputs))
 
     def on_fit_start(self) -> None:
         """Looks up the gates of the model as the strategy has made it."""
@@ -105,11 +108,11 @@ class CIFARModule(LightningModule):
         DeepSpeed's hooks twice, so that ZeRO-3 could not learn the order of the layers.
         """
         assert self.net is not None
-        images = normalize(images, next(self.net.parameters()).dtype)
+        images = normalize(images, self.inputs, next(self.net.parameters()).dtype)
         return self.net(images.contiguous(memory_format=memory_format(images.device, self.config.channels_last)))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Returns the mean cross-entropy of a micro-batch plus the weighted load-balancing losses, a float32 scalar."""
+        """Returns the mean loss of a micro-batch plus the weighted load-balancing losses, a float32 scalar."""
         images, labels = batch
         buffers = [*self.buffers()] if self.skip_nan else []
         before = [buffer.clone() for buffer in buffers]
@@ -126,13 +129,14 @@ class CIFARModule(LightningModule):
 
     def _loss(self, images: Tensor, labels: Tensor) -> Tensor:
         with save_on_cpu(pin_memory=True) if self.config.activation_offload else nullcontext():
-            loss = F.cross_entropy(self.forward(images).float(), labels, label_smoothing=self.config.label_smoothing)
+            loss = losses.loss(self.config.loss, self.forward(images).float(), labels, self.config.label_smoothing)
         for gate in self.gates:
             if gate.options.load_balance and gate.routing is not None:
                 loss = loss + gate.options.load_balance * gate.routing.load_balance_loss
         return loss
 
     def _finite_on_all_ranks(self, loss: Tensor) -> bool:
+        # Lightning's reduce_boolean_decision (2.6.6) would add a barrier to each micro-batch.
         finite = loss.detach().isfinite().int()
         if self.trainer.world_size > 1:
             torch.distributed.all_reduce(finite, torch.distributed.ReduceOp.MIN)
@@ -180,7 +184,7 @@ class CIFARModule(LightningModule):
 
     def _evaluate(self, metrics: SplitMetrics, batch: tuple[Tensor, Tensor], tta: Views = "none") -> Tensor:
         images, labels = batch
-        scores = averaged_scores(self.forward, images, tta)
+        scores = averaged_scores(self.forward, normalize(images, self.inputs), tta)
         metrics.update(scores, labels)
         return scores
 
@@ -199,14 +203,13 @@ def averaged_scores(model: Callable[[Tensor], Tensor], images: Tensor, views: Vi
 
     Args:
         model: returns class scores of normalised images.
-        images: uint8 (N, 3, H, W), or float in [-1, 1].
+        images: (N, 3, H, W), normalised.
         views: none: the image alone. mirror: with its mirror image. mirror_translate: these two with weight 1/4 each,
             and each of them moved by a pixel up and left, and down and right, with weight 1/8 each, padded by
             reflection.
     """
     if views == "none":
         return model(images).float()
-    images = normalize(images)
     scores = _mirrored(model, images)
     if views == "mirror":
         return scores

@@ -18,7 +18,7 @@ from cifar_zero.strategies import replica
 
 EVAL_BATCH_SIZE = 1000
 """Most images per rank in an evaluation batch: CIFAR-10's test set in ten equal batches, large enough to keep a GPU
-busy, and small enough (12 MB of float32 input) for the activations to fit anywhere."""
+busy, and small enough (12 MB of float32 input) for the activations to fit anywhere. Fewer if they are larger."""
 
 
 class CIFARDataModule(LightningDataModule):
@@ -93,7 +93,7 @@ class CIFARDataModule(LightningDataModule):
         return micro_batch_size(self.config.batch_size, self._replica[0], self.config.accumulate)
 
     def sample(self, count: int) -> torch.Tensor:
-        """Returns evenly spaced training images, so of all classes: uint8 (n, 3, 32, 32), n <= count."""
+        """Returns evenly spaced training images, so of all classes: uint8 (n, 3, H, W), n <= count."""
         rows = self._train[np.linspace(0, self.num_train - 1, min(count, self.num_train)).astype(np.int64)]
         return torch.from_numpy(self.dataset.train_images[rows])
 
@@ -102,33 +102,35 @@ class CIFARDataModule(LightningDataModule):
         split = Split(self.dataset.train_images, self.dataset.train_labels, self._train)
         # Lightning's overfit_batches trains on the first batches of an epoch: they must be the same in every epoch.
         shuffle = not getattr(self.trainer, "overfit_batches", 0)
-        config, augmentation = self.config, None
+        config = self.config
         order = TrainOrder(split.count, config.batch_size, config.accumulate, *self._replica, config.seed, shuffle)
-        if config.augment != AugmentConfig():
-            augmentation = Augmentation(config.augment, split.count, len(self.classes), config.seed)
-        return self._loader(split, order, augmentation)
+        return self._loader(split, order, config.augment)
 
     def val_dataloader(self) -> Any:
         """Returns every validation image once; without any an empty list, with which Lightning skips validation."""
         if not self.num_val:
             return []
-        split = Split(self.dataset.train_images, self.dataset.train_labels, self._val)
-        return self._loader(split, EvalOrder(split.count, EVAL_BATCH_SIZE, *self._replica))
+        return self._eval_loader(Split(self.dataset.train_images, self.dataset.train_labels, self._val))
 
     def test_dataloader(self) -> Any:
         """Returns every test image once."""
-        split = Split(self.dataset.test_images, self.dataset.test_labels, np.arange(self.num_test))
-        return self._loader(split, EvalOrder(split.count, EVAL_BATCH_SIZE, *self._replica))
+        return self._eval_loader(Split(self.dataset.test_images, self.dataset.test_labels, np.arange(self.num_test)))
 
-    def _loader(self, split: Split, order: Order, augmentation: Augmentation | None = None) -> Any:
+    def _eval_loader(self, split: Split) -> Any:
+        order = EvalOrder(split.count, self._data.inputs.as_many(EVAL_BATCH_SIZE), *self._replica)
+        return self._loader(split, order, AugmentConfig())
+
+    def _loader(self, split: Split, order: Order, augment: AugmentConfig) -> Any:
+        inputs = self._data.inputs
         if self._data.loader == "memory":
             key = id(split.images), self._device  # training and validation images share one array, and so one copy
             if key not in self._stored:
                 self._stored[key] = Stored(split.images, self._device)
+            augmentation = Augmentation(augment, split.count, len(self.classes), self.config.seed, inputs)
             return MemoryLoader(split, order, self._stored[key], augmentation, self.config.channels_last)
         from cifar_zero.data.torch_loader import TorchLoader  # here: torchvision takes a second to import
 
-        return TorchLoader(split, order, self._data.workers)
+        return TorchLoader(split, order, self._data.workers, inputs)
 
     @property
     def _device(self) -> torch.device:

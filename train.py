@@ -22,20 +22,23 @@ start_time.note()
 def main() -> int:
     """Parses the command line and trains, in this process or in the ranks that it starts; returns the exit code."""
     rank_environment.adopt()
-    flags = rank_environment.arguments(sys.argv[1:])
-    config = command_line.parse(flags)
+    config = command_line.parse()
     if config.strategy == AUTO:
         config = replace(config, strategy=automatic.choose(config))
-    run = resolve(config, command_line.consent(flags))
+    run = resolve(config, command_line.consent())
     if config.plot_schedule:
         return plot_schedule(run)
-    if run.world_size > 1 and not rank_environment.is_rank():
+    if config.check_gradients:
+        from cifar_zero.training.gradient_check import check_gradients
+
+        return check_gradients(run)
+    if run.config.world_size > 1 and not rank_environment.is_rank():
         if run.config.num_nodes > 1:
             raise UsageError(
                 f"--num_nodes {config.num_nodes}: start it on each node with {local_launcher.TORCHRUN} ..."
             )
         chosen = {automatic.VARIABLE: config.strategy}
-        return local_launcher.run(run.world_size, run.on_cpu, extra_env=chosen)
+        return local_launcher.run(run.config.world_size, run.on_cpu, extra_env=chosen)
     train(run)
     return 0
 
@@ -52,7 +55,7 @@ def train(run: Run, module_class: Callable[..., Any] | None = None, last: bool =
     from cifar_zero.reports.summary import print_summary, write_json
     from cifar_zero.training import build, starting
     from cifar_zero.training.callbacks import stop
-    from cifar_zero.training.callbacks.summary import collect, log_hparams
+    from cifar_zero.training.callbacks.summary import collect, log_results
     from datamodule import CIFARDataModule
 
     quieten()
@@ -82,7 +85,7 @@ def train(run: Run, module_class: Callable[..., Any] | None = None, last: bool =
     metrics = collect(trainer, module, datamodule, run.config)
     if run_dir is not None:
         write_json(run_dir / run_folder.METRICS, metrics)
-        log_hparams(trainer, run.config, metrics)
+        log_results(trainer, run.config, metrics)
         if not run.config.find_lr:
             print_summary(metrics, run_dir)
     stop.leave(trainer, last)

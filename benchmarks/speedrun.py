@@ -151,7 +151,7 @@ def settled(flags: list[str]) -> Config:
         if getattr(config, name) != getattr(Config(), name):
             raise UsageError(f"--{name} does nothing in this benchmark: leave it out, or use train.py")
     resolved = resolve(config)
-    if config.strategy != "baseline" or resolved.world_size > 1:
+    if config.strategy != "baseline" or resolved.config.world_size > 1:
         raise UsageError("the speedrun is measured on one device: leave --strategy and --devices out")
     return resolved.config
 

@@ -71,7 +71,7 @@ def _of_several_ranks(item: pytest.Item) -> bool:
 @pytest.fixture
 def signal_handlers() -> Iterator[None]:
     """Restores the handlers that a program sets to stop at signals."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

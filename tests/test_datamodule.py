@@ -57,7 +57,7 @@ def test_batches_are_divided_among_ranks_and_accumulation(config: DataConfig) ->
     datamodule = make(config, batch_size=16, accumulate=4, world_size=2)
     assert datamodule.micro_batch_size == 2
     assert len(datamodule.train_dataloader()) == 185 // 16 * 4
-    with pytest.raises(UsageError, match="micro-batch x 2 ranks x accumulate 4"):
+    with pytest.raises(UsageError, match="micro-batch x 2 ranks x --accumulate 4"):
         make(config, batch_size=10, accumulate=4, world_size=2)
     with pytest.raises(UsageError, match="185 training images"):
         make(config, batch_size=200).train_dataloader()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from cifar_zero.checkpoints.finetuning.lora import merged
 from cifar_zero.checkpoints.safe_load import load
 from cifar_zero.checkpoints.zero_folder import AVERAGE, read_folder
-from cifar_zero.core.errors import UsageError
+from cifar_zero.core.errors import UsageError, short
 
 RECORD = "cifar_zero"
 """Key of what callbacks/checkpoint.py adds to each checkpoint: configuration, class names, random states of a run."""
@@ -47,22 +47,14 @@ def plain_network(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
     return merged(network(checkpoint), lora.get("alpha", 0.0))
 
 
-def check_fits(net: nn.Module, weights: Mapping[str, Tensor], checkpoint: str) -> None:
-    """Compares names and shapes.
+def load_weights(net: nn.Module, weights: Mapping[str, Tensor], checkpoint: str, hint: str = "") -> None:
+    """Loads weights into a model, or compares names and shapes if both are on torch's meta device.
 
     Raises:
-        UsageError: weights are missing, unknown, or of another shape than the model's.
+        UsageError: weights are missing, unknown, or of another shape than the model's; `hint` ends the message.
     """
-    wanted = net.state_dict()
-    differing = [
-        *(f"{key} is missing" for key in wanted if key not in weights),
-        *(f"{key} is unknown" for key in weights if key not in wanted),
-        *(
-            f"{key} is {tuple(weights[key].shape)}, not {tuple(wanted[key].shape)}"
-            for key in wanted
-            if key in weights and weights[key].shape != wanted[key].shape
-        ),
-    ]
-    if differing:
-        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-        raise UsageError(f"{checkpoint} is of another model: {', '.join(differing[:3])}{more}")
+    try:
+        net.load_state_dict(dict(weights))
+    except RuntimeError as error:
+        differing = short(str(error).partition(":")[2], 160)  # torch (2.15) names the class first, then what differs
+        raise UsageError(f"{checkpoint} is of another model: {differing}{hint}") from error

@@ -19,7 +19,7 @@ from cifar_zero.config.flags import Config, flat
 from cifar_zero.core import atomic
 from cifar_zero.core.errors import UsageError
 
-KEPT = ("model", "optimizer", "batch_size", "seed", "data.val_fraction")
+KEPT = ("model", "optimizer", "batch_size", "seed", "data.val_fraction", "data.image_size", "data.normalize")
 KEPT += ("trainable", "lora.rank", "lora.alpha", "lora.target", "lora.dropout")
 """What a resumed run must keep: otherwise it is another run, and trains on images that were held out before."""
 

@@ -1,5 +1,6 @@
 """The folder of a run, <out>/<name>/version_N, claimed by one process, and the checkpoints in it."""
 
+import hashlib
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,6 +50,23 @@ def removed_on_failure(folder: Path | None) -> Iterator[None]:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+def keep_code(folder: Path, model: str) -> None:
+    """Copies the file of a user's own model (FILE.py:NAME) into a run's folder, with its SHA-256 for sha256sum."""
+    file = Path(model.rpartition(":")[0])
+    if file.suffix == ".py":
+        code = file.read_bytes()
+        (folder / file.name).write_bytes(code)
+        (folder / f"{file.name}.sha256").write_text(f"{hashlib.sha256(code).hexdigest()}  {file.name}\n")
+
+
+def code_has_changed(checkpoint: Path, model: str) -> bool:
+    """Returns whether the file of a user's own model is not the one that the run of a checkpoint has kept."""
+    file = Path(model.rpartition(":")[0])
+    recipe = recipe_of(checkpoint)
+    kept = recipe.parent / file.name if recipe else file
+    return file.suffix == ".py" and kept.is_file() and kept.read_bytes() != file.read_bytes()
 
 
 def newest_checkpoint(folder: Path) -> Path:

@@ -1,18 +1,16 @@
 """Reads files of torch.save that may be damaged, or made to run code. Imports torch only to load."""
 
 import importlib
-import textwrap
 import zipfile
 import zlib
 from pathlib import Path
 from typing import Any
 
-from cifar_zero.core.errors import UsageError
+from cifar_zero.core.errors import UsageError, short
 
 HARMLESS = (
     ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
     ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
-    ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
     ("deepspeed.utils.tensor_fragment", "fragment_address"),
 )
 """Classes that only hold data, which DeepSpeed (0.19.8) puts into its checkpoints."""
@@ -49,8 +47,7 @@ def load(file: Path, trust: bool = False, verify: bool = True, device: str = "cp
     except UsageError:
         raise
     except Exception as error:  # torch, pickle and zipfile each have their own errors for a damaged file
-        why = textwrap.shorten(str(error), 120, placeholder=" ...")
-        raise UsageError(f"{file} cannot be read, it is damaged or no checkpoint: {why}") from error
+        raise UsageError(f"{file} cannot be read, it is damaged or no checkpoint: {short(error)}") from error
 
 
 def check_records(file: Path, checksums: bool = True) -> None:

@@ -10,18 +10,19 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cifar_zero.checkpoints.read import RECORD
+from cifar_zero.config.flags import DataConfig
 from cifar_zero.core import atomic
 from cifar_zero.core.errors import UsageError
-from cifar_zero.data.augment import MEAN, STD
 
 
 def metadata_of(checkpoint: Mapping[str, Any], name: str, dtype: str = "float32") -> dict[str, str]:
     """Returns what a checkpoint says of its model as strings, the only values that safetensors allows.
 
     Returns:
-        `model`, `options` (JSON object) and `classes` (JSON list) build the model; `mean` and `std` normalise the
-        images, for pixels from 0 to 1, the same in each channel; `dtype`; `checkpoint` and `step` are the origin of the
-        weights. `format` is what transformers and others require in a safetensors file of torch.
+        `model`, `options` (JSON object) and `classes` (JSON list) build the model; `image_size` is the side of its
+        images in pixels, `mean` and `std` normalise them, for pixels from 0 to 1, as numbers for red, green and blue;
+        `dtype`; `checkpoint` and `step` are the origin of the weights. `format` is what transformers and others require
+        in a safetensors file of torch.
 
     Raises:
         UsageError: the checkpoint was not written by train.py.
@@ -29,13 +30,15 @@ def metadata_of(checkpoint: Mapping[str, Any], name: str, dtype: str = "float32"
     if RECORD not in checkpoint:
         raise UsageError(f"{name} does not say which model it is of: it was not written by train.py")
     record = checkpoint[RECORD]
+    side, mean, std = DataConfig(**record["config"]["data"]).inputs
     return {
         "format": "pt",
         "model": record["config"]["model"]["name"],
         "options": json.dumps(record["config"]["model"]["options"]),
         "classes": json.dumps(record["classes"]),
-        "mean": str(MEAN),
-        "std": str(STD),
+        "image_size": str(side),
+        "mean": ",".join(map(str, mean)),
+        "std": ",".join(map(str, std)),
         "dtype": dtype,
         "checkpoint": name,
         "step": str(checkpoint["global_step"]),

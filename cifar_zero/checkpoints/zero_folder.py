@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cifar_zero.checkpoints.expert_names import plain_names
 from cifar_zero.checkpoints.safe_load import load
 from cifar_zero.core.errors import UsageError
 
@@ -51,6 +50,12 @@ PROGRESS = "zero_progress"
 
 DEEPSPEED_GROUP_KEYS = {"params", "param_names", "step", "name", "moe"}
 """Keys of a parameter group that belong to an engine, or are written again."""
+
+GATE = ".deepspeed_moe.gate."
+"""DeepSpeed's form of `.gate.`."""
+
+EXPERT = re.compile(r"(.*)\.deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(.*)")
+"""DeepSpeed's name of an expert's weight: the mixture, the expert's number, its own name."""
 
 Shapes = Mapping[str, torch.Size]
 
@@ -104,6 +109,21 @@ def shape_of(folder: Path, trust: bool = False) -> Any:
     return load(_files(folder)[0][0], trust, verify=False, device="meta").get(SHAPE)
 
 
+def plain_names(names: Iterable[str], rank: int = 0) -> dict[str, str]:
+    """Returns the plain name for each of DeepSpeed's, which numbers each rank's experts from 0: those of a rank, `rank`
+    among those that share the experts of a mixture, or those of all weights with the experts of all ranks."""
+    found = {name: EXPERT.fullmatch(name) for name in names}
+    numbers: dict[str, set[str]] = {}
+    for expert in filter(None, found.values()):
+        numbers.setdefault(expert[1], set()).add(expert[2])
+    return {
+        name: f"{expert[1]}.experts.{rank * len(numbers[expert[1]]) + int(expert[2])}.{expert[3]}"
+        if expert
+        else name.replace(GATE, ".gate.")
+        for name, expert in found.items()
+    }
+
+
 def _files(folder: Path) -> tuple[list[Path], ...]:
     """Returns the files of the model, of its experts, of the shards, and of the ranks with other experts at stage 0."""
 
@@ -137,6 +157,8 @@ def _check_complete(
     ):
         if len(found) != expected:
             raise UsageError(f"{folder} is incomplete: it has {len(found)} {what}, not {expected} (stage {stage})")
+    if not stage and not of_expert_ranks and main["optimizer"] is None:  # DeepSpeed pull request 7786
+        raise UsageError(f"{folder} has no optimizer: DeepSpeed before 0.18.5 saves none at stage 0 in bfloat16")
 
 
 def _fill_from_disk(optimizer: dict[str, Any], folder: Path, rank: int, names: Sequence[str], device: str) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,7 @@ examples:
   python compare.py --strategies baseline deepspeed_stage_1 deepspeed_stage_3_offload --devices 2 --max_steps 500
   python compare.py --accumulate 1 4 --devices 1 2 --config configs/deepspeed.yaml --seeds 3
   python compare.py --acceptance --junit acceptance.xml
+  python compare.py --module my_module.py:MyModule --datamodule my_data.py:MyData --module.lr 0.1 --devices 2
   python compare.py --strategies baseline my_deepspeed.json --junit compare.xml
   python compare.py perturb --config runs/net-baseline/version_0/config.yaml
   python compare.py --runs runs/net-baseline/version_0 runs/net-baseline/version_1 runs/net-deepspeed_stage_2/version_3
@@ -61,9 +62,11 @@ def main(
     if sys.argv[1:2] == ["perturb"]:
         return perturb(sys.argv[2:], train, module_class)
     if sys.argv[1:2] == [TRAIN_JOBS]:
+        from cifar_zero.comparison.recorded.recipe import train_recipe
         from cifar_zero.comparison.recorded.worker import train_jobs
 
-        return train_jobs(Path(sys.argv[2]), module_class, datamodule_class)
+        classes = {"module_class": module_class, "datamodule_class": datamodule_class}
+        return train_jobs(Path(sys.argv[2]), partial(train_recipe, **classes))
     arguments, rest = _parse()
     if rank_environment.is_rank():
         raise UsageError("compare.py starts the ranks itself: start it once, without torchrun or srun")
@@ -71,9 +74,11 @@ def main(
     os.environ.pop("SLURM_RESTART_COUNT", None)
     exits.stop_at_signals()
     if arguments.acceptance and arguments.print_cases:
-        print_cases(arguments, rest)
+        print(*(case.name for case in _cases(arguments, rest)), sep="\n")
         return 0
-    compare = of_cases if arguments.acceptance else of_runs if arguments.runs else of_trainings
+    compare = of_trainings
+    for mode, given in ((of_cases, arguments.acceptance), (of_module, arguments.module), (of_runs, arguments.runs)):
+        compare = mode if given else compare
     folder, comparison = compare(arguments, rest)
     from cifar_zero.comparison.page import write_page
 
@@ -82,44 +87,70 @@ def main(
     if arguments.junit:
         report.write_junit(comparison, Path(arguments.junit))
     write_page(comparison, folder)
+    if comparison.stopped_by:
+        raise Stopped(comparison.stopped_by, f"{folder} has the verdicts on what had been trained")
     return 0 if comparison.passed else 1
 
 
 def perturb(flags: list[str], train: Callable[..., Any], module_class: Callable[[], type[LightningModule]]) -> int:
     """Trains one perturbed run, in this process or in ranks that it starts; returns the exit code."""
     run = resolve(command_line.parse(flags), command_line.consent(flags))
-    if run.world_size > 1 and not rank_environment.is_rank():
-        return local_launcher.run(run.world_size, run.on_cpu)
+    if run.config.world_size > 1 and not rank_environment.is_rank():
+        return local_launcher.run(run.config.world_size, run.on_cpu)
     from cifar_zero.comparison.perturbed import perturbed
 
     train(run, perturbed(module_class(), run.config.precision, run.config.accelerator))
     return 0
 
 
-def print_cases(arguments: Namespace, rest: Sequence[str]) -> None:
-    """Prints the cases of the acceptance, a line each."""
-    for case in _cases(arguments, rest):
-        print(case.name)
-
-
 def of_cases(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
     """Trains the cases of the acceptance; returns the folder of the report, and the comparison."""
-    from cifar_zero.comparison.recorded.acceptance import accept
+    from cifar_zero.comparison.recorded.acceptance import RECIPE
+    from cifar_zero.comparison.recorded.trials import try_all
 
     cases = _cases(arguments, rest)
     folder = run_folder.claim(arguments.out, arguments.name or "acceptance")
-    return folder, accept(cases, folder, [os.path.abspath(sys.argv[0]), TRAIN_JOBS], _command())
+    program = [os.path.abspath(sys.argv[0]), TRAIN_JOBS]
+    return folder, try_all(cases, folder, program, _command(), f"acceptance: {len(cases)} cases", RECIPE)
+
+
+def of_module(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
+    """Trains a user's own module; returns the folder of the report, and the comparison."""
+    from cifar_zero.comparison.recorded import own_module
+    from cifar_zero.comparison.recorded.trials import try_all
+
+    if arguments.runs or arguments.seeds is not None:
+        raise UsageError("--module trains each strategy once: leave out --runs and --seeds")
+    flags = ["--module", arguments.module, *(["--datamodule", arguments.datamodule] if arguments.datamodule else [])]
+    cases = own_module.plan(
+        arguments.strategies or (), _ranks(arguments, 1), arguments.accumulate or (), [*flags, *rest]
+    )
+    name = Path(arguments.module).name.replace(":", "-")
+    folder = run_folder.claim(arguments.out, arguments.name or name)
+    recipe = {"module": arguments.module, "datamodule": arguments.datamodule or "the module's own loader"}
+    return folder, try_all(cases, folder, own_module.PROGRAM, _command(), f"{name}: {len(cases)} cases", recipe)
 
 
 def _cases(arguments: Namespace, rest: Sequence[str]) -> Sequence[Case]:
-    if rest or arguments.runs or arguments.accumulate or arguments.seeds is not None:
-        raise UsageError("--acceptance trains cases of its own: give only --strategies, --devices, --quick or --junit")
-    devices = arguments.devices or ["0"]
-    if len(devices) > 1 or not devices[0].isdecimal():
-        raise UsageError(f"--devices {' '.join(devices)}: --acceptance takes one number, the most ranks of a case")
+    if rest or arguments.runs or arguments.accumulate:
+        known = "--strategies, --devices, --seeds, --quick or --junit"
+        raise UsageError(f"--acceptance trains cases of its own: give only {known}")
     from cifar_zero.comparison.recorded.acceptance import plan_cases
 
-    return plan_cases(arguments.strategies or (), int(devices[0]), arguments.quick)
+    return plan_cases(arguments.strategies or (), _ranks(arguments, 0), arguments.quick, _seeds(arguments))
+
+
+def _seeds(arguments: Namespace) -> int:
+    if arguments.seeds is not None and arguments.seeds < 1:
+        raise UsageError(f"--seeds must be at least 1, not {arguments.seeds}")
+    return arguments.seeds or 1
+
+
+def _ranks(arguments: Namespace, default: int) -> int:
+    devices = arguments.devices or [str(default)]
+    if len(devices) > 1 or not devices[0].isdecimal():
+        raise UsageError(f"--devices {' '.join(devices)}: --acceptance and --module take one number of ranks")
+    return int(devices[0])
 
 
 def of_runs(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
@@ -144,15 +175,14 @@ def of_trainings(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compa
     """Trains and compares; returns the folder of the runs and of the report, and the comparison."""
     axes = (arguments.strategies or [], arguments.devices or [], arguments.accumulate or [])
     rest = [*rest, *["--trust"] * arguments.trust]
-    planned = plan(*axes, 1 if arguments.seeds is None else arguments.seeds, rest)
+    planned = plan(*axes, _seeds(arguments), rest, shlex.split(arguments.launcher))
     prepare(planned)
-    folder = run_folder.claim(arguments.out, arguments.name or planned[0].run.config.model.name.replace(":", "-"))
+    folder = run_folder.claim(arguments.out, arguments.name or planned[0].run.config.model_name)
     runner = Runner(folder, sum(len(variant.seeds) for variant in planned))
     try:
         return folder, trained(planned, runner, arguments.trust)
-    except (KeyboardInterrupt, Stopped) as stop:
-        number = signal.SIGINT if isinstance(stop, KeyboardInterrupt) else stop.exit_code - 128
-        raise Stopped(number, _how_to_compare(folder)) from stop
+    except Stopped as stop:
+        raise Stopped(stop.number, _how_to_compare(folder)) from stop
     except OSError as error:
         raise RunError(f"{error.strerror or error} ({error.filename}); {_how_to_compare(folder)}") from error
 
@@ -169,7 +199,8 @@ def trained(planned: Sequence[Planned], runner: Runner, trust: bool) -> Comparis
         for seed in sorted(seeds):
             flags = [*reference.flags_of(seed), "--logger", "none"]  # TensorBoard shows only the variants
             try:
-                runs.append(load(runner.run(PERTURBED + reference.run_name(seed), PERTURB, flags)))
+                name = PERTURBED + reference.run_name(seed)
+                runs.append(load(runner.run(name, PERTURB, flags, reference.launcher)))
             except (RunError, UsageError) as error:
                 failures.append(f"The perturbed run of the reference failed (seed {seed}): {error}.")
         return runs
@@ -202,14 +233,19 @@ def _parse() -> tuple[Namespace, list[str]]:
         usage="%(prog)s --strategies NAME ... [--devices N ...] [--<option of train.py> VALUE ...]\n"
         "       %(prog)s --runs RUN ...\n"
         "       %(prog)s --acceptance [--quick] [--strategies NAME ...] [--devices N]\n"
+        "       %(prog)s --module FILE.py:NAME [--datamodule FILE.py:NAME] [--module.ARGUMENT VALUE ...]\n"
         "       %(prog)s perturb [--<option of train.py> VALUE ...]",
     )
     add = parser.add_argument
     strategies = "strategies of train.py, or raw DeepSpeed configurations (*.json)"
     add("--strategies", nargs="+", metavar="NAME", help=strategies)
-    add("--devices", nargs="+", metavar="N", help="numbers of ranks (default: that of train.py)")
+    add("--devices", nargs="+", metavar="N", help="numbers of ranks, or NODESxRANKS (default: as train.py)")
     add("--accumulate", nargs="+", metavar="N", help="numbers of micro-batches per optimizer step")
     add("--seeds", type=int, metavar="N", help="runs per variant, with seeds counted up from --seed (default: 1)")
+    started = (
+        "command that starts the ranks of each run, such as 'srun --nodes 2 --ntasks-per-node 8' or 'torchrun ...'"
+    )
+    add("--launcher", metavar="COMMAND", default="", help=started)
     add("--runs", nargs="+", metavar="RUN", help="compare these run folders; nothing is trained")
     add(
         "--acceptance",
@@ -218,12 +254,19 @@ def _parse() -> tuple[Namespace, list[str]]:
     )
     add("--quick", action="store_true", help="with --acceptance: only the most telling cases")
     add("--print_cases", action="store_true", help="with --acceptance: list the cases and exit")
+    add("--module", metavar="NAME", help="compare your own LightningModule: FILE.py:NAME or PACKAGE.MODULE:NAME")
+    add("--datamodule", metavar="NAME", help="its LightningDataModule; default: the module's own loader")
     add("--junit", metavar="FILE", help="write the verdicts as JUnit XML, for CI systems")
     add("--out", default="comparisons", metavar="DIR", help="directory for comparisons (default: %(default)s)")
     add("--name", default="", metavar="NAME", help="name of this comparison (default: name of the model, or runs)")
     add("--trust", action="store_true", help="load checkpoints that could run code; only if you trust their author")
     arguments, rest = parser.parse_known_args()
     check_plain_name(arguments.name)
+    for option in ("quick", "print_cases"):
+        if getattr(arguments, option) and not arguments.acceptance:
+            raise UsageError(f"--{option} is for --acceptance: add it")
+    if arguments.launcher and (arguments.acceptance or arguments.module or arguments.runs):
+        raise UsageError("--launcher is for runs of train.py: leave it out with --acceptance, --module and --runs")
     if arguments.junit and not Path(arguments.junit).absolute().parent.is_dir():
         raise UsageError(f"--junit {arguments.junit}: its directory does not exist")
     if arguments.junit and Path(arguments.junit).is_dir():

@@ -13,7 +13,7 @@ from cifar_zero.comparison.reading import PERTURBED
 from cifar_zero.reports.summary import write_json
 
 
-def perturbed(base: type[Any], precision: str, accelerator: str) -> type[Any]:
+def perturbed(base: type[Any], precision: str, accelerator: str, sign: int = 1) -> type[Any]:
     """Returns a subclass whose initial weights and optimizer constants are changed by about one rounding error.
 
     The weights change right after initialisation, before the strategy copies, shards or casts them. The constants
@@ -24,6 +24,7 @@ def perturbed(base: type[Any], precision: str, accelerator: str) -> type[Any]:
         base: a LightningModule with the attributes `net` and `optimizer`, such as CIFARModule.
         precision: of the run: 32-true, bf16-mixed, bf16-true or 16-mixed.
         accelerator: cpu or gpu.
+        sign: 1, or -1 for the opposite change of the weights.
     """
 
     class PerturbedModule(base):
@@ -38,7 +39,7 @@ def perturbed(base: type[Any], precision: str, accelerator: str) -> type[Any]:
                 return
             convolves = any(isinstance(module, nn.Conv2d) for module in self.net.modules())
             distance = max(eps_of(precision, accelerator, convolves), LEAST_PERTURBATION)
-            perturb(self.net, distance)
+            perturb(self.net, sign * distance)
             if self.trainer.is_global_zero:
                 write_json(Path(self.trainer.default_root_dir) / PERTURBED, {"distance": distance})
 

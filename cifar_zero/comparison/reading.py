@@ -5,6 +5,7 @@ import json
 import shlex
 from collections import Counter
 from collections.abc import Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,17 @@ PERTURBED = "perturbed.json"
 MAY_DIFFER = (
     # What is compared, and where it runs: none of these may change the maths.
     *("strategy", "ds_config", "nvme_path", "devices", "num_nodes", "timeout", "accumulate"),
+    *("tensor_parallel_size", "pipeline_parallel_size"),
     *("activation_checkpointing", "activation_offload", "compile", "cuda_graphs", "model.ep_size"),
+    *("zero.overlap_comm", "zero.reduce_bucket_size", "zero.round_robin_gradients", "zero.prefetch_bucket_size"),
+    *("zero.max_live_parameters", "zero.param_persistence_threshold"),
     "channels_last",
     # Runs are compared seed by seed.
     "seed",
     # How images are read, and what a run leaves behind.
-    *("out", "name", "logger", "hparams", "test_figures", "log_interval", "plot_schedule", "debug", "resume"),
+    *("out", "name", "logger", "hparams", "test_figures", "log_interval", "log_gradients", "log_weights", "log_graph"),
+    *("plot_schedule", "check_gradients", "warmup_steps", "debug", "resume", "monitor", "save_top_k"),
+    *("wandb_project", "wandb_run_name", "wandb_group", "wandb_tags"),
     *("save_every_n_steps", "save_every_minutes", "save_weights", "on_nan"),
     *("data.root", "data.cache", "data.loader", "data.workers", "data.url", "data.md5"),
 )
@@ -38,7 +44,7 @@ MEASURED = ("dataset", "num_train", "device_name", "git_commit", "versions")
 HARMLESS = ("precision", "accelerator", "device_name", "git_commit", "versions")
 """Settings that do not prevent a verdict: the bound accounts for them, or they are what is tested."""
 
-SHAPE = ("strategy", "world_size", "accumulate")
+SHAPE = ("strategy", "world_size", "num_nodes", "accumulate")
 """Keys of metrics.json that define a variant."""
 
 NO_DIFFERENCE = ("out", "name", "logger", "hparams", "seed")
@@ -139,14 +145,18 @@ def hinders(difference: Difference, reference: str, other: str) -> bool:
     return not harmless and difference.values.get(reference) != difference.values.get(other)
 
 
-def variant_name(strategy: str, ranks: int, accumulate: int, several: Sequence[bool]) -> str:
-    """Returns the name of a variant: of strategy, ranks and micro-batches those that vary (`several`)."""
-    parts = (
-        strategy,
-        "1 rank" if ranks == 1 else f"{ranks} ranks",
-        "1 micro-batch" if accumulate == 1 else f"{accumulate} micro-batches",
-    )
-    return ", ".join(part for part, varies in zip(parts, several, strict=True) if varies) or strategy
+def variant_names(shapes: Sequence[Sequence[Any]]) -> list[str]:
+    """Returns the names of variants from their values of SHAPE: those of the values that vary."""
+    named = [
+        (strategy, _counted(ranks, "rank"), _counted(nodes, "node"), _counted(parts, "micro-batch", "es"))
+        for strategy, ranks, nodes, parts in shapes
+    ]
+    varies = [len({*values}) > 1 for values in zip(*named, strict=True)]
+    return [", ".join(compress(parts, varies)) or parts[0] for parts in named]
+
+
+def _counted(number: int, unit: str, plural: str = "s") -> str:
+    return f"{number} {unit}{plural * (number != 1)}"
 
 
 def grouped(runs: Sequence[Run]) -> list[Variant]:
@@ -158,12 +168,10 @@ def grouped(runs: Sequence[Run]) -> list[Variant]:
         same = json.dumps({**asked, **_recipe(run)}, sort_keys=True, default=str)
         groups.setdefault((same, repeats[same, run.seed]), []).append(run)
         repeats[same, run.seed] += 1
-    firsts = [group[0] for group in groups.values()]
-    several = [len({run.metrics[key] for run in firsts}) > 1 for key in SHAPE]
+    shapes = [[group[0].metrics[key] for key in SHAPE] for group in groups.values()]
     variants: list[Variant] = []
-    for first, group in zip(firsts, groups.values(), strict=True):
-        strategy, ranks, accumulate = (first.metrics[key] for key in SHAPE)
-        name = variant_name(strategy, ranks, accumulate, several)
+    for name, shape, group in zip(variant_names(shapes), shapes, groups.values(), strict=True):
+        first, (strategy, ranks, _, accumulate) = group[0], shape
         name += f" ({first.folder})" * any(other.name == name for other in variants)
         command = f"python train.py --config {shlex.quote(str(Path(first.folder, run_folder.CONFIG)))}"
         variants.append(Variant(name, strategy, ranks, accumulate, command, group))

@@ -4,7 +4,7 @@ import math
 import re
 import shlex
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from cifar_zero.comparison.result import Comparison, Spread
-from cifar_zero.reports.summary import write_json
+from cifar_zero.reports.summary import IN_EFFECT, write_json
 
 SCHEMA = 1
 """Version of comparison.json: keys may be added, but none changes its meaning."""
@@ -60,11 +60,8 @@ def size(count: float) -> str:
     return decimal(round(count), precision=2)
 
 
-IN_EFFECT = ("compute_dtype", "parameter_dtype", "skipped_steps", "reduce_bucket_size", "allgather_bucket_size")
-"""Keys of metrics.json with the settings actually in effect."""
-
 Form = Callable[[float], str]
-Figures = Mapping[str, tuple[str, Form]]
+Figures = dict[str, tuple[str, Form]]
 """Columns: title -> key of `Variant.figures` and format of its values."""
 
 ACCURACY: Figures = {
@@ -88,12 +85,8 @@ MEMORY: Figures = {
     "peak": ("mem/peak_rank_bytes", size),
     "checkpoint": ("checkpoint_bytes", size),
 }
-ON_THE_CONSOLE: Figures = {
-    "images/s": ("perf/images_per_second", number),
-    "step (ms)": ("perf/step_time_ms", number),
-    "memory": ("mem/peak_rank_bytes", size),
-    "accuracy (%)": ("test/acc", percent),
-}
+ON_THE_CONSOLE: Figures = {title: SPEED[title] for title in ("images/s", "step (ms)")}
+ON_THE_CONSOLE |= {"memory": MEMORY["peak"], "accuracy (%)": ACCURACY["test accuracy (%)"]}
 
 
 def figures(comparison: Comparison, columns: Figures) -> Columns:
@@ -128,7 +121,7 @@ def spread(figure: Spread | None, form: Form) -> str:
 
 def show(comparison: Comparison, folder: Path, console: Console | None = None) -> None:
     """Prints the differing settings, the verdicts with their numbers and causes, and where the report is (`folder`)."""
-    console = console or Console(highlight=False, width=None if Console().is_terminal else LOG_WIDTH)
+    console = console or _console()
     for difference in comparison.differences:
         console.print(f"[bold]not the same: {escape(difference.setting)}[/] {escape(str(difference))}", soft_wrap=True)
     found = figures(comparison, ON_THE_CONSOLE)
@@ -139,9 +132,7 @@ def show(comparison: Comparison, folder: Path, console: Console | None = None) -
         table.add_row(escape(variant.name), f"[{style}]{escape(variant.outcome)}[/]", *cells)
     console.print(table)
     causes = [f"{each.name}: {cause}" for each in comparison.variants if each.verdict for cause in each.verdict.causes]
-    for line in (*causes, *comparison.notes):
-        console.print(escape(line), soft_wrap=True)
-    console.print(f"[dim]report  [/]{escape(str(folder / 'report.html'))}", soft_wrap=True)
+    _show_end([*causes, *comparison.notes], folder, console)
     if any(folder.glob("*/version_*/events.out.tfevents.*")):  # not with --runs
         where = escape(shlex.quote(str(folder)))
         console.print(f"[dim]curves  [/]tensorboard --logdir {where} --host localhost", soft_wrap=True)
@@ -149,8 +140,7 @@ def show(comparison: Comparison, folder: Path, console: Console | None = None) -
 
 def show_by_strategy(comparison: Comparison, folder: Path, console: Console | None = None) -> None:
     """Prints an acceptance: a row for each strategy with its worst case, and each case that did not pass."""
-    if console is None:
-        console = Console(highlight=False, width=None if Console().is_terminal else LOG_WIDTH)
+    console = console or _console()
     table = Table("strategy", "cases", "bit-identical", "within rounding", "failed", "worst case")
     kinds = ("bit-identical", "within rounding")
     for strategy in dict.fromkeys(variant.strategy for variant in comparison.variants):
@@ -165,8 +155,17 @@ def show_by_strategy(comparison: Comparison, folder: Path, console: Console | No
     for variant in comparison.variants:
         if not variant.passed:
             console.print(f"[red]{escape(variant.name)}[/]: {escape(variant.outcome)}", soft_wrap=True)
-    for note in comparison.notes:
-        console.print(escape(note), soft_wrap=True)
+    _show_end(comparison.notes, folder, console)
+
+
+def _console() -> Console:
+    return Console(highlight=False, width=None if Console().is_terminal else LOG_WIDTH)
+
+
+def _show_end(lines: Sequence[str], folder: Path, console: Console) -> None:
+    """Prints the lines below a table, and where the report is."""
+    for line in lines:
+        console.print(escape(line), soft_wrap=True)
     console.print(f"[dim]report  [/]{escape(str(folder / 'report.html'))}", soft_wrap=True)
 
 

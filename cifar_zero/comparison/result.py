@@ -172,6 +172,8 @@ class Comparison:
     """Notes on the verdicts, one sentence each."""
     rounding: Curve | None = None
     """The smallest bound of the loss at each step; None if no pair needed one."""
+    stopped_by: int = 0
+    """Number of the signal that ended the trainings early; 0 if none did."""
 
     @property
     def passed(self) -> bool:

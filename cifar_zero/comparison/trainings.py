@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from cifar_zero.comparison.reading import load, variant_name
+from cifar_zero.comparison.reading import load, variant_names
 from cifar_zero.comparison.result import Variant
-from cifar_zero.config import command_line
-from cifar_zero.config.flags import Config
+from cifar_zero.config import command_line, ds_config
 from cifar_zero.config.run import Run
-from cifar_zero.config.strategy_specs import AUTO
+from cifar_zero.config.strategy_specs import AUTO, STRATEGIES
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.reports.summary import REPOSITORY
@@ -30,12 +29,14 @@ PERTURBED = "perturbed-"
 class Planned:
     """A variant to train, with a run for each seed."""
 
-    name: str
     run: Run
     """The run of its first seed."""
     flags: list[str]
     """Flags of train.py, without --seed, --out and --name."""
     seeds: range
+    name: str = ""
+    launcher: Sequence[str] = ()
+    """See `run_process.start`."""
 
     def flags_of(self, seed: int) -> list[str]:
         """Returns the flags of train.py, without --out and --name."""
@@ -56,7 +57,7 @@ class Runner:
     """Total number of runs, for the progress."""
     started: int = 0
 
-    def run(self, name: str, program: Sequence[str], flags: Sequence[str]) -> Path:
+    def run(self, name: str, program: Sequence[str], flags: Sequence[str], launcher: Sequence[str] = ()) -> Path:
         """Trains one run, with TRAIN or PERTURB and flags of train.py, and returns its folder.
 
         Raises:
@@ -66,7 +67,8 @@ class Runner:
         self.started += 1
         log = self.folder / f"{name}.log"
         say(f"[{self.started}/{self.runs}] {name}: training, see {log}")
-        child = run_process.start(program, [*flags, "--out", str(self.folder), "--name", name], log)
+        where = ["--out", str(self.folder), "--name", name]
+        child = run_process.start(program, [*flags, *where], log, launcher=launcher)
         try:
             child.wait()
         finally:
@@ -85,43 +87,68 @@ class Runner:
         variant = Variant(planned.name, config.strategy_name, config.world_size, config.accumulate, command)
         for seed in planned.seeds:
             try:
-                variant.runs.append(load(self.run(planned.run_name(seed), TRAIN, planned.flags_of(seed))))
+                run = load(self.run(planned.run_name(seed), TRAIN, planned.flags_of(seed), planned.launcher))
+                if planned.launcher and run.metrics["world_size"] != variant.world_size:
+                    raise UsageError(
+                        f"--launcher started {run.metrics['world_size']} ranks: --devices and --num_nodes say "
+                        f"{variant.world_size}"
+                    )
+                variant.runs.append(run)
             except (RunError, UsageError) as error:
                 variant.error = variant.error or str(error)
         return variant
 
 
 def plan(
-    strategies: Sequence[str], devices: Sequence[str], accumulate: Sequence[str], seeds: int, rest: Sequence[str]
+    strategies: Sequence[str],
+    devices: Sequence[str],
+    accumulate: Sequence[str],
+    seeds: int,
+    rest: Sequence[str],
+    launcher: Sequence[str] = (),
 ) -> list[Planned]:
     """Returns the variants to train. The reference is first: baseline, or without it the first value of each axis.
 
     Args:
-        strategies, devices, accumulate: the axes; an empty one has train.py's default.
+        strategies, devices, accumulate: the axes; an empty one has train.py's default. Devices are a number of ranks,
+            or NODESxRANKS.
         seeds: runs per variant, counted up from the --seed in `rest`.
         rest: flags of train.py for all variants.
+        launcher: command that starts the ranks of all variants, or if some are on several nodes, of those.
 
     Raises:
         UsageError: a variant cannot run here, or there is nothing to compare.
     """
-    if any(flag.split("=")[0] == "--strategy" for flag in rest):
+    given = {flag.split("=")[0].removeprefix("--") for flag in rest}
+    if "strategy" in given:
         raise UsageError("--strategy is for a single run: name the strategies to compare with --strategies")
     if max(len(strategies), len(devices), len(accumulate)) < 2:
         raise UsageError("nothing to compare: give two or more --strategies, --devices or --accumulate, or --runs")
-    if seeds < 1:
-        raise UsageError(f"--seeds must be at least 1, not {seeds}")
+    # --tensor_parallel_size is for the strategies that have it, not for the reference.
+    sizes = {name: STRATEGIES[name].size for name in strategies if name in STRATEGIES}
     ordered = sorted(strategies, key=lambda name: name != "baseline")
-    several = [len(axis) > 1 for axis in (strategies, devices, accumulate)]
-    planned = []
+    planned: list[Planned] = []
     for strategy, ranks, parts in product(ordered or [""], devices or [""], accumulate or [""]):
-        flags = [*rest, *_strategy_flags(strategy)]
-        flags += ["--devices", ranks] if ranks else []
+        flags = [*rest, *(command_line.choosing(strategy) if strategy else [])]
+        for size in {*sizes.values()} & given - {sizes.get(strategy)}:
+            flags += [f"--{size}", "0"]
+        nodes, _, each = ranks.rpartition("x")
+        flags += ["--num_nodes", nodes] if nodes else []
+        flags += ["--devices", each] if each else []
         flags += ["--accumulate", parts] if parts else []
-        run = _resolved(flags)
-        config = run.config
-        name = variant_name(config.strategy_name, run.world_size, config.accumulate, several)
-        planned.append(Planned(name, run, flags, range(config.seed, config.seed + seeds)))
-        _resolved(planned[-1].flags_of(planned[-1].seeds[-1]))
+        for file in (name for name in strategies if name.endswith(".json")):  # all variants train its recipe
+            flags = [*ds_config.flags_of(ds_config.options(ds_config.read(file), {}, flags)), *flags]
+        run = _resolved(flags, launcher)
+        planned.append(Planned(run, flags, range(run.config.seed, run.config.seed + seeds)))
+        _resolved(planned[-1].flags_of(planned[-1].seeds[-1]), launcher)
+    shapes = [
+        (config.strategy_name, config.world_size, config.num_nodes, config.accumulate)
+        for config in (variant.run.config for variant in planned)
+    ]
+    several = any(nodes > 1 for _, _, nodes, _ in shapes)
+    for variant, name in zip(planned, variant_names(shapes), strict=True):
+        variant.name = name
+        variant.launcher = launcher if variant.run.config.num_nodes > 1 or not several else ()
     folders = [variant.run_name(variant.seeds[0]) for variant in planned]
     if len({*folders, PERTURBED + folders[0]}) <= len(folders):
         names = ", ".join(variant.name for variant in planned)
@@ -142,21 +169,17 @@ def prepare(planned: Sequence[Planned]) -> None:
     data.prepare(planned[0].run.config.data)
 
 
-def _resolved(flags: list[str]) -> Run:
+def _resolved(flags: list[str], launcher: Sequence[str]) -> Run:
     config = command_line.parse(flags)
-    if config.only_measures or config.plot_schedule:
-        raise UsageError("compare.py trains and tests: leave out --bench_steps, --find_lr and --plot_schedule")
+    if config.only_measures or config.plot_schedule or config.check_gradients:
+        raise UsageError(
+            "compare.py trains and tests: leave out --bench_steps, --find_lr, --plot_schedule and --check_gradients"
+        )
     if config.strategy == AUTO:
         raise UsageError("--strategies auto cannot be compared: name the strategy that plan.py recommends")
     if config.resume:
         raise UsageError("compare.py trains from the start: leave out --resume")
     run = resolve(config, command_line.consent(flags))
-    if run.config.num_nodes > 1:
-        raise UsageError("compare.py starts ranks on one node only: leave out --num_nodes")
+    if run.config.num_nodes > 1 and not launcher:
+        raise UsageError("compare.py starts ranks on one node only: leave out --num_nodes, or add --launcher")
     return run
-
-
-def _strategy_flags(strategy: str) -> list[str]:
-    if strategy.endswith(".json"):
-        return ["--strategy", Config.strategy, "--ds_config", strategy]
-    return ["--strategy", strategy] if strategy else []

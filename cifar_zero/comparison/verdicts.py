@@ -217,5 +217,5 @@ def _predicted_bytes(run: Run) -> int | None:
     except UsageError:
         return None
     ranks = run.metrics["world_size"]
-    found = predicted(config.strategy, weights, ranks, config.precision, config.optimizer)
+    found = predicted(config.strategy, weights, ranks, config.precision, config.optimizer, config.zero)
     return found and found.in_memory.total

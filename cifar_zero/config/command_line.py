@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
+from cifar_zero.config import deepspeed_examples, ds_config
 from cifar_zero.config.flags import (
     SECTIONS,
     Choice,
@@ -32,35 +33,28 @@ from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.config.values import REGISTRIES, check_values
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.usage import nearest, nearest_flag
-from cifar_zero.models import PACKAGES
+from cifar_zero.models import MODELS, PACKAGES, add_own
 from cifar_zero.optimizers import OFFLOADED_BY, OPTIMIZERS
 
 SWITCHES = ("trust", *(field.name for field in fields(Config) if field.default is False))
 """Flags that need no value."""
 
-LISTS = ("logger", "hparams", "trainable", "lora.target")
+LISTS = ("logger", "hparams", "trainable", "wandb_tags", "lora.target")
 """Flags that take several values."""
 
 # Options of Lightning's Trainer that have their own flag here, so that there is only one owner of each setting.
-OWNED = {
-    "accelerator": "--accelerator",
+SAME = ("accelerator", "devices", "gradient_clip_val", "logger", "max_steps", "num_nodes", "precision", "strategy")
+OWNED = {name: f"--{name}" for name in SAME} | {
     "accumulate_grad_batches": "--accumulate",
     "callbacks": "the flag --trainer.callbacks, which no recipe may set: it loads code",
     "default_root_dir": "--out",
-    "devices": "--devices",
     "enable_checkpointing": "--bench_steps for a run without checkpoints",
     "enable_progress_bar": "2>/dev/null, as the progress bar goes to the standard error",
     "gradient_clip_algorithm": "--gradient_clip_val (clipping is by global norm under every strategy)",
-    "gradient_clip_val": "--gradient_clip_val",
     "log_every_n_steps": "--log_interval",
-    "logger": "--logger",
     "max_epochs": "--epochs",
-    "max_steps": "--max_steps",
-    "num_nodes": "--num_nodes",
     "plugins": "--strategy",
-    "precision": "--precision",
     "reload_dataloaders_every_n_epochs": "--data.loader",
-    "strategy": "--strategy",
     "use_distributed_sampler": "--data.loader (it shards the data itself)",
 }
 
@@ -72,6 +66,8 @@ examples:
   python train.py --config configs/deepspeed.yaml --strategy deepspeed_stage_2 --precision bf16-mixed
   python train.py --optimizer adam --help                  lists the options of another optimizer
   python train.py --model torchvision:resnet50 --model.image_size 64     a model of torchvision, or timm:NAME
+  python train.py --model my_net.py:MyNet --model.width 64               a model of your own
+  deepspeed train.py --deepspeed --stage 2     with the flags of DeepSpeedExamples' program (docs/migration.md)
 
 optimizers:
 {optimizers}
@@ -87,15 +83,22 @@ def parse(argv: list[str] | None = None) -> Config:
 
     Raises UsageError for an unknown key, a value of the wrong type, or an unreadable recipe.
     """
-    short, rest = _short_forms().parse_known_args(sys.argv[1:] if argv is None else argv)
+    tree, argv = deepspeed_examples.take(sys.argv[1:] if argv is None else argv)
+    short, rest = _short_forms().parse_known_args(argv)
     rest = _split_callbacks(rest)[1]
-    tree: dict[str, Any] = {}
     for file in short.config:
-        _overlay(tree, _read_yaml(file))
+        recipe = _read_yaml(file)
+        if Path(theirs := recipe.get("ds_config") or "").is_file():  # what a finished run needs no more
+            _overlay(tree, ds_config.options(ds_config.read(theirs), recipe, rest))
+        _overlay(tree, recipe)
+    said = ds_config.options(ds_config.read(short.ds_config), tree, rest) if short.ds_config else {}
+    _overlay(tree, said)
     given = {key: value for key, value in vars(short).items() if value is not None}
+    if ":" in (own := given.get("model", "")) and own not in MODELS:
+        add_own(own)
     _overlay(tree, {key: {"name": given[key]} for key in REGISTRIES if key in given})
     _overlay(tree, {"lora": {"target": given["lora.target"]}} if "lora.target" in given else {})
-    tree |= {key: given[key] for key in ("logger", "hparams", "trainable", "plot_schedule", *SWITCHES) if key in given}
+    tree |= {key: given[key] for key in (*LISTS[:-1], "plot_schedule", "ds_config", *SWITCHES) if key in given}
     names = {key: _chosen(tree, key) for key in REGISTRIES}
 
     parser = _parser(names, with_help=not {"-h", "--help"}.isdisjoint(rest))
@@ -104,13 +107,20 @@ def parse(argv: list[str] | None = None) -> Config:
         parser.set_defaults(parser.parse_object(tree, defaults=False).as_flat().__dict__)
         namespace = parser.parse_args(rest)
     except (ArgumentError, argparse.ArgumentError, TypeError, ValueError) as error:
-        raise UsageError(_one_line(error)) from error
+        raise UsageError(one_line(error)) from error
     config = _config(namespace, names)
+    ds_config.check(config, said)
     check_values(config)
     if short.print_config:
         print(dump(config), end="")
         raise SystemExit(0)
     return config
+
+
+def choosing(strategy: str) -> list[str]:
+    """Returns the flags that choose a strategy, or a raw DeepSpeed configuration (*.json)."""
+    raw = ["--strategy", Config.strategy, "--ds_config", strategy]
+    return raw if strategy.endswith(".json") else ["--strategy", strategy]
 
 
 def consent(argv: list[str] | None = None) -> Consent:
@@ -137,6 +147,8 @@ def _short_forms() -> argparse.ArgumentParser:
     for key in LISTS:
         parser.add_argument(f"--{key}", nargs="+")
     parser.add_argument("--plot_schedule", nargs="?", const="schedule.png")
+    parser.add_argument("--ds_config", "--deepspeed_config")
+    parser.add_argument("--local_rank")  # given by DeepSpeed's launcher, which sets LOCAL_RANK too
     for switch in SWITCHES:
         parser.add_argument(f"--{switch}", nargs="?", const="true", type=yaml.safe_load)
     parser.add_argument("--print_config", action="store_true")
@@ -188,7 +200,7 @@ def _parser(names: dict[str, str], with_help: bool) -> ArgumentParser:
     for key, registry in REGISTRIES.items():
         entry = registry[names[key]]
         group = parser.add_argument_group(f"{key} {names[key]}", description=_summary(entry))
-        choices = [*registry, *(f"{package}:NAME" for package in PACKAGES if key == "model")]
+        choices = [*registry, *(f"{source}:NAME" for source in (*PACKAGES, "FILE.py") if key == "model")]
         described = f"Name, also as --{key} NAME; one of {', '.join(choices)}."
         group.add_argument(f"--{key}.name", default=names[key], help=described)
         group.add_class_arguments(entry, key, as_group=False)
@@ -218,7 +230,7 @@ def _read_yaml(file: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise UsageError(f"--config {file} is not a text file") from error
     except yaml.YAMLError as error:
-        raise UsageError(f"--config {file} is not YAML: {_one_line(error)}") from error
+        raise UsageError(f"--config {file} is not YAML: {one_line(error)}") from error
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise UsageError(f"--config {file} has no options: it must be a mapping such as 'epochs: 2'")
     check_no_consent(tree, f"--config {file}")
@@ -239,13 +251,17 @@ def _overlay(tree: dict[str, Any], over: dict[str, Any]) -> None:
     """Overrides a recipe by another; a new model, optimizer or schedule drops the old one's options."""
     for key, value in over.items():
         old = tree.get(key)
-        another = key in REGISTRIES and old is not None and value["name"] != old["name"]
+        another = key in REGISTRIES and len({each["name"] for each in (old or {}, value) if "name" in each}) > 1
         tree[key] = {**old, **value} if isinstance(value, dict) and isinstance(old, dict) and not another else value
 
 
 def _chosen(tree: dict[str, Any], key: str) -> str:
     name = tree.get(key, {}).get("name", getattr(Config(), key).name)
     if name not in REGISTRIES[key]:
+        if key == "model" and str(name).endswith(".py"):
+            raise UsageError(f"--model {name}: did you mean --model {name}:NAME?")
+        if key == "model" and ":" in str(name):
+            raise UsageError(f"the recipe's model is your own code: name it on the command line too, --model {name}")
         raise UsageError(f"unknown {key} {name!r}: {nearest(str(name), REGISTRIES[key])}")
     return name
 
@@ -271,7 +287,7 @@ def _config(namespace: Namespace, names: dict[str, str]) -> Config:
     return config_of({field.name: values[field.name] for field in fields(Config)})
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """Returns jsonargparse's message without the names of Python types."""
     text = " ".join(str(error).split())
     text = re.sub(r'^Parser key "(.*?)": ', r"--\1: ", text)

@@ -9,12 +9,24 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from cifar_zero.config.inputs import Inputs, inputs
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.usage import limited
 
 SourceName = Literal["auto", "cifar10", "cifar100", "folder", "digits", "synthetic"]
 Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "auto"]
-LoggerName = Literal["tensorboard", "wandb", "none"]
+LossName = Literal["cross_entropy", "mse", "bce"]
+Monitor = Literal[
+    "val/acc",
+    "val/loss",
+    "val/precision",
+    "val/recall",
+    "val/f1",
+    "val/precision_weighted",
+    "val/f1_weighted",
+    "val/calibration_error",
+]
+LoggerName = Literal["tensorboard", "csv", "wandb", "mlflow", "none"]
 Padding = Literal["black", "reflect"]
 Views = Literal["none", "mirror", "mirror_translate"]
 
@@ -27,11 +39,20 @@ class DeviceConfig:
     """How the run is spread over devices, and what is sharded or offloaded (names below). auto: the strategy that
     plan.py recommends for this machine; a resumed run keeps its own."""
 
-    devices: int | Literal["auto"] = limited(1, at_least=1)
-    """Ranks per node: one per GPU, or processes on the CPU. auto: all GPUs, or one CPU process."""
+    devices: int | Literal["auto"] = limited("auto", at_least=1)
+    """Ranks per node: one per GPU, or processes on the CPU. auto: the largest number of GPUs that divides the batch, or
+    one CPU process. torchrun and SLURM set it by the ranks that they start."""
 
     num_nodes: int = limited(1, at_least=1)
     """Number of nodes. For more than one, start the run on each node with torchrun, DeepSpeed's launcher or SLURM."""
+
+    tensor_parallel_size: int = 0
+    """Ranks that split each layer of a vit_* and compute the same images, for tensor_parallel and fsdp2. The others
+    compute other images; fsdp2 shards over them too. 0: all ranks under tensor_parallel, 1 under fsdp2."""
+
+    pipeline_parallel_size: int = 0
+    """Ranks that divide the blocks of a vit_* and compute the same images, for pipeline; the others compute other
+    images. 0: all ranks."""
 
     timeout: float = limited(600.0, over=0, at_most=7 * 24 * 3600)  # Python and torch cannot represent much more
     """Time limit of a collective, in seconds; when it expires, the waiting ranks end with an error. It must allow for a
@@ -46,8 +67,8 @@ class DeviceConfig:
     strategies use autocast. auto: 16-mixed on a GPU, 32-true on the CPU."""
 
     ds_config: str = ""
-    """Raw DeepSpeed configuration (JSON file) to use instead of a strategy. Batch size, accumulation, clipping,
-    precision and learning rate are still set by their own flags."""
+    """Your own DeepSpeed configuration (JSON file) instead of a strategy. Its batch, clipping, precision, optimizer and
+    schedule become flags; "auto" leaves them to the flags."""
 
     nvme_path: str = ""
     """Directory on a local NVMe disk; required by deepspeed_stage_3_offload_nvme."""
@@ -87,14 +108,22 @@ class TrainingConfig:
 
     batch_size: int = limited(4, at_least=1)
     """Global batch size: images per optimizer step, over all ranks and accumulated micro-batches (DeepSpeed's
-    train_batch_size). The micro-batch of a rank is batch_size / (ranks x accumulate). Under tensor_parallel and
-    pipeline all ranks share one model and count as one."""
+    train_batch_size). The micro-batch of a rank is batch_size / (ranks x accumulate), where ranks that share one model
+    (tensor_parallel, pipeline) count as one."""
 
     accumulate: int = limited(1, at_least=1)
     """Micro-batches per optimizer step whose gradients are accumulated."""
 
     gradient_clip_val: float = 0.0
     """Maximum global L2 norm of the gradient. 0: no clipping."""
+
+    loss: LossName = "cross_entropy"
+    """What training minimises, and train/loss, val/loss and test/loss show. mse: squared distance of the scores from 1
+    for the class and 0 for the others. bce: binary cross-entropy, each class against the rest."""
+
+    reduce_on_plateau: int = 0
+    """Divide the learning rate by 10 after this many validations in a row (one per epoch) without a lower val/loss.
+    Needs --schedule constant. 0: never."""
 
     seed: int = limited(0, at_most=2**32 - 1)
     """Seed of the initial weights, the data order, the augmentation and the validation split."""
@@ -113,6 +142,13 @@ class TrainingConfig:
     save_every_minutes: float = 0.0
     """Also update last.ckpt every N minutes. 0: only at the end of each epoch."""
 
+    monitor: Monitor = "val/acc"
+    """Metric of the validations that decides which checkpoints are the best, and when --early_stopping stops; losses
+    and errors are best when low, the others when high."""
+
+    save_top_k: int = limited(1, at_least=-1)
+    """How many of the best checkpoints to keep. -1: one of each validation. 0: none; last.ckpt is always kept."""
+
     save_weights: bool = False
     """Also save the model's float32 weights next to each checkpoint, as one safetensors file that can be read without
     DeepSpeed."""
@@ -123,6 +159,10 @@ class TrainingConfig:
 
     bench_steps: int = 0
     """Benchmark: run this many timed steps after a warm-up, print the figures and skip the test. 0: train normally."""
+
+    warmup_steps: int = 20
+    """Optimizer steps at the start that the figures of speed leave out, at most half of the run; --bench_steps runs
+    them before the timed steps."""
 
     find_lr: bool = False
     """Learning rate range test: instead of the schedule, increase the learning rate from 1e-6 to 1 over 200 steps (or
@@ -139,7 +179,7 @@ class RegularizationConfig:
     applied in validation and test. 0: off."""
 
     early_stopping: int = 0
-    """Stop after this many validations in a row (one per epoch) without a better val/acc. 0: never."""
+    """Stop after this many validations in a row (one per epoch) without a better --monitor. 0: never."""
 
     ema: float = limited(0.0, below=1)
     """Decay of an exponential moving average of the weights; it averages over about 1 / (1 - decay) optimizer steps, so
@@ -193,11 +233,33 @@ class LoRAConfig:
 
 @dataclass(frozen=True)
 class ZeROConfig:
-    """ZeRO 3, under the names of DeepSpeed's configuration"""
+    """ZeRO 1 to 3, under the names of DeepSpeed's configuration"""
+
+    overlap_comm: bool = False
+    """Reduce gradients during the backward pass, on a CUDA stream of their own; stage 3 also gathers so. Has a history
+    of wrong losses (DeepSpeed issues 4298, 5347, 8061): check with compare.py."""
+
+    reduce_bucket_size: int = limited(50_000_000, at_least=1)
+    """Elements of the gradients that are reduced at a time; at most the model, and even. Smaller buckets take less
+    memory and more messages."""
+
+    round_robin_gradients: bool = False
+    """Stages 1 and 2: deal parameters out to the ranks in turn, so that all ranks copy gradients to an offloaded
+    optimizer at the same time."""
+
+    prefetch_bucket_size: int = 50_000_000
+    """Stage 3, like all below: elements of the parameters that are gathered ahead of their use. 0: none."""
+
+    max_live_parameters: int = 1_000_000_000
+    """Elements of gathered parameters on a device beyond which none are gathered ahead."""
 
     sub_group_size: int = limited(1_000_000_000, at_least=1)
     """Elements that the optimizer updates at a time. Smaller sub-groups let SuperOffload overlap its updates with the
     backward pass at a finer grain, and let --offload.ratio split the optimizer more exactly."""
+
+    param_persistence_threshold: int = 100_000
+    """Largest parameter, in elements, that every rank keeps whole. 0: all parameters are sharded, which takes less
+    memory and more messages."""
 
     hpz_partition_size: int = limited(1, at_least=1)
     """ZeRO++: each group of this many ranks keeps a second sharded copy of the parameters, and the backward pass
@@ -237,10 +299,32 @@ class OutputConfig:
     """Name of the run; its folder is <out>/<name>/version_N. Empty: <model>-<strategy>."""
 
     logger: list[LoggerName] = field(default_factory=lambda: ["tensorboard"])
-    """Loggers, one or more: tensorboard, wandb; or none."""
+    """Loggers, one or more: tensorboard, csv (csv/metrics.csv in the run folder), wandb, mlflow; or none."""
+
+    wandb_project: str = ""
+    """Weights & Biases: project. Empty: WANDB_PROJECT, or cifar-zero."""
+
+    wandb_run_name: str = ""
+    """Weights & Biases: name of the run. Empty: that of the run folder."""
+
+    wandb_group: str = ""
+    """Weights & Biases: group of runs that are shown together. Empty: WANDB_RUN_GROUP, or none."""
+
+    wandb_tags: list[str] = field(default_factory=list)
+    """Weights & Biases: tags, one or more."""
 
     hparams: list[str] = field(default_factory=list)
     """Additional options to list in TensorBoard's HPARAMS tab, one or more (optimizer.momentum model.width)."""
+
+    log_gradients: bool = False
+    """Also log the gradient norm of each parameter (grad_norm/*) and a histogram of its gradient, every --log_interval
+    steps."""
+
+    log_weights: bool = False
+    """Also log a histogram of each weight in TensorBoard, every --log_interval steps."""
+
+    log_graph: bool = False
+    """Also draw the model as a graph in TensorBoard; builds a whole copy of it in CPU memory."""
 
     test_figures: bool = True
     """Draw the confusion matrix and the worst mistakes after the test. false: a short run ends seconds earlier."""
@@ -250,6 +334,9 @@ class OutputConfig:
 
     plot_schedule: str = ""
     """Plot the learning rate of each step of the run to this PNG file, and exit. Without a value: schedule.png."""
+
+    check_gradients: bool = False
+    """Compare autograd's derivatives with finite differences, one of each parameter, print the table, and exit."""
 
     debug: bool = False
     """Print the full traceback of an error."""
@@ -291,6 +378,19 @@ class DataConfig:
     synthetic_size: int = limited(50_000, at_least=10)
     """Number of training images of the synthetic source."""
 
+    image_size: int = limited(32, at_least=32)
+    """Side in pixels to which the images of a folder source are scaled; those of all other sources have 32."""
+
+    normalize: str = "half"
+    """Mean and standard deviation of the pixels (from 0 to 1), which become (pixel - mean) / std. half: 0.5 and 0.5.
+    cifar: of CIFAR-10, by channel. imagenet: what torchvision's pretrained weights expect. MEAN,STD: your own, as two
+    numbers, or as six for red, green and blue."""
+
+    @property
+    def inputs(self) -> Inputs:
+        """The images as the model sees them."""
+        return inputs(self.image_size, self.normalize)
+
 
 @dataclass(frozen=True)
 class AugmentConfig:
@@ -300,14 +400,15 @@ class AugmentConfig:
     """Horizontal flips. random: each image with probability 1/2, drawn again in each epoch. alternating: a random half
     of the images in even epochs, the other half in odd epochs."""
 
-    crop: int = limited(0, at_most=16)  # of 32 pixels: in the worst case a quarter of the image is left
-    """Padding in pixels on each side, from which a random crop of the original size is taken. 0: off."""
+    crop: int = 0
+    """Padding in pixels on each side, up to half of the image's, from which a random crop of the original size is
+    taken. 0: off."""
 
     padding: Padding = "black"
     """Content of the padding of --augment.crop: black pixels, or the image mirrored at its edges (reflect)."""
 
-    cutout: int = limited(0, at_most=32)
-    """Side in pixels of a square at a random position that is set to mean grey. 0: off."""
+    cutout: int = 0
+    """Side in pixels of a square at a random position that is set to the mean of --data.normalize. 0: off."""
 
     mixup: float = 0.0
     """Mixup: blend each image and its label with another image; the share is drawn from Beta(MIXUP, MIXUP). 0: off. If
@@ -318,11 +419,10 @@ class AugmentConfig:
     CUTMIX) and it is clipped at the borders; the labels are mixed in proportion to the pixels. 0: off."""
 
     brightness: float = limited(0.0, below=1)
-    """Add a random number from -BRIGHTNESS to BRIGHTNESS to all pixels of an image, which range from -1 to 1. 0:
-    off."""
+    """Add a random number from -BRIGHTNESS to BRIGHTNESS to all normalised pixels of an image. 0: off."""
 
     contrast: float = limited(0.0, below=1)
-    """Multiply all pixels of an image (0 is grey) by a random number from 1 - CONTRAST to 1 + CONTRAST. 0: off."""
+    """Multiply all normalised pixels of an image by a random number from 1 - CONTRAST to 1 + CONTRAST. 0: off."""
 
     low_resolution: int = 0
     """Side in pixels to which images are downscaled in the first epochs, for models that accept any size. FLOPs are
@@ -376,10 +476,14 @@ class Config(DeviceConfig, TrainingConfig, RegularizationConfig, FineTuneConfig,
         return Path(self.ds_config).stem if self.ds_config else self.strategy
 
     @property
+    def model_name(self) -> str:
+        """The model's name as part of a path: torchvision-resnet18, my_net.py-MyNet."""
+        return Path(self.model.name).name.replace(":", "-")  # some file systems allow no colon
+
+    @property
     def run_name(self) -> str:
         """--name, or <model>-<strategy> without one."""
-        model = self.model.name.replace(":", "-")  # some file systems allow no colon
-        return self.name or f"{model}-{self.strategy_name}"
+        return self.name or f"{self.model_name}-{self.strategy_name}"
 
 
 def config_of(tree: dict[str, Any]) -> Config:

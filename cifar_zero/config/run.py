@@ -1,12 +1,10 @@
 """The resolved run: what the user asked for, and what it came to on this computer; no torch."""
 
-import os
 from dataclasses import dataclass, replace
 
 from cifar_zero.config.flags import Config
 from cifar_zero.config.strategy_specs import STRATEGIES, Spec
 from cifar_zero.core.errors import UsageError
-from cifar_zero.core.hardware import gpu_count
 
 
 @dataclass(frozen=True)
@@ -38,14 +36,19 @@ class Run:
     consent: Consent = NO_CONSENT
 
     @property
-    def world_size(self) -> int:
-        """Ranks over all nodes."""
-        return self.config.world_size
+    def ranks_per_model(self) -> int:
+        """Ranks that together hold one model and compute the same images."""
+        given = getattr(self.config, self.spec.size) if self.spec.size else 1
+        return given or (self.config.world_size if self.spec.one_replica else 1)
 
     @property
     def replicas(self) -> int:
-        """Models that train on images of their own: one per rank, or one in all."""
-        return 1 if self.spec.one_replica else self.world_size
+        """Models that train on images of their own; raises UsageError if the ranks cannot be divided so."""
+        replicas, left = divmod(self.config.world_size, self.ranks_per_model)
+        if left:
+            given = f"--{self.spec.size} {self.ranks_per_model}"
+            raise UsageError(f"{given} must divide the {self.config.world_size} ranks of --devices")
+        return replicas
 
     @property
     def micro_batch(self) -> int:
@@ -68,39 +71,17 @@ def micro_batch_size(batch_size: int, world_size: int, accumulate: int) -> int:
     Raises UsageError if batch_size = micro-batch x world_size x accumulate has no solution in whole images.
     """
     if batch_size < 1 or accumulate < 1:
-        raise UsageError(f"batch_size {batch_size} and accumulate {accumulate} must both be at least 1")
+        raise UsageError(f"--batch_size {batch_size} and --accumulate {accumulate} must both be at least 1")
     parts = world_size * accumulate
     if batch_size % parts:
         below, above = batch_size // parts * parts, (batch_size // parts + 1) * parts
         nearest = f"{below} or {above}" if below else f"{above}"
         ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
         raise UsageError(
-            f"batch_size {batch_size} = micro-batch x {ranks} x accumulate {accumulate} "
+            f"--batch_size {batch_size} = micro-batch x {ranks} x --accumulate {accumulate} "
             f"gives no whole micro-batch; the nearest that divide: {nearest}"
         )
     return batch_size // parts
-
-
-def on_this_machine(config: Config) -> Config:
-    """Returns the configuration with accelerator, precision, devices and num_nodes decided.
-
-    Raises UsageError if there are too few devices, or a launcher started different numbers of ranks on the nodes.
-    """
-    gpus = gpu_count() if config.accelerator != "cpu" else 0
-    if config.accelerator == "gpu" and gpus == 0:
-        raise UsageError("--accelerator gpu: torch finds no usable GPU; use --accelerator cpu to train on the CPU")
-    devices, num_nodes = max(1, gpus) if config.devices == "auto" else config.devices, config.num_nodes
-    if "LOCAL_WORLD_SIZE" in os.environ:  # set by the launcher that started this rank
-        devices = int(os.environ["LOCAL_WORLD_SIZE"])
-        num_nodes, left = divmod(int(os.environ["WORLD_SIZE"]), devices)
-        if left:
-            raise UsageError(
-                f"the launcher started {os.environ['WORLD_SIZE']} ranks, {devices} of them on this node: start the "
-                "same number on each node"
-            )
-    if gpus and devices > gpus:
-        raise UsageError(f"--devices {devices}: this computer has {gpus} GPU{'s'[: gpus > 1]}")
-    return replace(with_accelerator(config, gpus > 0), devices=devices, num_nodes=num_nodes)
 
 
 def with_accelerator(config: Config, on_gpu: bool) -> Config:

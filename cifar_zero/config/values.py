@@ -9,7 +9,7 @@ from cifar_zero.config.flags import SECTIONS, AugmentConfig, Choice, Config, LoR
 from cifar_zero.config.strategy_specs import AUTO, STRATEGIES
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.usage import check_numbers, nearest, nearest_flag
-from cifar_zero.models import MODELS
+from cifar_zero.models import IMAGE_SHAPE, MODELS
 from cifar_zero.optimizers import OPTIMIZERS
 from cifar_zero.schedules import SCHEDULES
 
@@ -34,6 +34,10 @@ def check_values(config: Config) -> None:
         raise UsageError("--plot_schedule cannot be combined with --find_lr or --bench_steps: leave them out")
     if "none" in config.logger and len(config.logger) > 1:
         raise UsageError("--logger none cannot be combined with other loggers")
+    of_wandb = ("wandb_project", "wandb_run_name", "wandb_group", "wandb_tags")
+    for logger, names in (("tensorboard", ("log_weights", "log_graph")), ("wandb", of_wandb)):
+        for name in (name for name in names if getattr(config, name) and logger not in config.logger):
+            raise UsageError(f"--{name} needs {logger}: add it to --logger")
     if config.bench_steps and config.find_lr:
         raise UsageError("--find_lr and --bench_steps cannot be combined: leave one of them out")
     if config.only_measures and config.resume:
@@ -49,8 +53,29 @@ def check_values(config: Config) -> None:
             registry[choice.name](**choice.options)
         except ValueError as error:
             raise UsageError(f"--{key}.{error}") from error
-    _check_augmentation(config)
-    _check_regularization(config)
+    augment, side = config.augment, config.data.inputs.side
+    if side != IMAGE_SHAPE[1] and config.data.source != "folder":
+        raise UsageError(f"--data.image_size {side} needs --data.source folder: all other images have 32 x 32 pixels")
+    for option, most in (("crop", side // 2), ("cutout", side)):
+        if getattr(augment, option) > most:
+            raise UsageError(f"--augment.{option} must be at most {most}, for images of {side} x {side} pixels")
+    if config.data.loader == "torch" and augment != AugmentConfig():
+        given = next(field.name for field in fields(augment) if getattr(augment, field.name) != field.default)
+        raise UsageError(f"--augment.{given} needs --data.loader memory: the torch loader does not augment")
+    if augment.padding == "reflect" and not augment.crop:
+        raise UsageError("--augment.padding reflect needs --augment.crop: set it to a number of pixels")
+    if config.ema and config.swa_from:
+        raise UsageError("--ema and --swa_from cannot be combined: leave one of them out")
+    of_validation = ("early_stopping", "reduce_on_plateau", "monitor", "save_top_k")
+    for name in (name for name in of_validation if getattr(config, name) != getattr(Config, name)):
+        if not config.data.val_fraction:
+            raise UsageError(f"--{name} needs validation images: set --data.val_fraction above 0")
+        if config.trainer.get("limit_val_batches") == 0:
+            raise UsageError(f"--{name} needs validation: leave --trainer.limit_val_batches out")
+    if config.reduce_on_plateau and config.schedule.name != "constant":
+        raise UsageError(
+            f"--reduce_on_plateau needs a constant learning rate: leave --schedule {config.schedule.name} out"
+        )
     check_plain_name(config.name)
     options = flat(config)
     for name in (name for name in config.hparams if name not in options):
@@ -61,21 +86,3 @@ def check_plain_name(name: str) -> None:
     """Raises UsageError for a --name with a directory in it; an empty one is fine."""
     if name and (Path(name).name != name or name in (".", "..")):
         raise UsageError(f"--name {name} must be a plain name: give the directory with --out")
-
-
-def _check_augmentation(config: Config) -> None:
-    augment = config.augment
-    if config.data.loader == "torch" and augment != AugmentConfig():
-        given = next(field.name for field in fields(augment) if getattr(augment, field.name) != field.default)
-        raise UsageError(f"--augment.{given} needs --data.loader memory: the torch loader does not augment")
-    if augment.padding == "reflect" and not augment.crop:
-        raise UsageError("--augment.padding reflect needs --augment.crop: set it to a number of pixels")
-
-
-def _check_regularization(config: Config) -> None:
-    if config.ema and config.swa_from:
-        raise UsageError("--ema and --swa_from cannot be combined: leave one of them out")
-    if config.early_stopping and not config.data.val_fraction:
-        raise UsageError("--early_stopping needs validation images: set --data.val_fraction above 0")
-    if config.early_stopping and config.trainer.get("limit_val_batches") == 0:
-        raise UsageError("--early_stopping needs validation: leave --trainer.limit_val_batches out")

@@ -35,6 +35,8 @@ LOG_MESSAGES = (
     "No CUDA runtime is found",
     # DeepSpeed, for every optimizer but its own; the tests show that they agree.
     "You are using ZeRO with an untested optimizer",
+    # torch, when fsdp2 makes a tensor whole that tensor parallelism has cut along the same dimension.
+    "While redistributing from",
     # Lightning, at the start of each fit and test.
     "initializing deepspeed distributed",
     "Initializing distributed",
@@ -43,6 +45,7 @@ LOG_MESSAGES = (
 LOGGERS = (
     "DeepSpeed",
     "torch.utils.cpp_extension",
+    "torch.distributed.tensor._redistribute",
     "lightning.pytorch.strategies.deepspeed",
     "lightning.fabric.utilities.distributed",
 )

@@ -1,6 +1,7 @@
 """The ways in which a run can end early, each with one line and one exit code."""
 
 import signal
+import textwrap
 
 
 class UsageError(Exception):
@@ -23,5 +24,11 @@ class Stopped(Exception):
 
     def __init__(self, number: int, message: str = ""):
         super().__init__(message)
+        self.number = number
         self.name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         self.exit_code = 128 + number
+
+
+def short(message: object, characters: int = 120) -> str:
+    """Returns the message of a library's error as one shortened line."""
+    return textwrap.shorten(str(message), characters, placeholder=" ...")

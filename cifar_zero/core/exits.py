@@ -3,15 +3,12 @@
 import argparse
 import signal
 import sys
-import textwrap
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from cifar_zero.core.errors import RunError, Stopped, UsageError
+from cifar_zero.core import user_code
+from cifar_zero.core.errors import RunError, Stopped, UsageError, short
 from cifar_zero.core.known_failures import explain
-
-MESSAGE_CHARACTERS = 300
-"""Maximum length of a library's message."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -27,12 +24,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def stop_at_signals() -> None:
-    """Makes SIGTERM and SIGHUP raise Stopped, as Ctrl-C raises KeyboardInterrupt."""
+    """Makes Ctrl-C, SIGTERM and SIGHUP raise Stopped."""
 
     def stop(number: int, frame: Any) -> None:
         raise Stopped(number)
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
             signal.signal(number, stop)
 
@@ -63,5 +60,4 @@ def _unexplained(error: Exception) -> str:
     """Returns the system's words for an OSError, else the library's message, shortened."""
     if isinstance(error, OSError):
         return f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
-    text = textwrap.shorten(str(error), MESSAGE_CHARACTERS, placeholder=" ...")
-    return f"{type(error).__name__}: {text} (--debug shows where)"
+    return f"{user_code.where(error)}{type(error).__name__}: {short(error, 300)} (--debug shows where)"

@@ -13,9 +13,14 @@ CGROUPS = Path("/sys/fs/cgroup")
 """Control groups of Linux, version 2."""
 
 
+def has_gpu_driver() -> bool:
+    """Returns whether a GPU driver is loaded."""
+    return any(Path(file).exists() for file in DRIVER_FILES)
+
+
 def gpu_count() -> int:
     """Returns the number of GPUs that torch can use."""
-    if not any(Path(file).exists() for file in DRIVER_FILES):
+    if not has_gpu_driver():
         return 0
     import torch
 

@@ -12,28 +12,22 @@ SHOWN = 3
 """Number of names that an error shows of a long list."""
 
 
-def nearest(word: str, words: Iterable[str]) -> str:
-    """Returns half a sentence with the closest of `words`, or with all of them if none is close."""
+def nearest(word: str, words: Iterable[str], most: int = 1, cutoff: float = 0.5, otherwise: str = "") -> str:
+    """Returns half a sentence with the closest of `words`, or `otherwise` (default: all of them) if none is close."""
     known = list(words)
-    return _meant(difflib.get_close_matches(word, known, n=1, cutoff=0.5), f"choose from {', '.join(known)}")
+    close = difflib.get_close_matches(word, known, most, cutoff)
+    return f"did you mean {' or '.join(close)}?" if close else otherwise or f"choose from {', '.join(known)}"
 
 
 def nearest_flag(key: str, known: Iterable[str]) -> str:
     """Returns the same for a flag; both arguments are without dashes."""
-    close = difflib.get_close_matches(key, list(known), n=1)
-    return _meant([f"--{flag}" for flag in close], "see --help for all options")
+    return nearest(f"--{key}", (f"--{flag}" for flag in known), cutoff=0.65, otherwise="see --help for all options")
 
 
 def nearest_few(pattern: str, names: Sequence[str]) -> str:
     """Returns half a sentence with the names of a long list that are closest to a pattern, or with its first ones."""
     more = ", ..." if len(names) > SHOWN else ""
-    return _meant(
-        difflib.get_close_matches(pattern, names, SHOWN, cutoff=0.3), f"there are {', '.join(names[:SHOWN])}{more}"
-    )
-
-
-def _meant(close: list[str], otherwise: str) -> str:
-    return f"did you mean {' or '.join(close)}?" if close else otherwise
+    return nearest(pattern, names, SHOWN, cutoff=0.3, otherwise=f"there are {', '.join(names[:SHOWN])}{more}")
 
 
 def check_numbers(options: Any) -> None:

@@ -72,7 +72,7 @@ def prepare(config: DataConfig) -> str:
         cache.ensure(_directory(config), config.source, source.fingerprint(config), partial(source.build, config))
         return config.source
     from cifar_zero.core.console import say
-    from cifar_zero.data.download import DownloadError
+    from cifar_zero.data.cifar import DownloadError
 
     try:
         return prepare(_named(config, "cifar10"))

@@ -1,6 +1,6 @@
 """Augmentation and normalisation of whole blocks of images, on any device.
 
-Inside, a block is (n, 32, 32, 3), as images are stored: the bytes of a line are contiguous and can be copied at once.
+Inside, a block is (n, H, W, 3), as images are stored: the bytes of a line are contiguous and can be copied at once.
 Each step is a few operations on all images. The same draws give the same bits whatever the block and the device, so no
 operation here lets a processor fuse a multiplication with an addition (lerp and addcmul do).
 """
@@ -10,32 +10,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cifar_zero.config.flags import AugmentConfig, Padding
+from cifar_zero.config.inputs import PLAIN, Inputs
 from cifar_zero.data.draws import Draws, draw
-
-MEAN = 0.5
-STD = 0.5
-"""Values of the PyTorch CIFAR tutorial: pixels from 0 to 1 become -1 to 1, the same in each channel."""
 
 
 class Augmentation:
-    """The augmentation of the training images of a run.
+    """The augmentation and normalisation of the images of a split.
 
     Args:
-        config: the --augment flags.
+        config: the --augment flags; with their defaults the images are only normalised.
         count: images of the split.
         num_classes: width of mixed labels.
         seed: it and the epoch alone decide what happens to each image.
+        inputs: the size of the images, and how they are normalised.
     """
 
-    def __init__(self, config: AugmentConfig, count: int, num_classes: int, seed: int) -> None:
+    def __init__(self, config: AugmentConfig, count: int, num_classes: int, seed: int, inputs: Inputs = PLAIN) -> None:
         self._config, self._count, self._num_classes, self._seed = config, count, num_classes, seed
+        self.inputs = inputs
 
     def draw(self, epoch: int) -> Draws:
         """Draws what happens to each image in an epoch, by position in the split."""
-        return draw(self._config, self._count, self._seed, epoch)
+        return draw(self._config, self._count, self._seed, epoch, self.inputs.side)
 
     def resized(self, images: Tensor, epoch: int) -> Tensor:
-        """Scales float images (n, 32, 32, 3) down in the first epochs: bilinear with antialiasing."""
+        """Scales float images (n, H, W, 3) down in the first epochs: bilinear with antialiasing."""
         if epoch >= self._config.low_epochs:
             return images
         size = (self._config.low_resolution, self._config.low_resolution)
@@ -46,16 +45,16 @@ class Augmentation:
         """Returns a block of stored images as the model sees it: normalised float32 images, and labels.
 
         Args:
-            images: uint8 (n, 32, 32, 3); with mixing (2n, 32, 32, 3), the partners last.
+            images: uint8 (n, H, W, 3); with mixing (2n, H, W, 3), the partners last.
             labels: int64 (n,), or (2n,).
             draws: a row for each of `images`.
 
         Returns:
-            images float32 (n, 32, 32, 3), and labels int64 (n,), or with mixing float32 (n, classes).
+            images float32 (n, H, W, 3), and labels int64 (n,), or with mixing float32 (n, classes).
         """
         if draws.flip is not None or draws.crop is not None:
             images = flip_and_crop(images, draws.flip, draws.crop, self._config.crop, self._config.padding)
-        images = normalize(images)
+        images = normalize(images.permute(0, 3, 1, 2), self.inputs).permute(0, 2, 3, 1)
         # In this order, as github.com/hiverge/cifar10-speedrun (batch_color_jitter).
         if draws.brightness is not None:
             images.add_(draws.brightness[:, None, None, None])
@@ -69,18 +68,28 @@ class Augmentation:
         return mix(images, labels, draws.box[:count], draws.weight[:count], self._num_classes)
 
 
-def normalize(images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normalises uint8 pixels to [-1, 1] in `dtype`, bit for bit like torchvision's ToTensor and Normalize.
+def normalize(images: Tensor, inputs: Inputs = PLAIN, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normalises uint8 pixels (n, 3, H, W) in `dtype`, bit for bit like torchvision's ToTensor and Normalize.
 
     Floating-point images have been normalised by a loader and are only cast. The arithmetic is float32 whatever `dtype`
     is, as pixels 1/255 apart would become equal in bfloat16.
     """
     if not images.is_floating_point():
-        # (x / 255 - MEAN) / STD in two passes: as STD is a power of two, taking it in first changes no bit. On a GPU
-        # torch divides by a Python number by multiplying with its reciprocal, which is off in 111 of the 256 values.
-        divisor = torch.full((), 255 * STD, device=images.device)
-        images = images.float().div_(divisor).sub_(MEAN / STD)
+        # On a GPU torch divides by a Python number by multiplying with its reciprocal, which is off in 111 of the 256
+        # values. (x / 255 - 0.5) / 0.5 takes two passes: as 0.5 is a power of two, taking it in first changes no bit.
+        half = inputs.mean == inputs.std == (0.5,)
+        images = images.float().div_(spread((127.5 if half else 255.0,), images))
+        images = images.sub_(1) if half else images.sub_(spread(inputs.mean, images)).div_(spread(inputs.std, images))
     return images.to(dtype)
+
+
+def spread(values: tuple[float, ...], images: Tensor) -> Tensor:
+    """Returns a value, or one per channel, as a float32 image (1, 3, H, W) that lies in memory like `images`: with a
+    (1, 3, 1, 1), torch's inner loop would be over three values, and take 5 times as long."""
+    image = torch.empty_like(images[:1], dtype=torch.float32)
+    for channel, value in enumerate(values):
+        image[:, channel :: len(values)] = value
+    return image
 
 
 def memory_format(device: torch.device, channels_last: bool = False) -> torch.memory_format:
@@ -138,10 +147,7 @@ def reflect(canvas: Tensor, border: int, dim: int) -> None:
 
 
 def blank_out(images: Tensor, boxes: Tensor) -> None:
-    """Sets boxes (n, 4) of normalised images (n, W, W, 3) to 0, in place: cutout (DeVries and Taylor 2017).
-
-    0 is the mean of the normalisation, between the pixel values 127 and 128.
-    """
+    """Sets boxes (n, 4) of normalised images (n, W, W, 3) to 0, the mean, in place: DeVries and Taylor's cutout."""
     vertical, horizontal = sides(boxes, images)
     keep = torch.maximum(1 - vertical, 1 - horizontal)
     images.view(keep.shape).mul_(keep)

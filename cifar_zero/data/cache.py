@@ -79,10 +79,11 @@ def locked(path: Path, work: str) -> AcquireReturnProxy:
         return lock.acquire()
 
 
-def allocate(directory: Path, split: str, count: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Creates the arrays of a split ("train" or "test") on the disk: images (count, 3, 32, 32) and labels (count,)."""
-    channels, height, width = IMAGE_SHAPE
-    images = _create(directory / f"{split}_images.npy", (count, height, width, channels), np.uint8)
+def allocate(
+    directory: Path, split: str, count: int, side: int = IMAGE_SHAPE[1]
+) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Creates the arrays of a split ("train" or "test") on the disk: images (count, 3, side, side), labels (count,)."""
+    images = _create(directory / f"{split}_images.npy", (count, side, side, IMAGE_SHAPE[0]), np.uint8)
     labels = _create(directory / f"{split}_labels.npy", (count,), np.int64)
     return _channels_first(images), labels
 
@@ -144,7 +145,7 @@ def _create(path: Path, shape: tuple[int, ...], dtype: type[np.generic]) -> np.m
 
 
 def _channels_first(images: np.memmap[Any, Any]) -> np.memmap[Any, Any]:
-    """Returns a view (N, 3, 32, 32) of the stored (N, 32, 32, 3)."""
+    """Returns a view (N, 3, H, W) of the stored (N, H, W, 3)."""
     return images.transpose(0, 3, 1, 2)
 
 

@@ -19,9 +19,9 @@ class Dataset:
     Attributes:
         name: the source that the images come from (never `auto`).
         classes: name of each class; a label is an index into it.
-        train_images: RGB, (N, 3, 32, 32).
+        train_images: RGB, (N, 3, H, W), H and W 32 but for a folder source.
         train_labels: (N,).
-        test_images: RGB, (M, 3, 32, 32).
+        test_images: RGB, (M, 3, H, W).
         test_labels: (M,).
     """
 
@@ -37,14 +37,14 @@ class Split:
     """Some of the stored images, by position: 0 ... count - 1, and at `count` a repeated one to be ignored.
 
     Attributes:
-        images: all stored images, uint8 (N, 3, 32, 32).
+        images: all stored images, uint8 (N, 3, H, W).
         indices: row of `images` at each position, int64 (count + 1,).
         labels: label at each position, int64 (count + 1,); the last is IGNORED.
         count: images, without the ignored one.
     """
 
     def __init__(self, images: NDArray[np.uint8], labels: NDArray[np.int64], indices: NDArray[np.int64]) -> None:
-        """`images` (N, 3, 32, 32) and `labels` (N,) are all that is stored; `indices` (n >= 1,) are the split's."""
+        """`images` (N, 3, H, W) and `labels` (N,) are all that is stored; `indices` (n >= 1,) are the split's."""
         self.images = images
         self.indices = np.append(indices, indices[0])
         self.labels = np.append(labels[indices], IGNORED)

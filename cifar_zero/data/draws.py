@@ -15,9 +15,6 @@ from torch import Tensor
 from cifar_zero.config.flags import AugmentConfig
 from cifar_zero.models import IMAGE_SHAPE
 
-SIDE = IMAGE_SHAPE[1]
-"""Height and width of an image in pixels."""
-
 
 class Draws(NamedTuple):
     """One row per image; None for what is switched off. A box is top, bottom, left and right in pixels, the bottom and
@@ -48,8 +45,8 @@ class Draws(NamedTuple):
         return Draws(*(None if column is None else change(column) for column in self))
 
 
-def draw(config: AugmentConfig, count: int, seed: int, epoch: int) -> Draws:
-    """Draws the table of an epoch of a split of `count` images, on the CPU.
+def draw(config: AugmentConfig, count: int, seed: int, epoch: int, side: int = IMAGE_SHAPE[1]) -> Draws:
+    """Draws the table of an epoch of a split of `count` images of `side` x `side` pixels, on the CPU.
 
     By numpy's generator: it accepts the seed and the epoch as two numbers, torch's only one, and has the beta
     distribution. The global generators are not used.
@@ -64,10 +61,10 @@ def draw(config: AugmentConfig, count: int, seed: int, epoch: int) -> Draws:
     if config.crop:
         drawn["crop"] = rng.integers(0, 2 * config.crop + 1, (count, 2))
     if config.cutout:
-        drawn["cutout"] = _boxes(rng, np.full(count, config.cutout))
+        drawn["cutout"] = _boxes(rng, np.full(count, config.cutout), side)
     if config.mixup or config.cutmix:
         drawn["partner"] = rng.permutation(count)
-        drawn["box"], drawn["weight"] = _mixing(config, rng, count)
+        drawn["box"], drawn["weight"] = _mixing(config, rng, count, side)
     if config.brightness:  # newer options are drawn last, so that the draws of older recipes stay the same
         drawn["brightness"] = rng.uniform(-config.brightness, config.brightness, count).astype(np.float32)
     if config.contrast:
@@ -76,27 +73,27 @@ def draw(config: AugmentConfig, count: int, seed: int, epoch: int) -> Draws:
 
 
 def _mixing(
-    config: AugmentConfig, rng: np.random.Generator, count: int
+    config: AugmentConfig, rng: np.random.Generator, count: int, side: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Draws boxes (count, 4) and the partner's weights (count,) in them: of mixup (Zhang et al. 2018), of cutmix (Yun
     et al. 2019), or of one of them with probability 1/2."""
-    boxes = np.tile(np.array([0, SIDE, 0, SIDE]), (count, 1))
+    boxes = np.tile(np.array([0, side, 0, side]), (count, 1))
     weights = np.ones(count, np.float32)
     if config.cutmix:
         share = rng.beta(config.cutmix, config.cutmix, count)
-        boxes = _boxes(rng, (SIDE * np.sqrt(share)).astype(np.int64))
+        boxes = _boxes(rng, (side * np.sqrt(share)).astype(np.int64), side)
     if config.mixup:
         blended = rng.integers(0, 2, count, dtype=bool) if config.cutmix else np.ones(count, bool)
-        boxes[blended] = [0, SIDE, 0, SIDE]
+        boxes[blended] = [0, side, 0, side]
         weights = np.where(blended, rng.beta(config.mixup, config.mixup, count), 1).astype(np.float32)
     return boxes, weights
 
 
-def _boxes(rng: np.random.Generator, sides: NDArray[np.int64]) -> NDArray[np.int64]:
+def _boxes(rng: np.random.Generator, sides: NDArray[np.int64], side: int) -> NDArray[np.int64]:
     """Draws squares (count, 4) of `sides` pixels (count,) with a centre anywhere in the image, cut at its borders."""
-    start = rng.integers(0, SIDE, (len(sides), 2)) - (sides // 2)[:, None]
+    start = rng.integers(0, side, (len(sides), 2)) - (sides // 2)[:, None]
     ends = np.stack([start, start + sides[:, None]], axis=2)  # (count, vertical or horizontal, start or stop)
-    return ends.clip(0, SIDE).reshape(-1, 4)
+    return ends.clip(0, side).reshape(-1, 4)
 
 
 def _generator(seed: int, epoch: int) -> np.random.Generator:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from cifar_zero.config.flags import DataConfig
 from cifar_zero.core.errors import UsageError
+from cifar_zero.models import IMAGE_SHAPE
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,7 +35,8 @@ def class_names(config: DataConfig) -> tuple[str, ...]:
     Raises UsageError if a directory is missing or unreadable, there are fewer than two classes, a class has no images,
     or test/ has other classes than train/.
     """
-    train, test = (_class_names(Path(config.root) / split) for split in SPLITS)
+    entries = (_entries(Path(config.root) / split) for split in SPLITS)
+    train, test = (tuple(sorted(entry.name for entry in each if entry.is_dir())) for each in entries)
     if len(train) < 2:
         found = f"only {train[0]}" if train else "none"
         raise UsageError(f"{config.root}/train needs two or more classes, found {found}: {_LAYOUT}")
@@ -50,7 +52,8 @@ def class_names(config: DataConfig) -> tuple[str, ...]:
 
 
 def cache_key(config: DataConfig) -> str:
-    return f"folder-{hashlib.sha256(os.fsencode(Path(config.root).resolve())).hexdigest()[:16]}"
+    size = f"-{config.image_size}" if config.image_size != IMAGE_SHAPE[1] else ""
+    return f"folder-{hashlib.sha256(os.fsencode(Path(config.root).resolve())).hexdigest()[:16]}{size}"
 
 
 def fingerprint(config: DataConfig) -> str:
@@ -79,7 +82,7 @@ def build(config: DataConfig, directory: Path) -> tuple[str, ...]:
 
     for split in SPLITS:
         files = _labelled_files(config, split)
-        images, labels = cache.allocate(directory, split, len(files))
+        images, labels = cache.allocate(directory, split, len(files), config.image_size)
         labels[:] = [label for _, label in files]
         _decode_all([path for path, _ in files], images, f"Decoding {split} images")
     return class_names(config)
@@ -93,7 +96,7 @@ def _decode_all(paths: list[str], images: NDArray[np.uint8], title: str) -> None
     def decode_chunk(start: int) -> int:
         chunk = paths[start : start + CHUNK]
         for row, path in enumerate(chunk, start):
-            images[row] = decode(path)
+            images[row] = decode(path, images.shape[2])
         return len(chunk)
 
     interval_s = 0.1 if sys.stderr.isatty() else LOG_INTERVAL_S
@@ -111,10 +114,6 @@ def _labelled_files(config: DataConfig, split: str) -> list[tuple[str, int]]:
         for label, name in enumerate(class_names(config))
         for path in sorted(_image_files(Path(config.root) / split / name))
     ]
-
-
-def _class_names(directory: Path) -> tuple[str, ...]:
-    return tuple(sorted(entry.name for entry in _entries(directory) if entry.is_dir()))
 
 
 def _image_files(directory: Path) -> Iterator[str]:

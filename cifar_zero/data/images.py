@@ -17,13 +17,11 @@ MAX_PIXELS = 8192 * 8192
 
 Image.MAX_IMAGE_PIXELS = None  # Pillow would warn from 89 million pixels on, and refuse twice as many
 
-_SIZE = (IMAGE_SHAPE[2], IMAGE_SHAPE[1])  # Pillow's order: width, height
 
+def decode(path: str | Path, side: int = IMAGE_SHAPE[1]) -> NDArray[np.uint8]:
+    """Reads an image file of any size and mode as RGB pixels (3, side, side), uint8, in the camera's orientation.
 
-def decode(path: str | Path) -> NDArray[np.uint8]:
-    """Reads an image file of any size and mode as RGB pixels (3, 32, 32), uint8, in the camera's orientation.
-
-    Transparency is ignored. An image of another size is scaled to 32 pixels on its shorter side (bilinear with
+    Transparency is ignored. An image of another size is scaled to `side` pixels on its shorter side (bilinear with
     antialiasing, torchvision's default) and cropped at its centre.
 
     Raises UsageError if the file cannot be read as a PNG or JPEG image, or has more than MAX_PIXELS pixels.
@@ -38,8 +36,8 @@ def decode(path: str | Path) -> NDArray[np.uint8]:
     except Exception as error:  # Pillow's decoders raise a dozen kinds, from OSError to struct.error
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise UsageError(f"cannot read the image {path}: {why}; fix or remove it") from error
-    if image.size != _SIZE:
-        image = ImageOps.fit(image, _SIZE, Image.Resampling.BILINEAR)
+    if image.size != (side, side):
+        image = ImageOps.fit(image, (side, side), Image.Resampling.BILINEAR)
     return np.asarray(image).transpose(2, 0, 1)
 
 

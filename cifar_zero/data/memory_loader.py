@@ -9,13 +9,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cifar_zero.data.augment import Augmentation, memory_format, normalize
+from cifar_zero.config.flags import AugmentConfig
+from cifar_zero.data.augment import Augmentation, memory_format
 from cifar_zero.data.dataset import Split
 from cifar_zero.data.draws import Draws
 from cifar_zero.data.order import Order
 
 BLOCK_IMAGES = {"cpu": 128, "cuda": 1024}
-"""Images that are gathered, augmented and normalised at once, rounded up to whole micro-batches, by type of device.
+"""Images that are gathered, augmented and normalised at once, rounded up to whole micro-batches, by type of device;
+fewer if they have more than 32 x 32 pixels.
 
 Measured on one core of an AMD EPYC with 1 MB of second-level cache, torch 2.15: 128 and 256 images are about equal;
 fewer cost more for calling each operation, more cost more for memory. On a GPU a block costs some 20 kernel launches:
@@ -32,7 +34,7 @@ RESIDENT_SHARE = 1 / 4
 
 
 class Stored:
-    """Stored images (N, 3, 32, 32), uint8, for batches on a device.
+    """Stored images (N, 3, H, W), uint8, for batches on a device.
 
     On a GPU if they take at most RESIDENT_SHARE of its free memory, else on the host. For devices other than GPUs the
     batches stay on the CPU.
@@ -55,7 +57,7 @@ class Stored:
         self.rows_device = self._images.device
 
     def take(self, rows: Tensor) -> Tensor:
-        """Returns the images at row numbers int64 (n,): uint8 (n, 32, 32, 3)."""
+        """Returns the images at row numbers int64 (n,): uint8 (n, H, W, 3)."""
         block = self._images.index_select(0, rows)
         if self.rows_device.type == self.device.type:
             return block
@@ -95,14 +97,14 @@ class Resumable:
 class MemoryLoader(Resumable):
     """Iterable over (images, labels) in the given order, on the device.
 
-    Images are float32 (m, 3, 32, 32), or smaller, from -1 to 1, in `memory_format`; labels int64 (m,), see `Split`, or
-    with mixup or cutmix float32 (m, classes). Several micro-batches are made at once, as views of one block.
+    Images are float32 (m, 3, H, W), normalised, in `memory_format`; labels int64 (m,), see `Split`, or with mixup or
+    cutmix float32 (m, classes). Several micro-batches are made at once, as views of one block.
 
     Args:
         split: the images and labels.
         order: the micro-batches, as positions in the split.
         stored: the split's images, placed on a device; None: on the CPU.
-        augmentation: of the images.
+        augmentation: and normalisation of the images; None: to [-1, 1].
         channels_last: see `memory_format`.
     """
 
@@ -120,9 +122,10 @@ class MemoryLoader(Resumable):
         self._stored = stored or Stored(split.images, "cpu")
         self._indices = torch.from_numpy(split.indices)
         self._labels = torch.from_numpy(split.labels)
-        self._augmentation = augmentation
+        self._augmentation = augmentation or Augmentation(AugmentConfig(), split.count, 0, 0)
         self._format = memory_format(self._stored.device, channels_last)
-        self._block = math.ceil(BLOCK_IMAGES[self._stored.device.type] / order.batch_size)
+        images = self._augmentation.inputs.as_many(BLOCK_IMAGES[self._stored.device.type])
+        self._block = math.ceil(images / order.batch_size)
         """Micro-batches in a block."""
 
     def __len__(self) -> int:
@@ -141,17 +144,14 @@ class MemoryLoader(Resumable):
     def _blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields the images and labels of several micro-batches at a time."""
         for rows, labels, draws in self._plan():
-            if self._augmentation is None:
-                images = normalize(self._stored.take(rows))
-            else:
-                images, labels = self._augmentation.apply(self._stored.take(rows), labels, draws)
-                images = self._augmentation.resized(images, self.batch_sampler.epoch)
+            images, labels = self._augmentation.apply(self._stored.take(rows), labels, draws)
+            images = self._augmentation.resized(images, self.batch_sampler.epoch)
             yield images.permute(0, 3, 1, 2).contiguous(memory_format=self._format), labels
 
     def _plan(self) -> Iterator[tuple[Tensor, Tensor, Draws]]:
         """Yields the stored rows, labels and draws of each block, those of mixed-in partners after its own."""
         device, rows_device = self._stored.device, self._stored.rows_device
-        table = Draws() if self._augmentation is None else self._augmentation.draw(self.batch_sampler.epoch)
+        table = self._augmentation.draw(self.batch_sampler.epoch)
         for stretch in self.batch_sampler.positions()[self._given :].split(self._block * STRETCH_BLOCKS):
             positions = stretch[None]  # (1, micro-batches, m)
             if table.partner is not None:

@@ -9,18 +9,18 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import Compose, Normalize, ToTensor
 
-from cifar_zero.data.augment import MEAN, STD
+from cifar_zero.config.inputs import PLAIN, Inputs
 from cifar_zero.data.dataset import Split
 from cifar_zero.data.memory_loader import Resumable
 from cifar_zero.data.order import Order
 
 
 class TransformedImages(Dataset[tuple[Tensor, int]]):
-    """A split's images one by one, after the tutorial's transforms: float32 (3, 32, 32) from -1 to 1."""
+    """A split's images one by one, after the tutorial's transforms: float32 (3, H, W), normalised."""
 
-    def __init__(self, split: Split) -> None:
+    def __init__(self, split: Split, inputs: Inputs) -> None:
         self._split = split
-        self._transform: Callable[[Image.Image], Tensor] = Compose([ToTensor(), Normalize([MEAN] * 3, [STD] * 3)])
+        self._transform: Callable[[Image.Image], Tensor] = Compose([ToTensor(), Normalize(inputs.mean, inputs.std)])
 
     def __len__(self) -> int:
         """Images, without the ignored entry."""
@@ -42,12 +42,12 @@ class TorchLoader(Resumable, DataLoader[Any]):
 
     batch_sampler: Order
 
-    def __init__(self, split: Split, order: Order, workers: int) -> None:
-        """Yields (images float32 (m, 3, 32, 32), labels int64 (m,)), in the given order."""
+    def __init__(self, split: Split, order: Order, workers: int, inputs: Inputs = PLAIN) -> None:
+        """Yields (images float32 (m, 3, H, W), labels int64 (m,)), in the given order."""
         # A separate generator: otherwise each epoch would draw from the global one, and dropout would differ from that
         # with the memory loader.
         generator = torch.Generator()
-        images = TransformedImages(split)
+        images = TransformedImages(split, inputs)
         super().__init__(
             images, batch_sampler=order, num_workers=workers, persistent_workers=workers > 0, generator=generator
         )

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import textwrap
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,11 +11,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal
 
+from cifar_zero.core.errors import short
+
 INSTALL = "pip install -r requirements.txt"
 """Fixes a missing or broken package."""
-
-MESSAGE_CHARACTERS = 200
-"""Length to which a library's message is shortened."""
 
 GRACE_SECONDS = 5.0
 """How long a check may take to end after SIGINT, before it is killed."""
@@ -99,10 +97,5 @@ def _answer(check: Check, options: Options, sender: Connection) -> None:
     except ModuleNotFoundError as error:
         finding = failed(f"{error.name} is not installed", INSTALL)
     except Exception as error:
-        finding = failed(f"{type(error).__name__}: {one_line(error)}", "fix what the error names")
+        finding = failed(f"{type(error).__name__}: {short(error)}", "fix what the error names")
     sender.send(finding)
-
-
-def one_line(message: object) -> str:
-    """Returns a library's message as one shortened line."""
-    return textwrap.shorten(str(message), MESSAGE_CHARACTERS, placeholder=" ...")

@@ -126,8 +126,9 @@ def _parse(requirements: Path) -> Namespace:
     timeout = "how long a rank may wait for the others in each step (default: %(default)g)"
     add("--timeout", metavar="SECONDS", type=float, default=20.0, help=timeout)
     add("--nodes", action="store_true", help="compare the nodes of a run instead; start it with torchrun or srun")
+    add("--local_rank", help=argparse.SUPPRESS)  # given by DeepSpeed's launcher, which sets LOCAL_RANK too
     add("--json", action="store_true", help="print one JSON object, for programs")
-    arguments = parser.parse_intermixed_args(rank_environment.arguments(sys.argv[1:]))
+    arguments = parser.parse_intermixed_args()
     for name in arguments.checks:
         if name not in CHECKS:
             raise UsageError(f"there is no check {name}: {nearest(name, CHECKS)}")

@@ -4,11 +4,14 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from rich.filesize import decimal
+
 from cifar_zero.config.flags import DataConfig
 from cifar_zero.config.rules.devices import CPU_RANK_BYTES
-from cifar_zero.core.errors import RunError
-from cifar_zero.core.hardware import DRIVER_FILES, core_count, cpu_name, free_memory_bytes
-from cifar_zero.diagnosis.check import Finding, Options, failed, ok, one_line, warning
+from cifar_zero.core.errors import RunError, short
+from cifar_zero.core.hardware import core_count, cpu_name, free_memory_bytes, has_gpu_driver
+from cifar_zero.diagnosis.check import Finding, Options, failed, ok, warning
+from cifar_zero.launch.local_launcher import SHARED_MEMORY
 
 NO_GPU = "no GPU, ranks run on the CPU"
 
@@ -19,15 +22,13 @@ SHARED_BYTES = 64_000_000
 """Shared memory per rank, for the buffers of NCCL and of the torch loader's worker processes. A Docker container has 64
 MB for all ranks by default (`docker run --shm-size`)."""
 
-SHARED_MEMORY = Path("/dev/shm")
-
 ARCHIVES = ("cifar-10-python.tar.gz", "cifar-10-batches-py", "cifar-100-python.tar.gz", "cifar-100-python")
 """Files and folders of the CIFAR sources, as torchvision.datasets names them."""
 
 
 def gpu(options: Options) -> Finding:
     """Whether torch can compute on every GPU."""
-    if not _has_driver():
+    if not has_gpu_driver():
         return ok(f"{NO_GPU} ({cpu_name()})")
     import torch
 
@@ -42,7 +43,7 @@ def gpu(options: Options) -> Finding:
             torch.ones(2, device=f"cuda:{index}").sum().item()
     except (RuntimeError, AssertionError) as error:  # an old driver; a GPU that this torch has no kernels for
         return failed(
-            f"torch, built for CUDA {torch.version.cuda}, cannot compute on the GPU ({one_line(error)})",
+            f"torch, built for CUDA {torch.version.cuda}, cannot compute on the GPU ({short(error)})",
             "update the driver, or install a torch that supports it: https://pytorch.org/get-started/locally",
         )
     count = torch.cuda.device_count()
@@ -55,7 +56,7 @@ def gpu(options: Options) -> Finding:
 def nvcc(options: Options) -> Finding:
     """Whether nvcc has the CUDA version that torch is built for; with another major version it cannot compile
     DeepSpeed's operators for the GPU (DeepSpeed issues 3223 and 6636)."""
-    if not _has_driver():
+    if not has_gpu_driver():
         return ok(f"not needed: {NO_GPU}")
     import torch
     from deepspeed.ops.op_builder.builder import MissingCUDAException, installed_cuda_version
@@ -104,8 +105,8 @@ def shared_memory(options: Options) -> Finding:
     free, needed = shutil.disk_usage(SHARED_MEMORY).free, options.ranks * SHARED_BYTES
     if free < needed:
         fix = "docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm"
-        return warning(f"{_size(free)} are free, but {options.ranks} ranks may need {_size(needed)}", fix)
-    return ok(f"{_size(free)} are free")
+        return warning(f"{decimal(free)} are free, but {options.ranks} ranks may need {decimal(needed)}", fix)
+    return ok(f"{decimal(free)} are free")
 
 
 def out(options: Options) -> Finding:
@@ -154,20 +155,11 @@ def _disk(folders: list[Path], elsewhere: str) -> Finding:
             folder = folder.parent
         sizes.append(shutil.disk_usage(folder).free)
         if sizes[-1] < FREE_BYTES:
-            found = f"{_size(sizes[-1])} are free in {folder.resolve()}, less than {_size(FREE_BYTES)}"
+            found = f"{decimal(sizes[-1])} are free in {folder.resolve()}, less than {decimal(FREE_BYTES)}"
             return failed(found, f"free some space, or {elsewhere}")
         try:
             with tempfile.TemporaryFile(dir=folder) as file:
                 file.write(b"1")
         except OSError as error:
             return failed(f"{folder.resolve()} cannot be written: {error.strerror}", elsewhere)
-    return ok(f"{_size(min(sizes))} are free in {', '.join(map(str, folders))}")
-
-
-def _size(count: int) -> str:
-    """Returns a size for people: 1.2 GB, 64 MB."""
-    return f"{count / 1e9:,.1f} GB" if count >= FREE_BYTES else f"{count / 1e6:,.0f} MB"
-
-
-def _has_driver() -> bool:
-    return any(Path(file).exists() for file in DRIVER_FILES)
+    return ok(f"{decimal(min(sizes))} are free in {', '.join(map(str, folders))}")

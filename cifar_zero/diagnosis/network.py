@@ -8,7 +8,8 @@ import sys
 import time
 from contextlib import suppress
 
-from cifar_zero.diagnosis.check import Finding, Options, failed, ok, one_line
+from cifar_zero.core.errors import short
+from cifar_zero.diagnosis.check import Finding, Options, failed, ok
 from cifar_zero.diagnosis.machine import ranks_in_memory
 from cifar_zero.launch import local_launcher
 
@@ -55,7 +56,7 @@ def all_reduce(options: Options) -> Finding:
         (found,) = [check for check in json.loads(report)["checks"] if check.pop("name") == "all-reduce"]
         return Finding(**found)
     errors = [
-        f"rank {rank}: {one_line(text.splitlines()[-1])}" for rank, (_, text) in enumerate(printed) if text.strip()
+        f"rank {rank}: {short(text.splitlines()[-1], 300)}" for rank, (_, text) in enumerate(printed) if text.strip()
     ]
     return failed(
         "; ".join(errors) or "a rank ended without an error message",

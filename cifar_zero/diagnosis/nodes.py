@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -18,15 +19,22 @@ import torch.distributed as dist
 from torch.cuda import nccl
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from cifar_zero.diagnosis.check import Finding, Options, failed, ok, one_line, warning
+from cifar_zero import models
+from cifar_zero.core.errors import short
+from cifar_zero.core.hardware import cpu_name
+from cifar_zero.diagnosis.check import Finding, Options, failed, ok, warning
 from cifar_zero.launch import rank_environment
 from cifar_zero.launch.collectives import gather, ranks_on_another_disk
+from cifar_zero.models import IMAGE_SHAPE
 from cifar_zero.reports import summary
 
 BANDWIDTH = "Bandwidth is not measured: run all_reduce_perf of https://github.com/NVIDIA/nccl-tests"
 
 ELEMENTS = 2**18
 """Size of the all-reduce in float32, 1 MiB: with a wrong MTU small packets arrive and large ones get lost."""
+
+STEPS = 10
+"""Steps that each rank trains alone."""
 
 CLOCK_SECONDS = 1.0
 """Largest difference between clocks without a warning: --resume last compares the times of checkpoints."""
@@ -61,6 +69,8 @@ def examine(options: Options) -> dict[str, Finding] | None:
     dist.all_reduce(data)
     right = bool((data == sum(range(ranks))).all())
     clock = time.time()  # here, because the all-reduce ends on all ranks at nearly the same time
+    watchdog.begin("training alone")
+    alone = gather((torch.cuda.get_device_name() if on_gpu else cpu_name(), losses_alone("cuda" if on_gpu else "cpu")))
     watchdog.begin("comparing the nodes")
     sums, clocks, software = gather(right), gather(clock), gather(versions())
     out = Path(options.out)
@@ -74,10 +84,30 @@ def examine(options: Options) -> dict[str, Finding] | None:
         "ranks": ok(f"{ranks} ranks on {len({*hosts})} nodes have met: {', '.join(dict.fromkeys(hosts))}"),
         "gpu": check_gpus(arrivals),
         "all-reduce": check_sums(hosts, sums, backend),
+        "training": check_losses(hosts, alone),
         "versions": check_versions(hosts, software),
         "clock": check_clocks(hosts, clocks),
         "out": check_out(hosts, options.out, apart),
     }
+
+
+def losses_alone(device: str) -> list[float]:
+    """Returns the loss of each step of a short training, which all devices of a kind compute bit for bit, as in
+    SuperBench's test of determinism (Xiong et al. 2024, "SuperBench")."""
+    torch.manual_seed(0)
+    net = models.build("net", 10)
+    images, labels = torch.randn(STEPS, 64, *IMAGE_SHAPE), torch.randint(0, 10, (STEPS, 64))
+    net = net.to(device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    with torch.backends.cudnn.flags(deterministic=True, benchmark=False, allow_tf32=False):
+        for batch, expected in zip(images.to(device), labels.to(device), strict=True):
+            loss = torch.nn.functional.cross_entropy(net(batch), expected)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+    return torch.stack(losses).tolist()
 
 
 class Watchdog:
@@ -139,7 +169,7 @@ def _no_gpu() -> str:
         torch.cuda.set_device(rank_environment.local_rank())
         torch.ones(1, device="cuda").sum().item()
     except (RuntimeError, AssertionError) as error:  # no GPU, an old driver, a GPU that this torch has no kernels for
-        return one_line(error)
+        return short(error)
     return ""
 
 
@@ -169,6 +199,21 @@ def check_sums(hosts: Sequence[str], right: Sequence[bool], backend: str) -> Fin
     if wrong:
         return failed(f"a wrong sum on {', '.join(wrong)}", "replace the network adapter or the GPU there")
     return ok(f"1 MiB over {backend}, the right sum on every rank")
+
+
+def check_losses(hosts: Sequence[str], alone: Sequence[tuple[str, list[float]]]) -> Finding:
+    """Whether devices of a kind compute the same; `alone` holds each rank's device and losses."""
+    wrong, unlike = [], []
+    for device in dict.fromkeys(device for device, _ in alone):
+        ranks = [rank for rank, (own, _) in enumerate(alone) if own == device]
+        (most, count), *_ = Counter(tuple(alone[rank][1]) for rank in ranks).most_common(1)
+        others = [f"rank {rank} ({hosts[rank]})" for rank in ranks if tuple(alone[rank][1]) != most]
+        (wrong if count > len(ranks) / 2 else unlike).extend(others)
+    if wrong:
+        return failed(f"other losses than most on {', '.join(wrong)}", "replace that node: it computes wrongly")
+    if unlike:
+        return failed(f"equal devices compute other losses: {', '.join(unlike)} than the others", "add a third node")
+    return ok(f"{STEPS} steps alone, the same losses on all devices of a kind")
 
 
 def check_versions(hosts: Sequence[str], software: Sequence[Mapping[str, str]]) -> Finding:

@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cifar_zero.diagnosis.check import Finding, Options, failed, ok, one_line, warning
+from cifar_zero.core.errors import short
+from cifar_zero.diagnosis.check import Finding, Options, failed, ok, warning
 
 
 def locks(options: Options) -> Finding:
@@ -73,7 +74,9 @@ def operators(options: Options) -> Finding:
         try:
             ALL_OPS[name].load(verbose=False)
         except (RuntimeError, OSError, ImportError) as error:
-            return failed(f"{name} cannot be built ({_compiler_error(error)})", "fix what the compiler names")
+            lines = str(error).splitlines() or [type(error).__name__]  # torch's report of the whole build
+            first = next((line for line in lines if "error:" in line), lines[0])
+            return failed(f"{name} cannot be built ({short(first)})", "fix what the compiler names")
         states[name] = "built"
     found = ", ".join(f"{name} {state}" for name, state in states.items())
     if "not built" in states.values():
@@ -112,9 +115,3 @@ def _held(file: Path) -> bool:
             return False
     except Timeout:
         return True
-
-
-def _compiler_error(error: Exception) -> str:
-    """Returns the first error of the compiler in torch's report of the whole build."""
-    lines = str(error).splitlines()
-    return one_line(next((line for line in lines if "error:" in line), lines[0] if lines else type(error).__name__))

@@ -19,6 +19,20 @@ PYTHON = (3, 11)
 TORCH = ("2.11", "2.16")
 """Oldest supported torch, and the first version that is not tested (requirements.txt)."""
 
+DEEPSPEED, LIGHTNING = "https://github.com/deepspeedai/DeepSpeed", "https://github.com/Lightning-AI/pytorch-lightning"
+
+FAULTS = (
+    ("lightning", ">=2.6.2,<2.6.4", "", f"steals credentials: {LIGHTNING}/security/advisories/GHSA-w37p-236h-pfx3"),
+    ("deepspeed", ">=0.17.6,<0.18.3", "deepspeed_stage_2", f"loses micro-batches: {DEEPSPEED}/issues/7718"),
+    ("deepspeed", ">=0.17.6,<0.18.6", "deepspeed_stage_0", f"is wrong in bfloat16: {DEEPSPEED}/issues/7837"),
+    ("deepspeed", "==0.18.3", "deepspeed_*", f"divides gradients by --accumulate twice: {DEEPSPEED}/pull/7724"),
+    ("deepspeed", ">=0.15.2,<0.19", "deepspeed_stage_2_offload", f"loses micro-batches: {DEEPSPEED}/pull/7967"),
+    ("deepspeed", ">=0.18.3,<0.19", "deepspeed_stage_1_fp32_gradients", f"loses an all-reduce: {DEEPSPEED}/pull/7985"),
+    ("deepspeed", "<0.19.4", "deepspeed_stage_3_all_reduce", f"mixes padding into weights: {DEEPSPEED}/pull/8158"),
+)
+"""Releases that install and run, but do harm or train wrongly: package, releases (PEP 440), the strategies under
+which compare.py --acceptance shows it, and what is wrong (docs/acceptance.md#proven-on-real-releases)."""
+
 NEEDED_BY = "the *_offload strategies with Adam need it to compile one operator"
 LIBAIO_HEADER = Path("/usr/include/libaio.h")
 
@@ -55,6 +69,8 @@ def torchvision_import(options: Options) -> Finding:
 
 def package(name: str, options: Options) -> Finding:
     """Whether a package is installed, in the tested version."""
+    from packaging.requirements import Requirement
+    from packaging.specifiers import SpecifierSet
     from packaging.version import Version
 
     wanted = Version(pinned(name, options.requirements))
@@ -63,15 +79,24 @@ def package(name: str, options: Options) -> Finding:
     except metadata.PackageNotFoundError:
         return failed("not installed", INSTALL)
     if version.public != wanted.public:
-        return warning(f"{version}, but {wanted} is the tested version", f"pip install {name}=={wanted}")
-    return ok(str(version))
+        faults = (
+            f"{strategy or 'it'} {what}"
+            for of, releases, strategy, what in FAULTS
+            if of == name and version in SpecifierSet(releases)
+        )
+        found = "; ".join([f"{version}, but {wanted} is the tested version", *faults])
+        return warning(found, f"pip install {name}=={wanted}")
+    asked = [each.specifier for each in map(Requirement, metadata.requires("lightning") or []) if each.name == name]
+    differs = f"; not the {asked[0]} of Lightning's extras, which is older" if asked and version not in asked[0] else ""
+    return ok(f"{version}{differs}")
 
 
 def pinned(name: str, requirements: Path) -> str:
-    """Returns the version of a package in requirements.txt."""
+    """Returns the version of a package in requirements.txt, which an installed package has as its extra `pinned`."""
     from packaging.requirements import Requirement
 
-    lines = (line.split("#")[0].strip() for line in requirements.read_text().splitlines())
+    listed = requirements.read_text().splitlines() if requirements.exists() else metadata.requires("cifar-zero") or []
+    lines = (line.split("#")[0].strip() for line in listed)
     (found,) = [wanted for wanted in map(Requirement, filter(None, lines)) if wanted.name == name]
     return next(iter(found.specifier)).version
 

@@ -6,7 +6,6 @@ To add a format, write functions like those of the others, and add a line to FOR
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from io import BytesIO
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cifar_zero.checkpoints.run_folder import find_checkpoint
-from cifar_zero.core.errors import UsageError
+from cifar_zero.core.errors import UsageError, short
 from cifar_zero.models import IMAGE_SHAPE
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from cifar_zero.exporting.classifier import Classifier
 
 INPUT, OUTPUT = "images", "scores"
-"""Names in an ONNX file: float32 (N, 3, 32, 32) in [-1, 1] -> float32 (N, classes), for any N."""
+"""Names in an ONNX file: float32 (N, 3, H, W), normalised -> float32 (N, classes), for any N."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +85,9 @@ def _encode_safetensors(net: nn.Module, metadata: dict[str, str]) -> bytes:
 
 def _load_safetensors(file: Path, known: Mapping[str, str] | None, trust: bool) -> Classifier:
     from cifar_zero.checkpoints.safetensors_file import read_safetensors
-    from cifar_zero.exporting.classifier import build, of_model
+    from cifar_zero.exporting.classifier import build
 
-    return of_model(*build(*read_safetensors(file), file, known))
+    return build(*read_safetensors(file), file, known)[1]
 
 
 def _encode_state_dict(net: nn.Module, metadata: dict[str, str]) -> bytes:
@@ -103,21 +102,22 @@ def _load_state_dict(file: Path, known: Mapping[str, str] | None, trust: bool) -
     from torch import Tensor
 
     from cifar_zero.checkpoints import safe_load
-    from cifar_zero.exporting.classifier import build, of_model
+    from cifar_zero.exporting.classifier import build
 
     weights = safe_load.load(file, trust)
     if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise UsageError(f"{file} is not a dict of plain tensors; the name of a checkpoint ends in .ckpt")
-    return of_model(*build(weights, {}, file, known))
+    return build(weights, {}, file, known)[1]
 
 
 def _encode_onnx(net: nn.Module, metadata: dict[str, str]) -> bytes:
     import torch
     from onnx import helper
 
+    side = int(metadata["image_size"])
     program = torch.onnx.export(
         net,
-        (torch.zeros(2, *IMAGE_SHAPE),),  # two images: torch would treat a size of 1 as a constant
+        (torch.zeros(2, IMAGE_SHAPE[0], side, side),),  # two images: torch would treat a size of 1 as a constant
         dynamo=True,
         verbose=False,
         input_names=[INPUT],
@@ -136,24 +136,24 @@ def _load_onnx(file: Path, known: Mapping[str, str] | None, trust: bool) -> Clas
     import onnxruntime
     import torch
 
-    from cifar_zero.exporting.classifier import Classifier
+    from cifar_zero.exporting.classifier import Classifier, inputs_of
 
     if known:
         raise UsageError(f"{file} contains the model itself: leave --model out")
     try:
         session = onnxruntime.InferenceSession(file.read_bytes(), providers=["CPUExecutionProvider"])
-        classes = tuple(json.loads(session.get_modelmeta().custom_metadata_map["classes"]))
+        about = session.get_modelmeta().custom_metadata_map
+        classes, inputs = tuple(json.loads(about["classes"])), inputs_of(about)
     except KeyError as error:
         raise UsageError(f"{file} was not written by export.py: it does not name its classes") from error
     except Exception as error:  # onnxruntime's errors have no common base class
-        why = textwrap.shorten(str(error), 120, placeholder=" ...")
-        raise UsageError(f"{file} cannot be read, it is damaged or not an ONNX file: {why}") from error
+        raise UsageError(f"{file} cannot be read, it is damaged or not an ONNX file: {short(error)}") from error
 
     def scores(images: Tensor) -> Tensor:
         (found,) = session.run([OUTPUT], {INPUT: images.numpy()})
         return torch.from_numpy(found)
 
-    return Classifier(scores, classes)
+    return Classifier(scores, classes, inputs)
 
 
 FORMATS = {

@@ -2,7 +2,6 @@
 export computes the same as its checkpoint."""
 
 import json
-import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,61 +12,60 @@ from torch import Tensor, nn
 
 from cifar_zero import data, models
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.checkpoints.read import RECORD, plain_network
+from cifar_zero.checkpoints.read import RECORD, load_weights, plain_network
 from cifar_zero.checkpoints.safetensors_file import metadata_of
 from cifar_zero.config import command_line
 from cifar_zero.config.flags import DataConfig
+from cifar_zero.config.inputs import Inputs, inputs
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.data.augment import memory_format, normalize
 from cifar_zero.data.dataset import Dataset
 from cifar_zero.models import IMAGE_SHAPE
 
 BATCH_SIZE = 1000
-"""Test images per forward pass, as in a run's own test."""
+"""Test images of 32 x 32 pixels per forward pass, as in a run's own test."""
 
 
 @dataclass(frozen=True)
 class Classifier:
-    """A trained model and the names of its classes, by label."""
+    """A trained model, the names of its classes by label, and the size and normalisation of its images."""
 
     scores: Callable[[Tensor], Tensor]
-    """Images float32 (N, 3, 32, 32) in [-1, 1] -> scores float32 (N, classes)."""
+    """Images float32 (N, 3, H, W), normalised -> scores float32 (N, classes)."""
 
     classes: tuple[str, ...]
+    inputs: Inputs
 
 
-def of_model(net: nn.Module, classes: tuple[str, ...]) -> Classifier:
-    """Returns a classifier that runs a float32 model in evaluation mode on the CPU."""
-
-    def scores(images: Tensor) -> Tensor:
-        with torch.inference_mode():
-            return net(images.contiguous(memory_format=memory_format(images.device)))
-
-    return Classifier(scores, classes)
+def inputs_of(metadata: Mapping[str, str]) -> Inputs:
+    """Returns the inputs that an export's metadata describe; in older files the size is missing, and mean and std are
+    one number each."""
+    normalization = f"{metadata['mean']},{metadata['std']}" if "mean" in metadata else "half"
+    return inputs(int(metadata.get("image_size", IMAGE_SHAPE[1])), normalization)
 
 
 def of_checkpoint(content: Mapping[str, Any], file: Path, known: Mapping[str, str] | None = None) -> Classifier:
     """Returns the classifier of a checkpoint that was read from `file`; see `build` for `known`."""
     metadata = metadata_of(content, file.name) if RECORD in content else {}
-    return of_model(*build(plain_network(content), metadata, file, known))
+    return build(plain_network(content), metadata, file, known)[1]
 
 
 def build(
     weights: Mapping[str, Tensor], metadata: Mapping[str, str], file: Path, known: Mapping[str, str] | None = None
-) -> tuple[nn.Module, tuple[str, ...]]:
-    """Returns the model with these weights in float32, in evaluation mode, and the names of its classes.
+) -> tuple[nn.Module, Classifier]:
+    """Returns the model with these weights in float32, in evaluation mode, and the classifier that runs it on the CPU.
 
     Args:
         weights: by the model's own names, in any floating-point format.
         metadata: of `safetensors_file.metadata_of`; empty if the file has none.
         file: where the weights come from, for messages.
         known: replaces missing metadata, with at least `model`. Without `options` the model has its default options,
-            without `classes` its classes are numbered.
+            without `classes` its classes are numbered, without `mean` its images are normalised to [-1, 1].
 
     Raises:
         UsageError: the weights are of another model, or the model is given never or twice.
     """
-    if "model" in metadata and known:
+    if "model" in metadata and known and known["model"] != metadata["model"]:
         raise UsageError(f"{file} already names its model, {metadata['model']}: leave --model out")
     about = metadata if "model" in metadata else known
     if not about:
@@ -75,17 +73,19 @@ def build(
     try:
         options = json.loads(about.get("options", "{}"))
         classes = json.loads(about["classes"]) if "classes" in about else _numbers(about["model"], options, weights)
-        net = models.build(about["model"], len(classes), **options)
+        net = models.build(about["model"], len(classes), **options).eval()
+        seen = inputs_of(about)
     except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"{file} is of a model that is not known here: {about['model']} ({error})") from error
-    try:
-        net.load_state_dict(dict(weights))
-    except RuntimeError as error:
-        listed = str(error).partition(":")[2]  # torch (2.15) names the class first, then what differs
-        differing = textwrap.shorten(listed, 160, placeholder=" ...")
-        hint = "" if "options" in about else " (--model uses default options; a safetensors file contains the run's)"
-        raise UsageError(f"{file} is of another model: {differing}{hint}") from error
-    return net.eval(), tuple(classes)
+        hint = f"add --model {about['model']}, if you trust that code" if ".py:" in about["model"] else error
+        raise UsageError(f"{file} is of a model that is not known here: {about['model']} ({hint})") from error
+    hint = "" if "options" in about else " (--model uses default options; a safetensors file contains the run's)"
+    load_weights(net, weights, str(file), hint)
+
+    def scores(images: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return net(images.contiguous(memory_format=memory_format(images.device)))
+
+    return net, Classifier(scores, tuple(classes), seen)
 
 
 def _numbers(name: str, options: dict[str, Any], weights: Mapping[str, Tensor]) -> list[str]:
@@ -115,7 +115,8 @@ def on_random_images(checkpoint: Classifier, export: Classifier, tolerance: floa
     """Compares the scores of random images, in batches of one and of several; raises RunError if they differ."""
     generator = torch.Generator().manual_seed(0)
     for count in (1, 5):
-        images = torch.rand(count, *IMAGE_SHAPE, generator=generator) * 2 - 1
+        side = checkpoint.inputs.side
+        images = torch.rand(count, IMAGE_SHAPE[0], side, side, generator=generator) * 2 - 1
         compare_scores(checkpoint.scores(images), export.scores(images), tolerance)
 
 
@@ -123,9 +124,10 @@ def on_test_images(checkpoint: Classifier, export: Classifier, dataset: Dataset,
     """Compares the scores of all test images; returns a text with the accuracies. Raises RunError if scores differ."""
     labels = torch.tensor(dataset.test_labels)
     named, named_before = torch.empty_like(labels), torch.empty_like(labels)
-    for start in range(0, len(labels), BATCH_SIZE):
-        batch = slice(start, start + BATCH_SIZE)
-        images = normalize(torch.tensor(dataset.test_images[batch])).contiguous()
+    size = checkpoint.inputs.as_many(BATCH_SIZE)
+    for start in range(0, len(labels), size):
+        batch = slice(start, start + size)
+        images = normalize(torch.tensor(dataset.test_images[batch]), checkpoint.inputs).contiguous()
         expected, found = checkpoint.scores(images), export.scores(images)
         compare_scores(expected, found, tolerance)
         named[batch], named_before[batch] = found.argmax(1), expected.argmax(1)

@@ -10,7 +10,9 @@ from cifar_zero.config.flags import DataConfig
 from cifar_zero.core import atomic, exits
 from cifar_zero.core.console import quieten
 from cifar_zero.core.errors import RunError, UsageError
+from cifar_zero.core.usage import nearest
 from cifar_zero.exporting import FORMATS
+from cifar_zero.models import MODELS, add_own
 
 DELTA, DELTA_SUFFIX = "delta", ".delta.safetensors"
 """A format that is not in FORMATS: its file is not a complete model."""
@@ -66,12 +68,11 @@ def export(
     from cifar_zero.checkpoints.finetuning.delta import together
     from cifar_zero.checkpoints.read import RECORD, plain_network, read
     from cifar_zero.checkpoints.safetensors_file import metadata_of
-    from cifar_zero.exporting.classifier import build, of_model, on_random_images, on_test_images, test_images
+    from cifar_zero.exporting.classifier import build, on_random_images, on_test_images, test_images
 
     content = together(checkpoint, Path(delta), trust) if delta else read(checkpoint, trust)
     metadata = metadata_of(content, checkpoint.name, dtype)
-    net, classes = build(plain_network(content), metadata, checkpoint)
-    original = of_model(net, classes)
+    net, original = build(plain_network(content), metadata, checkpoint)
     format = FORMATS[to]
     tolerance = format.tolerance if dtype == "float32" else None  # rounding to bfloat16 is shown, not refused
     accuracy = "not checked"
@@ -82,7 +83,7 @@ def export(
         on_random_images(original, written, tolerance)
         if check:
             try:
-                dataset = test_images(checkpoint, DataConfig(**content[RECORD]["config"]["data"]), classes)
+                dataset = test_images(checkpoint, DataConfig(**content[RECORD]["config"]["data"]), original.classes)
             except (UsageError, RunError) as error:
                 accuracy = f"not checked: {error}"
             else:
@@ -100,6 +101,17 @@ def add_weight_options(parser: exits.Parser) -> None:
     add = parser.add_argument
     add("--delta", metavar="FILE", default="", help="file of export.py --to delta to apply to the weights")
     add("--trust", action="store_true", help="load a checkpoint that could run code; only if you trust its author")
+    model = "the model, for a file that does not name it (a state_dict), or in your own code (FILE.py:NAME)"
+    add("--model", metavar="NAME", type=_known_model, default="", help=model)
+
+
+def _known_model(name: str) -> str:
+    """Returns a model's name, after it has imported the user's own; argparse passes the default too, an empty one."""
+    if ":" in name and name not in MODELS:
+        add_own(name)
+    if name and name not in MODELS:
+        raise UsageError(f"--model {name}: {nearest(name, MODELS)}")
+    return name
 
 
 def _parse() -> Namespace:

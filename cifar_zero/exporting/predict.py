@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cifar_zero import models
 from cifar_zero.core import exits
 from cifar_zero.core.console import quieten
 from cifar_zero.core.errors import UsageError
@@ -57,17 +56,17 @@ def predict(classifier: Classifier, files: list[Path], top: int) -> Iterator[tup
 
     def read(path: Path) -> torch.Tensor | UsageError:
         try:
-            return torch.tensor(decode(path))
+            return torch.tensor(decode(path, inputs.side))
         except UsageError as error:
             return error
 
-    top = min(top, len(classifier.classes))
+    top, inputs = min(top, len(classifier.classes)), classifier.inputs
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow releases the GIL
         for start in range(0, len(files), BATCH_SIZE):
             batch = files[start : start + BATCH_SIZE]
             found = [*pool.map(read, batch)]
             images = [image for image in found if isinstance(image, torch.Tensor)]
-            rows = iter(classifier.scores(normalize(torch.stack(images))).softmax(1) if images else ())
+            rows = iter(classifier.scores(normalize(torch.stack(images), inputs)).softmax(1) if images else ())
             for file, image in zip(batch, found, strict=True):
                 if isinstance(image, UsageError):
                     yield file, image
@@ -102,8 +101,6 @@ def _parse() -> Namespace:
     add("images", metavar="IMAGE", nargs="+", help="an image file, or a folder of images")
     add("--top", metavar="K", type=int, default=1, help="classes to print (default: %(default)s)")
     add("--json", action="store_true", help="print one JSON object per image")
-    model = "the model, for a file that does not name it (a state_dict)"
-    add("--model", choices=models.MODELS, default="", help=model)
     arguments = parser.parse_intermixed_args()
     if arguments.top < 1:
         raise UsageError(f"--top must be at least 1, not {arguments.top}")

@@ -32,8 +32,9 @@ TORCHRUN = "torchrun --nnodes N --nproc_per_node M --rdzv_backend c10d --rdzv_en
 
 ADDRESS = "127.0.0.1"
 
-ORPHAN_SECONDS = 3.0
-"""Time for processes that a rank has left (loaders, compilers) to end on their own."""
+ORPHAN_SECONDS = 8.0
+"""Time for processes that a rank has left (loaders, compilers) to end on their own and remove their temporary files: a
+DataLoader's worker looks for its parent every 5 s (torch 2.15, torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL)."""
 
 SHARED_MEMORY = Path("/dev/shm")
 """Named shared memory on Linux."""

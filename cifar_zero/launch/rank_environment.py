@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from cifar_zero.core.errors import UsageError
@@ -57,12 +57,6 @@ def local_rank() -> int:
 def adopt() -> None:
     """Sets torchrun's variables if another launcher has started this rank, for torch, Lightning and DeepSpeed."""
     os.environ.update(variables())
-
-
-def arguments(given: Sequence[str]) -> list[str]:
-    """Returns the command line without the `--local_rank=N` that DeepSpeed's launcher adds; LOCAL_RANK has the same."""
-    by_deepspeed = "CROSS_RANK" in os.environ
-    return [argument for argument in given if not (by_deepspeed and argument.startswith("--local_rank="))]
 
 
 def by_torchrun() -> bool:

@@ -54,7 +54,7 @@ def meet(run: Run) -> list[Place]:
         threads=torch.get_num_threads(),
         agent=rank_environment.torchrun_agent(),
     )
-    if run.world_size == 1 or dist.is_initialized():
+    if run.config.world_size == 1 or dist.is_initialized():
         return gather(place)
     if not run.on_cpu:
         torch.cuda.set_device(local_rank)
@@ -68,7 +68,7 @@ def meet(run: Run) -> list[Place]:
 
 def limit(run: Run) -> None:
     """Waits for all ranks to be ready to train; from then on the time limit of a collective is --timeout."""
-    if run.world_size > 1:
+    if run.config.world_size > 1:
         dist.barrier()
         _set_timeout(timedelta(seconds=run.config.timeout))
 

@@ -5,10 +5,16 @@ its network when it builds the model, so that the command line knows every optio
 """
 
 # No postponed annotations here: jsonargparse would execute the TYPE_CHECKING imports, torch, to resolve them.
-from dataclasses import dataclass, field, replace
+import inspect
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, field, fields, make_dataclass, replace
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from cifar_zero.core import user_code
+from cifar_zero.core.errors import UsageError
 from cifar_zero.core.usage import Options, limited
 from cifar_zero.models.mixture_options import MixtureOptions
 
@@ -17,6 +23,9 @@ if TYPE_CHECKING:
 
 IMAGE_SHAPE = (3, 32, 32)
 """Channels, height and width of the images, in pixels."""
+
+PATCH_SIDE = 4
+"""Height and width of a vision transformer's patches, in pixels."""
 
 
 Size = Literal["tiny", "small", "base", "large", "1b", "13b"]
@@ -56,6 +65,9 @@ class Model(Options):
 
     network: ClassVar[str]
     """Module of models/, and what in it takes the number of classes and this entry, and returns the network."""
+
+    tokens_per_image: ClassVar[int] = 0
+    """Patches of an image that a transformer computes with; 0 for other models."""
 
     def build(self, num_classes: int) -> "nn.Module":
         """Returns the model with freshly initialised weights and `num_classes` scores."""
@@ -167,6 +179,7 @@ def _resnet(depth: int, parameters: str) -> type[ResNet]:
 class ViT(Model):
     """a vision transformer on patches of 4 x 4 pixels"""
 
+    tokens_per_image = (IMAGE_SHAPE[1] // PATCH_SIDE) ** 2
     size: ClassVar[Size]
 
     depth: int = 0
@@ -196,6 +209,7 @@ class ViTMoE(Model, MixtureOptions):
     """a vision transformer with mixtures of experts in place of every second MLP"""
 
     network = "vit.vit_moe"
+    tokens_per_image = ViT.tokens_per_image
 
     num_experts: list[int] = field(default_factory=lambda: [4])
     """Experts of each mixture: one number for each of them (half of the blocks), or one for all."""
@@ -226,9 +240,13 @@ def _harmless(name: str, value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float)) or (isinstance(value, str) and name in WORDS)
 
 
+class Foreign(Model):
+    """A model that is not written for this program: it is built whole, and tried out on shapes before a run."""
+
+
 @dataclass
-class External(Model):
-    """an image classifier of another package, with freshly initialised weights"""
+class External(Foreign):
+    """an image classifier of another package"""
 
     network = "external.external"
     package: ClassVar[str]
@@ -241,13 +259,34 @@ class External(Model):
     image_size: int = 0
     """Side in pixels to which the images are scaled, for a model that needs larger ones; 0: not scaled."""
 
+    weights: str = ""
+    """Start from torchvision's pretrained weights, with a new head for another number of classes: DEFAULT, or a name
+    that they have there, such as IMAGENET1K_V1. Most expect --data.normalize imagenet. Empty: initialised weights."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.weights and self.package != "torchvision":
+            raise ValueError("weights are torchvision's: start from other ones with --weights FILE")
         for name in (name for name, value in dict(self.kwargs).items() if not _harmless(name, value)):
             raise ValueError(
                 f"kwargs.{name} must be a number, true or false, or a list of them (words only for "
                 f"{', '.join(WORDS)}); load weights with --weights FILE"
             )
+
+
+class OfUser(Foreign):
+    """A model in the user's own code; its fields are the arguments of what builds it."""
+
+    make: ClassVar[Callable[..., Any]]
+    takes_classes: ClassVar[bool]
+
+    def build(self, num_classes: int) -> "nn.Module":
+        from cifar_zero.models.external import built
+
+        options = {option.name: getattr(self, option.name) for option in fields(self)}
+        return built(
+            partial(type(self).make, **options, **({"num_classes": num_classes} if self.takes_classes else {}))
+        )
 
 
 PACKAGES = ("torchvision", "timm")
@@ -261,7 +300,7 @@ class Models(dict[str, type[Model]]):
         if name not in self:
             raise KeyError(name)
         package, _, architecture = name.partition(":")
-        summary = f"{architecture} of {package}, with freshly initialised weights"
+        summary = f"{architecture} of {package}"
         return type("External", (External,), {"__doc__": summary, "package": package, "architecture": architecture})
 
     def __contains__(self, name: object) -> bool:
@@ -289,6 +328,32 @@ MODELS = Models(
         "vit_moe": ViTMoE,
     }
 )
+
+
+def add_own(name: str) -> None:
+    """Adds the model that FILE.py:NAME or PACKAGE.MODULE:NAME names: a class, or a function that returns a module.
+
+    It maps images (N, 3, H, W) to scores (N, classes). Its arguments are options; it gets the number of classes if it
+    has an argument `num_classes`. Only the command line may name one, since it is code.
+
+    Raises:
+        UsageError: it cannot be imported, or one of its arguments has no default.
+    """
+    make = user_code.load(name, "--model")
+    arguments = dict(inspect.signature(make).parameters)
+    takes_classes = arguments.pop("num_classes", None) is not None
+    options = []
+    for argument in arguments.values():
+        if argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD):
+            continue
+        if argument.default is argument.empty:
+            raise UsageError(f"--model {name}: give its argument {argument.name} a default")
+        default: Any = field(default_factory=partial(deepcopy, argument.default))
+        kind = type(argument.default) if isinstance(argument.annotation, str) else argument.annotation
+        options.append((argument.name, Any if kind in (argument.empty, type(None)) else kind, default))
+    summary = (make.__doc__ or f"the model {name}").strip()
+    space = {"__doc__": summary, "make": staticmethod(make), "takes_classes": takes_classes}
+    MODELS[name] = make_dataclass("OfUser", options, bases=(OfUser,), namespace=space)
 
 
 def build(name: str, num_classes: int, **options: Any) -> "nn.Module":

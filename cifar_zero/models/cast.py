@@ -5,8 +5,6 @@ under 2 to 4 % is rounded away. torch (2.15) accepts float32 statistics only wit
 of the images.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,9 +1,8 @@
-"""Image classifiers of torchvision and timm, by their names there, with freshly initialised weights."""
+"""Image classifiers of torchvision and timm, by their names there, and torchvision's pretrained weights for them."""
 
-from __future__ import annotations
-
-import textwrap
+import re
 from collections import OrderedDict
+from collections.abc import Callable
 from difflib import get_close_matches
 from functools import partial
 from importlib.util import find_spec
@@ -13,6 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from cifar_zero import models
+from cifar_zero.core.errors import UsageError, short
+from cifar_zero.core.usage import nearest
+from cifar_zero.core.user_code import where
 
 WITH_AUXILIARY_SCORES = ("googlenet", "inception_v3")
 """torchvision's models that also return auxiliary scores in training by default (torchvision 0.29)."""
@@ -27,46 +29,88 @@ def external(num_classes: int, options: models.External) -> nn.Module:
     of_package = {"torchvision": _torchvision, "timm": _timm}[options.package]
     build = partial(of_package, options.architecture, {"num_classes": num_classes, **options.kwargs})
     try:
-        try:
-            net = build()
-        except RuntimeError:  # some compute shapes from tensors, which have no values on the meta device
-            with torch.device("cpu"):
-                net = build()
-            net.to(torch.get_default_device())
+        net = built(build)
     except TypeError as error:
-        raise ValueError(f"kwargs do not fit: {_short(error)}") from error
+        raise ValueError(f"kwargs do not fit: {short(error)}") from error
     if not options.image_size:
         return net
     scale = nn.Upsample(size=(options.image_size, options.image_size), mode="bilinear")
     return nn.Sequential(OrderedDict(scale=scale, net=net))
 
 
+def pretrained(options: models.External) -> dict[str, Tensor]:
+    """Returns torchvision's weights by the model's own names: from torch's cache, or else downloaded into it.
+
+    torch compares a download with the hash in its name (not what is cached already), and loads nothing but tensors.
+
+    Raises:
+        UsageError: there are none of that name, the download fails, or the file is damaged.
+    """
+    import torchvision.models
+
+    known = torchvision.models.get_model_weights(options.architecture).__members__
+    if options.weights not in known:
+        raise UsageError(f"--model.weights {options.weights}: {nearest(options.weights, known)}")
+    entry = known[options.weights]
+    try:
+        weights = entry.get_state_dict(progress=False, check_hash=True, map_location="cpu", weights_only=True)
+    except Exception as error:  # of the network, the disk, the hash or the format
+        raise UsageError(
+            f"--model.weights {options.weights}: cannot load {entry.url} ({short(error)}): put that file into "
+            f"{torch.hub.get_dir()}/checkpoints, or start from another one with --weights FILE"
+        ) from error
+    # Files of DenseNets have the names of an older version, see torchvision's densenet.py.
+    older, prefix = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12])"), "net." if options.image_size else ""
+    return {prefix + older.sub(r"\1\2", name): value for name, value in weights.items()}
+
+
+def built(build: Callable[[], nn.Module]) -> nn.Module:
+    """Returns a model on the default device, built on the CPU if it cannot be built there."""
+    try:
+        return build()
+    except RuntimeError:  # some compute shapes from tensors, which have no values on the meta device
+        with torch.device("cpu"):
+            net = build()
+        return net.to(torch.get_default_device())
+
+
 def check(entry: models.Model, num_classes: int, images: tuple[int, int, int, int]) -> None:
-    """Builds a model and runs it on training images, all without values (torch's meta device).
+    """Builds a model and runs it on training images, without values (torch's meta device) if that is possible.
 
     `images` is the shape (N, 3, H, W) of a micro-batch.
 
     Raises:
         ValueError: it cannot be built, does not accept such images, or does not return (N, num_classes) scores.
     """
+    try:
+        _try_out(entry, num_classes, images, "meta")
+    except ValueError:
+        if not isinstance(entry, models.OfUser):
+            raise
+        _try_out(entry, num_classes, images, "cpu")  # what a user's model computes may depend on values
+
+
+def _try_out(entry: models.Model, num_classes: int, images: tuple[int, int, int, int], device: str) -> None:
     count, _, *size = images
     # Models raise errors of any kind for what they do not accept.
-    with torch.device("meta"):
+    with torch.device(device):
         try:
             net = entry.build(num_classes)
         except ValueError:
             raise
         except Exception as error:
-            raise ValueError(f"cannot be built: {_short(error)}") from error
+            raise ValueError(f"cannot be built: {where(error)}{short(error)}") from error
         try:
-            scores = net(torch.empty(images))
+            scores = net(torch.zeros(images))
         except Exception as error:
+            hint = ": scale them with --model.image_size" if isinstance(entry, models.External) else ""
             raise ValueError(
                 f"cannot train on {count} image{'s'[: count > 1]} of {size[0]} x {size[1]} pixels at a time "
-                f"({_short(error)}): scale them with --model.image_size"
+                f"({where(error)}{short(error)}){hint}"
             ) from error
     if not isinstance(scores, Tensor) or scores.shape != (count, num_classes):
-        raise ValueError(f"does not return {num_classes} scores for an image")
+        found = f"a tensor of shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+        raise ValueError(f"returns {found} for {count} images: it must be ({count}, {num_classes}), a score per class")
 
 
 def _torchvision(name: str, options: dict[str, Any]) -> nn.Module:
@@ -90,7 +134,3 @@ def _check_known(name: str, package: str, known: list[str]) -> None:
     if name not in known:
         closest = get_close_matches(name, known, cutoff=0)
         raise ValueError(f"{package} has no classifier of that name, did you mean {', '.join(closest)}?")
-
-
-def _short(error: Exception) -> str:
-    return textwrap.shorten(str(error), 120, placeholder=" ...")

@@ -1,7 +1,5 @@
 """Initial weights by Xavier's or He's scheme, instead of those that torch's layers draw."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -5,8 +5,6 @@ Transformer, Fedus et al. 2021). The gate is used under every strategy; here all
 strategies/deepspeed/experts.py distributes them over ranks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager

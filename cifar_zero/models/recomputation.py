@@ -1,8 +1,6 @@
 """Activation checkpointing (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"): the forward pass stores
 only each block's input, and the backward pass recomputes the block's activations."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext

@@ -6,8 +6,6 @@ for CIFAR (section 4.2): a stem for 224 pixels would leave feature maps of one p
 torchvision's, whose bottleneck has its stride in the 3 x 3 convolution.
 """
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck
 

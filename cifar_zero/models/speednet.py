@@ -4,8 +4,6 @@ After Keller Jordan's airbench94 (Jordan 2024, "94% on CIFAR-10 in 3.29 Seconds 
 github.com/KellerJordan/cifar10-airbench, airbench94_muon.py), whose constants these are.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

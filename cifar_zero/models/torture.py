@@ -1,7 +1,5 @@
 """A small model made of what has broken strategies before; each trap names the report that it stands for."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -3,8 +3,6 @@
 Layers and their names are those of torchvision's vgg16_bn: at width 1 the weights of one fit the other.
 """
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 from torchvision.models.vgg import cfgs, make_layers
 

@@ -1,18 +1,13 @@
 """A plain vision transformer for small images (Dosovitskiy et al. 2021; mean pooling as Beyer et al. 2022)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cifar_zero.models import SHAPES, Shape, ViTMoE
+from cifar_zero.models import PATCH_SIDE, SHAPES, Shape, ViTMoE
 from cifar_zero.models.moe import MixtureOfExperts
-
-IMAGE_SIDE, PATCH_SIDE = 32, 4
-"""Pixels: 64 patches an image."""
 
 MLP_RATIO = 4
 """Width of an MLP's hidden layer, as a multiple of the tokens'."""
@@ -31,7 +26,7 @@ class ViT(nn.Module):
         super().__init__()
         make_mlp = make_mlp or (lambda block: MLP(shape.width))
         self.patches = nn.Conv2d(3, shape.width, PATCH_SIDE, stride=PATCH_SIDE)
-        self.positions = nn.Parameter(0.02 * torch.randn((IMAGE_SIDE // PATCH_SIDE) ** 2, shape.width))
+        self.positions = nn.Parameter(0.02 * torch.randn(ViTMoE.tokens_per_image, shape.width))
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.Sequential(*(Block(shape, make_mlp(number), dropout) for number in range(shape.depth)))
         self.norm = nn.LayerNorm(shape.width)

@@ -4,20 +4,19 @@ The strategy chooses the implementation: torch's own, DeepSpeed's on the CPU whe
 DeepSpeed's fused Adam on CUDA. Reading the registry imports neither torch nor DeepSpeed.
 """
 
-from cifar_zero.optimizers.muon import Muon, MuonSGD
-from cifar_zero.optimizers.options import SGD, Adadelta, Adagrad, Adam, Adam8bit, AdamW, Lion, OptimizerOptions, RMSprop
+from cifar_zero.optimizers import options
 
-OPTIMIZERS: dict[str, type[OptimizerOptions]] = {
-    "sgd": SGD,
-    "adam": Adam,
-    "adamw": AdamW,
-    "rmsprop": RMSprop,
-    "adagrad": Adagrad,
-    "adadelta": Adadelta,
-    "lion": Lion,
-    "muon": Muon,
-    "muon_sgd": MuonSGD,
-    "adam8bit": Adam8bit,
+OPTIMIZERS: dict[str, type[options.OptimizerOptions]] = {
+    "sgd": options.SGD,
+    "adam": options.Adam,
+    "adamw": options.AdamW,
+    "rmsprop": options.RMSprop,
+    "adagrad": options.Adagrad,
+    "adadelta": options.Adadelta,
+    "lion": options.Lion,
+    "muon": options.Muon,
+    "muon_sgd": options.MuonSGD,
+    "adam8bit": options.Adam8bit,
 }
 
 BY_DEEPSPEED = "DeepSpeed's C++"

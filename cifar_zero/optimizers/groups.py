@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cifar_zero.core.errors import UsageError
-from cifar_zero.optimizers.muon import Muon, MuonSGD
-from cifar_zero.optimizers.options import OptimizerOptions
+from cifar_zero.optimizers.options import Muon, MuonSGD, OptimizerOptions
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -20,7 +19,8 @@ def parameter_groups(optimizer: OptimizerOptions, parameters: Mapping[str, Any])
     Each has `param_names`, as torch's optimizers call them (2.6 and later): a checkpoint then says which numbers belong
     to which parameter. `parameters` are those of the model, by name and in its order; frozen ones are in no group.
     """
-    dimensions = {name: _dimensions(parameter) for name, parameter in parameters.items()}
+    # Of the whole parameters: ZeRO-3 leaves empty ones and notes their shapes.
+    dimensions = {name: len(getattr(each, "ds_shape", each.shape)) for name, each in parameters.items()}
     weights = _layer_weights(dimensions)
     by_muon: set[str] = set()
     first_bias = ""
@@ -63,11 +63,6 @@ def hidden_matrices(dimensions: Mapping[str, int]) -> set[str]:
 
 def _layer_weights(dimensions: Mapping[str, int]) -> list[str]:
     return [name for name, number in dimensions.items() if number in (2, 4) and name.endswith("weight")]
-
-
-def _dimensions(parameter: Any) -> int:
-    """The number of dimensions of the whole parameter: ZeRO-3 leaves an empty one and notes its shape."""
-    return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def keep_own_options(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:

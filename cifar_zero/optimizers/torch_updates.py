@@ -1,7 +1,5 @@
 """Adagrad, Lion and Muon in torch, and the base class of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,9 +39,13 @@ class GroupOptimizer(Optimizer):
         """Updates all parameters that have a gradient."""
         loss = closure() if closure is not None else None
         for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if parameters:
-                self.update(parameters, [parameter.grad for parameter in parameters], group)
+            together: dict[Any, list[Tensor]] = {}  # torch (2.15) does not mix DTensors of several meshes in one call
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    together.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+            for parameters in together.values():
+                gradients: list[Any] = [parameter.grad for parameter in parameters]
+                self.update(parameters, gradients, group)
         return loss
 
     def update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ torch's own MemTracker (torch.distributed._tools, 2.15) counts the same bytes, b
 operation: it takes 24 seconds for one size of vit_large, this file 2.
 """
 
-import textwrap
 import weakref
 from collections.abc import MutableMapping
 from contextlib import nullcontext
@@ -27,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from cifar_zero.checkpoints.finetuning.network import on_meta
 from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import Spec
-from cifar_zero.core.errors import UsageError
+from cifar_zero.core.errors import UsageError, short
 from cifar_zero.models import IMAGE_SHAPE
 from cifar_zero.models.moe import gates
 from cifar_zero.models.recomputation import checkpoint_blocks
@@ -86,7 +85,7 @@ class Held(TorchDispatchMode):
         self.now -= size
 
 
-def counted(net: nn.Module, images: int, computes: Computes) -> int:
+def counted(net: nn.Module, images: int, computes: Computes, side: int = IMAGE_SHAPE[1]) -> int:
     """Returns the bytes at the peak of one forward and backward pass, with temporary tensors of operations, without
     parameters and gradients.
 
@@ -94,6 +93,7 @@ def counted(net: nn.Module, images: int, computes: Computes) -> int:
         net: model on the CPU, built in the FakeTensorMode in which this is called.
         images: size of the micro-batch.
         computes: format; "cast" needs a model that is already cast.
+        side: height and width of an image in pixels.
     """
     held = Held(net)
     hooks = [
@@ -101,7 +101,7 @@ def counted(net: nn.Module, images: int, computes: Computes) -> int:
         for parameter in net.parameters()
         if parameter.requires_grad
     ]
-    batch, labels = torch.empty(images, *IMAGE_SHAPE), torch.zeros(images, dtype=torch.int64)
+    batch, labels = torch.empty(images, IMAGE_SHAPE[0], side, side), torch.zeros(images, dtype=torch.int64)
     with held:
         with torch.autocast("cpu", torch.bfloat16) if computes == "autocast" else nullcontext():
             scores = net(batch.bfloat16() if computes == "cast" else batch)
@@ -132,13 +132,13 @@ def measure(run: Run, computes: Computes) -> Line:
         if config.activation_checkpointing:
             checkpoint_blocks(net)
         try:
-            small, large = (_of_all_blocks(net, images, computes) for images in (few, 2 * few))
+            small, large = (_of_all_blocks(net, images, computes, config.data.image_size) for images in (few, 2 * few))
         except Exception as error:  # of any kind: models of other packages may fail on tensors without values
             if ":" not in config.model.name:
                 raise
             raise UsageError(
                 f"--model {config.model.name}: its activations cannot be counted without values "
-                f"({textwrap.shorten(str(error), 120, placeholder=' ...')}): choose a strategy and train"
+                f"({short(error)}): choose a strategy and train"
             ) from error
     return Line(2 * small - large, (large - small) / few)
 
@@ -150,17 +150,17 @@ def _fake(net: nn.Module) -> nn.Module:
     return deepcopy(net, {id(t): torch.empty_like(t, device="cpu", requires_grad=t.requires_grad) for t in tensors})
 
 
-def _of_all_blocks(net: nn.Module, images: int, computes: Computes) -> int:
+def _of_all_blocks(net: nn.Module, images: int, computes: Computes, side: int) -> int:
     """Counts like `counted`, but only two and three of identical blocks: each further block adds the same (to the byte
     for vit_13b, whose 41 blocks would take 15 times as long)."""
     blocks = getattr(net, "blocks", None)
     if not isinstance(blocks, nn.Sequential) or len(blocks) <= 3 or len({*map(_kind, blocks)}) > 1:
-        return counted(net, images, computes)
+        return counted(net, images, computes, side)
     try:
         net.blocks = blocks[:2]
-        two = counted(net, images, computes)
+        two = counted(net, images, computes, side)
         net.blocks = blocks[:3]
-        three = counted(net, images, computes)
+        three = counted(net, images, computes, side)
     finally:
         net.blocks = blocks
     return two + (len(blocks) - 2) * (three - two)

@@ -9,12 +9,11 @@ from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.resume import find_recovered, restarted
 from cifar_zero.config import rules
 from cifar_zero.config.flags import Config
-from cifar_zero.config.run import on_this_machine
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import UsageError
 from cifar_zero.launch import rank_environment
-from cifar_zero.training.resolve import of_machine
+from cifar_zero.training.resolve import of_machine, on_this_machine
 
 VARIABLE = "CIFAR_ZERO_STRATEGY"
 """Environment variable in which the launching process passes its choice to the ranks that it starts."""
@@ -41,7 +40,7 @@ def _chosen(config: Config) -> str:
     if kept := _of_resumed_run(config):
         say(f"--strategy auto: {kept}, as in the resumed run")
         return kept
-    run = of_machine(replace(on_this_machine(config), strategy=Config.strategy))
+    run = of_machine(on_this_machine(replace(config, strategy=Config.strategy)))
     rules.check_model(run)
     from cifar_zero.planning import machine
     from cifar_zero.planning.model_states import network_of

@@ -8,7 +8,7 @@ follow DeepSpeed 0.19.8 and torch 2.15 where these differ from the paper:
 - DeepSpeed has master weights, a second copy, in float32 too; torch never has them. A float32 model under autocast
   takes 4 bytes for each number that takes 2 in a cast model.
 - Stage 1 holds whole gradients only in the backward pass; then, until the update, only its own part, like stage 2.
-- Stage 3 keeps parameters of up to `PERSISTENT_ELEMENTS` whole, in addition to its own part of them.
+- Stage 3 keeps parameters of up to --zero.param_persistence_threshold whole, in addition to its own part of them.
 - An optimizer offloaded to the CPU has its gradients there in float32, at stage 3 also in the model's format.
 - Frozen parameters have neither gradient nor state. Stages 0 to 2 keep them whole on each rank.
 """
@@ -18,12 +18,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from cifar_zero.config.flags import Choice
+from cifar_zero.config.flags import Choice, ZeROConfig
 from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import STRATEGIES, Spec
-
-PERSISTENT_ELEMENTS = 100_000
-"""Largest parameter that ZeRO-3 keeps whole: stage3_param_persistence_threshold (DeepSpeed 0.19.8, zero/config.py)."""
 
 FLOAT32 = 4
 
@@ -143,7 +140,12 @@ class Prediction:
 
 
 def predicted(
-    strategy: str, weights: Iterable[Weight], ranks: int, precision: str, optimizer: Choice
+    strategy: str,
+    weights: Iterable[Weight],
+    ranks: int,
+    precision: str,
+    optimizer: Choice,
+    zero: ZeROConfig = ZeROConfig(),  # noqa: B008 - it is frozen
 ) -> Prediction | None:
     """Returns the model states of the fullest rank; None for a strategy that splits layers, which has no formula.
 
@@ -153,6 +155,7 @@ def predicted(
         ranks: number of ranks on all nodes.
         precision: of the run, settled: no "auto".
         optimizer: name and options.
+        zero: the switches of ZeRO.
     """
     spec, weights = STRATEGIES[strategy], [*weights]
     size = parameter_size(spec, precision)
@@ -174,7 +177,7 @@ def predicted(
         mine = [(weight, weight.elements // weight.ranks_that_share) for weight in weights]
         return Prediction(_held(mine, size, updated if has_masters else _state_size(optimizer, size)))
     if spec.stage == 3:
-        return _stage_3(spec, weights, ranks, size, updated)
+        return _stage_3(spec, weights, ranks, size, updated, zero.param_persistence_threshold)
     held = sum(weight.elements // weight.ranks_that_share for weight in weights) * size
     trained = [weight for weight in weights if weight.trained]
     # One flat tensor, sharded evenly; experts among the ranks that have the same ones, which takes as much.
@@ -209,10 +212,12 @@ def _held(mine: list[tuple[Weight, int]], size: int, state: Callable[[Weight], i
     )
 
 
-def _stage_3(spec: Spec, weights: list[Weight], ranks: int, size: int, updated: Callable[[Weight], int]) -> Prediction:
+def _stage_3(
+    spec: Spec, weights: list[Weight], ranks: int, size: int, updated: Callable[[Weight], int], persistent: int
+) -> Prediction:
     """Each parameter is sharded separately; the first ranks have one element more if it does not divide."""
     parts = [(weight, math.ceil(weight.elements / ranks)) for weight in weights]
-    whole = sum(weight.elements for weight in weights if weight.elements <= PERSISTENT_ELEMENTS) * size
+    whole = sum(weight.elements for weight in weights if weight.elements <= persistent) * size
     resting = sum(part for _, part in parts) * size
     gradients = sum(part for weight, part in parts if weight.trained)
     optimizer = sum(part * updated(weight) for weight, part in parts if weight.trained)

@@ -5,17 +5,13 @@ import math
 from collections.abc import Callable
 
 from cifar_zero.config.run import Run
-from cifar_zero.models import MODELS, External
-from cifar_zero.planning.model_states import FLOAT32, PERSISTENT_ELEMENTS, Network, Weight, parameter_size
-from cifar_zero.strategies.deepspeed.config import BUCKET_ELEMENTS
+from cifar_zero.models import MODELS, Foreign
+from cifar_zero.planning.model_states import FLOAT32, Network, Weight, parameter_size
 
 REUSE_ELEMENTS = 10**9
 """ZeRO-3 keeps a gathered parameter if its next use is within so many elements: stage3_max_reuse_distance (DeepSpeed
 0.19.8, zero/config.py and partitioned_param_coordinator.py). At the end of the forward pass this holds for the last
 half of them, because the backward pass goes through the model in the opposite direction."""
-
-PREFETCH_ELEMENTS = 50_000_000
-"""ZeRO-3 gathers so many elements ahead: stage3_prefetch_bucket_size (zero/config.py)."""
 
 
 def buckets(run: Run, network: Network) -> int:
@@ -34,21 +30,25 @@ def buckets(run: Run, network: Network) -> int:
         return network.largest_block * (3 * computed_in + copy)
     if run.spec.stage == 0:
         return 0
-    bucket = min(BUCKET_ELEMENTS, network.elements) * size
+    zero = run.config.zero
+    bucket = min(zero.reduce_bucket_size, network.elements) * size
+    if run.spec.stage < 3 and zero.overlap_comm:
+        bucket *= 2  # one is filled while the other is sent (zero/stage_1_and_2.py)
     if run.spec.stage == 1:
         return bucket + network.trained * size
     if run.spec.stage == 2:
         return bucket
-    ranks_with_a_copy = run.config.zero.hpz_partition_size
+    ranks_with_a_copy = zero.hpz_partition_size
     copy = math.ceil(network.elements / ranks_with_a_copy) * size if ranks_with_a_copy > 1 else 0
-    return bucket + copy + min(REUSE_ELEMENTS // 2 + PREFETCH_ELEMENTS, network.elements) * size
+    ahead = max(0, min(zero.prefetch_bucket_size, zero.max_live_parameters - REUSE_ELEMENTS // 2))
+    return bucket + copy + min(REUSE_ELEMENTS // 2 + ahead, network.elements) * size
 
 
 def update(run: Run, network: Network) -> int:
     """Returns the copies of the gradients that the update makes on the device, after the activations are freed."""
     if run.spec.family != "deepspeed" or run.spec.offload_optimizer:
         return 0
-    ranks, size = run.world_size, parameter_size(run.spec, run.config.precision)
+    ranks, size = run.config.world_size, parameter_size(run.spec, run.config.precision)
     part, is_cast = math.ceil(network.trained / ranks), size < FLOAT32
     if run.spec.stage == 0:
         # At most float32 gradients, and those again, flat, for the norm (DeepSpeed 0.19.8, fp16/fused_optimizer.py).
@@ -63,14 +63,14 @@ def average(run: Run, network: Network) -> int:
     """Returns the average of the weights (callbacks/averaging.py): float32, with a float32 copy of cast weights."""
     if not (run.config.ema or run.config.swa_from):
         return 0
-    ranks = run.world_size if run.spec.stage == 3 else 1
+    ranks = run.config.world_size if run.spec.stage == 3 else 1
     copies = 2 if parameter_size(run.spec, run.config.precision) < FLOAT32 else 1
     return network.trained // ranks * FLOAT32 * copies
 
 
 def host_buffers(run: Run, network: Network) -> int:
     """Returns what offloading needs on the host in addition to the offloaded tensors."""
-    part, size = math.ceil(network.trained / run.world_size), parameter_size(run.spec, run.config.precision)
+    part, size = math.ceil(network.trained / run.config.world_size), parameter_size(run.spec, run.config.precision)
     if run.spec.offload_optimizer == "nvme":  # the sub-group that is updated
         return min(part, run.config.zero.sub_group_size) * 4 * FLOAT32
     if run.spec.offload_optimizer and run.spec.stage < 3:
@@ -90,9 +90,9 @@ def built_on_host(run: Run, network: Network) -> int:
     if run.spec.family != "fsdp2" and run.spec.stage < 3:
         return 0
     size = network.elements * (2 if run.config.precision == "bf16-true" else FLOAT32)
-    if run.spec.family == "fsdp2" or issubclass(MODELS[run.config.model.name], External):
+    if run.spec.family == "fsdp2" or issubclass(MODELS[run.config.model.name], Foreign):
         return size
-    return 0 if run.spec.offload_parameters == "nvme" else math.ceil(size / run.world_size)
+    return 0 if run.spec.offload_parameters == "nvme" else math.ceil(size / run.config.world_size)
 
 
 def sent_bytes(run: Run, network: Network) -> int:
@@ -108,7 +108,7 @@ def sent_bytes(run: Run, network: Network) -> int:
     (losses, norms, batch statistics).
     """
     config, spec = run.config, run.spec
-    ranks, micro_batches = run.world_size, config.accumulate
+    ranks, micro_batches = config.world_size, config.accumulate
     size = parameter_size(spec, config.precision)
     trained = _sent(network, ranks, lambda weight: weight.trained)
     scattered = trained * (2 if run.on_cpu else 1)  # gloo runs a reduce-scatter as an all-reduce
@@ -121,8 +121,9 @@ def sent_bytes(run: Run, network: Network) -> int:
         whole = _sent(network, ranks, lambda weight: True)
         return round(micro_batches * (gathers * whole * gathered + scattered * reduced))
     if spec.stage == 3:
-        persistent = _sent(network, ranks, lambda weight: weight.elements <= PERSISTENT_ELEMENTS)
-        sharded = _sent(network, ranks, lambda weight: weight.elements > PERSISTENT_ELEMENTS)
+        threshold = config.zero.param_persistence_threshold
+        persistent = _sent(network, ranks, lambda weight: weight.elements <= threshold)
+        sharded = _sent(network, ranks, lambda weight: weight.elements > threshold)
         # Kept whole: gathered once in a step, after their update. Other parameters stay gathered if their next use is
         # near: except in very large models the backward pass finds what the forward pass has gathered.
         kept = min(1.0, REUSE_ELEMENTS // 2 / network.elements)

@@ -11,14 +11,15 @@ import yaml
 
 from cifar_zero.config import command_line, rules
 from cifar_zero.config.flags import Config
-from cifar_zero.config.run import Run, on_this_machine, with_accelerator
+from cifar_zero.config.run import Run, with_accelerator
 from cifar_zero.core import exits
 from cifar_zero.core.errors import UsageError
+from cifar_zero.core.hardware import gpu_count
 from cifar_zero.launch import local_launcher
 from cifar_zero.planning.machine import Room, available
 from cifar_zero.planning.model_states import Network, network_of, network_of_size
 from cifar_zero.planning.survey import RULE, gigabytes, recommended, survey
-from cifar_zero.training.resolve import of_machine
+from cifar_zero.training.resolve import of_machine, on_this_machine
 
 EPILOG = """\
 exit code: 0 if a strategy fits, 1 if none does, 2 for wrong usage
@@ -48,13 +49,12 @@ def main() -> int:
     if config.ds_config:
         raise UsageError("--ds_config cannot be planned: leave it out, plan.py plans all named strategies")
     config = replace(config, strategy=Config.strategy)  # all strategies are planned
-    if arguments.device_memory is None:
-        config = on_this_machine(config)
-    else:
-        devices = 1 if config.devices == "auto" else config.devices
-        config = replace(with_accelerator(config, config.accelerator != "cpu"), devices=devices)
+    any_batch_size, here = not _names_batch_size(flags), arguments.device_memory is None
+    if config.devices == "auto" and (any_batch_size or not here):
+        config = replace(config, devices=max(1, gpu_count()) if here and config.accelerator != "cpu" else 1)
+    config = on_this_machine(config) if here else with_accelerator(config, config.accelerator != "cpu")
     room = available(config, arguments.device_memory, arguments.host_memory)
-    if not _names_batch_size(flags):
+    if any_batch_size:
         config = replace(config, batch_size=IMAGES * config.world_size * config.accumulate)
         flags += ["--batch_size", str(config.batch_size)]
     return _plan(of_machine(config), arguments, flags, room)
@@ -78,7 +78,7 @@ def _plan(run: Run, arguments: Namespace, flags: list[str], room: Room) -> int:
             "schema": 1,
             "parameters": net.elements,
             "trained_parameters": net.trained,
-            "ranks": run.world_size,
+            "ranks": run.config.world_size,
             "micro_batch": None if of_size else run.micro_batch,
             "room": {"device": room.device, "host": room.host, "disk": room.disk},
             "recommended": choice and choice.strategy,
@@ -93,19 +93,17 @@ def _plan(run: Run, arguments: Namespace, flags: list[str], room: Room) -> int:
     console = Console(highlight=False)
     console.print(_heading(run, net, of_size, room), soft_wrap=True)
     if arguments.table:
-        by_devices = {count: survey(_at(run, count), net, room, lines) for count in DEVICES}
+        by_devices = {}
+        for count in DEVICES:
+            batch_size = run.micro_batch * count * run.config.accumulate  # the same micro-batch on each
+            config = replace(run.config, devices=count, num_nodes=1, batch_size=batch_size)
+            by_devices[count] = survey(replace(run, config=config), net, room, lines)
         print_scaling(by_devices, room.device, console)
     else:
         print_plan(needs, console)
     for line in filter(None, (f"recommended ({RULE}):", reason, command)):
         console.print(line, soft_wrap=True)
     return int(choice is None)
-
-
-def _at(run: Run, devices: int) -> Run:
-    """Returns the run on another number of devices, with the same micro-batch on each."""
-    batch_size = run.micro_batch * devices * run.config.accumulate
-    return replace(run, config=replace(run.config, devices=devices, num_nodes=1, batch_size=batch_size))
 
 
 def _command(config: Config, flags: list[str]) -> str:

@@ -104,8 +104,10 @@ def survey(run: Run, network: Network, room: Room, lines: dict[str, Line] | None
         lines: cache of the activations by compute format, filled here; None: activations are not counted.
 
     Raises:
-        UsageError: the batch does not divide, or activation checkpointing finds no blocks.
+        UsageError: the batch does not divide, ranks share a model, or activation checkpointing finds no blocks.
     """
+    if run.config.tensor_parallel_size or run.config.pipeline_parallel_size:
+        raise UsageError("--tensor_parallel_size and --pipeline_parallel_size cannot be planned: leave them out")
     return [_need(run.under(name), network, room, lines) for name in PLANNED]
 
 
@@ -118,7 +120,9 @@ def _need(run: Run, network: Network, room: Room, lines: dict[str, Line] | None)
     except UsageError as error:
         refused = str(error)
     line = None if lines is None or refused else _activations(run, lines)
-    states = predicted(config.strategy, network.weights, config.world_size, config.precision, config.optimizer)
+    states = predicted(
+        config.strategy, network.weights, config.world_size, config.precision, config.optimizer, config.zero
+    )
     assert states is not None
     average = overheads.average(run, network)  # stored where the parameters are
     average_on_host = average if spec.offload_parameters else 0
@@ -149,10 +153,9 @@ def _activations(run: Run, lines: dict[str, Line]) -> Line:
 
 
 def _most_images(need: Need, line: Line, room: Room) -> int:
-    def is_too_large(images: int) -> bool:
-        return bool(replace(need, activations=line.at(images)).lacking(room))
-
-    return max(0, bisect_left(range(MOST_IMAGES), True, key=is_too_large) - 1)
+    sizes = range(MOST_IMAGES)
+    first = bisect_left(sizes, True, key=lambda images: bool(replace(need, activations=line.at(images)).lacking(room)))
+    return max(0, first - 1)
 
 
 def recommended(needs: Sequence[Need], room: Room) -> tuple[Need | None, str]:

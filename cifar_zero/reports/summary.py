@@ -23,6 +23,9 @@ SCHEMA = 1
 
 REPOSITORY = Path(__file__).parents[2]
 
+IN_EFFECT = ("compute_dtype", "parameter_dtype", "skipped_steps", "reduce_bucket_size", "allgather_bucket_size")
+"""Keys of metrics.json with the settings actually in effect."""
+
 MEASURED = (
     *("dataset", "num_train", "num_test", "model", "parameters", "trained_parameters"),
     *("strategy", "world_size", "num_nodes"),
@@ -31,12 +34,18 @@ MEASURED = (
     *("test/acc_top5", "test/precision", "test/recall", "test/f1", "test/precision_weighted", "test/f1_weighted"),
     *("test/auroc", "test/average_precision", "test/calibration_error", "test/precision_per_class"),
     *("test/recall_per_class", "test/f1_per_class", "test/auroc_per_class", "test/average_precision_per_class"),
-    *("perf/images_per_second", "perf/step_time_ms", "perf/step_time_min_ms", "perf/step_time_median_ms"),
+    *(
+        "perf/images_per_second",
+        "perf/tokens_per_second",
+        "perf/step_time_ms",
+        "perf/step_time_min_ms",
+        "perf/step_time_median_ms",
+    ),
     *("perf/step_time_max_ms", "perf/data_time_ms", "perf/tflops", "perf/mfu", "perf/seconds_to_first_step"),
     *("perf/fit_seconds",),
     *("mem/peak_rank_bytes", "mem/model_state_rank_bytes"),
     *("mem/parameter_rank_bytes", "mem/gradient_rank_bytes", "mem/optimizer_rank_bytes"),
-    *("compute_dtype", "parameter_dtype", "skipped_steps", "reduce_bucket_size", "allgather_bucket_size"),
+    *IN_EFFECT,
 )
 """Keys of metrics.json that a run fills in, in their order; null if the run has no such value."""
 
@@ -182,8 +191,10 @@ def _cost_rows(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _benchmark_rows(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     spread = " / ".join(f"{metrics[f'perf/step_time_{name}_ms']:.2f}" for name in ("min", "median", "max"))
+    tokens = metrics["perf/tokens_per_second"]
     rows = [
         ("images per second", f"{metrics['perf/images_per_second']:,.1f}"),
+        *([("tokens per second", f"{tokens:,.1f}")] if tokens else []),
         ("step time, mean (ms)", f"{metrics['perf/step_time_ms']:.2f}"),
         ("shortest / median / longest (ms)", spread),
         ("of the mean, waiting for data (ms)", f"{metrics['perf/data_time_ms']:.2f}"),

@@ -3,8 +3,6 @@
 A schedule is a closed formula, the learning rate of optimizer step k (from 0): a resumed run needs no more than k.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +16,7 @@ SCHEDULES: dict[str, type[Schedule]] = {
     "linear": plain.Linear,
     "exponential": plain.Exponential,
     "cosine": plain.Cosine,
+    "cosine_restarts": plain.CosineRestarts,
     "step": plain.Step,
     "onecycle": plain.OneCycle,
     "warmup_linear": plain.WarmupLinear,

@@ -80,6 +80,26 @@ class Cosine(FiniteSchedule):
 
 
 @dataclass
+class CosineRestarts(Schedule):
+    """down half a cosine wave again and again (torch's CosineAnnealingWarmRestarts; Loshchilov and Hutter 2017)"""
+
+    period: int = limited(1000, over=0)
+    """Optimizer steps of the first wave."""
+
+    period_factor: int = limited(2, at_least=1)
+    """Each wave is this many times as long as the one before."""
+
+    min_lr: float = 0.0
+    """Learning rate at the end of a wave."""
+
+    def rate(self, step: float, base_lr: float) -> float:
+        period = self.period
+        while step >= period:
+            step, period = step - period, period * self.period_factor
+        return cosine(base_lr, self.min_lr, step / period)
+
+
+@dataclass
 class Step(Schedule):
     """multiplied by a factor once every `step_size` optimizer steps (torch's StepLR)"""
 
@@ -134,11 +154,8 @@ class WarmupLinear(FiniteSchedule):
 
 
 @dataclass
-class WarmupCosine(FiniteSchedule):
+class WarmupCosine(WarmupLinear):
     """from 0 up to the optimizer's learning rate, then down half a cosine wave"""
-
-    warmup_steps: int = 500
-    """Optimizer steps of the rise."""
 
     min_lr: float = 0.0
     """Learning rate after total_steps, and from then on."""

@@ -11,7 +11,7 @@ from cifar_zero.config.run import Run
 
 def build(run: Run, num_parameters: int) -> Strategy | str:
     """Returns Lightning's DDP for several ranks or if it is named, else its strategy for a single device."""
-    if run.config.strategy == "baseline" and run.world_size == 1:
+    if run.config.strategy == "baseline" and run.config.world_size == 1:
         return "auto"
     # callbacks/averaging.py averages the only buffers that change, batch normalisation's, under every strategy.
     known = inspect.signature(DistributedDataParallel).parameters  # torch 2.15 has renamed it

@@ -12,14 +12,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from cifar_zero.config.run import Run
 from cifar_zero.models.cast import cast_buffers, compute_with_statistics
-from cifar_zero.strategies.mesh import MeshStrategy
+from cifar_zero.strategies import tensor_parallel
+from cifar_zero.strategies.mesh import MeshStrategy, by_block
 
 
 def build(run: Run, num_parameters: int) -> MeshStrategy:
     """Returns the strategy that shards parameters, gradients and optimizer state over all ranks."""
     mixed = run.config.precision == "bf16-mixed"
     policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32) if mixed else MixedPrecisionPolicy()
-    return MeshStrategy(run, partial(shard, policy=policy), together=False, casts=mixed)
+    return MeshStrategy(run, partial(shard, policy=policy), casts=mixed)
 
 
 def shard(net: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
@@ -28,11 +29,10 @@ def shard(net: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> Non
     A block is gathered just before it computes and freed just after; a model without blocks is gathered whole.
     Mixed precision gathers and computes in the low precision, and sums gradients and updates weights in float32.
     """
-    data_parallel = mesh["data_parallel"]
     if policy.param_dtype is not None:
         cast_buffers(net, policy.param_dtype)
         compute_with_statistics(net)
-    blocks = getattr(net, "blocks", nn.Sequential())
-    for block in blocks.children():
-        fully_shard(block, mesh=data_parallel, mp_policy=policy)
-    fully_shard(net, mesh=data_parallel, mp_policy=policy)
+    if mesh["tensor_parallel"].size() > 1:
+        tensor_parallel.split_layers(net, mesh)
+    along = tensor_parallel.data_dimension
+    by_block(net, partial(fully_shard, mesh=mesh["data_parallel"], mp_policy=policy, shard_placement_fn=along))

@@ -1,15 +1,15 @@
 """Base of the strategies that cut the model themselves: fsdp2, tensor_parallel and pipeline."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from cifar_zero.config.run import Run
 from cifar_zero.optimizers.groups import keep_own_options
@@ -28,21 +28,25 @@ class MeshStrategy(OwnStrategy, ModelParallelStrategy):
     made. For a checkpoint rank 0 gets each tensor whole, one at a time, so that no GPU ever holds the model.
     Lightning's own strategy (2.6.6) reads only what it wrote itself.
 
+    The mesh has two dimensions: `data_parallel` for the ranks that compute different images, and `tensor_parallel`,
+    Lightning's only name for the ranks of one model, neighbours.
+
     Args:
         run: of this rank.
         shard: cuts the model.
-        together: whether all ranks compute the same images together; otherwise each trains on different images.
         casts: whether `shard` also sets the precision, so that Lightning does not.
     """
 
-    def __init__(self, run: Run, shard: Shard, *, together: bool, casts: bool = False):
+    def __init__(self, run: Run, shard: Shard, *, casts: bool = False):
         super().__init__(
-            data_parallel_size=1 if together else run.world_size,
-            tensor_parallel_size=run.world_size if together else 1,  # Lightning's only name for ranks of one model
+            data_parallel_size=run.replicas,
+            tensor_parallel_size=run.ranks_per_model,
             save_distributed_checkpoint=False,
             process_group_backend="gloo" if run.on_cpu else None,
         )
         self.casts = casts
+        self.parts: Callable[[Any], Sequence[nn.Module]] = lambda module: [module.net]
+        """Returns what `shard` cuts of a LightningModule."""
         self._shard = shard
         self._sharded = False
 
@@ -59,24 +63,30 @@ class MeshStrategy(OwnStrategy, ModelParallelStrategy):
         """Cuts the model, once for the fit and the test after it."""
         assert self.model is not None
         if not self._sharded:
-            self._shard(self.model.net, self.device_mesh)  # pyright: ignore[reportArgumentType]
+            for part in self.parts(self.model):
+                self._shard(part, self.device_mesh)  # pyright: ignore[reportArgumentType]
             self._sharded = True
         super().setup(trainer)
-        self.precision_plugin.clip_grad_by_norm = clip_optimizer
+        precision = self.precision_plugin
+        precision.clip_grad_by_norm = lambda optimizer, clip_val: clip_by_global_norm(
+            [*precision.main_params(optimizer)], clip_val
+        )
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the whole weights, on rank 0; every rank takes part."""
-        assert self.model is not None
-        return self._whole(self.model.state_dict())
+        return self.gathered(Strategy.lightning_module_state_dict(self))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the optimizer's whole state in torch's form, on rank 0; every rank takes part."""
-        state = unwrapped(optimizer).state_dict()
-        return {**state, "state": {number: self._whole(entry) for number, entry in state["state"].items()}}
+        state: Any = Strategy.optimizer_state(self, optimizer)
+        return {**state, "state": self.gathered(state["state"])}
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Returns a checkpoint of any strategy, on every rank."""
-        return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
+    def gathered(self, states: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Returns weights, or states by the number of their parameter, whole on rank 0; every rank takes part."""
+        return on_host(states, self.is_global_zero)
+
+    load_checkpoint = Strategy.load_checkpoint
+    """Returns a checkpoint of any strategy, on every rank."""
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Keeps this rank's shard of the whole weights."""
@@ -93,38 +103,35 @@ class MeshStrategy(OwnStrategy, ModelParallelStrategy):
             state = {
                 number: {key: cut(value, parameters[number]) for key, value in entry.items()}
                 for number, entry in whole["state"].items()
+                if parameters[number].numel()
             }
             optimizer.load_state_dict({**whole, "state": state})
 
-    def _whole(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, value in tensors.items():
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            if self.is_global_zero:
-                found |= on_host({name: whole})
-        return found
+
+def by_block(net: nn.Module, spread: Callable[[nn.Module], Any]) -> None:
+    """Applies fully_shard or replicate to each block of a model that has `blocks`, and then to the rest of it."""
+    for block in getattr(net, "blocks", nn.Sequential()).children():
+        spread(block)
+    spread(net)
 
 
-def unwrapped(optimizer: Optimizer) -> Optimizer:
-    """Returns torch's own optimizer without the wrapper of Lightning (2.6.6)."""
-    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+def on_host(states: Mapping[Any, Any], keep: bool) -> dict[Any, Any]:
+    """Returns the same with whole tensors on the CPU, or nothing unless `keep`; all ranks with shards call it."""
 
+    def whole(tensor: Tensor) -> Tensor | None:
+        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return tensor.cpu() if keep else None
 
-def on_host(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the same with tensors on the CPU."""
-    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in values.items()}
+    found = tree_map_only(Tensor, whole, dict(states))
+    return found if keep else {}
 
 
 def cut(whole: Any, like: Any) -> Any:
     """Returns this rank's shard of a whole tensor, cut as `like` is; a value of another shape (an optimizer's number of
     steps) as it is. Nothing is communicated."""
+    if not like.numel():  # a block of another rank of the pipeline
+        return like
     if not isinstance(like, DTensor) or not isinstance(whole, Tensor) or whole.shape != like.shape:
         return whole
     whole = whole.to(like.device)
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def clip_optimizer(optimizer: Optimizer, clip_val: float) -> None:
-    """Clips an optimizer's gradients, if there is a limit, by the norm over all ranks' shards."""
-    if clip_val > 0:
-        clip_by_global_norm([parameter for group in optimizer.param_groups for parameter in group["params"]], clip_val)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, _foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.tensor import DTensor
 
 
@@ -14,28 +14,24 @@ def global_norm(parameters: Iterable[Any]) -> Tensor | None:
     All ranks call it. DeepSpeed (0.19.8) marks the parameters of experts with `allreduce` and `group_name`, pipeline
     those of one rank with `norm_group`.
     """
-    squares: dict[Any, list[Tensor]] = {}
+    squares: dict[tuple[Any, ...], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            group = getattr(parameter, "norm_group", None)
+            groups = [parameter.norm_group] if hasattr(parameter, "norm_group") else []
             if not getattr(parameter, "allreduce", True):
-                group = parameter.group_name
-            gradient = parameter.grad
-            if isinstance(gradient, DTensor):
-                # One sum over the ranks for all shards; DTensor's own norm would take one for each.
-                whole = all(placement.is_replicate() for placement in gradient.placements)
-                group = None if whole else gradient.device_mesh.get_group()
-                gradient = gradient.to_local()
-            # torch's get_total_norm would round the norm of each gradient to the gradient's type.
-            norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-            squares.setdefault(group, []).append(norm.square())
-    totals = {group: torch.stack(values).sum() for group, values in squares.items()}
-    for group, total in totals.items():
-        if isinstance(group, str):
-            from deepspeed.utils import groups
+                from deepspeed.utils import groups as of_deepspeed
 
-            group = groups._get_expert_parallel_group(group)
-        if group is not None:
+                groups = [of_deepspeed._get_expert_parallel_group(parameter.group_name)]
+            if isinstance(parameter.grad, DTensor):
+                # One sum over the ranks for all shards; DTensor's own norm would take one for each.
+                of_dimensions = zip(parameter.grad.device_mesh.get_all_groups(), parameter.grad.placements, strict=True)
+                groups += [group for group, placement in of_dimensions if not placement.is_replicate()]
+            # torch's get_total_norm would round the norm of each gradient to the gradient's type.
+            norm = torch.linalg.vector_norm(_local(parameter.grad), dtype=torch.float32)
+            squares.setdefault(tuple(groups), []).append(norm.square())
+    totals = {groups: torch.stack(values).sum() for groups, values in squares.items()}
+    for groups, total in totals.items():
+        for group in groups:
             torch.distributed.all_reduce(total, group=group)
     return torch.stack([*totals.values()]).sum().sqrt() if totals else None
 
@@ -43,10 +39,13 @@ def global_norm(parameters: Iterable[Any]) -> Tensor | None:
 def clip_by_global_norm(parameters: Sequence[Any], limit: float) -> None:
     """Clips gradients by that norm.
 
-    torch's clip_grad_norm_ (2.15) does not accept the mixture of DTensors and plain tensors of tensor parallelism.
+    torch's clip_grad_norm_ (2.15) does not accept DTensors of several meshes, nor plain tensors next to them.
     """
     norm = global_norm(parameters)
     if norm is not None:
-        for sharded in (True, False):
-            of_a_kind = [parameter for parameter in parameters if isinstance(parameter, DTensor) == sharded]
-            torch.nn.utils.clip_grads_with_norm_(of_a_kind, limit, norm)
+        scale = (limit / (norm + 1e-6)).clamp(max=1)
+        _foreach_mul_([_local(each.grad) for each in parameters if each.grad is not None], scale)
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,19 +56,20 @@ def shown(value: Any, digits: int = 4) -> str:
 def resolved(flags: list[str], metric: str) -> Run:
     """Returns a resolved run; raises UsageError if it cannot be trained, or not by a sweep."""
     config = command_line.parse(flags)
-    for name in ("bench_steps", "find_lr", "plot_schedule", "resume"):
+    for name in ("bench_steps", "find_lr", "plot_schedule", "check_gradients", "resume"):
         if getattr(config, name):
             raise UsageError(f"--{name} cannot be used with sweep.py: leave it out")
     if config.strategy == AUTO or config.num_nodes > 1:
         raise UsageError("sweep.py takes neither --strategy auto nor --num_nodes: name a strategy for this machine")
     if metric == VALIDATION and not config.data.val_fraction:
         raise UsageError(f"--metric {VALIDATION} needs validation images: add --data.val_fraction 0.1")
-    return resolve(config, command_line.consent(flags))
+    devices = 1 if config.devices == "auto" else config.devices  # many runs at a time rather than many GPUs for each
+    return resolve(replace(config, devices=devices), command_line.consent(flags))
 
 
 def slots(planned: list[Run], parallel: int | None, runs: int) -> list[Slot]:
     """Returns `parallel` slots (None: as many as there are devices for), at most one for each run."""
-    ranks = max(run.world_size for run in planned)
+    ranks = max(run.config.world_size for run in planned)
     if any(run.spec.offload_optimizer == "nvme" for run in planned):
         parallel = 1  # DeepSpeed (0.19.8, partitioned_param_swapper.py) clears a folder that two runs would share
     if not all(run.on_cpu for run in planned):

@@ -50,7 +50,7 @@ def main(program: str) -> int:
     planned = [resolved([*rest, *flags_of(params)], metric) for params in checked]
     if arguments.prune and (metric != VALIDATION or "tensorboard" not in planned[0].config.logger):
         raise UsageError(f"--prune reads {VALIDATION} from TensorBoard: leave out --metric and --logger")
-    folder = Path(arguments.out) / (arguments.name or planned[0].config.model.name.replace(":", "-"))
+    folder = Path(arguments.out) / (arguments.name or planned[0].config.model_name)
     folder.mkdir(parents=True, exist_ok=True)
     recipe = command_line.dump(command_line.parse([*rest, *flags_of(checked[0])]))
     record = "\n".join([metric, *arguments.search, recipe])

@@ -10,7 +10,6 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
 from cifar_zero import models, strategies
 from cifar_zero.checkpoints import run_folder
@@ -22,7 +21,7 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.core.usage import nearest
 from cifar_zero.launch import rank_environment
 from cifar_zero.models.mixture_options import MixtureOptions
-from cifar_zero.training import fast_loop
+from cifar_zero.training import fast_loop, loggers
 from cifar_zero.training.callbacks.averaging import Averaging, BatchNormStatistics
 from cifar_zero.training.callbacks.checkpoint import LastCheckpoint, Resume
 from cifar_zero.training.callbacks.cpu_kernels import CPUKernels
@@ -32,29 +31,25 @@ from cifar_zero.training.callbacks.experts import Experts
 from cifar_zero.training.callbacks.figures import TestFigures
 from cifar_zero.training.callbacks.flops import parameter_count, training_flops
 from cifar_zero.training.callbacks.heartbeat import Heartbeat
+from cifar_zero.training.callbacks.layers import Layers
 from cifar_zero.training.callbacks.learning_rate_finder import FIND_LR_STEPS, LearningRateFinder
 from cifar_zero.training.callbacks.memory import Memory
+from cifar_zero.training.callbacks.plateau import ReduceOnPlateau
 from cifar_zero.training.callbacks.progress import Progress
 from cifar_zero.training.callbacks.stop import EarlyStop, Interrupt
 from cifar_zero.training.callbacks.summary import Effective
 from cifar_zero.training.callbacks.throughput import Throughput
-from cifar_zero.training.wandb_logger import wandb_logger
-
-WARMUP_STEPS = 10
-"""Optimizer steps that are not timed."""
-
-BENCH_WARMUP_STEPS = 20
-"""Steps before the timed ones of --bench_steps, for allocation, autotuning and the page cache."""
 
 
-def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None = None) -> Trainer:
-    """Returns Lightning's Trainer for a run, whose callbacks write into `run_dir` on rank 0; or with other callbacks.
+def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None = None, elements: int = 0) -> Trainer:
+    """Returns Lightning's Trainer for a run, whose callbacks write into `run_dir` on rank 0; or with other callbacks,
+    or for another model of so many elements.
 
     Raises:
         UsageError: Lightning refuses an option of --trainer.
     """
     config = run.config
-    strategy = strategies.build(run, parameter_count(config.model, run.num_classes))
+    strategy = strategies.build(run, elements or parameter_count(config.model, run.num_classes))
     # DeepSpeed's strategies bring their own precision plugin, and fsdp2 one for mixed precision.
     own = run.spec.family == "deepspeed" or (run.spec.casts and "mixed" in config.precision)
     options: dict[str, Any] = {
@@ -67,7 +62,7 @@ def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None
         "max_steps": config.max_steps,
         "accumulate_grad_batches": config.accumulate,
         "gradient_clip_val": config.gradient_clip_val or None,
-        "logger": _loggers(config, run_dir),
+        "logger": loggers.loggers(run, run_dir),
         "callbacks": _callbacks(run, run_dir) if callbacks is None else [*callbacks],
         "default_root_dir": run_dir,
         "plugins": [AtomicCheckpointIO(run.consent.trust, config.save_weights), *environment()],
@@ -78,7 +73,7 @@ def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None
         "num_sanity_val_steps": 0,
     }
     if config.only_measures:
-        steps = BENCH_WARMUP_STEPS + config.bench_steps
+        steps = config.warmup_steps + config.bench_steps
         if config.find_lr:
             steps = FIND_LR_STEPS if config.max_steps == -1 else config.max_steps
         options |= {"max_epochs": -1, "max_steps": steps, "limit_val_batches": 0, "enable_checkpointing": False}
@@ -98,10 +93,10 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
     """
     config = run.config
     curves = TrainingCurves(writes_losses=not config.only_measures)
-    warmup = BENCH_WARMUP_STEPS if config.bench_steps else WARMUP_STEPS
-    model_and_batch = config.model, run.num_classes, run.micro_batch, config.trainable, config.lora
-    flops = training_flops(*model_and_batch)
-    recomputed = training_flops(*model_and_batch, True) - flops if config.activation_checkpointing else 0
+    progress = Progress(config.batch_size, curves)
+    counted = config.model, run.num_classes, run.micro_batch, config.trainable, config.lora, config.data.image_size
+    flops = training_flops(*counted)
+    recomputed = training_flops(*counted, True) - flops if config.activation_checkpointing else 0
     micro_batches = run.replicas * config.accumulate
     mixtures = issubclass(models.MODELS[config.model.name], MixtureOptions)
     made: list[Callback] = [
@@ -110,21 +105,23 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
         curves,
         LearningRateFinder() if config.find_lr else Divergence(curves),
         *([Experts()] if mixtures else []),
+        *([Layers(config)] if config.log_gradients or config.log_weights else []),
+        *([ReduceOnPlateau(config.reduce_on_plateau)] if config.reduce_on_plateau else []),
         Memory(),
         Effective(),
-        Progress(config.batch_size, curves),
+        progress,
         Interrupt(),
         Resume(),
         *([Averaging(config.ema, config.swa_from)] if config.ema or config.swa_from else []),
         *_given(run.consent.callbacks),
         # After the others: it would count their work as waiting.
-        Throughput(config, flops * micro_batches, warmup, recomputed * micro_batches),
+        Throughput(config, flops * micro_batches, recomputed * micro_batches, progress.line),
     ]
     if run.on_cpu:
         made.append(CPUKernels(flops, config.precision))
     if not config.only_measures:
         made += [*([TestFigures()] if config.test_figures else []), *_checkpoints(config, run_dir)]
-        made += [EarlyStop(config.early_stopping)] if config.early_stopping else []
+        made += [EarlyStop(config.early_stopping, **_monitored(config))] if config.early_stopping else []
     return made
 
 
@@ -142,19 +139,24 @@ def _given(flags: tuple[str, ...]) -> list[Callback]:
 
 
 def _checkpoints(config: Config, run_dir: Path | None) -> list[Callback]:
-    """Returns what writes the last checkpoint, the best by val/acc if there are validation images, and the newest by
+    """Returns what writes the last checkpoint, the best by --monitor if there are validation images, and the newest by
     steps on request. Rank 0's directory is broadcast to the others."""
     folder = run_dir / run_folder.CHECKPOINTS if run_dir is not None else None
     name = "epoch{epoch:02d}-step{step:06d}"
     last = folder / "last.ckpt" if folder is not None else None
     saved: list[Callback] = [LastCheckpoint(last, config.save_every_minutes)]
     if config.data.val_fraction:
-        best = f"best-{name}"
-        saved.append(ModelCheckpoint(folder, best, monitor="val/acc", mode="max", auto_insert_metric_name=False))
+        kept = {"save_top_k": config.save_top_k, "auto_insert_metric_name": False}
+        saved.append(ModelCheckpoint(folder, f"best-{name}", **_monitored(config), **kept))
     if config.save_every_n_steps:
         every = config.save_every_n_steps
         saved.append(ModelCheckpoint(folder, name, every_n_train_steps=every, auto_insert_metric_name=False))
     return saved
+
+
+def _monitored(config: Config) -> dict[str, str]:
+    """Returns Lightning's arguments for the metric that says which validation is the best."""
+    return {"monitor": config.monitor, "mode": "min" if config.monitor.endswith(("loss", "error")) else "max"}
 
 
 def environment() -> list[ClusterEnvironment]:
@@ -178,18 +180,6 @@ def check_trainer_options(config: Config) -> None:
             raise UsageError(
                 f"--trainer.{name} is not an option of Lightning's Trainer: {nearest(name, sorted(known))}"
             )
-
-
-def _loggers(config: Config, run_dir: Path | None) -> list[Logger]:
-    """Returns the loggers, which only rank 0 has."""
-    if run_dir is None:
-        return []
-    made: list[Logger] = []
-    if "tensorboard" in config.logger:
-        made.append(TensorBoardLogger(run_dir, name="", version="", default_hp_metric=False))
-    if "wandb" in config.logger:
-        made.append(wandb_logger(run_dir))
-    return made
 
 
 def run_steps(config: Config, datamodule: Any) -> int:

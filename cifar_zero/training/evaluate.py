@@ -14,11 +14,12 @@ from typing import Any
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.config import command_line
 from cifar_zero.config.flags import Choice, Config, config_of
-from cifar_zero.config.run import Run, on_this_machine
+from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import STRATEGIES
+from cifar_zero.core.console import say
 from cifar_zero.core.errors import UsageError
 from cifar_zero.optimizers import OPTIMIZERS
-from cifar_zero.training.resolve import of_machine
+from cifar_zero.training.resolve import of_machine, on_this_machine
 
 
 def main(classes: Callable[[], tuple[Any, Any]]) -> int:
@@ -46,6 +47,8 @@ def main(classes: Callable[[], tuple[Any, Any]]) -> int:
         content = together(checkpoint, Path(arguments.delta), consent.trust)
         checkpoint = Path(arguments.delta)
     config = configuration(checkpoint, overrides, consent.trust, content)
+    if run_folder.code_has_changed(checkpoint, config.model.name):
+        say(f"{config.model.name} has changed since the run, whose folder has a copy of what was trained.")
     trained_cast = bool(config.ds_config) or STRATEGIES[config.strategy].casts
     run = of_machine(on_this_machine(for_one_device(config)), consent)
     # A CPU has no float16.
@@ -115,7 +118,7 @@ def evaluate(
     import torch
     from lightning.pytorch import Trainer
 
-    from cifar_zero.checkpoints.read import check_fits, network, read
+    from cifar_zero.checkpoints.read import load_weights, network, read
     from cifar_zero.core.console import quieten
     from cifar_zero.models.cast import cast_buffers, cast_parameters, compute_with_statistics
     from cifar_zero.reports.summary import print_test_table
@@ -127,8 +130,7 @@ def evaluate(
     assert module.net is not None
     averaged = bool(run.config.ema or run.config.swa_from)
     weights = network(content or read(checkpoint, run.consent.trust), averaged)
-    check_fits(module.net, weights, str(checkpoint))
-    module.net.load_state_dict(weights)
+    load_weights(module.net, weights, str(checkpoint))
     if cast and "mixed" in precision:
         dtype = torch.bfloat16 if "bf16" in precision else torch.float16
         cast_parameters(module.net, dtype)

@@ -7,21 +7,15 @@ import math
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torchmetrics import Metric, MetricCollection, SumMetric
-from torchmetrics.classification import (
-    MulticlassConfusionMatrix,
-    MulticlassPrecisionRecallCurve,
-    MulticlassROC,
-)
+from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassPrecisionRecallCurve, MulticlassROC
 
+from cifar_zero.config.flags import LossName
 from cifar_zero.data.dataset import IGNORED
-
-Curve = tuple[NDArray[np.float64], NDArray[np.float64]]
-"""Abscissae and ordinates of a curve, both (points,)."""
+from cifar_zero.reports.figures import Curve
+from cifar_zero.training.losses import loss
 
 TOP = 5
 """The k of the top-5 accuracy, as in ImageNet's challenge (Russakovsky et al. 2015, https://arxiv.org/abs/1409.0575).
@@ -41,8 +35,9 @@ class SplitMetrics:
     that DeepSpeed, which visits all layers several times per step, does not visit it. IGNORED labels do not count.
     """
 
-    def __init__(self, num_classes: int):
+    def __init__(self, num_classes: int, loss: LossName = "cross_entropy"):
         self.num_classes = num_classes
+        self.loss: LossName = loss
         # Their argument check would wait for the device in each batch; the sources have checked the labels.
         options = {"ignore_index": IGNORED, "validate_args": False}
         # A sum keeps a NaN. torchmetrics' MeanMetric (1.9.0) drops it, or its weights with nan_strategy="disable".
@@ -58,7 +53,7 @@ class SplitMetrics:
 
     def update(self, scores: Tensor, labels: Tensor) -> None:
         """Counts a batch: scores (N, classes) in float32, before the softmax; labels (N,)."""
-        self.loss_sum.update(F.cross_entropy(scores, labels, reduction="none", ignore_index=IGNORED))
+        self.loss_sum.update(loss(self.loss, scores, labels, reduction="none"))
         self.confusion.update(scores.argmax(dim=1), labels)
         self.calibration.update(scores, labels)
         if self.top_sum is not None:
@@ -125,8 +120,8 @@ class CurveMetrics(SplitMetrics):
     classes, 8 MB for CIFAR-100. float32 would round the probabilities of a confident model to 1, and tie them.
     """
 
-    def __init__(self, num_classes: int):
-        super().__init__(num_classes)
+    def __init__(self, num_classes: int, loss: LossName = "cross_entropy"):
+        super().__init__(num_classes, loss)
         options = {"ignore_index": IGNORED, "validate_args": False}
         self.curves = MetricCollection(
             {

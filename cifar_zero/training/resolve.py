@@ -1,15 +1,20 @@
 """From the configuration to the resolved run: the only place where open settings are decided."""
 
+import os
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 
 from cifar_zero import data
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.resume import checkpoint_to_resume
-from cifar_zero.config import rules
+from cifar_zero.config import ds_config, rules
 from cifar_zero.config.flags import Choice, Config
-from cifar_zero.config.run import NO_CONSENT, Consent, Run, on_this_machine
-from cifar_zero.config.strategy_specs import STRATEGIES, raw_spec
+from cifar_zero.config.run import NO_CONSENT, Consent, Run, with_accelerator
+from cifar_zero.config.strategy_specs import STRATEGIES
+from cifar_zero.core.console import say
+from cifar_zero.core.errors import UsageError
+from cifar_zero.core.hardware import gpu_count
 from cifar_zero.launch import rank_environment
 from cifar_zero.schedules import SCHEDULES
 
@@ -30,6 +35,49 @@ def resolve(config: Config, consent: Consent = NO_CONSENT) -> Run:
     return run
 
 
+def on_this_machine(config: Config) -> Config:
+    """Returns the configuration with accelerator, precision, devices and num_nodes decided.
+
+    Raises UsageError if there are too few devices, or a launcher started different numbers of ranks on the nodes.
+    """
+    gpus = gpu_count() if config.accelerator != "cpu" else 0
+    if config.accelerator == "gpu" and gpus == 0:
+        raise UsageError("--accelerator gpu: torch finds no usable GPU; use --accelerator cpu to train on the CPU")
+    config = with_accelerator(config, gpus > 0)
+    devices, num_nodes = config.devices, config.num_nodes
+    if "LOCAL_WORLD_SIZE" in os.environ:  # set by the launcher that started this rank
+        devices = int(os.environ["LOCAL_WORLD_SIZE"])
+        num_nodes, left = divmod(int(os.environ["WORLD_SIZE"]), devices)
+        if left:
+            raise UsageError(
+                f"the launcher started {os.environ['WORLD_SIZE']} ranks, {devices} of them on this node: start the "
+                "same number on each node"
+            )
+    elif devices == "auto":
+        devices = _most_devices(config, gpus)
+    if gpus and devices > gpus:
+        raise UsageError(f"--devices {devices}: this computer has {gpus} GPU{'s'[: gpus > 1]}")
+    return replace(config, devices=devices, num_nodes=num_nodes)
+
+
+def _most_devices(config: Config, gpus: int) -> int:
+    """Returns the largest number of GPUs on which the run is accepted, and prints why that is not all; 1 on the CPU."""
+    why_not_all = ""
+    for devices in range(gpus, 0, -1):
+        try:
+            rules.check(of_machine(replace(config, devices=devices)))
+        except UsageError as error:
+            why_not_all = why_not_all or f": {error}"
+            continue
+        if gpus > 1:
+            _say_once(f"--devices auto: {devices} of {gpus} GPUs{why_not_all}")
+        return devices
+    return 1
+
+
+_say_once = cache(say)  # a process may resolve several runs
+
+
 def rank_0_decides(config: Config) -> bool:
     """Returns whether the ranks must meet to know what is resumed: on several nodes, or if torchrun restarts them."""
     return config.num_nodes > 1 or rank_environment.by_torchrun()
@@ -43,7 +91,7 @@ def of_machine(config: Config, consent: Consent = NO_CONSENT) -> Run:
     """
     if config.find_lr and config.schedule.name != "range_test":
         config = replace(config, schedule=Choice("range_test", asdict(SCHEDULES["range_test"]())))
-    spec = raw_spec(config.ds_config) if config.ds_config else STRATEGIES[config.strategy]
+    spec = ds_config.spec_of(config.ds_config) if config.ds_config else STRATEGIES[config.strategy]
     run = Run(config, spec, num_classes=len(data.class_names(config.data)), consent=consent)
     _ = run.micro_batch
     rules.check_finetuning(config)

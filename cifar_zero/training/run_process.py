@@ -29,6 +29,7 @@ def start(
     log: Path,
     extra_env: Mapping[str, str] | None = None,
     cores: Collection[int] = (),
+    launcher: Sequence[str] = (),
 ) -> Run:
     """Starts a run.
 
@@ -38,10 +39,13 @@ def start(
         log: file for what the run prints.
         extra_env: environment variables to add.
         cores: CPU cores for the run and its ranks, on Linux; empty: all cores of this process.
+        launcher: command that starts the ranks, such as srun or torchrun with options; empty: the run itself.
     """
+    # torchrun and DeepSpeed's launcher start Python themselves.
+    python = [] if launcher and Path(launcher[0]).name in ("torchrun", "deepspeed") else [sys.executable]
     with log.open("w") as output:
         return subprocess.Popen(
-            [sys.executable, *program, *flags],
+            [*launcher, *python, *program, *flags],
             env={**_environment(), **(extra_env or {})},
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,9 +12,9 @@ from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.finetuning.delta import together
 from cifar_zero.checkpoints.finetuning.load import Match, match, read_plain
 from cifar_zero.checkpoints.finetuning.network import check_patterns, on_meta
-from cifar_zero.checkpoints.read import RECORD, check_fits, network, plain_network, read
+from cifar_zero.checkpoints.read import RECORD, load_weights, network, plain_network, read
 from cifar_zero.checkpoints.resume import check_same_run, checkpoint_to_resume, newest_of, source_of
-from cifar_zero.config import command_line
+from cifar_zero.config import command_line, ds_config
 from cifar_zero.config.flags import SourceName
 from cifar_zero.config.run import Run
 from cifar_zero.core import atomic
@@ -21,6 +22,8 @@ from cifar_zero.core.console import say
 from cifar_zero.core.errors import UsageError
 from cifar_zero.launch.collectives import by_rank_0, ranks_on_another_disk
 from cifar_zero.launch.rendezvous import Place
+from cifar_zero.models import MODELS, External
+from cifar_zero.models.external import pretrained
 from cifar_zero.training.resolve import rank_0_decides, with_checkpoint
 
 
@@ -62,7 +65,7 @@ def check_checkpoint(run: Run) -> SourceName | None:
     def source() -> SourceName | None:
         model = on_meta(config.model, run.num_classes, config.trainable, config.lora)
         checkpoint = read(Path(config.resume), run.consent.trust, device="meta")
-        check_fits(model, network(checkpoint), config.resume)
+        load_weights(model, network(checkpoint), config.resume)
         if RECORD in checkpoint:
             check_same_run(config, checkpoint[RECORD]["config"])
             return source_of(config, checkpoint[RECORD])
@@ -80,14 +83,18 @@ def pretrained_weights(run: Run) -> Match | None:
     config = run.config
     model = on_meta(config.model, run.num_classes, config.trainable, config.lora)
     check_patterns(model, config.trainable, config.model.options.get("ep_size", 1))
-    if not config.weights or config.resume:
+    entry, file, source = MODELS[config.model.name](**config.model.options), Path(config.weights), config.weights
+    if config.resume:
         return None
-    file = Path(config.weights)
     if config.delta:
         weights = plain_network(together(file, Path(config.delta), run.consent.trust))
-    else:
+    elif source:
         weights = read_plain(file, run.consent.trust)
-    return match(on_meta(config.model, run.num_classes), weights, config.weights)
+    elif isinstance(entry, External) and entry.weights:
+        weights, source = by_rank_0(lambda: pretrained(entry)), entry.weights
+    else:
+        return None
+    return match(on_meta(config.model, run.num_classes), weights, source)
 
 
 def open_run(run: Run, source: str, weights: Match | None) -> Path:
@@ -105,7 +112,12 @@ def open_run(run: Run, source: str, weights: Match | None) -> Path:
     # Absolute paths: the recipe repeats the run from any directory.
     cache = config.data.cache and os.path.abspath(config.data.cache)
     data = replace(config.data, source=cast(SourceName, source), root=os.path.abspath(config.data.root), cache=cache)
-    (folder / run_folder.CONFIG).write_text(command_line.dump(replace(config, data=data)))
+    raw = config.ds_config and os.path.abspath(config.ds_config)
+    (folder / run_folder.CONFIG).write_text(command_line.dump(replace(config, data=data, ds_config=raw)))
+    if raw:
+        flags = ds_config.flags_of(ds_config.options(ds_config.read(raw), vars(config), ()))
+        say(f"{config.ds_config} stands for {shlex.join(['train.py', *flags])}; the rest goes to DeepSpeed")
+    run_folder.keep_code(folder, config.model.name)
     if fell_back and config.resume:
         say("WARNING: this run continues on the embedded handwritten digits INSTEAD OF CIFAR-10, as it began.")
     if weights is not None:

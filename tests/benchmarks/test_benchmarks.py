@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import harness, runs
+from benchmarks import harness, releases, runs
 from benchmarks.harness import Case
 from benchmarks.loops import bare
 from benchmarks.loops.common import WARMUP_STEPS, Clock
@@ -18,7 +18,7 @@ from benchmarks.report import number, paired_ratios, spread
 from cifar_module import CIFARModule
 from cifar_zero import data as sources
 from cifar_zero.config import command_line
-from cifar_zero.config.flags import DataConfig
+from cifar_zero.config.flags import Config, DataConfig
 from cifar_zero.training import build
 from cifar_zero.training.resolve import resolve
 from datamodule import CIFARDataModule
@@ -73,7 +73,7 @@ def test_the_clock_leaves_the_warm_up_out(monkeypatch: pytest.MonkeyPatch):
     for _ in clock.over(range(7)):  # epochs of seven batches
         batches += 1
         seconds += 100.0 if batches <= WARMUP_STEPS else 0.5
-    assert batches == clock.steps == build.BENCH_WARMUP_STEPS + 30
+    assert batches == clock.steps == Config.warmup_steps + 30
     assert clock.figures() == {"images_per_second": 16.0, "step_time_ms": 500.0}
 
 
@@ -103,6 +103,20 @@ def test_the_bare_loop_trains_what_train_py_trains(tmp_path: Path):
         net, _ = bare.train(images, 64, trainer.global_step - WARMUP_STEPS, torch.device("cpu"), tuned)
         for ours, theirs in zip(module.parameters(), net.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_the_table_of_releases_names_the_upstream_report():
+    rows = {
+        "deepspeed_stage_1": ("passes", ""),
+        "deepspeed_stage_2": ("different", "net, sgd: step 1: gradient of fc|1"),
+        "deepspeed_stage_3": ("passes", ""),
+    }
+    link = "[7718](https://github.com/deepspeedai/DeepSpeed/issues/7718)"
+    assert releases.lines("0.18.2", rows) == [
+        "| 0.18.2 | stage_1, stage_3 | passes |  |  |\n",
+        f"| 0.18.2 | stage_2 | different | net, sgd: step 1: gradient of fc 1 | {link} |\n",
+    ]
+    assert link not in "".join(releases.lines("0.18.3", rows))
 
 
 @pytest.mark.parametrize("flags", [("limit", "--steps", "0"), ("startup", "--repeats", "0")])

@@ -125,7 +125,7 @@ def test_a_damaged_ranks_json_is_ignored(damaged: str, tmp_path: Path):
 
 def test_a_strategy_that_cannot_resume_is_refused_once_a_checkpoint_is_found():
     """On several nodes rank 0 looks for the checkpoint after the other checks."""
-    flags = ["--strategy", "deepspeed_stage_3_offload_nvme", "--nvme_path", "/", "--resume", "auto"]
+    flags = ["--strategy", "deepspeed_stage_3_offload_nvme", "--nvme_path", "/", "--resume", "auto", "--devices", "1"]
     run = of_machine(command_line.parse(flags))
     assert with_checkpoint(run, "").config.resume == ""
     with pytest.raises(UsageError, match="--resume: deepspeed_stage_3_offload_nvme cannot be resumed"):

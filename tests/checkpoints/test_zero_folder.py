@@ -101,6 +101,14 @@ def test_stage_0_in_16_bits(tmp_path: Path):
     check(stage_0(tmp_path), NAMES)
 
 
+def test_deepspeed_has_left_the_optimizer_out(tmp_path: Path):
+    folder = write(tmp_path, 0, {})
+    file = folder / TAG / "mp_rank_00_model_states.pt"
+    torch.save({**torch.load(file, weights_only=True), SHAPE: {"ep_size": 0}}, file)
+    with pytest.raises(UsageError, match="has no optimizer: DeepSpeed before"):
+        read_folder(folder)
+
+
 @pytest.mark.parametrize(
     "file", ["expp_rank_0_mp_rank_00_optim_states.pt", "layer_0_expert_4_mp_rank_00_model_states.pt"]
 )

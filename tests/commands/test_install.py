@@ -1,14 +1,22 @@
-"""After an installation with pip, the classes and the package can be imported from any directory."""
+"""After an installation with pip the classes can be imported from any directory, and the commands run there."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import pytest
 
+from cifar_zero.__main__ import COMMANDS
 from tests.support.helpers import ROOT, assert_ok
+
+PIP = [sys.executable, "-m", "pip"]
+ALONE = ["--no-deps", "--no-index"]
 
 IMPORTS = """
 import site, sys
@@ -20,8 +28,7 @@ print(*(module.__file__ for module in (cifar_module, datamodule, train, cifar_ze
 
 @pytest.mark.slow
 def test_an_editable_installation_is_importable_from_any_directory(tmp_path: Path):
-    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-index"]
-    command = [*pip, "--prefix", str(tmp_path), "--editable", str(ROOT)]
+    command = [*PIP, "install", *ALONE, "--no-build-isolation", "--prefix", str(tmp_path), "--editable", str(ROOT)]
     assert_ok(subprocess.run(command, capture_output=True, text=True))
     (packages,) = tmp_path.glob("lib/python*/site-packages")
     command = [sys.executable, "-c", IMPORTS, str(packages)]
@@ -29,3 +36,52 @@ def test_an_editable_installation_is_importable_from_any_directory(tmp_path: Pat
     assert_ok(done)
     files = ("cifar_module.py", "datamodule.py", "train.py", "cifar_zero/comparison/compare.py")
     assert done.stdout.split() == [str(ROOT / file) for file in files]
+
+
+OWN_TEST = """
+from cifar_zero.comparison import assert_agrees
+from my_module import Digits, DigitsData
+
+def test_zero_trains_what_ddp_trains():
+    assert_agrees(Digits, DigitsData, strategies=["deepspeed_stage_3"], devices=2, steps=4)
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif("RECIPES" not in os.environ, reason="some minutes, of make recipes")
+def test_a_wheel_trains_and_compares_in_an_empty_directory(tmp_path: Path):
+    """The wheel is built from a clone. Its environment sees the packages of this one, and nothing of the repository."""
+    clone, env, work = tmp_path / "clone", tmp_path / "env", tmp_path / "work"
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+    build = [*PIP, "wheel", *ALONE, "--no-build-isolation", "--wheel-dir", str(tmp_path), str(clone)]
+    assert_ok(subprocess.run(build, capture_output=True, text=True))
+    shutil.rmtree(clone)
+    venv.create(env)
+    (packages,) = env.glob("lib/python*/site-packages")
+    (packages / "pinned.pth").write_text(sysconfig.get_path("purelib"))
+    (wheel,) = tmp_path.glob("*.whl")
+    install = [*PIP, "--python", str(env / "bin" / "python"), "install", *ALONE, str(wheel)]
+    assert_ok(subprocess.run(install, capture_output=True, text=True))
+
+    work.mkdir()
+    shutil.copy(ROOT / "tests" / "support" / "own_code.py", work / "my_module.py")
+    (work / "test_mine.py").write_text(OWN_TEST)
+    (work / "train.py").write_text("raise SystemExit('the wrong train.py')")
+    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+
+    def run(program: str, *arguments: str) -> str:
+        command = [str(env / "bin" / program), *arguments]
+        done = subprocess.run(command, cwd=work, env=clean, capture_output=True, text=True, timeout=240)
+        assert_ok(done)
+        return done.stdout
+
+    for command in COMMANDS:
+        assert f"{command}.py" in run("cifar-zero", command, "--help")
+    assert "deepspeed" in run("cifar-zero", "doctor", "deepspeed", "torch")
+    small = ["--accelerator", "cpu", "--data.source", "synthetic", "--data.synthetic_size", "640", "--batch_size", "16"]
+    short = [*small, "--max_steps", "4", "--devices", "2"]
+    assert "deepspeed_stage_2" in run("cifar-zero", "train", *short, "--strategy", "deepspeed_stage_2")
+    own = ["--module", "my_module.py:Digits", "--datamodule", "my_module.py:DigitsData", "--max_steps", "4"]
+    run("cifar-zero", "compare", *own, "--devices", "2", "--strategies", "deepspeed_stage_2")
+    run("cifar-zero", "compare", *short, "--strategies", "ddp", "deepspeed_stage_1")
+    assert "1 passed" in run("python", "-m", "pytest", "-q", "test_mine.py")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -17,6 +19,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.read import read
+from cifar_zero.config.deepspeed_examples import get_ds_config
+from cifar_zero.launch.local_launcher import free_port
 from cifar_zero.reports.summary import MEASURED
 from tests.support.helpers import (
     ROOT,
@@ -188,12 +192,40 @@ def test_the_fallback_to_digits_is_reported_everywhere(tmp_path: Path, small_dat
 
 
 @pytest.mark.distributed
-def test_torchrun_and_a_raw_configuration(small_data: list[str], tmp_path: Path):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    flags = ["--ds_config", "configs/deepspeed/stage_2_overlap.json", "--accelerator", "cpu", "--batch_size", "16"]
-    done = run_program(*launcher, "train.py", *small_data, *flags, "--max_steps", "8", "--out", str(tmp_path))
+def test_deepspeeds_launcher_and_the_sources_own_configuration(small_data: list[str], tmp_path: Path):
+    """As DeepSpeedExamples writes its launch line; the engine gets its dictionary, and the flags are said once."""
+    launcher = ["-m", "deepspeed.launcher.runner", "--num_nodes=1", "--num_gpus=2", "--master_port", str(free_port())]
+    file = "cifar_zero/config/deepspeed_examples.json"
+    flags = ["--deepspeed", "--deepspeed_config", file, "--log-interval", "4"]
+    done = run_program(*launcher, "train.py", *flags, *small_data, "--max_steps", "8", "--out", str(tmp_path))
     assert_ok(done)
-    assert json.loads((run_folder_of(tmp_path) / "metrics.json").read_text())["world_size"] == 2
+    said = f"{file} stands for train.py --gradient_clip_val 1.0 --batch_size 16"
+    assert (done.stdout + done.stderr).count(said) == 1
+    assert "cpu_offload" not in done.stdout + done.stderr
+    run, source = run_folder_of(tmp_path), json.loads((ROOT / file).read_text())
+    assert source == get_ds_config(2, "bf16")
+    assert json.loads((run / "metrics.json").read_text())["world_size"] == 2
+    assert f"ds_config: {ROOT / file}\n" in (run / "config.yaml").read_text()
+    engine = json.loads((run / "deepspeed.json").read_text())
+    for key, value in source["zero_optimization"].items():
+        assert engine["zero_optimization"][key] == (None if key == "cpu_offload" else value)
+    for key in ("gradient_clipping", "steps_per_print", "prescale_gradients", "wall_clock_breakdown", "fp16", "bf16"):
+        assert engine[key] == source[key]
+
+
+@of_make_fuzz
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "line", re.findall("^deepspeed (.*)$", (ROOT / "docs" / "migration.md").read_text(), re.MULTILINE)
+)
+def test_the_sources_launch_lines(line: str, small_data: list[str], tmp_path: Path):
+    bound = line if shutil.which("numactl") else line.replace("--bind_cores_to_rank ", "")
+    launcher = ["-m", "deepspeed.launcher.runner", "--master_port", str(free_port())]
+    done = run_program(*launcher, *shlex.split(bound), *small_data, "--max_steps", "4", "--out", str(tmp_path))
+    assert_ok(done)
+    recorded = json.loads((run_folder_of(tmp_path) / "metrics.json").read_text())
+    assert recorded["model"] == ("net_moe" if "--moe" in line else "net")
+    assert recorded["strategy"] == ("deepspeed_stage_2" if "--stage=2" in line else "deepspeed_stage_0")
 
 
 @pytest.mark.parametrize(
@@ -274,13 +306,12 @@ def test_a_mistake_that_the_ranks_find_is_reported_once(small_data: list[str], t
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("devices", "number", "name"),
     [
         ("1", signal.SIGUSR1, "SIGUSR1"),
-        ("2", signal.SIGINT, "Ctrl-C"),
-        pytest.param("2", signal.SIGTERM, "SIGTERM", marks=of_make_fuzz),
+        pytest.param("2", signal.SIGINT, "Ctrl-C", marks=pytest.mark.distributed),
+        pytest.param("2", signal.SIGTERM, "SIGTERM", marks=[pytest.mark.distributed, of_make_fuzz]),
     ],
 )
 def test_a_signal_saves_and_says_how_to_resume(

@@ -14,7 +14,7 @@ SETTINGS: dict[str, Any] = {
     "data": {"source": "digits", "root": "data"},
 }
 METRICS: dict[str, Any] = {
-    **{"strategy": "baseline", "world_size": 2, "accumulate": 1, "micro_batch_size": 8, "seed": 0},
+    **{"strategy": "baseline", "world_size": 2, "num_nodes": 1, "accumulate": 1, "micro_batch_size": 8, "seed": 0},
     **{"dataset": "digits", "num_train": 100, "device_name": "a CPU", "git_commit": None, "versions": {"torch": "2"}},
     **{"precision": "32-true", "accelerator": "cpu", "skipped_steps": 0, "test/acc": 0.5, "perf/fit_seconds": 2.0},
 }

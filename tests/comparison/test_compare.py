@@ -30,7 +30,7 @@ class MadeUpRuns(Runner):
         super().__init__(Path(), len(losses))
         self.losses = losses
 
-    def run(self, name: str, program: Any, flags: Any) -> Path:
+    def run(self, name: str, program: Any, flags: Any, launcher: Any = ()) -> Path:
         """Returns the run's folder, which has its name."""
         if name not in self.losses:
             raise RunError("out of memory")
@@ -77,6 +77,7 @@ def test_a_full_disk_ends_with_the_folder_of_the_runs(monkeypatch: pytest.Monkey
         devices=["1"],
         accumulate=None,
         seeds=None,
+        launcher="",
         trust=False,
         out=str(tmp_path),
         name="n",

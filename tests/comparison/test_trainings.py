@@ -28,11 +28,37 @@ def test_names_contain_what_varies() -> None:
     assert names(["ddp", "fsdp2"], ["2"], ["1", "4"])[1] == "ddp, 4 micro-batches"
 
 
+def test_a_launcher_starts_only_the_runs_on_several_nodes() -> None:
+    one, two = plan(["ddp"], ["2", "2x1"], [], 1, SMALL, ["srun"])
+    assert (one.name, one.launcher, two.name, two.launcher) == ("1 node", (), "2 nodes", ["srun"])
+    assert [variant.launcher for variant in plan(["ddp", "fsdp2"], [], [], 1, SMALL, ["srun"])] == [["srun"]] * 2
+
+
+def test_all_variants_train_the_recipe_of_a_deepspeed_configuration() -> None:
+    file = "cifar_zero/config/deepspeed_examples.json"
+    baseline, theirs = (variant.run.config for variant in plan(["baseline", file], ["2"], [], 1, SMALL))
+    assert (baseline.ds_config, theirs.ds_config) == ("", file)
+    assert baseline.batch_size == 16
+    assert (baseline.optimizer, baseline.schedule, baseline.gradient_clip_val, baseline.precision) == (
+        *(theirs.optimizer, theirs.schedule, 1.0, "bf16-mixed"),
+    )
+    with pytest.raises(UsageError, match=r"--gradient_clip_val 2.0 \(file: 1.0\)"):
+        plan(["baseline", file], ["2"], [], 1, [*SMALL, "--gradient_clip_val", "2"])
+
+
 def test_a_run_for_each_seed() -> None:
     baseline, other = plan(["baseline", "ddp"], ["2"], [], 2, [*SMALL, "--seed", "5"])
     assert [other.run_name(seed) for seed in other.seeds] == ["ddp-seed_5", "ddp-seed_6"]
     assert other.flags_of(6)[-4:] == ["--devices", "2", "--seed", "6"]
-    assert (baseline.run.config.batch_size, other.run.config.batch_size, other.run.world_size) == (16, 16, 2)
+    assert (baseline.run.config.batch_size, other.run.config.batch_size, other.run.config.world_size) == (16, 16, 2)
+
+
+def test_a_size_is_for_the_strategies_that_split_the_model() -> None:
+    rest = [*SMALL, "--model", "vit_small", "--devices", "4", "--tensor_parallel_size", "2"]
+    baseline, fsdp2, pipeline = (variant.run for variant in plan(["baseline", "fsdp2", "pipeline"], [], [], 1, rest))
+    assert [run.ranks_per_model for run in (baseline, fsdp2, pipeline)] == [1, 2, 4]
+    with pytest.raises(UsageError, match="is for fsdp2, fsdp, tensor_parallel"):
+        plan(["baseline", "ddp"], [], [], 1, rest)
 
 
 @pytest.mark.parametrize("names", [("a b", "a_b"), ("a", "perturbed-a")])

@@ -50,6 +50,9 @@ def test_labels_are_smoothed_only_in_training(soft: bool):
         (["--ema", "0.9", "--swa_from", "0.5"], "leave one of them out"),
         (["--early_stopping", "-1"], "--early_stopping must be at least 0"),
         (["--early_stopping", "2", "--data.val_fraction", "0"], "--early_stopping needs validation images"),
+        (["--monitor", "val/f1", "--data.val_fraction", "0"], "--monitor needs validation images"),
+        (["--save_top_k", "3", "--trainer.limit_val_batches", "0"], "--save_top_k needs validation: leave"),
+        (["--monitor", "test/acc"], "--monitor: expected one of"),
         (["--early_stopping", "2", "--trainer.limit_val_batches", "0"], "--early_stopping needs validation: leave"),
     ],
 )

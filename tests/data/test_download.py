@@ -12,8 +12,8 @@ from torchvision.datasets import CIFAR10
 
 from cifar_zero import data
 from cifar_zero.config.flags import DataConfig
-from cifar_zero.data import download as module
-from cifar_zero.data.download import DownloadError, download
+from cifar_zero.data import cifar as module
+from cifar_zero.data.cifar import DownloadError, download
 from tests.data.archives import ArchiveServer, cifar_files, md5, publish
 
 Serve = Callable[[bytes], ArchiveServer]

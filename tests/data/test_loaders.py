@@ -113,5 +113,6 @@ def test_batches_have_the_memory_format_of_the_model(onednn: bool, monkeypatch: 
 def test_normalize_casts_what_is_normalised_already() -> None:
     images = torch.linspace(-1, 1, 5)
     assert normalize(images) is images
-    assert normalize(images, torch.bfloat16).dtype == torch.bfloat16
-    assert normalize(torch.tensor([0, 255], dtype=torch.uint8), torch.bfloat16).tolist() == [-1, 1]
+    assert normalize(images, dtype=torch.bfloat16).dtype == torch.bfloat16
+    pixels = torch.tensor([0, 255], dtype=torch.uint8).view(1, 1, 1, 2)
+    assert normalize(pixels, dtype=torch.bfloat16).flatten().tolist() == [-1, 1]

@@ -21,15 +21,22 @@ def hosts() -> Iterator[Hosts]:
         yield hosts
 
 
-def start(hosts: Hosts, rank: int, *flags: str, cwd: Path = ROOT) -> subprocess.Popen[str]:
-    """Starts one of two ranks, which run on separate hosts."""
-    host: Host = (hosts.a, hosts.b)[rank]
-    place = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "NODE_RANK": rank}
+def start(hosts: Hosts, rank: int, *flags: str, cwd: Path = ROOT, ranks: int = 2, **more: str) -> subprocess.Popen[str]:
+    """Starts one of the ranks: the last one on one host, the others on another."""
+    alone = rank == ranks - 1
+    host: Host = hosts.b if alone else hosts.a
+    place = {"RANK": rank, "LOCAL_RANK": 0 if alone else rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": 1}
     meeting = {"MASTER_ADDR": hosts.a.address, "MASTER_PORT": "29532", "GLOO_SOCKET_IFNAME": DEVICE}
     return host.start(
         *(sys.executable, str(ROOT / "doctor.py"), "--nodes", *flags),
         cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in place.items()}, **meeting},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            **{name: str(value) for name, value in place.items()},
+            **meeting,
+            **more,
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -42,7 +49,6 @@ def lines_of(rank: subprocess.Popen[str], timeout: float = 100) -> tuple[list[st
     return out.splitlines(), [line for line in errors.splitlines() if "socket.cpp" not in line]
 
 
-@pytest.mark.distributed
 def test_two_hosts_that_do_not_share_a_disk(hosts: Hosts, tmp_path: Path) -> None:
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:
@@ -54,14 +60,42 @@ def test_two_hosts_that_do_not_share_a_disk(hosts: Hosts, tmp_path: Path) -> Non
     found = [" ".join(line.split()) for line in out]
     assert found[0] == f"ok ranks 2 ranks on 2 nodes have met: {hosts.a.name}, {hosts.b.name}"
     assert found[2] == "ok all-reduce 1 MiB over gloo, the right sum on every rank"
-    assert found[3].startswith("ok versions the same on all nodes: torch 2")
-    assert found[4].startswith("ok clock ")
-    assert found[5].startswith(f"failed out {hosts.b.name} cannot see what {hosts.a.name} writes to runs: --out DIR")
-    assert found[6].startswith("Not fit to train: 1 failed, 0 warnings. Bandwidth is not measured: run all_reduce_perf")
+    assert found[3] == "ok training 10 steps alone, the same losses on all devices of a kind"
+    assert found[4].startswith("ok versions the same on all nodes: torch 2")
+    assert found[5].startswith("ok clock ")
+    assert found[6].startswith(f"failed out {hosts.b.name} cannot see what {hosts.a.name} writes to runs: --out DIR")
+    assert found[7].startswith("Not fit to train: 1 failed, 0 warnings. Bandwidth is not measured: run all_reduce_perf")
     assert not [*tmp_path.glob("*/*")]
 
 
-@pytest.mark.distributed
+WRONG = """
+import torch
+linear = torch.nn.functional.linear
+torch.nn.functional.linear = lambda *args: linear(*args) * (1 + 2**-23)
+"""
+
+
+def test_a_node_that_computes_wrongly_is_named(hosts: Hosts, tmp_path: Path) -> None:
+    """One rounding error in each linear layer of one of three ranks."""
+    (tmp_path / "sitecustomize.py").write_text(WRONG)
+    ranks = [start(hosts, rank, ranks=3, PYTHONPATH=str(tmp_path) if rank == 2 else "") for rank in range(3)]
+    (out, errors), *_ = map(lines_of, ranks)
+    assert [rank.returncode for rank in ranks] == [1, 0, 0], errors
+    found = [" ".join(line.split()) for line in out]
+    assert (
+        f"failed training other losses than most on rank 2 ({hosts.b.name}): replace that node: it computes wrongly"
+        in found
+    )
+
+
+def test_equal_devices_must_compute_the_same() -> None:
+    names, right, wrong = ["gpu0", "gpu1", "gpu2"], ("H100", [2.0, 1.0]), ("H100", [2.0, 1.5])
+    assert nodes.check_losses(names, [right] * 3).status == "ok"
+    assert nodes.check_losses(names, [right, ("H200", [2.0, 1.5]), right]).status == "ok"
+    assert nodes.check_losses(names, [right, right, wrong]).found == "other losses than most on rank 2 (gpu2)"
+    assert "equal devices compute other losses" in nodes.check_losses(names[:2], [right, wrong]).found
+
+
 def test_a_node_that_does_not_come_is_named_in_time(hosts: Hosts) -> None:
     alone = start(hosts, 0, "--timeout", "2")
     assert lines_of(alone) == ([], ["error: meeting the others took longer than 2 s: rank 1 did not get this far"])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
-from tests.support.helpers import run_program
+from tests.support.helpers import of_make_fuzz, run_program
 
 pytestmark = pytest.mark.distributed
 
@@ -63,3 +64,15 @@ def test_a_lost_all_reduce_is_found_at_its_step(tmp_path: Path, small_data: list
     assert broken["verdict"]["causes"] == [], "no known cause excuses a lost all-reduce"
     assert (folder / "perturbed-baseline" / "version_0" / "perturbed.json").is_file()
     assert comparison["rounding"]["steps"][0] == 1
+
+
+@of_make_fuzz
+def test_a_launcher_starts_the_ranks(tmp_path: Path, small_data: list[str]) -> None:
+    torchrun = f"{Path(sys.executable).parent / 'torchrun'} --standalone --nproc_per_node 2"
+    flags = [*small_data, "--accelerator", "cpu", "--batch_size", "16", "--max_steps", "6", "--data.val_fraction", "0"]
+    what = ["--strategies", "ddp", "deepspeed_stage_2", "--devices", "2", "--launcher", torchrun]
+    done = run_program("compare.py", *what, *flags, "--out", str(tmp_path), timeout=280)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    (file,) = tmp_path.glob("net/*/comparison.json")
+    runs = [variant["runs"][0] for variant in json.loads(file.read_text())["variants"]]
+    assert [run["metrics"]["world_size"] for run in runs] == [2, 2]

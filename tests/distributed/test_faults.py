@@ -20,8 +20,6 @@ import pytest
 
 from tests.support.helpers import ROOT, last_checkpoint, of_make_fuzz, run_folder_of, train_all
 
-pytestmark = pytest.mark.distributed
-
 SECONDS = 60
 """Time within which a run must end."""
 
@@ -97,6 +95,7 @@ def begin(tmp_path: Path, small_data: list[str]) -> Iterator[Callable[..., Run]]
         shutil.rmtree(run.temporary, ignore_errors=True)
 
 
+@pytest.mark.distributed
 def test_a_killed_rank_ends_the_run(begin: Callable[..., Run]):
     run = begin(*WITH_WORKERS)
     run.ranks[1].kill()
@@ -114,6 +113,7 @@ def test_a_suspended_rank_ends_the_run(begin: Callable[..., Run]):
     run.assert_nothing_left()
 
 
+@pytest.mark.distributed
 def test_a_terminated_launcher_saves_and_the_run_resumes(
     begin: Callable[..., Run], small_data: list[str], tmp_path: Path
 ):
@@ -133,6 +133,7 @@ def test_a_terminated_launcher_saves_and_the_run_resumes(
     assert last_checkpoint(run_folder_of(resumed))["global_step"] == step + 1
 
 
+@pytest.mark.distributed
 @of_make_fuzz
 def test_all_processes_end_with_a_killed_launcher(begin: Callable[..., Run]):
     run = begin(*WITH_WORKERS)

@@ -11,7 +11,7 @@ from cifar_zero.config import command_line
 from cifar_zero.planning.model_states import network_of, predicted
 from cifar_zero.training.callbacks.memory import PARTS
 from cifar_zero.training.resolve import of_machine
-from tests.support.helpers import WHOLE, run_folder_of, train_all
+from tests.support.helpers import ROOT, WHOLE, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
 
@@ -47,3 +47,21 @@ def test_predicted_model_states_are_measured(tmp_path: Path) -> None:
         assert measured == pytest.approx([states.parameters, states.gradients, states.optimizer], rel=0.06), out.name
         for rank, size in enumerate(metrics["mem/model_state_rank_bytes"]):
             assert size == sum(metrics[key][rank] for key in PARTS)
+
+
+def test_the_recipe_shards_every_parameter_and_says_so(small_data: list[str], tmp_path: Path) -> None:
+    """DeepSpeed's own threshold leaves all of the tutorial's model on every rank."""
+    same = ["--config", str(ROOT / "configs" / "zero_3.yaml"), *small_data, "--max_steps", "2", "--accelerator", "cpu"]
+    runs = {0: same, 100_000: [*same, "--zero.param_persistence_threshold", "100000"]}
+    said = train_all({tmp_path / str(threshold): flags for threshold, flags in runs.items()})
+    assert "all 62,006 parameters are sharded: 31,003 on each rank\n" in said
+    flag = "--zero.param_persistence_threshold 0 shards them\n"
+    assert f"62,006 of 62,006 parameters stay whole on every rank: {flag}" in said
+    for threshold, flags in runs.items():
+        config = command_line.parse(flags)
+        weights = network_of(of_machine(config)).weights
+        found = predicted(config.strategy, weights, 2, config.precision, config.optimizer, config.zero)
+        assert found is not None
+        metrics = json.loads((run_folder_of(tmp_path / str(threshold)) / "metrics.json").read_text())
+        assert metrics["mem/parameter_rank_bytes"] == [found.in_memory.parameters] * 2
+        assert found.in_memory.parameters == 4 * (31_003 + (62_006 if threshold else 0))

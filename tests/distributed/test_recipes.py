@@ -59,6 +59,7 @@ def flags_of(recipe: Path, ranks: int, data: list[str]) -> list[str]:
     on_a_cpu = re.search(r"On a CPU: (--.*?)(?:\. |$)", recipe.read_text(), re.MULTILINE)
     size = [*on_a_small_cpu(recipe), *(on_a_cpu[1].split() if on_a_cpu else [])]
     size += ["--model.depth", "3"] if "vit_" in recipe.read_text() else []
+    size += ["--model.weights", ""] if "weights: DEFAULT" in recipe.read_text() else []  # nothing is downloaded
     flags = ["--config", str(recipe), *size, *data, *where]
     config = command_line.parse(flags)
     if hasattr(SCHEDULES[config.schedule.name](), "total_steps"):  # of the whole recipe, not of its first steps

@@ -1,13 +1,15 @@
 """Runs on two hosts with separate addresses, started by torchrun on each: they train as one host does, stop when the
 link between them is cut, and resume.
 
-`make fuzz` also loses a host for good, has hosts without a shared disk, and starts the ranks with other launchers.
+`make fuzz` also loses a host for good, has hosts without a shared disk, starts the ranks with other launchers, and
+compares one host with two.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -194,3 +196,26 @@ def test_other_launchers(launcher: str, tmp_path: Path, small_data: list[str], o
         outputs = [process.communicate(timeout=PATIENCE_SECONDS)[0] for process in processes]
         assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)[-6000:]
     assert largest_difference(last_weights(run_folder_of(tmp_path)), on_one_host) == 0
+
+
+@of_make_fuzz
+def test_compare_trains_the_reference_on_one_host_and_a_variant_on_two(tmp_path: Path, small_data: list[str]):
+    """The launcher starts torchrun on both hosts, as srun would; bit for bit the same in the end."""
+    flags = [*small_data, *RECIPE, "--max_steps", "6", "--logger", "tensorboard", "--out", str(tmp_path)]
+    with two_hosts() as hosts:
+        torchrun = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d", "--no_python"]
+        torchrun += ["--rdzv_endpoint", f"{hosts.a.name}:29400"]
+        command = [sys.executable, "-m", "torch.distributed.run", *torchrun]
+        lines = f'{shlex.join(hosts.b.command(*command))} "$@" &\nexec {shlex.join(command)} "$@"\n'
+        (tmp_path / "launch").write_text(lines)
+        what = ["--strategies", "ddp", "deepspeed_stage_2", "--devices", "2", "2x1"]
+        compare = [sys.executable, "compare.py", *what, "--launcher", f"sh {tmp_path / 'launch'}", *flags]
+        done = hosts.a.run(*compare, cwd=ROOT, env={**os.environ, **NETWORK}, timeout=PATIENCE_SECONDS)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (file,) = tmp_path.glob("net/*/comparison.json")
+    variants = json.loads(file.read_text())["variants"]
+    assert [variant["name"] for variant in variants] == [
+        f"{strategy}, {nodes}" for strategy in ("ddp", "deepspeed_stage_2") for nodes in ("1 node", "2 nodes")
+    ]
+    assert [variant["runs"][0]["metrics"]["num_nodes"] for variant in variants] == [1, 2, 1, 2]
+    assert [variant["verdict"]["kind"] for variant in variants] == ["reference", *["bit-identical"] * 3]

@@ -125,7 +125,8 @@ def test_metadata(baseline: Path, tmp_path: Path):
     assert session.get_modelmeta().custom_metadata_map == metadata
     assert json.loads(metadata.pop("classes")) == [f"class {label}" for label in range(10)]
     assert metadata == {
-        **{"format": "pt", "model": "net", "options": "{}", "mean": "0.5", "std": "0.5", "dtype": "float32"},
+        **{"format": "pt", "model": "net", "options": "{}", "image_size": "32"},
+        **{"mean": "0.5", "std": "0.5", "dtype": "float32"},
         **{"checkpoint": "last.ckpt", "step": "6"},
     }
     assert str(ROOT).encode() not in (tmp_path / "net.onnx").read_bytes()

@@ -116,7 +116,7 @@ def test_no_lightning_and_no_deepspeed(digits: tuple[Path, Dataset], folder: Pat
         (["CHECKPOINT", "EMPTY"], "no .png, .jpg, .jpeg images in"),
         (["CHECKPOINT", "a.png", "--top", "0"], "--top must be at least 1, not 0"),
         (["nowhere", "a.png"], "nowhere does not exist"),
-        (["CHECKPOINT", "a.png", "--model", "net"], "leave --model out"),
+        (["CHECKPOINT", "a.png", "--model", "mlp"], "leave --model out"),
         (["STATE_DICT", "a.png"], "does not say which model it is of: add --model NAME"),
         (["STATE_DICT", "a.png", "--model", "net_moe"], 'is of another model: Missing key(s) in state_dict: "fc3.'),
         (["TIMM.safetensors", "a.png"], "timm:resnet18 (kwargs.checkpoint_path must be a number"),

@@ -46,5 +46,5 @@ def test_compiled(switch: list[str], small_data: list[str], tmp_path: Path):
 
 
 def metrics_of(flags: list[str], out: Path) -> dict[str, Any]:
-    assert_ok(run_program("train.py", *flags, "--out", str(out)))
+    assert_ok(run_program("train.py", "--devices", "1", *flags, "--out", str(out)))
     return json.loads((run_folder_of(out) / "metrics.json").read_text())

@@ -15,6 +15,7 @@ pytestmark = [
 ]
 
 SMALL = ["--model", "vit_tiny", "--optimizer", "adamw", "--precision", "bf16-mixed", "--batch_size", "16"]
+SMALL += ["--devices", "1"]
 SUPER = ["--strategy", "deepspeed_stage_3_superoffload", "--offload.pin_memory", "true"]
 SUB_GROUPS = ["--zero.sub_group_size", "500000"]
 ON_ONE_GPU = {

@@ -18,6 +18,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
 ]
 
+ONE = ["--devices", "1"]
 PRECISIONS = ["32-true", "bf16-mixed", "16-mixed"]
 NO_FLOAT16 = ("fsdp2", "tensor_parallel", "pipeline")
 """Families without loss scaling."""
@@ -69,7 +70,7 @@ def baselines(tmp_path_factory: pytest.TempPathFactory, digits: list[str]) -> di
 
 def trained(out: Path, digits: list[str], strategy: str, precision: str, recipe: str) -> Path:
     """Trains; returns the run folder."""
-    assert_ok(run_program("train.py", *digits, *flags_of(strategy, precision, recipe), "--out", str(out)))
+    assert_ok(run_program("train.py", *ONE, *digits, *flags_of(strategy, precision, recipe), "--out", str(out)))
     return run_folder_of(out)
 
 
@@ -107,7 +108,7 @@ def test_mixtures_of_experts(strategy: str, precision: str, digits: list[str], t
     """All experts are on one GPU: they learn, and the engine and the plain model have the same test loss."""
     flags = ["--strategy", strategy, "--precision", precision, "--model", "net_moe", "--model.num_experts", "[4]"]
     flags += ["--optimizer", "adam", "--batch_size", "64", "--max_steps", "500", "--gradient_clip_val", "1"]
-    assert_ok(run_program("train.py", *digits, *flags, "--out", str(tmp_path)))
+    assert_ok(run_program("train.py", *ONE, *digits, *flags, "--out", str(tmp_path)))
     run = run_folder_of(tmp_path)
     assert_learned(run, 1.8, 0.4)
     assert_tests_alike(run)
@@ -119,7 +120,7 @@ def test_a_transformer_of_experts(strategy: str, precision: str, digits: list[st
     """Compares only the test losses: there are too few steps to learn."""
     flags = ["--strategy", strategy, "--precision", precision, "--model", "vit_moe", "--model.num_experts", "[4]"]
     flags += ["--optimizer", "adam", "--batch_size", "16", "--max_steps", "12", "--gradient_clip_val", "1"]
-    assert_ok(run_program("train.py", *digits, *flags, "--out", str(tmp_path)))
+    assert_ok(run_program("train.py", *ONE, *digits, *flags, "--out", str(tmp_path)))
     assert_tests_alike(run_folder_of(tmp_path))
 
 
@@ -137,7 +138,7 @@ def test_compiled_and_as_graphs(switch: str, strategy: str, small_data: list[str
     losses = []
     for extra in ([], [switch]):
         out = tmp_path / "-".join(["out", *extra])
-        assert_ok(run_program("train.py", *small_data, *flags, *extra, "--out", str(out)))
+        assert_ok(run_program("train.py", *ONE, *small_data, *flags, *extra, "--out", str(out)))
         losses.append(json.loads((run_folder_of(out) / "metrics.json").read_text())["test/loss"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
@@ -145,7 +146,7 @@ def test_compiled_and_as_graphs(switch: str, strategy: str, small_data: list[str
 def test_a_benchmark_times_the_steps_of_the_device(tmp_path: Path):
     """CUDA events time each step, the host's clock times all steps together."""
     flags = ["--data.source", "synthetic", "--data.root", str(tmp_path / "data"), "--batch_size", "512"]
-    done = run_program("train.py", *flags, "--bench_steps", "100", "--out", str(tmp_path / "out"))
+    done = run_program("train.py", *ONE, *flags, "--bench_steps", "100", "--out", str(tmp_path / "out"))
     assert_ok(done)
     metrics = json.loads((run_folder_of(tmp_path / "out") / "metrics.json").read_text())
     shortest, median, longest = (metrics[f"perf/step_time_{name}_ms"] for name in ("min", "median", "max"))

@@ -15,8 +15,6 @@ import pytest
 
 from tests.support.helpers import ROOT
 
-pytestmark = pytest.mark.distributed
-
 PROGRAM = """
 import os, sys, time
 sys.path.insert(0, {root!r})

@@ -45,7 +45,7 @@ def test_counts_a_model_whose_shapes_depend_on_values():
 def test_an_external_model_works_in_a_recipe(tmp_path: Path):
     flags = ["--model", "torchvision:resnet18", "--model.kwargs.zero_init_residual", "true", "--model.image_size", "64"]
     config = command_line.parse(flags)
-    assert config.model.options == {"kwargs": {"zero_init_residual": True}, "image_size": 64}
+    assert config.model.options == {"kwargs": {"zero_init_residual": True}, "image_size": 64, "weights": ""}
     assert config.run_name == "torchvision-resnet18-baseline"
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(command_line.dump(config))
@@ -62,7 +62,7 @@ def test_an_external_model_works_in_a_recipe(tmp_path: Path):
         ("torchvision:resnet18 --model.kwargs.pretrained true", "kwargs do not fit"),
         ("torchvision:mobilenet_v3_small --model.kwargs.norm_layer x", "kwargs do not fit"),
         ("torchvision:vit_b_16 --model.kwargs.image_size 15", "cannot be built: Input shape indivisible"),
-        ("torchvision:resnet18 --model.kwargs.num_classes 7", "does not return 10 scores for an image"),
+        ("torchvision:resnet18 --model.kwargs.num_classes 7", "returns a tensor of shape (4, 7) for 4 images"),
         ("torchvision:resnet50 --batch_size 1", "cannot train on 1 image of 32 x 32 pixels at a time"),
     ],
 )

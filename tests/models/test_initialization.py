@@ -63,7 +63,7 @@ def test_deep_perceptrons_keep_their_signal(activation: str, scheme: str):
 
 def test_the_seed_decides_the_initial_weights():
     def start(*flags: str) -> torch.Tensor:
-        flags = ("--data.source", "digits", "--model", "mlp", "--model.hidden", "[8]", *flags)
+        flags = ("--data.source", "digits", "--model", "mlp", "--model.hidden", "[8]", "--devices", "1", *flags)
         built = CIFARModule(of_machine(parse([*flags])).config, num_classes=10)
         built.configure_model()
         net: Any = built.net

@@ -121,4 +121,4 @@ def test_resume_last_needs_a_name(tmp_path: Path) -> None:
 
 def test_a_raw_configuration_cannot_be_combined_with_auto() -> None:
     with pytest.raises(UsageError, match="--ds_config replaces the strategy"):
-        command_line.parse(["--strategy", "auto", "--ds_config", "some.json"])
+        command_line.parse(["--strategy", "auto", "--ds_config", "cifar_zero/config/deepspeed_examples.json"])

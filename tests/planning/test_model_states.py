@@ -109,7 +109,9 @@ def test_every_optimizer_but_adam8bit_has_a_tensor_count() -> None:
 
 
 def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
-    config = command_line.parse(["--model", "vit_tiny", "--optimizer", "adam", "--trainable", "head.*"])
+    config = command_line.parse(
+        ["--model", "vit_tiny", "--optimizer", "adam", "--trainable", "head.*", "--devices", "1"]
+    )
     net = network_of(of_machine(config))
     assert (net.elements, net.trained) == (5_362_378, 1_930)
     for ranks, strategy in ((1, "baseline"), (2, "deepspeed_stage_2")):
@@ -130,7 +132,7 @@ def test_small_layers_stay_whole_at_stage_3() -> None:
 
 def test_experts_are_spread_over_ranks() -> None:
     def weights(ep_size: int) -> tuple[Weight, ...]:
-        flags = ["--model", "vit_moe", "--model.num_experts", "[4]", "--model.ep_size", str(ep_size)]
+        flags = ["--model", "vit_moe", "--model.num_experts", "[4]", "--model.ep_size", str(ep_size), "--devices", "4"]
         return network_of(of_machine(command_line.parse([*flags, "--strategy", "deepspeed_stage_0"]))).weights
 
     whole, shared = (predicted("deepspeed_stage_0", weights(size), 4, "32-true", ADAM) for size in (1, 4))

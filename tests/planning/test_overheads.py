@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from cifar_zero.config.flags import Config
+from cifar_zero.config.flags import Config, ZeROConfig
 from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.planning.model_states import Network, Weight, network_of_size
-from cifar_zero.planning.overheads import sent_bytes
+from cifar_zero.planning.overheads import buckets, sent_bytes
 from cifar_zero.planning.survey import PLANNED
 
 LARGE = Network((Weight(10**9, 10**9),), 0)
@@ -54,6 +55,8 @@ def test_formats() -> None:
 
 def test_parameters_that_stay_whole_are_gathered_once_in_a_step() -> None:
     assert sent("deepspeed_stage_3", SMALL, accumulate=4) == pytest.approx(2 * (4 * 1e6 + 5e4) / 1.05e6 + 2 * 4)
+    every = ZeROConfig(param_persistence_threshold=0)
+    assert sent("deepspeed_stage_3", SMALL, accumulate=4, zero=every) == pytest.approx(2 * 4 + 2 * 4)
 
 
 def test_gloo_scatters_by_an_all_reduce() -> None:
@@ -72,3 +75,17 @@ def test_one_rank_sends_nothing() -> None:
     assert [sent_bytes(Run(replace(Config(), devices=1), STRATEGIES[name], 10), LARGE) for name in PLANNED] == [
         0
     ] * len(PLANNED)
+
+
+def test_switches_of_the_buckets() -> None:
+    """In elements of bfloat16."""
+
+    def held(strategy: str, **switches: Any) -> int:
+        config = replace(Config(), devices=4, precision="bf16-mixed", zero=ZeROConfig(**switches))
+        return buckets(Run(config, STRATEGIES[strategy], 10), LARGE) // 2
+
+    assert held("deepspeed_stage_2") == 50_000_000
+    assert held("deepspeed_stage_2", reduce_bucket_size=10, overlap_comm=True) == 20
+    assert held("deepspeed_stage_3", reduce_bucket_size=10) == 550_000_010
+    assert held("deepspeed_stage_3", reduce_bucket_size=10, prefetch_bucket_size=7) == 500_000_017
+    assert held("deepspeed_stage_3", reduce_bucket_size=10, max_live_parameters=0) == 500_000_010

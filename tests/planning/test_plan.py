@@ -128,7 +128,7 @@ def test_nothing_fits(planned) -> None:
         (["--lora.rank", "-1", "--lora.target", "fc1"], "--lora.rank must be at least 1, not -1"),
         (["--lora.rank", "4"], "--lora.rank needs --lora.target"),
         (["--precision", "16-mixed", "--accelerator", "cpu"], "--precision 16-mixed needs a GPU"),
-        (["--ds_config", "some.json"], "--ds_config cannot be planned"),
+        (["--ds_config", "cifar_zero/config/deepspeed_examples.json"], "--ds_config cannot be planned"),
         (
             ["--model", "vit_tiny", "--trainable", "nothing.*"],
             "--trainable nothing.* matches no parameter of",

@@ -29,6 +29,8 @@ def plan(room: Room, *flags: str, elements: int = 10 * GB) -> list[Need]:
         "bf16-mixed",
         "--batch_size",
         "64",
+        "--devices",
+        "1",
         *flags,
     ]
     run = of_machine(command_line.parse(all_flags))
@@ -190,12 +192,12 @@ def test_lacking_memory_is_named() -> None:
 
 def test_equal_blocks_are_extrapolated_from_three() -> None:
     """The result equals that of counting all blocks, to the byte."""
-    run = of_machine(command_line.parse(["--model", "vit_tiny", "--activation_checkpointing"]))
+    run = of_machine(command_line.parse(["--model", "vit_tiny", "--activation_checkpointing", "--devices", "1"]))
     net = on_meta(run.config.model, run.num_classes).bfloat16()
     with activations.FAKE():
         net = activations._fake(net)
         whole = activations.counted(net, 4, "cast")
-        assert activations._of_all_blocks(net, 4, "cast") == whole
+        assert activations._of_all_blocks(net, 4, "cast", 32) == whole
     assert len(net.blocks) == 12  # pyright: ignore[reportArgumentType]
 
 
@@ -206,7 +208,7 @@ def test_a_model_that_reads_values_while_it_is_built(monkeypatch: pytest.MonkeyP
         return nn.Sequential(nn.Flatten(), nn.Linear(3072, int(torch.arange(11).max()))).to("meta")
 
     monkeypatch.setattr(activations, "on_meta", build)
-    assert activations.measure(of_machine(command_line.parse([])), "cast").per_image > 0
+    assert activations.measure(of_machine(command_line.parse(["--devices", "1"])), "cast").per_image > 0
 
 
 class Tied(nn.Module):

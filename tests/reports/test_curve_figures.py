@@ -3,7 +3,7 @@ import io
 import numpy as np
 import pytest
 
-from cifar_zero.reports.curve_figures import calibration_figure, precision_recall_figure, roc_figure
+from cifar_zero.reports.figures import calibration_figure, precision_recall_figure, roc_figure
 
 NAMES = [f"class {label}" for label in range(100)]
 STEP = (np.array([0.0, 0.0, 1.0]), np.array([0.0, 0.6, 1.0]))

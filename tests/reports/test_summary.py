@@ -17,7 +17,8 @@ KEYS = [
     *("test/precision", "test/recall", "test/f1", "test/precision_weighted", "test/f1_weighted", "test/auroc"),
     *("test/average_precision", "test/calibration_error", "test/precision_per_class", "test/recall_per_class"),
     *("test/f1_per_class", "test/auroc_per_class", "test/average_precision_per_class", "perf/images_per_second"),
-    *("perf/step_time_ms", "perf/step_time_min_ms", "perf/step_time_median_ms", "perf/step_time_max_ms"),
+    *("perf/tokens_per_second", "perf/step_time_ms", "perf/step_time_min_ms", "perf/step_time_median_ms"),
+    "perf/step_time_max_ms",
     *("perf/data_time_ms", "perf/tflops", "perf/mfu", "perf/seconds_to_first_step", "perf/fit_seconds"),
     *("mem/peak_rank_bytes", "mem/model_state_rank_bytes"),
     *("mem/parameter_rank_bytes", "mem/gradient_rank_bytes", "mem/optimizer_rank_bytes"),
@@ -33,7 +34,12 @@ RUN: dict[str, Any] = {
     **{"num_train": 45_000, "num_test": 10_000, "steps": 22_500, "batch_size": 4, "epochs": 2.0},
     **{"test/acc": 0.5432, "perf/images_per_second": 1234.5},
     **{"mem/peak_rank_bytes": [10**9, 2 * 10**9], "mem/model_state_rank_bytes": [10**6, 10**6], "world_size": 2},
-    **{"perf/step_time_ms": 1.2, "perf/data_time_ms": 0.05, "perf/step_time_median_ms": None},
+    **{
+        "perf/step_time_ms": 1.2,
+        "perf/data_time_ms": 0.05,
+        "perf/step_time_median_ms": None,
+        "perf/tokens_per_second": None,
+    },
 }
 
 

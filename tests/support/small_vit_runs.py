@@ -8,7 +8,7 @@ from cifar_zero.core import exits
 from cifar_zero.models import SHAPES, Shape
 from tests.support.many_runs import main
 
-SHAPES["tiny"] = Shape(width=64, depth=3, heads=4)
+SHAPES["tiny"] = Shape(width=64, depth=4, heads=4)
 
 __all__ = ["main"]
 

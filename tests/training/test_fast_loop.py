@@ -83,6 +83,7 @@ def fit(
     config = Config(
         strategy=strategy,
         accelerator="cpu",
+        devices=1,
         batch_size=BATCH,
         accumulate=accumulate,
         gradient_clip_val=0.5,
@@ -92,6 +93,7 @@ def fit(
     trainer = Trainer(
         strategy=strategies.build(of_machine(config), 62_006),
         accelerator="cpu",
+        devices=1,
         max_epochs=2,
         accumulate_grad_batches=accumulate,
         gradient_clip_val=0.5,

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
+from pathlib import Path
 from typing import Any
+
+from cifar_zero.config import command_line
 
 STEPS = 12
 """Optimizer steps of a case: the first ones show a wrong gradient, the later ones a stale state or a lost update."""
@@ -19,8 +22,8 @@ CLIP = 0.5
 OPTIMIZERS = {
     # SGD hides no wrong scale of the gradient, as Adam does.
     "sgd": ["--optimizer", "sgd", "--optimizer.lr", "0.02"],
-    # With two parameter groups: matrices decay.
-    "adamw": ["--optimizer", "adamw", "--optimizer.lr", "0.005"],
+    # With two parameter groups: matrices decay, so strongly that a decay of the wrong group shows beside Adam's step.
+    "adamw": ["--optimizer", "adamw", "--optimizer.lr", "0.005", "--optimizer.weight_decay", "0.5"],
 }
 
 MODELS = {
@@ -33,61 +36,88 @@ MODELS = {
 COMMON = [
     *("--data.source", "synthetic", "--data.synthetic_size", str(IMAGES), "--data.val_fraction", "0"),
     *("--batch_size", str(BATCH), "--max_steps", str(STEPS), "--epochs", str(STEPS)),
-    *("--schedule", "warmup_cosine", "--schedule.warmup_steps", "2"),
+    # Each step has another learning rate, and the first one moves the weights.
+    *("--schedule", "exponential", "--schedule.gamma", "0.85"),
 ]
+
+
+RAW = [*map(str, sorted(Path(__file__).parent.glob("*.json")))]
+"""DeepSpeed configurations with options that no strategy has, and that releases have had wrong in silence (DeepSpeed
+pull requests 7985 and 8158)."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training; several cases may share one."""
+
+    ranks: int
+    flags: tuple[str, ...]
+    """Of train.py; with --module, of a user's own LightningModule."""
+    perturbed: int = 0
+    """1 or -1: its initial weights are changed by about one rounding error, in one direction or the opposite one."""
+    repeats: bool = False
+    """Whether it only repeats another, to show whether that is deterministic."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training of the acceptance."""
+    """A training to judge, and the training of its reference."""
 
+    name: str
     strategy: str
-    ranks: int
     accumulate: int
     precision: str
-    optimizer: str
-    clip: float
-    model: str
+    ours: Job
+    reference: Job
+    must_learn: bool = True
+    """Whether the loss must fall."""
 
     @property
-    def name(self) -> str:
-        """The settings in a line, and the name of its files."""
-        clip = f"clip {self.clip:g}" if self.clip else "no clipping"
-        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
-        parts = (
-            self.strategy,
-            self.model,
-            self.optimizer,
-            self.precision,
-            ranks,
-            f"accumulate {self.accumulate}",
-            clip,
-        )
-        return ", ".join(parts)
+    def jobs(self) -> list[Job]:
+        """The trainings that a verdict needs, the reference first and its own last.
 
-    @property
-    def flags(self) -> list[str]:
-        """The flags of train.py."""
-        flags = [*COMMON, "--strategy", self.strategy, "--devices", str(self.ranks), "--precision", self.precision]
-        flags += ["--accumulate", str(self.accumulate), "--gradient_clip_val", str(self.clip)]
-        flags += [*OPTIMIZERS[self.optimizer], *MODELS[self.model]]
-        if self.model == "torture" and self.accumulate > 1:
-            flags += ["--model.unused", "true"]
-        return flags
+        Where rounding decides which of two nearly equal numbers is the larger, in a ReLU or a max-pool, the gradient
+        jumps: of two opposite perturbations one decides otherwise, so that the bounds know the jump.
+        """
+        repeated = [] if self.must_learn else [replace(self.reference, repeats=True)]
+        perturbed = [replace(self.reference, perturbed=sign) for sign in (1, -1)]
+        return [self.reference, *perturbed, *repeated, self.ours]
 
-    @property
-    def reference(self) -> Case:
-        """The same recipe in plain PyTorch: on one rank the baseline, on several DDP, and DDP's own is the baseline."""
-        if self.strategy == "ddp":
-            return replace(self, strategy="baseline", ranks=1, accumulate=1)
-        return replace(self, strategy="baseline" if self.ranks == 1 else "ddp")
+
+def case_of(strategy: str, row: Mapping[str, Any]) -> Case:
+    """Returns the case of a recipe, see `recipes`, under a strategy or a raw DeepSpeed configuration.
+
+    Its reference is the same recipe in plain PyTorch: on one rank the baseline, on several DDP; DDP's is the baseline.
+    """
+    name = Path(strategy).stem
+    clip = f"clip {row['clip']:g}" if row["clip"] else "no clipping"
+    ranks = "1 rank" if row["ranks"] == 1 else f"{row['ranks']} ranks"
+    parts = (name, row["model"], row["optimizer"], row["precision"], ranks, f"accumulate {row['accumulate']}", clip)
+    parts += (f"seed {row['seed']}",) if row.get("seed") else ()
+    if strategy == "ddp":
+        reference = _job("baseline", {**row, "ranks": 1, "accumulate": 1})
+    else:
+        reference = _job("baseline" if row["ranks"] == 1 else "ddp", row)
+    return Case(", ".join(parts), name, row["accumulate"], row["precision"], _job(strategy, row), reference)
+
+
+def _job(strategy: str, row: Mapping[str, Any]) -> Job:
+    flags = [*COMMON, *command_line.choosing(strategy), "--devices", str(row["ranks"])]
+    flags += ["--accumulate", str(row["accumulate"]), "--gradient_clip_val", str(row["clip"])]
+    flags += ["--precision", row["precision"], "--seed", str(row.get("seed", 0))]
+    flags += [*OPTIMIZERS[row["optimizer"]], *MODELS[row["model"]]]
+    if row["model"] == "torture" and row["accumulate"] > 1:
+        flags += ["--model.unused", "true"]
+    return Job(row["ranks"], tuple(flags))
 
 
 def recipes(ranks: int, precisions: Sequence[str]) -> list[dict[str, Any]]:
     """Returns the settings of the cases but for the strategy: rows in which each pair of settings occurs.
 
     Pairwise testing by the greedy method of AETG (Cohen et al. 1997). The first row is the one that most known bugs
-    need. Mixtures of experts train in float32: a low precision sends images to other experts, which is no error.
+    need. The second clips on all ranks with SGD, in a low precision: Adam would hide the norm of one shard. In the
+    third, norms that are not zero do not decay. Mixtures of experts train in float32: a low precision sends images to
+    other experts, which is no error.
 
     Args:
         ranks: the largest number of ranks.
@@ -104,7 +134,13 @@ def recipes(ranks: int, precisions: Sequence[str]) -> list[dict[str, Any]]:
     every = [dict(zip(factors, values, strict=True)) for values in product(*factors.values())]
     every = [row for row in every if row["model"] != "net_moe" or row["precision"] == "32-true"]
     left = set().union(*map(_pairs, every))
-    rows = [{**every[0], "model": "torture"}]
+    several = {**every[0], "model": "torture"}
+    rows = [
+        several,
+        {**every[0], "accumulate": 1, "precision": precisions[1], "clip": CLIP},
+        {**several, "accumulate": 1, "optimizer": "adamw"},
+    ]
+    left -= _pairs(rows[0]) | _pairs(rows[1])
     while left := left - _pairs(rows[-1]):
         rows.append(max(every, key=lambda row: len(left & _pairs(row))))
     return rows

@@ -1,7 +1,7 @@
 """Judges a recorded training against its reference's: the first step and tensor that rounding does not explain.
 
 What a step computes is judged in the order in which one value follows from the others: loss, gradients, learning rates,
-updates of the weights. The bound of each value comes from a perturbed training of the reference, as TTrace does for
+updates of the weights. The bound of each value comes from perturbed trainings of the reference, as TTrace does for
 Megatron (arXiv 2506.09280): a tensor that rounding moves far may differ more than one that it does not move.
 """
 
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -23,6 +24,11 @@ SATURATED = 0.5
 
 CONSTANT = 0.05
 """Deviation from a common ratio, as a share of it, up to which gradients are the reference's times a number."""
+
+UNCERTAIN = 0.1
+"""Share of an element of the gradient. Adam divides a gradient by its own size, so that an element near 0 moves its
+weight as far as any other, in a direction that rounding decides: where the two gradients have differed by more than
+this share, the update of the element is not judged."""
 
 LEARNS = 0.5
 """Least share of the reference's fall of the loss by which a training's loss must fall."""
@@ -39,10 +45,10 @@ class Value:
     size: float
     """Norm of the reference's value; of a tensor, plus a thousandth of the norm of all tensors."""
     slack: float = 0.0
-    """What the value's own format rounds, absolute."""
+    """Absolute; of an update, what the weight's format rounds, and what follows from the difference of the gradient."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Finding:
     """The first value beyond rounding."""
 
@@ -52,31 +58,31 @@ class Finding:
     bound: float
     others: int
     """Further tensors of the same step and kind that are beyond rounding."""
-    pattern: str
+    pattern: str = ""
     """What the gradients of all tensors have in common; empty if nothing."""
 
     def __str__(self) -> str:
-        found, allowed = (_percent(part / self.value.size) for part in (self.value.difference, self.bound))
         others = f" and {self.others} more" if self.others else ""
+        if not math.isfinite(self.value.difference):
+            return f"step {self.step}: {self.value.name}{others}: missing, NaN or infinite, or of another shape"
+        found, allowed = (_percent(part / self.value.size) for part in (self.value.difference, self.bound))
         text = f"step {self.step}: {self.value.name}{others} off by {found} where rounding allows {allowed}"
         return f"{text}; {self.pattern}" if self.pattern else text
 
 
-def identical(ours: Record, reference: Record) -> bool:
-    """Returns whether every recorded number is the same."""
-    steps = range(1, len(reference.losses) + 1)
-    return len(ours.losses) == len(reference.losses) and all(
-        value.difference == 0 for step in steps for value in values(ours, reference, step)
-    )
+def first_difference(ours: Record, reference: Record) -> int | None:
+    """Returns the first step, from 1, in which a recorded number is not the same; None if all are."""
+    steps = range(1, max(len(reference.losses), len(ours.losses)) + 1)
+    return next((step for step in steps if any(value.difference for value in values(ours, reference, step))), None)
 
 
-def first_fault(ours: Record, reference: Record, perturbed: Record, precision: str) -> Finding | None:
+def first_fault(ours: Record, reference: Record, drifted: Sequence[Record], precision: str) -> Finding | None:
     """Returns the first value that differs by more than rounding may cause; None if there is none.
 
     Args:
         ours: to judge.
         reference: of the same recipe.
-        perturbed: the reference with perturbed initial weights.
+        drifted: the reference with perturbed initial weights, and perhaps repeated.
         precision: 32-true, bf16-mixed or 16-mixed.
     """
     eps = EPS[precision.split("-")[0]]
@@ -88,7 +94,7 @@ def first_fault(ours: Record, reference: Record, perturbed: Record, precision: s
         # A jump may hit one run some steps before another: the drift up to twice the step counts, as in agreement.py.
         while measured < min(2 * step, last):
             measured += 1
-            for value in values(perturbed, reference, measured):
+            for value in (value for other in drifted for value in values(other, reference, measured)):
                 if not value.name.startswith("initial"):  # these are what was perturbed
                     drifts[value.name] = max(drifts.get(value.name, 0.0), value.difference / (value.size or 1))
         bounds = {name: (FACTOR * drift + floor) for name, drift in drifts.items()}
@@ -102,16 +108,18 @@ def first_fault(ours: Record, reference: Record, perturbed: Record, precision: s
             kind = beyond[0][0].name.split()[0]
             same = [each for each in beyond if each[0].name.split()[0] == kind]
             worst, bound = max(same, key=lambda each: each[0].difference / each[0].size if each[0].size else math.inf)
-            pattern = gradient_pattern(ours.gradients[step - 1], reference.gradients[step - 1])
-            return Finding(step, worst, bound, len(same) - 1, pattern if kind == "gradient" else "")
+            gradients = (record.gradients[step - 1] for record in (ours, reference))
+            return Finding(
+                step, worst, bound, len(same) - 1, gradient_pattern(*gradients) if kind == "gradient" else ""
+            )
     return None
 
 
 def values(ours: Record, reference: Record, step: int) -> Iterator[Value]:
     """Yields each value of a step with its difference from the reference's, causes before their effects."""
     at = step - 1
-    if at >= len(ours.losses):
-        yield Value("loss: the training ended earlier", math.inf, 1.0)
+    if at >= min(len(ours.losses), len(reference.losses)):
+        yield Value("loss: one of the trainings ended earlier", math.inf, 1.0)
         return
     recorded = at < len(reference.gradients)
     if step == 1:
@@ -122,7 +130,26 @@ def values(ours: Record, reference: Record, step: int) -> Iterator[Value]:
     for one, other in zip(sorted(ours.rates[at]), sorted(reference.rates[at]), strict=False):
         yield _scalar("learning rate", one, other)
     if recorded:
-        yield from _tensors("update of", _update(ours, at), _update(reference, at), ours.weights[at])
+        updates, theirs, slack = _update(ours, at), _update(reference, at), {}
+        for name, weight in ours.weights[at].items():
+            slack[name] = 2 * torch.finfo(weight.dtype).eps * float(weight.double().norm())
+            share = _share_moved(name, ours, reference, step)
+            if share is not None:
+                certain = share <= UNCERTAIN
+                updates[name] = updates[name].where(certain, theirs[name])
+                slack[name] += FACTOR * float((theirs[name] * share).where(certain, 0.0).norm())
+        yield from _tensors("update of", updates, theirs, slack)
+
+
+def _share_moved(name: str, ours: Record, reference: Record, step: int) -> Tensor | None:
+    """Returns the largest share by which each element of a gradient has differed up to a step: momentum carries it on.
+    0 of 0 is 0. None where a gradient is missing."""
+    shares = []
+    for mine, its in zip(ours.gradients[:step], reference.gradients[:step], strict=False):
+        if name not in mine or name not in its or mine[name].shape != its[name].shape:
+            return None
+        shares.append(((mine[name] - its[name]).abs() / its[name].abs()).nan_to_num(posinf=math.inf))
+    return torch.stack(shares).amax(dim=0)
 
 
 def gradient_pattern(ours: Tensors, reference: Tensors) -> str:
@@ -182,8 +209,10 @@ def _update(record: Record, at: int) -> Tensors:
     return {name: after[name].double() - before[name].double() for name in before}
 
 
-def _tensors(kind: str, ours: Tensors, reference: Tensors, rounded: Tensors | None = None) -> Iterator[Value]:
-    """Yields the difference of each tensor; `rounded` are the weights whose format rounds what is added to them."""
+def _tensors(
+    kind: str, ours: Tensors, reference: Tensors, slack: Mapping[str, float] = MappingProxyType({})
+) -> Iterator[Value]:
+    """Yields the difference of each tensor; `slack`: see `Value`."""
     whole = 1e-3 * norm(reference)
     for name in dict.fromkeys([*reference, *ours]):
         one, other = ours.get(name), reference.get(name)
@@ -192,8 +221,7 @@ def _tensors(kind: str, ours: Tensors, reference: Tensors, rounded: Tensors | No
             continue
         difference = float((one.double() - other.double()).norm())
         difference = difference if math.isfinite(difference) else math.inf
-        slack = 2 * torch.finfo(rounded[name].dtype).eps * float(rounded[name].double().norm()) if rounded else 0.0
-        yield Value(f"{kind} {name}", difference, float(other.double().norm()) + whole, slack)
+        yield Value(f"{kind} {name}", difference, float(other.double().norm()) + whole, slack.get(name, 0.0))
 
 
 def _percent(share: float) -> str:

@@ -1,26 +1,31 @@
 """Records what a training does at each optimizer step: loss, learning rates, gradients and weights."""
 
-from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
-from deepspeed.runtime.zero import GatheredParameters
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
-from lightning.pytorch import Callback, LightningModule, Trainer
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from cifar_zero.comparison.recorded.record import Record, Tensors
-from cifar_zero.launch.collectives import gather
-from cifar_zero.strategies import own
+from cifar_zero.comparison.recorded.record import Record
+from cifar_zero.core.errors import UsageError
+from cifar_zero.training.whole_tensors import ends_step, gradients, weights
+
+BUDGET = 2**23
+"""Largest number of elements of recorded weights (32 MiB), and of gradients; but at least those of LEAST_STEPS."""
+
+LEAST_STEPS = 2
+"""The first step shows a wrong gradient, the second a gradient that was not cleared and a state that was not kept."""
 
 
 class Recording(Callback):
     """Fills a record; every rank has the whole.
 
     Args:
-        steps: the first optimizer steps whose gradients and weights are recorded.
+        steps: the first optimizer steps whose gradients and weights are recorded, fewer for a large model.
     """
 
     def __init__(self, steps: int):
@@ -31,17 +36,28 @@ class Recording(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Records the initial weights, as the strategy holds them."""
-        self.record.weights.append(_named(trainer, pl_module, _weight, frozen=True))
+        if len(trainer.optimizers) > 1:
+            raise UsageError("the module has several optimizers: DeepSpeed has one")
+        parts, batches = trainer.accumulate_grad_batches, int(trainer.num_training_batches)
+        if batches % parts:
+            raise UsageError(
+                f"--accumulate {parts} does not divide the {batches} batches of an epoch, and DeepSpeed would add the "
+                f"rest to the next epoch's: add --trainer.limit_train_batches {batches // parts * parts}"
+            )
+        start = weights(trainer, pl_module)
+        elements = sum(tensor.numel() for tensor in start.values())
+        self._steps = min(self._steps, max(LEAST_STEPS, BUDGET // elements))
+        self.record.weights.append(start)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Records the gradients: summed over micro-batches and ranks, not yet clipped."""
         # DeepSpeed's engine is asked to step after every micro-batch.
-        self._at_step = self._ends_step(trainer)
+        self._at_step = ends_step(trainer)
         if not self._at_step:
             return
         self.record.rates.append([float(group["lr"]) for group in optimizer.param_groups])
         if len(self.record.gradients) < self._steps:
-            self.record.gradients.append(_named(trainer, pl_module, _gradient))
+            self.record.gradients.append(gradients(trainer, pl_module))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
         """Records the loss of a micro-batch, and after the last one of a step the weights."""
@@ -50,7 +66,7 @@ class Recording(Callback):
             return
         self._at_step = False
         if len(self.record.weights) <= self._steps:
-            self.record.weights.append(_named(trainer, pl_module, _weight, frozen=True))
+            self.record.weights.append(weights(trainer, pl_module))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Adds up the losses over micro-batches and ranks."""
@@ -58,50 +74,37 @@ class Recording(Callback):
         by_step = torch.stack(self._losses).view(-1, trainer.accumulate_grad_batches).sum(dim=1)
         self.record.losses = trainer.strategy.reduce(by_step, reduce_op="mean").tolist()
 
-    @staticmethod
-    def _ends_step(trainer: Trainer) -> bool:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Frees the engine with all its tensors, before the next training in this process.
+
+        DeepSpeed (0.19.8) holds it in its gradient hooks, and at stage 3 in a stack and in a cache of a method.
+        """
         if isinstance(trainer.strategy, DeepSpeedStrategy):
-            engine: Any = trainer.strategy.deepspeed_engine
-            return engine.is_gradient_accumulation_boundary()
-        return True
+            trainer.strategy.deepspeed_engine.destroy()
+            with suppress(AttributeError, KeyError):  # another release may have other names
+                parameter_offload.FWD_MODULE_STACK.clear()
+                cached = vars(PartitionedParameterCoordinator)["_PartitionedParameterCoordinator__params_to_release"]
+                cached.__closure__[0].cell_contents.cache_clear()
 
 
-def _named(trainer: Trainer, module: LightningModule, value: Any, frozen: bool = False) -> Tensors:
-    """Returns a value of each parameter by its plain name; collective, the experts are gathered from their ranks."""
-    scale = getattr(getattr(trainer.strategy, "deepspeed_engine", None), "optimizer", None)
-    scale = float(getattr(scale, "loss_scale", 1.0) or 1.0) if value is _gradient else 1.0
-    found, spread = {}, {}
-    for name, parameter in _parameters(module, frozen):
-        tensor = value(parameter) / scale if scale != 1.0 else value(parameter)
-        of_this_rank = not getattr(parameter, "allreduce", True)  # DeepSpeed (0.19.8) marks experts in this way
-        (spread if of_this_rank else found)[name] = tensor.detach().cpu().clone()
-    plain = own(trainer.strategy).plain_names([*found, *spread])
-    named = {plain[name]: tensor for name, tensor in found.items()}
-    for experts in gather({plain[name]: tensor for name, tensor in spread.items()}) if spread else ():
-        named |= experts
-    return named
+class Reseed(Callback):
+    """Seeds all random numbers before each epoch and micro-batch: a strategy may draw some of its own in between.
 
+    Args:
+        seed: each rank adds its number.
+    """
 
-def _parameters(module: LightningModule, frozen: bool) -> Iterator[tuple[str, Any]]:
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad or frozen:
-            yield name, parameter
+    def __init__(self, seed: int):
+        self._seed = seed
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Seeds, before the loaders are made: the same on all ranks, which may split the images at random."""
+        seed_everything(self._seed, verbose=False)
 
-def _gradient(parameter: Any) -> Tensor:
-    gradient = safe_get_full_grad(parameter)
-    if gradient is None:
-        return torch.zeros(getattr(parameter, "ds_shape", parameter.shape))
-    return _whole(gradient).float()
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Seeds the order of the images."""
+        seed_everything(self._seed + trainer.current_epoch, verbose=False)
 
-
-def _weight(parameter: Any) -> Tensor:
-    whole = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
-    if whole is not None:
-        return whole
-    with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-        return _whole(parameter.detach()).clone()
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Seeds dropout and the like."""
+        seed_everything(self._seed + 1000 * (batch_idx + 1) + trainer.global_rank, verbose=False)

@@ -37,6 +37,9 @@ def check_here(run: Run) -> None:
         raise UsageError(f"--devices {devices}: a CPU rank takes about 1 GB, and this computer has memory for {fit}")
     if optimizer == "adam8bit" and importlib.util.find_spec("bitsandbytes") is None:
         raise UsageError("--optimizer adam8bit needs bitsandbytes: pip install bitsandbytes, or use --optimizer adam")
+    for name in ("wandb", "mlflow"):
+        if name in run.config.logger and importlib.util.find_spec(name) is None:
+            raise UsageError(f"--logger {name} needs the package: pip install {name}")
     compiles = spec.offload_optimizer and OFFLOADED_BY.get(optimizer) == BY_DEEPSPEED
     if compiles and not (shutil.which("g++") or shutil.which("c++")):
         raise UsageError(

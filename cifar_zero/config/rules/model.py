@@ -13,23 +13,23 @@ LEAST_SIDE = 12
 
 def check_model(run: Run) -> None:
     """Refuses a model that cannot train on these micro-batches; runs a model of another package to find out."""
-    config = run.config
+    config, side = run.config, run.config.data.image_size
     if config.model.options.get("batch_norm") and run.micro_batch == 1:
         raise UsageError("--model.batch_norm normalises over the micro-batch, a single image here: raise --batch_size")
     if config.model.name == "speednet" and config.init != "default":
         raise UsageError(f"--model speednet has its own initialisation: leave --init {config.init} out")
     if config.augment.low_resolution or config.augment.low_epochs:
         _check_resolution(run)
-    if ":" in config.model.name:
+    if ":" in config.model.name or side != IMAGE_SHAPE[1]:
         try:
-            _try_out(run, IMAGE_SHAPE[1])
+            _try_out(run, side)
         except ValueError as error:
             raise UsageError(f"--model {config.model.name}: {error}") from error
 
 
 def check_experts(run: Run) -> None:
     """Refuses a mixture of experts that the strategy or the number of ranks does not allow."""
-    config, ranks = run.config, run.world_size
+    config, ranks = run.config, run.config.world_size
     ep_size = config.model.options["ep_size"]
     given = f"--ds_config {config.ds_config}" if config.ds_config else f"--strategy {config.strategy}"
     if run.spec.stage == 3:
@@ -70,7 +70,7 @@ def check_finetuning(config: Config) -> None:
 
 def _check_resolution(run: Run) -> None:
     """Refuses smaller images in the first epochs for a model that cannot take them."""
-    augment, whole = run.config.augment, IMAGE_SHAPE[1]
+    augment, whole = run.config.augment, run.config.data.image_size
     side = augment.low_resolution
     if not LEAST_SIDE <= side < whole or augment.low_epochs < 1:
         raise UsageError(

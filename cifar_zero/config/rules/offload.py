@@ -1,4 +1,4 @@
-"""What DeepSpeed's switches need: those of ZeRO 3 (--zero), of offloading and of SuperOffload (--offload)."""
+"""What DeepSpeed's switches need: those of ZeRO (--zero), of offloading and of SuperOffload (--offload)."""
 
 from dataclasses import fields
 
@@ -6,6 +6,12 @@ from cifar_zero.config.flags import OffloadConfig, ZeROConfig
 from cifar_zero.config.run import Run
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import gpu_count
+
+STAGES = {"overlap_comm": (1, 2, 3), "reduce_bucket_size": (1, 2, 3), "round_robin_gradients": (1, 2)}
+"""Stages that have a switch of --zero; the others are of stage 3."""
+
+BETWEEN_RANKS = ("overlap_comm", "round_robin_gradients", "quantized_weights", "quantized_gradients")
+"""Switches of --zero without effect on a single rank."""
 
 
 def check_switches(run: Run) -> None:
@@ -22,11 +28,18 @@ def check_switches(run: Run) -> None:
         return
     if spec.raw is not None:
         raise UsageError(f"{given[0]} goes into {config.ds_config}, under DeepSpeed's own name")
-    of_stage_3 = [flag for flag in given if flag.startswith("--zero.") or flag == "--offload.ratio"]
-    if of_stage_3 and spec.stage != 3:
-        raise UsageError(
-            f"{of_stage_3[0]} is for ZeRO 3, not for {config.strategy}: use deepspeed_stage_3 or its offload"
-        )
+    for flag in (flag for flag in given if flag.startswith("--zero.") or flag == "--offload.ratio"):
+        switch = flag.removeprefix("--zero.")
+        stages = STAGES.get(switch, (3,))
+        if spec.stage not in stages:
+            raise UsageError(
+                f"{flag} is for ZeRO {', '.join(map(str, stages))}, not for {config.strategy}: "
+                f"use deepspeed_stage_{stages[-1]} or its offload"
+            )
+        if switch in BETWEEN_RANKS and config.world_size == 1:
+            raise UsageError(f"{flag} only affects communication between ranks: it needs --devices 2 or more")
+    if config.zero.overlap_comm and run.on_cpu:
+        raise UsageError("--zero.overlap_comm needs a GPU: on the CPU communication does not overlap")
     if config.zero.hpz_partition_size > 1:
         _check_second_copy(run)
     if config.zero.quantized_weights or config.zero.quantized_gradients:
@@ -36,7 +49,7 @@ def check_switches(run: Run) -> None:
 
 
 def _check_second_copy(run: Run) -> None:
-    flag, ranks = f"--zero.hpz_partition_size {run.config.zero.hpz_partition_size}", run.world_size
+    flag, ranks = f"--zero.hpz_partition_size {run.config.zero.hpz_partition_size}", run.config.world_size
     if ranks % run.config.zero.hpz_partition_size:
         raise UsageError(f"{flag} does not divide the {ranks} rank{'s'[: ranks > 1]} of --devices")
     if run.spec.offload_parameters:  # zero.Init (DeepSpeed 0.19.8) would put the copy next to the parameters
@@ -50,8 +63,6 @@ def _check_quantized(run: Run) -> None:
     flag = "--zero.quantized_weights" if config.zero.quantized_weights else "--zero.quantized_gradients"
     if run.on_cpu:
         raise UsageError(f"{flag} needs CUDA: DeepSpeed has its kernels for no other device")
-    if run.world_size == 1:
-        raise UsageError(f"{flag} only affects communication between ranks: it needs --devices 2 or more")
     if not config.zero.quantized_gradients:
         return
     flag, gpus = "--zero.quantized_gradients", gpu_count()

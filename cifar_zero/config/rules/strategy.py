@@ -1,6 +1,7 @@
 """What a strategy can do: optimizers, averages of the weights, CUDA graphs, models that it splits, resuming."""
 
 from cifar_zero.config.run import Run
+from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.core.errors import UsageError
 from cifar_zero.models import MODELS, ViT
 from cifar_zero.optimizers import OFFLOADED_BY
@@ -62,32 +63,37 @@ def check_cuda_graphs(run: Run) -> None:
 
 def check_model_parallel(run: Run) -> None:
     """Refuses a model that cannot be split over the ranks, and float16 without loss scaling."""
-    config, spec, ranks, model = run.config, run.spec, run.world_size, run.config.model.name
+    config, spec, ranks, model = run.config, run.spec, run.ranks_per_model, run.config.model.name
     given = f"--strategy {config.strategy}"
     if not spec.scales_loss and config.precision == "16-mixed":
         raise UsageError(f"{given} has no loss scaling for float16: use --precision bf16-mixed")
-    if not spec.one_replica:
+    for flag in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if getattr(config, flag) and spec.size != flag:
+            names = ", ".join(name for name, other in STRATEGIES.items() if other.size == flag)
+            raise UsageError(f"--{flag} is for {names}, not for {config.strategy_name}")
+    if ranks == 1 and not spec.one_replica:
         return
     entry = MODELS[model]
     if not issubclass(entry, ViT):
         known = ", ".join(name for name, other in MODELS.items() if issubclass(other, ViT))
         raise UsageError(f"{given} cannot split --model {model}: it splits {known}")
-    if config.num_nodes > 1:
-        raise UsageError(f"{given} works within one node: over several nodes use fsdp2 or deepspeed_stage_3")
+    if config.devices % ranks:
+        raise UsageError(f"{given} splits a model within one node: --{spec.size} must divide --devices")
+    alone = "use fsdp2 alone or ZeRO"
     if config.trainable or config.lora.rank:
-        raise UsageError(f"{given} trains whole models only: use fsdp2 or ZeRO with --trainable and --lora.rank")
-    if spec.family == "tensor_parallel" and config.activation_offload:
-        raise UsageError(f"{given} splits the activations: use --activation_checkpointing, or fsdp2")
+        raise UsageError(f"{given} trains split models whole: {alone} with --trainable and --lora.rank")
+    if spec.family != "pipeline" and config.activation_offload:
+        raise UsageError(f"{given} splits the activations: use --activation_checkpointing, or {alone}")
     if config.compile:
-        raise UsageError(f"{given} exchanges tensors within the model: leave --compile out, or use fsdp2")
+        raise UsageError(f"{given} exchanges tensors within the model: leave --compile out, or {alone}")
     shape = entry(**config.model.options).shape
-    if spec.family == "tensor_parallel" and shape.heads % ranks:
+    if spec.family != "pipeline" and shape.heads % ranks:
         fit = " or ".join(str(number) for number in range(1, shape.heads + 1) if shape.heads % number == 0)
-        raise UsageError(f"{given}: {ranks} ranks cannot divide the {shape.heads} heads of {model}: --devices {fit}")
+        raise UsageError(f"{given}: {ranks} ranks cannot divide the {shape.heads} heads of {model}: {fit} can")
+    if spec.family == "fsdp2" and shape.width % run.replicas:
+        raise UsageError(f"{given}: {run.replicas} ranks cannot divide the width {shape.width} of {model}")
     if spec.family == "pipeline" and ranks > shape.depth:
-        raise UsageError(
-            f"{given}: {model} has {shape.depth} blocks for {ranks} ranks: --devices {shape.depth} at most"
-        )
+        raise UsageError(f"{given}: {model} has {shape.depth} blocks for {ranks} ranks: use {shape.depth} at most")
 
 
 def check_can_resume(run: Run) -> None:
@@ -107,6 +113,6 @@ def why_not_resumed(run: Run) -> str:
     if spec.super_offload or config.offload.ratio < 1:
         what = "--offload.ratio" if config.offload.ratio < 1 else config.strategy_name
         return f"under {what} DeepSpeed does not save Adam's state: start anew with --weights"
-    if spec.offload_optimizer == "nvme":
+    if "nvme" in (spec.offload_optimizer, spec.offload_parameters):
         return f"{config.strategy_name} cannot be resumed, use --strategy deepspeed_stage_3_offload"
     return ""

@@ -8,13 +8,13 @@ from typing import Any
 import deepspeed.comm
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from torch import Tensor
 from torch.nn import Parameter
 
-from cifar_zero.checkpoints.expert_names import plain_names
 from cifar_zero.checkpoints.io import failure_of, save
 from cifar_zero.checkpoints.safe_load import load
+from cifar_zero.checkpoints.zero_folder import plain_names
 from cifar_zero.optimizers.groups import by_name
 from cifar_zero.strategies.deepspeed.experts import ep_size
 
@@ -43,6 +43,11 @@ class GuardedCheckpointEngine(TorchCheckpointEngine):
     def save(self, state_dict: Any, path: str) -> None:
         """Writes a file."""
         of_expert = Path(path).name.startswith("layer_")
+        optimizer = state_dict.get("optimizer_state_dict")
+        if isinstance(optimizer, dict) and "zero_stage" in optimizer:
+            # Python 3.11.2 (Debian 12) pickles an Enum as a call of getattr, which no reader should allow.
+            plain = {**optimizer, "zero_stage": int(optimizer["zero_stage"])}
+            state_dict = {**state_dict, "optimizer_state_dict": plain}
         self._try(lambda: save(state_dict if of_expert else {**state_dict, **self._notes}, Path(path)))
 
     def load(self, path: str, map_location: Any = None) -> Any:

@@ -24,7 +24,6 @@ from cifar_zero.checkpoints.read import read
 from cifar_zero.checkpoints.zero_folder import GROUPS, ON_DISK, PROGRESS, SHAPE, TAG, shape_of
 from cifar_zero.core import atomic
 from cifar_zero.core.console import say
-from cifar_zero.core.errors import UsageError
 from cifar_zero.launch.collectives import gather
 from cifar_zero.models.cast import compute_with_statistics
 from cifar_zero.models.moe import share_of
@@ -40,6 +39,10 @@ from cifar_zero.strategies.deepspeed.checkpoint import (
     restore,
 )
 
+LINEAR = torch.nn.functional.linear
+"""torch's own. ZeRO 3 replaces it for as long as the process lives (DeepSpeed 0.19.8, `_enable_mem_efficient_linear`),
+for other models too; a fit or a test puts it back at its end."""
+
 ENGINE = "_deepspeed_engine"
 """Attribute of a module: the engine that trained it, whose gradient hooks must be removed before a second fit."""
 
@@ -51,13 +54,16 @@ class ZeROPrecision(DeepSpeedPrecision):
     it by gradient_accumulation_steps again. Can be removed when Lightning's own plugin passes scale_wrt_gas.
     """
 
+    casts_batches = False
+    """Whether a batch is cast to the precision, as Lightning's own plugin does; CIFARModule does it itself."""
+
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Back-propagates the loss of one micro-batch, already divided by their number."""
         super().backward(tensor, model, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
     def convert_input(self, data: Any) -> Any:
         """Returns the batch itself: the module casts the images, and soft labels must not be rounded."""
-        return data
+        return super().convert_input(data) if self.casts_batches else data
 
 
 class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
@@ -223,10 +229,6 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
         DeepSpeed loads one of the same shape, each rank its shard; any other is assembled and sharded again.
         """
         path = Path(checkpoint_path)
-        if self.remote_device == "nvme":
-            raise UsageError(
-                f"--resume {path}: not possible with parameters on NVMe, use --strategy deepspeed_stage_3_offload"
-            )
         if path.is_dir() and shape_of(path, self._io.trust) == self._shape:
             self.deepspeed_engine.checkpoint_engine = GuardedCheckpointEngine(self._io.trust)
             return super().load_checkpoint(checkpoint_path)
@@ -248,6 +250,7 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
         return {
             "stage": self._zero.get("stage", 0),
             "sub_group_size": self._zero.get("sub_group_size"),
+            "round_robin_gradients": self._zero.get("round_robin_gradients", False),
             "ranks": self.world_size,
             "precision": str(self.precision_plugin.precision),
             "optimizer": self.optimizer_implementation(self.root_device.type),
@@ -270,6 +273,15 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
         experts.fix_clipping(self.model)
         self._trained = vars(model)[ENGINE] = self.model  # setattr would make the engine a submodule
 
+    def _setup_model_and_optimizer(self, model: Module, optimizer: Any, lr_scheduler: Any = None) -> Any:
+        """Starts the engine, which at stage 0 in a low precision would step once with gradients of 0 (DeepSpeed 0.19.8,
+        fp16/unfused_optimizer.py and fused_optimizer.py, `initialize_optimizer_states`; its pull request 5104): Adam
+        would count a step too many, so that its first update is 0.74 of the right one, and AdamW's decay would act."""
+        step, optimizer.step = optimizer.step, lambda *args, **kwargs: None
+        started = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+        optimizer.step = step
+        return started
+
     def _initialize_deepspeed_inference(self, model: Module) -> None:
         if self._trained is not None and self._trained.module is model:
             self.model = self._trained
@@ -278,6 +290,7 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
 
     def teardown(self) -> None:
         """Ends a fit or a test; the model stays on the engine's device."""
+        torch.nn.functional.linear = LINEAR
         if self._trained is None:
             super().teardown()
             return

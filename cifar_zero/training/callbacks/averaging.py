@@ -81,9 +81,7 @@ class Averaging(Callback):
         if self._kind == "swa":
             self._first_step = round(self._swa_from * trainer.estimated_stepping_batches)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Adds the newest weights to the average, after an optimizer step or at the end of an epoch."""
         accumulating = (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch
         if accumulating or (self._kind == "swa" and not self._is_end(trainer)):

@@ -54,6 +54,8 @@ class TrainingCurves(Callback):
         """train/loss of the newest point: mean over the micro-batches of its interval and over all ranks."""
         self.last_gradient_norm: float | None = None
         """train/grad_norm of the newest point."""
+        self.last_learning_rate: float | None = None
+        """train/learning_rate of the newest point."""
         self.last_epoch = 0.0
         """train/epoch of the newest point: passes over the training images."""
         self.losses: list[Tensor] = []
@@ -83,9 +85,7 @@ class TrainingCurves(Callback):
         self._learning_rate = optimizer.param_groups[0]["lr"]
         self._gradient_norm = norm_before_step(trainer, pl_module)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Keeps a micro-batch's loss, and writes a point if one is due."""
         self.losses.append(outputs["loss"])
         if trainer.global_step > self._logged_step + len(self._step_ends):
@@ -114,7 +114,7 @@ class TrainingCurves(Callback):
         if self._learning_rate is not None:  # unknown if the run was stopped at a step that nobody could foresee
             norm = norm_after_step(trainer) if self._gradient_norm is None else self._gradient_norm.item()
             self.last_gradient_norm = norm
-            scalars["train/learning_rate"] = self._learning_rate
+            scalars["train/learning_rate"] = self.last_learning_rate = self._learning_rate
             scalars |= {} if norm is None else {"train/grad_norm": norm}
         log_scalars(trainer, scalars)
         self.losses, self._step_ends = [], []

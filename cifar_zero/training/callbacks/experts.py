@@ -84,7 +84,7 @@ class Experts(Callback):
 
     def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Adds up the ranks' counts, and draws them on rank 0."""
-        counts = [_of_all_ranks(trainer, of_gate).cpu().numpy() for of_gate in self._test_counts]
+        counts = [trainer.strategy.reduce(each, reduce_op="sum").cpu().numpy() for each in self._test_counts]
         if trainer.is_global_zero:
             class_names = trainer.datamodule.classes  # pyright: ignore[reportAttributeAccessIssue]
             write_figure(trainer, expert_figure(counts, class_names), "experts")
@@ -92,7 +92,8 @@ class Experts(Callback):
     def _log(self, trainer: Trainer) -> None:
         self._logged_step = trainer.global_step
         # One reduction and one copy to the host for all curves of all mixtures.
-        totals = iter(_of_all_ranks(trainer, torch.cat([_summed(seen) for seen in self._seen])).tolist())
+        own = torch.cat([_summed(seen) for seen in self._seen])
+        totals = iter(trainer.strategy.reduce(own, reduce_op="sum").tolist())
         scalars: dict[str, float] = {}
         for number, (gate, seen) in enumerate(zip(self._gates, self._seen, strict=True)):
             steps = len(seen.tokens) / trainer.accumulate_grad_batches
@@ -124,25 +125,15 @@ def experts_of_classes(labels: Tensor, experts: Tensor, num_classes: int, num_ex
     return pairs.bincount(minlength=num_classes * num_experts).view(num_classes, num_experts)
 
 
-def relative_entropy(probabilities: Tensor) -> Tensor:
-    """Returns the mean entropy of a gate's probabilities (S, E) as a share of log(E), its maximum; 0 for one expert."""
-    return torch.special.entr(probabilities).sum(dim=1).mean() / math.log(max(2, probabilities.shape[1]))
-
-
 def _gates(module: Any) -> Sequence[Gate]:
     assert module.net is not None
     return gates(module.net)
 
 
 def _summed(seen: Seen) -> Tensor:
-    """Returns float64 (E + 2,): tokens of each expert, mean load-balancing loss, entropy of the gate."""
+    """Returns float64 (E + 2,): tokens of each expert, mean load-balancing loss, and the mean entropy of the gate's
+    probabilities as a share of log(E), its maximum; 0 for one expert."""
     assert seen.probabilities is not None
-    means = torch.stack([torch.stack(seen.load_balance_losses).mean(), relative_entropy(seen.probabilities)])
+    entropy = torch.special.entr(seen.probabilities).sum(dim=1).mean() / math.log(max(2, seen.probabilities.shape[1]))
+    means = torch.stack([torch.stack(seen.load_balance_losses).mean(), entropy])
     return torch.cat([torch.stack(seen.tokens).sum(dim=0).double(), means.double()])
-
-
-def _of_all_ranks(trainer: Trainer, values: Tensor) -> Tensor:
-    """Returns the sum over the ranks; every rank must call it."""
-    if trainer.world_size > 1:
-        torch.distributed.all_reduce(values)
-    return values

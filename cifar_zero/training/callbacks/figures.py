@@ -6,14 +6,22 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from cifar_zero.data.augment import MEAN, STD
+from cifar_zero.config.inputs import Inputs
+from cifar_zero.data.augment import spread
 from cifar_zero.launch.collectives import gather
-from cifar_zero.reports.curve_figures import calibration_figure, precision_recall_figure, roc_figure
-from cifar_zero.reports.figures import MISTAKE_COLUMNS, MISTAKE_ROWS, confusion_figure, mistakes_figure
+from cifar_zero.reports.figures import (
+    MISTAKE_COLUMNS,
+    MISTAKE_ROWS,
+    calibration_figure,
+    confusion_figure,
+    mistakes_figure,
+    precision_recall_figure,
+    roc_figure,
+)
 from cifar_zero.strategies import data_group
 from cifar_zero.training.metrics import calibration_error
 
@@ -49,7 +57,7 @@ class TestFigures(Callback):
             return
         names = trainer.datamodule.classes  # pyright: ignore[reportAttributeAccessIssue]
         confidence, images, true, predicted = merge(of_each_rank)  # pyright: ignore[reportArgumentType]
-        mistakes = as_pixels(images), true.numpy(), predicted.numpy(), confidence.numpy()
+        mistakes = as_pixels(images, pl_module.inputs), true.numpy(), predicted.numpy(), confidence.numpy()
         averages = per_class["average_precision"].numpy()
         figures = {
             "confusion_matrix": confusion_figure(counts.cpu().numpy(), names),
@@ -82,10 +90,11 @@ def merge(found: list[Mistakes]) -> Mistakes:
     return confidence[surest], images[surest], true[surest], predicted[surest]
 
 
-def as_pixels(images: Tensor) -> np.ndarray:
-    """Returns uint8 pixels, on the CPU, of images that may be normalised to [-1, 1]."""
+def as_pixels(images: Tensor, inputs: Inputs) -> np.ndarray:
+    """Returns uint8 pixels, on the CPU, of images (n, 3, H, W) that may be normalised."""
     if images.is_floating_point():
-        images = ((images.float() * STD + MEAN) * 255).round().clamp(0, 255).to(torch.uint8)
+        images = images.float() * spread(inputs.std, images) + spread(inputs.mean, images)
+        images = (images * 255).round().clamp(0, 255).to(torch.uint8)
     return images.numpy()
 
 
@@ -101,3 +110,5 @@ def write_figure(trainer: Trainer, figure: Figure, name: str, tag: str = "") -> 
             logger.experiment.add_image(tag, pixels, trainer.global_step, dataformats="HWC")
         elif isinstance(logger, WandbLogger):
             logger.log_image(tag, [str(file)], trainer.global_step)
+        elif isinstance(logger, MLFlowLogger):
+            logger.experiment.log_artifact(logger.run_id, str(file), "figures")

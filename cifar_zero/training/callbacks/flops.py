@@ -37,9 +37,11 @@ def training_flops(
     batch_size: int,
     trainable: Sequence[str] = (),
     lora: LoRAConfig = NO_LORA,
+    side: int = IMAGE_SHAPE[1],
     activation_checkpointing: bool = False,
 ) -> int:
-    """Returns the FLOPs of one forward and backward pass of `batch_size` images, two for each multiply-add.
+    """Returns the FLOPs of one forward and backward pass of `batch_size` images of `side` x `side` pixels, two for each
+    multiply-add.
 
     Counts matrix products and convolutions, as torch's FlopCounterMode does. The backward pass ends where nothing
     before is trained. With `activation_checkpointing` the recomputation is included.
@@ -51,7 +53,7 @@ def training_flops(
     with torch.device("meta"):
         if activation_checkpointing:
             checkpoint_blocks(net)
-        images = torch.empty(batch_size, *IMAGE_SHAPE)
+        images = torch.empty(batch_size, IMAGE_SHAPE[0], side, side)
     with torch.autograd.set_detect_anomaly(False):  # it would check values, which do not exist
         return measure_flops(net, lambda: net(images), torch.Tensor.sum)
 

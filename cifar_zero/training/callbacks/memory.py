@@ -3,7 +3,7 @@ parameters, gradients and optimizer state."""
 
 import resource
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from cifar_zero.launch.collectives import gather
 from cifar_zero.training.callbacks.curves import Interval, log_scalars
@@ -131,11 +132,4 @@ def _of(optimizer: Any, names: Iterable[str]) -> Iterator[Tensor]:
 
 
 def _flat(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _flat(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _flat(item)
+    yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -10,16 +11,26 @@ from rich import progress as bars
 from rich.console import Console
 
 from cifar_zero.training.callbacks.curves import TrainingCurves
+from cifar_zero.training.callbacks.throughput import RATES
 
 BAR_INTERVAL_S = 0.25
 """Seconds between two updates of the bar on a terminal."""
 
-PLAIN_INTERVAL_S = 10.0
-"""Least seconds between two lines if the output is not a terminal."""
+
+LINE = {
+    "loss": "Loss: {:.4f}",
+    "learning_rate": "Learning rate: {:.4g}",
+    "step_time_ms": "Time: {:.4g}ms",
+    "tflops": "TFLOPS: {:.4g}",
+    "images_per_second": "Images/s: {:.0f}",
+    "tokens_per_second": "Tokens/s: {:.0f}",
+}
+"""The parts of a line, by the names of the values."""
 
 
 class Progress(Callback):
-    """Shows epoch, step, loss, images per second and the time left, on rank 0.
+    """Shows epoch, step, loss, speed and the time left, on rank 0: as a bar, or without a terminal as a line every
+    --log_interval steps.
 
     Between two updates a training step costs one look at the clock. Lightning's bars (2.6.6) are updated in every step,
     by a thread that takes the interpreter from the training, and write no lines into a log file.
@@ -33,15 +44,12 @@ class Progress(Callback):
         self._console = Console(stderr=True, highlight=False)
         self._curves = curves
         self._batch_size = batch_size
-        self._plain_step = 0
-        self._next_update = self._next_line = 0.0
+        self._next_update = 0.0
         self._bar = _new_bar(self._console)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Shows the bar of the training."""
         self._open(trainer, _epoch(trainer), trainer.estimated_stepping_batches, trainer.global_step)
-        self._plain_step = trainer.global_step
-        self._next_line = time.monotonic() + PLAIN_INTERVAL_S
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Updates the bar of the training if it is time to."""
@@ -95,14 +103,21 @@ class Progress(Callback):
         speed = "" if task.speed is None else f"{task.speed * self._batch_size:,.0f} images/s"
         detail = "  ".join(filter(None, ("" if loss is None else f"loss {loss:.3f}", speed)))
         self._bar.update(task.id, detail=detail, refresh=self._console.is_terminal)
-        if self._console.is_terminal or now < self._next_line:
+
+    def line(self, trainer: Any, rates: Mapping[str, float]) -> None:
+        """Prints the newest point of the curves, with `Throughput`'s rates, if there is no terminal.
+
+        The form is that of DeepSpeedExamples (training/DeepSpeed-SuperOffload/finetune_zero3.py).
+        """
+        if self._console.is_terminal or not self._bar.tasks:
             return
-        if trainer.global_step // trainer.log_every_n_steps > self._plain_step // trainer.log_every_n_steps:
-            self._plain_step, self._next_line = trainer.global_step, now + PLAIN_INTERVAL_S
-            total = "" if task.total is None else f"/{task.total:.0f}"
-            left = "" if task.time_remaining is None else f"{timedelta(seconds=int(task.time_remaining))} left"
-            line = (_epoch(trainer), f"step {trainer.global_step}{total}", detail, left)
-            self._print("  ".join(filter(None, line)))
+        task, curves = self._bar.tasks[0], self._curves
+        total = "" if task.total is None else f"/{task.total:.0f}"
+        values = {name: rates.get(f"perf/{name}") for name in RATES}
+        values |= {"loss": curves.last_loss, "learning_rate": curves.last_learning_rate}
+        shown = (form.format(values[name]) for name, form in LINE.items() if values[name] is not None)
+        left = [] if task.time_remaining is None else [f"{timedelta(seconds=int(task.time_remaining))} left"]
+        self._print(" | ".join([f"Step {trainer.global_step}{total}", _epoch(trainer), *shown, *left]))
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, soft_wrap=True)

@@ -66,9 +66,7 @@ class Interrupt(Callback):
         wanted = [signal.SIGINT, signal.SIGTERM, *([SLURM_REQUEUE] if "SLURM_JOB_ID" in os.environ else [])]
         self._previous = {number: signal.signal(number, self._request) for number in wanted}
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Stops after a step, as soon as any rank has got a signal."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
@@ -92,14 +90,14 @@ class Interrupt(Callback):
 
 
 class EarlyStop(EarlyStopping):
-    """Lightning's EarlyStopping on val/acc, which also chooses the best checkpoint; reports in one line when it stops.
+    """Lightning's EarlyStopping on the metric of the best checkpoint, --monitor; reports in one line when it stops.
 
     A resumed run continues the count with its own patience, and ends at once if that is already exhausted. An epoch
     that --max_steps cuts short has no validation and does not count. `patience` is in validations.
     """
 
-    def __init__(self, patience: int):
-        super().__init__("val/acc", mode="max", patience=patience, strict=False)
+    def __init__(self, patience: int, monitor: str = "val/acc", mode: str = "max"):
+        super().__init__(monitor, mode=mode, patience=patience, strict=False)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the count, but not the patience of the old run, as Lightning (2.6.6) would."""
@@ -113,7 +111,7 @@ class EarlyStop(EarlyStopping):
         """Prints why the training has ended."""
         if self._over and trainer.is_global_zero:
             since = f"{self.wait_count} validation{'s'[: self.wait_count > 1]}"
-            best = f"val/acc has not exceeded {self.best_score.item():.2%} in {since}"
+            best = f"{self.monitor} has not improved on {self.best_score.item():.4g} in {since}"
             say(f"early stopping after epoch {self.stopped_epoch + 1}: {best}")
 
     @property

@@ -6,20 +6,18 @@ from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.config.flags import Config, flat
+from cifar_zero.core.console import say
 from cifar_zero.core.hardware import cpu_name
-from cifar_zero.reports.summary import MEASURED, metrics_json
+from cifar_zero.reports.summary import IN_EFFECT, MEASURED, metrics_json
 from cifar_zero.strategies.mesh import MeshStrategy
 from cifar_zero.training.callbacks.curves import TrainingCurves, deepspeed_engine
 from cifar_zero.training.callbacks.flops import parameter_count, trained_count
 from cifar_zero.training.callbacks.memory import Memory
 from cifar_zero.training.callbacks.throughput import Throughput
-
-SETTINGS = ("compute_dtype", "parameter_dtype", "skipped_steps", "reduce_bucket_size", "allgather_bucket_size")
-"""Keys of metrics.json that `Effective` knows."""
 
 Observer = TypeVar("Observer", bound=Callback)
 
@@ -33,9 +31,9 @@ class Effective(Callback):
     def __init__(self) -> None:
         self._first_step = 0
         self._applied_steps: int | None = None
-        self.totals: dict[str, Any] = dict.fromkeys(SETTINGS)
+        self.totals: dict[str, Any] = dict.fromkeys(IN_EFFECT)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Reads the settings, and starts to count the steps that a gradient scaler lets through."""
         parameters = next(pl_module.parameters()).dtype
         self.totals["compute_dtype"] = _name(_compute_dtype(trainer, parameters))
@@ -48,7 +46,12 @@ class Effective(Callback):
                 self.totals["reduce_bucket_size"] = engine.zero_reduce_bucket_size()
                 self.totals["allgather_bucket_size"] = gathered
             if trainer.is_global_zero:
-                text = json.dumps(_configuration(engine), indent=1, default=str)
+                if engine.zero_optimization_partition_weights() and trainer.world_size > 1:
+                    say(_persistence(engine, "" if pl_module.config.ds_config else "--zero."))
+                config = engine._config  # with the ZeRO section as DeepSpeed (0.19.8) has completed it
+                given = {**config._param_dict, "zero_optimization": config.zero_config.model_dump(mode="json")}
+                given["communication_data_type"] = _name(engine.communication_data_type)
+                text = json.dumps(given, indent=1, default=str)
                 (Path(trainer.default_root_dir) / run_folder.DEEPSPEED_CONFIG).write_text(text + "\n")
         elif getattr(trainer.precision_plugin, "scaler", None) is not None:
             self._first_step, self._applied_steps = trainer.global_step, 0
@@ -117,8 +120,9 @@ def test_metrics(module: Any, datamodule: Any) -> dict[str, Any]:
     return metrics
 
 
-def log_hparams(trainer: Trainer, config: Config, metrics: dict[str, Any]) -> None:
-    """Adds the run to TensorBoard's HPARAMS table, which compares runs; only rank 0 has loggers."""
+def log_results(trainer: Trainer, config: Config, metrics: dict[str, Any]) -> None:
+    """Adds the run to TensorBoard's HPARAMS table, which compares runs, and all of metrics.json to W&B's summary of the
+    run; only rank 0 has loggers."""
     settings = ("strategy", "model", "batch_size", "accumulate", "precision", "world_size", "dataset", "seed")
     hparams = {name: metrics[name] for name in settings}
     hparams |= {"optimizer": config.optimizer.name, "schedule": config.schedule.name}
@@ -132,6 +136,19 @@ def log_hparams(trainer: Trainer, config: Config, metrics: dict[str, Any]) -> No
             known = {name: value for name, value in results.items() if value is not None}
             logger.log_hyperparams(hparams, known, trainer.global_step)
             logger.experiment.flush()
+        elif isinstance(logger, WandbLogger):
+            logger.experiment.summary.update(metrics)
+
+
+def _persistence(engine: Any, prefix: str) -> str:
+    """Returns how many parameters ZeRO 3 shards, in elements; most models under its threshold are not sharded."""
+    whole = sum(parameter.ds_numel for parameter in engine.optimizer.persistent_parameters)
+    every = [*engine.module.parameters()]
+    of = f"{sum(parameter.ds_numel for parameter in every):,} parameters"
+    if whole:
+        flag = f"{prefix}param_persistence_threshold"
+        return f"{whole:,} of {of} stay whole on every rank: {flag} 0 shards them"
+    return f"all {of} are sharded: {sum(parameter.ds_tensor.numel() for parameter in every):,} on each rank"
 
 
 def _observer(trainer: Trainer, kind: type[Observer]) -> Observer:
@@ -145,13 +162,6 @@ def _compute_dtype(trainer: Trainer, parameters: torch.dtype) -> torch.dtype:
     device = trainer.strategy.root_device.type
     with trainer.precision_plugin.forward_context():
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parameters
-
-
-def _configuration(engine: Any) -> dict[str, Any]:
-    """Returns what the engine was given, with the ZeRO section as DeepSpeed (0.19.8) has completed it."""
-    config = engine._config
-    given = {**config._param_dict, "zero_optimization": config.zero_config.model_dump(mode="json")}
-    return {**given, "communication_data_type": _name(engine.communication_data_type)}
 
 
 def _name(dtype: torch.dtype) -> str:

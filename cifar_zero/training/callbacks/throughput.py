@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -9,8 +10,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from cifar_zero.config.flags import Config
 from cifar_zero.core import start_time
+from cifar_zero.models import MODELS
 from cifar_zero.training.callbacks.curves import Interval, log_scalars
 from cifar_zero.training.callbacks.flops import peak_flops
+
+RATES = ("step_time_ms", "data_time_ms", "images_per_second", "tokens_per_second", "tflops", "mfu")
+"""The curves perf/*; tokens only of transformers, mfu only where the peak is known."""
 
 
 class Stopwatch:
@@ -68,7 +73,7 @@ class Throughput(Callback):
     """Writes the perf/* curves, and keeps the totals of the run.
 
     The clock runs inside the epochs: waiting for a batch counts; validation, the writing of checkpoints, the start of
-    an epoch and the first `warmup_steps` do not.
+    an epoch and the first --warmup_steps do not (at most half of the run, except in a benchmark).
 
     perf/data_time_ms is the part of a step between the end of one micro-batch and the start of the next: the wait for
     the loader, the copy to the device and the loop's own bookkeeping. It is this rank's time on the host; a GPU with
@@ -77,16 +82,23 @@ class Throughput(Callback):
     Args:
         config: of the run.
         flops_per_step: over all ranks, see `flops.training_flops`.
-        warmup_steps: optimizer steps left out at the start; at most half of the run, except in a benchmark.
         recomputed_flops_per_step: of activation checkpointing, over all ranks; not part of flops_per_step. perf/tflops
             counts them, since the hardware computes them; perf/mfu does not (PaLM, Chowdhery et al. 2022, appendix B).
+        on_point: called at each point of the curves with their values, none before the end of the warm-up; its time is
+            not counted.
     """
 
     _interval: Interval
 
-    def __init__(self, config: Config, flops_per_step: int, warmup_steps: int = 10, recomputed_flops_per_step: int = 0):
+    def __init__(
+        self,
+        config: Config,
+        flops_per_step: int,
+        recomputed_flops_per_step: int = 0,
+        on_point: Callable[[Trainer, Mapping[str, float]], None] = lambda trainer, rates: None,
+    ):
         self._config = config
-        self._warmup_steps = warmup_steps
+        self._on_point = on_point
         self._flops_per_step = flops_per_step
         self._recomputed_flops_per_step = recomputed_flops_per_step
         self.peak_flops: float | None = None
@@ -94,7 +106,7 @@ class Throughput(Callback):
         self._fit_started = self._fit_seconds = 0.0
         self._seconds_to_first_step: float | None = None
         self._first_step = self._first_timed_step = 0
-        self._lap_step = self._logged_step = 0
+        self._lap_step = self._logged_step = self._newest_step = 0
         self._logged_seconds = self._logged_data_seconds = 0.0
         self._data_seconds = 0.0
         self._batch_ended = 0.0
@@ -111,7 +123,7 @@ class Throughput(Callback):
         timed = self.rates(self._clock.seconds, self._data_seconds, steps) if steps > 0 else {}
         laps = [1e3 * seconds for seconds in self._clock.lap_seconds()]
         return {
-            **{f"perf/{name}": None for name in ("step_time_ms", "data_time_ms", "images_per_second", "tflops", "mfu")},
+            **{f"perf/{name}": None for name in RATES},
             **timed,
             "perf/step_time_min_ms": min(laps, default=None),
             "perf/step_time_median_ms": statistics.median(laps) if laps else None,
@@ -134,7 +146,7 @@ class Throughput(Callback):
         self._clock = Stopwatch(device)
         self._first_step = trainer.global_step
         steps = trainer.estimated_stepping_batches - self._first_step
-        warmup_steps = self._warmup_steps
+        warmup_steps = self._config.warmup_steps
         if steps > 0 and not self._config.bench_steps:
             warmup_steps = min(warmup_steps, steps // 2)
         self._first_timed_step = self._logged_step = self._lap_step = self._first_step + int(warmup_steps)
@@ -146,9 +158,7 @@ class Throughput(Callback):
         elif trainer.global_step >= self._first_timed_step:
             self._clock.start()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Notes the end of the first step, and of every step of a benchmark; writes a point if one is due."""
         step = trainer.global_step
         if self._seconds_to_first_step is None and step > self._first_step:
@@ -156,9 +166,11 @@ class Throughput(Callback):
         if self._config.bench_steps and step > self._lap_step:
             self._lap_step = step
             self._clock.lap()
-        if self._interval.due(step) and self._clock.running:
+        if self._interval.due(step):
+            timed = self._clock.running
             self._log(trainer)
-            self._clock.start()
+            if timed:
+                self._clock.start()
         self._batch_ended = time.perf_counter()
 
     def _pause(self, *args: Any, **kwargs: Any) -> None:
@@ -169,7 +181,8 @@ class Throughput(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the last point of a run that was stopped early."""
-        self._log(trainer)
+        if trainer.global_step > self._newest_step:
+            self._log(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stops the clock of the whole fit."""
@@ -177,23 +190,29 @@ class Throughput(Callback):
 
     def _log(self, trainer: Trainer) -> None:
         self._clock.stop()
+        self._newest_step = trainer.global_step
         steps = trainer.global_step - self._logged_step
-        if steps <= 0:
-            return
-        seconds = self._clock.seconds - self._logged_seconds
-        log_scalars(trainer, self.rates(seconds, self._data_seconds - self._logged_data_seconds, steps))
-        self._logged_step, self._logged_seconds = trainer.global_step, self._clock.seconds
-        self._logged_data_seconds = self._data_seconds
+        rates: dict[str, float] = {}
+        if steps > 0:
+            seconds = self._clock.seconds - self._logged_seconds
+            rates = self.rates(seconds, self._data_seconds - self._logged_data_seconds, steps)
+            log_scalars(trainer, rates)
+            self._logged_step, self._logged_seconds = trainer.global_step, self._clock.seconds
+            self._logged_data_seconds = self._data_seconds
+        self._on_point(trainer, rates)
 
     def rates(self, seconds: float, data_seconds: float, steps: int) -> dict[str, float]:
         """Returns perf/* of `steps` optimizer steps that took `seconds`, of which `data_seconds` waiting for data."""
         steps_per_second = steps / seconds
+        images_per_second = self._config.batch_size * steps_per_second
+        tokens = MODELS[self._config.model.name].tokens_per_image
         model_flops = self._flops_per_step * steps_per_second
         recomputed_flops = self._recomputed_flops_per_step * steps_per_second
         return {
             "perf/step_time_ms": 1e3 * seconds / steps,
             "perf/data_time_ms": 1e3 * data_seconds / steps,
-            "perf/images_per_second": self._config.batch_size * steps_per_second,
+            "perf/images_per_second": images_per_second,
+            **({"perf/tokens_per_second": tokens * images_per_second} if tokens else {}),
             "perf/tflops": (model_flops + recomputed_flops) / 1e12,
             **({} if self.peak_flops is None else {"perf/mfu": model_flops / self.peak_flops}),
         }

@@ -1,4 +1,4 @@
-"""compare.py --acceptance on two real ranks, where ZeRO 2 loses a micro-batch."""
+"""The cases of compare.py --acceptance; test_planted_faults.py trains them."""
 
 from __future__ import annotations
 
@@ -9,41 +9,7 @@ from pathlib import Path
 import pytest
 
 from cifar_zero.comparison.recorded.cases import recipes
-from tests.support.helpers import assert_ok, run_program
-
-LOST_MICRO_BATCH = """
-import os
-
-if "RANK" in os.environ:
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    backward = DeepSpeedEngine.backward
-
-    def broken(self, loss, *args, **options):
-        lost = self.zero_optimization_stage() == 2 and self.micro_steps % 4 == 1
-        return backward(self, 0 * loss if lost else loss, *args, **options)
-
-    DeepSpeedEngine.backward = broken
-"""
-
-
-@pytest.mark.distributed
-def test_a_lost_micro_batch_is_found(tmp_path: Path):
-    (tmp_path / "sitecustomize.py").write_text(LOST_MICRO_BATCH)
-    flags = ["--acceptance", "--quick", "--strategies", "deepspeed_stage_1", "deepspeed_stage_2", "--devices", "2"]
-    junit = tmp_path / "acceptance.xml"
-    where = ["--out", str(tmp_path), "--junit", str(junit)]
-    done = run_program("compare.py", *flags, *where, env={"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""})
-    assert done.returncode == 1, done.stderr
-    comparison = json.loads((tmp_path / "acceptance" / "version_0" / "comparison.json").read_text())
-    found = {(each["strategy"], each["accumulate"]): each["verdict"] for each in comparison["variants"]}
-    assert len(found) == 4
-    assert found["deepspeed_stage_1", 4]["kind"] in ("bit-identical", "within rounding")
-    assert found["deepspeed_stage_1", 1]["kind"] in ("bit-identical", "within rounding")
-    assert found["deepspeed_stage_2", 4]["kind"] == "different"
-    assert found["deepspeed_stage_2", 4]["first_parting"] == 1
-    assert found["deepspeed_stage_2", 4]["remark"].startswith("step 1: gradient of net.")
-    assert 'failures="2"' in junit.read_text() or 'failures="1"' in junit.read_text()
+from tests.support.helpers import assert_ok, of_make_fuzz, run_program
 
 
 def test_the_cases_are_listed():
@@ -53,10 +19,39 @@ def test_the_cases_are_listed():
     assert any(line.startswith("deepspeed_stage_3, torture, sgd, 32-true, 2 ranks, accumulate 4") for line in lines)
 
 
-def test_another_flag_is_refused():
-    done = run_program("compare.py", "--acceptance", "--max_steps", "5")
+def test_raw_configurations_are_cases_too(tmp_path: Path):
+    mine = tmp_path / "mine.json"
+    mine.write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    listed = [
+        run_program("compare.py", "--acceptance", "--print_cases", "--devices", "2", *flags).stdout
+        for flags in (["--quick"], ["--strategies", str(mine)])
+    ]
+    recipe = "torture, sgd, 32-true, 2 ranks, accumulate 4, no clipping"
+    for name, found in zip(("deepspeed_stage_1_fp32_gradients", "mine"), listed, strict=True):
+        assert f"{name}, {recipe}" in found.splitlines()
+
+
+@of_make_fuzz
+@pytest.mark.distributed
+def test_the_pinned_release_passes(tmp_path: Path):
+    done = run_program("compare.py", "--acceptance", "--quick", "--out", str(tmp_path), timeout=600)
+    assert_ok(done)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--acceptance --max_steps 5", "--acceptance trains cases of its own"),
+        ("--acceptance --strategies deepspeed_stage_9 ddp", "deepspeed_stage_9"),
+        ("--acceptance --strategies pipeline --devices 2", "--strategies pipeline: "),
+        ("--acceptance --strategies nowhere.json", "nowhere.json cannot be read"),
+        ("--quick --strategies baseline ddp", "--quick is for --acceptance"),
+    ],
+)
+def test_a_mistake_is_refused(flags: str, expected: str):
+    done = run_program("compare.py", *flags.split())
     assert done.returncode == 2
-    assert "--acceptance trains cases of its own" in done.stderr
+    assert expected in done.stderr
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])

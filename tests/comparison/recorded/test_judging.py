@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cifar_zero.comparison.recorded.judging import first_fault, identical, learned
+from cifar_zero.comparison.recorded.judging import first_difference, first_fault, learned
 from cifar_zero.comparison.recorded.record import Record
 from tests.support.sgd_record import trained
 
@@ -35,17 +35,17 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_planted_fault_is_found_at_its_step(fault: str):
     change, expected = FAULTS[fault]
     reference, perturbed, ours = trained(), trained(distance=1e-5), trained(0.0, **change)
-    found = first_fault(ours, reference, perturbed, "32-true")
+    found = first_fault(ours, reference, [perturbed], "32-true")
     assert found is not None
     assert str(found).startswith(expected)
 
 
 def test_a_constant_ratio_is_told_from_missing_gradients():
     reference, perturbed = trained(), trained(distance=1e-5)
-    halved = first_fault(trained(gradient=lambda step, name, value: value / 2), reference, perturbed, "32-true")
+    halved = first_fault(trained(gradient=lambda step, name, value: value / 2), reference, [perturbed], "32-true")
     assert halved is not None
     assert halved.pattern.startswith("the gradients of 3 of 3 tensors are 0.5 of the reference's")
-    mixed = first_fault(trained(gradient=lambda step, name, value: value.flip(0)), reference, perturbed, "32-true")
+    mixed = first_fault(trained(gradient=lambda step, name, value: value.flip(0)), reference, [perturbed], "32-true")
     assert mixed is not None
     assert "no common factor" in mixed.pattern
 
@@ -53,7 +53,7 @@ def test_a_constant_ratio_is_told_from_missing_gradients():
 def test_a_late_learning_rate_is_found():
     reference, ours = trained(), trained()
     ours.rates = [ours.rates[0], *ours.rates[:-1]]
-    found = first_fault(ours, reference, trained(distance=1e-5), "32-true")
+    found = first_fault(ours, reference, [trained(distance=1e-5)], "32-true")
     assert found is not None
     assert found.value.name == "learning rate"
     assert found.step == 2
@@ -63,9 +63,22 @@ def test_rounding_is_no_fault():
     reference = trained()
     ours = trained(distance=1e-6)
     ours.weights[0] = reference.weights[0]
-    assert not identical(ours, reference)
-    assert first_fault(ours, reference, trained(distance=1e-5), "32-true") is None
-    assert identical(trained(), reference)
+    assert first_difference(ours, reference) is not None
+    assert first_fault(ours, reference, [trained(distance=1e-5)], "32-true") is None
+    assert first_difference(trained(), reference) is None
+
+
+def test_the_update_of_an_uncertain_gradient_is_not_judged():
+    reference, perturbed, ours = trained(), trained(), trained()
+    for record, sign in ((reference, 1), (perturbed, 1), (ours, -1)):  # an element near 0, of which Adam takes the sign
+        record.gradients[0]["a"][0, 0] = sign * 1e-9
+        for after in record.weights[1:]:
+            after["a"] = after["a"].clone()
+            after["a"][0, 0] += sign * 0.01
+    assert first_fault(ours, reference, [perturbed], "32-true") is None
+    for after in ours.weights[1:]:
+        after["a"][0, 1] += 0.01
+    assert str(first_fault(ours, reference, [perturbed], "32-true")).startswith("step 1: update of a")
 
 
 def test_two_broken_trainings_that_agree_do_not_pass():

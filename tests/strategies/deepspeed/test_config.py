@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from cifar_zero.config import command_line
 from cifar_zero.config.strategy_specs import STRATEGIES
@@ -49,6 +50,7 @@ def test_get_ds_config_key_by_key(stage: int, dtype: Dtype):
             "reduce_bucket_size": 50_000_000,
             "overlap_comm": True,
             "contiguous_gradients": True,
+            "cpu_offload": False,
         },
     }
 
@@ -65,7 +67,7 @@ def test_recipe_says_what_the_source_says():
     assert config.schedule.options["warmup_min_lr"] == warmup["warmup_min_lr"]
 
 
-BATCH_8 = ["--batch_size", "8"]
+BATCH_8 = ["--batch_size", "8", "--devices", "1"]
 
 
 @pytest.mark.parametrize("name", [name for name, spec in STRATEGIES.items() if spec.family == "deepspeed"])
@@ -80,7 +82,9 @@ def test_run_config_follows_the_command_line(name: str):
     assert made["bf16"] == {"enabled": True}
     statistics = ["running_mean", "running_var"]
     assert made["data_types"] == {"buffer_dtype": "bf16", "keep_in_fp32_modules": statistics}
-    assert not {"fp16", "optimizer", "scheduler", "train_batch_size", "gradient_accumulation_steps"} & set(made)
+    assert not made["fp16"]["enabled"]
+    assert not {"optimizer", "scheduler", "train_batch_size", "gradient_accumulation_steps"} & set(made)
+    assert "cpu_offload" not in zero  # for which DeepSpeed prints a warning three times
     assert zero["stage"] == spec.stage
     assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"] == 62_006  # an even number
     assert zero.get("offload_optimizer", {}).get("device", "") == spec.offload_optimizer
@@ -98,45 +102,52 @@ def test_a_buffer_of_parameters_on_a_disk_has_room_for_the_largest(model: str, d
 def test_a_raw_configuration_keeps_settings_that_are_not_ours(tmp_path: Path):
     file = tmp_path / "raw.json"
     file.write_text(json.dumps({"zero_optimization": {"stage": 2, "overlap_comm": True}, "steps_per_print": 7}))
-    config = command_line.parse(["--ds_config", str(file), "--gradient_clip_val", "2"])
+    config = command_line.parse(["--ds_config", str(file), "--gradient_clip_val", "2", "--devices", "1"])
     made = run_config(of_machine(config), num_parameters=10)
-    assert made["zero_optimization"] == {"stage": 2, "overlap_comm": True}
+    buckets = {"allgather_bucket_size": 10, "reduce_bucket_size": 10}
+    assert made["zero_optimization"] == {"stage": 2, "overlap_comm": True, **buckets}
     assert (made["steps_per_print"], made["gradient_clipping"], made["train_micro_batch_size_per_gpu"]) == (7, 2.0, 4)
 
 
-def test_switches_key_by_key():
-    """DeepSpeed itself reads the switches as they were set."""
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+def section(*flags: str) -> DeepSpeedZeroConfig:
+    """Returns the ZeRO section of a run's configuration as DeepSpeed itself reads it."""
+    run = of_machine(command_line.parse(["--devices", "2", *flags]))
+    return DeepSpeedZeroConfig(**run_config(run, 62_006)["zero_optimization"])
 
-    flags = ["--strategy", "deepspeed_stage_3_superoffload", "--zero.sub_group_size", "1000"]
-    flags += [
-        "--zero.hpz_partition_size",
-        "2",
-        "--zero.quantized_weights",
-        "true",
-        "--zero.quantized_gradients",
-        "true",
-    ]
-    flags += ["--offload.ratio", "0.75", "--offload.pin_memory", "true", "--offload.cpuadam_cores_perc", "0.5"]
-    read = DeepSpeedZeroConfig(**run_config(of_machine(command_line.parse(flags)), 62_006)["zero_optimization"])
-    assert (read.stage, read.sub_group_size, read.zero_hpz_partition_size) == (3, 1000, 2)
-    assert (read.zero_quantized_weights, read.zero_quantized_gradients) == (True, True)
-    offload = read.offload_optimizer
-    assert offload is not None
-    assert (offload.device, offload.pin_memory, offload.super_offload) == ("cpu", True, True)
-    assert (offload.ratio, offload.cpuadam_cores_perc) == (0.75, 0.5)
+
+SWITCHES = {
+    "overlap_comm": True,
+    "reduce_bucket_size": 1002,  # 1001 were asked for
+    "prefetch_bucket_size": 3,
+    "max_live_parameters": 4,
+    "param_persistence_threshold": 7,
+    "sub_group_size": 1000,
+    "zero_hpz_partition_size": 2,
+    "zero_quantized_weights": True,
+    "zero_quantized_gradients": True,
+}
+OFFLOAD = {"ratio": 0.75, "pin_memory": True, "cpuadam_cores_perc": 0.5}
+
+
+def test_switches_key_by_key():
+    flags = [f"--zero.{name.removeprefix('zero_')}={value}".lower() for name, value in SWITCHES.items()]
+    flags += [f"--offload.{name}={value}".lower() for name, value in OFFLOAD.items()]
+    read = section("--strategy", "deepspeed_stage_3_superoffload", *flags, "--zero.reduce_bucket_size", "1001")
+    assert {name: getattr(read, name) for name in SWITCHES} == SWITCHES
+    assert read.offload_optimizer is not None
     assert read.offload_param is None
+    assert read.offload_optimizer.super_offload
+    assert {name: getattr(read.offload_optimizer, name) for name in OFFLOAD} == OFFLOAD
+    assert section("--strategy", "deepspeed_stage_1", "--zero.round_robin_gradients=true").round_robin_gradients
 
 
 def test_without_switches_deepspeeds_own_values_stay():
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    made = run_config(of_machine(command_line.parse(["--strategy", "deepspeed_stage_3_superoffload"])), 62_006)[
-        "zero_optimization"
-    ]
-    read, default = DeepSpeedZeroConfig(**made), DeepSpeedZeroConfig.model_validate({"offload_optimizer": {}})
-    for name in ("sub_group_size", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"):
-        assert getattr(read, name) == getattr(default, name)
+    """Except for the buckets, which are at most the model."""
+    read = section("--strategy", "deepspeed_stage_3_superoffload")
+    default = DeepSpeedZeroConfig.model_validate({"offload_optimizer": {}})
+    for name in {*SWITCHES, "round_robin_gradients"} - {"reduce_bucket_size"}:
+        assert getattr(read, name) == getattr(default, name), name
+    assert read.reduce_bucket_size == 62_006
     assert read.offload_optimizer is not None
     assert default.offload_optimizer is not None
     for name in ("ratio", "cpuadam_cores_perc"):

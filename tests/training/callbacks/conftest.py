@@ -4,7 +4,7 @@ TensorBoard curves."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -128,7 +128,9 @@ def fit(tmp_path: Path) -> Callable[..., Run]:
         folder.mkdir()
         curves = TrainingCurves()
         flops = training_flops(config.model, len(CLASSES), config.batch_size)
-        observers = [curves, Throughput(config, flops, warmup_steps), Memory(), Effective()]
+        config = replace(config, warmup_steps=warmup_steps)
+        progress = Progress(config.batch_size, curves)
+        observers = [curves, Memory(), Effective(), progress, Throughput(config, flops, on_point=progress.line)]
         trainer = Trainer(
             accelerator="cpu",
             devices=1,
@@ -137,7 +139,7 @@ def fit(tmp_path: Path) -> Callable[..., Run]:
             accumulate_grad_batches=config.accumulate,
             gradient_clip_val=config.gradient_clip_val or None,
             logger=TensorBoardLogger(tmp_path, name=folder.name, version="", default_hp_metric=False),
-            callbacks=[*observers, Progress(config.batch_size, curves), *more_callbacks],
+            callbacks=[*observers, *more_callbacks],
             log_every_n_steps=config.log_interval,
             default_root_dir=folder,
             use_distributed_sampler=False,

@@ -5,6 +5,8 @@ import pytest
 import torch
 
 from cifar_zero.config.flags import Config
+from cifar_zero.config.inputs import NORMALIZATIONS, inputs
+from cifar_zero.data.augment import normalize
 from cifar_zero.training.callbacks import figures
 
 
@@ -50,9 +52,11 @@ def test_the_most_confident_mistakes_of_all_batches_are_kept(
 
 
 def test_normalised_images_become_pixels_again() -> None:
-    pixels = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16)
-    assert (figures.as_pixels((pixels.float() / 255 - 0.5) / 0.5) == pixels.numpy()).all()
-    assert (figures.as_pixels(pixels) == pixels.numpy()).all()
+    pixels = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).repeat(1, 3, 1, 1)
+    for name in NORMALIZATIONS:
+        seen = inputs(16, name)
+        assert (figures.as_pixels(normalize(pixels, seen), seen) == pixels.numpy()).all()
+        assert (figures.as_pixels(pixels, seen) == pixels.numpy()).all()
 
 
 def test_a_perfect_test_has_no_mistakes() -> None:

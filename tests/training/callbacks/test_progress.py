@@ -24,16 +24,17 @@ def shown_by(fit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Show:
         return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())  # pyright: ignore
 
     monkeypatch.setattr(progress, "BAR_INTERVAL_S", 0.0)
-    monkeypatch.setattr(progress, "PLAIN_INTERVAL_S", 0.0)
     return show
 
 
 def test_plain_lines_at_the_log_interval(shown_by: Show) -> None:
-    lines = shown_by(Config(epochs=2, batch_size=4, log_interval=5), terminal=False).splitlines()
-    steps = [line for line in lines if " step " in line]
-    assert [line.split("  ")[1] for line in steps] == ["step 5/20", "step 10/20", "step 15/20", "step 20/20"]
-    pattern = r"epoch 1/2  step 10/20  loss \d\.\d{3}  [\d,]+ images/s  0:00:\d\d left"
-    assert re.fullmatch(pattern, steps[1])
+    lines = shown_by(Config(epochs=2, batch_size=4, log_interval=5), terminal=False, warmup_steps=6).splitlines()
+    steps = [line for line in lines if line.startswith("Step ")]
+    assert [line.split(" | ")[0] for line in steps] == ["Step 5/20", "Step 10/20", "Step 15/20", "Step 20/20"]
+    warming = r"Step 5/20 | epoch 1/2 | Loss: \d\.\d{4} | Learning rate: 0.001"
+    timed = r" | Time: [\d.]+ms | TFLOPS: [\d.e-]+ | Images/s: \d+ | 0:00:\d\d left"
+    assert re.match(warming.replace(" | ", r" \| ") + r"( \| 0:00:\d\d left)?$", steps[0])
+    assert re.fullmatch((warming.replace("5/20", "10/20") + timed).replace(" | ", r" \| "), steps[1])
     assert [line for line in lines if "val/acc" in line][1].startswith("epoch 2/2  val/loss ")
     assert len(lines) == 6
 
@@ -47,4 +48,4 @@ def test_a_bar_on_a_terminal(shown_by: Show) -> None:
 def test_runs_of_unknown_length(shown_by: Show) -> None:
     config = Config(epochs=-1, batch_size=4, log_interval=5)
     lines = shown_by(config, terminal=False, max_time="00:00:00:01").splitlines()
-    assert any(re.match(r"epoch 1  step 5  loss", line) for line in lines)
+    assert any(re.match(r"Step 5 \| epoch 1 \| Loss", line) for line in lines)

@@ -61,7 +61,7 @@ def test_training_ends_after_patience_validations_and_prints_it(
     done = fit(STUCK, 16, EarlyStop(2))
     assert done.trainer.current_epoch == 3  # the first one is the best
     accuracy = done.module.val_metrics.overall()["acc"]
-    message = f"early stopping after epoch 3: val/acc has not exceeded {accuracy:.2%} in 2 validations"
+    message = f"early stopping after epoch 3: val/acc has not improved on {accuracy:.4g} in 2 validations"
     assert message in capfd.readouterr().err
 
 

@@ -17,7 +17,7 @@ from cifar_zero.training.callbacks import summary
 from cifar_zero.training.callbacks.summary import Effective
 
 NOT_HERE = {"perf/mfu", *(f"perf/step_time_{name}_ms" for name in ("min", "median", "max"))}
-NOT_HERE |= {"reduce_bucket_size", "allgather_bucket_size"}
+NOT_HERE |= {"perf/tokens_per_second", "reduce_bucket_size", "allgather_bucket_size"}
 """Metrics that are None in a run on the CPU without --bench_steps and without DeepSpeed."""
 
 
@@ -40,7 +40,7 @@ def test_metrics_of_a_run(fit: Callable[..., Any], tmp_path: Path) -> None:
     assert {key for key in MEASURED if metrics[key] is None} == NOT_HERE
     write_json(tmp_path / "metrics.json", metrics)  # JSON can represent all of it
 
-    summary.log_hparams(run.trainer, replace(run.config, hparams=["optimizer.momentum"]), metrics)
+    summary.log_results(run.trainer, replace(run.config, hparams=["optimizer.momentum"]), metrics)
     hparams = run.read().events.summary_metadata["_hparams_/session_start_info"]
     assert b"baseline" in hparams.plugin_data.content
     assert b"optimizer.momentum" in hparams.plugin_data.content

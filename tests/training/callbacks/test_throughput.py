@@ -8,7 +8,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from cifar_module import CIFARModule
-from cifar_zero.config.flags import Config
+from cifar_zero.config.flags import Choice, Config
 from cifar_zero.core import start_time
 from cifar_zero.training.callbacks.throughput import Throughput
 
@@ -20,6 +20,8 @@ def test_rates_by_hand() -> None:
     throughput.peak_flops = 2 * 12e12  # two devices of 12 TFLOP/s
     assert throughput.rates(4.0, 1.0, 8) == pytest.approx({**expected, "perf/mfu": 0.25})
     # Recomputation of activation checkpointing is work of the device, but not of the model.
+    transformer = Throughput(Config(batch_size=16, model=Choice("vit_tiny")), flops_per_step=3 * 10**12)
+    assert transformer.rates(4.0, 1.0, 8) == pytest.approx({**expected, "perf/tokens_per_second": 32 * 64})
     again = Throughput(Config(batch_size=16), flops_per_step=3 * 10**12, recomputed_flops_per_step=10**12)
     again.peak_flops = 24e12
     assert again.rates(4.0, 1.0, 8) == pytest.approx({**expected, "perf/tflops": 8, "perf/mfu": 0.25})

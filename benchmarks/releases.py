@@ -1,0 +1,130 @@
+"""Which releases of DeepSpeed train as plain PyTorch does: `compare.py --acceptance` with each, as one Markdown table.
+
+Each release is installed in a folder of its own, which is put in front of the environment's packages; the environment
+does not change. What is finished is in the same folder, and is not run again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from benchmarks.runs import ROOT
+from cifar_zero.comparison.result import GOOD
+from cifar_zero.core import exits
+from cifar_zero.diagnosis.software import FAULTS
+from cifar_zero.reports.summary import write_json
+
+HEADING = "| DeepSpeed | strategies | verdict | first case that fails | upstream |\n|---|---|---|---|---|\n"
+
+KINDS = ("passes", "cannot run", "different")
+"""Verdicts, the worst last."""
+
+Rows = dict[str, Sequence[str]]
+"""By strategy: one of KINDS, and the first case that has this verdict, with the reason."""
+
+
+def main() -> int:
+    """Runs the acceptance with each release; returns the exit code, 1 if one of them does not pass."""
+    parser = exits.Parser(prog="python -m benchmarks.releases", description=__doc__)
+    add = parser.add_argument
+    add("releases", nargs="+", metavar="RELEASE", help="of DeepSpeed: 0.18.4")
+    add("--folder", type=Path, default=Path("comparisons/releases"), help="keeps it all (default: %(default)s)")
+    add("--strategies", nargs="+", metavar="NAME", default=[], help="default: all")
+    add("--quick", action="store_true", help="only the most telling cases")
+    given = parser.parse_args()
+    exits.stop_at_signals()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    results = given.folder / "results.json"
+    known: dict[str, dict[str, Rows]] = json.loads(results.read_text()) if results.exists() else {}
+    flags = [*["--quick"] * given.quick, *(["--strategies", *given.strategies] if given.strategies else [])]
+    done = known.setdefault(shlex.join(flags), {})
+    table = HEADING
+    for release in given.releases:
+        print(f"DeepSpeed {release}", file=sys.stderr)
+        if release not in done:
+            done[release] = verdicts(release, given.folder.absolute(), flags)
+            write_json(results, known)
+        table += "".join(lines(release, done[release]))
+        (given.folder / "releases.md").write_text(table)
+    print(table, end="")
+    return int(any(kind != "passes" for release in given.releases for kind, _ in done[release].values()))
+
+
+def verdicts(release: str, folder: Path, flags: Sequence[str]) -> Rows:
+    """Installs a release, trains the cases with it, and returns the verdicts."""
+    if not (place := folder / release).exists() and (failure := installed(release, place)):
+        return {"all": ("cannot run", failure)}
+    command = [
+        sys.executable,
+        "compare.py",
+        "--acceptance",
+        *flags,
+        "--out",
+        str(folder / "reports"),
+        "--name",
+        release,
+    ]
+    # Operators that DeepSpeed compiles are the release's too.
+    environment = {"PYTHONPATH": str(place), "TORCH_EXTENSIONS_DIR": str(place / "torch_extensions")}
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True)
+    reports = [Path(line.split(maxsplit=1)[1]) for line in done.stdout.splitlines() if line.startswith("report ")]
+    if not reports:
+        return {"all": ("cannot run", last_line(done.stderr))}
+    cases = json.loads(reports[-1].with_name("comparison.json").read_text())["variants"]
+    rows: Rows = {}
+    for strategy in dict.fromkeys(case["strategy"] for case in cases):
+        worst = max((case for case in cases if case["strategy"] == strategy), key=lambda case: KINDS.index(kind(case)))
+        case, why = worst["name"].partition(", ")[2], worst["error"] or worst["verdict"]["remark"]
+        rows[strategy] = kind(worst), "" if kind(worst) == "passes" else f"{case}: {why}"
+    return rows
+
+
+def kind(case: dict[str, Any]) -> str:
+    """Returns which of KINDS a case of comparison.json is."""
+    verdict = case["verdict"]["kind"]
+    return "passes" if verdict in GOOD else "cannot run" if verdict == "not trained" else "different"
+
+
+def installed(release: str, place: Path) -> str:
+    """Installs a release in a folder that does not exist; returns why that failed, empty if it did not."""
+    staged = place.with_name(f"{release}.part")
+    shutil.rmtree(staged, ignore_errors=True)
+    # The source distribution imports torch when it is built, which an isolated build does not have.
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(staged), "--no-deps"]
+    command += ["--no-build-isolation", f"deepspeed=={release}"]
+    done = subprocess.run(command, env={**os.environ, "DS_BUILD_OPS": "0"}, capture_output=True, text=True)
+    if done.returncode == 0:
+        staged.rename(place)
+    return last_line(done.stderr) if done.returncode else ""
+
+
+def lines(release: str, rows: Mapping[str, Sequence[str]]) -> list[str]:
+    """Returns the lines of the table: one for the strategies with the same verdict and case."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for strategy, (verdict, why) in rows.items():
+        known = [what for _, of, under, what in FAULTS if fnmatch(strategy, under) and release in SpecifierSet(of)]
+        urls = [what.split(": ")[1] for what in known if verdict == "different"]
+        links = ", ".join(f"[{url.split('/')[-1]}]({url})" for url in urls)
+        groups.setdefault((verdict, why.replace("|", " "), links), []).append(strategy)
+    names = (", ".join(strategies).replace("deepspeed_", "") for strategies in groups.values())
+    return [f"| {release} | {name} | {' | '.join(group)} |\n" for name, group in zip(names, groups, strict=True)]
+
+
+def last_line(text: str) -> str:
+    """Returns the last line of what a program wrote that is not empty."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no message")
+
+
+if __name__ == "__main__":
+    sys.exit(exits.guarded(main))

@@ -1,0 +1,59 @@
+"""Classes and functions of the user, named on the command line; no file that the program reads can name one."""
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from cifar_zero.core.errors import UsageError
+
+_FILES: set[str] = set()
+"""Paths of the user's files that were imported."""
+
+
+def load(name: str, flag: str) -> Any:
+    """Imports FILE.py:NAME or PACKAGE.MODULE:NAME and returns what it names; `flag` is for the errors.
+
+    Raises:
+        UsageError: there is no such file or name, or it cannot be imported; says in which line.
+    """
+    source, _, attribute = name.rpartition(":")
+    if not source or not attribute:
+        raise UsageError(f"{flag} {name}: give FILE.py:NAME or PACKAGE.MODULE:NAME")
+    try:
+        module = _import_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+    except FileNotFoundError as error:
+        raise UsageError(f"{flag} {name}: {error.filename} does not exist") from error
+    except Exception as error:  # a user's file may raise anything
+        raise UsageError(f"{flag} {name}: {where(error)}{type(error).__name__}: {error}") from error
+    if not hasattr(module, attribute):
+        raise UsageError(f"{flag} {name}: {source} has no {attribute}")
+    return getattr(module, attribute)
+
+
+def where(error: BaseException) -> str:
+    """Returns "FILE, line N: " of the innermost line of a user's file that an error came through; else nothing."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in _FILES]
+    return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}: " if frames else ""
+
+
+def _import_file(path: Path) -> ModuleType:
+    path = path.absolute()
+    name = path.stem
+    while (loaded := sys.modules.get(name)) is not None:
+        if getattr(loaded, "__file__", None) == str(path):
+            return loaded
+        name += "_"  # another module has the name
+    if not path.is_file():
+        raise FileNotFoundError(None, None, str(path))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.path.append(str(path.parent))  # the modules next to it, as when Python runs the file
+    _FILES.add(str(path))
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,66 @@
+"""Somebody's own LightningModule under every strategy, on one and two real ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import LightningModule
+
+from cifar_zero.comparison import assert_agrees
+from tests.support.helpers import ROOT, run_program
+from tests.support.own_code import Alone, BrokenUnderZeRO, Digits, DigitsData, Words
+
+FILE = ROOT / "tests" / "support" / "own_code.py"
+
+
+@pytest.mark.distributed
+def test_the_command_in_another_directory(tmp_path: Path):
+    """Adam with a schedule, an LSTM, dropout, batch norm, a frozen layer, shuffled data; four micro-batches."""
+    (tmp_path / "mine.py").write_bytes(FILE.read_bytes())
+    flags = ["--module", "mine.py:Digits", "--datamodule", "mine.py:DigitsData", "--module.lr", "0.02"]
+    flags += ["--datamodule.batch_size", "4", "--devices", "2", "--accumulate", "4", "--max_steps", "6"]
+    names = ["deepspeed_stage_1", "deepspeed_stage_3", "fsdp2"]
+    done = run_program(str(ROOT / "compare.py"), *flags, "--strategies", *names, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (file,) = tmp_path.glob("comparisons/mine.py-Digits/*/comparison.json")
+    variants = json.loads(file.read_text())["variants"]
+    assert [variant["name"] for variant in variants] == names
+    assert {variant["verdict"]["kind"] for variant in variants} <= {"bit-identical", "within rounding"}
+
+
+@pytest.mark.distributed
+def test_a_module_that_another_strategy_trains_differently():
+    with pytest.raises(AssertionError) as error:
+        assert_agrees(BrokenUnderZeRO, DigitsData, strategies=["deepspeed_stage_2"], devices=2, steps=3)
+    assert str(error.value).startswith("deepspeed_stage_2: ≠ different: step 1: loss off by 100 %")
+
+
+@pytest.mark.parametrize("module", [Alone, Words])
+def test_demos_of_lightning_with_their_own_loader(module: type[LightningModule]):
+    assert_agrees(module, strategies=["deepspeed_stage_2", "deepspeed_stage_3_offload", "deepspeed_stage_0"], steps=4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "expected"),
+    [
+        ("--module.manual true", 1, "manual optimization"),
+        ("--module.lr fast", 2, "--module.lr: expected float, not fast"),
+        ("--module.rate 1", 2, "--module.rate"),
+        ("--batch_size 4", 2, "--batch_size is not for --module"),
+        ("--strategies pipeline", 2, "splits only the vision transformers"),
+        ("--accumulate 3", 1, "--trainer.limit_train_batches 15"),
+    ],
+)
+def test_a_mistake_is_one_line(flags: str, code: int, expected: str, tmp_path: Path):
+    own = ["--module", f"{FILE}:Digits", "--datamodule", f"{FILE}:DigitsData", "--out", str(tmp_path)]
+    strategies = [] if "--strategies" in flags else ["--strategies", "deepspeed_stage_1"]
+    done = run_program("compare.py", *own, *strategies, *flags.split())
+    assert done.returncode == code
+    assert expected in " ".join((done.stdout + done.stderr).split())
+
+
+def test_options_reach_the_classes():
+    with pytest.raises(AssertionError, match="manual optimization"):
+        assert_agrees(Digits, DigitsData, strategies=["deepspeed_stage_1"], module_options={"manual": True})

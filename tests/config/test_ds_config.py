@@ -1,0 +1,154 @@
+"""A user's own DeepSpeed configuration: what becomes options, what is refused, and what the engine gets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cifar_zero.config import command_line, ds_config
+from cifar_zero.config.deepspeed_examples import get_ds_config
+from cifar_zero.config.flags import Config
+from cifar_zero.core.errors import UsageError
+from cifar_zero.strategies.deepspeed.config import run_config
+from cifar_zero.training.resolve import of_machine, on_this_machine
+
+AUTO = {
+    **dict.fromkeys((*ds_config.BATCH, "gradient_clipping"), "auto"),
+    "fp16": {"enabled": "auto", "initial_scale_power": 16},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"),
+    },
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"},
+}
+"""The configuration of transformers' documentation for ZeRO 3."""
+
+
+@pytest.fixture(autouse=True)
+def machine_without_ranks_and_gpus(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for module in ("config.ds_config", "training.resolve"):
+        monkeypatch.setattr(f"cifar_zero.{module}.gpu_count", lambda: 0)
+
+
+def parsed(folder: Path, content: dict[str, Any], flags: str = "") -> Config:
+    file = folder / "their.json"
+    file.write_text(json.dumps(content))
+    return command_line.parse(["--ds_config", str(file), *flags.split()])
+
+
+def test_the_sources_own_dictionary_is_its_recipe_and_reaches_the_engine_key_for_key(tmp_path: Path):
+    source = get_ds_config(2, "bf16")
+    config = parsed(tmp_path, source, "--devices 2 --accelerator cpu")
+    assert (config.batch_size, config.accumulate, config.gradient_clip_val) == (16, 1, 1.0)
+    assert (config.precision, config.optimizer.name, config.schedule.name) == ("bf16-mixed", "adamw", "warmup_lr")
+    assert config.optimizer.options == {
+        **{"lr": 0.001, "betas": (0.8, 0.999), "eps": 1e-8, "weight_decay": 3e-7, "weight_decay_on": "all"}
+    }
+    made = run_config(of_machine(on_this_machine(config)), num_parameters=62_006)
+    del source["zero_optimization"]["cpu_offload"]  # deprecated
+    for key in ("train_batch_size", "optimizer", "scheduler"):
+        del source[key]
+    assert {key: made[key] for key in source} == source
+    assert made["train_micro_batch_size_per_gpu"] == 8
+
+
+def test_auto_leaves_a_value_to_the_flags(tmp_path: Path):
+    flags = "--batch_size 8 --accumulate 2 --gradient_clip_val 0.5 --precision bf16-mixed --optimizer.lr 0.01"
+    config = parsed(tmp_path, AUTO, f"{flags} --schedule.warmup_num_steps 7")
+    assert (config.batch_size, config.accumulate, config.gradient_clip_val) == (8, 2, 0.5)
+    assert (config.precision, config.optimizer.name, config.optimizer.options["lr"]) == ("bf16-mixed", "adamw", 0.01)
+    assert config.schedule.options["warmup_num_steps"] == 7
+    made = run_config(of_machine(on_this_machine(config)), num_parameters=10)
+    assert made["zero_optimization"] == {"stage": 3, "allgather_bucket_size": 10, "reduce_bucket_size": 10}
+    assert (made["bf16"], made["fp16"]) == ({"enabled": True}, {"enabled": False, "initial_scale_power": 16})
+
+
+MICRO = {"train_micro_batch_size_per_gpu": 4}
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "expected"),
+    [
+        (MICRO, "--devices 2", {"batch_size": 8, "accumulate": 1}),
+        (MICRO, "--devices 2 --num_nodes 3 --accumulate 2", {"batch_size": 48, "accumulate": 2}),
+        (MICRO | {"gradient_accumulation_steps": 3}, "", {"batch_size": 12, "accumulate": 3}),
+        (MICRO | {"train_batch_size": 32}, "--devices 2", {"batch_size": 32, "accumulate": 4}),
+        ({"train_batch_size": 32, "gradient_accumulation_steps": 2}, "", {"batch_size": 32, "accumulate": 2}),
+        ({"fp16": {"enabled": False}, "bf16": {"enabled": True}}, "", {"precision": "bf16-mixed"}),
+        ({"fp16": {"enabled": False}}, "--precision bf16-mixed", {"precision": "bf16-mixed"}),
+        (
+            {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "torch_adam": True}}},
+            "",
+            {"optimizer": "adam"},
+        ),
+        ({"optimizer": {"type": "Adam"}}, "", {"optimizer": "adamw", "optimizer.weight_decay": 0.0}),
+        ({"optimizer": {"type": "Adam", "params": {"torch_adam": True}}}, "", {"optimizer.weight_decay": 0.01}),
+        ({"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, "", {"optimizer": "sgd", "optimizer.momentum": 0.0}),
+        ({"optimizer": {"type": "Lion"}}, "", {"optimizer": "lion", "optimizer.lr": 0.001}),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02}}}, "", {"optimizer.lr": 0.02}),
+        (
+            {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 90, "warmup_num_steps": 9}}},
+            "--optimizer adam --optimizer.lr 0.3",
+            {"schedule": "warmup_cosine_lr", "schedule.total_steps": 90, "optimizer.lr": 0.3},
+        ),
+    ],
+)
+def test_what_becomes_an_option(content: dict[str, Any], flags: str, expected: dict[str, Any], tmp_path: Path):
+    found = ds_config.flat(parsed(tmp_path, content, flags))
+    assert {option: found[option] for option in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "expected"),
+    [
+        ({"train_batch_size": 8, "gradient_clipping": 1.0}, "--batch_size 16", "--batch_size 16 (file: 8): leave out"),
+        (
+            get_ds_config(1, "fp32"),
+            "--batch_size 32 --optimizer sgd --precision bf16-mixed",
+            "--batch_size 32 (file: 16), --precision bf16-mixed (file: 32-true), --optimizer sgd (file: adamw): leave",
+        ),
+        (MICRO | {"train_batch_size": 10}, "--devices 2", "10 is not micro-batch 4 x 2 ranks x accumulation 1"),
+        (MICRO | {"train_batch_size": "ten"}, "", "train_batch_size must be a whole number"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "", "optimizer OneBitAdam has no counterpart here"),
+        ({"scheduler": {"type": "OneCycle"}}, "", "scheduler OneCycle has no counterpart here"),
+        ({"optimizer": {"type": "Adam", "params": {"max_coeff": 1}}}, "", "unknown option --optimizer.max_coeff"),
+        ({"optimizer": "Adam", "fp16": True}, "", "optimizer must be an object; fp16 must be an object"),
+        ({"zero_optimization": {"offload_param": "cpu"}}, "", "offload_param must be an object"),
+    ],
+)
+def test_what_is_refused(content: dict[str, Any], flags: str, expected: str, tmp_path: Path):
+    with pytest.raises(UsageError) as error:
+        parsed(tmp_path, content, flags)
+    assert expected in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_an_old_switch_offloads(tmp_path: Path):
+    spec = of_machine(on_this_machine(parsed(tmp_path, {"zero_optimization": {"stage": 2, "cpu_offload": True}}))).spec
+    assert spec.offload_optimizer == "cpu"
+    assert spec.raw is not None
+    assert "cpu_offload" not in spec.raw["zero_optimization"]
+
+
+def test_a_run_is_repeated_as_it_was_whatever_has_become_of_the_file(tmp_path: Path):
+    config = parsed(tmp_path, get_ds_config(1, "fp32"))
+    recipe, file = tmp_path / "config.yaml", Path(config.ds_config)
+    recipe.write_text(command_line.dump(config))
+    for content in (get_ds_config(1, "bf16"), None):
+        file.write_text(json.dumps(content)) if content else file.unlink()
+        assert command_line.parse(["--config", str(recipe)]) == config
+
+
+def test_a_recipe_may_name_a_file_and_overrides_it(tmp_path: Path):
+    (tmp_path / "their.json").write_text(json.dumps(get_ds_config(1, "fp32")))
+    content = {"ds_config": str(tmp_path / "their.json"), "batch_size": 8}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
+    config = command_line.parse(["--config", str(tmp_path / "recipe.yaml"), "--epochs", "3"])
+    assert (config.batch_size, config.gradient_clip_val, config.optimizer.name) == (8, 1.0, "adamw")

@@ -1,0 +1,108 @@
+"""torchvision's pretrained weights: a run starts from them; whatever reads its checkpoint needs no network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+
+from cifar_module import CIFARModule
+from cifar_zero import exporting, models
+from cifar_zero.config import command_line
+from cifar_zero.core.errors import UsageError
+from cifar_zero.models.external import pretrained
+from cifar_zero.training import starting
+from cifar_zero.training.resolve import resolve
+from tests.support.evil import Evil
+from tests.support.helpers import last_weights, run_folder_of, run_program
+
+NAME = "shufflenet_v2_x0_5"
+FLAGS = ["--model", f"torchvision:{NAME}", "--model.weights", "DEFAULT", "--data.normalize", "imagenet"]
+OFFLINE = {"https_proxy": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9", "no_proxy": ""}
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+    """Weights in torch's cache, in the file that torchvision would download."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    for key, value in OFFLINE.items():
+        monkeypatch.setenv(key, value)
+    url = torchvision.models.get_model_weights(NAME)["DEFAULT"].url
+    weights = torchvision.models.get_model(NAME).state_dict()
+    (tmp_path / "torch/hub/checkpoints").mkdir(parents=True)
+    torch.save(weights, tmp_path / "torch/hub/checkpoints" / Path(url).name)
+    return weights
+
+
+def test_a_run_starts_from_them_and_its_checkpoint_needs_no_download(
+    cached: dict[str, torch.Tensor], small_data: list[str], tmp_path: Path
+):
+    flags = [
+        *FLAGS,
+        *small_data,
+        "--accelerator",
+        "cpu",
+        "--trainable",
+        "fc.*",
+        "--max_steps",
+        "2",
+        "--batch_size",
+        "8",
+    ]
+    flags += ["--out", str(tmp_path / "runs"), "--test_figures", "false", "--logger", "none"]
+    done = run_program("train.py", *flags, env={})
+    assert done.returncode == 0, done.stderr
+    assert "loaded 336 of 338 tensors; initialised: fc.weight (10x1024), fc.bias (10); not used: fc.w" in done.stderr
+    folder = run_folder_of(tmp_path / "runs")
+    found = last_weights(folder)
+    assert all(torch.equal(found[name], cached[name]) for name in cached if not name.startswith("fc."))
+    (file,) = (tmp_path / "torch").rglob("*.pth")
+    file.unlink()
+    assert len(exporting.load(str(folder)).classes) == 10
+    config = command_line.parse(["--config", str(folder / "config.yaml"), "--resume", str(folder)])
+    assert starting.pretrained_weights(resolve(config)) is None
+    done = run_program("train.py", *flags, env={})
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert f"--model.weights DEFAULT: cannot load https://download.pytorch.org/models/{file.name} (" in line
+    assert f"put that file into {file.parent}, or start from another one with --weights FILE" in line
+
+
+def test_a_model_that_scales_its_images_gets_them(cached: dict[str, torch.Tensor], small_data: list[str]):
+    run = resolve(command_line.parse([*FLAGS, *small_data, "--accelerator", "cpu", "--model.image_size", "64"]))
+    found = starting.pretrained_weights(run)
+    assert found is not None
+    module = CIFARModule(run.config, 10, found.loaded)
+    module.configure_model()
+    assert module.net is not None
+    state = module.net.state_dict()
+    assert all(torch.equal(state[f"net.{name}"], cached[name]) for name in cached if not name.startswith("fc."))
+
+
+def test_mistakes_are_one_clear_line(cached: dict[str, torch.Tensor], small_data: list[str]):
+    flags = ["--model", f"torchvision:{NAME}", *small_data, "--accelerator", "cpu", "--model.weights"]
+    with pytest.raises(UsageError, match=r"^--model\.weights DEFOLT: did you mean DEFAULT\?$"):
+        starting.pretrained_weights(resolve(command_line.parse([*flags, "DEFOLT"])))
+    with pytest.raises(UsageError, match="weights are torchvision's: start from other ones with --weights FILE"):
+        command_line.parse(["--model", "timm:resnet18", "--model.weights", "DEFAULT"])
+
+
+def test_a_file_that_could_run_code_is_refused(cached: dict[str, torch.Tensor], tmp_path: Path):
+    (file,) = (tmp_path / "torch").rglob("*.pth")
+    torch.save({"evil": Evil(tmp_path / "proof")}, file)
+    with pytest.raises(UsageError, match=r"^--model\.weights DEFAULT: cannot load"):
+        starting.pretrained_weights(resolve(command_line.parse([*FLAGS, "--data.source", "digits"])))
+    assert not (tmp_path / "proof").exists()
+
+
+def test_a_densenets_old_names_fit(cached: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch):
+    net = torchvision.models.densenet121(num_classes=10)
+    old = {
+        name.replace("norm1", "norm.1").replace("conv2", "conv.2"): value for name, value in net.state_dict().items()
+    }
+    monkeypatch.setattr(torchvision.models._api, "load_state_dict_from_url", lambda *_, **__: old)
+    options = models.MODELS["torchvision:densenet121"](**{"weights": "DEFAULT"})
+    assert isinstance(options, models.External)
+    assert pretrained(options).keys() == net.state_dict().keys()

@@ -1,0 +1,116 @@
+"""What a user brings: a model, LightningModules with all that strategies stumble over, and their data."""
+
+from __future__ import annotations
+
+import gc
+from typing import ClassVar
+from weakref import WeakSet
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.demos.transformer import LightningTransformer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset, random_split
+
+
+class Small(nn.Module):
+    """a convolution and a linear layer"""
+
+    def __init__(self, num_classes: int, width: int = 4, broken: bool = False):
+        super().__init__()
+        self.broken = broken
+        self.conv = nn.Conv2d(3, width, 3, stride=2)
+        self.head = nn.Linear(width * 15 * 15, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.broken:
+            raise RuntimeError("no good")
+        return self.head(F.relu(self.conv(images)).flatten(1))
+
+
+def seven_scores() -> nn.Module:
+    return Small(7)
+
+
+class Digits(LightningModule):
+    """Lightning's MNIST example with dropout, batch norm, an LSTM over the rows, and a frozen layer."""
+
+    def __init__(self, lr: float = 0.01, manual: bool = False):
+        super().__init__()
+        self.save_hyperparameters()
+        self.automatic_optimization = not manual
+        self.frozen = nn.Linear(8, 16).requires_grad_(False)
+        self.rows = nn.LSTM(16, 12, batch_first=True)
+        self.norm = nn.BatchNorm1d(12)
+        self.head = nn.Sequential(nn.Dropout(0.2), nn.Linear(12, 10))
+
+    def forward(self, images: Tensor) -> Tensor:
+        states, _ = self.rows(self.frozen(images))
+        return self.head(self.norm(states[:, -1]))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        loss = F.cross_entropy(self(images), labels)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=self.hparams["lr"])
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+
+
+class DigitsData(LightningDataModule):
+    """Shuffled, and split at random without a generator of its own."""
+
+    def __init__(self, batch_size: int = 8):
+        super().__init__()
+        self.batch_size = batch_size
+
+    def setup(self, stage: str) -> None:
+        generator = torch.Generator().manual_seed(0)
+        images, labels = torch.randn(144, 8, 8, generator=generator), torch.randint(0, 10, (144,), generator=generator)
+        self.train, self.val = random_split(TensorDataset(images, labels), [128, 16])
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.train, self.batch_size, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(self.val, self.batch_size)
+
+
+class Words(LightningTransformer):
+    """Lightning's demo of a language model on random words, with nothing to download."""
+
+    def __init__(self) -> None:
+        super().__init__(vocab_size=50)
+
+    def prepare_data(self) -> None:
+        pass
+
+    def train_dataloader(self) -> DataLoader:
+        words = torch.randint(0, 50, (64, 9), generator=torch.Generator().manual_seed(0))
+        return DataLoader(TensorDataset(words[:, :-1], words[:, 1:]), 4, shuffle=True)
+
+
+class BrokenUnderZeRO(Digits):
+    """Doubles its loss under DeepSpeed."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return 2 * loss if hasattr(self.trainer.strategy, "deepspeed_engine") else loss
+
+
+class Alone(BoringModel):
+    """Lightning's smallest demo; refuses to train next to one of an earlier training in the same process."""
+
+    alive: ClassVar[WeakSet[Alone]] = WeakSet()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive.add(self)
+
+    def on_train_start(self) -> None:
+        gc.collect()
+        assert len(self.alive) == 1, f"{len(self.alive) - 1} earlier modules are still in memory"

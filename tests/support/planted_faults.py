@@ -1,0 +1,132 @@
+"""Faults that ranks plant into DeepSpeed and torch, each like one that a release has had; never into this program.
+
+A sitecustomize.py on PYTHONPATH calls `plant` with the name of a function, before the rank imports anything else.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero import stage_1_and_2
+from torch import nn
+
+STEP = 3
+"""Optimizer step at which a fault that happens once happens."""
+
+SITE = """
+import os
+if "RANK" in os.environ:
+    from tests.support.planted_faults import plant
+    plant("{name}")
+"""
+"""Content of sitecustomize.py."""
+
+
+def plant(name: str) -> None:
+    """Plants a fault of this module into this process."""
+    globals()[name]()
+
+
+def gradients_halved() -> None:
+    backward = DeepSpeedEngine.backward
+    DeepSpeedEngine.backward = lambda self, loss, *args, **options: backward(self, loss / 2, *args, **options)
+
+
+def micro_batch_lost() -> None:
+    backward = DeepSpeedEngine.backward
+
+    def broken(self, loss, *args, **options):
+        return backward(self, 0 * loss if self.micro_steps % 4 == 1 else loss, *args, **options)
+
+    DeepSpeedEngine.backward = broken
+
+
+def all_reduce_left_out() -> None:
+    """Stage 1 reduces all gradients at the end of a step: in one step each rank keeps its own."""
+    reduce = stage_1_and_2.DeepSpeedZeroOptimizer.average_tensor
+
+    def broken(self, *args, **options):
+        if _count(self, "reductions") != STEP:
+            reduce(self, *args, **options)
+
+    stage_1_and_2.DeepSpeedZeroOptimizer.average_tensor = broken
+
+
+def stale_state_of_one_shard() -> None:
+    """The momentum of one rank stays what it was before a step."""
+    step = torch.optim.SGD.step
+
+    def broken(self, *args, **options):
+        momenta = [state["momentum_buffer"] for state in self.state.values() if "momentum_buffer" in state]
+        before = [momentum.clone() for momentum in momenta]
+        result = step(self, *args, **options)
+        if dist.get_rank() == 1 and _count(self, "steps") == STEP and _is_sharded(self):
+            for momentum, value in zip(momenta, before, strict=True):
+                momentum.copy_(value)
+        return result
+
+    torch.optim.SGD.step = broken
+
+
+def clipping_by_the_local_norm() -> None:
+    def local(self, gradients, params, norm_type=2):
+        return torch.stack([gradient.float().norm() for gradient in gradients]).norm()
+
+    stage_1_and_2.DeepSpeedZeroOptimizer.get_grad_norm_direct = local
+
+
+def tied_weight_updated_on_one_side() -> None:
+    """The engine keeps one of two names of a weight, as if it were another weight."""
+
+    def untie(engine, model):
+        second = next((part for name, part in model.named_modules() if name.endswith("second")), None)
+        if second is not None:
+            second.weight = nn.Parameter(second.weight.detach().clone(), requires_grad=False)
+
+    _before_start(untie)
+
+
+def weight_decay_on_all() -> None:
+    """The engine gives all parameter groups the largest weight decay: norms and biases decay too."""
+
+    def decay(optimizer):
+        most = max(group["weight_decay"] for group in optimizer.param_groups)
+        for group in optimizer.param_groups:
+            group["weight_decay"] = most
+
+    _before_start(lambda engine, model, optimizer=None: decay(optimizer))
+
+
+def learning_rate_one_step_late() -> None:
+    step = stage_1_and_2.DeepSpeedZeroOptimizer.step
+
+    def broken(self, *args, **options):
+        rates = [group["lr"] for group in self.param_groups]
+        for group, late in zip(self.param_groups, getattr(self, "rates", rates), strict=True):
+            group["lr"] = late
+        self.rates = rates
+        step(self, *args, **options)
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    stage_1_and_2.DeepSpeedZeroOptimizer.step = broken
+
+
+def _before_start(change) -> None:
+    start = DeepSpeedEngine.__init__
+
+    def broken(self, args, model, optimizer=None, *others, **options):
+        change(self, model) if change.__code__.co_argcount == 2 else change(self, model, optimizer)
+        start(self, args, model, optimizer, *others, **options)
+
+    DeepSpeedEngine.__init__ = broken
+
+
+def _count(owner, name: str) -> int:
+    setattr(owner, name, getattr(owner, name, 0) + 1)
+    return getattr(owner, name)
+
+
+def _is_sharded(optimizer) -> bool:
+    return all(parameter.dim() == 1 for group in optimizer.param_groups for parameter in group["params"])

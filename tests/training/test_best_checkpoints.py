@@ -1,0 +1,59 @@
+"""--monitor and --save_top_k: the kept checkpoints are those of the best validations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from cifar_zero.checkpoints.read import read
+from cifar_zero.config.flags import Monitor
+from cifar_zero.training.metrics import SplitMetrics
+from tests.support.helpers import run_folder_of, train_all
+
+EPOCHS = 5
+RUNS = {"val/loss": ("--save_top_k 2", False, 2), "val/f1": ("", True, 1), "val/acc": ("--save_top_k 0", True, 0)}
+"""Further flags, whether high is good, and the number of checkpoints."""
+
+
+@pytest.fixture(scope="module")
+def trained(small_data: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The directory of the runs, and what they printed; the last one does not learn, and stops early."""
+    out = tmp_path_factory.mktemp("out")
+    same = [*small_data, "--batch_size", "16", "--accelerator", "cpu", "--epochs", str(EPOCHS)]
+    flags = {
+        out / name[4:]: [*same, "--optimizer.lr", "0.05", "--monitor", name, *more.split()]
+        for name, (more, *_) in RUNS.items()
+    }
+    stuck = ["--optimizer.lr", "0", "--early_stopping", "1", "--monitor", "val/loss"]
+    return out, train_all({**flags, out / "stuck": [*same, *stuck]})
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_best_validations_are_kept(name: str, trained: tuple[Path, str]):
+    _, high, count = RUNS[name]
+    run = run_folder_of(trained[0] / name[4:])
+    events = EventAccumulator(str(run)).Reload()
+    values = {event.step: event.value for event in events.Scalars(name)}  # by optimizer step, after each epoch
+    assert len(values) == EPOCHS
+    best = sorted(values, key=lambda step: values[step], reverse=high)[:count]
+    kept = [read(file)["global_step"] for file in (run / "checkpoints").glob("best-*.ckpt")]
+    assert sorted(kept) == sorted(best)
+    assert read(run / "checkpoints" / "last.ckpt")["global_step"] == max(values)
+
+
+def test_early_stopping_looks_at_the_same_metric(trained: tuple[Path, str]):
+    metrics = json.loads((run_folder_of(trained[0] / "stuck") / "metrics.json").read_text())
+    assert metrics["epochs"] == 2
+    assert "early stopping after epoch 2: val/loss has not improved on 2.3" in trained[1]
+
+
+def test_every_metric_can_be_chosen():
+    """Except for the top-5 accuracy, which no data with five classes or fewer has."""
+    metrics = SplitMetrics(10)
+    metrics.update(torch.eye(10), torch.arange(10))
+    assert {name.removeprefix("val/") for name in get_args(Monitor)} == metrics.overall().keys() - {"acc_top5"}

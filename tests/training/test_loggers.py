@@ -1,0 +1,163 @@
+"""The loggers of a run: CSV, TensorBoard's graph and histograms, MLflow if it is installed, and W&B without a
+connection: offline mode, and the error if nobody is logged in."""
+
+import csv
+import importlib.util
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import wandb
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.errors import CommError
+from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
+
+from cifar_zero.checkpoints import run_folder
+from cifar_zero.config import command_line
+from cifar_zero.config.flags import Config
+from cifar_zero.core.errors import RunError, UsageError
+from cifar_zero.training.loggers import loggers, wandb_logger
+from cifar_zero.training.resolve import resolve
+from tests.support.helpers import assert_ok, run_folder_of, run_program, train_all
+
+FLAGS = ["--batch_size", "16", "--accelerator", "cpu", "--max_steps", "20", "--log_interval", "10"]
+BLOCK = 32_768
+"""Bytes of a block of LevelDB's log format, in which W&B stores a run."""
+
+
+def records(file: Path) -> Iterator[Record]:
+    """Yields the records of a .wandb file: 7 bytes of W&B's, then LevelDB's (checksum, length, whole or part)."""
+    content, position, parts = file.read_bytes(), 7, b""
+    while position < len(content):
+        if BLOCK - position % BLOCK < 7:  # no room for another header in this block
+            position += BLOCK - position % BLOCK
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, position)
+        parts += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield Record.FromString(parts)
+            parts = b""
+
+
+def values(items: Any) -> dict[str, Any]:
+    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    """Returns variables with which W&B uses only the test's folder, and nobody is logged in."""
+    own = {f"WANDB_{name}_DIR": str(folder / name.lower()) for name in ("CACHE", "CONFIG", "DATA")}
+    return {**own, "WANDB_DIR": str(folder), "NETRC": str(folder / "netrc"), "WANDB_API_KEY": "", **more}
+
+
+def test_an_offline_run_has_curves_and_configuration(small_data: list[str], tmp_path: Path):
+    flags = [*small_data, *FLAGS, "--optimizer.lr", "0.01", "--out", str(tmp_path / "out")]
+    env = environment(tmp_path, WANDB_MODE="offline")
+    named = ["--wandb_project", "mine", "--wandb_group", "rates", "--wandb_tags", "a", "b", "--wandb_run_name", "first"]
+    done = run_program("train.py", *flags, "--logger", "tensorboard", "wandb", *named, env=env)
+    assert_ok(done)
+    assert "warning" not in (done.stdout + done.stderr).lower()
+    run = run_folder_of(tmp_path / "out")
+    assert list(run.glob("events.out.tfevents.*"))
+    (file,) = run.glob("wandb/offline-run-*/*.wandb")
+    history: dict[str, dict[int, float]] = {}
+    configuration: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
+    names: tuple[Any, ...] = ()
+    for record in records(file):
+        if record.HasField("run"):
+            configuration |= values(record.run.config.update)
+            names = record.run.project, record.run.run_group, record.run.display_name, [*record.run.tags]
+        elif record.HasField("summary"):
+            summary |= values(record.summary.update)
+        elif record.HasField("history"):
+            row = values(record.history.item)
+            for name, value in row.items():
+                history.setdefault(name, {})[row["trainer/global_step"]] = value
+    metrics = json.loads((run / run_folder.METRICS).read_text())
+    assert names == ("mine", "rates", "first", ["a", "b"])
+    for name in ("test/loss", "perf/fit_seconds", "parameters"):
+        assert summary[name] == metrics[name]
+    assert list(history["train/loss"]) == [10, 20]
+    assert history["train/loss"][20] == pytest.approx(metrics["train/loss"])
+    assert history["test/acc"] == {20: pytest.approx(metrics["test/acc"])}
+    assert "perf/data_time_ms" in history
+    recipe = yaml.safe_load((run / run_folder.CONFIG).read_text())
+    assert recipe["optimizer"]["lr"] == 0.01
+    assert {name: value for name, value in configuration.items() if name != "_wandb"} == recipe
+
+
+def test_a_missing_login_is_reported_in_one_line(small_data: list[str], tmp_path: Path):
+    env = environment(tmp_path, WANDB_MODE="online")
+    flags = [*small_data, *FLAGS, "--out", str(tmp_path), "--logger", "wandb"]
+    done = run_program("train.py", *flags, env=env, timeout=60)  # it must not wait for an answer
+    assert done.returncode == 2, done.stderr[-2000:]
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert "Traceback" not in done.stderr
+    assert "wandb login" in line
+    assert "WANDB_MODE=offline" in line
+    assert not list(tmp_path.rglob("version_*"))
+
+
+def test_a_server_that_does_not_answer_is_reported_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def init(**_: Any) -> None:
+        raise CommError("Timed out\nConsider increasing the init_timeout setting")
+
+    monkeypatch.setattr(wandb, "init", init)
+    (tmp_path / run_folder.CONFIG).write_text("seed: 0")
+    with pytest.raises(RunError, match=r"Timed out; WANDB_MODE=offline[^\n]*$"):
+        wandb_logger(Config(), tmp_path)
+
+
+def test_only_rank_0_opens_a_run():
+    assert loggers(resolve(command_line.parse(["--logger", "wandb", "--accelerator", "cpu"])), run_dir=None) == []
+
+
+def test_a_csv_file_a_graph_and_histograms(small_data: list[str], tmp_path: Path):
+    own = ["--logger", "tensorboard", "csv", "--log_graph", "--log_weights"]
+    train_all({tmp_path: [*small_data, *FLAGS, *own]})
+    run = run_folder_of(tmp_path)
+    with (run / "csv" / "metrics.csv").open() as file:
+        rows = [*csv.DictReader(file)]
+    metrics = json.loads((run / run_folder.METRICS).read_text())
+    losses = {int(row["step"]): float(row["train/loss"]) for row in rows if row["train/loss"]}
+    assert [*losses] == [10, 20]
+    assert losses[20] == pytest.approx(metrics["train/loss"])
+    assert [float(row["test/acc"]) for row in rows if row["test/acc"]] == [pytest.approx(metrics["test/acc"])]
+    events = EventAccumulator(str(run), size_guidance={"histograms": 0}).Reload()
+    assert "Net/Conv2d[conv1]" in {node.name.rpartition("/")[0] for node in events.Graph().node}
+    points = events.Histograms("weights/fc3.weight")
+    assert [point.step for point in points] == [9, 19]  # before the steps of the other points
+    assert points[0].histogram_value.num == 840
+
+
+def test_what_cannot_be_drawn_or_is_not_installed(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(UsageError, match="--log_graph needs tensorboard: add it to --logger"):
+        command_line.parse(["--log_graph", "--logger", "csv"])
+    with pytest.raises(UsageError, match="--wandb_tags needs wandb: add it to --logger"):
+        command_line.parse(["--wandb_tags", "a", "b"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for name in ("mlflow", "wandb"):
+        with pytest.raises(UsageError, match=f"--logger {name} needs the package: pip install {name}$"):
+            resolve(command_line.parse(["--accelerator", "cpu", "--logger", name]))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="MLflow is not installed")
+def test_mlflow_has_curves_configuration_and_figures(small_data: list[str], tmp_path: Path):
+    from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
+
+    flags = [*small_data, *FLAGS, "--logger", "mlflow", "--out", str(tmp_path), "--test_figures", "true"]
+    assert_ok(run_program("train.py", *flags, env={"MLFLOW_TRACKING_URI": ""}))
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("cifar-zero").experiment_id])
+    metrics = json.loads((run_folder_of(tmp_path) / run_folder.METRICS).read_text())
+    assert run.info.run_name == "net-baseline"
+    assert run.data.params["optimizer.lr"] == "0.001"
+    assert run.data.metrics["test/acc"] == pytest.approx(metrics["test/acc"])
+    points = client.get_metric_history(run.info.run_id, "train/loss")
+    assert [point.step for point in points] == [10, 20]
+    assert "figures/roc.png" in {artifact.path for artifact in client.list_artifacts(run.info.run_id, "figures")}

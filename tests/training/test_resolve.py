@@ -1,0 +1,135 @@
+"""--devices auto: as many GPUs as divide the batch, one process on the CPU, and what a launcher has started."""
+
+from __future__ import annotations
+
+import pytest
+
+import train
+from cifar_zero.comparison.trainings import plan
+from cifar_zero.config import command_line
+from cifar_zero.config.run import Run
+from cifar_zero.core.errors import UsageError
+from cifar_zero.launch import local_launcher
+from cifar_zero.planning import plan as planning
+from cifar_zero.sweeping import runs
+from cifar_zero.training import resolve as resolving
+
+DIGITS = ["--data.source", "digits"]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch):
+    """A function that simulates a number of GPUs."""
+    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    resolving._say_once.cache_clear()
+
+    def with_gpus(count: int) -> None:
+        for module in (resolving, planning):
+            monkeypatch.setattr(module, "gpu_count", lambda: count)
+
+    return with_gpus
+
+
+def resolved(*flags: str) -> Run:
+    return resolving.resolve(command_line.parse([*DIGITS, *flags]))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "batch_size", "accumulate", "expected"),
+    [
+        *((1, batch_size, 1, 1) for batch_size in (4, 6, 16)),
+        *((2, batch_size, 1, 2) for batch_size in (4, 6, 16)),
+        *((3, 4, 1, 2), (3, 6, 1, 3), (3, 16, 1, 2)),
+        *((8, 4, 1, 4), (8, 6, 1, 6), (8, 16, 1, 8)),
+        *((8, 4, 2, 2), (8, 6, 2, 3), (8, 16, 4, 4), (3, 4, 4, 1)),
+    ],
+)
+def test_the_largest_number_of_gpus_that_divides_the_batch(
+    gpus: int, batch_size: int, accumulate: int, expected: int, machine, capsys: pytest.CaptureFixture[str]
+):
+    machine(gpus)
+    run = resolved("--batch_size", str(batch_size), "--accumulate", str(accumulate))
+    assert run.config.devices == expected
+    assert run.micro_batch * accumulate * expected == batch_size
+    said = capsys.readouterr().err.splitlines()
+    identity = f": --batch_size {batch_size} = micro-batch x {gpus} ranks x --accumulate {accumulate} "
+    if gpus == 1:
+        assert not said
+    else:
+        (line,) = said
+        assert line.startswith(f"--devices auto: {expected} of {gpus} GPUs" + (identity if expected < gpus else ""))
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--strategy tensor_parallel --model vit_tiny", 3),  # 3 heads
+        ("--strategy pipeline --model vit_tiny", 8),  # 12 blocks; the batch is not divided
+        ("--strategy deepspeed_stage_2 --model net_moe --model.num_experts [3] --model.ep_size 3 --batch_size 12", 6),
+        ("--model mlp --model.batch_norm true", 2),  # more than one image for each
+        ("--accelerator cpu", 1),
+        ("--devices 2", 2),
+    ],
+)
+def test_other_limits(flags: str, expected: int, machine):
+    machine(8)
+    assert resolved(*flags.split()).config.devices == expected
+
+
+def test_a_run_that_no_number_suits_gets_its_own_error(machine, capsys: pytest.CaptureFixture[str]):
+    machine(8)
+    with pytest.raises(UsageError, match="--batch_size 4 = micro-batch x 1 rank x --accumulate 3"):
+        resolved("--accumulate", "3")
+    assert not capsys.readouterr().err
+
+
+def test_auto_precision(machine):
+    machine(4)
+    config = resolved("--precision", "auto").config
+    assert (config.accelerator, config.devices, config.precision) == ("gpu", 4, "16-mixed")
+    config = resolved("--precision", "auto", "--accelerator", "cpu").config
+    assert (config.accelerator, config.devices, config.precision) == ("cpu", 1, "32-true")
+
+
+def test_a_launcher_has_decided(machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    machine(8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    config = resolved().config
+    assert (config.devices, config.num_nodes) == (2, 2)
+    assert not capsys.readouterr().err
+
+
+def test_train_starts_as_many_ranks(machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    machine(8)
+    started: list[tuple[int, bool]] = []
+    monkeypatch.setattr(local_launcher, "run", lambda ranks, on_cpu, **_: started.append((ranks, on_cpu)) or 0)
+    monkeypatch.setattr("sys.argv", ["train.py", *DIGITS, "--strategy", "deepspeed_stage_3"])
+    assert train.main() == 0
+    assert started == [(4, False)]
+    assert capsys.readouterr().err.startswith("--devices auto: 4 of 8 GPUs: --batch_size 4 = ")
+
+
+def test_compare_follows(machine, capsys: pytest.CaptureFixture[str]):
+    machine(8)
+    planned = plan(["ddp", "deepspeed_stage_2"], [], [], 1, DIGITS)
+    assert [variant.run.config.world_size for variant in planned] == [4, 4]
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("flags", "ranks"), [("", 8), ("--batch_size 4", 4), ("--device_memory 80GB", 1)])
+def test_plan_follows(
+    flags: str, ranks: int, machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    machine(8)
+    monkeypatch.setattr("cifar_zero.planning.machine.free_gpu_bytes", lambda devices: 80 * 10**9)
+    monkeypatch.setattr("sys.argv", ["plan.py", *DIGITS, *flags.split()])
+    assert planning.main() == 0
+    assert f"32-true, {ranks} rank" in capsys.readouterr().out
+
+
+def test_a_sweep_gives_each_run_one_gpu(machine):
+    machine(8)
+    assert runs.resolved(DIGITS, "val/acc").config.devices == 1
+    assert runs.resolved([*DIGITS, "--devices", "2"], "val/acc").config.devices == 2
