@@ -5,6 +5,7 @@ with its share of cores. When the run ends, no process, port or shared memory of
 """
 
 import ctypes
+import getpass
 import os
 import signal
 import socket
@@ -33,8 +34,8 @@ TORCHRUN = "torchrun --nnodes N --nproc_per_node M --rdzv_backend c10d --rdzv_en
 ADDRESS = "127.0.0.1"
 
 ORPHAN_SECONDS = 8.0
-"""Time for processes that a rank has left (loaders, compilers) to end on their own and remove their temporary files: a
-DataLoader's worker looks for its parent every 5 s (torch 2.15, torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL)."""
+"""Time for processes that a rank has left (loaders, compilers) to end on their own: a DataLoader's worker looks for its
+parent every 5 s (torch 2.15, torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL)."""
 
 SHARED_MEMORY = Path("/dev/shm")
 """Named shared memory on Linux."""
@@ -58,12 +59,17 @@ def run(
     port = free_port()
     board = heartbeat.Board(ranks)
     started: list[Rank] = []
-    try:
-        for number in range(ranks):
-            started.append(_start(number, ranks, port, on_cpu, board, extra_env or {}))
-        return supervise(started, board, watch or heartbeat.Watch())
-    finally:
-        _clean_up(started, port)
+    with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as temporary:
+        # A killed process leaves its temporary files. torch's compilation cache (2.15, cache_dir_utils.py) is to stay.
+        default = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", default)
+        directories = {"TORCHINDUCTOR_CACHE_DIR": cache, "TMPDIR": temporary}
+        try:
+            for number in range(ranks):
+                started.append(_start(number, ranks, port, on_cpu, board, {**directories, **(extra_env or {})}))
+            return supervise(started, board, watch or heartbeat.Watch())
+        finally:
+            _clean_up(started, port)
 
 
 def _start(
