@@ -52,9 +52,9 @@ def removed_on_failure(folder: Path | None) -> Iterator[None]:
         raise
 
 
-def keep_code(folder: Path, model: str) -> None:
-    """Copies the file of a user's own model (FILE.py:NAME) into a run's folder, with its SHA-256 for sha256sum."""
-    file = Path(model.rpartition(":")[0])
+def keep_code(folder: Path, name: str) -> None:
+    """Copies the file of a user's model or transform (FILE.py:NAME) into a run's folder, with its SHA-256."""
+    file = Path(name.rpartition(":")[0])
     if file.suffix == ".py":
         code = file.read_bytes()
         (folder / file.name).write_bytes(code)

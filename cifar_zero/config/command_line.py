@@ -31,6 +31,7 @@ from cifar_zero.config.flags import (
 from cifar_zero.config.run import Consent
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.config.values import REGISTRIES, check_values
+from cifar_zero.core import user_code
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.usage import nearest, nearest_flag
 from cifar_zero.models import MODELS, PACKAGES, add_own
@@ -94,6 +95,9 @@ def parse(argv: list[str] | None = None) -> Config:
     said = ds_config.options(ds_config.read(short.ds_config), tree, rest) if short.ds_config else {}
     _overlay(tree, said)
     given = {key: value for key, value in vars(short).items() if value is not None}
+    if transform := given.get("augment.transform"):
+        user_code.allow(transform, "--augment.transform")
+        _overlay(tree, {"augment": {"transform": transform}})
     if ":" in (own := given.get("model", "")) and own not in MODELS:
         add_own(own)
     _overlay(tree, {key: {"name": given[key]} for key in REGISTRIES if key in given})
@@ -146,6 +150,7 @@ def _short_forms() -> argparse.ArgumentParser:
         parser.add_argument(f"--{key}", f"--{key}.name", dest=key)
     for key in LISTS:
         parser.add_argument(f"--{key}", nargs="+")
+    parser.add_argument("--augment.transform")
     parser.add_argument("--plot_schedule", nargs="?", const="schedule.png")
     parser.add_argument("--ds_config", "--deepspeed_config")
     parser.add_argument("--local_rank")  # given by DeepSpeed's launcher, which sets LOCAL_RANK too

@@ -424,6 +424,18 @@ class AugmentConfig:
     contrast: float = limited(0.0, below=1)
     """Multiply all normalised pixels of an image by a random number from 1 - CONTRAST to 1 + CONTRAST. 0: off."""
 
+    erasing: float = limited(0.0, at_most=1)
+    """Probability that a random rectangle, 0.02 to 0.33 of an image, is blanked out to the mean. 0: off."""
+
+    policy: Literal["none", "randaugment", "autoaugment", "trivialaugment"] = "none"
+    """Random operations on the pixels by torchvision.transforms.v2: RandAugment, AutoAugment (the policy of CIFAR-10)
+    or TrivialAugmentWide, drawn for groups of images: 64 different ones in each epoch."""
+
+    transform: str = ""
+    """Transform of your own, as FILE.py:NAME or PACKAGE.MODULE:NAME: a function or an instance that maps uint8 images
+    (N, 3, H, W) to as many of the same shape, such as a Compose of torchvision.transforms.v2. It is drawn for groups of
+    images, after --augment.policy. Only the command line may name one, as it is code."""
+
     low_resolution: int = 0
     """Side in pixels to which images are downscaled in the first epochs, for models that accept any size. FLOPs are
     counted at full size. 0: off."""

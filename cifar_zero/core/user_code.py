@@ -13,6 +13,25 @@ from cifar_zero.core.errors import UsageError
 _FILES: set[str] = set()
 """Paths of the user's files that were imported."""
 
+_ALLOWED: dict[str, Any] = {}
+"""What the command line named, by its name there."""
+
+
+def allow(name: str, flag: str) -> None:
+    """Loads what the command line names, for `allowed`. Raises UsageError as `load` does."""
+    _ALLOWED[name] = load(name, flag)
+
+
+def allowed(name: str, flag: str) -> Any:
+    """Returns what a configuration names, which may come from a file; imports nothing.
+
+    Raises:
+        UsageError: the command line does not name it.
+    """
+    if name not in _ALLOWED:
+        raise UsageError(f"{flag} {name}: it is code, so name it on the command line too")
+    return _ALLOWED[name]
+
 
 def load(name: str, flag: str) -> Any:
     """Imports FILE.py:NAME or PACKAGE.MODULE:NAME and returns what it names; `flag` is for the errors.

@@ -12,6 +12,7 @@ from torch import Tensor
 from cifar_zero.config.flags import AugmentConfig, Padding
 from cifar_zero.config.inputs import PLAIN, Inputs
 from cifar_zero.data.draws import Draws, draw
+from cifar_zero.data.policy import in_groups, transforms_of
 
 
 class Augmentation:
@@ -27,7 +28,13 @@ class Augmentation:
 
     def __init__(self, config: AugmentConfig, count: int, num_classes: int, seed: int, inputs: Inputs = PLAIN) -> None:
         self._config, self._count, self._num_classes, self._seed = config, count, num_classes, seed
+        self._transforms = transforms_of(config)
         self.inputs = inputs
+
+    @property
+    def in_groups(self) -> bool:
+        """Whether transforms are drawn for groups of images."""
+        return bool(self._transforms)
 
     def draw(self, epoch: int) -> Draws:
         """Draws what happens to each image in an epoch, by position in the split."""
@@ -54,14 +61,16 @@ class Augmentation:
         """
         if draws.flip is not None or draws.crop is not None:
             images = flip_and_crop(images, draws.flip, draws.crop, self._config.crop, self._config.padding)
+        if draws.group is not None:
+            images = in_groups(images.permute(0, 3, 1, 2), draws.group, self._transforms).permute(0, 2, 3, 1)
         images = normalize(images.permute(0, 3, 1, 2), self.inputs).permute(0, 2, 3, 1)
         # In this order, as github.com/hiverge/cifar10-speedrun (batch_color_jitter).
         if draws.brightness is not None:
             images.add_(draws.brightness[:, None, None, None])
         if draws.contrast is not None:
             images.mul_(draws.contrast[:, None, None, None])
-        if draws.cutout is not None:
-            blank_out(images, draws.cutout)
+        for boxes in (boxes for boxes in (draws.cutout, draws.erasing) if boxes is not None):
+            blank_out(images, boxes)
         if draws.box is None or draws.weight is None:
             return images, labels
         count = len(images) // 2

@@ -32,6 +32,10 @@ def resolve(config: Config, consent: Consent = NO_CONSENT) -> Run:
     if not rank_0_decides(run.config):
         run = with_checkpoint(run, checkpoint_to_resume(run.config))
     rules.check(run)
+    if run.config.augment.transform:
+        from cifar_zero.data.policy import check_transform  # here: it imports torch
+
+        check_transform(run.config.augment, run.config.data.inputs.side)
     return run
 
 

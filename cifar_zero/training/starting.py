@@ -117,7 +117,8 @@ def open_run(run: Run, source: str, weights: Match | None) -> Path:
     if raw:
         flags = ds_config.flags_of(ds_config.options(ds_config.read(raw), vars(config), ()))
         say(f"{config.ds_config} stands for {shlex.join(['train.py', *flags])}; the rest goes to DeepSpeed")
-    run_folder.keep_code(folder, config.model.name)
+    for code in (config.model.name, config.augment.transform):
+        run_folder.keep_code(folder, code)
     if fell_back and config.resume:
         say("WARNING: this run continues on the embedded handwritten digits INSTEAD OF CIFAR-10, as it began.")
     if weights is not None:

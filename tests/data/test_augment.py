@@ -9,12 +9,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torchvision.transforms import v2
 
 from cifar_zero.config.flags import AugmentConfig
 from cifar_zero.data import memory_loader as loader
 from cifar_zero.data.augment import Augmentation
 from cifar_zero.data.dataset import Split
-from cifar_zero.data.draws import Draws, draw
+from cifar_zero.data.draws import GROUPS, Draws, draw
 from cifar_zero.data.memory_loader import MemoryLoader
 from cifar_zero.data.order import TrainOrder
 
@@ -23,7 +24,15 @@ STORED = 60
 BATCH = 8
 SEED = 3
 ALL = AugmentConfig(flip="random", crop=4, cutout=9, mixup=0.5, cutmix=1.0)
+EVERYTHING = replace(ALL, brightness=0.1, contrast=0.1, erasing=0.5, policy="randaugment")
 MANY = 20_000
+
+
+POLICIES = {
+    "randaugment": v2.RandAugment(),
+    "autoaugment": v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10),
+    "trivialaugment": v2.TrivialAugmentWide(),
+}
 
 
 def make_split(images: NDArray[np.uint8]) -> Split:
@@ -77,9 +86,12 @@ def alone(split: Split, config: AugmentConfig, draws: Draws, position: int) -> N
     if draws.crop is not None:
         y, x = draws.crop[position].tolist()
         pixels = np.pad(pixels, ((0, 0), (config.crop,) * 2, (config.crop,) * 2))[:, y : y + 32, x : x + 32]
+    if draws.group is not None:
+        torch.manual_seed(int(draws.group[position]))
+        pixels = POLICIES[config.policy](torch.from_numpy(pixels.copy())[None])[0].numpy()
     image = (pixels.astype(np.float32) / np.float32(255) - np.float32(0.5)) / np.float32(0.5)
-    if draws.cutout is not None:
-        top, bottom, left, right = draws.cutout[position].tolist()
+    for boxes in (boxes for boxes in (draws.cutout, draws.erasing) if boxes is not None):
+        top, bottom, left, right = boxes[position].tolist()
         image[:, top:bottom, left:right] = 0
     return image
 
@@ -94,6 +106,9 @@ def alone(split: Split, config: AugmentConfig, draws: Draws, position: int) -> N
         AugmentConfig(mixup=0.4),
         AugmentConfig(cutmix=1.0),
         ALL,
+        AugmentConfig(erasing=0.5, policy="randaugment"),
+        replace(ALL, policy="autoaugment"),
+        AugmentConfig(flip="random", policy="trivialaugment"),
     ],
     ids=str,
 )
@@ -118,10 +133,10 @@ def test_ranks_accumulation_and_blocks_change_nothing(
 ) -> None:
     split = noise()
     for epoch in range(2):
-        one_rank = by_position(split, ALL, epoch)
+        one_rank = by_position(split, EVERYTHING, epoch)
         monkeypatch.setitem(loader.BLOCK_IMAGES, "cpu", block_images)
         monkeypatch.setattr(loader, "STRETCH_BLOCKS", 2)
-        several = by_position(split, ALL, epoch, world_size, accumulate)
+        several = by_position(split, EVERYTHING, epoch, world_size, accumulate)
         monkeypatch.undo()
         assert one_rank.keys() == several.keys()
         for position in one_rank:
@@ -131,7 +146,7 @@ def test_ranks_accumulation_and_blocks_change_nothing(
 @pytest.mark.parametrize("given", [1, 3, 11])
 def test_a_resumed_epoch_continues_as_if_never_stopped(given: int) -> None:
     split = noise()
-    whole, stopped, resumed = (make_loader(split, ALL, accumulate=2) for _ in range(3))
+    whole, stopped, resumed = (make_loader(split, EVERYTHING, accumulate=2) for _ in range(3))
     for each in (whole, stopped, resumed):
         each.sampler.set_epoch(4)  # pyright: ignore[reportOptionalMemberAccess]
     batches = list(whole)
@@ -162,8 +177,7 @@ def test_random_flips_are_half_and_alternating_ones_flip_each_image_every_second
 
 
 def test_draws_cover_all_places_and_differ_by_seed_and_epoch() -> None:
-    everything = replace(ALL, brightness=0.1, contrast=0.1)
-    draws = draw(everything, MANY, SEED, 0)
+    draws = draw(EVERYTHING, MANY, SEED, 0)
     assert {tuple(corner) for corner in column(draws.crop).tolist()} == {(y, x) for y in range(9) for x in range(9)}
     boxes = column(draws.cutout)
     heights, widths = boxes[:, 1] - boxes[:, 0], boxes[:, 3] - boxes[:, 2]
@@ -174,8 +188,23 @@ def test_draws_cover_all_places_and_differ_by_seed_and_epoch() -> None:
     pasted = column(draws.weight) == 1
     assert abs(pasted.float().mean() - 0.5) < 0.02
     assert (column(draws.box)[~pasted] == torch.tensor([0, 32, 0, 32])).all()
-    for other in (draw(everything, MANY, SEED, 1), draw(everything, MANY, SEED + 1, 0)):
+    assert len(column(draws.group).unique()) == GROUPS
+    for other in (draw(EVERYTHING, MANY, SEED, 1), draw(EVERYTHING, MANY, SEED + 1, 0)):
         assert not any(torch.equal(column(one), column(two)) for one, two in zip(draws, other, strict=True))
+
+
+def test_erased_rectangles_have_the_shape_of_torchvisions() -> None:
+    boxes = column(draw(AugmentConfig(erasing=0.25), MANY, SEED, 0).erasing)
+    assert ((boxes >= 0) & (boxes <= 32)).all()
+    boxes = boxes[boxes[:, 1] > boxes[:, 0]]
+    assert abs(len(boxes) / MANY - 0.25) < 0.02
+    erase, image = v2.RandomErasing(1.0), torch.ones(1, 32, 32)
+    theirs = torch.stack([erase(image) == 0 for _ in range(4000)]).float().mean(dim=(1, 2, 3))
+    ours = (boxes[:, 1] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 2]) / 32**2
+    assert abs(ours.mean() - theirs.mean()) < 0.01  # 0.17, with a standard error of 0.0015
+    assert abs(ours.std() - theirs.std()) < 0.01
+    lying = (boxes[:, 3] - boxes[:, 2] > boxes[:, 1] - boxes[:, 0]).float().mean()
+    assert 0.44 < lying < 0.53  # less than half: some are square
 
 
 def test_the_share_of_a_label_is_the_share_of_the_pixels() -> None:
@@ -193,7 +222,7 @@ def test_the_share_of_a_label_is_the_share_of_the_pixels() -> None:
 def test_no_global_generator_is_touched() -> None:
     torch.manual_seed(0)
     np.random.seed(0)
-    list(make_loader(noise(), ALL))
+    list(make_loader(noise(), EVERYTHING))
     drawn = torch.rand(1), np.random.random()
     torch.manual_seed(0)
     np.random.seed(0)

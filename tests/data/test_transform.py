@@ -1,0 +1,53 @@
+"""A transform in the user's own file: tried out, trained with and kept; only the command line makes it run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cifar_zero.config import command_line
+from cifar_zero.core.errors import UsageError
+from cifar_zero.training.resolve import resolve
+from tests.support.helpers import ROOT, assert_ok, run_folder_of, run_program, train_all
+
+FILE = ROOT / "tests" / "support" / "own_code.py"
+SHORT = ["--data.source", "digits", "--accelerator", "cpu", "--batch_size", "16", "--max_steps", "4"]
+
+
+def test_a_run_trains_with_it_and_keeps_it(tmp_path: Path):
+    flags = [*SHORT, "--augment.policy", "randaugment", "--augment.transform", f"{FILE}:warmer"]
+    train_all({tmp_path: flags})
+    run = run_folder_of(tmp_path)
+    assert (run / FILE.name).read_bytes() == FILE.read_bytes()
+    assert_ok(run_program("evaluate.py", str(run)))  # which augments nothing
+    again = run_program("train.py", "--config", str(run / "config.yaml"), "--out", str(tmp_path))
+    assert again.returncode == 2
+    assert f"--augment.transform {FILE}:warmer: it is code, so name it on the command line too" in again.stderr
+
+
+def test_a_recipe_does_not_import_it(tmp_path: Path):
+    marker = tmp_path / "imported"
+    (tmp_path / "evil.py").write_text(f"open({str(marker)!r}, 'w')")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"augment: {{transform: '{tmp_path}/evil.py:x'}}")
+    with pytest.raises(UsageError, match="name it on the command line too"):
+        resolve(command_line.parse(["--config", str(recipe), *SHORT]))
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("brightest", "treats an image alone otherwise than with others"),
+        ("grey", "ValueError: returns torch.uint8 (4, 1, 32, 32) for 4 uint8 images"),
+        ("from_0_to_1", "ValueError: returns torch.float32 (4, 3, 32, 32) for 4 uint8 images"),
+        ("not_there", "own_code.py has no not_there"),
+        ("Small", "own_code.py, line"),
+    ],
+)
+def test_one_that_cannot_be_used_is_refused(name: str, message: str):
+    with pytest.raises(UsageError) as error:
+        resolve(command_line.parse([*SHORT, "--augment.transform", f"{FILE}:{name}"]))
+    assert str(error.value).startswith(f"--augment.transform {FILE}:{name}: ")
+    assert message in str(error.value)
