@@ -57,7 +57,7 @@ def in_groups(images: Tensor, seeds: Tensor, transforms: list[Transform]) -> Ten
 
 
 def check_transform(config: AugmentConfig, side: int) -> None:
-    """Tries the user's transform out.
+    """Tries the user's transform on a few images.
 
     Raises:
         UsageError: the command line does not name it, it fails, it changes the shape or the type of the images, or what

@@ -167,7 +167,7 @@ def test_one_model_on_several_ranks_takes_the_whole_batch(monkeypatch: pytest.Mo
             "use --schedule constant",
         ),
         ("--strategy deepspeed_stage_3_superoffload --optimizer adam --optimizer.weight_decay 0.1", "as AdamW does"),
-        ("--strategy deepspeed_stage_3_superoffload --optimizer adamw --resume last", "start anew with --weights"),
+        ("--strategy deepspeed_stage_3_superoffload --optimizer adamw --resume last", "start again with --weights"),
         ("--strategy deepspeed_stage_3_offload_nvme --resume last", "use --strategy deepspeed_stage_3_offload"),
     ],
 )

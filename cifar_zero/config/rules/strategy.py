@@ -112,7 +112,7 @@ def why_not_resumed(run: Run) -> str:
     config, spec = run.config, run.spec
     if spec.super_offload or config.offload.ratio < 1:
         what = "--offload.ratio" if config.offload.ratio < 1 else config.strategy_name
-        return f"under {what} DeepSpeed does not save Adam's state: start anew with --weights"
+        return f"under {what} DeepSpeed does not save Adam's state: start again with --weights"
     if "nvme" in (spec.offload_optimizer, spec.offload_parameters):
         return f"{config.strategy_name} cannot be resumed, use --strategy deepspeed_stage_3_offload"
     return ""
