@@ -163,12 +163,8 @@ def judge(pair: Pair, allowed: Bound) -> Verdict:
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
     """Returns the worst verdict of several seeds; of the same kind, the one whose loss uses most of its bound."""
-
-    def badness(verdict: Verdict) -> tuple[int, float]:
-        share = _share(verdict.loss_difference or 0.0, verdict.loss_bound or 0.0)
-        return ("bit-identical", "within rounding", "different").index(verdict.kind), share
-
-    return max(verdicts, key=badness)
+    kinds = ("bit-identical", "within rounding", "different")
+    return max(verdicts, key=lambda each: (kinds.index(each.kind), _share(each.loss_difference or 0, each.loss_bound)))
 
 
 def _measured(pair: Pair, perturbed: Pair) -> Bound:
@@ -186,7 +182,7 @@ def _measured(pair: Pair, perturbed: Pair) -> Bound:
     return Bound(losses, {name: FACTOR * drift.get(name, 0.0) + floor * each.largest for name, each in tensors})
 
 
-def _share(found: float, most: float) -> float:
+def _share(found: float, most: float | None) -> float:
     """Returns the share of a bound that is used; above 1 it is exceeded."""
     if found == 0:
         return 0.0

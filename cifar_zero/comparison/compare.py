@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import sys
@@ -15,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.comparison import report
 from cifar_zero.comparison.reading import grouped, load, perturbed_runs
+from cifar_zero.comparison.recorded import own_module
+from cifar_zero.comparison.recorded.cases import RECIPE, Case, plan_cases
 from cifar_zero.comparison.result import Comparison, Run
 from cifar_zero.comparison.trainings import PERTURB, PERTURBED, Planned, Runner, plan, prepare
 from cifar_zero.config import command_line
@@ -27,8 +28,6 @@ from cifar_zero.training.resolve import resolve
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule
-
-    from cifar_zero.comparison.recorded.cases import Case
 
 TRAIN_JOBS = "train-jobs"
 """First argument of the ranks that --acceptance starts; the second is the file of their trainings."""
@@ -62,8 +61,8 @@ def main(
     if sys.argv[1:2] == ["perturb"]:
         return perturb(sys.argv[2:], train, module_class)
     if sys.argv[1:2] == [TRAIN_JOBS]:
-        from cifar_zero.comparison.recorded.recipe import train_recipe
-        from cifar_zero.comparison.recorded.worker import train_jobs
+        from cifar_zero.comparison.recorded.record import train_jobs
+        from cifar_zero.comparison.recorded.recording import train_recipe
 
         classes = {"module_class": module_class, "datamodule_class": datamodule_class}
         return train_jobs(Path(sys.argv[2]), partial(train_recipe, **classes))
@@ -105,7 +104,6 @@ def perturb(flags: list[str], train: Callable[..., Any], module_class: Callable[
 
 def of_cases(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
     """Trains the cases of the acceptance; returns the folder of the report, and the comparison."""
-    from cifar_zero.comparison.recorded.acceptance import RECIPE
     from cifar_zero.comparison.recorded.trials import try_all
 
     cases = _cases(arguments, rest)
@@ -116,7 +114,6 @@ def of_cases(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compariso
 
 def of_module(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
     """Trains a user's own module; returns the folder of the report, and the comparison."""
-    from cifar_zero.comparison.recorded import own_module
     from cifar_zero.comparison.recorded.trials import try_all
 
     if arguments.runs or arguments.seeds is not None:
@@ -135,15 +132,7 @@ def _cases(arguments: Namespace, rest: Sequence[str]) -> Sequence[Case]:
     if rest or arguments.runs or arguments.accumulate:
         known = "--strategies, --devices, --seeds, --quick or --junit"
         raise UsageError(f"--acceptance trains cases of its own: give only {known}")
-    from cifar_zero.comparison.recorded.acceptance import plan_cases
-
-    return plan_cases(arguments.strategies or (), _ranks(arguments, 0), arguments.quick, _seeds(arguments))
-
-
-def _seeds(arguments: Namespace) -> int:
-    if arguments.seeds is not None and arguments.seeds < 1:
-        raise UsageError(f"--seeds must be at least 1, not {arguments.seeds}")
-    return arguments.seeds or 1
+    return plan_cases(arguments.strategies or (), _ranks(arguments, 0), arguments.quick, arguments.seeds or 1)
 
 
 def _ranks(arguments: Namespace, default: int) -> int:
@@ -175,7 +164,7 @@ def of_trainings(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compa
     """Trains and compares; returns the folder of the runs and of the report, and the comparison."""
     axes = (arguments.strategies or [], arguments.devices or [], arguments.accumulate or [])
     rest = [*rest, *["--trust"] * arguments.trust]
-    planned = plan(*axes, _seeds(arguments), rest, shlex.split(arguments.launcher))
+    planned = plan(*axes, arguments.seeds or 1, rest, shlex.split(arguments.launcher))
     prepare(planned)
     folder = run_folder.claim(arguments.out, arguments.name or planned[0].run.config.model_name)
     runner = Runner(folder, sum(len(variant.seeds) for variant in planned))
@@ -229,7 +218,6 @@ def _parse() -> tuple[Namespace, list[str]]:
         description="Trains one recipe under several strategies, numbers of ranks or micro-batches, or reads existing "
         "runs, and says whether they agree: bit by bit, within rounding, or not.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s --strategies NAME ... [--devices N ...] [--<option of train.py> VALUE ...]\n"
         "       %(prog)s --runs RUN ...\n"
         "       %(prog)s --acceptance [--quick] [--strategies NAME ...] [--devices N]\n"
@@ -262,6 +250,8 @@ def _parse() -> tuple[Namespace, list[str]]:
     add("--trust", action="store_true", help="load checkpoints that could run code; only if you trust their author")
     arguments, rest = parser.parse_known_args()
     check_plain_name(arguments.name)
+    if arguments.seeds is not None and arguments.seeds < 1:
+        raise UsageError(f"--seeds must be at least 1, not {arguments.seeds}")
     for option in ("quick", "print_cases"):
         if getattr(arguments, option) and not arguments.acceptance:
             raise UsageError(f"--{option} is for --acceptance: add it")

@@ -3,8 +3,8 @@
 import base64
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -20,6 +20,9 @@ from cifar_zero.comparison.agreement import Pair
 from cifar_zero.comparison.result import Comparison, Curve, Variant
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
+
+STYLE: dict[Any, Any] = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "text.parse_math": False}
+"""matplotlib's options for the plots; a $ in a name stays a $."""
 
 DPI = 150
 """Resolution of the plots, which are 1,500 pixels wide for high-density screens."""
@@ -41,7 +44,7 @@ Line = tuple[str, Array, Array]
 
 def write_page(comparison: Comparison, folder: Path) -> None:
     """Writes the report of a comparison into an existing folder; sections without content are left out."""
-    with style():
+    with matplotlib.rc_context(STYLE):
         drawn = {"losses.png": loss_plot(comparison), "accuracy.png": accuracy_plot(comparison)}
         plots: dict[str, str] = {}
         for name, figure in drawn.items():
@@ -60,11 +63,6 @@ def write_page(comparison: Comparison, folder: Path) -> None:
     )
     page = template.render(comparison=comparison, sections=sections, plots=plots, zip=zip)
     (folder / "report.html").write_text(page, encoding="utf-8")
-
-
-def style() -> AbstractContextManager[None]:
-    """Returns the style in which plots are drawn; a $ in a name stays a $."""
-    return matplotlib.rc_context({"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "text.parse_math": False})
 
 
 def loss_plot(comparison: Comparison) -> Figure | None:

@@ -22,8 +22,7 @@ def perturbed(base: type[Any], precision: str, accelerator: str, sign: int = 1) 
 
     Args:
         base: a LightningModule with the attributes `net` and `optimizer`, such as CIFARModule.
-        precision: of the run: 32-true, bf16-mixed, bf16-true or 16-mixed.
-        accelerator: cpu or gpu.
+        precision, accelerator: see `eps_of`.
         sign: 1, or -1 for the opposite change of the weights.
     """
 

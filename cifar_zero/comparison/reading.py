@@ -52,11 +52,8 @@ NO_DIFFERENCE = ("out", "name", "logger", "hparams", "seed")
 
 
 def load(folder: Path) -> Run:
-    """Reads the folder of a finished run, <out>/<name>/version_N.
-
-    Raises:
-        UsageError: the run has not finished, or a file is damaged.
-    """
+    """Reads the folder of a finished run, <out>/<name>/version_N. Raises UsageError if the run has not finished, or a
+    file is damaged."""
     if not (folder / run_folder.CONFIG).is_file():
         raise UsageError(f"{folder} is not a run folder: give <out>/<name>/version_N")
     for name in (run_folder.METRICS, run_folder.LOSSES):
@@ -76,11 +73,8 @@ def last_checkpoint(run: Run) -> Path:
 
 
 def read_losses(file: Path) -> Curve:
-    """Returns the loss of each optimizer step, bit by bit as it was computed.
-
-    Raises:
-        ValueError: the file is damaged or cut off.
-    """
+    """Returns the loss of each optimizer step, bit by bit as it was computed. Raises ValueError if the file is damaged
+    or cut off."""
     text = file.read_text()
     if not text.endswith("\n"):
         raise ValueError(f"the last line of {file.name} is cut off")

@@ -119,9 +119,9 @@ def spread(figure: Spread | None, form: Form) -> str:
     return mean if lowest == highest else f"{mean} ({lowest} to {highest})"
 
 
-def show(comparison: Comparison, folder: Path, console: Console | None = None) -> None:
+def show(comparison: Comparison, folder: Path) -> None:
     """Prints the differing settings, the verdicts with their numbers and causes, and where the report is (`folder`)."""
-    console = console or _console()
+    console = _console()
     for difference in comparison.differences:
         console.print(f"[bold]not the same: {escape(difference.setting)}[/] {escape(str(difference))}", soft_wrap=True)
     found = figures(comparison, ON_THE_CONSOLE)
@@ -138,9 +138,9 @@ def show(comparison: Comparison, folder: Path, console: Console | None = None) -
         console.print(f"[dim]curves  [/]tensorboard --logdir {where} --host localhost", soft_wrap=True)
 
 
-def show_by_strategy(comparison: Comparison, folder: Path, console: Console | None = None) -> None:
+def show_by_strategy(comparison: Comparison, folder: Path) -> None:
     """Prints an acceptance: a row for each strategy with its worst case, and each case that did not pass."""
-    console = console or _console()
+    console = _console()
     table = Table("strategy", "cases", "bit-identical", "within rounding", "failed", "worst case")
     kinds = ("bit-identical", "within rounding")
     for strategy in dict.fromkeys(variant.strategy for variant in comparison.variants):

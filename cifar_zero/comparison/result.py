@@ -1,6 +1,7 @@
 """The result of a comparison, as in comparison.json and in the report; plain Python, no torch."""
 
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 VerdictKind = Literal["reference", "bit-identical", "within rounding", "different", "not trained"]
@@ -157,8 +158,6 @@ class Comparison:
 
     title: str
     command: str
-    created: str
-    """Date and time in UTC, ISO 8601."""
     machine: dict[str, str]
     """Device, cores, and the versions of the libraries."""
     recipe: dict[str, str]
@@ -174,6 +173,8 @@ class Comparison:
     """The smallest bound of the loss at each step; None if no pair needed one."""
     stopped_by: int = 0
     """Number of the signal that ended the trainings early; 0 if none did."""
+    created: str = field(default_factory=lambda: f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}")
+    """Date and time in UTC, ISO 8601."""
 
     @property
     def passed(self) -> bool:

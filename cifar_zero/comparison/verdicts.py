@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from numbers import Real
 from pathlib import Path
 
@@ -38,11 +37,8 @@ Perturb = Callable[[set[int]], list[Run]]
 def summarize(variants: Sequence[Variant], perturb: Perturb, command: str, trust: bool = False) -> Comparison:
     """Returns the comparison of the variants, the reference first, with their figures and verdicts.
 
-    Args:
-        variants: without verdicts.
-        perturb: called once, if a variant is not bit-identical to the reference.
-        command: repeats the comparison.
-        trust: whether to load checkpoints that could run code.
+    `perturb` is called once, if a variant is not bit-identical to the reference; `trust` loads checkpoints that could
+    run code.
     """
     reference, found = variants[0], differences(variants)
     settings = shared(reference.runs[0]) if reference.runs else {}
@@ -52,7 +48,6 @@ def summarize(variants: Sequence[Variant], perturb: Perturb, command: str, trust
     comparison = Comparison(
         title=": ".join(filter(None, [recipe.get("model"), f"{len(variants)} variants"])),
         command=command,
-        created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         machine={},
         recipe={**recipe, "seeds": ", ".join(map(str, reference.by_seed))},
         reference=reference.name,

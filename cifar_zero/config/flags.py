@@ -511,9 +511,7 @@ def config_of(tree: dict[str, Any]) -> Config:
 def flat(config: Config | Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns every option and its value by its flag: data.root, optimizer.lr, seed; model is the model's name.
 
-    Args:
-        config: a configuration, or the content of config.yaml or of a checkpoint's record.
-        prefix: of the flags.
+    Takes a configuration, or the content of config.yaml or of a checkpoint's record; `prefix` is that of the flags.
     """
     found: dict[str, Any] = {}
     for key, value in (asdict(config) if isinstance(config, Config) else config).items():

@@ -22,17 +22,13 @@ NO_CONSENT = Consent()
 class Run:
     """A run with nothing left open; `training.resolve.resolve` makes it, once per process.
 
-    Attributes:
-        config: the options. devices is a number, accelerator cpu or gpu, precision a format, resume and weights the
-            paths of checkpoints.
-        spec: what the strategy, or the raw DeepSpeed configuration, does and can do.
-        num_classes: width of the model's output.
-        consent: what the command line allows.
+    In its options devices is a number, accelerator cpu or gpu, precision a format, resume and weights the paths of
+    checkpoints.
     """
 
     config: Config
-    spec: Spec
-    num_classes: int
+    spec: Spec  # of the strategy, or of the raw DeepSpeed configuration
+    num_classes: int  # width of the model's output
     consent: Consent = NO_CONSENT
 
     @property

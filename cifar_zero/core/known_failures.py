@@ -5,11 +5,8 @@ failures are in docs/troubleshooting.md.
 """
 
 import re
-from collections.abc import Iterator
 from pickle import UnpicklingError
 from typing import NamedTuple
-
-from cifar_zero.core.errors import RunError, Stopped, UsageError
 
 LESS_MEMORY = (
     "double --accumulate (the same batch in smaller parts), then take a higher ZeRO stage, then one with _offload; "
@@ -98,22 +95,15 @@ TABLE = (
 
 
 def explain(error: BaseException) -> str | None:
-    """Returns one line, `<cause>; <fix>`, if the exception or one that led to it is a known failure; else None."""
-    if isinstance(error, (UsageError, RunError, Stopped)):
-        return None
-    chain = list(_chain(error))
+    """Returns one line, `<cause>; <fix>`, if the exception or one that Python would print before it is a known failure;
+    else None."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:  # a chain may lead back to itself
+        chain.append(link)
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     for row in TABLE:
         for link in chain:
             if isinstance(link, row.kind) and (found := re.search(row.message, str(link), re.DOTALL)):
                 return f"{row.cause.format(**found.groupdict())}; {row.fix}"
     return None
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The exception and those that Python would print before it."""
-    seen: list[BaseException] = []  # a chain may lead back to itself
-    link: BaseException | None = error
-    while link is not None and link not in seen:
-        yield link
-        seen.append(link)
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)

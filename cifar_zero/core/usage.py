@@ -67,11 +67,8 @@ def limited(default: Value, **limits: float) -> Value:
 
 @dataclass
 class Options:
-    """Base of the options of models, optimizers and schedules, whose numbers are finite and within their limits.
-
-    Raises:
-        ValueError: names the first option that is not.
-    """
+    """Base of the options of models, optimizers and schedules, whose numbers are finite and within their limits. Raises
+    ValueError, which names the first option that is not."""
 
     def __post_init__(self) -> None:
         check_numbers(self)

@@ -23,22 +23,16 @@ def allow(name: str, flag: str) -> None:
 
 
 def allowed(name: str, flag: str) -> Any:
-    """Returns what a configuration names, which may come from a file; imports nothing.
-
-    Raises:
-        UsageError: the command line does not name it.
-    """
+    """Returns what a configuration names, which may come from a file; imports nothing. Raises UsageError if the command
+    line does not name it."""
     if name not in _ALLOWED:
         raise UsageError(f"{flag} {name}: it is code, so name it on the command line too")
     return _ALLOWED[name]
 
 
 def load(name: str, flag: str) -> Any:
-    """Imports FILE.py:NAME or PACKAGE.MODULE:NAME and returns what it names; `flag` is for the errors.
-
-    Raises:
-        UsageError: there is no such file or name, or it cannot be imported; says in which line.
-    """
+    """Imports FILE.py:NAME or PACKAGE.MODULE:NAME and returns what it names; `flag` is for the errors. Raises
+    UsageError if there is no such file or name, or it cannot be imported; says in which line."""
     source, _, attribute = name.rpartition(":")
     if not source or not attribute:
         raise UsageError(f"{flag} {name}: give FILE.py:NAME or PACKAGE.MODULE:NAME")

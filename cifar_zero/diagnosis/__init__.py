@@ -6,7 +6,7 @@ It imports torch itself if it needs it: each check runs in a process of its own,
 
 from functools import partial
 
-from cifar_zero.diagnosis import machine, network, ops, software
+from cifar_zero.diagnosis import machine, ops, software
 from cifar_zero.diagnosis.check import Check
 
 IMPORT_SECONDS = 180.0
@@ -29,8 +29,8 @@ CHECKS: dict[str, Check] = {
     "libaio": Check("libaio, for offload to NVMe", software.libaio),
     "locks": Check("no lock file blocks the build of an operator", ops.locks, IMPORT_SECONDS),
     "ops": Check("DeepSpeed's operators are built, or can be", ops.operators, LONG_SECONDS),
-    "port": Check("a free port for the rendezvous of the ranks", network.port),
-    "all-reduce": Check("real ranks meet and sum a tensor", network.all_reduce, LONG_SECONDS),
+    "port": Check("a free port for the rendezvous of the ranks", machine.port),
+    "all-reduce": Check("real ranks meet and sum a tensor", machine.all_reduce, LONG_SECONDS),
     "cores": Check("one CPU core per rank", machine.cores),
     "memory": Check("memory for each rank", machine.memory),
     "shm": Check("shared memory for each rank", machine.shared_memory),

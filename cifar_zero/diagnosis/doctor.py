@@ -7,9 +7,12 @@ import os
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
 
 from cifar_zero.config.flags import DataConfig, OutputConfig
 from cifar_zero.core import exits
@@ -44,55 +47,33 @@ def main(requirements: Path) -> int:
     arguments = _parse(requirements)
     options = Options(**{field.name: getattr(arguments, field.name) for field in fields(Options)})
     names, closing = arguments.checks or [*CHECKS], ""
+    answers: Iterable[tuple[str, Finding]] = ((name, examine(CHECKS[name], options)) for name in names)
+    if options.build:
+        print("DeepSpeed's operators will be built, which takes minutes ...", file=sys.stderr, flush=True)
     if arguments.nodes:
-        found = _of_nodes(options)
-        if found is None:
-            return 0
-        from cifar_zero.diagnosis.nodes import BANDWIDTH
+        rank_environment.adopt()
+        if not rank_environment.is_rank() or os.environ["WORLD_SIZE"] == "1":
+            start = local_launcher.TORCHRUN.replace("train.py", "doctor.py --nodes")
+            raise UsageError(f"--nodes needs ranks that a launcher has started: start it on each node with {start}")
+        from cifar_zero.diagnosis import nodes
 
-        names, closing, answers = [*found], f" {BANDWIDTH}", found.items()
-    else:
-        answers = _of_this_machine(names, options)
+        if (found := nodes.examine(options)) is None:
+            return 0
+        names, closing, answers = [*found], f" {nodes.BANDWIDTH}", found.items()
     findings: dict[str, Finding] = {}
+    console, width = Console(highlight=False), max(map(len, names))
     for name, finding in answers:
         findings[name] = finding
         if not arguments.json:
-            _print_line(name, finding, max(map(len, names)))
+            text = ": ".join(filter(None, [finding.found, finding.fix]))
+            status = f"[{COLORS[finding.status]}]{finding.status:<7}[/]"
+            console.print(f"{status}  {name:<{width}}  {escape(text)}", soft_wrap=True)
     if arguments.json:
         checks = [{"name": name, **asdict(finding)} for name, finding in findings.items()]
         print(json.dumps({"schema": SCHEMA, "checks": checks}, indent=2))
     else:
         print(_summary(findings) + closing)
     return int(any(finding.status == "failed" for finding in findings.values()))
-
-
-def _of_nodes(options: Options) -> dict[str, Finding] | None:
-    """Compares the nodes together with the other ranks; returns the findings on rank 0, None on the others."""
-    rank_environment.adopt()
-    if not rank_environment.is_rank() or os.environ["WORLD_SIZE"] == "1":
-        start = local_launcher.TORCHRUN.replace("train.py", "doctor.py --nodes")
-        raise UsageError(f"--nodes needs ranks that a launcher has started: start it on each node with {start}")
-    from cifar_zero.diagnosis import nodes
-
-    return nodes.examine(options)
-
-
-def _of_this_machine(names: Iterable[str], options: Options) -> Iterator[tuple[str, Finding]]:
-    """Runs some of CHECKS and yields the name and the finding of each as soon as it is known."""
-    for name in names:
-        if name == "ops" and options.build:
-            print("Building DeepSpeed's operators, which takes minutes ...", file=sys.stderr, flush=True)
-        yield name, examine(CHECKS[name], options)
-
-
-def _print_line(name: str, finding: Finding, width: int) -> None:
-    """Prints status, name (padded to `width` characters), what was found, and the fix."""
-    from rich.console import Console
-    from rich.markup import escape
-
-    status = f"[{COLORS[finding.status]}]{finding.status:<7}[/]"
-    text = ": ".join(filter(None, [finding.found, finding.fix]))
-    Console(highlight=False).print(f"{status}  {name:<{width}}  {escape(text)}", soft_wrap=True)
 
 
 def _summary(findings: Mapping[str, Finding]) -> str:
@@ -111,7 +92,6 @@ def _parse(requirements: Path) -> Namespace:
         description="Checks everything that a run needs on this machine, and says how to fix what is missing. "
         "Changes nothing, except with --build.",
         epilog=EPILOG + "\n".join(f"  {name:<{width}}  {check.summary}" for name, check in CHECKS.items()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(requirements=requirements)
     add = parser.add_argument

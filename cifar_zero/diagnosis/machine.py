@@ -1,7 +1,15 @@
-"""Checks the machine: its GPUs, their driver and CUDA toolkit, CPU cores, memory, disks, and the images on them."""
+"""Checks the machine: its GPUs, their driver and CUDA toolkit, CPU cores, memory, disks, and the images on them; and
+that the ranks of a run on it find each other."""
 
+import json
+import os
 import shutil
+import socket
+import subprocess
+import sys
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from rich.filesize import decimal
@@ -11,7 +19,7 @@ from cifar_zero.config.rules.devices import CPU_RANK_BYTES
 from cifar_zero.core.errors import RunError, short
 from cifar_zero.core.hardware import core_count, cpu_name, free_memory_bytes, has_gpu_driver
 from cifar_zero.diagnosis.check import Finding, Options, failed, ok, warning
-from cifar_zero.launch.local_launcher import SHARED_MEMORY
+from cifar_zero.launch import local_launcher
 
 NO_GPU = "no GPU, ranks run on the CPU"
 
@@ -21,6 +29,9 @@ FREE_BYTES = 1_000_000_000
 SHARED_BYTES = 64_000_000
 """Shared memory per rank, for the buffers of NCCL and of the torch loader's worker processes. A Docker container has 64
 MB for all ranks by default (`docker run --shm-size`)."""
+
+GRACE_SECONDS = 2.0
+"""How long rank 0 may take to report after another rank has failed."""
 
 ARCHIVES = ("cifar-10-python.tar.gz", "cifar-10-batches-py", "cifar-100-python.tar.gz", "cifar-100-python")
 """Files and folders of the CIFAR sources, as torchvision.datasets names them."""
@@ -100,9 +111,9 @@ def ranks_in_memory() -> int:
 
 def shared_memory(options: Options) -> Finding:
     """Whether /dev/shm has room for every rank."""
-    if not SHARED_MEMORY.is_dir():
-        return ok(f"no {SHARED_MEMORY} on this system")
-    free, needed = shutil.disk_usage(SHARED_MEMORY).free, options.ranks * SHARED_BYTES
+    if not local_launcher.SHARED_MEMORY.is_dir():
+        return ok(f"no {local_launcher.SHARED_MEMORY} on this system")
+    free, needed = shutil.disk_usage(local_launcher.SHARED_MEMORY).free, options.ranks * SHARED_BYTES
     if free < needed:
         fix = "docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm"
         return warning(f"{decimal(free)} are free, but {options.ranks} ranks may need {decimal(needed)}", fix)
@@ -163,3 +174,62 @@ def _disk(folders: list[Path], elsewhere: str) -> Finding:
         except OSError as error:
             return failed(f"{folder.resolve()} cannot be written: {error.strerror}", elsewhere)
     return ok(f"{decimal(min(sizes))} are free in {', '.join(map(str, folders))}")
+
+
+def port(options: Options) -> Finding:
+    """Whether MASTER_PORT is free, if it is set."""
+    named = os.environ.get("MASTER_PORT")
+    if named is None:
+        return ok(f"MASTER_PORT is not set, {local_launcher.free_port()} is free")
+    fix = f"unset MASTER_PORT, or export MASTER_PORT={local_launcher.free_port()}"
+    if not named.isdecimal() or not 0 < int(named) < 2**16:
+        return failed(f"MASTER_PORT={named} is not a port", fix)
+    try:
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does
+            listener.bind(("", int(named)))
+            listener.listen()
+    except OSError as error:
+        return failed(f"MASTER_PORT={named}: {error.strerror}", fix)
+    return ok(f"MASTER_PORT={named} is free")
+
+
+def all_reduce(options: Options) -> Finding:
+    """Whether real ranks on this machine meet and sum a tensor: starts `doctor.py --nodes` as each of them."""
+    if options.ranks == 1:
+        return ok("not needed: a single rank has no others to meet")
+    if (fit := ranks_in_memory()) < options.ranks:
+        return failed(f"not tried: there is no memory for {options.ranks} ranks", f"--ranks {max(1, fit)}")
+    master = local_launcher.free_port()
+    ranks = [_start(rank, options, master) for rank in range(options.ranks)]
+    try:
+        while any(rank.poll() is None for rank in ranks) and not any(rank.returncode for rank in ranks):
+            time.sleep(0.1)
+        with suppress(subprocess.TimeoutExpired):
+            ranks[0].wait(GRACE_SECONDS)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    printed = [rank.communicate() for rank in ranks]
+    if report := printed[0][0]:
+        (found,) = [check for check in json.loads(report)["checks"] if check.pop("name") == "all-reduce"]
+        return Finding(**found)
+    errors = [
+        f"rank {rank}: {short(text.splitlines()[-1], 300)}" for rank, (_, text) in enumerate(printed) if text.strip()
+    ]
+    return failed(
+        "; ".join(errors) or "a rank ended without an error message",
+        "if the network interface is the cause: export GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo",
+    )
+
+
+def _start(rank: int, options: Options, master: int) -> subprocess.Popen[str]:
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": options.ranks, "LOCAL_WORLD_SIZE": options.ranks}
+    places |= {"MASTER_ADDR": local_launcher.ADDRESS, "MASTER_PORT": master, "OMP_NUM_THREADS": 1}
+    return subprocess.Popen(
+        [sys.executable, sys.argv[0], "--nodes", "--json", "--timeout", str(options.timeout), "--out", options.out],
+        env={**os.environ, **{name: str(value) for name, value in places.items()}},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )

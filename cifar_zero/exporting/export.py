@@ -1,7 +1,7 @@
 """Writes the model of any checkpoint as one plain file that needs neither Lightning nor DeepSpeed; see --help."""
 
 import os
-from argparse import Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from copy import deepcopy
 from pathlib import Path
 
@@ -122,7 +122,6 @@ def _parse() -> Namespace:
         epilog="formats:\n"
         + "\n".join(f"  {name:<{width}}  {format.summary}" for name, format in FORMATS.items())
         + f"\n  {DELTA:<{width}}  only the trained parameters of a run that froze the rest (read: BASE --delta FILE)",
-        formatter_class=RawDescriptionHelpFormatter,
     )
     add_weight_options(parser)
     add, dtypes = parser.add_argument, ("float32", "bfloat16")

@@ -44,10 +44,8 @@ def by_rank_0(ask: Callable[[], T]) -> T:
             expected = isinstance(error, UsageError)
             answer = [error if expected else RunError(f"rank 0: {type(error).__name__}: {error}")]
     dist.broadcast_object_list(answer)
-    if failure is not None:
-        raise failure
     if isinstance(answer[0], (UsageError, RunError)):
-        raise answer[0]
+        raise failure or answer[0]
     return answer[0]
 
 

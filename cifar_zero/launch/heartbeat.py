@@ -94,9 +94,7 @@ class Pulse:
 class Watch:
     """Decides from heartbeats whether ranks hang."""
 
-    def __init__(self, silent_seconds: float = SILENT_SECONDS, stopped_seconds: float = STOPPED_SECONDS):
-        self._silent_seconds = silent_seconds
-        self._stopped_seconds = stopped_seconds
+    def __init__(self) -> None:
         self._looked = float("-inf")
         self._since = 0.0
         self._beats: Sequence[Beat] = ()
@@ -116,13 +114,12 @@ class Watch:
                 self._longest = max(self._longest, beat.time - max(before.time, self._since))
         self._beats = beats
         self._stopped = {rank: self._stopped.get(rank, now) for rank in stopped}
-        hanging = [rank for rank, since in self._stopped.items() if now - since > self._stopped_seconds]
+        hanging = [rank for rank, since in self._stopped.items() if now - since > STOPPED_SECONDS]
         if hanging:
-            return f"{_names(hanging)}: stopped by a signal for more than {self._stopped_seconds:.0f} s"
+            return f"{_names(hanging)}: stopped by a signal for more than {STOPPED_SECONDS:.0f} s"
         silence = now - max(self._since, *(beat.time for beat in beats))
-        if any(beat.state != RUNNING for beat in beats):
-            return ""
-        if silence <= max(self._silent_seconds, SILENT_STEPS * self._longest):
+        patience = max(SILENT_SECONDS, SILENT_STEPS * self._longest)
+        if any(beat.state != RUNNING for beat in beats) or silence <= patience:
             return ""
         # In a collective the others wait for the ranks with the fewest batches.
         least = min(beat.batches for beat in beats)

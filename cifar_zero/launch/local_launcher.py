@@ -41,18 +41,11 @@ SHARED_MEMORY = Path("/dev/shm")
 """Named shared memory on Linux."""
 
 
-def run(
-    ranks: int, on_cpu: bool, watch: heartbeat.Watch | None = None, extra_env: Mapping[str, str] | None = None
-) -> int:
+def run(ranks: int, on_cpu: bool, extra_env: Mapping[str, str] | None = None) -> int:
     """Runs this process's own command line again as several ranks on this computer, and waits for them.
 
-    Args:
-        ranks: number of ranks.
-        on_cpu: whether they compute on the CPU, and so share its cores.
-        watch: decides when ranks hang.
-        extra_env: further environment variables of the ranks.
-
-    Returns the exit code, see `supervisor.supervise`.
+    Ranks `on_cpu` share its cores; `extra_env` are further environment variables. Returns the exit code, see
+    `supervisor.supervise`.
     """
     if _LIBC is not None:
         _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -67,7 +60,7 @@ def run(
         try:
             for number in range(ranks):
                 started.append(_start(number, ranks, port, on_cpu, board, {**directories, **(extra_env or {})}))
-            return supervise(started, board, watch or heartbeat.Watch())
+            return supervise(started, board)
         finally:
             _clean_up(started, port)
 

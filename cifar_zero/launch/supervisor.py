@@ -53,7 +53,7 @@ class Rank:
     stack: IO[bytes]
 
 
-def supervise(ranks: Sequence[Rank], board: heartbeat.Board, watch: heartbeat.Watch) -> int:
+def supervise(ranks: Sequence[Rank], board: heartbeat.Board) -> int:
     """Waits until all ranks have ended, passes requests to end on to them, and ends them if one fails or hangs.
 
     Returns the exit code: 0 if all ranks succeeded, else that of the first one that failed; 1 after a hang.
@@ -61,12 +61,13 @@ def supervise(ranks: Sequence[Rank], board: heartbeat.Board, watch: heartbeat.Wa
     received = _pass_requests_on(ranks)
     failed: Rank | None = None
     hang = ""
-    kill_at, look_at = math.inf, 0.0
+    kill_at, look_at, watch = math.inf, 0.0, heartbeat.Watch()
     killed: list[Rank] = []
     while True:
         running = [rank for rank in ranks if rank.process.poll() is None]
-        if not killed:
-            failed = failed or _first_failed(ranks, received)
+        if not killed and failed is None:  # of several a killed one, because the others failed as a consequence
+            broken = [rank for rank in ranks if _code(rank, received) not in (None, 0, *ON_REQUEST)]
+            failed = min(broken, key=lambda rank: rank.process.returncode > 0, default=None)
         if not running:
             break
         now = time.monotonic()
@@ -126,12 +127,6 @@ def _code(rank: Rank, received: Collection[int]) -> int | None:
     if code is not None and (-code == signal.SIGINT or -code in received):
         return 128 - code
     return code
-
-
-def _first_failed(ranks: Sequence[Rank], received: Collection[int]) -> Rank | None:
-    """Returns a failed rank; of several a killed one, because the others failed as a consequence."""
-    failed = [rank for rank in ranks if _code(rank, received) not in (None, 0, *ON_REQUEST)]
-    return min(failed, key=lambda rank: rank.process.returncode > 0, default=None)
 
 
 def _is_stopped(rank: Rank) -> bool:

@@ -86,14 +86,10 @@ class Held(TorchDispatchMode):
 
 
 def counted(net: nn.Module, images: int, computes: Computes, side: int = IMAGE_SHAPE[1]) -> int:
-    """Returns the bytes at the peak of one forward and backward pass, with temporary tensors of operations, without
-    parameters and gradients.
+    """Returns the bytes at the peak of one forward and backward pass of a micro-batch of images of side x side pixels,
+    with temporary tensors of operations, without parameters and gradients.
 
-    Args:
-        net: model on the CPU, built in the FakeTensorMode in which this is called.
-        images: size of the micro-batch.
-        computes: format; "cast" needs a model that is already cast.
-        side: height and width of an image in pixels.
+    The model is on the CPU, built in the FakeTensorMode in which this is called, and already cast for "cast".
     """
     held = Held(net)
     hooks = [
@@ -117,11 +113,8 @@ def counted(net: nn.Module, images: int, computes: Computes, side: int = IMAGE_S
 
 
 def measure(run: Run, computes: Computes) -> Line:
-    """Returns the activations of a run, counted with its micro-batch and with one of twice this size.
-
-    Raises:
-        UsageError: activation checkpointing finds no blocks, or a model of another package cannot be counted.
-    """
+    """Returns the activations of a run, counted with its micro-batch and with one of twice this size. Raises UsageError
+    if activation checkpointing finds no blocks, or a model of another package cannot be counted."""
     config = run.config
     few = max(2, run.micro_batch)  # batch normalisation cannot take a single image
     # Some models of other packages read values while they are built, which FakeTensorMode refuses (torch 2.15).

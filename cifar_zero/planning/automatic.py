@@ -20,11 +20,8 @@ VARIABLE = "CIFAR_ZERO_STRATEGY"
 
 
 def choose(config: Config) -> str:
-    """Returns the strategy that replaces auto, and prints which one and why.
-
-    Raises:
-        UsageError: no strategy fits, or another launcher started the ranks, so that each would choose.
-    """
+    """Returns the strategy that replaces auto, and prints which one and why. Raises UsageError if no strategy fits, or
+    another launcher started the ranks, so that each would choose."""
     if not rank_environment.is_rank():
         return _chosen(config)
     name = os.environ.pop(VARIABLE, "")

@@ -45,13 +45,10 @@ class Weight:
     """One parameter of a model, before it is sharded."""
 
     elements: int
-    rows: int
-    """Size of its first dimension, along which fsdp2 shards."""
+    rows: int  # size of its first dimension, along which fsdp2 shards
     trained: bool = True
-    muon: bool = False
-    """Whether Muon, if it is the optimizer, updates this weight."""
-    ranks_that_share: int = 1
-    """Ranks over which an expert's weights are spread (--model.ep_size); 1 for all other weights."""
+    muon: bool = False  # whether Muon, if it is the optimizer, updates this weight
+    ranks_that_share: int = 1  # ranks over which an expert's weights are spread (--model.ep_size); 1 for all others
 
 
 @dataclass(frozen=True)
@@ -75,10 +72,7 @@ class Network:
 
 def network_of(run: Run) -> Network:
     """Returns the model of a run, with its adapters and frozen weights; built without values (torch's meta device).
-
-    Raises:
-        UsageError: --lora.target or --trainable matches nothing in the model.
-    """
+    Raises UsageError if --lora.target or --trainable matches nothing in the model."""
     from cifar_zero.checkpoints.finetuning.network import check_patterns, on_meta
     from cifar_zero.models.moe import MixtureOfExperts
     from cifar_zero.optimizers.groups import hidden_matrices
@@ -147,16 +141,8 @@ def predicted(
     optimizer: Choice,
     zero: ZeROConfig = ZeROConfig(),  # noqa: B008 - it is frozen
 ) -> Prediction | None:
-    """Returns the model states of the fullest rank; None for a strategy that splits layers, which has no formula.
-
-    Args:
-        strategy: a key of STRATEGIES.
-        weights: of the model (`network_of`).
-        ranks: number of ranks on all nodes.
-        precision: of the run, settled: no "auto".
-        optimizer: name and options.
-        zero: the switches of ZeRO.
-    """
+    """Returns the model states of the fullest of all `ranks`; None for a strategy that splits layers, which has no
+    formula. `precision` is settled: not "auto"."""
     spec, weights = STRATEGIES[strategy], [*weights]
     size = parameter_size(spec, precision)
     if spec.one_replica:
@@ -223,11 +209,10 @@ def _stage_3(
     optimizer = sum(part * updated(weight) for weight, part in parts if weight.trained)
     if not spec.offload_optimizer:
         return Prediction(States(whole + resting, gradients * size, optimizer))
-    # Gradients arrive in the model's format and are copied to float32 for the update.
-    host = States(0, gradients * (size + FLOAT32), optimizer)
     if spec.offload_optimizer == "nvme":
         swapped = States(resting, gradients * FLOAT32, optimizer)
         return Prediction(States(whole), States(0, gradients * size), swapped)
-    if spec.offload_parameters:
-        return Prediction(States(whole), States(resting, host.gradients, host.optimizer))
-    return Prediction(States(whole + resting), host)
+    on_host = resting if spec.offload_parameters else 0
+    # Gradients arrive in the model's format and are copied to float32 for the update.
+    host = States(on_host, gradients * (size + FLOAT32), optimizer)
+    return Prediction(States(whole + resting - on_host), host)

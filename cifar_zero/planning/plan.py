@@ -4,10 +4,14 @@ import argparse
 import json
 import shlex
 from argparse import Namespace
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import yaml
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from cifar_zero.config import command_line, rules
 from cifar_zero.config.flags import Config
@@ -18,7 +22,7 @@ from cifar_zero.core.hardware import gpu_count
 from cifar_zero.launch import local_launcher
 from cifar_zero.planning.machine import Room, available
 from cifar_zero.planning.model_states import Network, network_of, network_of_size
-from cifar_zero.planning.survey import RULE, gigabytes, recommended, survey
+from cifar_zero.planning.survey import RULE, Need, gigabytes, recommended, survey
 from cifar_zero.training.resolve import of_machine, on_this_machine
 
 EPILOG = """\
@@ -41,6 +45,9 @@ OF_A_MODEL = ("--model.", "--lora.", "--trainable", "--activation_")
 DEVICES = tuple(4**power for power in range(8))
 """Columns of --table: 1 to 16,384."""
 
+WIDE = 132
+"""Width of a terminal, in characters, from which the table shows all columns."""
+
 
 def main() -> int:
     """Prints the plan; returns the exit code, 1 if nothing fits."""
@@ -61,10 +68,6 @@ def main() -> int:
 
 
 def _plan(run: Run, arguments: Namespace, flags: list[str], room: Room) -> int:
-    from rich.console import Console
-
-    from cifar_zero.planning.report import print_plan, print_scaling
-
     of_size = arguments.parameters is not None
     if not of_size:
         rules.check_model(run)
@@ -119,7 +122,6 @@ def _parse() -> tuple[Namespace, list[str]]:
         description="Predicts the memory that a run needs under each strategy, before anything is launched, and "
         "recommends one.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     device = (
@@ -167,3 +169,59 @@ def _heading(run: Run, net: Network, of_size: bool, room: Room) -> str:
         f"{model}, {net.elements:,} parameters{trained}, {config.optimizer.name}, {config.precision}, {ranks}, "
         f"{images}; {gigabytes(room.device)} GB{where} available to a rank"
     )
+
+
+def print_plan(needs: Sequence[Need], console: Console) -> None:
+    """Prints a row for each strategy, in GB (10^9 bytes) on the fullest rank, and notes; a narrow console shows the
+    model states as one figure."""
+    wide = console.width >= WIDE
+    has_disk = any(need.disk for need in needs if not need.refused)
+    parts = ["parameters", "gradients", "optimizer", "buckets", "activations"] if wide else ["states", "activ."]
+    table = _table([*parts, "device", "host", *["disk"] * has_disk, "sent, MB", "fits", "images"], wide)
+    for need in needs:
+        states = need.states.device
+        split = [states.parameters, states.gradients, states.optimizer, need.buckets] if wide else [states.total]
+        sizes = [*split, need.activations, need.device, need.host, *[need.disk] * has_disk]
+        cells = ["-" if size is None else gigabytes(size) if size else "0" for size in sizes]
+        fits = "-" if need.refused else "yes" if need.fits else "no"
+        images = "-" if need.most_images is None else f"{need.most_images:,}"
+        table.add_row(_short(need.strategy, console), *cells, f"{need.sent_bytes / 1e6:,.0f}", fits, images)
+    console.print(table)
+    console.print("\n".join(_notes(needs, console)))
+
+
+def _table(headings: Iterable[str], wide: bool) -> Table:
+    table = Table("GB per rank", *headings, box=box.SIMPLE, padding=(0, int(wide), 0, 0), pad_edge=False)
+    for column in table.columns:
+        column.justify = "left" if column.header == "GB per rank" else "right"
+        column.no_wrap = True
+    return table
+
+
+def _short(strategy: str, console: Console) -> str:
+    return strategy if console.width >= WIDE else strategy.removeprefix("deepspeed_")
+
+
+def _notes(needs: Sequence[Need], console: Console) -> list[str]:
+    """Returns what the columns mean, and why strategies are refused."""
+    lines = ["device, host: the peak; sent: to other ranks in a step; images: the largest micro-batch that fits"]
+    if console.width < WIDE:
+        lines.append("stage_*: deepspeed_stage_*; activ.: activations")
+    reasons: dict[str, list[str]] = {}
+    for need in needs:
+        if need.refused:
+            reason = need.refused.replace(f"--strategy {need.strategy}", "it")
+            reasons.setdefault(reason, []).append(need.strategy)
+    lines += [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
+    return lines
+
+
+def print_scaling(by_devices: Mapping[int, Sequence[Need]], room: int, console: Console) -> None:
+    """Prints GB on the fullest rank by strategy and number of devices; a star marks what fits the `room` bytes that a
+    rank may use on its device."""
+    table = _table(map(str, by_devices), console.width >= WIDE)
+    for row in zip(*by_devices.values(), strict=True):
+        cells = (f"{gigabytes(need.device)}{'*' if need.device <= room else ' '}" for need in row)
+        table.add_row(_short(row[0].strategy, console), *cells)
+    console.print(table)
+    console.print("*: fits the device" + ("; stage_*: deepspeed_stage_*" if console.width < WIDE else ""))

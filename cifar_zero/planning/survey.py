@@ -98,10 +98,7 @@ class Need:
 def survey(run: Run, network: Network, room: Room, lines: dict[str, Line] | None) -> list[Need]:
     """Returns the needs of a run under each strategy of PLANNED, whatever its own is.
 
-    Args:
-        run, network: the run and its model.
-        room: what is available to a rank.
-        lines: cache of the activations by compute format, filled here; None: activations are not counted.
+    `lines` caches the activations by compute format, and is filled here; None: activations are not counted.
 
     Raises:
         UsageError: the batch does not divide, ranks share a model, or activation checkpointing finds no blocks.
@@ -160,10 +157,7 @@ def _most_images(need: Need, line: Line, room: Room) -> int:
 
 def recommended(needs: Sequence[Need], room: Room) -> tuple[Need | None, str]:
     """Returns what RULE recommends of needs in the order of PLANNED, and its figures; or None, and what is missing.
-
-    Raises:
-        UsageError: train.py would refuse every strategy; the message is the one for the simplest strategy.
-    """
+    Raises UsageError if train.py would refuse every strategy; the message is the one for the simplest strategy."""
     accepted = [need for need in needs if not need.refused]
     if not accepted:
         raise UsageError(needs[0].refused)
@@ -175,19 +169,14 @@ def recommended(needs: Sequence[Need], room: Room) -> tuple[Need | None, str]:
             others = f"; {', '.join(too_large)} would not fit" if too_large else ""
             return need, f"{need.strategy} needs {sizes}{others}"
         too_large += [] if need.fits else [need.strategy]
-    return None, _nothing_fits(accepted, room)
-
-
-def _nothing_fits(needs: Sequence[Need], room: Room) -> str:
-    """Returns what is missing for the strategy that needs the least, and what to do."""
-    least = min(needs, key=lambda need: ("device" in need.lacking(room), need.device))
+    least = min(accepted, key=lambda need: ("device" in need.lacking(room), need.device))
     missing = (
         f"{gigabytes(size)} GB of {place} memory, of which {gigabytes(most)} GB are available"
         for place, (size, most) in least.lacking(room).items()
     )
     said = f"nothing fits: {least.strategy}, which needs the least, needs {' and '.join(missing)}; use more devices"
     smaller = ", a smaller --batch_size, a larger --accumulate or --activation_checkpointing"
-    return said if least.activations is None else said + smaller
+    return None, said if least.activations is None else said + smaller
 
 
 def gigabytes(size: int) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from cifar_zero.schedules import deepspeed, plain
+from cifar_zero.schedules import plain
 from cifar_zero.schedules.plain import FiniteSchedule, Schedule
 
 SCHEDULES: dict[str, type[Schedule]] = {
@@ -21,19 +21,16 @@ SCHEDULES: dict[str, type[Schedule]] = {
     "onecycle": plain.OneCycle,
     "warmup_linear": plain.WarmupLinear,
     "warmup_cosine": plain.WarmupCosine,
-    "warmup_lr": deepspeed.WarmupLR,
-    "warmup_decay_lr": deepspeed.WarmupDecayLR,
-    "warmup_cosine_lr": deepspeed.WarmupCosineLR,
+    "warmup_lr": plain.WarmupLR,
+    "warmup_decay_lr": plain.WarmupDecayLR,
+    "warmup_cosine_lr": plain.WarmupCosineLR,
     "range_test": plain.RangeTest,
 }
 
 
 def settled(schedule: Schedule, steps: Callable[[], float]) -> Schedule:
-    """Returns the schedule with its end known; `steps` returns the optimizer steps of the run, if they matter.
-
-    Raises:
-        ValueError: the run has no end.
-    """
+    """Returns the schedule with its end known; `steps` returns the optimizer steps of the run, if they matter. Raises
+    ValueError if the run has no end."""
     if not isinstance(schedule, FiniteSchedule) or schedule.total_steps:
         return schedule
     total: Any = steps()

@@ -14,8 +14,7 @@ from rich.table import Table
 
 from cifar_zero.reports.summary import write_json
 from cifar_zero.sweeping.runs import METRICS, flags_of, shown
-from cifar_zero.sweeping.space import SEED, Space, is_grid, lists
-from cifar_zero.sweeping.trials import latest, options
+from cifar_zero.sweeping.trials import SEED, Space, is_grid, latest, lists, options
 
 
 def report(study: Study, space: Space, metric: str, rest: list[str], folder: Path) -> int:

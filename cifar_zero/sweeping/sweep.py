@@ -39,8 +39,7 @@ def main(program: str) -> int:
     from filelock import FileLock, Timeout
 
     from cifar_zero.sweeping.report import report
-    from cifar_zero.sweeping.space import SEED, combinations, is_grid, parse, samples
-    from cifar_zero.sweeping.trials import Trials, enqueue, open_study
+    from cifar_zero.sweeping.trials import SEED, Trials, combinations, enqueue, is_grid, open_study, parse, samples
 
     space, metric = parse(arguments.search), arguments.metric
     sampler = arguments.sampler or ("grid" if is_grid(space) else "tpe")
@@ -76,7 +75,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="sweep.py",
         description="Trains a recipe with many settings and seeds and reports which setting is best.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s --search NAME=VALUES ... [--trials N] [--parallel N] [--<option of train.py> VALUE ...]",
     )
     parser.add_argument("--search", nargs="+", metavar="NAME=VALUES", action="extend", required=True, help="see below")

@@ -4,13 +4,14 @@ import io
 from html.parser import HTMLParser
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from PIL import Image
 
-from cifar_zero.comparison.page import PALETTE, POINTS, accuracy_plot, loss_plot, style, write_page
+from cifar_zero.comparison.page import PALETTE, POINTS, STYLE, accuracy_plot, loss_plot, write_page
 from cifar_zero.comparison.report import MEMORY, SPEED, Cell, figures, number, percent, settings, size, spread
 from cifar_zero.comparison.result import Comparison, Curve, Difference, Run, Spread, Variant, Verdict, VerdictKind
 
@@ -93,7 +94,7 @@ def test_the_page_asks_for_nothing_and_shows_names_as_they_are(tmp_path: Path):
 
 def test_unknown_values_are_left_out(tmp_path: Path):
     bare = Variant("ddp", "ddp", 2, 1, "", runs=[Run("runs/ddp", 0, {}, {}, {}, Curve([], []), {})])
-    nothing = Comparison("net", "", "", {}, {}, "baseline", [failed("baseline"), bare])
+    nothing = Comparison("net", "", {}, {}, "baseline", [failed("baseline"), bare])
     write_page(nothing, tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
     shown = Page((tmp_path / "report.html").read_text()).shown
@@ -162,7 +163,7 @@ def count(figure: Figure, color: str) -> int:
 
 
 def test_equal_curves_are_all_seen():
-    with style():
+    with matplotlib.rc_context(STYLE):
         figure = loss_plot(comparison(trained("ddp"), trained("fsdp2")))
         assert figure is not None
         assert len(figure.axes) == 1  # no difference to draw
@@ -201,7 +202,7 @@ def test_the_second_panel_has_the_largest_difference_of_the_seeds_and_gaps_where
 def test_of_many_steps_a_point_is_the_mean_of_several():
     variant = trained("baseline", "reference")
     variant.runs[0].losses = Curve(list(range(1, 10 * POINTS + 1)), [float(step) for step in range(1, 10 * POINTS + 1)])
-    figure = loss_plot(Comparison("", "", "", {}, {}, "baseline", [variant]))
+    figure = loss_plot(Comparison("", "", {}, {}, "baseline", [variant]))
     assert figure is not None
     line = figure.axes[0].lines[0]
     assert np.array_equal(np.asarray(line.get_xdata()), np.arange(POINTS) * 10 + 5.5)
@@ -211,7 +212,7 @@ def test_of_many_steps_a_point_is_the_mean_of_several():
 def test_the_mean_is_over_the_seeds_that_have_the_step():
     variant = trained("baseline", "reference", seeds=2)
     variant.runs[1].losses = Curve([1, 2], [9.0, 9.0])
-    figure = loss_plot(Comparison("", "", "", {}, {}, "baseline", [variant]))
+    figure = loss_plot(Comparison("", "", {}, {}, "baseline", [variant]))
     assert figure is not None
     line = np.asarray(figure.axes[0].lines[0].get_ydata(), dtype=float)
     assert np.isclose(line[1], (1.98 + 9.0) / 2)

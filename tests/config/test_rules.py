@@ -173,7 +173,7 @@ def test_one_model_on_several_ranks_takes_the_whole_batch(monkeypatch: pytest.Mo
 )
 def test_switches_of_zero_and_offload(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("cifar_zero.training.resolve.gpu_count", lambda: 2)
-    monkeypatch.setattr("cifar_zero.config.rules.offload.gpu_count", lambda: 2)
+    monkeypatch.setattr("cifar_zero.config.rules.strategy.gpu_count", lambda: 2)
     monkeypatch.setattr("cifar_zero.training.resolve.checkpoint_to_resume", lambda config: config.resume)
     assert expected in refused(f"{flags} --batch_size 4")
 

@@ -22,7 +22,8 @@ import signal
 from cifar_zero.launch import heartbeat, local_launcher, rank_environment, supervisor
 if not rank_environment.is_rank():
     supervisor.GRACE_SECONDS, supervisor.SAVING_SECONDS = 1, 4
-    sys.exit(local_launcher.run(3, on_cpu=True, watch=heartbeat.Watch(silent_seconds=2, stopped_seconds=2)))
+    heartbeat.SILENT_SECONDS = heartbeat.STOPPED_SECONDS = 2
+    sys.exit(local_launcher.run(3, on_cpu=True))
 rank = rank_environment.global_rank()
 {body}
 """

@@ -11,7 +11,6 @@ from torch.optim import lr_scheduler as torchs
 
 from cifar_module import StepSchedule
 from cifar_zero.schedules import SCHEDULES, settled
-from cifar_zero.schedules.deepspeed import WarmupCosineLR, WarmupDecayLR, WarmupLR
 from cifar_zero.schedules.plain import (
     Constant,
     Cosine,
@@ -21,7 +20,10 @@ from cifar_zero.schedules.plain import (
     RangeTest,
     Step,
     WarmupCosine,
+    WarmupCosineLR,
+    WarmupDecayLR,
     WarmupLinear,
+    WarmupLR,
 )
 
 BASE_LR = 0.001

@@ -4,7 +4,7 @@ import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from cifar_zero.core.errors import UsageError
-from cifar_zero.sweeping.space import combinations, is_grid, parse, samples
+from cifar_zero.sweeping.trials import combinations, is_grid, parse, samples
 
 
 def test_values_ranges_and_seeds() -> None:

@@ -16,8 +16,7 @@ from torch.utils.tensorboard.writer import SummaryWriter
 from cifar_zero.core.errors import UsageError
 from cifar_zero.sweeping import runs
 from cifar_zero.sweeping.report import report, results
-from cifar_zero.sweeping.space import is_grid, parse
-from cifar_zero.sweeping.trials import Trials, enqueue, open_study
+from cifar_zero.sweeping.trials import Trials, enqueue, is_grid, open_study, parse
 
 PROGRAM = """
 import json, sys, time

@@ -11,7 +11,6 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -79,11 +78,8 @@ def first_difference(ours: Record, reference: Record) -> int | None:
 def first_fault(ours: Record, reference: Record, drifted: Sequence[Record], precision: str) -> Finding | None:
     """Returns the first value that differs by more than rounding may cause; None if there is none.
 
-    Args:
-        ours: to judge.
-        reference: of the same recipe.
-        drifted: the reference with perturbed initial weights, and perhaps repeated.
-        precision: 32-true, bf16-mixed or 16-mixed.
+    `drifted` is the reference with perturbed initial weights, and perhaps repeated; `precision` is 32-true, bf16-mixed
+    or 16-mixed.
     """
     eps = EPS[precision.split("-")[0]]
     # One eps of a low precision is what two different but right ways to compute a value differ by.
@@ -123,10 +119,10 @@ def values(ours: Record, reference: Record, step: int) -> Iterator[Value]:
         return
     recorded = at < len(reference.gradients)
     if step == 1:
-        yield from _tensors("initial", ours.weights[0], reference.weights[0])
+        yield from _tensors("initial", ours.weights[0], reference.weights[0], {})
     yield _scalar("loss", ours.losses[at], reference.losses[at])
     if recorded:
-        yield from _tensors("gradient of", ours.gradients[at], reference.gradients[at])
+        yield from _tensors("gradient of", ours.gradients[at], reference.gradients[at], {})
     for one, other in zip(sorted(ours.rates[at]), sorted(reference.rates[at]), strict=False):
         yield _scalar("learning rate", one, other)
     if recorded:
@@ -209,9 +205,7 @@ def _update(record: Record, at: int) -> Tensors:
     return {name: after[name].double() - before[name].double() for name in before}
 
 
-def _tensors(
-    kind: str, ours: Tensors, reference: Tensors, slack: Mapping[str, float] = MappingProxyType({})
-) -> Iterator[Value]:
+def _tensors(kind: str, ours: Tensors, reference: Tensors, slack: Mapping[str, float]) -> Iterator[Value]:
     """Yields the difference of each tensor; `slack`: see `Value`."""
     whole = 1e-3 * norm(reference)
     for name in dict.fromkeys([*reference, *ours]):

@@ -43,13 +43,9 @@ PROGRAM = ("-m", "cifar_zero.comparison.recorded.own_module")
 
 
 def plan(strategies: Sequence[str], ranks: int, accumulate: Sequence[str], flags: Sequence[str]) -> list[Case]:
-    """Returns the cases of a user's module.
+    """Returns the cases of a user's module; `flags` are --module, --datamodule, their arguments, and those of OURS.
 
-    Args:
-        strategies: their names; empty: those of DeepSpeed that can train here.
-        ranks: of every training.
-        accumulate: numbers of micro-batches.
-        flags: --module, --datamodule, their arguments, and those of OURS.
+    Without `strategies` they are those of DEFAULT that can train here.
 
     Raises:
         UsageError: a flag is not for this, or a named strategy cannot train here.
@@ -113,8 +109,7 @@ def train(flags: list[str], sign: int, folder: Path) -> Record:
 
     from cifar_zero.comparison.agreement import LEAST_PERTURBATION, eps_of
     from cifar_zero.comparison.perturbed import perturb
-    from cifar_zero.comparison.recorded.recipe import quiet_trainer
-    from cifar_zero.comparison.recorded.recording import Recording, Reseed
+    from cifar_zero.comparison.recorded.recording import Recording, Reseed, quiet_trainer
 
     run = resolve(command_line.parse(_training(flags)))
     seed_everything(run.config.seed, verbose=False)
@@ -227,7 +222,7 @@ def _name_of(user_class: type) -> str:
 
 def main() -> int:
     """Trains the file of jobs that the command line names."""
-    from cifar_zero.comparison.recorded.worker import train_jobs
+    from cifar_zero.comparison.recorded.record import train_jobs
 
     return train_jobs(Path(sys.argv[1]), train)
 

@@ -1,6 +1,9 @@
-"""Records what a training does at each optimizer step: loss, learning rates, gradients and weights."""
+"""Trains, and records what happens at each optimizer step: loss, learning rates, gradients and weights."""
 
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,8 +13,15 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 
+from cifar_zero.comparison.perturbed import perturbed
 from cifar_zero.comparison.recorded.record import Record
+from cifar_zero.config import command_line
+from cifar_zero.config.run import Run
 from cifar_zero.core.errors import UsageError
+from cifar_zero.training import build
+from cifar_zero.training.callbacks.averaging import BatchNormStatistics
+from cifar_zero.training.callbacks.heartbeat import Heartbeat
+from cifar_zero.training.resolve import resolve
 from cifar_zero.training.whole_tensors import ends_step, gradients, weights
 
 BUDGET = 2**23
@@ -22,11 +32,8 @@ LEAST_STEPS = 2
 
 
 class Recording(Callback):
-    """Fills a record; every rank has the whole.
-
-    Args:
-        steps: the first optimizer steps whose gradients and weights are recorded, fewer for a large model.
-    """
+    """Fills a record; every rank has the whole. Gradients and weights are those of the first `steps` optimizer steps,
+    of fewer for a large model."""
 
     def __init__(self, steps: int):
         self.record = Record()
@@ -88,11 +95,7 @@ class Recording(Callback):
 
 
 class Reseed(Callback):
-    """Seeds all random numbers before each epoch and micro-batch: a strategy may draw some of its own in between.
-
-    Args:
-        seed: each rank adds its number.
-    """
+    """Seeds all random numbers before each epoch and micro-batch: a strategy may draw some of its own in between."""
 
     def __init__(self, seed: int):
         self._seed = seed
@@ -108,3 +111,27 @@ class Reseed(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Seeds dropout and the like."""
         seed_everything(self._seed + 1000 * (batch_idx + 1) + trainer.global_rank, verbose=False)
+
+
+def train_recipe(
+    flags: list[str], sign: int, folder: Path, module_class: Callable[[], Any], datamodule_class: Callable[[], Any]
+) -> Record:
+    """Trains a run, given by train.py's flags, as one rank, without output; returns its record, on every rank.
+
+    `sign` is that of its perturbation, 0 for none; `module_class` and `datamodule_class` import and return the classes.
+    """
+    run, module = resolve(command_line.parse(flags)), module_class()
+    if sign:
+        module = perturbed(module, run.config.precision, run.config.accelerator, sign)
+    recording = Recording(run.config.max_steps)
+    trainer = quiet_trainer(run, folder, [BatchNormStatistics(), recording])
+    trainer.fit(module(run.config, run.num_classes, None), datamodule=datamodule_class()(run.config))
+    return recording.record
+
+
+def quiet_trainer(run: Run, folder: Path, callbacks: list[Callback], elements: int = 0, **more: Any) -> Trainer:
+    """Returns a Trainer that neither validates nor writes anything; `elements` are those of a model that is not the
+    run's, and `more` are options of Lightning's Trainer."""
+    quiet = {"enable_checkpointing": False, "limit_val_batches": 0, "logger": False, "default_root_dir": folder}
+    run = replace(run, config=replace(run.config, trainer={**run.config.trainer, **quiet, **more}))
+    return build.trainer(run, None, [Heartbeat(), *callbacks], elements)

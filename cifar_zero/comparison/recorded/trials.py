@@ -7,7 +7,6 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -31,13 +30,8 @@ def try_all(
 ) -> Comparison:
     """Trains the cases with their references and returns the verdicts; after Ctrl-C those of the finished ones.
 
-    Args:
-        cases: to train.
-        folder: receives the records and the logs.
-        program: what Python starts to train a file of jobs.
-        command: the command that repeats it all.
-        title: of the report.
-        recipe: what all cases share, for the report.
+    `folder` receives the records and the logs; `program` is what Python starts to train a file of jobs; the `command`
+    that repeats it all, `title` and `recipe` (what all cases share) are for the report.
     """
     jobs = [*dict.fromkeys(job for case in cases for job in case.jobs)]
     errors: dict[Job, str] = {}
@@ -56,7 +50,6 @@ def try_all(
     return Comparison(
         title=title,
         command=command,
-        created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         machine={"device": device, **{name: str(version) for name, version in versions().items()}},
         recipe=dict(recipe),
         reference="the same in plain PyTorch",
@@ -74,11 +67,8 @@ def _train(
     program: Sequence[str],
     advance: Callable[[], None],
 ) -> dict[Job, str]:
-    """Trains the jobs of one number of ranks in ranks that are started once, and again after each job that failed.
-
-    Returns:
-        The error lines of the jobs that failed.
-    """
+    """Trains the jobs of one number of ranks in ranks that are started once, and again after each job that failed;
+    returns the error lines of the jobs that failed."""
     errors: dict[Job, str] = {}
     paths = os.environ.get("PYTHONPATH"), str(REPOSITORY)  # python -m finds this package from any directory
     todo = [job for job in jobs if job.ranks == ranks]

@@ -7,7 +7,6 @@ model of torchvision or timm.
 from cifar_zero.config.rules import strategy
 from cifar_zero.config.rules.devices import check_here, check_on_cpu, check_sync_batch_norm
 from cifar_zero.config.rules.model import check_experts, check_finetuning, check_model
-from cifar_zero.config.rules.offload import check_switches
 from cifar_zero.config.rules.strategy import check_can_resume
 from cifar_zero.config.run import Run
 
@@ -31,8 +30,7 @@ def check_strategy(run: Run) -> None:
     if config.cuda_graphs:
         strategy.check_cuda_graphs(run)
     strategy.check_optimizer(run)
-    strategy.check_offloaded_optimizer(run)
-    check_switches(run)
+    strategy.check_switches(run)
     strategy.check_model_parallel(run)
     if "ep_size" in config.model.options:
         check_experts(run)

@@ -37,8 +37,10 @@ def run_config(run: Run, num_parameters: int) -> dict[str, Any]:
         "reduce_bucket_size": min(reduced + reduced % 2, whole),  # stages 1 and 2 (0.19.8) need an even number
     }
     by_flags = {} if spec.raw else {**buckets, **_zero_section(run)}
+    # Left to itself, DeepSpeed (0.19.8) keeps all buffers in float32, not only the statistics of batch norms.
+    types = {"buffer_dtype": dtype, "keep_in_fp32_modules": ["running_mean", "running_var"]}
     return {
-        **_buffers(dtype),
+        **({} if dtype == "fp32" else {"data_types": types}),
         **raw,
         **{key: {**raw.get(key, source[key]), "enabled": key == dtype} for key in ("bf16", "fp16")},
         **owned,
@@ -62,19 +64,10 @@ def build(run: Run, num_parameters: int) -> ZeROStrategy:
     return strategy
 
 
-def _buffers(dtype: Dtype) -> dict[str, Any]:
-    """Makes the engine cast buffers too, which DeepSpeed (0.19.8) leaves in float32, except batch norms' statistics."""
-    if dtype == "fp32":
-        return {}
-    return {"data_types": {"buffer_dtype": dtype, "keep_in_fp32_modules": ["running_mean", "running_var"]}}
-
-
 def _zero_section(run: Run) -> dict[str, Any]:
     config, spec = run.config, run.spec
-    zero: dict[str, Any] = {
-        "overlap_comm": config.zero.overlap_comm,
-        "round_robin_gradients": config.zero.round_robin_gradients,
-    }
+    switches = ("overlap_comm", "round_robin_gradients")
+    zero: dict[str, Any] = {switch: getattr(config.zero, switch) for switch in switches}
     offload, pinned = config.offload, {"pin_memory": config.offload.pin_memory}
     if spec.stage == 3:
         zero["sub_group_size"] = config.zero.sub_group_size
@@ -88,10 +81,8 @@ def _zero_section(run: Run) -> dict[str, Any]:
         zero["offload_param"] = {"device": spec.offload_parameters, **pinned}
     if spec.super_offload:
         zero["offload_optimizer"] |= {"super_offload": True, "cpuadam_cores_perc": offload.cpuadam_cores_perc}
-    for section in ("offload_optimizer", "offload_param"):
-        if zero.get(section, {}).get("device") == "nvme":
-            zero[section]["nvme_path"] = config.nvme_path
     if spec.offload_parameters == "nvme":
+        zero["offload_optimizer"]["nvme_path"] = zero["offload_param"]["nvme_path"] = config.nvme_path
         zero["offload_param"]["buffer_size"] = _largest_part(run)
     return zero
 
