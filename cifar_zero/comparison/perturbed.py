@@ -20,10 +20,8 @@ def perturbed(base: type[Any], precision: str, accelerator: str, sign: int = 1) 
     matter as much: DeepSpeed's Adam on the CPU stores beta2 in float32, so 1 - 0.999 is off by up to 6e-5.
     `perturbed.json` in the run folder marks the run.
 
-    Args:
-        base: a LightningModule with the attributes `net` and `optimizer`, such as CIFARModule.
-        precision, accelerator: see `eps_of`.
-        sign: 1, or -1 for the opposite change of the weights.
+    `base` is a LightningModule with the attributes `net` and `optimizer`, such as CIFARModule; with `sign` -1 the
+    weights change in the opposite direction.
     """
 
     class PerturbedModule(base):

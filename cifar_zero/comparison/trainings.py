@@ -109,15 +109,10 @@ def plan(
 ) -> list[Planned]:
     """Returns the variants to train. The reference is first: baseline, or without it the first value of each axis.
 
-    Args:
-        strategies, devices, accumulate: the axes; an empty one has train.py's default. Devices are a number of ranks,
-            or NODESxRANKS.
-        seeds: runs per variant, counted up from the --seed in `rest`.
-        rest: flags of train.py for all variants.
-        launcher: command that starts the ranks of all variants, or if some are on several nodes, of those.
-
-    Raises:
-        UsageError: a variant cannot run here, or there is nothing to compare.
+    Strategies, devices (a number of ranks, or NODESxRANKS) and accumulate are the axes; an empty one has train.py's
+    default. `rest` are flags of train.py for all variants, from whose --seed the `seeds` are counted up. `launcher`
+    starts the ranks of all variants, or if some are on several nodes, of those. Raises UsageError if a variant cannot
+    run here, or there is nothing to compare.
     """
     given = {flag.split("=")[0].removeprefix("--") for flag in rest}
     if "strategy" in given:

@@ -29,12 +29,8 @@ class MeshStrategy(OwnStrategy, ModelParallelStrategy):
     Lightning's own strategy (2.6.6) reads only what it wrote itself.
 
     The mesh has two dimensions: `data_parallel` for the ranks that compute different images, and `tensor_parallel`,
-    Lightning's only name for the ranks of one model, neighbours.
-
-    Args:
-        run: of this rank.
-        shard: cuts the model.
-        casts: whether `shard` also sets the precision, so that Lightning does not.
+    Lightning's only name for the ranks of one model, neighbours. With `casts`, `shard` also sets the precision, so that
+    Lightning does not.
     """
 
     def __init__(self, run: Run, shard: Shard, *, casts: bool = False):
