@@ -11,9 +11,8 @@ from cifar_zero import data
 from cifar_zero.config.flags import AugmentConfig, Config, SourceName
 from cifar_zero.config.run import micro_batch_size
 from cifar_zero.data.augment import Augmentation
-from cifar_zero.data.dataset import Dataset, Split, stratified_split
+from cifar_zero.data.dataset import Dataset, EvalOrder, Order, Split, TrainOrder, stratified_split
 from cifar_zero.data.memory_loader import MemoryLoader, Stored
-from cifar_zero.data.order import EvalOrder, Order, TrainOrder
 from cifar_zero.strategies import replica
 
 EVAL_BATCH_SIZE = 1000

@@ -8,7 +8,7 @@ from cifar_zero.training.evaluate import main
 
 
 def classes():
-    """Returns the classes of this project; imported late because they import Lightning."""
+    """Returns the LightningModule and LightningDataModule; imported late because they import Lightning."""
     from cifar_module import CIFARModule
     from datamodule import CIFARDataModule
 

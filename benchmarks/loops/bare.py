@@ -20,7 +20,7 @@ from benchmarks.loops.common import Clock
 from cifar_zero import data as sources
 from cifar_zero.config.flags import Choice, DataConfig
 from cifar_zero.data.augment import memory_format
-from cifar_zero.data.order import TrainOrder
+from cifar_zero.data.dataset import TrainOrder
 from cifar_zero.models.net import Net
 from cifar_zero.training.callbacks.cpu_kernels import CPUKernels
 from cifar_zero.training.callbacks.flops import training_flops

@@ -12,6 +12,9 @@ from cifar_zero.checkpoints.safetensors_file import metadata_of, write_safetenso
 from cifar_zero.core import atomic
 from cifar_zero.core.console import say
 
+WEIGHTS = ".safetensors"
+"""Suffix of the file of a checkpoint's plain weights."""
+
 
 class AtomicCheckpointIO(CheckpointIO):
     """Writes checkpoints atomically; an error of writing is reported and does not end the training.
@@ -56,7 +59,7 @@ class AtomicCheckpointIO(CheckpointIO):
 
         def remove() -> None:
             atomic.discard(Path(path))
-            weights_file(Path(path)).unlink(missing_ok=True)
+            Path(path).with_suffix(WEIGHTS).unlink(missing_ok=True)
 
         if not self.failure and (failure := failure_of(remove)):
             say(f"{path} could not be removed: {failure}. The training continues.")
@@ -75,17 +78,12 @@ def save(content: Any, file: Path) -> None:
         raise error.__context__ if isinstance(error.__context__, OSError) else OSError(str(error)) from error
 
 
-def weights_file(checkpoint: Path) -> Path:
-    """Returns the file of a checkpoint's plain weights."""
-    return checkpoint.with_suffix(".safetensors")
-
-
 def write_weights(checkpoint: Path) -> None:
     """Writes the float32 weights of a saved checkpoint, assembled from all ranks, next to it."""
     content = read(checkpoint)
     state = plain_network(content)
     weights = {name: value.float() if value.is_floating_point() else value for name, value in state.items()}
-    write_safetensors(weights, weights_file(checkpoint), metadata_of(content, checkpoint.name))
+    write_safetensors(weights, checkpoint.with_suffix(WEIGHTS), metadata_of(content, checkpoint.name))
 
 
 def failure_of(write: Callable[[], Any]) -> str:

@@ -23,9 +23,6 @@ KEPT = ("model", "optimizer", "batch_size", "seed", "data.val_fraction", "data.i
 KEPT += ("trainable", "lora.rank", "lora.alpha", "lora.target", "lora.dropout")
 """What a resumed run must keep: otherwise it is another run, and trains on images that were held out before."""
 
-MAY_CHANGE = ("model.ep_size",)
-"""Exceptions: options that say where the run is, not what it is."""
-
 IF_ANY = "auto"
 """Value of --resume: as last, but starts a run if there is no checkpoint."""
 
@@ -38,10 +35,10 @@ def checkpoint_to_resume(config: Config) -> str:
     Raises:
         UsageError: there is none, it is incomplete, or it is of a run that cannot be continued with this configuration.
     """
-    given = restarted(config, config.run_name)
+    given = restarted(config)
     if not given:
         return ""
-    checkpoint = find_recovered(given, config.out, config.run_name, config.data.source == "digits")
+    checkpoint = find_recovered(config, given)
     for file in sorted(checkpoint.rglob("*.pt")) if checkpoint.is_dir() else [checkpoint]:
         check_records(file, checksums=False)
     recipe = run_folder.recipe_of(checkpoint)
@@ -50,8 +47,8 @@ def checkpoint_to_resume(config: Config) -> str:
     return str(checkpoint)
 
 
-def restarted(config: Config, name: str) -> str:
-    """Replaces `auto` by the newest checkpoint of a run's name; after a SLURM requeue, replaces any --resume value.
+def restarted(config: Config) -> str:
+    """Replaces `auto` by the newest checkpoint of the run's name; after a SLURM requeue, replaces any --resume value.
 
     A requeued job resumes its own checkpoint, on the digits too if it fell back to them. Before it has written one,
     `auto` becomes empty and any other value stays.
@@ -60,7 +57,7 @@ def restarted(config: Config, name: str) -> str:
     if not requeued and config.resume != IF_ANY:
         return config.resume
     try:
-        return str(find_recovered("last", config.out, name, requeued or config.data.source == "digits"))
+        return str(find_recovered(config, "last", requeued))
     except UsageError:
         return "" if config.resume == IF_ANY else config.resume
 
@@ -84,12 +81,16 @@ def newest_of(agents: Collection[str], out: str, name: str) -> Path | None:
     return max(found, key=run_folder.written, default=None)
 
 
-def find_recovered(path: str, out: str, name: str, fallback: bool = False) -> Path:
-    """Returns what `run_folder.find_checkpoint` finds after interrupted renames of checkpoints were completed."""
-    for folder in (Path(path), Path(out) / name, Path(out) / (name + run_folder.FALLBACK_SUFFIX)):
+def find_recovered(config: Config, given: str, fallback: bool = False) -> Path:
+    """Returns the checkpoint that a value of --resume names, after interrupted renames of checkpoints were completed;
+    see `run_folder.last_checkpoint` for `fallback`, which --data.source digits implies."""
+    out, name = Path(config.out), config.run_name
+    for folder in (Path(given), out / name, out / (name + run_folder.FALLBACK_SUFFIX)):
         if folder.is_dir():
             atomic.recover(folder)
-    return run_folder.find_checkpoint(path, out, name, fallback)
+    if given == "last":
+        return run_folder.last_checkpoint(config.out, name, fallback or config.data.source == "digits")
+    return run_folder.find_checkpoint(given)
 
 
 def check_same_run(config: Config, recipe: dict[str, Any]) -> None:
@@ -109,7 +110,8 @@ def check_same_run(config: Config, recipe: dict[str, Any]) -> None:
             f"--data.source {source} continues it, --weights {config.resume} without --resume fine-tunes it"
         )
     for option in now:
-        kept = any(option == key or option.startswith(f"{key}.") for key in KEPT) and option not in MAY_CHANGE
+        kept = any(option == key or option.startswith(f"{key}.") for key in KEPT)
+        kept = kept and option != "model.ep_size"  # it says where the run is, not what it is
         if kept and option in before and before[option] != now[option]:
             raise UsageError(
                 f"--resume {config.resume}: that run had --{option} {before[option]}, this one has {now[option]}"

@@ -86,29 +86,32 @@ def checkpoints(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*.ckpt") if path.is_file() or is_checkpoint_folder(path)]
 
 
-def find_checkpoint(path: str, out: str, name: str, fallback: bool = False) -> Path:
-    """Returns the checkpoint that `--resume` or the argument of a program names.
-
-    Args:
-        path: a checkpoint (file or DeepSpeed's folder), something in one, a run's folder, its checkpoints, or `last`.
-        out: directory of the runs, for `last`.
-        name: of the run, for `last`.
-        fallback: whether `last` may be a run that fell back from CIFAR-10 to the digits.
+def last_checkpoint(out: str, name: str, fallback: bool = False) -> Path:
+    """Returns the checkpoint that `--resume last` names: the newest of a run's name under `out`; with `fallback` also
+    of one that fell back from CIFAR-10 to the digits.
 
     Raises:
         UsageError: there is none.
     """
-    if path == "last":
-        own, digits = (Path(out) / (name + suffix) for suffix in ("", FALLBACK_SUFFIX))
-        folders = [folder for folder in ((own, digits) if fallback else (own,)) if folder.is_dir()]
-        if not folders and digits.is_dir():
-            raise UsageError(
-                f"--resume last: the only run of the name {name} under {out} is on the embedded digits, not CIFAR-10: "
-                f"--resume {digits} continues it"
-            )
-        if not folders:
-            raise UsageError(f"--resume last: no run of the name {name} under {out}")
-        return newest_checkpoint(max(folders, key=lambda folder: folder.stat().st_mtime_ns))
+    own, digits = (Path(out) / (name + suffix) for suffix in ("", FALLBACK_SUFFIX))
+    folders = [folder for folder in ((own, digits) if fallback else (own,)) if folder.is_dir()]
+    if not folders and digits.is_dir():
+        raise UsageError(
+            f"--resume last: the only run of the name {name} under {out} is on the embedded digits, not CIFAR-10: "
+            f"--resume {digits} continues it"
+        )
+    if not folders:
+        raise UsageError(f"--resume last: no run of the name {name} under {out}")
+    return newest_checkpoint(max(folders, key=lambda folder: folder.stat().st_mtime_ns))
+
+
+def find_checkpoint(path: str) -> Path:
+    """Returns the checkpoint that `--resume` or the argument of a program names: itself (a file or DeepSpeed's folder),
+    something in it, its run's folder, or a folder of checkpoints, of which the newest counts.
+
+    Raises:
+        UsageError: there is none.
+    """
     given = Path(path)
     if not given.exists():
         raise UsageError(f"{path} does not exist: give a run folder, or a .ckpt file or folder")

@@ -1,9 +1,18 @@
-"""The memory-mapped images of a source, and the part of them that a loader reads."""
+"""The memory-mapped images of a source, the part of them that a loader reads, and their order on every rank, the same
+for both loaders: a table of positions in a split, one row per micro-batch.
+"""
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
+
+from cifar_zero.config.run import micro_batch_size
+from cifar_zero.core.errors import UsageError
 
 IGNORED = -1
 """Label of an entry that only pads a batch: no loss and no metric counts it."""
@@ -64,3 +73,87 @@ def stratified_split(
         members = rng.permutation(np.flatnonzero(labels == label))
         held_out[members[: min(round(fraction * len(members)), len(members) - 1)]] = True
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)
+
+
+class Order:
+    """The micro-batches of an epoch on one rank.
+
+    Attributes:
+        batch_size: images in a micro-batch of this rank, by the name that batch samplers use.
+        epoch: the current one, from 0.
+        skipped: micro-batches that the next pass of a DataLoader skips.
+        sampler: Lightning calls its `set_epoch` before each epoch.
+    """
+
+    epoch = skipped = 0
+    sampler: "TrainOrder | None" = None
+
+    def __init__(self, count: int, batch_size: int, length: int, world_size: int, rank: int) -> None:
+        self.batch_size = batch_size
+        self._count, self._length, self._world_size, self._rank = count, length, world_size, rank
+
+    def __len__(self) -> int:
+        """Micro-batches in an epoch."""
+        return self._length
+
+    def positions(self) -> Tensor:
+        """Returns this epoch's positions in the split, int64 (micro-batches, batch_size)."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yields micro-batches of positions, for a DataLoader."""
+        return iter(self.positions()[self.skipped :].tolist())
+
+
+class TrainOrder(Order):
+    """A new shuffle each epoch, that of torch's DistributedSampler (drop_last): rank r takes r, r + world_size, ...
+
+    An epoch has only whole optimizer steps, floor(count / batch_size): DeepSpeed counts micro-batches to the next step
+    itself and would carry a remainder into the next epoch, whereas DDP steps at the epoch's end. As the ranks take
+    turns, step k sees the same set of images at every number of ranks and every accumulation.
+
+    `batch_size` counts the images of one optimizer step over all ranks, in `accumulate` micro-batches per rank. Without
+    `shuffle` every epoch has the stored order. Raises UsageError if the batch does not divide, or exceeds the split.
+    """
+
+    def __init__(
+        self, count: int, batch_size: int, accumulate: int, world_size: int, rank: int, seed: int, shuffle: bool = True
+    ) -> None:
+        micro_batch = micro_batch_size(batch_size, world_size, accumulate)
+        length = count // batch_size * accumulate
+        super().__init__(count, micro_batch, length, world_size, rank)
+        if length == 0:
+            raise UsageError(f"--batch_size {batch_size} is more than the {count} training images: use a smaller one")
+        self._seed, self._shuffle, self.sampler = seed, shuffle, self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes the next pass that of `epoch`."""
+        self.epoch = epoch
+
+    def positions(self) -> Tensor:
+        """Returns this epoch's positions, int64 (micro-batches, batch_size)."""
+        if self._shuffle:  # seeded like DistributedSampler
+            turns = torch.randperm(self._count, generator=torch.Generator().manual_seed(self._seed + self.epoch))
+        else:
+            turns = torch.arange(self._count)
+        mine = turns[self._rank :: self._world_size]
+        return mine[: self._length * self.batch_size].view(self._length, self.batch_size)
+
+
+class EvalOrder(Order):
+    """Every image once, unshuffled: rank r takes positions r, r + world_size, ...; all passes are the same.
+
+    All ranks get the same number of batches of the same size: ZeRO-3 gathers weights in every forward pass and would
+    hang if one rank had more. Missing images are padded with position `count`, the split's ignored entry. The batches
+    are as few as possible, of even size, with at most `max_batch_size` images per rank.
+    """
+
+    def __init__(self, count: int, max_batch_size: int, world_size: int, rank: int) -> None:
+        per_rank = math.ceil(count / world_size)
+        length = math.ceil(per_rank / max_batch_size)
+        super().__init__(count, math.ceil(per_rank / length), length, world_size, rank)
+
+    def positions(self) -> Tensor:
+        """Returns positions, int64 (batches, batch_size); `count` is the entry to be ignored."""
+        turns = torch.arange(self._length * self.batch_size).view(self._length, self.batch_size)
+        return (self._rank + self._world_size * turns).clamp_(max=self._count)

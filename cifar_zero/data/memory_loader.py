@@ -11,9 +11,8 @@ from torch import Tensor
 
 from cifar_zero.config.flags import AugmentConfig
 from cifar_zero.data.augment import Augmentation, memory_format
-from cifar_zero.data.dataset import Split
+from cifar_zero.data.dataset import Order, Split
 from cifar_zero.data.draws import Draws
-from cifar_zero.data.order import Order
 
 BLOCK_IMAGES = {"cpu": 128, "cuda": 1024}
 """Images that are gathered, augmented and normalised at once, rounded up to whole micro-batches, by type of device;

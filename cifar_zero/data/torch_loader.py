@@ -10,9 +10,8 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import Compose, Normalize, ToTensor
 
 from cifar_zero.config.inputs import PLAIN, Inputs
-from cifar_zero.data.dataset import Split
+from cifar_zero.data.dataset import Order, Split
 from cifar_zero.data.memory_loader import Resumable
-from cifar_zero.data.order import Order
 
 
 class TransformedImages(Dataset[tuple[Tensor, int]]):

@@ -65,7 +65,7 @@ def load(path: str, model: str = "", trust: bool = False, delta: str = "") -> Cl
         UsageError: there is no such file, it is damaged or of another model, or it needs `model` or `trust`.
     """
     known = {"model": model} if model else {}
-    file = find_checkpoint(path, out="", name="")
+    file = find_checkpoint(path)
     for format in FORMATS.values():
         if file.suffix == format.suffix and not delta:
             return format.load(file, known, trust)

@@ -22,7 +22,7 @@ def main() -> int:
     """Writes one export and prints what it is; returns the exit code."""
     arguments = _parse()
     quieten()
-    checkpoint = run_folder.find_checkpoint(arguments.checkpoint, out="", name="")
+    checkpoint = run_folder.find_checkpoint(arguments.checkpoint)
     suffix = DELTA_SUFFIX if arguments.to == DELTA else FORMATS[arguments.to].suffix
     output = Path(arguments.output or checkpoint.with_suffix(suffix))
     _check_output(output, Path(f"_{suffix}").suffix, checkpoint)

@@ -1,22 +1,278 @@
-"""The registry of optimizers: each a dataclass whose fields are the `--optimizer.<option>` flags.
+"""The registry of optimizers: each a dataclass whose fields are the `--optimizer.<option>` flags, and which builds the
+optimizer when asked.
 
 The strategy chooses the implementation: torch's own, DeepSpeed's on the CPU where the optimizer is offloaded, or
 DeepSpeed's fused Adam on CUDA. Reading the registry imports neither torch nor DeepSpeed.
 """
 
-from cifar_zero.optimizers import options
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal
 
-OPTIMIZERS: dict[str, type[options.OptimizerOptions]] = {
-    "sgd": options.SGD,
-    "adam": options.Adam,
-    "adamw": options.AdamW,
-    "rmsprop": options.RMSprop,
-    "adagrad": options.Adagrad,
-    "adadelta": options.Adadelta,
-    "lion": options.Lion,
-    "muon": options.Muon,
-    "muon_sgd": options.MuonSGD,
-    "adam8bit": options.Adam8bit,
+from cifar_zero.core.usage import Options, limited
+
+Implementation = Literal["torch", "torch_fused", "deepspeed_cpu", "deepspeed_fused"]
+"""The code that updates the weights, chosen by the strategy: torch's, torch's in one call for all parameters on CUDA,
+DeepSpeed's for an optimizer offloaded to the CPU, or DeepSpeed's fused one on CUDA."""
+
+
+@dataclass
+class OptimizerOptions(Options):
+    """What every optimizer has."""
+
+    lr: float = 0.001
+    """Learning rate."""
+
+    weight_decay: float = 0.0
+    """L2 penalty, added to the gradient."""
+
+    weight_decay_on: Literal["matrices", "all"] = "matrices"
+    """Parameters that decay. matrices: weights of two and more dimensions, no biases and norms. all: all."""
+
+    def build(self, parameters: Any, implementation: Implementation) -> Any:
+        """Returns the optimizer of `parameters`, or of groups of them: torch's class of the same name, where DeepSpeed
+        has none."""
+        import torch
+
+        return getattr(torch.optim, type(self).__name__)(parameters, **self.torch_options())
+
+    def torch_options(self) -> dict[str, Any]:
+        """The fields as torch's optimizers take them; `weight_decay_on` acts through the groups instead."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "weight_decay_on"}
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+@dataclass
+class SGD(OptimizerOptions):
+    """stochastic gradient descent with momentum"""
+
+    momentum: float = limited(0.9, below=1)
+    """Share of the last update that is kept."""
+
+    nesterov: bool = False
+    """Nesterov's form of momentum."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs a momentum")
+
+    def build(self, parameters: Any, implementation: Implementation) -> Any:
+        """torch's SGD under every strategy: DeepSpeed has none."""
+        import torch
+
+        fused = implementation in ("torch_fused", "deepspeed_fused")
+        return torch.optim.SGD(parameters, **self.torch_options(), fused=fused)
+
+
+@dataclass
+class Adam(OptimizerOptions):
+    """Adam with the L2 penalty added to the gradient (Kingma and Ba 2015)"""
+
+    betas: tuple[float, float] = limited((0.9, 0.999), below=1)
+    """Decay of the running means of the gradient and of its square."""
+
+    eps: float = 1e-8
+    """Added to the denominator."""
+
+    decoupled: ClassVar[bool] = False
+
+    def build(self, parameters: Any, implementation: Implementation) -> Any:
+        """The same update by torch, by DeepSpeedCPUAdam or by FusedAdam."""
+        options = self.torch_options()
+        if implementation == "deepspeed_cpu":
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+            # Without adamw_mode=False both of DeepSpeed's classes decouple the weight decay: their Adam is AdamW.
+            return DeepSpeedCPUAdam(parameters, adamw_mode=self.decoupled, **options)
+        if implementation == "deepspeed_fused":
+            from deepspeed.ops.adam import FusedAdam
+
+            return FusedAdam(parameters, adam_w_mode=self.decoupled, **options)
+        import torch
+
+        kind = torch.optim.AdamW if self.decoupled else torch.optim.Adam
+        return kind(parameters, **options, fused=implementation == "torch_fused")
+
+
+@dataclass
+class AdamW(Adam):
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019)"""
+
+    weight_decay: float = 0.01
+    """Weight decay, subtracted from the weights next to the gradient's update."""
+
+    decoupled: ClassVar[bool] = True
+
+
+@dataclass
+class Adam8bit(Adam):
+    """Adam with its state in eight bits, by bitsandbytes on CUDA (Dettmers et al. 2022)"""
+
+    def build(self, parameters: Any, implementation: Implementation) -> Any:
+        """bitsandbytes' own: one byte for each number of the state, and a scale for each block of them."""
+        import bitsandbytes  # pyright: ignore[reportMissingImports]
+
+        return bitsandbytes.optim.Adam8bit(parameters, **self.torch_options())
+
+
+@dataclass
+class RMSprop(OptimizerOptions):
+    """RMSprop: steps divided by a running mean of the gradient's size (Tieleman and Hinton 2012)"""
+
+    lr: float = 0.01
+    """Learning rate."""
+
+    alpha: float = limited(0.99, below=1)
+    """Decay of the running mean of the squared gradient."""
+
+    eps: float = 1e-8
+    """Added to the denominator."""
+
+    momentum: float = limited(0.0, below=1)
+    """Share of the last update that is kept."""
+
+    centered: bool = False
+    """Divide by the gradient's deviation from its own running mean instead (Graves 2013)."""
+
+
+@dataclass
+class Adagrad(OptimizerOptions):
+    """Adagrad: steps divided by the size of all gradients so far (Duchi et al. 2011)"""
+
+    lr: float = 0.01
+    """Learning rate."""
+
+    eps: float = 1e-10
+    """Added to the denominator."""
+
+    def build(self, parameters: Any, implementation: Implementation) -> Any:
+        """torch's update under every strategy."""
+        from cifar_zero.optimizers.torch_updates import TorchAdagrad
+
+        return TorchAdagrad(parameters, **self.torch_options())
+
+
+@dataclass
+class Adadelta(OptimizerOptions):
+    """Adadelta: steps in units of the updates so far (Zeiler 2012)"""
+
+    lr: float = 1.0
+    """Factor of the update, whose size is Adadelta's own."""
+
+    rho: float = limited(0.9, below=1)
+    """Decay of the running means of the squared gradient and update."""
+
+    eps: float = 1e-6
+    """Added to the squares: the first updates grow from it."""
+
+
+@dataclass
+class Lion(OptimizerOptions):
+    """Lion: steps of one size, in the direction of the momentum's signs (Chen et al. 2023)"""
+
+    lr: float = 1e-4
+    """Learning rate; a third to a tenth of AdamW's."""
+
+    weight_decay: float = 0.0
+    """Weight decay, subtracted from the weights next to the update; three to ten times AdamW's."""
+
+    betas: tuple[float, float] = limited((0.9, 0.99), below=1)
+    """Share of the momentum in the update's direction, and decay of the momentum itself."""
+
+    def build(self, parameters: Any, implementation: Implementation) -> Any:
+        """Our own under every strategy: torch (2.15) has none.
+
+        DeepSpeed's (0.19.8, csrc/lion) take the sign of 0 as 1 or -1: a weight without a gradient, behind a dead ReLU
+        for example, drifts by the learning rate in each step.
+        """
+        from cifar_zero.optimizers.torch_updates import TorchLion
+
+        return TorchLion(parameters, **self.torch_options())
+
+
+@dataclass
+class Muon(OptimizerOptions):
+    """Muon: hidden weight matrices by orthogonalised momentum (Jordan et al. 2024), all else by AdamW"""
+
+    lr: float = 0.001
+    """Learning rate of both: Muon's steps are scaled to the size of AdamW's (Liu et al. 2025)."""
+
+    weight_decay: float = 0.01
+    """Weight decay, subtracted from the weights next to the update."""
+
+    momentum: float = limited(0.95, below=1)
+    """Decay of the running mean of the gradient, in Nesterov's form."""
+
+    ns_steps: int = limited(5, at_least=1, below=100)  # torch.optim.Muon's limit
+    """Newton-Schulz iterations that orthogonalise a matrix."""
+
+    betas: tuple[float, float] = limited((0.9, 0.999), below=1)
+    """AdamW's."""
+
+    def build(self, parameters: Any, implementation: Implementation) -> Any:
+        """Our own under every strategy; `parameters` are groups, of which Muon's have `muon`."""
+        from cifar_zero.optimizers.torch_updates import TorchMuon
+
+        return TorchMuon(parameters, match_adamw=True, **self.torch_options())
+
+
+@dataclass
+class MuonSGD(OptimizerOptions):
+    """Muon for filters and matrices, SGD for biases and the last layer, each with its rate (airbench94, Jordan 2024)"""
+
+    lr: float = 0.24
+    """Learning rate of Muon: length of a step, where each filter has length 1 on average."""
+
+    weight_decay: float = 0.0
+    """What SGD adds to the gradient, as a share of the weights, times the learning rate that the group begins with:
+    other learning rates do not change it. Muon's weights do not decay."""
+
+    momentum: float = limited(0.6, below=1)
+    """Muon's momentum, in Nesterov's form: share of the sum of gradients that is kept."""
+
+    ns_steps: int = limited(3, below=100)  # torch.optim.Muon's limit
+    """Newton-Schulz iterations that orthogonalise Muon's steps; 0: none, the steps are only scaled to the same
+    length."""
+
+    normalize: bool = True
+    """Scale Muon's weights to the length sqrt(filters) before each step, so that --optimizer.lr is an angle."""
+
+    bias_lr: float = 100.0
+    """Learning rate of SGD for biases, norms and embeddings. It applies to the mean of the loss over a batch: the
+    records' 0.053, for the sum, is 106 with 2,000 images, and less with fewer."""
+
+    head_lr: float = 1000.0
+    """Learning rate of SGD for the weights of the last layer, in the same unit."""
+
+    sgd_momentum: float = limited(0.85, below=1)
+    """SGD's momentum, in Nesterov's form."""
+
+    first_bias_share: float = limited(1.0, over=0, at_most=1)
+    """Share of the training in which the first layer's bias is trained; its learning rate goes through the whole
+    --schedule in that time. Below 1 it needs a schedule that ends at 0."""
+
+    def build(self, parameters: Any, implementation: Implementation) -> Any:
+        """Our own under every strategy; the groups have SGD's learning rates and weight decay."""
+        from cifar_zero.optimizers.torch_updates import TorchMuon
+
+        options = self.torch_options()
+        for name in ("bias_lr", "head_lr", "first_bias_share", "weight_decay"):
+            del options[name]
+        fused = implementation in ("torch_fused", "deepspeed_fused")
+        return TorchMuon(parameters, fused=fused, weight_decay=0.0, schedule_share=1.0, **options)
+
+
+OPTIMIZERS: dict[str, type[OptimizerOptions]] = {
+    "sgd": SGD,
+    "adam": Adam,
+    "adamw": AdamW,
+    "rmsprop": RMSprop,
+    "adagrad": Adagrad,
+    "adadelta": Adadelta,
+    "lion": Lion,
+    "muon": Muon,
+    "muon_sgd": MuonSGD,
+    "adam8bit": Adam8bit,
 }
 
 BY_DEEPSPEED = "DeepSpeed's C++"

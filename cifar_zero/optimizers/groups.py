@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cifar_zero.core.errors import UsageError
-from cifar_zero.optimizers.options import Muon, MuonSGD, OptimizerOptions
+from cifar_zero.optimizers import Muon, MuonSGD, OptimizerOptions
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -55,11 +55,10 @@ def _of_resumed_run(config: Config) -> str:
     """Returns the strategy of the run that --resume names; empty without such a run, or if it used --ds_config."""
     if config.resume == "last" and not config.name:
         raise UsageError("--resume last with --strategy auto needs --name: the default name contains the strategy")
-    resume = restarted(config, config.run_name)
+    resume = restarted(config)
     if not resume:
         return ""
-    fallback = config.data.source == "digits"
-    recipe = run_folder.recipe_of(find_recovered(resume, config.out, config.run_name, fallback))
+    recipe = run_folder.recipe_of(find_recovered(config, resume))
     tree = yaml.safe_load(recipe.read_text()) if recipe is not None else {}
     kept = "" if tree.get("ds_config") else tree.get("strategy", "")
     return kept if kept in STRATEGIES else ""

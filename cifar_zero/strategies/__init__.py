@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from cifar_zero.config.run import Run
-    from cifar_zero.optimizers.options import Implementation
+    from cifar_zero.optimizers import Implementation
 
 
 class OwnStrategy:

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from cifar_zero.config.run import Run
+from cifar_zero.optimizers import Implementation
 from cifar_zero.optimizers.groups import keep_own_options
-from cifar_zero.optimizers.options import Implementation
 from cifar_zero.strategies import OwnStrategy
 from cifar_zero.strategies.norm import clip_by_global_norm
 

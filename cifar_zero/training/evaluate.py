@@ -38,7 +38,7 @@ def main(classes: Callable[[], tuple[Any, Any]]) -> int:
         raise UsageError("the first argument must be a run folder or a checkpoint: evaluate.py RUN_OR_CHECKPOINT ...")
     parser.add_argument("--delta", metavar="FILE", help="delta of a run that started from it (export.py --to delta)")
     arguments, overrides = parser.parse_known_args()
-    checkpoint = run_folder.find_checkpoint(arguments.checkpoint, out="", name="")
+    checkpoint = run_folder.find_checkpoint(arguments.checkpoint)
     consent = command_line.consent(overrides)
     content: dict[str, Any] | None = None
     if arguments.delta:
@@ -102,18 +102,11 @@ def evaluate(
     cast: bool,
     content: dict[str, Any] | None = None,
 ) -> dict[str, object]:
-    """Tests a checkpoint and prints its table.
+    """Tests a checkpoint, prints its table and returns the test/* of metrics.json.
 
-    Args:
-        classes: the LightningModule and the LightningDataModule.
-        run: resolved for one device.
-        checkpoint: its file or folder.
-        precision: of the test, in Lightning's terms.
-        cast: whether mixed precision means a model cast to the format, as in DeepSpeed and fsdp2, and not autocast.
-        content: of the checkpoint, if it was read already.
-
-    Returns:
-        The test/* of metrics.json.
+    `classes` are the LightningModule and the LightningDataModule; `run` is resolved for one device; `precision` is in
+    Lightning's terms, and `cast` says whether mixed precision means a model cast to the format, as in DeepSpeed and
+    fsdp2, and not autocast; `content` is that of the checkpoint, if it was read already.
     """
     import torch
     from lightning.pytorch import Trainer

@@ -18,14 +18,10 @@ def loss(
 ) -> Tensor:
     """Returns the mean loss of a batch, a scalar; with reduction none the loss of each image (N,).
 
-    Args:
-        name: of --loss. mse compares the scores themselves with 1 for the class and 0 for the others (Hui and Belkin
-            2021, "Evaluation of Neural Architectures Trained with Square Loss"); bce takes a score as the log odds of
-            its class. Both are summed over the classes.
-        scores: float32 (N, classes).
-        labels: int64 (N,), where IGNORED ones count 0 in an unreduced loss; or the share of each class (N, classes).
-        label_smoothing: share of each label that is spread evenly over all classes.
-        reduction: mean, or none.
+    mse compares the scores, float32 (N, classes), with 1 for the class and 0 for the others (Hui and Belkin 2021,
+    "Evaluation of Neural Architectures Trained with Square Loss"); bce takes a score as the log odds of its class. Both
+    are summed over the classes. Labels are int64 (N,), of which IGNORED ones count 0 in an unreduced loss, or the share
+    of each class (N, classes). `label_smoothing` is the share of a label that is spread evenly over all classes.
     """
     if name == "cross_entropy":
         return F.cross_entropy(

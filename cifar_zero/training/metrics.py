@@ -43,13 +43,9 @@ class SplitMetrics:
         # A sum keeps a NaN. torchmetrics' MeanMetric (1.9.0) drops it, or its weights with nan_strategy="disable".
         self.loss_sum = SumMetric(nan_strategy="disable")
         self.confusion = MulticlassConfusionMatrix(num_classes, **options)
+        """Its `update_called` says whether anything was counted since the last `reset`."""
         self.calibration = Calibration()
         self.top_sum = SumMetric(nan_strategy="disable") if num_classes > TOP else None
-
-    @property
-    def update_called(self) -> bool:
-        """Whether anything was counted since the last `reset`."""
-        return self.loss_sum.update_called
 
     def update(self, scores: Tensor, labels: Tensor) -> None:
         """Counts a batch: scores (N, classes) in float32, before the softmax; labels (N,)."""

@@ -110,7 +110,7 @@ def with_checkpoint(run: Run, resume: str) -> Run:
     """
     config = replace(run.config, resume=resume)
     if config.weights:
-        file = Path(config.weights) if resume else run_folder.find_checkpoint(config.weights, "", "")
+        file = Path(config.weights) if resume else run_folder.find_checkpoint(config.weights)
         delta = config.delta and str(Path(config.delta).absolute())
         config = replace(config, weights=str(file.absolute()), delta=delta)
     run = replace(run, config=config)

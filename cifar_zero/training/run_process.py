@@ -31,15 +31,11 @@ def start(
     cores: Collection[int] = (),
     launcher: Sequence[str] = (),
 ) -> Run:
-    """Starts a run.
+    """Starts a run, which prints into `log`.
 
-    Args:
-        program: what Python starts: the path of train.py, since the user's directory may have one too.
-        flags: of train.py.
-        log: file for what the run prints.
-        extra_env: environment variables to add.
-        cores: CPU cores for the run and its ranks, on Linux; empty: all cores of this process.
-        launcher: command that starts the ranks, such as srun or torchrun with options; empty: the run itself.
+    Python starts `program`, the path of train.py: the user's directory may have one too. The run and its ranks have
+    the CPU `cores`, on Linux, without any all of this process. `launcher` is a command that starts the ranks, such as
+    srun or torchrun with options.
     """
     # torchrun and DeepSpeed's launcher start Python themselves.
     python = [] if launcher and Path(launcher[0]).name in ("torchrun", "deepspeed") else [sys.executable]

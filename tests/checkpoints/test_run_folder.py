@@ -40,14 +40,14 @@ def test_checkpoints_are_found_by_run_by_name_and_by_path(tmp_path: Path):
     second = make(tmp_path / "net" / "version_1" / "checkpoints" / "sharded.ckpt", 200)
     (tmp_path / "net" / "version_2").mkdir()
     out = str(tmp_path)
-    assert run_folder.find_checkpoint("last", out, "net") == second
-    assert run_folder.find_checkpoint(str(tmp_path / "net" / "version_0"), out, "net") == first
-    assert run_folder.find_checkpoint(str(second), out, "net") == second
+    assert run_folder.last_checkpoint(out, "net") == second
+    assert run_folder.find_checkpoint(str(tmp_path / "net" / "version_0")) == first
+    assert run_folder.find_checkpoint(str(second)) == second
     for missing in (str(tmp_path / "nowhere"), str(tmp_path / "net" / "version_2")):
         with pytest.raises(UsageError):
-            run_folder.find_checkpoint(missing, out, "net")
+            run_folder.find_checkpoint(missing)
     with pytest.raises(UsageError, match="no run of the name other"):
-        run_folder.find_checkpoint("last", out, "other")
+        run_folder.last_checkpoint(out, "other")
 
 
 def test_a_recipe_is_found_only_in_the_run_folder(tmp_path: Path):
@@ -67,10 +67,10 @@ def test_a_path_inside_a_checkpoint_folder_finds_the_checkpoint(tmp_path: Path):
     file = checkpoint / "checkpoint" / "mp_rank_00_model_states.pt"
     file.write_text("")
     for given in (checkpoint.parent, checkpoint, checkpoint / "latest", checkpoint / "checkpoint", file):
-        assert run_folder.find_checkpoint(str(given), "", "") == checkpoint
+        assert run_folder.find_checkpoint(str(given)) == checkpoint
 
 
 def test_a_file_named_latest_above_a_checkpoint_is_no_checkpoint(tmp_path: Path):
     (tmp_path / "latest").write_text("of another program")
     checkpoint = make(tmp_path / "models" / "net.ckpt", 100)
-    assert run_folder.find_checkpoint(str(checkpoint), "", "") == checkpoint
+    assert run_folder.find_checkpoint(str(checkpoint)) == checkpoint

@@ -38,7 +38,7 @@ def test_a_killed_writer_leaves_a_whole_checkpoint_that_is_found(tmp_path: Path)
         writer.send_signal(signal.SIGKILL)
         writer.wait()
         atomic.recover(tmp_path)
-        found = run_folder.find_checkpoint(str(tmp_path), "", "")
+        found = run_folder.find_checkpoint(str(tmp_path))
         assert found == tmp_path / "last.ckpt"
         numbers = {(found / name).read_text() for name in ("checkpoint/one", "checkpoint/two", "latest")}
         assert len(numbers) == 1

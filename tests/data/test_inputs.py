@@ -19,9 +19,8 @@ from cifar_zero.config.flags import AugmentConfig
 from cifar_zero.config.inputs import inputs
 from cifar_zero.core.errors import UsageError
 from cifar_zero.data.augment import Augmentation, normalize
-from cifar_zero.data.dataset import Split
+from cifar_zero.data.dataset import Split, TrainOrder
 from cifar_zero.data.memory_loader import MemoryLoader
-from cifar_zero.data.order import TrainOrder
 from cifar_zero.data.torch_loader import TorchLoader
 from cifar_zero.exporting import export, predict
 from cifar_zero.training.resolve import resolve

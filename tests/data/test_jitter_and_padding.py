@@ -14,10 +14,9 @@ from cifar_zero.config import command_line
 from cifar_zero.config.flags import AugmentConfig
 from cifar_zero.core.errors import UsageError
 from cifar_zero.data.augment import Augmentation, normalize
-from cifar_zero.data.dataset import Split
+from cifar_zero.data.dataset import Split, TrainOrder
 from cifar_zero.data.draws import draw
 from cifar_zero.data.memory_loader import MemoryLoader
-from cifar_zero.data.order import TrainOrder
 
 COUNT = 48
 CONFIG = AugmentConfig(flip="alternating", crop=3, padding="reflect", brightness=0.2, contrast=0.3)

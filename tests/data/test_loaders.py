@@ -9,9 +9,8 @@ from torch.utils.data import DistributedSampler, TensorDataset
 
 from cifar_zero.core.errors import UsageError
 from cifar_zero.data.augment import memory_format, normalize
-from cifar_zero.data.dataset import IGNORED, Split
+from cifar_zero.data.dataset import IGNORED, EvalOrder, Split, TrainOrder
 from cifar_zero.data.memory_loader import MemoryLoader
-from cifar_zero.data.order import EvalOrder, TrainOrder
 from cifar_zero.data.torch_loader import TorchLoader
 
 COUNT = 53  # divides by nothing

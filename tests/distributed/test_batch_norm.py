@@ -16,7 +16,7 @@ from cifar_zero.checkpoints.read import network
 from cifar_zero.checkpoints.zero_folder import AVERAGE
 from cifar_zero.config import command_line
 from cifar_zero.data.augment import normalize
-from cifar_zero.data.order import TrainOrder
+from cifar_zero.data.dataset import TrainOrder
 from cifar_zero.models import MLP
 from tests.support.helpers import (
     WHOLE,

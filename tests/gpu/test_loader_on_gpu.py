@@ -9,9 +9,8 @@ import torch
 from cifar_zero.config.flags import AugmentConfig
 from cifar_zero.data import memory_loader as loader
 from cifar_zero.data.augment import Augmentation
-from cifar_zero.data.dataset import Split
+from cifar_zero.data.dataset import EvalOrder, Order, Split, TrainOrder
 from cifar_zero.data.memory_loader import MemoryLoader, Stored
-from cifar_zero.data.order import EvalOrder, Order, TrainOrder
 
 pytestmark = [
     pytest.mark.gpu,

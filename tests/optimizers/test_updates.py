@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cifar_zero.optimizers import OPTIMIZERS
+from cifar_zero.optimizers import OPTIMIZERS, Implementation
 from cifar_zero.optimizers.groups import hidden_matrices, parameter_groups
-from cifar_zero.optimizers.options import Implementation
 
 STEPS = 100
 

@@ -14,9 +14,8 @@ from torch import Tensor
 from cifar_module import CIFARModule
 from cifar_zero import strategies
 from cifar_zero.config.flags import Choice, Config
-from cifar_zero.data.dataset import Split
+from cifar_zero.data.dataset import EvalOrder, Split, TrainOrder
 from cifar_zero.data.memory_loader import MemoryLoader
-from cifar_zero.data.order import EvalOrder, TrainOrder
 from cifar_zero.training import fast_loop
 from cifar_zero.training.resolve import of_machine
 

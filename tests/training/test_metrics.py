@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from cifar_zero.data.dataset import IGNORED
-from cifar_zero.data.order import EvalOrder
+from cifar_zero.data.dataset import IGNORED, EvalOrder
 from cifar_zero.training.metrics import BINS, CurveMetrics, SplitMetrics, calibration_error
 
 reference: Any = sklearn.metrics  # Any: it has no annotations, and pyright misreads its docstrings
@@ -212,7 +211,7 @@ def test_a_reset_forgets_everything():
     metrics.update(-scores, labels)
     metrics.overall()
     metrics.reset(torch.device("cpu"))
-    assert not metrics.update_called
+    assert not metrics.confusion.update_called
     metrics.update(scores, labels)
     assert metrics.overall()["acc"] == reference.accuracy_score(labels, scores.argmax(1))
     assert len(metrics.roc()[0][0]) == ROWS + 1

@@ -27,7 +27,7 @@ from cifar_zero.core.console import say
 from cifar_zero.launch.collectives import gather
 from cifar_zero.models.cast import compute_with_statistics
 from cifar_zero.models.moe import share_of
-from cifar_zero.optimizers.options import Implementation
+from cifar_zero.optimizers import Implementation
 from cifar_zero.strategies import OwnStrategy
 from cifar_zero.strategies.deepspeed import experts
 from cifar_zero.strategies.deepspeed.checkpoint import (

@@ -63,24 +63,18 @@ class LastCheckpoint(Checkpoint):
     """Saves at the end of each epoch, and after the last step if --max_steps or Ctrl-C ends the training in mid-epoch.
 
     ModelCheckpoint(save_last=True) does not (Lightning 2.6.6): it saves the last state only together with a best one.
-
-    Args:
-        path: of the checkpoint, on rank 0, which broadcasts it.
-        minutes: of training between two saves in mid-epoch; 0: none.
+    Rank 0 broadcasts its path. With `minutes` it also saves in mid-epoch, so many minutes of training after a save.
     """
 
     def __init__(self, path: Path | None, minutes: float = 0.0):
-        self._path = path
-        self._seconds = 60 * minutes
-        self._saved_at = 0.0
+        self._path, self._seconds = path, 60 * minutes
+        self._saved_step, self._saved_at = 0, 0.0
         self._agreement = Agreement()
-        self._saved_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Broadcasts the path; the resumed checkpoint is not saved again."""
         self._path = trainer.strategy.broadcast(self._path)
-        self._saved_step = trainer.global_step
-        self._saved_at = time.monotonic()
+        self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves."""

@@ -29,22 +29,20 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 class CPUKernels(Callback):
     """Sets threads and kernels before training, and again before evaluation, whose batches are large.
 
-    Args:
-        flops: of a training micro-batch, forward and backward.
-        precision: of the run; only oneDNN has kernels for formats below float32.
+    `flops` are those of a training micro-batch, forward and backward.
     """
 
     def __init__(self, flops: int, precision: str):
         self._all_threads = torch.get_num_threads()
         self._threads = max(1, min(self._all_threads, flops // FLOPS_PER_THREAD))
-        self._onednn = flops >= ONEDNN_FLOPS or precision != "32-true"
+        self._onednn = flops >= ONEDNN_FLOPS or precision != "32-true"  # only oneDNN has kernels below float32
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prepares the process, then suits the micro-batches of the training."""
         # Lightning sets it, and with it torch's Adam (2.15) looks for NVIDIA's library in every step: 40 us.
         os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
         keep_freed_memory()
-        self._suit_training()
+        self.on_validation_end(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Suits the large batches of an evaluation."""
@@ -55,9 +53,6 @@ class CPUKernels(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Suits the training again."""
-        self._suit_training()
-
-    def _suit_training(self) -> None:
         torch.set_num_threads(self._threads)
         torch.backends.mkldnn.set_flags(self._onednn)
 

@@ -109,16 +109,10 @@ class Experts(Callback):
 
 
 def experts_of_classes(labels: Tensor, experts: Tensor, num_classes: int, num_experts: int) -> Tensor:
-    """Returns how many tokens of the images of each class went to each expert.
+    """Returns how many tokens of the images of each class went to each expert, int64 (num_classes, num_experts).
 
-    Args:
-        labels: (N,); negative for padding.
-        experts: (k, S), of `Routing`: the tokens of an image next to each other, -1 for a dropped one.
-        num_classes: of the labels.
-        num_experts: of the mixture.
-
-    Returns:
-        int64 (num_classes, num_experts).
+    Labels (N,) are negative for padding. `experts` (k, S) are those of `Routing`: the tokens of an image next to each
+    other, -1 for a dropped one.
     """
     of_tokens = labels.repeat_interleave(experts.shape[1] // len(labels)).expand_as(experts)
     pairs = (of_tokens * num_experts + experts)[(of_tokens >= 0) & (experts >= 0)]

@@ -71,12 +71,9 @@ class TestFigures(Callback):
 
 
 def surest_mistakes(scores: Tensor, images: Tensor, labels: Tensor) -> Mistakes:
-    """Returns the wrongly classified images of a batch that a figure would show, the most confident first.
+    """Returns the wrongly classified images (N, 3, H, W) of a batch that a figure would show.
 
-    Args:
-        scores: (N, classes), before the softmax.
-        images: (N, 3, H, W).
-        labels: (N,); negative for padding.
+    Scores (N, classes) are before the softmax; labels (N,) are negative for padding.
     """
     confidence, predicted = scores.float().softmax(dim=1).max(dim=1)
     wrong = (predicted != labels) & (labels >= 0)

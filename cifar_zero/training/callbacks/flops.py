@@ -105,18 +105,11 @@ PEAKS = {
 """Peaks by a pattern of the device's name. A slice of a GPU (MIG) and other GPUs have no known peak."""
 
 
-def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Returns the dense peak of a device, in FLOP/s; None for a CPU or if unknown. `precision`: of the run."""
-    return peak_by_name(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
-
-
 def peak_by_name(device_name: str, precision: str) -> float | None:
-    """Returns the dense peak of one GPU, in FLOP/s; None if unknown.
+    """Returns the dense peak of one GPU, named as torch.cuda.get_device_name does, in FLOP/s; None if unknown.
 
-    Args:
-        device_name: as torch.cuda.get_device_name gives it.
-        precision: of the run. 32-true counts as TF32 where torch.get_float32_matmul_precision() allows that; cuDNN uses
-            TF32 for convolutions whatever it says, unless torch.backends.cudnn.allow_tf32 is off.
+    The precision 32-true counts as TF32 where torch.get_float32_matmul_precision() allows that; cuDNN uses TF32 for
+    convolutions whatever it says, unless torch.backends.cudnn.allow_tf32 is off.
     """
     peak = next((peak for pattern, peak in PEAKS.items() if re.search(pattern, device_name)), None)
     if peak is None or " MIG " in device_name:

@@ -98,7 +98,7 @@ def collect(trainer: Trainer, module: Any, datamodule: Any, config: Config) -> d
         "epochs": curves.last_epoch,
         "steps": trainer.global_step,
         "train/loss": curves.last_loss,
-        "val/acc": module.val_metrics.overall()["acc"] if module.val_metrics.update_called else None,
+        "val/acc": module.val_metrics.overall()["acc"] if module.val_metrics.confusion.update_called else None,
         **test_metrics(module, datamodule),
         **throughput.totals,
         **memory.totals,
@@ -112,7 +112,7 @@ def test_metrics(module: Any, datamodule: Any) -> dict[str, Any]:
     """Returns the test/* of metrics.json; None without a test, or for an undefined metric. Every rank calls it."""
     metrics: dict[str, Any] = {key: None for key in MEASURED if key.startswith("test/")}
     tested = module.test_metrics
-    if tested.update_called:
+    if tested.confusion.update_called:
         per_class = tested.per_class()
         metrics |= {f"test/{name}": value for name, value in tested.overall(per_class).items()}
         for name, values in per_class.items():

@@ -20,9 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cifar_module import CIFARModule
 from cifar_zero.config.flags import Config
-from cifar_zero.data.dataset import Split
+from cifar_zero.data.dataset import Split, TrainOrder
 from cifar_zero.data.memory_loader import MemoryLoader
-from cifar_zero.data.order import TrainOrder
 from cifar_zero.training import fast_loop
 from cifar_zero.training.callbacks.curves import TrainingCurves
 from cifar_zero.training.callbacks.flops import training_flops
