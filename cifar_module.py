@@ -35,12 +35,8 @@ class CIFARModule(LightningModule):
     """Trains a model with the loss of --loss, and computes its metrics on validation and test images.
 
     A batch is (images, labels). Images are uint8 (N, 3, H, W), or float and normalised. Labels are int64 (N,), of which
-    IGNORED ones do not count, or in training the share of each class, float (N, classes).
-
-    Args:
-        config: of the run.
-        num_classes: width of the model's output.
-        weights: to start from, by the plain model's names; missing ones are drawn.
+    IGNORED ones do not count, or in training the share of each class, float (N, classes). The training starts from
+    `weights`, by the plain model's names; missing ones are drawn.
     """
 
     def __init__(self, config: Config, num_classes: int, weights: Mapping[str, Tensor] | None = None):
@@ -199,14 +195,10 @@ class CIFARModule(LightningModule):
 def averaged_scores(model: Callable[[Tensor], Tensor], images: Tensor, views: Views) -> Tensor:
     """Returns class scores (N, classes) in float32, averaged over one pass of the model for each view.
 
-    The views are those of airbench (Jordan 2024, arXiv 2404.00498; github.com/KellerJordan/cifar10-airbench, `infer`).
-
-    Args:
-        model: returns class scores of normalised images.
-        images: (N, 3, H, W), normalised.
-        views: none: the image alone. mirror: with its mirror image. mirror_translate: these two with weight 1/4 each,
-            and each of them moved by a pixel up and left, and down and right, with weight 1/8 each, padded by
-            reflection.
+    The images (N, 3, H, W) are normalised. The views are those of airbench (Jordan 2024, arXiv 2404.00498;
+    github.com/KellerJordan/cifar10-airbench, `infer`). none: the image alone. mirror: with its mirror image.
+    mirror_translate: these two with weight 1/4 each, and each of them moved by a pixel up and left, and down and right,
+    with weight 1/8 each, padded by reflection.
     """
     if views == "none":
         return model(images).float()

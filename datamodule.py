@@ -77,11 +77,6 @@ class CIFARDataModule(LightningDataModule):
         return len(self._train)
 
     @property
-    def num_val(self) -> int:
-        """Validation images, held out of the training images."""
-        return len(self._val)
-
-    @property
     def num_test(self) -> int:
         """Test images."""
         return len(self.dataset.test_labels)
@@ -107,7 +102,7 @@ class CIFARDataModule(LightningDataModule):
 
     def val_dataloader(self) -> Any:
         """Returns every validation image once; without any an empty list, with which Lightning skips validation."""
-        if not self.num_val:
+        if not len(self._val):
             return []
         return self._eval_loader(Split(self.dataset.train_images, self.dataset.train_labels, self._val))
 

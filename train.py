@@ -95,7 +95,7 @@ def train(run: Run, module_class: Callable[..., Any] | None = None, last: bool =
 
 def plot_schedule(run: Run) -> int:
     """Draws the learning rate over the steps of the run, on rank 0; returns the exit code."""
-    from cifar_zero.reports.learning_rate import draw_schedule
+    from cifar_zero.reports.figures import draw_schedule
     from cifar_zero.training import build
     from datamodule import CIFARDataModule
 

@@ -49,7 +49,7 @@ def test_counts_and_the_setup_of_both_stages(config: DataConfig) -> None:
     datamodule.setup("test")
     assert datamodule.dataset is dataset
     assert datamodule.source == "synthetic"
-    assert (datamodule.num_train, datamodule.num_val, datamodule.num_test) == (185, 20, 205)
+    assert (datamodule.num_train, len(datamodule._val), datamodule.num_test) == (185, 20, 205)
     assert len(datamodule.classes) == 10
 
 

@@ -66,11 +66,8 @@ class AtomicCheckpointIO(CheckpointIO):
 
 
 def save(content: Any, file: Path) -> None:
-    """Writes a file with torch.save, which hides the system's error (a full disk) behind its own.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Writes a file with torch.save, which hides the system's error (a full disk) behind its own. Raises OSError: the
+    file cannot be written."""
     try:
         with file.open("wb") as stream:
             torch.save(content, stream)

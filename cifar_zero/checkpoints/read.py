@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cifar_zero.checkpoints.finetuning.lora import merged
+from cifar_zero.checkpoints.finetuning.network import merged
 from cifar_zero.checkpoints.safe_load import load
 from cifar_zero.checkpoints.zero_folder import AVERAGE, read_folder
 from cifar_zero.core.errors import UsageError, short
@@ -21,10 +21,8 @@ PREFIX = "net."
 def read(checkpoint: Path, trust: bool = False, verify: bool = True, device: str = "cpu") -> dict[str, Any]:
     """Returns state_dict, optimizer_states and the progress of the run; see `safe_load.load` for the arguments.
 
-    The checkpoint is Lightning's file, or the folder that DeepSpeed writes.
-
-    Raises:
-        UsageError: it is damaged, incomplete, of another kind, or would need `trust`.
+    The checkpoint is Lightning's file, or the folder that DeepSpeed writes. Raises UsageError: it is damaged,
+    incomplete, of another kind, or would need `trust`.
     """
     if checkpoint.is_dir():
         return read_folder(checkpoint, trust, verify, device)
@@ -48,11 +46,8 @@ def plain_network(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def load_weights(net: nn.Module, weights: Mapping[str, Tensor], checkpoint: str, hint: str = "") -> None:
-    """Loads weights into a model, or compares names and shapes if both are on torch's meta device.
-
-    Raises:
-        UsageError: weights are missing, unknown, or of another shape than the model's; `hint` ends the message.
-    """
+    """Loads weights into a model, or compares names and shapes if both are on torch's meta device. Raises UsageError:
+    weights are missing, unknown, or of another shape than the model's; `hint` ends the message."""
     try:
         net.load_state_dict(dict(weights))
     except RuntimeError as error:

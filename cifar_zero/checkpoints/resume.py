@@ -31,9 +31,8 @@ def checkpoint_to_resume(config: Config) -> str:
     """Returns the path of the checkpoint that --resume names; empty for a new run.
 
     Reads no weights: rank 0 compares checksums, names and shapes later, see `training.starting.check_checkpoint`.
-
-    Raises:
-        UsageError: there is none, it is incomplete, or it is of a run that cannot be continued with this configuration.
+    Raises UsageError: there is none, it is incomplete, or it is of a run that cannot be continued with this
+    configuration.
     """
     given = restarted(config)
     if not given:
@@ -94,11 +93,8 @@ def find_recovered(config: Config, given: str, fallback: bool = False) -> Path:
 
 
 def check_same_run(config: Config, recipe: dict[str, Any]) -> None:
-    """Refuses to continue another run, whose `recipe` is from its config.yaml or the checkpoint.
-
-    Raises:
-        UsageError: names the first option that differs.
-    """
+    """Refuses to continue another run, whose `recipe` is from its config.yaml or the checkpoint. Raises UsageError:
+    names the first option that differs."""
     if config.weights and not Path(recipe.get("weights", "")).is_relative_to(Path(config.weights).absolute()):
         raise UsageError(f"--resume {config.resume} continues with the weights of its checkpoint: remove --weights")
     before, now = flat(recipe), flat(config)
@@ -121,10 +117,8 @@ def check_same_run(config: Config, recipe: dict[str, Any]) -> None:
 def source_of(config: Config, record: dict[str, Any]) -> Any:
     """Returns the source of images that a resumed run continues on: the one that it had, also for --data.source auto.
 
-    `record` is that of the checkpoint, accepted by `check_same_run`.
-
-    Raises:
-        UsageError: the source now has other classes.
+    `record` is that of the checkpoint, accepted by `check_same_run`. Raises UsageError: the source now has other
+    classes.
     """
     source = record["config"]["data"]["source"]
     names = [*data.class_names(replace(config.data, source=source))]

@@ -20,11 +20,8 @@ FALLBACK_SUFFIX = "-digits-fallback"
 
 
 def claim(out: str, name: str) -> Path:
-    """Makes and returns the first free version_N of a run's name.
-
-    Raises:
-        UsageError: the directory cannot be made or written.
-    """
+    """Makes and returns the first free version_N of a run's name. Raises UsageError: the directory cannot be made or
+    written."""
     parent = Path(out) / name
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -70,11 +67,8 @@ def code_has_changed(checkpoint: Path, model: str) -> bool:
 
 
 def newest_checkpoint(folder: Path) -> Path:
-    """Returns the last written checkpoint under a run's folder, a run's name or a checkpoints folder.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Returns the last written checkpoint under a run's folder, a run's name or a checkpoints folder. Raises
+    UsageError: there is none."""
     found = checkpoints(folder)
     if not found:
         raise UsageError(f"no checkpoint under {folder}: give a run folder, or a .ckpt file or folder")
@@ -88,11 +82,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def last_checkpoint(out: str, name: str, fallback: bool = False) -> Path:
     """Returns the checkpoint that `--resume last` names: the newest of a run's name under `out`; with `fallback` also
-    of one that fell back from CIFAR-10 to the digits.
-
-    Raises:
-        UsageError: there is none.
-    """
+    of one that fell back from CIFAR-10 to the digits. Raises UsageError: there is none."""
     own, digits = (Path(out) / (name + suffix) for suffix in ("", FALLBACK_SUFFIX))
     folders = [folder for folder in ((own, digits) if fallback else (own,)) if folder.is_dir()]
     if not folders and digits.is_dir():
@@ -107,11 +97,8 @@ def last_checkpoint(out: str, name: str, fallback: bool = False) -> Path:
 
 def find_checkpoint(path: str) -> Path:
     """Returns the checkpoint that `--resume` or the argument of a program names: itself (a file or DeepSpeed's folder),
-    something in it, its run's folder, or a folder of checkpoints, of which the newest counts.
-
-    Raises:
-        UsageError: there is none.
-    """
+    something in it, its run's folder, or a folder of checkpoints, of which the newest counts. Raises UsageError: there
+    is none."""
     given = Path(path)
     if not given.exists():
         raise UsageError(f"{path} does not exist: give a run folder, or a .ckpt file or folder")

@@ -19,14 +19,9 @@ HARMLESS = (
 def load(file: Path, trust: bool = False, verify: bool = True, device: str = "cpu") -> Any:
     """Returns the content of a file written by torch.save.
 
-    Args:
-        file: to read.
-        trust: whether a file that holds more than tensors and plain Python, and so can run code, is loaded too.
-        verify: whether the checksum of each record is compared first, which torch does not do.
-        device: of the tensors, cpu or meta. On meta they have shapes but no values, and the values are not read.
-
-    Raises:
-        UsageError: it is damaged, no checkpoint, or would need `trust`.
+    With `trust` a file that holds more than tensors and plain Python, and so can run code, is loaded too; with `verify`
+    the checksum of each record is compared first, which torch does not do. On the device meta the tensors have shapes
+    but no values, and the values are not read. Raises UsageError: it is damaged, no checkpoint, or would need `trust`.
     """
     import torch
 
@@ -53,10 +48,8 @@ def load(file: Path, trust: bool = False, verify: bool = True, device: str = "cp
 def check_records(file: Path, checksums: bool = True) -> None:
     """Compares every record of a file of torch.save with its checksum.
 
-    Without `checksums` it only reads the list of records at the file's end, which a truncated file lacks.
-
-    Raises:
-        UsageError: they differ, or it is no such file.
+    Without `checksums` it only reads the list of records at the file's end, which a truncated file lacks. Raises
+    UsageError: they differ, or it is no such file.
     """
     try:
         with zipfile.ZipFile(file) as archive:

@@ -1,7 +1,15 @@
 """Sources of images: each decodes its images into one cache that all ranks map into memory.
 
-To add a source, write a module with the four functions of `Source` and one line in `_MODULES`. Neither this package nor
-a source's module imports torch at its top: the command line asks for class names before anything starts.
+To add a source, write a module with four functions and one line in `_MODULES`. Each gets the configuration, with the
+source's own name, never `auto`:
+- `class_names(config)` returns the classes, without decoding an image; raises UsageError if the configuration is
+  invalid;
+- `cache_key(config)`: the name of the directory for the decoded images, one for each set of inputs to keep;
+- `fingerprint(config)`: what the decoded images depend on; a cache with another one is out of date and replaced;
+- `build(config, directory)` fills the arrays of `cache.allocate(directory, ...)` for train and test; returns the class
+  names.
+Neither this package nor a source's module imports torch at its top: the command line asks for class names before
+anything starts.
 """
 
 from __future__ import annotations
@@ -10,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from cifar_zero.config.flags import DataConfig, SourceName
 
@@ -24,26 +32,6 @@ _MODULES = {
     "digits": "cifar_zero.data.digits",
     "synthetic": "cifar_zero.data.synthetic",
 }
-
-
-class Source(Protocol):
-    """The functions of a source's module; `config.source` is the source's own name, never `auto`."""
-
-    def class_names(self, config: DataConfig) -> tuple[str, ...]:
-        """Returns the classes, without decoding an image; raises UsageError if the configuration is invalid."""
-        ...
-
-    def cache_key(self, config: DataConfig) -> str:
-        """Returns the name of the directory for the decoded images, one for each set of inputs to keep."""
-        ...
-
-    def fingerprint(self, config: DataConfig) -> str:
-        """Returns what the decoded images depend on: a cache with another fingerprint is out of date and replaced."""
-        ...
-
-    def build(self, config: DataConfig, directory: Path) -> tuple[str, ...]:
-        """Fills the arrays of `cache.allocate(directory, ...)` for train and test; returns the class names."""
-        ...
 
 
 def class_names(config: DataConfig) -> tuple[str, ...]:
@@ -98,5 +86,5 @@ def _named(config: DataConfig, source: str) -> DataConfig:
     return replace(config, source=cast(SourceName, source))
 
 
-def _module(config: DataConfig) -> Source:
-    return cast(Source, import_module(_MODULES[config.source]))
+def _module(config: DataConfig) -> Any:
+    return import_module(_MODULES[config.source])

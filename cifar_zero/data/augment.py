@@ -16,25 +16,16 @@ from cifar_zero.data.policy import in_groups, transforms_of
 
 
 class Augmentation:
-    """The augmentation and normalisation of the images of a split.
-
-    Args:
-        config: the --augment flags; with their defaults the images are only normalised.
-        count: images of the split.
-        num_classes: width of mixed labels.
-        seed: it and the epoch alone decide what happens to each image.
-        inputs: the size of the images, and how they are normalised.
+    """The augmentation and normalisation of the `count` images of a split; with the defaults of --augment only the
+    latter. The seed and the epoch alone decide what happens to each image. `num_classes` is the width of mixed labels.
     """
 
     def __init__(self, config: AugmentConfig, count: int, num_classes: int, seed: int, inputs: Inputs = PLAIN) -> None:
         self._config, self._count, self._num_classes, self._seed = config, count, num_classes, seed
         self._transforms = transforms_of(config)
-        self.inputs = inputs
-
-    @property
-    def in_groups(self) -> bool:
+        self.in_groups = bool(self._transforms)
         """Whether transforms are drawn for groups of images."""
-        return bool(self._transforms)
+        self.inputs = inputs
 
     def draw(self, epoch: int) -> Draws:
         """Draws what happens to each image in an epoch, by position in the split."""
@@ -51,13 +42,8 @@ class Augmentation:
     def apply(self, images: Tensor, labels: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         """Returns a block of stored images as the model sees it: normalised float32 images, and labels.
 
-        Args:
-            images: uint8 (n, H, W, 3); with mixing (2n, H, W, 3), the partners last.
-            labels: int64 (n,), or (2n,).
-            draws: a row for each of `images`.
-
-        Returns:
-            images float32 (n, H, W, 3), and labels int64 (n,), or with mixing float32 (n, classes).
+        From images uint8 (n, H, W, 3) and labels int64 (n,) to images float32 (n, H, W, 3) and the same labels; with
+        mixing from 2n images and labels, the partners last, to labels float32 (n, classes). `draws` has a row for each.
         """
         if draws.flip is not None or draws.crop is not None:
             images = flip_and_crop(images, draws.flip, draws.crop, self._config.crop, self._config.padding)
@@ -118,14 +104,11 @@ def memory_format(device: torch.device, channels_last: bool = False) -> torch.me
 def flip_and_crop(
     images: Tensor, flip: Tensor | None, crop: Tensor | None, border: int, padding: Padding = "black"
 ) -> Tensor:
-    """Returns images mirrored where `flip`, then padded and cropped, like torchvision's RandomCrop(padding).
+    """Returns images uint8 (n, H, W, 3), mirrored where `flip` (n,), then padded and cropped, like torchvision's
+    RandomCrop(padding).
 
-    Args:
-        images: uint8 (n, H, W, 3).
-        flip: bool (n,).
-        crop: top left corner in the image with its border, int (n, 2).
-        border: pixels on each side.
-        padding: black, or the image mirrored at its outermost pixels (torch's reflection padding).
+    `crop`, int (n, 2), are top left corners in the images with a border of so many pixels, which is black, or mirrors
+    the image at its outermost pixels (torch's reflection padding).
     """
     count, height, width, channels = images.shape
     variants = [images] if flip is None else [images, images.flip(2)]
@@ -165,15 +148,8 @@ def blank_out(images: Tensor, boxes: Tensor) -> None:
 def mix(images: Tensor, labels: Tensor, boxes: Tensor, weights: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
     """Blends partners into images with a weight inside a box, and the labels in proportion.
 
-    Args:
-        images: float32 (2n, W, W, 3), the partners last; overwritten.
-        labels: int64 (2n,).
-        boxes: int (n, 4).
-        weights: float32 (n,).
-        num_classes: width of the labels that are returned.
-
-    Returns:
-        images float32 (n, W, W, 3) and labels float32 (n, num_classes), each with a sum of 1.
+    From images float32 (2n, W, W, 3), which are overwritten, and labels int64 (2n,), the partners last, with boxes int
+    (n, 4) and weights float32 (n,), to images float32 (n, W, W, 3) and labels float32 (n, num_classes) with sums of 1.
     """
     own, partners = images.chunk(2)
     vertical, horizontal = sides(boxes, own)

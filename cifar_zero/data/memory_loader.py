@@ -102,12 +102,8 @@ class MemoryLoader(Resumable):
     Images are float32 (m, 3, H, W), normalised, in `memory_format`; labels int64 (m,), see `Split`, or with mixup or
     cutmix float32 (m, classes). Several micro-batches are made at once, as views of one block.
 
-    Args:
-        split: the images and labels.
-        order: the micro-batches, as positions in the split.
-        stored: the split's images, placed on a device; None: on the CPU.
-        augmentation: and normalisation of the images; None: to [-1, 1].
-        channels_last: see `memory_format`.
+    `stored` are the split's images on a device, by default on the CPU; without an augmentation they are normalised to
+    [-1, 1]; see `memory_format` for `channels_last`.
     """
 
     def __init__(

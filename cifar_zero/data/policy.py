@@ -15,11 +15,8 @@ all images of a call."""
 
 
 def transforms_of(config: AugmentConfig) -> list[Transform]:
-    """Returns the transforms of --augment.policy and --augment.transform.
-
-    Raises:
-        UsageError: the command line does not name the user's.
-    """
+    """Returns the transforms of --augment.policy and --augment.transform. Raises UsageError: the command line does not
+    name the user's."""
     transforms: list[Transform] = []
     if config.policy != "none":
         from torchvision.transforms import v2  # here: it takes a second to import
@@ -33,14 +30,10 @@ def transforms_of(config: AugmentConfig) -> list[Transform]:
 
 
 def in_groups(images: Tensor, seeds: Tensor, transforms: list[Transform]) -> Tensor:
-    """Returns images (n, 3, H, W) after the transforms, called once for all images with the same seed.
+    """Returns images uint8 (n, 3, H, W) after the transforms, called once for all images with the same seed.
 
-    The generator of the CPU, from which torchvision draws for every device, is seeded for each group, and restored.
-
-    Args:
-        images: uint8.
-        seeds: int64 (n,), on the CPU.
-        transforms: see `Transform`.
+    The generator of the CPU, from which torchvision draws for every device, is seeded for each group, and restored. The
+    seeds, int64 (n,), are on the CPU.
     """
     result = torch.empty_like(images)
     with torch.random.fork_rng(devices=[]):
@@ -57,12 +50,8 @@ def in_groups(images: Tensor, seeds: Tensor, transforms: list[Transform]) -> Ten
 
 
 def check_transform(config: AugmentConfig, side: int) -> None:
-    """Tries the user's transform on a few images.
-
-    Raises:
-        UsageError: the command line does not name it, it fails, it changes the shape or the type of the images, or what
-            it does to an image depends on the others.
-    """
+    """Tries the user's transform on a few images. Raises UsageError: the command line does not name it, it fails, it
+    changes the shape or the type of the images, or what it does to an image depends on the others."""
     (transform,) = transforms_of(AugmentConfig(transform=config.transform))
     flag = f"--augment.transform {config.transform}"
     brightness = torch.tensor([64, 128, 192, 255])[:, None, None, None]

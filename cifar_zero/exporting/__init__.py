@@ -53,23 +53,18 @@ class Format:
 
 
 def load(path: str, model: str = "", trust: bool = False, delta: str = "") -> Classifier:
-    """Returns a classifier from any checkpoint or export.
+    """Returns a classifier from any export, or what `run_folder.find_checkpoint` accepts.
 
-    Args:
-        path: an export, or what `run_folder.find_checkpoint` accepts.
-        model: name of the model, for a file that does not contain it.
-        trust: see `safe_load.load`.
-        delta: file of export.py --to delta to apply to the weights.
-
-    Raises:
-        UsageError: there is no such file, it is damaged or of another model, or it needs `model` or `trust`.
+    `model` is the name of the model, for a file that does not contain it, and `delta` a file of export.py --to delta to
+    apply to the weights; see `safe_load.load` for `trust`. Raises UsageError: there is no such file, it is damaged or
+    of another model, or it needs `model` or `trust`.
     """
     known = {"model": model} if model else {}
     file = find_checkpoint(path)
     for format in FORMATS.values():
         if file.suffix == format.suffix and not delta:
             return format.load(file, known, trust)
-    from cifar_zero.checkpoints.finetuning.delta import together
+    from cifar_zero.checkpoints.finetuning.load import together
     from cifar_zero.checkpoints.read import read
     from cifar_zero.exporting.classifier import of_checkpoint
 

@@ -55,15 +55,11 @@ def build(
 ) -> tuple[nn.Module, Classifier]:
     """Returns the model with these weights in float32, in evaluation mode, and the classifier that runs it on the CPU.
 
-    Args:
-        weights: by the model's own names, in any floating-point format.
-        metadata: of `safetensors_file.metadata_of`; empty if the file has none.
-        file: where the weights come from, for messages.
-        known: replaces missing metadata, with at least `model`. Without `options` the model has its default options,
-            without `classes` its classes are numbered, without `mean` its images are normalised to [-1, 1].
-
-    Raises:
-        UsageError: the weights are of another model, or the model is given never or twice.
+    The weights come from `file`, by the model's own names, in any floating-point format. `metadata` are those of
+    `safetensors_file.metadata_of`, empty if the file has none; `known` replaces them, with at least `model`. Without
+    `options` the model has its default options, without `classes` its classes are numbered, without `mean` its images
+    are normalised to [-1, 1]. Raises UsageError: the weights are of another model, or the model is given never or
+    twice.
     """
     if "model" in metadata and known and known["model"] != metadata["model"]:
         raise UsageError(f"{file} already names its model, {metadata['model']}: leave --model out")
@@ -101,11 +97,8 @@ def _numbers(name: str, options: dict[str, Any], weights: Mapping[str, Tensor]) 
 
 
 def compare_scores(expected: Tensor, found: Tensor, tolerance: float | None) -> None:
-    """Compares the scores (N, classes) of a checkpoint and its export; tolerance None accepts any difference.
-
-    Raises:
-        RunError: they differ by more than the tolerance, relative and absolute.
-    """
+    """Compares the scores (N, classes) of a checkpoint and its export; tolerance None accepts any difference. Raises
+    RunError: they differ by more than the tolerance, relative and absolute."""
     if tolerance is not None and not torch.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True):
         most = (found - expected).abs().max().item()
         raise RunError(f"the export does not compute what the checkpoint does: scores differ by up to {most:.2g}")
@@ -141,14 +134,9 @@ def on_test_images(checkpoint: Classifier, export: Classifier, dataset: Dataset,
 def test_images(checkpoint: Path, recorded: DataConfig, classes: tuple[str, ...]) -> Dataset:
     """Returns the images that the run was tested on, if they are decoded on this machine; nothing is downloaded.
 
-    Args:
-        checkpoint: in its run folder, whose recipe has the full path of the images, or elsewhere.
-        recorded: the data options in the checkpoint itself.
-        classes: of the checkpoint.
-
-    Raises:
-        RunError: they are not on this machine.
-        UsageError: the recipe is damaged, or the images have other classes.
+    The recipe in the checkpoint's run folder has the full path of the images; elsewhere the options `recorded` in the
+    checkpoint itself count. Raises RunError: they are not on this machine. Raises UsageError: the recipe is damaged, or
+    the images have other classes.
     """
     recipe = run_folder.recipe_of(checkpoint)
     config = command_line.parse(["--config", str(recipe)]).data if recipe is not None else recorded

@@ -35,11 +35,11 @@ def main() -> int:
 
 
 def export_delta(checkpoint: Path, output: Path, trust: bool = False) -> None:
-    """Writes only the trained parameters of a run; see `finetuning.delta.write`."""
-    from cifar_zero.checkpoints.finetuning.delta import write
+    """Writes only the trained parameters of a run; see `finetuning.load.write_delta`."""
+    from cifar_zero.checkpoints.finetuning.load import write_delta
     from cifar_zero.checkpoints.read import read
 
-    names = write(read(checkpoint, trust), output, checkpoint.name)
+    names = write_delta(read(checkpoint, trust), output, checkpoint.name)
     print(f"{output}: {len(names)} trained tensors, {output.stat().st_size / 1e6:,.2f} MB")
     print(f"apply it to the weights that the run started from: BASE --delta {output}")
 
@@ -49,23 +49,15 @@ def export(
 ) -> None:
     """Writes the file, reads it back, compares it with the checkpoint, and only then gives it its name.
 
-    Args:
-        checkpoint: of any strategy, file or folder.
-        output: file to write.
-        to: a name in FORMATS.
-        dtype: of the weights in the file, float32 or bfloat16.
-        trust: see `safe_load.load`.
-        check: whether to compare the scores of the run's test images too, if they are on this machine.
-        delta: file of export.py --to delta to apply to the checkpoint, which may then be any file of weights.
-
-    Raises:
-        UsageError: the checkpoint is damaged, or not of the model that it names.
-        RunError: the file does not compute what the checkpoint does.
-        OSError: the file cannot be written.
+    The checkpoint is of any strategy, file or folder; with `delta`, a file of export.py --to delta to apply to it, it
+    may be any file of weights. `to` is a name in FORMATS, `dtype` that of the weights in the file, float32 or bfloat16;
+    `check` compares the scores of the run's test images too, if they are on this machine. Raises UsageError: the
+    checkpoint is damaged, or not of the model that it names. Raises RunError: the file does not compute what the
+    checkpoint does. Raises OSError: the file cannot be written.
     """
     import torch
 
-    from cifar_zero.checkpoints.finetuning.delta import together
+    from cifar_zero.checkpoints.finetuning.load import together
     from cifar_zero.checkpoints.read import RECORD, plain_network, read
     from cifar_zero.checkpoints.safetensors_file import metadata_of
     from cifar_zero.exporting.classifier import build, on_random_images, on_test_images, test_images

@@ -334,10 +334,8 @@ def add_own(name: str) -> None:
     """Adds the model that FILE.py:NAME or PACKAGE.MODULE:NAME names: a class, or a function that returns a module.
 
     It maps images (N, 3, H, W) to scores (N, classes). Its arguments are options; it gets the number of classes if it
-    has an argument `num_classes`. Only the command line may name one, since it is code.
-
-    Raises:
-        UsageError: it cannot be imported, or one of its arguments has no default.
+    has an argument `num_classes`. Only the command line may name one, since it is code. Raises UsageError: it cannot be
+    imported, or one of its arguments has no default.
     """
     make = user_code.load(name, "--model")
     arguments = dict(inspect.signature(make).parameters)
@@ -357,9 +355,6 @@ def add_own(name: str) -> None:
 
 
 def build(name: str, num_classes: int, **options: Any) -> "nn.Module":
-    """Builds the model `name` of MODELS, as `Model.build` does, with the options of its entry.
-
-    Raises:
-        ValueError: an option is invalid.
-    """
+    """Builds the model `name` of MODELS, as `Model.build` does, with the options of its entry. Raises ValueError: an
+    option is invalid."""
     return MODELS[name](**options).build(num_classes)

@@ -4,7 +4,6 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable
 from difflib import get_close_matches
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,15 +20,11 @@ WITH_AUXILIARY_SCORES = ("googlenet", "inception_v3")
 
 
 def external(num_classes: int, options: models.External) -> nn.Module:
-    """Returns a model that maps images (N, 3, H, W) to scores (N, num_classes).
-
-    Raises:
-        ValueError: the package is not installed, it has no such classifier, or the classifier no such option.
-    """
-    of_package = {"torchvision": _torchvision, "timm": _timm}[options.package]
-    build = partial(of_package, options.architecture, {"num_classes": num_classes, **options.kwargs})
-    try:
-        net = built(build)
+    """Returns a model that maps images (N, 3, H, W) to scores (N, num_classes). Raises ValueError: the package is not
+    installed, it has no such classifier, or the classifier no such option."""
+    make, fixed = _of_package(options)
+    try:  # an option that is given twice is a TypeError
+        net = built(lambda: make(options.architecture, num_classes=num_classes, **fixed, **options.kwargs))
     except TypeError as error:
         raise ValueError(f"kwargs do not fit: {short(error)}") from error
     if not options.image_size:
@@ -42,9 +37,7 @@ def pretrained(options: models.External) -> dict[str, Tensor]:
     """Returns torchvision's weights by the model's own names: from torch's cache, or else downloaded into it.
 
     torch compares a download with the hash in its name (not what is cached already), and loads nothing but tensors.
-
-    Raises:
-        UsageError: there are none of that name, the download fails, or the file is damaged.
+    Raises UsageError: there are none of that name, the download fails, or the file is damaged.
     """
     import torchvision.models
 
@@ -77,10 +70,8 @@ def built(build: Callable[[], nn.Module]) -> nn.Module:
 def check(entry: models.Model, num_classes: int, images: tuple[int, int, int, int]) -> None:
     """Builds a model and runs it on training images, without values (torch's meta device) if that is possible.
 
-    `images` is the shape (N, 3, H, W) of a micro-batch.
-
-    Raises:
-        ValueError: it cannot be built, does not accept such images, or does not return (N, num_classes) scores.
+    `images` is the shape (N, 3, H, W) of a micro-batch. Raises ValueError: it cannot be built, does not accept such
+    images, or does not return (N, num_classes) scores.
     """
     try:
         _try_out(entry, num_classes, images, "meta")
@@ -113,24 +104,21 @@ def _try_out(entry: models.Model, num_classes: int, images: tuple[int, int, int,
         raise ValueError(f"returns {found} for {count} images: it must be ({count}, {num_classes}), a score per class")
 
 
-def _torchvision(name: str, options: dict[str, Any]) -> nn.Module:
-    import torchvision.models
+def _of_package(options: models.External) -> tuple[Callable[..., nn.Module], dict[str, Any]]:
+    """Returns what builds a classifier of the package, and the options that are not the user's."""
+    if options.package == "torchvision":
+        import torchvision.models
 
-    _check_known(name, "torchvision", torchvision.models.list_models(module=torchvision.models))
-    without = {"aux_logits": False} if name in WITH_AUXILIARY_SCORES else {}
-    return torchvision.models.get_model(name, weights=None, **without, **options)
+        known = torchvision.models.list_models(module=torchvision.models)
+        without = {"aux_logits": False} if options.architecture in WITH_AUXILIARY_SCORES else {}
+        make, fixed = torchvision.models.get_model, {"weights": None, **without}
+    else:
+        if find_spec("timm") is None:
+            raise ValueError("needs the package timm: pip install timm")
+        import timm  # pyright: ignore[reportMissingImports]  # optional
 
-
-def _timm(name: str, options: dict[str, Any]) -> nn.Module:
-    if find_spec("timm") is None:
-        raise ValueError("needs the package timm: pip install timm")
-    import timm  # pyright: ignore[reportMissingImports]  # optional
-
-    _check_known(name, "timm", timm.list_models())
-    return timm.create_model(name, pretrained=False, **options)
-
-
-def _check_known(name: str, package: str, known: list[str]) -> None:
-    if name not in known:
-        closest = get_close_matches(name, known, cutoff=0)
-        raise ValueError(f"{package} has no classifier of that name, did you mean {', '.join(closest)}?")
+        known, make, fixed = timm.list_models(), timm.create_model, {"pretrained": False}
+    if options.architecture not in known:
+        closest = get_close_matches(options.architecture, known, cutoff=0)
+        raise ValueError(f"{options.package} has no classifier of that name, did you mean {', '.join(closest)}?")
+    return make, fixed

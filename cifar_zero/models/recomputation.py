@@ -28,10 +28,8 @@ def checkpoint_blocks(net: nn.Module) -> None:
     a `BLOCK_METHOD` has no other blocks.
 
     Only functions are replaced, no modules, so that parameters keep their names. Losses and weights stay the same bit
-    for bit: dropout and the gates' noise are drawn again from the same random state.
-
-    Raises:
-        UsageError: the model has no blocks.
+    for bit: dropout and the gates' noise are drawn again from the same random state. Raises UsageError: the model has
+    no blocks.
     """
     if method := getattr(net, BLOCK_METHOD, None):
         setattr(net, BLOCK_METHOD, partial(_checkpointed, net, method))

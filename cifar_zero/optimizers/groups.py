@@ -90,10 +90,7 @@ def lay_like_parameters(optimizer: Optimizer) -> None:
 
 def by_name(state: dict[str, Any]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """Returns for each parameter its group in a checkpoint's optimizer, and its state, empty before the first step.
-
-    Raises:
-        UsageError: an earlier version wrote it, without names.
-    """
+    Raises UsageError: an earlier version wrote it, without names."""
     if not all("param_names" in group for group in state["param_groups"]):
         raise UsageError("--resume: the checkpoint is of an earlier version, use --weights instead of --resume")
     return {

@@ -114,12 +114,10 @@ class TorchMuon(GroupOptimizer):
     programs (github.com/KellerJordan/Muon, muon.py, and cifar10-airbench, airbench94_muon.py). torch.optim.Muon (2.15)
     orthogonalises one matrix after the other and accepts no convolutions.
 
-    Args:
-        params: groups; those with `muon` hold weights of two and more dimensions.
-        fused: whether SGD is one call for all parameters of a group, on CUDA.
-        defaults: of the groups: lr, weight_decay; momentum and ns_steps (Newton-Schulz iterations) of Muon; betas of
-            AdamW or sgd_momentum of SGD. normalize: scale Muon's weights to the length sqrt(out) before each step.
-            match_adamw: scale Muon's steps to the size of AdamW's.
+    Groups with `muon` hold weights of two and more dimensions; `fused` makes SGD one call for all parameters of a
+    group, on CUDA. The options are lr, weight_decay; momentum and ns_steps (Newton-Schulz iterations) of Muon; betas of
+    AdamW or sgd_momentum of SGD. normalize: scale Muon's weights to the length sqrt(out) before each step.
+    match_adamw: scale Muon's steps to the size of AdamW's.
     """
 
     def __init__(self, params: Any, fused: bool = False, **defaults: Any) -> None:

@@ -1,6 +1,8 @@
-"""Figures of a test: images, counts, curves, calibration; arrays in, matplotlib figures out, drawn without display."""
+"""Figures of a test, images, counts, curves and calibration, and of the learning rate; arrays in, matplotlib figures
+out, drawn without display."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,11 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from numpy.typing import NDArray
+
+from cifar_zero.config.flags import Choice
+from cifar_zero.core.errors import UsageError
+from cifar_zero.optimizers import OPTIMIZERS
+from cifar_zero.schedules import SCHEDULES, settled
 
 Curve = tuple[NDArray[np.float64], NDArray[np.float64]]
 """Abscissae and ordinates, both (points,)."""
@@ -22,6 +29,9 @@ GRID = np.linspace(0, 1, 501)
 
 SIZE, WITH_LEGEND = (6.4, 4.8), (7.6, 4.8)
 """Inches of a figure: matplotlib's default, and with room for the names of the classes next to it."""
+
+POINTS = 2000
+"""Most points of a learning rate's curve: more than a figure has pixels."""
 
 MISTAKE_ROWS, MISTAKE_COLUMNS = 4, 6
 """Rows and columns of the grid of mistakes."""
@@ -37,12 +47,8 @@ LEAST_WIDTH, MOST_WIDTH = 1.9, 14.0
 
 
 def confusion_figure(counts: NDArray[np.int64], class_names: Sequence[str]) -> Figure:
-    """Draws the confusion matrix: colours are shares of each row, numbers are images.
-
-    Args:
-        counts: (classes, classes), true class by predicted class.
-        class_names: by label.
-    """
+    """Draws the confusion matrix of counts (classes, classes), true class by predicted class: colours are shares of
+    each row, numbers are images."""
     labelled = len(class_names) <= LABELLED_CLASSES
     size = max(5.0, 0.62 * len(class_names)) if labelled else 9.0
     figure = Figure(figsize=(size + 1.2, size), layout="constrained")
@@ -61,12 +67,8 @@ def confusion_figure(counts: NDArray[np.int64], class_names: Sequence[str]) -> F
 
 
 def expert_figure(counts: Sequence[NDArray[np.int64]], class_names: Sequence[str]) -> Figure:
-    """Draws a panel for each mixture of experts: colours and numbers are shares of a class's tokens, by expert.
-
-    Args:
-        counts: of each mixture, (classes, E): tokens of each class that went to each of its E experts.
-        class_names: by label.
-    """
+    """Draws a panel for each mixture of experts: colours and numbers are shares of a class's tokens, by expert. The
+    counts (classes, E) of a mixture are the tokens of each class that went to each of its E experts."""
     widths = [max(CELL_WIDTH * panel.shape[1], LEAST_WIDTH) for panel in counts]
     labelled = len(class_names) <= LABELLED_CLASSES
     readable = labelled and sum(widths) <= MOST_WIDTH
@@ -96,14 +98,9 @@ def mistakes_figure(
     confidence: NDArray[np.float32],
     class_names: Sequence[str],
 ) -> Figure:
-    """Draws a grid of wrongly classified images, in the order given.
+    """Draws a grid of wrongly classified images (N, 3, H, W), RGB, in the order given; the first 24 are shown.
 
-    Args:
-        images: (N, 3, H, W), RGB; the first 24 are shown.
-        true: (N,) labels.
-        predicted: (N,) labels.
-        confidence: (N,) probability given to the predicted class.
-        class_names: by label.
+    Labels are (N,), and so is the confidence, the probability given to the predicted class.
     """
     figure = Figure(figsize=(1.75 * MISTAKE_COLUMNS, 2.1 * MISTAKE_ROWS + 0.4), layout="constrained")
     figure.suptitle("most confident mistakes: true → predicted" if len(images) else "no mistakes")
@@ -145,10 +142,8 @@ def _add_colorbar(figure: Figure, image: AxesImage, axes: Any, label: str) -> No
 def roc_figure(curves: Sequence[Curve], areas: NDArray[np.float64], class_names: Sequence[str]) -> Figure:
     """Draws the receiver operating characteristic of each class against the rest, and their mean.
 
-    Args:
-        curves: false positive rates, rising, and true positive rates of each class.
-        areas: (classes,) under the curves; NaN of a class that has none and is not drawn.
-        class_names: by label.
+    The curves are false positive rates, rising, and true positive rates of each class; the areas under them (classes,)
+    are NaN for a class that has none and is not drawn.
     """
     title = f"ROC curves, macro AUROC {_mean(areas):.4f}"
     figure, axes = _class_curves(curves, areas, class_names, title)
@@ -163,10 +158,8 @@ def precision_recall_figure(
 ) -> Figure:
     """Draws precision over recall of each class against the rest, and their mean.
 
-    Args:
-        curves: recalls, falling, and precisions of each class.
-        averages: (classes,) average precisions; NaN of a class that has none and is not drawn.
-        class_names: by label.
+    The curves are recalls, falling, and precisions of each class; average precisions (classes,) are NaN for a class
+    that has none and is not drawn.
     """
     rising = [(recall[::-1], precision[::-1]) for recall, precision in curves]
     title = f"precision-recall curves, macro average precision {_mean(averages):.4f}"
@@ -180,9 +173,8 @@ def calibration_figure(totals: NDArray[np.float64], error: float) -> Figure:
     """Draws the reliability diagram of Guo et al. 2017 (https://arxiv.org/abs/1706.04599): accuracy by confidence, and
     below it how many images have that confidence.
 
-    Args:
-        totals: (bins, 3): images of each bin of confidence, the sum of their confidences, and how many are correct.
-        error: the expected calibration error.
+    Totals (bins, 3) are the images of each bin of confidence, the sum of their confidences, and how many are correct.
+    `error` is the expected calibration error.
     """
     images, confidence, right = totals.T
     filled, width = images > 0, 1 / len(totals)
@@ -241,3 +233,48 @@ def _add_legend(figure: Figure, axes: Axes, title: str) -> None:
 
 def _mean(figures: NDArray[np.float64]) -> float:
     return float(np.nanmean(figures)) if np.isfinite(figures).any() else float("nan")
+
+
+def draw_schedule(schedule: Choice, optimizer: Choice, steps: int, file: Path) -> None:
+    """Draws the learning rate of each of a run's optimizer steps into a PNG file. Raises UsageError: it cannot be
+    written."""
+    formula = settled(SCHEDULES[schedule.name](**schedule.options), lambda: steps)
+    base_lr = OPTIMIZERS[optimizer.name](**optimizer.options).lr
+    shown = range(0, steps, max(1, steps // POINTS))
+    figure, axes = _with_grid("optimizer step", "learning rate")
+    axes.plot(shown, [formula.rate(step, base_lr) for step in shown])
+    axes.set_ylim(bottom=0)
+    axes.set_title(f"{schedule.name}, {optimizer.name} with {base_lr:g}, {steps:,} steps")
+    _save(figure, file)
+
+
+def draw_range_test(
+    rates: Sequence[float], losses: Sequence[float], smooth: Sequence[float], suggestion: float | None, file: Path
+) -> None:
+    """Draws losses, and their running mean, over learning rates into a PNG file.
+
+    Rates and losses are of each step; `smooth` ends where the run diverges. `suggestion` is the rate to mark. Raises
+    UsageError: it cannot be written.
+    """
+    figure, axes = _with_grid("learning rate", "training loss")
+    axes.plot(rates[: len(smooth)], losses[: len(smooth)], alpha=0.3, label="loss")
+    axes.plot(rates[: len(smooth)], smooth, label="running mean")
+    if suggestion is not None:
+        axes.axvline(suggestion, color="black", linestyle=":", label=f"steepest fall: {suggestion:.2g}")
+    axes.set_xscale("log")
+    axes.legend()
+    _save(figure, file)
+
+
+def _with_grid(x_label: str, y_label: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot(xlabel=x_label, ylabel=y_label)
+    axes.grid(alpha=0.3)
+    return figure, axes
+
+
+def _save(figure: Figure, file: Path) -> None:
+    try:
+        figure.savefig(file, format="png", dpi=120)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}") from error

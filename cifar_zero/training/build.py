@@ -43,11 +43,7 @@ from cifar_zero.training.callbacks.throughput import Throughput
 
 def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None = None, elements: int = 0) -> Trainer:
     """Returns Lightning's Trainer for a run, whose callbacks write into `run_dir` on rank 0; or with other callbacks,
-    or for another model of so many elements.
-
-    Raises:
-        UsageError: Lightning refuses an option of --trainer.
-    """
+    or for another model of so many elements. Raises UsageError: Lightning refuses an option of --trainer."""
     config = run.config
     strategy = strategies.build(run, elements or parameter_count(config.model, run.num_classes))
     # DeepSpeed's strategies bring their own precision plugin, and fsdp2 one for mixed precision.
@@ -86,11 +82,8 @@ def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None
 
 
 def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
-    """Returns the callbacks of a run; `run_dir`: the run folder, on rank 0.
-
-    Raises:
-        UsageError: one of --trainer.callbacks cannot be made.
-    """
+    """Returns the callbacks of a run; `run_dir`: the run folder, on rank 0. Raises UsageError: one of
+    --trainer.callbacks cannot be made."""
     config = run.config
     curves = TrainingCurves(writes_losses=not config.only_measures)
     progress = Progress(config.batch_size, curves)
@@ -169,11 +162,7 @@ def environment() -> list[ClusterEnvironment]:
 
 
 def check_trainer_options(config: Config) -> None:
-    """Refuses options of --trainer that Lightning's Trainer does not know.
-
-    Raises:
-        UsageError: names the nearest option.
-    """
+    """Raises UsageError for options of --trainer that Lightning's Trainer does not know; it names the nearest one."""
     known = set(inspect.signature(Trainer.__init__).parameters) - {"self", *OWNED}
     for name in config.trainer:
         if name not in known:

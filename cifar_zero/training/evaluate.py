@@ -42,7 +42,7 @@ def main(classes: Callable[[], tuple[Any, Any]]) -> int:
     consent = command_line.consent(overrides)
     content: dict[str, Any] | None = None
     if arguments.delta:
-        from cifar_zero.checkpoints.finetuning.delta import together
+        from cifar_zero.checkpoints.finetuning.load import together
 
         content = together(checkpoint, Path(arguments.delta), consent.trust)
         checkpoint = Path(arguments.delta)
@@ -76,10 +76,7 @@ def configuration(
     checkpoint: Path, overrides: list[str], trust: bool = False, content: dict[str, Any] | None = None
 ) -> Config:
     """Returns the run's configuration, from its folder or from the checkpoint itself, changed by train.py's flags.
-
-    Raises:
-        UsageError: neither has one.
-    """
+    Raises UsageError: neither has one."""
     recipe = run_folder.recipe_of(checkpoint)
     if recipe is not None and content is None:
         return command_line.parse(["--config", str(recipe), *overrides])

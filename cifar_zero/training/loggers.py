@@ -26,11 +26,8 @@ OFFLINE = "WANDB_MODE=offline keeps the run on this machine"
 
 
 def loggers(run: Run, run_dir: Path | None) -> list[Logger]:
-    """Returns the loggers of --logger; none without a run folder.
-
-    Raises:
-        UsageError, RunError: one cannot be opened, or torch cannot trace the model for --log_graph.
-    """
+    """Returns the loggers of --logger; none without a run folder. Raises UsageError, RunError: one cannot be opened, or
+    torch cannot trace the model for --log_graph."""
     chosen: dict[str, Callable[[Run, Path], Logger]] = {
         "tensorboard": _tensorboard,
         "csv": lambda run, folder: CSVLogger(folder, name="csv", version="", flush_logs_every_n_steps=1),
@@ -72,11 +69,8 @@ def _mlflow(run: Run, run_dir: Path) -> Logger:
 def wandb_logger(config: Config, run_dir: Path) -> WandbLogger:
     """Opens a W&B run in the run folder, with the folder's config.yaml as its configuration.
 
-    Not by Lightning (2.6.6), which passes an option `anonymous` that W&B warns about.
-
-    Raises:
-        UsageError: nobody is logged in and there is no terminal.
-        RunError: the server does not answer.
+    Not by Lightning (2.6.6), which passes an option `anonymous` that W&B warns about. Raises UsageError: nobody is
+    logged in and there is no terminal. Raises RunError: the server does not answer.
     """
     import wandb
     from wandb.errors import AuthenticationError

@@ -23,10 +23,7 @@ def resolve(config: Config, consent: Consent = NO_CONSENT) -> Run:
     """Returns the resolved run of a configuration on this computer.
 
     With several nodes, or under torchrun, rank 0 decides later for all ranks what is resumed: see `training.starting`.
-    The strategy must be a name, not auto.
-
-    Raises:
-        UsageError: it cannot run; says what to use instead.
+    The strategy must be a name, not auto. Raises UsageError: it cannot run; says what to use instead.
     """
     run = of_machine(on_this_machine(config), consent)
     if not rank_0_decides(run.config):
@@ -88,11 +85,8 @@ def rank_0_decides(config: Config) -> bool:
 
 
 def of_machine(config: Config, consent: Consent = NO_CONSENT) -> Run:
-    """Returns the run of a configuration whose accelerator, devices and precision are decided.
-
-    Raises:
-        UsageError: the batch cannot be divided, or the images or a raw DeepSpeed configuration cannot be used.
-    """
+    """Returns the run of a configuration whose accelerator, devices and precision are decided. Raises UsageError: the
+    batch cannot be divided, or the images or a raw DeepSpeed configuration cannot be used."""
     if config.find_lr and config.schedule.name != "range_test":
         config = replace(config, schedule=Choice("range_test", asdict(SCHEDULES["range_test"]())))
     spec = ds_config.spec_of(config.ds_config) if config.ds_config else STRATEGIES[config.strategy]
@@ -104,10 +98,7 @@ def of_machine(config: Config, consent: Consent = NO_CONSENT) -> Run:
 
 def with_checkpoint(run: Run, resume: str) -> Run:
     """Returns the run with the path of the checkpoint that it resumes, empty for none, or of weights to start from.
-
-    Raises:
-        UsageError: the strategy cannot resume, or the weights do not exist.
-    """
+    Raises UsageError: the strategy cannot resume, or the weights do not exist."""
     config = replace(run.config, resume=resume)
     if config.weights:
         file = Path(config.weights) if resume else run_folder.find_checkpoint(config.weights)

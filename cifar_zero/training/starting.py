@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.checkpoints.finetuning.delta import together
-from cifar_zero.checkpoints.finetuning.load import Match, match, read_plain
+from cifar_zero.checkpoints.finetuning.load import Match, match, read_plain, together
 from cifar_zero.checkpoints.finetuning.network import check_patterns, on_meta
 from cifar_zero.checkpoints.read import RECORD, load_weights, network, plain_network, read
 from cifar_zero.checkpoints.resume import check_same_run, checkpoint_to_resume, newest_of, source_of
@@ -31,10 +30,8 @@ def agree_on_checkpoint(run: Run, places: Sequence[Place]) -> Run:
     """Returns the run with the checkpoint that it resumes, the same on all ranks, if that is not resolved yet.
 
     After torchrun has restarted the ranks it is the newest checkpoint of this very run, whatever --resume names. Before
-    the first one is written, the run begins again.
-
-    Raises:
-        UsageError: there is none, or it is of another run; on all ranks.
+    the first one is written, the run begins again. Raises UsageError: there is none, or it is of another run; on all
+    ranks.
     """
     if not rank_0_decides(run.config):
         return run
@@ -75,11 +72,8 @@ def check_checkpoint(run: Run) -> SourceName | None:
 
 
 def pretrained_weights(run: Run) -> Match | None:
-    """Returns the weights to start from; None for fresh ones or a resumed run.
-
-    Raises:
-        UsageError: they are damaged or of another model, or --trainable or --lora.target names nothing.
-    """
+    """Returns the weights to start from; None for fresh ones or a resumed run. Raises UsageError: they are damaged or
+    of another model, or --trainable or --lora.target names nothing."""
     config = run.config
     model = on_meta(config.model, run.num_classes, config.trainable, config.lora)
     check_patterns(model, config.trainable, config.model.options.get("ep_size", 1))
@@ -101,10 +95,7 @@ def open_run(run: Run, source: str, weights: Match | None) -> Path:
     """Returns the new run folder, and prints what a user should know of the run's start; for rank 0.
 
     The folder has the recipe that repeats the run. If --data.source auto fell back to the digits (`source`), its name
-    says so.
-
-    Raises:
-        UsageError: the folder cannot be written.
+    says so. Raises UsageError: the folder cannot be written.
     """
     config = run.config
     fell_back = config.data.source == "auto" and source == "digits"
@@ -127,11 +118,8 @@ def open_run(run: Run, source: str, weights: Match | None) -> Path:
 
 
 def record_places(run: Run, places: Sequence[Place], run_dir: Path | None) -> None:
-    """Writes the places of the ranks into the run folder of rank 0, and checks that all nodes share --out.
-
-    Raises:
-        UsageError: they do not; on all ranks.
-    """
+    """Writes the places of the ranks into the run folder of rank 0, and checks that all nodes share --out. Raises
+    UsageError: they do not; on all ranks."""
     if not rank_0_decides(run.config):
         return
     if run_dir is not None:

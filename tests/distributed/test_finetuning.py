@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cifar_zero import models
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.checkpoints.finetuning.delta import together, write
+from cifar_zero.checkpoints.finetuning.load import together, write_delta
 from cifar_zero.checkpoints.read import network, plain_network, read
 from tests.support.helpers import WHOLE, last_weights, run_folder_of, train_all
 
@@ -121,7 +121,7 @@ def test_a_delta_and_its_base_are_the_checkpoint(
 ):
     recipe = name.split()[0]
     checkpoint = read(run_folder.newest_checkpoint(runs[name]))
-    assert {*write(checkpoint, tmp_path / "delta.safetensors", "last.ckpt")} == TRAINED[recipe]
+    assert {*write_delta(checkpoint, tmp_path / "delta.safetensors", "last.ckpt")} == TRAINED[recipe]
     again = together(bases[recipe], tmp_path / "delta.safetensors")
     assert_close(network(again), network(checkpoint), atol=0)
     assert_close(plain_network(again), plain_network(checkpoint), atol=0)

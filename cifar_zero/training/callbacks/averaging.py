@@ -53,11 +53,8 @@ class Averaging(Callback):
     1992; Tarvainen and Valpola 2017) is updated after each optimizer step. As in mean teacher's code (min(1 - 1 /
     (step + 1), decay)), the first 1 / (1 - ema) steps have equal weights, so that the initial weights have no part in
     it. Stochastic weight averaging (Izmailov et al. 2018) averages the ends of epochs equally, and recomputes the
-    batch norms' statistics for the average, on the training images.
-
-    Args:
-        ema: decay of the exponential average, or 0.
-        swa_from: share of the training after which stochastic weight averaging begins, if ema is 0.
+    batch norms' statistics for the average, on the training images; it begins after `swa_from`, a share of the
+    training, if `ema`, the decay of the exponential average, is 0.
     """
 
     def __init__(self, ema: float, swa_from: float):

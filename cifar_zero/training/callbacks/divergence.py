@@ -74,15 +74,11 @@ class Divergence(Callback):
         message = f"the loss is NaN or infinite from step {step} on ({', '.join(known)}): {fixes}"
         if not trainer.is_global_zero:
             return message
-        return f"{message}; {_repeat_command(Path(trainer.default_root_dir), step)}"
-
-
-def _repeat_command(run_dir: Path, step: int) -> str:
-    """Returns the command that trains up to the same batch."""
-    command = f"--config {run_dir / run_folder.CONFIG} --max_steps {step} --log_interval 1"
-    with suppress(UsageError):  # no checkpoint yet
-        command += f" --resume {run_folder.newest_checkpoint(run_dir)}"
-    return f"to repeat that batch: train.py {command}"
+        run_dir = Path(trainer.default_root_dir)
+        command = f"--config {run_dir / run_folder.CONFIG} --max_steps {step} --log_interval 1"
+        with suppress(UsageError):  # no checkpoint yet
+            command += f" --resume {run_folder.newest_checkpoint(run_dir)}"
+        return f"{message}; to repeat that batch: train.py {command}"
 
 
 def loss_scale(trainer: Trainer) -> float | None:

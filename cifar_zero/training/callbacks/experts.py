@@ -51,7 +51,7 @@ class Experts(Callback):
         """Starts the first interval, with the gates of the model as the strategy has made it."""
         self._interval = Interval(trainer)
         self._logged_step = trainer.global_step
-        self._gates = _gates(pl_module)
+        self._gates = gates(pl_module.net)
         self._seen = [Seen() for _ in self._gates]
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
@@ -73,12 +73,12 @@ class Experts(Callback):
 
     def on_test_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Starts to count."""
-        shapes = [(pl_module.num_classes, gate.num_experts) for gate in _gates(pl_module)]
+        shapes = [(pl_module.num_classes, gate.num_experts) for gate in gates(pl_module.net)]
         self._test_counts = [torch.zeros(shape, dtype=torch.int64, device=pl_module.device) for shape in shapes]
 
     def on_test_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
         """Counts the experts of each class's tokens, on the device."""
-        for gate, counts in zip(_gates(pl_module), self._test_counts, strict=True):
+        for gate, counts in zip(gates(pl_module.net), self._test_counts, strict=True):
             assert gate.routing is not None
             counts += experts_of_classes(batch[1], gate.routing.experts, *counts.shape)
 
@@ -117,11 +117,6 @@ def experts_of_classes(labels: Tensor, experts: Tensor, num_classes: int, num_ex
     of_tokens = labels.repeat_interleave(experts.shape[1] // len(labels)).expand_as(experts)
     pairs = (of_tokens * num_experts + experts)[(of_tokens >= 0) & (experts >= 0)]
     return pairs.bincount(minlength=num_classes * num_experts).view(num_classes, num_experts)
-
-
-def _gates(module: Any) -> Sequence[Gate]:
-    assert module.net is not None
-    return gates(module.net)
 
 
 def _summed(seen: Seen) -> Tensor:

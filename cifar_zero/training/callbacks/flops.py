@@ -25,12 +25,6 @@ def parameter_count(model: Choice, num_classes: int, lora: LoRAConfig = NO_LORA)
     return sum(parameter.numel() for parameter in on_meta(model, num_classes, lora=lora).parameters())
 
 
-def trained_count(model: Choice, num_classes: int, trainable: Sequence[str], lora: LoRAConfig) -> int:
-    """Returns those that are not frozen; see `finetuning.network.build`."""
-    net = on_meta(model, num_classes, trainable, lora)
-    return sum(parameter.numel() for parameter in net.parameters() if parameter.requires_grad)
-
-
 def training_flops(
     model: Choice,
     num_classes: int,
@@ -44,10 +38,8 @@ def training_flops(
     multiply-add.
 
     Counts matrix products and convolutions, as torch's FlopCounterMode does. The backward pass ends where nothing
-    before is trained. With `activation_checkpointing` the recomputation is included.
-
-    Raises:
-        UsageError: activation checkpointing of a model without blocks.
+    before is trained. With `activation_checkpointing` the recomputation is included. Raises UsageError: activation
+    checkpointing of a model without blocks.
     """
     net = on_meta(model, num_classes, trainable, lora)
     with torch.device("meta"):

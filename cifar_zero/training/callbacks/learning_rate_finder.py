@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
-from cifar_zero.reports.learning_rate import draw_range_test
+from cifar_zero.reports.figures import draw_range_test
 
 FIND_LR_STEPS = 200
 """Optimizer steps of a range test. Lightning and fastai take 100, in which the tutorial's model, which starts on a

@@ -33,11 +33,8 @@ class Progress(Callback):
     --log_interval steps.
 
     Between two updates a training step costs one look at the clock. Lightning's bars (2.6.6) are updated in every step,
-    by a thread that takes the interpreter from the training, and write no lines into a log file.
-
-    Args:
-        batch_size: images of an optimizer step, over all ranks.
-        curves: of the run, for the newest loss.
+    by a thread that takes the interpreter from the training, and write no lines into a log file. `batch_size` counts
+    the images of an optimizer step over all ranks.
     """
 
     def __init__(self, batch_size: int, curves: TrainingCurves):

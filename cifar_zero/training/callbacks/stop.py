@@ -120,12 +120,8 @@ class EarlyStop(EarlyStopping):
 
 
 def check_signal(trainer: Trainer, run: Run, run_dir: Path | None, last: bool) -> None:
-    """Ends a run that a signal has stopped and saved; see `leave` for `last`.
-
-    Raises:
-        Stopped: says how to resume it.
-        RunError: the checkpoint could not be written.
-    """
+    """Ends a run that a signal has stopped and saved; see `leave` for `last`. Raises Stopped: says how to resume it.
+    Raises RunError: the checkpoint could not be written."""
     observers: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     number = next((callback.signal for callback in observers if isinstance(callback, Interrupt)), None)
     if number is None:

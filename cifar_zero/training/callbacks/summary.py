@@ -9,13 +9,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
 from cifar_zero.checkpoints import run_folder
+from cifar_zero.checkpoints.finetuning.network import on_meta
 from cifar_zero.config.flags import Config, flat
 from cifar_zero.core.console import say
 from cifar_zero.core.hardware import cpu_name
 from cifar_zero.reports.summary import IN_EFFECT, MEASURED, metrics_json
 from cifar_zero.strategies.mesh import MeshStrategy
 from cifar_zero.training.callbacks.curves import TrainingCurves, deepspeed_engine
-from cifar_zero.training.callbacks.flops import parameter_count, trained_count
 from cifar_zero.training.callbacks.memory import Memory
 from cifar_zero.training.callbacks.throughput import Throughput
 
@@ -78,23 +78,21 @@ def collect(trainer: Trainer, module: Any, datamodule: Any, config: Config) -> d
     memory = _observer(trainer, Memory)
     fell_back = config.data.source == "auto" and datamodule.source == "digits"
     device = trainer.strategy.root_device
+    counted = [*on_meta(config.model, module.num_classes, config.trainable, config.lora).parameters()]
     measured = {
         "dataset": datamodule.dataset.name,
         "num_train": datamodule.num_train,
         "num_test": datamodule.num_test,
         "model": config.model.name,
-        "parameters": parameter_count(config.model, module.num_classes, config.lora),
-        "trained_parameters": trained_count(config.model, module.num_classes, config.trainable, config.lora),
+        "parameters": sum(parameter.numel() for parameter in counted),
+        "trained_parameters": sum(parameter.numel() for parameter in counted if parameter.requires_grad),
         "strategy": config.strategy_name,
         "world_size": trainer.world_size,
         "num_nodes": trainer.num_nodes,
         "accelerator": "gpu" if device.type == "cuda" else device.type,
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
-        "precision": config.precision,
-        "seed": config.seed,
-        "batch_size": config.batch_size,
+        **{name: getattr(config, name) for name in ("precision", "seed", "batch_size", "accumulate")},
         "micro_batch_size": datamodule.micro_batch_size,
-        "accumulate": config.accumulate,
         "epochs": curves.last_epoch,
         "steps": trainer.global_step,
         "train/loss": curves.last_loss,

@@ -79,13 +79,10 @@ class Throughput(Callback):
     the loader, the copy to the device and the loop's own bookkeeping. It is this rank's time on the host; a GPU with
     work still queued does not wait.
 
-    Args:
-        config: of the run.
-        flops_per_step: over all ranks, see `flops.training_flops`.
-        recomputed_flops_per_step: of activation checkpointing, over all ranks; not part of flops_per_step. perf/tflops
-            counts them, since the hardware computes them; perf/mfu does not (PaLM, Chowdhery et al. 2022, appendix B).
-        on_point: called at each point of the curves with their values, none before the end of the warm-up; its time is
-            not counted.
+    FLOPs are over all ranks, see `flops.training_flops`. Those that activation checkpointing recomputes are counted in
+    perf/tflops, since the hardware computes them, and not in perf/mfu (PaLM, Chowdhery et al. 2022, appendix B).
+    `on_point` is called at each point of the curves with their values, none before the end of the warm-up; its time is
+    not counted.
     """
 
     _interval: Interval

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from cifar_module import CIFARModule
 from cifar_zero import exporting, models
-from cifar_zero.checkpoints.finetuning.delta import together
-from cifar_zero.checkpoints.finetuning.load import put, read_plain
+from cifar_zero.checkpoints.finetuning.load import put, read_plain, together
 from cifar_zero.checkpoints.finetuning.network import build
 from cifar_zero.checkpoints.read import RECORD, plain_network
 from cifar_zero.config import command_line
