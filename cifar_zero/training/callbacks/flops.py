@@ -97,6 +97,11 @@ PEAKS = {
 """Peaks by a pattern of the device's name. A slice of a GPU (MIG) and other GPUs have no known peak."""
 
 
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Returns the dense peak of a device, in FLOP/s; None for a CPU or if unknown. `precision`: of the run."""
+    return peak_by_name(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
+
+
 def peak_by_name(device_name: str, precision: str) -> float | None:
     """Returns the dense peak of one GPU, named as torch.cuda.get_device_name does, in FLOP/s; None if unknown.
 

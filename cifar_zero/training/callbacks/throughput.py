@@ -12,7 +12,7 @@ from cifar_zero.config.flags import Config
 from cifar_zero.core import start_time
 from cifar_zero.models import MODELS
 from cifar_zero.training.callbacks.curves import Interval, log_scalars
-from cifar_zero.training.callbacks.flops import peak_by_name
+from cifar_zero.training.callbacks.flops import peak_flops
 
 RATES = ("step_time_ms", "data_time_ms", "images_per_second", "tokens_per_second", "tflops", "mfu")
 """The curves perf/*; tokens only of transformers, mfu only where the peak is known."""
@@ -137,9 +137,8 @@ class Throughput(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Finds where the timed steps begin."""
         device = pl_module.device
-        if device.type == "cuda":
-            peak = peak_by_name(torch.cuda.get_device_name(device), self._config.precision)
-            self.peak_flops = peak and peak * trainer.world_size
+        peak = peak_flops(device, self._config.precision)
+        self.peak_flops = peak and peak * trainer.world_size
         self._interval = Interval(trainer)
         self._clock = Stopwatch(device)
         self._first_step = trainer.global_step

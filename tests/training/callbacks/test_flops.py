@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cifar_zero.config.flags import Choice
-from cifar_zero.training.callbacks.flops import PEAKS, parameter_count, peak_by_name, training_flops
+from cifar_zero.training.callbacks.flops import PEAKS, parameter_count, peak_by_name, peak_flops, training_flops
 
 TERA = 1e12
 
@@ -59,6 +59,10 @@ def test_tf32_counts_where_torch_may_use_it() -> None:
         assert peak_by_name("Tesla T4", "32-true") == 8.1 * TERA
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+def test_a_cpu_has_no_peak() -> None:
+    assert peak_flops(torch.device("cpu"), "32-true") is None
 
 
 def test_flops_of_the_net_by_hand() -> None:
