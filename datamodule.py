@@ -23,11 +23,8 @@ busy, and small enough (12 MB of float32 input) for the activations to fit anywh
 class CIFARDataModule(LightningDataModule):
     """Training, validation and test loaders of any source.
 
-    The Trainer must be made with `use_distributed_sampler=False`: the loaders are sharded here.
-
-    Args:
-        config: of the run.
-        source: of the images, if not --data.source; see `starting.check_checkpoint`.
+    The Trainer must be made with `use_distributed_sampler=False`: the loaders are sharded here. The images are of
+    `source`, if not of --data.source; see `starting.check_checkpoint`.
     """
 
     dataset: Dataset

@@ -18,14 +18,10 @@ from cifar_zero.core.errors import UsageError
 def metadata_of(checkpoint: Mapping[str, Any], name: str, dtype: str = "float32") -> dict[str, str]:
     """Returns what a checkpoint says of its model as strings, the only values that safetensors allows.
 
-    Returns:
-        `model`, `options` (JSON object) and `classes` (JSON list) build the model; `image_size` is the side of its
-        images in pixels, `mean` and `std` normalise them, for pixels from 0 to 1, as numbers for red, green and blue;
-        `dtype`; `checkpoint` and `step` are the origin of the weights. `format` is what transformers and others require
-        in a safetensors file of torch.
-
-    Raises:
-        UsageError: the checkpoint was not written by train.py.
+    `model`, `options` (JSON object) and `classes` (JSON list) build the model; `image_size` is the side of its images
+    in pixels, `mean` and `std` normalise them, for pixels from 0 to 1, as numbers for red, green and blue; `dtype`;
+    `checkpoint` and `step` are the origin of the weights. `format` is what transformers and others require in a
+    safetensors file of torch. Raises UsageError: the checkpoint was not written by train.py.
     """
     if RECORD not in checkpoint:
         raise UsageError(f"{name} does not say which model it is of: it was not written by train.py")

@@ -18,10 +18,9 @@ To each file, except the experts', the strategy adds GROUPS and PROGRESS, and ON
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,21 +62,13 @@ State = dict[str, Any]
 """An optimizer's state of one parameter."""
 
 
-@dataclass
-class _Shard:
-    """A rank's part of what the optimizer keeps.
+class _Shard(NamedTuple):
+    """A rank's part of what the optimizer keeps."""
 
-    Attributes:
-        groups: names and shapes of the parameters in each flat tensor.
-        weights: the flat tensors, float32; none if the optimizer updates the model's own weights.
-        state: the optimizer's state of each flat tensor, flat too.
-        param_groups: the optimizer's groups of flat tensors.
-    """
-
-    groups: Sequence[Shapes]
-    weights: Sequence[Tensor]
-    state: Mapping[int, State]
-    param_groups: list[dict[str, Any]]
+    groups: Sequence[Shapes]  # names and shapes of the parameters in each flat tensor
+    weights: Sequence[Tensor]  # the flat tensors, float32; none if the optimizer updates the model's own weights
+    state: Mapping[int, State]  # the optimizer's state of each flat tensor, flat too
+    param_groups: list[dict[str, Any]]  # the optimizer's groups of flat tensors
 
 
 def read_folder(folder: Path, trust: bool = False, verify: bool = True, device: str = "cpu") -> dict[str, Any]:

@@ -24,40 +24,25 @@ class Dataset:
 
     In memory the three bytes of a pixel are adjacent, as in torch's channels_last: a line of an image is contiguous,
     and batches in that format, which is faster on a CPU, need no copy.
-
-    Attributes:
-        name: the source that the images come from (never `auto`).
-        classes: name of each class; a label is an index into it.
-        train_images: RGB, (N, 3, H, W), H and W 32 but for a folder source.
-        train_labels: (N,).
-        test_images: RGB, (M, 3, H, W).
-        test_labels: (M,).
     """
 
-    name: str
-    classes: tuple[str, ...]
-    train_images: NDArray[np.uint8]
-    train_labels: NDArray[np.int64]
-    test_images: NDArray[np.uint8]
-    test_labels: NDArray[np.int64]
+    name: str  # the source that the images come from (never `auto`)
+    classes: tuple[str, ...]  # name of each class; a label is an index into it
+    train_images: NDArray[np.uint8]  # RGB, (N, 3, H, W), H and W 32 but for a folder source
+    train_labels: NDArray[np.int64]  # (N,)
+    test_images: NDArray[np.uint8]  # RGB, (M, 3, H, W)
+    test_labels: NDArray[np.int64]  # (M,)
 
 
 class Split:
-    """Some of the stored images, by position: 0 ... count - 1, and at `count` a repeated one to be ignored.
-
-    Attributes:
-        images: all stored images, uint8 (N, 3, H, W).
-        indices: row of `images` at each position, int64 (count + 1,).
-        labels: label at each position, int64 (count + 1,); the last is IGNORED.
-        count: images, without the ignored one.
-    """
+    """Some of the stored images, by position: 0 ... count - 1, and at `count` a repeated one to be ignored."""
 
     def __init__(self, images: NDArray[np.uint8], labels: NDArray[np.int64], indices: NDArray[np.int64]) -> None:
         """`images` (N, 3, H, W) and `labels` (N,) are all that is stored; `indices` (n >= 1,) are the split's."""
         self.images = images
-        self.indices = np.append(indices, indices[0])
-        self.labels = np.append(labels[indices], IGNORED)
-        self.count = len(indices)
+        self.indices = np.append(indices, indices[0])  # row of `images` at each position, (count + 1,)
+        self.labels = np.append(labels[indices], IGNORED)  # label at each position, (count + 1,)
+        self.count = len(indices)  # without the ignored one
 
 
 def stratified_split(
@@ -76,20 +61,14 @@ def stratified_split(
 
 
 class Order:
-    """The micro-batches of an epoch on one rank.
+    """The micro-batches of an epoch on one rank."""
 
-    Attributes:
-        batch_size: images in a micro-batch of this rank, by the name that batch samplers use.
-        epoch: the current one, from 0.
-        skipped: micro-batches that the next pass of a DataLoader skips.
-        sampler: Lightning calls its `set_epoch` before each epoch.
-    """
-
-    epoch = skipped = 0
-    sampler: "TrainOrder | None" = None
+    epoch = 0  # the current one
+    skipped = 0  # micro-batches that the next pass of a DataLoader skips
+    sampler: "TrainOrder | None" = None  # Lightning calls its `set_epoch` before each epoch
 
     def __init__(self, count: int, batch_size: int, length: int, world_size: int, rank: int) -> None:
-        self.batch_size = batch_size
+        self.batch_size = batch_size  # images in a micro-batch of this rank, by the name that batch samplers use
         self._count, self._length, self._world_size, self._rank = count, length, world_size, rank
 
     def __len__(self) -> int:

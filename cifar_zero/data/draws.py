@@ -23,31 +23,18 @@ each image took 10 times as long (RandAugment: 1,800 and 18,800 images/s, one co
 
 class Draws(NamedTuple):
     """One row per image; None for what is switched off. A box is top, bottom, left and right in pixels, the bottom and
-    the right excluded.
+    the right excluded."""
 
-    Attributes:
-        flip: whether the image is mirrored, bool (n,).
-        crop: top left corner of the crop in the padded image, int64 (n, 2), each from 0 to twice the border.
-        cutout: box that is blanked out, int64 (n, 4).
-        partner: position of the image that is mixed in, a permutation of the split, int64 (n,).
-        box: box in which the partner is mixed in, the whole image for mixup, int64 (n, 4).
-        weight: share of the partner in that box, 1 for cutmix, float32 (n,).
-        brightness: number added to all normalised pixels, float32 (n,).
-        contrast: factor of all normalised pixels, float32 (n,).
-        erasing: box that is set to the mean, int64 (n, 4).
-        group: seed of the policy and the user's transform, one of GROUPS in an epoch, int64 (n,). On the CPU.
-    """
-
-    flip: Tensor | None = None
-    crop: Tensor | None = None
-    cutout: Tensor | None = None
-    partner: Tensor | None = None
-    box: Tensor | None = None
-    weight: Tensor | None = None
-    brightness: Tensor | None = None
-    contrast: Tensor | None = None
-    erasing: Tensor | None = None
-    group: Tensor | None = None
+    flip: Tensor | None = None  # bool (n,): whether the image is mirrored
+    crop: Tensor | None = None  # int64 (n, 2): top left corner in the padded image, each from 0 to twice the border
+    cutout: Tensor | None = None  # int64 (n, 4): box that is blanked out
+    partner: Tensor | None = None  # int64 (n,): position of the image that is mixed in, a permutation of the split
+    box: Tensor | None = None  # int64 (n, 4): box in which the partner is mixed in, the whole image for mixup
+    weight: Tensor | None = None  # float32 (n,): share of the partner in that box, 1 for cutmix
+    brightness: Tensor | None = None  # float32 (n,): number added to all normalised pixels
+    contrast: Tensor | None = None  # float32 (n,): factor of all normalised pixels
+    erasing: Tensor | None = None  # int64 (n, 4): box that is set to the mean
+    group: Tensor | None = None  # int64 (n,), on the CPU: seed of policy and user's transform, one of GROUPS an epoch
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Draws":
         """Returns the table with `change` applied to every column."""

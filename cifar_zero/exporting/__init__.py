@@ -29,8 +29,7 @@ INPUT, OUTPUT = "images", "scores"
 class Format:
     """A file format that export.py writes."""
 
-    suffix: str
-    """Suffix of the file name, by which predict.py recognises the format."""
+    suffix: str  # of the file name, by which predict.py recognises the format
 
     encode: Callable[[nn.Module, dict[str, str]], bytes]
     """Returns the content of the file, from the model and `safetensors_file.metadata_of`."""
@@ -39,17 +38,10 @@ class Format:
     """Reads a file; `known` replaces missing metadata (see `classifier.build`), `trust` is of `safe_load.load`. Raises
     UsageError if the file is damaged, or of another kind or model."""
 
-    summary: str
-    """Half a line for --help."""
-
-    describes_itself: bool = True
-    """Whether the file says which model and classes it has."""
-
-    dtypes: tuple[str, ...] = ("float32", "bfloat16")
-    """Number formats of the weights."""
-
-    tolerance: float = 0.0
-    """Largest relative and absolute difference of a float32 score from the checkpoint's."""
+    summary: str  # half a line for --help
+    describes_itself: bool = True  # whether the file says which model and classes it has
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")  # number formats of the weights
+    tolerance: float = 0.0  # largest relative and absolute difference of a float32 score from the checkpoint's
 
 
 def load(path: str, model: str = "", trust: bool = False, delta: str = "") -> Classifier:

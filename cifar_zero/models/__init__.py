@@ -8,10 +8,10 @@ its network when it builds the model, so that the command line knows every optio
 import inspect
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, field, fields, make_dataclass, replace
+from dataclasses import dataclass, field, fields, make_dataclass
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from cifar_zero.core import user_code
 from cifar_zero.core.errors import UsageError
@@ -27,18 +27,16 @@ IMAGE_SHAPE = (3, 32, 32)
 PATCH_SIDE = 4
 """Height and width of a vision transformer's patches, in pixels."""
 
-
 Size = Literal["tiny", "small", "base", "large", "1b", "13b"]
 """The size of a vision transformer."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The shape of a vision transformer: width of a token, blocks, attention heads."""
+class Shape(NamedTuple):
+    """The shape of a vision transformer."""
 
-    width: int
-    depth: int
-    heads: int
+    width: int  # of a token
+    depth: int  # blocks
+    heads: int  # of the attention
 
 
 SHAPES: dict[Size, Shape] = {
@@ -192,7 +190,7 @@ class ViT(Model):
     def shape(self) -> Shape:
         """The transformer's shape, with the chosen depth."""
         shape = SHAPES[self.size]
-        return replace(shape, depth=self.depth or shape.depth)
+        return shape._replace(depth=self.depth or shape.depth)
 
     def build(self, num_classes: int) -> "nn.Module":
         from cifar_zero.models.vit import ViT
@@ -355,6 +353,5 @@ def add_own(name: str) -> None:
 
 
 def build(name: str, num_classes: int, **options: Any) -> "nn.Module":
-    """Builds the model `name` of MODELS, as `Model.build` does, with the options of its entry. Raises ValueError: an
-    option is invalid."""
+    """Builds the model `name` of MODELS with the options of its entry. Raises ValueError: an option is invalid."""
     return MODELS[name](**options).build(num_classes)

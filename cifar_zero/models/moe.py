@@ -27,25 +27,15 @@ JITTER = 0.01
 
 @dataclass(frozen=True)
 class Routing:
-    """The routing of one forward pass: S tokens, E experts, k of them for each token.
+    """The routing of one forward pass: S tokens, E experts, k of them for each token."""
 
-    Attributes:
-        experts: int64 (k, S), each token's experts, the most probable first; -1 where it was dropped.
-        slots: int64 (k, S), the token's place among those of its expert.
-        weights: float32 (k, S), of the experts' outputs; 0 where it was dropped.
-        capacity: places of an expert.
-        tokens: int64 (E,), tokens that each expert receives.
-        probabilities: float32 (S, E), of the gate, detached.
-        load_balance_loss: float32 scalar, 1 if the load is even, up to E if one expert receives all tokens.
-    """
-
-    experts: Tensor
-    slots: Tensor
-    weights: Tensor
-    capacity: int
-    tokens: Tensor
-    probabilities: Tensor
-    load_balance_loss: Tensor
+    experts: Tensor  # int64 (k, S), each token's experts, the most probable first; -1 where it was dropped
+    slots: Tensor  # int64 (k, S), the token's place among those of its expert
+    weights: Tensor  # float32 (k, S), of the experts' outputs; 0 where it was dropped
+    capacity: int  # places of an expert
+    tokens: Tensor  # int64 (E,), tokens that each expert receives
+    probabilities: Tensor  # float32 (S, E), of the gate, detached
+    load_balance_loss: Tensor  # float32 scalar, 1 if the load is even, up to E if one expert receives all tokens
 
 
 class Gate(nn.Module):

@@ -47,15 +47,10 @@ def agree_on_checkpoint(run: Run, places: Sequence[Place]) -> Run:
 
 
 def check_checkpoint(run: Run) -> SourceName | None:
-    """Refuses a checkpoint that cannot be resumed. Every rank must call it.
+    """Refuses a checkpoint that cannot be resumed, and returns the source of its images; None for a run that begins.
 
-    Only rank 0 reads: it compares the checksums, and reads names and shapes without the tensors' values.
-
-    Returns:
-        The source of the checkpoint's images; None for a run that begins.
-
-    Raises:
-        UsageError: it is damaged, of another model or other images, or cannot be trusted.
+    Every rank must call it. Only rank 0 reads: it compares the checksums, and reads names and shapes without the
+    tensors' values. Raises UsageError: it is damaged, of another model or other images, or cannot be trusted.
     """
     config = run.config
 

@@ -36,17 +36,11 @@ WRAPPERS = ("state_dict", "model")
 
 @dataclass(frozen=True)
 class Match:
-    """The weights in a file that fit a model.
+    """The weights in a file that fit a model."""
 
-    Attributes:
-        loaded: by the model's own names.
-        initialised: names and shapes of what the file lacks, or has in another shape.
-        unused: names and shapes of what the model lacks, or has in another shape.
-    """
-
-    loaded: dict[str, Tensor]
-    initialised: list[str]
-    unused: list[str]
+    loaded: dict[str, Tensor]  # by the model's own names
+    initialised: list[str]  # names and shapes of what the file lacks, or has in another shape
+    unused: list[str]  # names and shapes of what the model lacks, or has in another shape
 
     def summary(self, run_dir: Path) -> str:
         """Returns a line for the console; if it leaves names out, writes all of them into the run folder."""

@@ -59,18 +59,14 @@ class Averaging(Callback):
 
     def __init__(self, ema: float, swa_from: float):
         self._kind = "ema" if ema else "swa"
-        self._max_count = 1 / (1 - ema) - 1 if ema else math.inf
-        """Bound of the count that weighs the average against new weights."""
+        self._max_count = 1 / (1 - ema) - 1 if ema else math.inf  # weighs the average against new weights
         self._swa_from = swa_from
         self._first_step = 0
         self._count = 0
         self._averages: list[Tensor] = []
-        self._held: list[Any] = []
-        """What is averaged, in the order of `_averages`."""
-        self._newest: list[Tensor] = []
-        """The training's own weights, while the model has the averages."""
-        self._stale = False
-        """Whether the average's batch norms have statistics of other weights."""
+        self._held: list[Any] = []  # what is averaged, in the order of `_averages`
+        self._newest: list[Tensor] = []  # the training's own weights, while the model has the averages
+        self._stale = False  # whether the average's batch norms have statistics of other weights
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Looks up what is averaged, and from which step."""

@@ -50,18 +50,15 @@ class TrainingCurves(Callback):
     _interval: Interval
 
     def __init__(self, writes_losses: bool = True):
+        # Of the newest point: train/loss, the mean over the micro-batches of its interval and over all ranks;
+        # train/grad_norm; train/learning_rate; train/epoch, passes over the training images; this rank's losses.
         self.last_loss: float | None = None
-        """train/loss of the newest point: mean over the micro-batches of its interval and over all ranks."""
         self.last_gradient_norm: float | None = None
-        """train/grad_norm of the newest point."""
         self.last_learning_rate: float | None = None
-        """train/learning_rate of the newest point."""
         self.last_epoch = 0.0
-        """train/epoch of the newest point: passes over the training images."""
+        self.logged_losses: Tensor | None = None
         self.losses: list[Tensor] = []
         """Loss of each micro-batch since the newest point, on the device."""
-        self.logged_losses: Tensor | None = None
-        """This rank's losses of the newest point."""
         self._writes_losses = writes_losses
         self._step_ends: list[int] = []
         self._logged_step = 0

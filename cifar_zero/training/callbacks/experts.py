@@ -20,17 +20,10 @@ from cifar_zero.training.callbacks.figures import write_figure
 class Seen:
     """What a gate of E experts did since the newest point, on this rank and its device."""
 
-    tokens: list[Tensor] = field(default_factory=list)
-    """int64 (E,) of each micro-batch: tokens that each expert took."""
-
-    load_balance_losses: list[Tensor] = field(default_factory=list)
-    """float32 scalars, one of each micro-batch."""
-
-    probabilities: Tensor | None = None
-    """float32 (S, E), of the last micro-batch alone."""
-
-    routes: int = 0
-    """Experts that all tokens asked for: tokens x top_k."""
+    tokens: list[Tensor] = field(default_factory=list)  # int64 (E,) of each micro-batch: tokens that each expert took
+    load_balance_losses: list[Tensor] = field(default_factory=list)  # float32 scalars, one of each micro-batch
+    probabilities: Tensor | None = None  # float32 (S, E), of the last micro-batch alone
+    routes: int = 0  # experts that all tokens asked for: tokens x top_k
 
 
 class Experts(Callback):

@@ -53,13 +53,10 @@ def training_flops(
 class Peak(NamedTuple):
     """FLOP/s of one GPU without sparsity, two for each multiply-add; None for a type that its tensor cores lack."""
 
-    float32: float
-    """Outside the tensor cores."""
-
+    float32: float  # outside the tensor cores
     tfloat32: float | None
     bfloat16: float | None
-    float16: float | None
-    """The peak with accumulation in float32, which torch uses."""
+    float16: float | None  # with accumulation in float32, which torch uses
 
 
 # Half of the figure if a data sheet only gives it with sparsity. Patterns are searched in the name that

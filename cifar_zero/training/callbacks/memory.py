@@ -21,7 +21,6 @@ from cifar_zero.training.callbacks.curves import Interval, log_scalars
 PARTS = ("mem/parameter_rank_bytes", "mem/gradient_rank_bytes", "mem/optimizer_rank_bytes")
 """The summands of mem/model_state_rank_bytes."""
 
-
 ZERO_GRADIENTS = (
     # deepspeed/runtime/zero/stage_1_and_2.py: of this rank's part
     "averaged_gradients",

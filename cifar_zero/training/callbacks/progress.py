@@ -16,7 +16,6 @@ from cifar_zero.training.callbacks.throughput import RATES
 BAR_INTERVAL_S = 0.25
 """Seconds between two updates of the bar on a terminal."""
 
-
 LINE = {
     "loss": "Loss: {:.4f}",
     "learning_rate": "Learning rate: {:.4g}",

@@ -55,8 +55,7 @@ class Interrupt(Callback):
     """
 
     def __init__(self) -> None:
-        self.signal: int | None = None
-        """What ended the training; None if nothing did."""
+        self.signal: int | None = None  # what ended the training; None if nothing did
         self._agreement = Agreement()
         self._requested: int | None = None
         self._previous: dict[int, Any] = {}
