@@ -29,11 +29,15 @@ class OptimizerOptions(Options):
     """Parameters that decay. matrices: weights of two and more dimensions, no biases and norms. all: all."""
 
     def build(self, parameters: Any, implementation: Implementation) -> Any:
-        """Returns the optimizer of `parameters`, or of groups of them: torch's class of the same name, where DeepSpeed
-        has none."""
+        """Returns the optimizer of `parameters`, or of groups of them: the class of `torch_updates` for it, or torch's
+        of the same name, where DeepSpeed has none."""
         import torch
 
-        return getattr(torch.optim, type(self).__name__)(parameters, **self.torch_options())
+        from cifar_zero.optimizers import torch_updates
+
+        name = type(self).__name__
+        kind = getattr(torch_updates, f"Torch{name}", None) or getattr(torch.optim, name)
+        return kind(parameters, **self.torch_options())
 
     def torch_options(self) -> dict[str, Any]:
         """The fields as torch's optimizers take them; `weight_decay_on` acts through the groups instead."""
@@ -145,12 +149,6 @@ class Adagrad(OptimizerOptions):
     eps: float = 1e-10
     """Added to the denominator."""
 
-    def build(self, parameters: Any, implementation: Implementation) -> Any:
-        """torch's update under every strategy."""
-        from cifar_zero.optimizers.torch_updates import TorchAdagrad
-
-        return TorchAdagrad(parameters, **self.torch_options())
-
 
 @dataclass
 class Adadelta(OptimizerOptions):
@@ -178,16 +176,6 @@ class Lion(OptimizerOptions):
 
     betas: tuple[float, float] = limited((0.9, 0.99), below=1)
     """Share of the momentum in the update's direction, and decay of the momentum itself."""
-
-    def build(self, parameters: Any, implementation: Implementation) -> Any:
-        """Our own under every strategy: torch (2.15) has none.
-
-        DeepSpeed's (0.19.8, csrc/lion) take the sign of 0 as 1 or -1: a weight without a gradient, behind a dead ReLU
-        for example, drifts by the learning rate in each step.
-        """
-        from cifar_zero.optimizers.torch_updates import TorchLion
-
-        return TorchLion(parameters, **self.torch_options())
 
 
 @dataclass

@@ -89,7 +89,8 @@ class TorchLion(GroupOptimizer):
     """Algorithm 2 of Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", for all parameters at once.
 
     The options are lr, weight_decay and betas: share of the momentum in the update's direction, and decay of the
-    momentum itself.
+    momentum itself. torch (2.15) has no Lion. DeepSpeed's (0.19.8, csrc/lion) take the sign of 0 as 1 or -1: a weight
+    without a gradient, behind a dead ReLU for example, drifts by the learning rate in each step.
     """
 
     def update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:

@@ -1,7 +1,4 @@
-"""Tests a checkpoint of any strategy on one device: the same metrics as at the end of its run.
-
-python evaluate.py RUN_OR_CHECKPOINT [--data.root DIR] [--accelerator cpu]
-"""
+"""Tests a checkpoint of any strategy on one device: the same metrics as at the end of its run; see --help."""
 
 import argparse
 import sys

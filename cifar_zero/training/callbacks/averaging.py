@@ -77,7 +77,8 @@ class Averaging(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Adds the newest weights to the average, after an optimizer step or at the end of an epoch."""
         accumulating = (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch
-        if accumulating or (self._kind == "swa" and not self._is_end(trainer)):
+        ends = trainer.is_last_batch or trainer.global_step == trainer.max_steps
+        if accumulating or (self._kind == "swa" and not (ends and trainer.global_step >= self._first_step)):
             return
         with torch.no_grad():
             values = [part if part.dtype == torch.float32 else part.float() for part in map(own_part, self._held)]
@@ -87,10 +88,6 @@ class Averaging(Callback):
                 self._averages = [value.clone() for value in values]
         self._count += 1
         self._stale = self._kind == "swa"
-
-    def _is_end(self, trainer: Trainer) -> bool:
-        ends = trainer.is_last_batch or trainer.global_step == trainer.max_steps
-        return ends and trainer.global_step >= self._first_step
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Adds the averages by the plain model's names, at stage 3 this rank's shards; called on every rank."""
