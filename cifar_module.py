@@ -24,8 +24,7 @@ from cifar_zero.optimizers import OPTIMIZERS
 from cifar_zero.optimizers.groups import keep_own_options, lay_like_parameters, parameter_groups
 from cifar_zero.schedules import SCHEDULES, settled
 from cifar_zero.schedules.plain import Constant, Schedule
-from cifar_zero.training import losses
-from cifar_zero.training.metrics import CurveMetrics, SplitMetrics
+from cifar_zero.training.metrics import CurveMetrics, SplitMetrics, loss
 
 STARTING_IMAGES = 1000
 """Training images from which a model may compute initial weights: 961,000 patches for 78 covariances."""
@@ -125,11 +124,11 @@ class CIFARModule(LightningModule):
 
     def _loss(self, images: Tensor, labels: Tensor) -> Tensor:
         with save_on_cpu(pin_memory=True) if self.config.activation_offload else nullcontext():
-            loss = losses.loss(self.config.loss, self.forward(images).float(), labels, self.config.label_smoothing)
+            total = loss(self.config.loss, self.forward(images).float(), labels, self.config.label_smoothing)
         for gate in self.gates:
             if gate.options.load_balance and gate.routing is not None:
-                loss = loss + gate.options.load_balance * gate.routing.load_balance_loss
-        return loss
+                total = total + gate.options.load_balance * gate.routing.load_balance_loss
+        return total
 
     def _finite_on_all_ranks(self, loss: Tensor) -> bool:
         # Lightning's reduce_boolean_decision (2.6.6) would add a barrier to each micro-batch.

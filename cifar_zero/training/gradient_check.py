@@ -8,7 +8,7 @@ from torch import Tensor
 from cifar_zero.checkpoints.finetuning import network
 from cifar_zero.config.run import Run
 from cifar_zero.models import IMAGE_SHAPE
-from cifar_zero.training.losses import loss
+from cifar_zero.training.metrics import loss
 
 IMAGES = 4
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cifar_zero.data.dataset import IGNORED
-from cifar_zero.training.losses import loss
+from cifar_zero.training.metrics import loss
 
 SCORES = torch.tensor([[2.0, -1.0, 0.5], [0.0, 0.3, -2.0], [1.0, 1.0, 1.0]])
 LABELS = torch.tensor([0, 2, IGNORED])
