@@ -77,8 +77,8 @@ class Averaging(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Adds the newest weights to the average, after an optimizer step or at the end of an epoch."""
         accumulating = (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch
-        ends = trainer.is_last_batch or trainer.global_step == trainer.max_steps
-        if accumulating or (self._kind == "swa" and not (ends and trainer.global_step >= self._first_step)):
+        ends = self._kind == "ema" or trainer.is_last_batch or trainer.global_step == trainer.max_steps
+        if accumulating or not ends or (self._first_step and trainer.global_step < self._first_step):
             return
         with torch.no_grad():
             values = [part if part.dtype == torch.float32 else part.float() for part in map(own_part, self._held)]
