@@ -23,8 +23,9 @@ def external(num_classes: int, options: models.External) -> nn.Module:
     """Returns a model that maps images (N, 3, H, W) to scores (N, num_classes). Raises ValueError: the package is not
     installed, it has no such classifier, or the classifier no such option."""
     make, fixed = _of_package(options)
-    try:  # an option that is given twice is a TypeError
-        net = built(lambda: make(options.architecture, num_classes=num_classes, **fixed, **options.kwargs))
+    given = {"num_classes": num_classes, **options.kwargs}
+    try:  # an option of ours that is also given is a TypeError
+        net = built(lambda: make(options.architecture, **fixed, **given))
     except TypeError as error:
         raise ValueError(f"kwargs do not fit: {short(error)}") from error
     if not options.image_size:
