@@ -47,11 +47,9 @@ class CIFARModule(LightningModule):
         self.inputs = config.data.inputs
         self.skip_nan = config.on_nan == "skip" and not config.find_lr
         self._weights = weights or {}
-        self.skipped = 0
-        """Micro-batches left out by `skip_nan`."""
+        self.skipped = 0  # micro-batches left out by `skip_nan`
         self.net: nn.Module | None = None
-        self.gates: tuple[Gate, ...] = ()
-        """The gates of the mixtures of experts, during a fit."""
+        self.gates: tuple[Gate, ...] = ()  # of the mixtures of experts, during a fit
         self.val_metrics = SplitMetrics(num_classes, config.loss)
         self.test_metrics = CurveMetrics(num_classes, config.loss)
 

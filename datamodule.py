@@ -27,15 +27,13 @@ class CIFARDataModule(LightningDataModule):
     `source`, if not of --data.source; see `starting.check_checkpoint`.
     """
 
-    dataset: Dataset
-    """All images, after `setup`."""
+    dataset: Dataset  # all images, after `setup`
 
     def __init__(self, config: Config, source: SourceName | None = None) -> None:
         super().__init__()
         self.config = config
         self._data = replace(config.data, source=source or config.data.source)
-        self.source = ""
-        """Name of the source in use, once it is known."""
+        self.source = ""  # name of the source in use, once it is known
         self._train = self._val = np.empty(0, np.int64)
         self._stored: dict[tuple[int, torch.device], Stored] = {}
 

@@ -23,8 +23,7 @@ class AtomicCheckpointIO(CheckpointIO):
     float32 weights are written next to each checkpoint. For `trust` see `safe_load.load`.
     """
 
-    failure = ""
-    """Why the newest checkpoint could not be written; empty if it was."""
+    failure = ""  # why the newest checkpoint could not be written; empty if it was
 
     def __init__(self, trust: bool = False, save_weights: bool = False):
         self.trust = trust

@@ -23,8 +23,7 @@ class Augmentation:
     def __init__(self, config: AugmentConfig, count: int, num_classes: int, seed: int, inputs: Inputs = PLAIN) -> None:
         self._config, self._count, self._num_classes, self._seed = config, count, num_classes, seed
         self._transforms = transforms_of(config)
-        self.in_groups = bool(self._transforms)
-        """Whether transforms are drawn for groups of images."""
+        self.in_groups = bool(self._transforms)  # whether transforms are drawn for groups of images
         self.inputs = inputs
 
     def draw(self, epoch: int) -> Draws:

@@ -67,10 +67,8 @@ class Stored:
 class Resumable:
     """Tracks a loader's position in its epoch, for Lightning's checkpoints."""
 
-    batch_sampler: Order
-    """The order, under the name where Lightning and DeepSpeed look for the batch size."""
-    _given = 0
-    """Micro-batches that this epoch has given so far; 0 at its end."""
+    batch_sampler: Order  # the order, under the name where Lightning and DeepSpeed look for the batch size
+    _given = 0  # micro-batches that this epoch has given so far; 0 at its end
     _resumed: Mapping[str, int] = {}
 
     def state_dict(self) -> dict[str, int]:
@@ -111,8 +109,7 @@ class MemoryLoader(Resumable):
         channels_last: bool = False,
     ) -> None:
         self.batch_sampler = order
-        self.sampler = order.sampler
-        """Lightning calls its `set_epoch` before each training epoch."""
+        self.sampler = order.sampler  # Lightning calls its `set_epoch` before each training epoch
         self._stored = stored or Stored(split.images, "cpu")
         self._indices = torch.from_numpy(split.indices)
         self._labels = torch.from_numpy(split.labels)
@@ -120,8 +117,7 @@ class MemoryLoader(Resumable):
         self._format = memory_format(self._stored.device, channels_last)
         images = self._augmentation.inputs.as_many(BLOCK_IMAGES[self._stored.device.type])
         images *= GROUPED_BLOCK if self._augmentation.in_groups else 1
-        self._block = math.ceil(images / order.batch_size)
-        """Micro-batches in a block."""
+        self._block = math.ceil(images / order.batch_size)  # micro-batches in a block
 
     def __len__(self) -> int:
         """Micro-batches in an epoch."""

@@ -64,8 +64,7 @@ class Model(Options):
     network: ClassVar[str]
     """Module of models/, and what in it takes the number of classes and this entry, and returns the network."""
 
-    tokens_per_image: ClassVar[int] = 0
-    """Patches of an image that a transformer computes with; 0 for other models."""
+    tokens_per_image: ClassVar[int] = 0  # patches of an image that a transformer computes with; 0 for other models
 
     def build(self, num_classes: int) -> "nn.Module":
         """Returns the model with freshly initialised weights and `num_classes` scores."""

@@ -46,8 +46,7 @@ class Gate(nn.Module):
     an image's scores do not depend on the others of its batch.
     """
 
-    routing: Routing | None = None
-    """The routing of the last forward pass, for the loss and the metrics."""
+    routing: Routing | None = None  # of the last forward pass, for the loss and the metrics
 
     def __init__(self, hidden_size: int, num_experts: int, options: MixtureOptions):
         super().__init__()

@@ -72,8 +72,8 @@ class SplitMetrics:
         options = {"ignore_index": IGNORED, "validate_args": False}
         # A sum keeps a NaN. torchmetrics' MeanMetric (1.9.0) drops it, or its weights with nan_strategy="disable".
         self.loss_sum = SumMetric(nan_strategy="disable")
+        # Its `update_called` says whether anything was counted since the last `reset`.
         self.confusion = MulticlassConfusionMatrix(num_classes, **options)
-        """Its `update_called` says whether anything was counted since the last `reset`."""
         self.calibration = Calibration()
         self.top_sum = SumMetric(nan_strategy="disable") if num_classes > TOP else None
 

@@ -57,8 +57,7 @@ class TrainingCurves(Callback):
         self.last_learning_rate: float | None = None
         self.last_epoch = 0.0
         self.logged_losses: Tensor | None = None
-        self.losses: list[Tensor] = []
-        """Loss of each micro-batch since the newest point, on the device."""
+        self.losses: list[Tensor] = []  # of each micro-batch since the newest point, on the device
         self._writes_losses = writes_losses
         self._step_ends: list[int] = []
         self._logged_step = 0

@@ -54,8 +54,8 @@ class Memory(Callback):
         self._state_step = 0
         self._states = (0, 0, 0)
         keys = ("mem/peak_rank_bytes", "mem/model_state_rank_bytes", *PARTS)
+        # mem/* of metrics.json, one value per rank, after the fit
         self.totals: dict[str, list[int]] = {key: [] for key in keys}
-        """mem/* of metrics.json, one value per rank, after the fit."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the first interval."""

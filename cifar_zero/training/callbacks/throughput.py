@@ -98,8 +98,7 @@ class Throughput(Callback):
         self._on_point = on_point
         self._flops_per_step = flops_per_step
         self._recomputed_flops_per_step = recomputed_flops_per_step
-        self.peak_flops: float | None = None
-        """FLOP/s that all devices together can reach, if known."""
+        self.peak_flops: float | None = None  # FLOP/s that all devices together can reach, if known
         self._fit_started = self._fit_seconds = 0.0
         self._seconds_to_first_step: float | None = None
         self._first_step = self._first_timed_step = 0
