@@ -15,7 +15,7 @@ from cifar_zero.checkpoints import run_folder
 from cifar_zero.comparison import report
 from cifar_zero.comparison.reading import grouped, load, perturbed_runs
 from cifar_zero.comparison.recorded import own_module
-from cifar_zero.comparison.recorded.cases import RECIPE, Case, plan_cases
+from cifar_zero.comparison.recorded.cases import RECIPE, plan_cases
 from cifar_zero.comparison.result import Comparison, Run
 from cifar_zero.comparison.trainings import PERTURB, PERTURBED, Planned, Runner, plan, prepare
 from cifar_zero.config import command_line
@@ -72,9 +72,6 @@ def main(
     # After a SLURM requeue the comparison starts again: its runs must not resume.
     os.environ.pop("SLURM_RESTART_COUNT", None)
     exits.stop_at_signals()
-    if arguments.acceptance and arguments.print_cases:
-        print(*(case.name for case in _cases(arguments, rest)), sep="\n")
-        return 0
     compare = of_trainings
     for mode, given in ((of_cases, arguments.acceptance), (of_module, arguments.module), (of_runs, arguments.runs)):
         compare = mode if given else compare
@@ -103,10 +100,16 @@ def perturb(flags: list[str], train: Callable[..., Any], module_class: Callable[
 
 
 def of_cases(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
-    """Trains the cases of the acceptance; returns the folder of the report, and the comparison."""
+    """Trains the cases of the acceptance; returns the folder of the report, and the comparison. --print_cases exits."""
+    if rest or arguments.runs or arguments.accumulate:
+        known = "--strategies, --devices, --seeds, --quick or --junit"
+        raise UsageError(f"--acceptance trains cases of its own: give only {known}")
+    cases = plan_cases(arguments.strategies or (), _ranks(arguments, 0), arguments.quick, arguments.seeds or 1)
+    if arguments.print_cases:
+        print(*(case.name for case in cases), sep="\n")
+        raise SystemExit(0)
     from cifar_zero.comparison.recorded.trials import try_all
 
-    cases = _cases(arguments, rest)
     folder = run_folder.claim(arguments.out, arguments.name or "acceptance")
     program = [os.path.abspath(sys.argv[0]), TRAIN_JOBS]
     return folder, try_all(cases, folder, program, _command(), f"acceptance: {len(cases)} cases", RECIPE)
@@ -126,13 +129,6 @@ def of_module(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparis
     folder = run_folder.claim(arguments.out, arguments.name or name)
     recipe = {"module": arguments.module, "datamodule": arguments.datamodule or "the module's own loader"}
     return folder, try_all(cases, folder, own_module.PROGRAM, _command(), f"{name}: {len(cases)} cases", recipe)
-
-
-def _cases(arguments: Namespace, rest: Sequence[str]) -> Sequence[Case]:
-    if rest or arguments.runs or arguments.accumulate:
-        known = "--strategies, --devices, --seeds, --quick or --junit"
-        raise UsageError(f"--acceptance trains cases of its own: give only {known}")
-    return plan_cases(arguments.strategies or (), _ranks(arguments, 0), arguments.quick, arguments.seeds or 1)
 
 
 def _ranks(arguments: Namespace, default: int) -> int:

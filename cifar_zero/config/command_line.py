@@ -8,6 +8,7 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,9 @@ from cifar_zero.optimizers import OFFLOADED_BY, OPTIMIZERS
 
 SWITCHES = ("trust", *(field.name for field in fields(Config) if field.default is False))
 """Flags that need no value."""
+
+CALLBACKS = r"--trainer\.callbacks([.+=]|$)"
+"""Flags of the callbacks, in all forms of LightningCLI."""
 
 LISTS = ("logger", "hparams", "trainable", "wandb_tags", "lora.target")
 """Flags that take several values."""
@@ -86,7 +90,7 @@ def parse(argv: list[str] | None = None) -> Config:
     """
     tree, argv = deepspeed_examples.take(sys.argv[1:] if argv is None else argv)
     short, rest = _short_forms().parse_known_args(argv)
-    rest = _split_callbacks(rest)[1]
+    rest = split(rest, CALLBACKS)[1]
     for file in short.config:
         recipe = _read_yaml(file)
         if Path(theirs := recipe.get("ds_config") or "").is_file():  # what a finished run needs no more
@@ -130,7 +134,7 @@ def choosing(strategy: str) -> list[str]:
 def consent(argv: list[str] | None = None) -> Consent:
     """Returns the consent to run code that a command line gives; see `parse` for errors in it."""
     short, rest = _short_forms().parse_known_args(sys.argv[1:] if argv is None else argv)
-    return Consent(short.trust is True, tuple(_split_callbacks(rest)[0]))
+    return Consent(short.trust is True, tuple(split(rest, CALLBACKS)[0]))
 
 
 def dump(config: Config) -> str:
@@ -160,16 +164,15 @@ def _short_forms() -> argparse.ArgumentParser:
     return parser
 
 
-def _split_callbacks(flags: list[str]) -> tuple[list[str], list[str]]:
-    """Returns the flags --trainer.callbacks, in all forms of LightningCLI, and the other flags."""
-    own: list[str] = []
+def split(flags: Sequence[str], pattern: str) -> tuple[list[str], list[str]]:
+    """Returns the flags of which a regular expression matches the beginning, with their values, and the others."""
+    found: list[str] = []
     others: list[str] = []
-    takes_value = False
+    matches = False
     for flag in flags:
-        starts = re.match(r"--trainer\.callbacks[.+=]|--trainer\.callbacks$", flag)
-        (own if starts or takes_value else others).append(flag)
-        takes_value = bool(starts) and "=" not in flag
-    return own, others
+        matches = re.match(pattern, flag) is not None if flag.startswith(("--", "-h")) else matches
+        (found if matches else others).append(flag)
+    return found, others
 
 
 def _parser(names: dict[str, str], with_help: bool) -> ArgumentParser:

@@ -2,14 +2,19 @@
 
 import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from operator import ge, gt, le, lt
 from typing import Any, TypeVar
 
 Value = TypeVar("Value")
 
 SHOWN = 3
 """Number of names that an error shows of a long list."""
+
+LIMITS: dict[str, tuple[str, Callable[[Any, Any], bool]]]
+LIMITS = {"at_least": ("at least", ge), "over": ("over", gt), "below": ("under", lt), "at_most": ("at most", le)}
+"""Limits of `limited`: in words, and what a number within them holds."""
 
 
 def nearest(word: str, words: Iterable[str], most: int = 1, cutoff: float = 0.5, otherwise: str = "") -> str:
@@ -33,28 +38,15 @@ def nearest_few(pattern: str, names: Sequence[str]) -> str:
 def check_numbers(options: Any) -> None:
     """Raises ValueError unless each number in a dataclass's fields is finite and within its limits, see `limited`."""
     for option in fields(options):
-        value = getattr(options, option.name)
+        value, given = getattr(options, option.name), option.metadata
+        limits = given if "over" in given else {"at_least": 0, **given}
         for number in value if isinstance(value, (tuple, list)) else [value]:
-            if isinstance(number, (int, float)):
-                _check_range(option.name, number, **option.metadata)
-
-
-def _check_range(
-    name: str,
-    value: float,
-    at_least: float = 0,
-    over: float | None = None,
-    below: float | None = None,
-    at_most: float | None = None,
-) -> None:
-    limits = [f"at least {at_least}" if over is None else f"over {over}"]
-    limits += [f"under {below}"] if below is not None else []
-    limits += [f"at most {at_most}"] if at_most is not None else []
-    enough = value >= at_least if over is None else value > over
-    small = (below is None or value < below) and (at_most is None or value <= at_most)
-    if not (enough and small and math.isfinite(value)):
-        finite = [] if math.isfinite(value) else ["finite"]
-        raise ValueError(f"{name} must be {' and '.join(limits + finite)}, not {value}")
+            if not isinstance(number, (int, float)):
+                continue
+            finite = math.isfinite(number)
+            if not (finite and all(LIMITS[name][1](number, limit) for name, limit in limits.items())):
+                wanted = [f"{LIMITS[name][0]} {limit}" for name, limit in limits.items()] + ["finite"] * (not finite)
+                raise ValueError(f"{option.name} must be {' and '.join(wanted)}, not {number}")
 
 
 def limited(default: Value, **limits: float) -> Value:

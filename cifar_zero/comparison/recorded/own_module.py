@@ -32,6 +32,9 @@ STEPS = 20
 
 PARTS = ("module", "datamodule")
 
+OF_USER = r"--(data)?module([.=]|$)"
+"""Flags of the user's classes and of their arguments."""
+
 OURS = ("precision", "gradient_clip_val", "max_steps", "seed", "accelerator", "timeout", "zero", "offload", "trainer")
 """Flags of train.py that apply to somebody's own module; of the last three all that begin so."""
 
@@ -48,7 +51,7 @@ def plan(strategies: Sequence[str], ranks: int, accumulate: Sequence[str], flags
     Without `strategies` they are those of DEFAULT that can train here. Raises UsageError if a flag is not for this, or
     a named strategy cannot train here.
     """
-    of_user, ours = split(flags)
+    of_user, ours = command_line.split(flags, OF_USER)
     for part in PARTS:
         _instance(part, of_user, build=False)
     for flag in (flag for flag in ours if flag.startswith("--")):
@@ -79,18 +82,6 @@ def plan(strategies: Sequence[str], ranks: int, accumulate: Sequence[str], flags
             title = name if len(accumulate) < 2 else f"{name}, accumulate {parts}"
             cases.append(Case(title, name, int(parts), precision, job, reference, must_learn=False))
     return cases
-
-
-def split(flags: Sequence[str], parts: Sequence[str] = PARTS) -> tuple[list[str], list[str]]:
-    """Returns the flags --module and --datamodule (or one of them) with their arguments, and the other flags."""
-    of_user: list[str] = []
-    others: list[str] = []
-    belongs = False
-    for flag in flags:
-        if flag.startswith("--"):
-            belongs = flag[2:].split("=")[0].split(".")[0] in parts
-        (of_user if belongs else others).append(flag)
-    return of_user, others
 
 
 def train(flags: list[str], sign: int, folder: Path) -> Record:
@@ -183,7 +174,7 @@ def assert_agrees(
 
 def _training(flags: Sequence[str]) -> list[str]:
     """Returns the flags of train.py of a job. The model and the images of a recipe do not matter."""
-    _, ours = split(flags)
+    _, ours = command_line.split(flags, OF_USER)
     config = command_line.parse(ours)
     small = ["--data.source", "synthetic", "--data.synthetic_size", "64", "--fast_loop", "false"]
     batch = ["--batch_size", str(config.world_size * config.accumulate), "--epochs", str(config.max_steps)]
@@ -195,7 +186,7 @@ def _instance(part: str, flags: Sequence[str], build: bool = True) -> Any:
     unless `build`: then the flags are only checked."""
     from jsonargparse import ArgumentError, ArgumentParser
 
-    mine, _ = split(flags, (part,))
+    mine, _ = command_line.split(flags, rf"--{part}([.=]|$)")
     if f"--{part}" not in mine:
         return None
     place = mine.index(f"--{part}")

@@ -54,7 +54,7 @@ def try_all(
         recipe=dict(recipe),
         reference="the same in plain PyTorch",
         variants=[_judged(case, jobs, folder, errors, notes) for case in cases],
-        notes=notes,
+        notes=[*dict.fromkeys(notes)],
         stopped_by=stopped_by,
     )
 
@@ -96,7 +96,7 @@ def _train(
 
 def _judged(case: Case, jobs: Sequence[Job], folder: Path, errors: Mapping[Job, str], notes: list[str]) -> Variant:
     """Returns a case with its verdict, or with the reason why there is none; adds to the notes what a reader must know
-    of its reference, once."""
+    of its reference."""
     command = f"python train.py {shlex.join(case.ours.flags)}" if case.must_learn else ""
     variant = Variant(case.name, case.strategy, case.ours.ranks, case.accumulate, command)
     failed = next((job for job in reversed(case.jobs) if job in errors), None)
@@ -119,9 +119,9 @@ def _judged(case: Case, jobs: Sequence[Job], folder: Path, errors: Mapping[Job, 
         elif failure and case.must_learn:
             variant.verdict = Verdict("different", remark=failure)
         elif failure:
-            notes += [note for note in [f"{failure[0].upper()}{failure[1:]}."] if note not in notes]
+            notes.append(f"{failure[0].upper()}{failure[1:]}.")
         for repeated in drifted[2:]:
             if (step := first_difference(repeated, reference)) is not None:
                 note = f"The reference does not repeat itself from step {step} on: its drift is part of the bounds."
-                notes += [note] if note not in notes else []
+                notes.append(note)
     return variant
