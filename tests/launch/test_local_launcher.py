@@ -62,7 +62,16 @@ def test_a_failed_rank_ends_the_run_and_is_named(tmp_path: Path):
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_is_named_with_its_signal(victim: int, tmp_path: Path):
-    done = launched(tmp_path, f"os.kill(os.getpid(), 9) if rank == {victim} else time.sleep(0.5) or sys.exit(1)")
+    body = f"""
+    if rank == {victim}:
+        open({str(tmp_path / "dying")!r}, "w").close()
+        os.kill(os.getpid(), 9)
+    while not os.path.exists({str(tmp_path / "dying")!r}):
+        time.sleep(0.05)
+    time.sleep(0.5)
+    sys.exit(1)
+    """
+    done = launched(tmp_path, body)
     assert done.returncode == 1
     assert done.stderr == f"error: rank {victim} ended with signal SIGKILL\n"
 
