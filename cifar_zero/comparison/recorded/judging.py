@@ -133,7 +133,9 @@ def values(ours: Record, reference: Record, step: int) -> Iterator[Value]:
             if share is not None:
                 certain = share <= UNCERTAIN
                 updates[name] = updates[name].where(certain, theirs[name])
-                slack[name] += FACTOR * float((theirs[name] * share).where(certain, 0.0).norm())
+                # Momentum may cancel a gradient: the update is small, though the gradient moves it as far as before.
+                moves = torch.stack([_moved(name, reference, earlier) for earlier in range(step)]).abs().amax(dim=0)
+                slack[name] += FACTOR * float((moves * share).where(certain, 0.0).norm())
         yield from _tensors("update of", updates, theirs, slack)
 
 
@@ -201,8 +203,11 @@ def _scalar(name: str, one: float, other: float) -> Value:
 
 def _update(record: Record, at: int) -> Tensors:
     """Returns by how much a step has moved the weights; not their values, in which a wrong step would not show."""
-    before, after = record.weights[at], record.weights[at + 1]
-    return {name: after[name].double() - before[name].double() for name in before}
+    return {name: _moved(name, record, at) for name in record.weights[at]}
+
+
+def _moved(name: str, record: Record, at: int) -> Tensor:
+    return record.weights[at + 1][name].double() - record.weights[at][name].double()
 
 
 def _tensors(kind: str, ours: Tensors, reference: Tensors, slack: Mapping[str, float]) -> Iterator[Value]:

@@ -81,6 +81,19 @@ def test_the_update_of_an_uncertain_gradient_is_not_judged():
     assert str(first_fault(ours, reference, [perturbed], "32-true")).startswith("step 1: update of a")
 
 
+def test_an_update_that_momentum_cancels_may_differ_as_the_one_before():
+    reference, perturbed, ours = trained(), trained(), trained()
+    for record, share in ((reference, 0.0), (perturbed, 0.05), (ours, 0.03)):
+        record.gradients[1]["a"][0, 0] *= 1 + share
+        first, second = (weights["a"][0, 0].item() for weights in record.weights[:2])
+        for after in record.weights[2:]:
+            after["a"] = after["a"].clone()
+            after["a"][0, 0] = second + (share * (second - first) if record is ours else 0)
+    assert first_fault(ours, reference, [perturbed], "32-true") is None
+    ours.weights[2]["a"][0, 0] += 0.5
+    assert str(first_fault(ours, reference, [perturbed], "32-true")).startswith("step 2: update of a")
+
+
 def test_two_broken_trainings_that_agree_do_not_pass():
     flat = Record(losses=[1.0] * 8)
     assert "did not fall" in learned(flat, flat)
