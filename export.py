@@ -1,4 +1,4 @@
-"""Writes a trained model as safetensors, ONNX or a state dict, or what was trained over it; see --help."""
+"""Writes a trained model as safetensors or ONNX, or what was trained over it; see --help."""
 
 import sys
 

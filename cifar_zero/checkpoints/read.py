@@ -45,11 +45,11 @@ def plain_network(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
     return merged(network(checkpoint), lora.get("alpha", 0.0))
 
 
-def load_weights(net: nn.Module, weights: Mapping[str, Tensor], checkpoint: str, hint: str = "") -> None:
+def load_weights(net: nn.Module, weights: Mapping[str, Tensor], checkpoint: str) -> None:
     """Loads weights into a model, or compares names and shapes if both are on torch's meta device. Raises UsageError:
-    weights are missing, unknown, or of another shape than the model's; `hint` ends the message."""
+    weights are missing, unknown, or of another shape than the model's."""
     try:
         net.load_state_dict(dict(weights))
     except RuntimeError as error:
         differing = short(str(error).partition(":")[2], 160)  # torch (2.15) names the class first, then what differs
-        raise UsageError(f"{checkpoint} is of another model: {differing}{hint}") from error
+        raise UsageError(f"{checkpoint} is of another model: {differing}") from error

@@ -6,9 +6,8 @@ To add a format, write functions like those of the others, and add a line to FOR
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,34 +33,30 @@ class Format:
     encode: Callable[[nn.Module, dict[str, str]], bytes]
     """Returns the content of the file, from the model and `safetensors_file.metadata_of`."""
 
-    load: Callable[[Path, Mapping[str, str] | None, bool], Classifier]
-    """Reads a file; `known` replaces missing metadata (see `classifier.build`), `trust` is of `safe_load.load`. Raises
-    UsageError if the file is damaged, or of another kind or model."""
+    load: Callable[[Path], Classifier]
+    """Reads a file. Raises UsageError if it is damaged, or of another kind or model."""
 
     summary: str  # half a line for --help
-    describes_itself: bool = True  # whether the file says which model and classes it has
     dtypes: tuple[str, ...] = ("float32", "bfloat16")  # number formats of the weights
     tolerance: float = 0.0  # largest relative and absolute difference of a float32 score from the checkpoint's
 
 
-def load(path: str, model: str = "", trust: bool = False, delta: str = "") -> Classifier:
+def load(path: str, trust: bool = False, delta: str = "") -> Classifier:
     """Returns a classifier from any export, or what `run_folder.find_checkpoint` accepts.
 
-    `model` is the name of the model, for a file that does not contain it, and `delta` a file of export.py --to delta to
-    apply to the weights; see `safe_load.load` for `trust`. Raises UsageError: there is no such file, it is damaged or
-    of another model, or it needs `model` or `trust`.
+    `delta` is a file of export.py --to delta to apply to the weights; see `safe_load.load` for `trust`. Raises
+    UsageError: there is no such file, it is damaged or of another model, or it needs `trust`.
     """
-    known = {"model": model} if model else {}
     file = find_checkpoint(path)
     for format in FORMATS.values():
         if file.suffix == format.suffix and not delta:
-            return format.load(file, known, trust)
+            return format.load(file)
     from cifar_zero.checkpoints.finetuning.load import together
     from cifar_zero.checkpoints.read import read
     from cifar_zero.exporting.classifier import of_checkpoint
 
     content = together(file, Path(delta), trust) if delta else read(file, trust)
-    return of_checkpoint(content, Path(delta) if delta else file, known)
+    return of_checkpoint(content, Path(delta) if delta else file)
 
 
 def _encode_safetensors(net: nn.Module, metadata: dict[str, str]) -> bytes:
@@ -70,31 +65,11 @@ def _encode_safetensors(net: nn.Module, metadata: dict[str, str]) -> bytes:
     return safetensors_file.encode(net.state_dict(), metadata)
 
 
-def _load_safetensors(file: Path, known: Mapping[str, str] | None, trust: bool) -> Classifier:
+def _load_safetensors(file: Path) -> Classifier:
     from cifar_zero.checkpoints.safetensors_file import read_safetensors
     from cifar_zero.exporting.classifier import build
 
-    return build(*read_safetensors(file), file, known)[1]
-
-
-def _encode_state_dict(net: nn.Module, metadata: dict[str, str]) -> bytes:
-    import torch
-
-    stream = BytesIO()
-    torch.save(dict(net.state_dict()), stream)
-    return stream.getvalue()
-
-
-def _load_state_dict(file: Path, known: Mapping[str, str] | None, trust: bool) -> Classifier:
-    from torch import Tensor
-
-    from cifar_zero.checkpoints import safe_load
-    from cifar_zero.exporting.classifier import build
-
-    weights = safe_load.load(file, trust)
-    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
-        raise UsageError(f"{file} is not a dict of plain tensors; the name of a checkpoint ends in .ckpt")
-    return build(weights, {}, file, known)[1]
+    return build(*read_safetensors(file), file)[1]
 
 
 def _encode_onnx(net: nn.Module, metadata: dict[str, str]) -> bytes:
@@ -119,14 +94,12 @@ def _encode_onnx(net: nn.Module, metadata: dict[str, str]) -> bytes:
     return model.SerializeToString()
 
 
-def _load_onnx(file: Path, known: Mapping[str, str] | None, trust: bool) -> Classifier:
+def _load_onnx(file: Path) -> Classifier:
     import onnxruntime
     import torch
 
     from cifar_zero.exporting.classifier import Classifier, inputs_of
 
-    if known:
-        raise UsageError(f"{file} contains the model itself: leave --model out")
     try:
         session = onnxruntime.InferenceSession(file.read_bytes(), providers=["CPUExecutionProvider"])
         about = session.get_modelmeta().custom_metadata_map
@@ -154,12 +127,5 @@ FORMATS = {
         "the model itself, for onnxruntime",
         dtypes=("float32",),  # onnxruntime (1.31) has no convolution in bfloat16 on the CPU
         tolerance=1e-4,  # it sums in another order: up to 1e-7 was measured with the tutorial's model
-    ),
-    "state_dict": Format(
-        ".pt",
-        _encode_state_dict,
-        _load_state_dict,
-        "only the weights, a dict for torch.load(weights_only=True)",
-        describes_itself=False,
     ),
 }

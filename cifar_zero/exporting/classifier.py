@@ -44,56 +44,35 @@ def inputs_of(metadata: Mapping[str, str]) -> Inputs:
     return inputs(int(metadata.get("image_size", IMAGE_SHAPE[1])), normalization)
 
 
-def of_checkpoint(content: Mapping[str, Any], file: Path, known: Mapping[str, str] | None = None) -> Classifier:
-    """Returns the classifier of a checkpoint that was read from `file`; see `build` for `known`."""
+def of_checkpoint(content: Mapping[str, Any], file: Path) -> Classifier:
+    """Returns the classifier of a checkpoint that was read from `file`; see `build`."""
     metadata = metadata_of(content, file.name) if RECORD in content else {}
-    return build(plain_network(content), metadata, file, known)[1]
+    return build(plain_network(content), metadata, file)[1]
 
 
-def build(
-    weights: Mapping[str, Tensor], metadata: Mapping[str, str], file: Path, known: Mapping[str, str] | None = None
-) -> tuple[nn.Module, Classifier]:
+def build(weights: Mapping[str, Tensor], metadata: Mapping[str, str], file: Path) -> tuple[nn.Module, Classifier]:
     """Returns the model with these weights in float32, in evaluation mode, and the classifier that runs it on the CPU.
 
-    The weights come from `file`, by the model's own names, in any floating-point format. `metadata` are those of
-    `safetensors_file.metadata_of`, empty if the file has none; `known` replaces them, with at least `model`. Without
-    `options` the model has its default options, without `classes` its classes are numbered, without `mean` its images
-    are normalised to [-1, 1]. Raises UsageError: the weights are of another model, or the model is given never or
-    twice.
+    The weights come from `file`, by the model's own names, in any floating-point format; `metadata` are those of
+    `safetensors_file.metadata_of`. Raises UsageError: there are none, or the weights are of another model.
     """
-    if "model" in metadata and known and known["model"] != metadata["model"]:
-        raise UsageError(f"{file} already names its model, {metadata['model']}: leave --model out")
-    about = metadata if "model" in metadata else known
-    if not about:
-        raise UsageError(f"{file} does not say which model it is of: add --model NAME ({', '.join(models.MODELS)})")
+    if "model" not in metadata:
+        raise UsageError(f"{file} does not say which model it is of: give a checkpoint of train.py, or an export of it")
     try:
-        options = json.loads(about.get("options", "{}"))
-        classes = json.loads(about["classes"]) if "classes" in about else _numbers(about["model"], options, weights)
-        net = models.build(about["model"], len(classes), **options).eval()
-        seen = inputs_of(about)
+        classes = json.loads(metadata["classes"])
+        net = models.build(metadata["model"], len(classes), **json.loads(metadata["options"])).eval()
+        seen = inputs_of(metadata)
     except (KeyError, TypeError, ValueError) as error:
-        hint = f"add --model {about['model']}, if you trust that code" if ".py:" in about["model"] else error
-        raise UsageError(f"{file} is of a model that is not known here: {about['model']} ({hint})") from error
-    hint = "" if "options" in about else " (--model uses default options; a safetensors file contains the run's)"
-    load_weights(net, weights, str(file), hint)
+        name = metadata["model"]
+        hint = f"add --model {name}, if you trust that code" if ".py:" in name else error
+        raise UsageError(f"{file} is of a model that is not known here: {name} ({hint})") from error
+    load_weights(net, weights, str(file))
 
     def scores(images: Tensor) -> Tensor:
         with torch.inference_mode():
             return net(images.contiguous(memory_format=memory_format(images.device)))
 
     return net, Classifier(scores, tuple(classes), seen)
-
-
-def _numbers(name: str, options: dict[str, Any], weights: Mapping[str, Tensor]) -> list[str]:
-    """Returns the labels as texts. Their number is the size of the dimension that is 2 in a model for two classes and 3
-    in a model for three."""
-    with torch.device("meta"):
-        two, three = (models.build(name, classes, **options).state_dict() for classes in (2, 3))
-    for key, value in two.items():
-        for axis, (size, other) in enumerate(zip(value.shape, three[key].shape, strict=True)):
-            if size != other and key in weights and weights[key].dim() == value.dim():
-                return [*map(str, range(weights[key].shape[axis]))]
-    return ["0"]  # of another model: load_state_dict will report it
 
 
 def compare_scores(expected: Tensor, found: Tensor, tolerance: float | None) -> None:

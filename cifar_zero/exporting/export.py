@@ -10,9 +10,8 @@ from cifar_zero.config.flags import DataConfig
 from cifar_zero.core import atomic, exits
 from cifar_zero.core.console import quieten
 from cifar_zero.core.errors import RunError, UsageError
-from cifar_zero.core.usage import nearest
 from cifar_zero.exporting import FORMATS
-from cifar_zero.models import MODELS, add_own
+from cifar_zero.models import add_own
 
 DELTA, DELTA_SUFFIX = "delta", ".delta.safetensors"
 """A format that is not in FORMATS: its file is not a complete model."""
@@ -71,7 +70,7 @@ def export(
     staged = atomic.staged(output)
     try:
         staged.write_bytes(format.encode(deepcopy(net).to(getattr(torch, dtype)), metadata))
-        written = format.load(staged, None if format.describes_itself else metadata, False)
+        written = format.load(staged)
         on_random_images(original, written, tolerance)
         if check:
             try:
@@ -93,17 +92,7 @@ def add_weight_options(parser: exits.Parser) -> None:
     add = parser.add_argument
     add("--delta", metavar="FILE", default="", help="file of export.py --to delta to apply to the weights")
     add("--trust", action="store_true", help="load a checkpoint that could run code; only if you trust its author")
-    model = "the model, for a file that does not name it (a state_dict), or in your own code (FILE.py:NAME)"
-    add("--model", metavar="NAME", type=_known_model, default="", help=model)
-
-
-def _known_model(name: str) -> str:
-    """Returns a model's name, after it has imported the user's own; argparse passes the default too, an empty one."""
-    if ":" in name and name not in MODELS:
-        add_own(name)
-    if name and name not in MODELS:
-        raise UsageError(f"--model {name}: {nearest(name, MODELS)}")
-    return name
+    add("--model", metavar="FILE.py:NAME", type=add_own, help="the code of the model, if it is your own")
 
 
 def _parse() -> Namespace:

@@ -33,7 +33,7 @@ def main() -> int:
     arguments = _parse()
     quieten()
     files = find_images(arguments.images)
-    classifier = load(arguments.network, arguments.model, arguments.trust, arguments.delta)
+    classifier = load(arguments.network, arguments.trust, arguments.delta)
     unreadable = 0
     for file, found in predict(classifier, files, arguments.top):
         if isinstance(found, UsageError):

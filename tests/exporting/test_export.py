@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +78,7 @@ def test_every_format_has_the_scores_of_the_checkpoint(checkpoint: Path, images:
         output = tmp_path / "exports" / f"net{format.suffix}"
         output.parent.mkdir(exist_ok=True)
         export.export(checkpoint, output, name, "float32")
-        scores = exporting.load(str(output), model="net" if name == "state_dict" else "").scores
+        scores = exporting.load(str(output)).scores
         torch.testing.assert_close(scores(images), expected, rtol=format.tolerance, atol=format.tolerance)
         assert torch.equal(scores(images).argmax(1), expected.argmax(1))
     assert {file.name for file in output.parent.iterdir()} == {f"net{format.suffix}" for format in formats.values()}
@@ -92,8 +91,7 @@ def test_a_user_reads_the_exports_with_only_torch(baseline: Path, images: Tensor
     assert re.search(r"last\.onnx: net, 62,006 parameters in float32, 0\.\d\d MB", done.stdout)
     accuracy = json.loads((folder / run_folder.METRICS).read_text())["test/acc"]
     assert f"test accuracy {100 * accuracy:.2f} %, the same class as the checkpoint's for each of 640" in done.stdout
-    for name in FORMATS.keys() - {"onnx"}:
-        export.export(baseline, baseline.with_suffix(FORMATS[name].suffix), name, "float32")
+    export.export(baseline, baseline.with_suffix(".safetensors"), "safetensors", "float32")
     np.save(tmp_path / "images.npy", images.numpy())
     code = "import sys, numpy, torch\nimages = torch.from_numpy(numpy.load(sys.argv[1]))\nfound = []\n"
     for snippet in SNIPPETS:
@@ -109,11 +107,10 @@ def test_a_user_reads_the_exports_with_only_torch(baseline: Path, images: Tensor
     assert_ok(done)
     with torch.inference_mode():
         expected = evaluated(baseline)(images)
-    assert len(SNIPPETS) == 3
-    found = json.loads(done.stdout)
-    assert len(found) == 2
-    for scores in found:  # rounded otherwise where that process has another number of threads
-        torch.testing.assert_close(torch.tensor(scores), expected, rtol=1e-5, atol=1e-6)
+    assert len(SNIPPETS) == 2
+    (scores,) = json.loads(done.stdout)
+    # Rounded otherwise where that process has another number of threads.
+    torch.testing.assert_close(torch.tensor(scores), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_metadata(baseline: Path, tmp_path: Path):
@@ -184,12 +181,8 @@ def test_a_model_with_options_buffers_and_tied_weights(
     checkpoint = checkpoint_of(net, "other", {"width": 5}, ["a", "b", "c"], tmp_path)
     output = tmp_path / f"net{FORMATS[to].suffix}"
     export.export(checkpoint, output, to, "float32")
-    if to == "state_dict":
-        with pytest.raises(UsageError, match=r"size mismatch.*--model uses default options"):
-            exporting.load(str(output), model="other")
-        monkeypatch.setitem(models.MODELS, "other", partial(OtherModel, width=5))
-    classifier = exporting.load(str(output), model="other" if to == "state_dict" else "")
-    assert classifier.classes == (("0", "1", "2") if to == "state_dict" else ("a", "b", "c"))
+    classifier = exporting.load(str(output))
+    assert classifier.classes == ("a", "b", "c")
     with torch.inference_mode():
         torch.testing.assert_close(classifier.scores(images), net.eval()(images), rtol=1e-4, atol=1e-4)
 
@@ -223,8 +216,7 @@ def test_mixtures_of_experts(name: str, options: dict[str, Any], tmp_path: Path,
     for to, format in FORMATS.items():
         output = tmp_path / f"net{format.suffix}"
         export.export(checkpoint, output, to, "float32")
-        known = {} if format.describes_itself else {"model": name, "options": json.dumps(options)}
-        scores = format.load(output, known, False).scores
+        scores = format.load(output).scores
         for found, wanted in ((scores(images), expected), (scores(images[:1]), net(images[:1]))):
             torch.testing.assert_close(found, wanted, rtol=format.tolerance, atol=format.tolerance)
 
@@ -241,20 +233,20 @@ def test_keys_that_are_missing_or_unknown_are_refused(baseline: Path, tmp_path: 
 
 
 def test_an_export_with_other_scores_is_not_kept(baseline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    output = tmp_path / "net.pt"
+    output = tmp_path / "net.safetensors"
     output.write_text("the one before")
-    right = FORMATS["state_dict"]
+    right = FORMATS["safetensors"]
 
     def wrong(net: nn.Module, metadata: dict[str, str]) -> bytes:
         with torch.no_grad():
             net.get_parameter("fc3.bias")[0] += 1e-6
         return right.encode(net, metadata)
 
-    monkeypatch.setitem(FORMATS, "state_dict", replace(right, encode=wrong))
+    monkeypatch.setitem(FORMATS, "safetensors", replace(right, encode=wrong))
     with pytest.raises(RunError, match="does not compute what the checkpoint does: scores differ by up to"):
-        export.export(baseline, output, "state_dict", "float32")
+        export.export(baseline, output, "safetensors", "float32")
     assert output.read_text() == "the one before"
-    assert [file.name for file in tmp_path.iterdir()] == ["net.pt"]
+    assert [file.name for file in tmp_path.iterdir()] == ["net.safetensors"]
 
 
 def test_without_the_images_the_accuracy_is_not_checked(
@@ -263,7 +255,7 @@ def test_without_the_images_the_accuracy_is_not_checked(
     content = torch.load(baseline, weights_only=True)
     content["cifar_zero"]["config"]["data"]["root"] = str(tmp_path / "gone")
     torch.save(content, tmp_path / "last.ckpt")
-    export.export(tmp_path / "last.ckpt", tmp_path / "last.pt", "state_dict", "float32")
+    export.export(tmp_path / "last.ckpt", tmp_path / "last.safetensors", "safetensors", "float32")
     assert "test accuracy not checked: no decoded images in " in capsys.readouterr().out
     assert not (tmp_path / "gone").exists()
 
@@ -287,9 +279,9 @@ def test_mistakes(
 
 
 def test_a_checkpoint_is_never_overwritten(baseline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    named = tmp_path / "net.pt"
+    named = tmp_path / "net.safetensors"
     named.write_bytes(baseline.read_bytes())
-    monkeypatch.setattr(sys, "argv", ["export.py", str(named), "--to", "state_dict"])
+    monkeypatch.setattr(sys, "argv", ["export.py", str(named), "--to", "safetensors"])
     with pytest.raises(UsageError, match="is the checkpoint itself"):
         export.main()
     assert named.read_bytes() == baseline.read_bytes()

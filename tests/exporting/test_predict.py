@@ -71,14 +71,13 @@ def test_a_folder_by_a_checkpoint_and_every_export(digits: tuple[Path, Dataset],
     networks = [[str(checkpoint)]]
     for name, format in FORMATS.items():
         export.export(checkpoint, tmp_path / f"net{format.suffix}", name, "float32")
-        networks.append([str(tmp_path / f"net{format.suffix}"), *(["--model", "net"] * (name == "state_dict"))])
+        networks.append([str(tmp_path / f"net{format.suffix}")])
     for network in networks if WHOLE else networks[:2]:  # tests/exporting/test_export.py has the scores of them all
         found = predictions(*network, str(folder), "--top", "2")
         assert sorted(found) == [f"{number:02}.png" for number in range(100)]
-        classes = [str(label) for label in range(10)] if "--model" in network else dataset.classes
         for number in range(100):
             names, values = zip(*found[f"{number:02}.png"], strict=True)
-            assert names == tuple(classes[label] for label in labels[number])
+            assert names == tuple(dataset.classes[label] for label in labels[number])
             assert values == pytest.approx(probabilities[number].tolist(), abs=1e-5)
 
 
@@ -116,9 +115,9 @@ def test_no_lightning_and_no_deepspeed(digits: tuple[Path, Dataset], folder: Pat
         (["CHECKPOINT", "EMPTY"], "no .png, .jpg, .jpeg images in"),
         (["CHECKPOINT", "a.png", "--top", "0"], "--top must be at least 1, not 0"),
         (["nowhere", "a.png"], "nowhere does not exist"),
-        (["CHECKPOINT", "a.png", "--model", "mlp"], "leave --model out"),
-        (["STATE_DICT", "a.png"], "does not say which model it is of: add --model NAME"),
-        (["STATE_DICT", "a.png", "--model", "net_moe"], 'is of another model: Missing key(s) in state_dict: "fc3.'),
+        (["CHECKPOINT", "a.png", "--model", "mlp"], "give FILE.py:NAME"),
+        (["PLAIN.safetensors", "a.png"], "does not say which model it is of: give a checkpoint of train.py"),
+        (["MOE.safetensors", "a.png"], 'is of another model: Missing key(s) in state_dict: "fc3.'),
         (["TIMM.safetensors", "a.png"], "timm:resnet18 (kwargs.checkpoint_path must be a number"),
         (["TORCHVISION.safetensors", "a.png"], "torchvision:resnet18 (kwargs.weights must be a number"),
         (["CUT.onnx", "a.png"], "damaged or not an ONNX file"),
@@ -129,8 +128,11 @@ def test_no_lightning_and_no_deepspeed(digits: tuple[Path, Dataset], folder: Pat
 def test_mistakes(
     arguments: list[str], message: str, digits: tuple[Path, Dataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    export.export(digits[0], tmp_path / "net.pt", "state_dict", "float32", check=False)
-    places = {"CHECKPOINT": digits[0], "STATE_DICT": tmp_path / "net.pt", "EMPTY": tmp_path / "empty"}
+    places = {"CHECKPOINT": digits[0], "EMPTY": tmp_path / "empty"}
+    moe = {"model": "net_moe", "options": "{}", "classes": json.dumps(["a"] * 10)}
+    for name, about in (("PLAIN", {}), ("MOE", moe)):
+        places[f"{name}.safetensors"] = tmp_path / f"{name}.safetensors"
+        write_safetensors(read_weights(models.build("net", 10), digits[0]), places[f"{name}.safetensors"], about)
     (tmp_path / "empty").mkdir()
     for package, kwargs in (("timm", {"checkpoint_path": "evil.pth"}), ("torchvision", {"weights": "DEFAULT"})):
         about = {"model": f"{package}:resnet18", "options": json.dumps({"kwargs": kwargs}), "classes": '["a"]'}
@@ -138,7 +140,7 @@ def test_mistakes(
         write_safetensors({}, places[f"{package.upper()}.safetensors"], about)
     for suffix in ("onnx", "safetensors"):
         places[f"CUT.{suffix}"] = tmp_path / f"cut.{suffix}"
-        places[f"CUT.{suffix}"].write_bytes((tmp_path / "net.pt").read_bytes()[:1000])
+        places[f"CUT.{suffix}"].write_bytes(digits[0].read_bytes()[:1000])
     monkeypatch.setattr(sys, "argv", ["predict.py", *(str(places.get(word, word)) for word in arguments)])
     with pytest.raises(UsageError, match=re.escape(message)) as caught:
         predict.main()
