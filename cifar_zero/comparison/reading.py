@@ -34,7 +34,7 @@ MAY_DIFFER = (
     *("plot_schedule", "check_gradients", "warmup_steps", "debug", "resume", "monitor", "save_top_k"),
     *("wandb_project", "wandb_run_name", "wandb_group", "wandb_tags"),
     *("save_every_n_steps", "save_every_minutes", "save_weights", "on_nan"),
-    *("data.root", "data.cache", "data.loader", "data.workers", "data.url", "data.md5"),
+    *("data.root", "data.cache", "data.loader", "data.workers", "data.url"),
 )
 """Options of config.yaml that compared runs need not share; a difference in any other is reported."""
 

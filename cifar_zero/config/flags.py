@@ -74,8 +74,7 @@ class DeviceConfig:
     """Directory on a local NVMe disk; required by deepspeed_stage_3_offload_nvme."""
 
     activation_checkpointing: bool = False
-    """Store only each block's input and recompute its activations in the backward pass: less memory, about a third more
-    computation, same result."""
+    """Recompute each block's activations in the backward pass: less memory, a third more computation, same result."""
 
     activation_offload: bool = False
     """Store the tensors that the forward pass saves for the backward pass in pinned CPU memory instead of GPU memory.
@@ -88,8 +87,7 @@ class DeviceConfig:
     """Use the channels_last memory format on a GPU too; faster for convolutions in half precision."""
 
     fast_loop: bool = True
-    """Train with this project's training loop, which has less overhead per batch. false: Lightning's own loop, with the
-    same results."""
+    """Train with this project's loop: less overhead per batch. false: Lightning's own loop, with the same results."""
 
     cuda_graphs: bool = False
     """Compile the model and replay its forward and backward passes as one CUDA graph each. Speeds up small models,
@@ -150,8 +148,7 @@ class TrainingConfig:
     """How many of the best checkpoints to keep. -1: one of each validation. 0: none; last.ckpt is always kept."""
 
     save_weights: bool = False
-    """Also save the model's float32 weights next to each checkpoint, as one safetensors file that can be read without
-    DeepSpeed."""
+    """Also save the float32 weights next to each checkpoint, as a safetensors file that needs no DeepSpeed to read."""
 
     on_nan: Literal["stop", "skip"] = "stop"
     """What to do if the loss is NaN or infinite. stop: end the run and report where it came from. skip: leave out the
@@ -224,8 +221,7 @@ class LoRAConfig:
     """Scale of the adapters: their output is multiplied by alpha / rank."""
 
     target: list[str] = field(default_factory=list)
-    """Names of the linear layers that get an adapter, one or more, with the wildcards * and ?
-    ('blocks.*.attention.qkv')."""
+    """Names of linear layers that get an adapter, one or more, with wildcards * and ? ('blocks.*.attention.qkv')."""
 
     dropout: float = limited(0.0, below=1)
     """Dropout probability on the input of each adapter, in training."""
@@ -240,12 +236,10 @@ class ZeROConfig:
     of wrong losses (DeepSpeed issues 4298, 5347, 8061): check with compare.py."""
 
     reduce_bucket_size: int = limited(50_000_000, at_least=1)
-    """Elements of the gradients that are reduced at a time; at most the model, and even. Smaller buckets take less
-    memory and more messages."""
+    """Elements of gradients reduced at a time; at most the model, and even. Smaller: less memory, more messages."""
 
     round_robin_gradients: bool = False
-    """Stages 1 and 2: deal parameters out to the ranks in turn, so that all ranks copy gradients to an offloaded
-    optimizer at the same time."""
+    """Stages 1 and 2: deal parameters out in turn, so that all ranks offload gradients at the same time."""
 
     prefetch_bucket_size: int = 50_000_000
     """Stage 3, like all below: elements of the parameters that are gathered ahead of their use. 0: none."""
@@ -258,8 +252,7 @@ class ZeROConfig:
     backward pass at a finer grain, and let --offload.ratio split the optimizer more exactly."""
 
     param_persistence_threshold: int = 100_000
-    """Largest parameter, in elements, that every rank keeps whole. 0: all parameters are sharded, which takes less
-    memory and more messages."""
+    """Largest parameter, in elements, that every rank keeps whole. 0: none, for less memory and more messages."""
 
     hpz_partition_size: int = limited(1, at_least=1)
     """ZeRO++: each group of this many ranks keeps a second sharded copy of the parameters, and the backward pass
@@ -317,8 +310,7 @@ class OutputConfig:
     """Additional options to list in TensorBoard's HPARAMS tab, one or more (optimizer.momentum model.width)."""
 
     log_gradients: bool = False
-    """Also log the gradient norm of each parameter (grad_norm/*) and a histogram of its gradient, every --log_interval
-    steps."""
+    """Also log the norm of each parameter's gradient (grad_norm/*) and its histogram, every --log_interval steps."""
 
     log_weights: bool = False
     """Also log a histogram of each weight in TensorBoard, every --log_interval steps."""
@@ -370,10 +362,6 @@ class DataConfig:
 
     url: str = ""
     """Mirror from which to download the CIFAR archive. Empty: the URL that torchvision uses."""
-
-    md5: str = ""
-    """MD5 checksum of the archive at --data.url, if it was repacked (the files inside must be the original ones).
-    Empty: the checksum that torchvision uses."""
 
     synthetic_size: int = limited(50_000, at_least=10)
     """Number of training images of the synthetic source."""

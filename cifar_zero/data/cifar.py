@@ -100,7 +100,7 @@ def _obtain(config: DataConfig, published: type[CIFAR10]) -> Path:
     from cifar_zero.data.cache import locked
 
     root = Path(config.root)
-    archive, md5 = root / published.filename, config.md5 or published.tgz_md5
+    archive, md5 = root / published.filename, published.tgz_md5
     if check_integrity(archive, md5):
         return archive
     if archive.exists():
