@@ -26,9 +26,6 @@ from cifar_zero.schedules import SCHEDULES, settled
 from cifar_zero.schedules.plain import Constant, Schedule
 from cifar_zero.training.metrics import CurveMetrics, SplitMetrics, loss
 
-STARTING_IMAGES = 1000
-"""Training images from which a model may compute initial weights: 961,000 patches for 78 covariances."""
-
 
 class CIFARModule(LightningModule):
     """Trains a model with the loss of --loss, and computes its metrics on validation and test images.
@@ -81,7 +78,8 @@ class CIFARModule(LightningModule):
         if compute is None or datamodule is None:
             return {}
         # On the device of the rank, which the module need not be on yet.
-        images = datamodule.sample(STARTING_IMAGES).to(self.trainer.strategy.root_device)
+        images = datamodule.sample(1000)  # 961,000 patches for 78 covariances
+        images = images.to(self.trainer.strategy.root_device)
         return compute(normalize(images, self.inputs))
 
     def on_fit_start(self) -> None:

@@ -50,9 +50,6 @@ PROGRESS = "zero_progress"
 DEEPSPEED_GROUP_KEYS = {"params", "param_names", "step", "name", "moe"}
 """Keys of a parameter group that belong to an engine, or are written again."""
 
-GATE = ".deepspeed_moe.gate."
-"""DeepSpeed's form of `.gate.`."""
-
 EXPERT = re.compile(r"(.*)\.deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(.*)")
 """DeepSpeed's name of an expert's weight: the mixture, the expert's number, its own name."""
 
@@ -108,7 +105,7 @@ def plain_names(names: Iterable[str], rank: int = 0) -> dict[str, str]:
     return {
         name: f"{expert[1]}.experts.{rank * len(numbers[expert[1]]) + int(expert[2])}.{expert[3]}"
         if expert
-        else name.replace(GATE, ".gate.")
+        else name.replace(".deepspeed_moe.gate.", ".gate.")
         for name, expert in found.items()
     }
 

@@ -6,16 +6,14 @@ from pathlib import Path
 
 import psutil
 
-DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
-"""Exist where a GPU driver is loaded: NVIDIA on Linux, NVIDIA under WSL 2, AMD ROCm."""
-
 CGROUPS = Path("/sys/fs/cgroup")
 """Control groups of Linux, version 2."""
 
 
 def has_gpu_driver() -> bool:
     """Returns whether a GPU driver is loaded."""
-    return any(Path(file).exists() for file in DRIVER_FILES)
+    files = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA on Linux, NVIDIA under WSL 2, AMD ROCm
+    return any(Path(file).exists() for file in files)
 
 
 def gpu_count() -> int:

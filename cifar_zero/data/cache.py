@@ -32,9 +32,6 @@ PAGE_BYTES = 4096
 """The checksum of images reads one byte in each block of this size, in 6 ms: disks are damaged by whole blocks. That of
 labels reads all: one that is out of range would end a run."""
 
-PATIENCE_S = 1.0
-"""Seconds before a waiting process tells the user that it waits."""
-
 _DAMAGE = (OSError, ValueError, KeyError, TypeError)
 """Exceptions of reading a missing or damaged cache."""
 
@@ -73,7 +70,7 @@ def locked(path: Path, work: str) -> AcquireReturnProxy:
     """
     lock = FileLock(path)
     try:
-        return lock.acquire(timeout=PATIENCE_S)
+        return lock.acquire(timeout=1.0)  # seconds, before the user is told
     except Timeout:
         say(f"Waiting for another process that {work} (it holds {path}).")
         return lock.acquire()

@@ -15,9 +15,6 @@ TEST_PER_CLASS = 1_000
 VERSION = 1
 """Raise it with every change of the rendered pixels, so that old caches are replaced."""
 
-TEST_SHARE = 0.164
-"""Share of the originals of each class that are held out for the test split: a whole sixth, rounded down."""
-
 SEED = 20_090_408
 """Seed of the split and of every variation; independent of the run's seed, so that all runs see the same images."""
 
@@ -45,7 +42,7 @@ def build(config: DataConfig, directory: Path) -> tuple[str, ...]:
     pixels, targets = load_digits(return_X_y=True)  # (1797, 64) with 17 levels of ink, (1797,)
     originals = (pixels / 16).astype(np.float32).reshape(-1, 8, 8)
     labels = targets.astype(np.int64)
-    train_rows, test_rows = stratified_split(labels, TEST_SHARE, SEED)
+    train_rows, test_rows = stratified_split(labels, 0.164, SEED)  # a sixth of each class, rounded down
     for split, rows, per_class, seed in (
         ("train", train_rows, TRAIN_PER_CLASS, SEED + 1),
         ("test", test_rows, TEST_PER_CLASS, SEED + 2),

@@ -19,7 +19,6 @@ SCALE = (0.7, 1.0)  # of the image's side, 32 pixels
 SHEAR = 0.2
 SHIFT = 0.15  # of half the image's side: 2.4 pixels either way
 NOISE = (0.0, 0.3)  # half-width of the triangular noise of an image, where the pixels go from 0 to 1
-COLOUR_CANDIDATES = 8
 
 
 def render(
@@ -57,7 +56,7 @@ def _colour(strokes: torch.Tensor, rng: np.random.Generator) -> NDArray[np.uint8
     """Paints ink (m, 1, 32, 32) on a background, each of a random colour, with noise: (m, 3, 32, 32)."""
     count = len(strokes)
     paper = rng.random((count, 1, 3), dtype=np.float32)
-    candidates = rng.random((count, COLOUR_CANDIDATES, 3), dtype=np.float32)
+    candidates = rng.random((count, 8, 3), dtype=np.float32)
     # The candidate farthest from the paper's colour, so that nearly every digit is visible.
     farthest = np.square(candidates - paper).sum(axis=2).argmax(axis=1)
     ink = candidates[np.arange(count), farthest]

@@ -23,9 +23,6 @@ SUFFIXES = (".png", ".jpg", ".jpeg")
 CHUNK = 64
 """Images that a thread decodes before it reports: enough that reporting costs nothing."""
 
-LOG_INTERVAL_S = 10.0
-"""Seconds between two progress reports if the output is not a terminal (a log file, a cluster's job output)."""
-
 _LAYOUT = "a folder source is <root>/train/<class>/*.png|jpg and <root>/test/<class>/*.png|jpg"
 
 
@@ -99,7 +96,7 @@ def _decode_all(paths: list[str], images: NDArray[np.uint8], title: str) -> None
             images[row] = decode(path, images.shape[2])
         return len(chunk)
 
-    interval_s = 0.1 if sys.stderr.isatty() else LOG_INTERVAL_S
+    interval_s = 0.1 if sys.stderr.isatty() else 10.0  # not a terminal: a log file, a cluster's job output
     # Threads, as Pillow decodes outside the interpreter's lock. Not processes: the children of a killed run would
     # survive it and keep the cache's lock.
     with ThreadPoolExecutor(os.cpu_count()) as pool, tqdm(None, title, len(paths), mininterval=interval_s) as bar:

@@ -5,7 +5,6 @@ from pathlib import Path
 from cifar_zero.config.flags import DataConfig
 
 CLASSES = tuple(f"class {label}" for label in range(10))
-MAX_TEST_IMAGES = 10_000
 SEED = 0
 CHUNK = 4096
 """Images generated at once (12 MB), so that a set may be larger than the memory."""
@@ -30,7 +29,7 @@ def build(config: DataConfig, directory: Path) -> tuple[str, ...]:
     from cifar_zero.data import cache
 
     rng = np.random.default_rng(SEED)
-    for split, count in (("train", config.synthetic_size), ("test", min(MAX_TEST_IMAGES, config.synthetic_size))):
+    for split, count in (("train", config.synthetic_size), ("test", min(10_000, config.synthetic_size))):
         images, labels = cache.allocate(directory, split, count)
         for start in range(0, count, CHUNK):
             chunk = images[start : start + CHUNK]

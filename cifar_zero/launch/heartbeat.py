@@ -29,9 +29,6 @@ SILENT_STEPS = 10
 STOPPED_SECONDS = 20.0
 """How long a rank may be stopped by a signal before it counts as hanging."""
 
-LEAP_SECONDS = 5.0
-"""Minimum time between two looks, normally a second, from which the watching process was itself suspended."""
-
 ABSENT, WAITING, RUNNING = range(3)
 """States of a rank: not started yet (the content of new memory); busy with what may take minutes (compiling, decoding,
 writing a checkpoint); going from batch to batch."""
@@ -106,7 +103,7 @@ class Watch:
 
         `stopped` are the ranks that a signal has stopped, `now` is in seconds on the clock of the beats.
         """
-        if now - self._looked > LEAP_SECONDS:  # the first look, or Ctrl-Z and fg: time counts from now on
+        if now - self._looked > 5.0:  # normally a second: the first look, or Ctrl-Z and fg; time counts from now on
             self._since, self._beats, self._stopped = now, beats, {}
         self._looked = now
         for beat, before in zip(beats, self._beats, strict=True):

@@ -17,9 +17,6 @@ SLURM = ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID")
 SLURM += ("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
 """Set by srun for each task (slurm.schedmd.com/srun.html). The shell of a batch script has none of the step's."""
 
-SLURM_PORTS = 15_000
-"""The ranks of a SLURM job meet at this port plus the last four digits of the job's number, as Lightning does."""
-
 
 def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Returns torchrun's variables for this rank; empty if no launcher has started this process.
@@ -84,7 +81,7 @@ def _of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
             f"SLURM runs {tasks} tasks on {nodes} nodes ({per_node}): use the same number on each node, "
             "with srun --ntasks-per-node"
         )
-    port = SLURM_PORTS + int(environment.get("SLURM_JOB_ID", "0")) % 10_000
+    port = 15_000 + int(environment.get("SLURM_JOB_ID", "0")) % 10_000  # as Lightning: the job's last four digits
     return {
         # Not SLURM_PROCID: with --distribution=cyclic neighbouring tasks are on different nodes.
         "RANK": str(node * each + local_rank),

@@ -21,20 +21,11 @@ GRACE_SECONDS = 10.0
 SAVING_SECONDS = 30.0
 """The same after a rank has ended on request: the others may still write a checkpoint (SLURM's KillWait)."""
 
-HANGING_SECONDS = 5.0
-"""The same after a hang."""
-
-STACK_SECONDS = 0.5
-"""Time for the ranks to write their stacks."""
-
 POLL_SECONDS, LOOK_SECONDS = 0.05, 1.0
 """Time between two looks for ended ranks, and for hanging ranks."""
 
 TAIL_LINES, TAIL_BYTES = 15, 2**16
 """Lines shown of a rank's output, and the bytes of it that are read at most."""
-
-STACK_LINES = 16
-"""Lines shown of a stack, the innermost call first."""
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that end a run on purpose: Ctrl-C, a supervisor, a closed terminal, SLURM before the job's time is over."""
@@ -87,7 +78,7 @@ def supervise(ranks: Sequence[Rank], board: heartbeat.Board) -> int:
                 for rank in running:
                     rank.process.terminate()
                     rank.process.send_signal(signal.SIGCONT)
-                kill_at = time.monotonic() + HANGING_SECONDS
+                kill_at = time.monotonic() + 5.0  # seconds for the others after a hang
         time.sleep(POLL_SECONDS)
     if hang:
         return 1
@@ -153,11 +144,11 @@ def _report_hang(hang: str, ranks: Sequence[Rank], board: heartbeat.Board, stopp
     for rank in ranks:
         if rank.number not in stopped and beats[rank.number].state != heartbeat.ABSENT:  # no handler: it would die
             rank.process.send_signal(heartbeat.STACK_SIGNAL)
-    time.sleep(STACK_SECONDS)
+    time.sleep(0.5)  # for the ranks to write their stacks
     _say(f"error: {hang}")
     for rank in ranks:
         _say(f"rank {rank.number}: {beats[rank.number].batches} batches done")
-        if stack := _lines(rank.stack)[: STACK_LINES + 1]:  # and a title
+        if stack := _lines(rank.stack)[:17]:  # a title and 16 lines, the innermost call first
             _say(*stack)
         if tail := _tail(rank):
             _say(f"rank {rank.number}'s last lines:", *tail)

@@ -26,9 +26,6 @@ SCORE_SCALE = 16
 """Scores are divided by this and the root of the number of channels: by 256 at the reference's 256 channels, where its
 learning rates are from. So these fit every width: a step of the head changes the scores by the same amount."""
 
-NORM_EPS = 1e-12
-"""Added to the variance by each batch norm."""
-
 WHITENING_EPS = 5e-4
 """Added to the variance of each principal direction, as a share of the mean variance: the last ones are noise and must
 not be amplified. The reference adds it to patches that have variance 1; as a share it is the same for ours."""
@@ -96,7 +93,7 @@ class Head(nn.Linear):
 
 def norm(channels: int, momentum: float) -> nn.BatchNorm2d:
     """Returns a batch norm that learns a bias and no scale."""
-    made = nn.BatchNorm2d(channels, eps=NORM_EPS, momentum=momentum)
+    made = nn.BatchNorm2d(channels, eps=1e-12, momentum=momentum)
     made.weight.requires_grad_(False)
     return made
 

@@ -10,9 +10,6 @@ WIDTH = 37
 """Features of the hidden layers: prime, so that no number of ranks divides any tensor (padding of ZeRO's flat
 partitions, uneven shards of FSDP2)."""
 
-UNUSED_EVERY = 4
-"""Every so many forward passes the branch is left out, if `unused` is on."""
-
 
 class Torture(nn.Module):
     """Maps images (N, 3, 32, 32) to class scores; 12 thousand parameters.
@@ -54,6 +51,6 @@ class Torture(nn.Module):
             hidden = hidden + layer(F.relu(self.norm(hidden)))
         if self.training:
             self._passes += 1
-        if not (self._unused and self.training and self._passes % UNUSED_EVERY == 2):
+        if not (self._unused and self.training and self._passes % 4 == 2):  # every fourth pass
             hidden = hidden + self.branch(F.relu(hidden))
         return self.head(self.scale * hidden)

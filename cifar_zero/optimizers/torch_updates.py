@@ -18,12 +18,6 @@ from torch.optim.adagrad import adagrad
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-ADAMW_EPS = 1e-8
-"""Added to AdamW's denominator: torch's default."""
-
-STACK_ELEMENTS = 2**24
-"""Most elements that are orthogonalised at once: 64 MB in float32."""
-
 
 class GroupOptimizer(Optimizer):
     """Calls `update` once for each parameter group; the state is made at the first step.
@@ -163,7 +157,7 @@ class TorchMuon(GroupOptimizer):
             beta2=group["betas"][1],
             lr=group["lr"],
             weight_decay=group["weight_decay"],
-            eps=ADAMW_EPS,
+            eps=1e-8,  # torch's default for AdamW
             maximize=False,
         )
 
@@ -208,5 +202,5 @@ def _stacks(weights: list[Tensor]) -> Iterator[list[int]]:
     for number, weight in enumerate(weights):
         shapes.setdefault((len(weight), weight.numel() // len(weight)), []).append(number)
     for (rows, columns), numbers in shapes.items():
-        most = max(1, STACK_ELEMENTS // (rows * columns))
+        most = max(1, 2**24 // (rows * columns))  # elements orthogonalised at once, 64 MB in float32
         yield from (numbers[start : start + most] for start in range(0, len(numbers), most))

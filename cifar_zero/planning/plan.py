@@ -39,12 +39,6 @@ All other options are those of train.py (train.py --help).
 IMAGES = 32
 """Micro-batch per rank if no batch size is given."""
 
-OF_A_MODEL = ("--model.", "--lora.", "--trainable", "--activation_")
-"""Prefixes of options that make no sense with --parameters."""
-
-DEVICES = tuple(4**power for power in range(8))
-"""Columns of --table: 1 to 16,384."""
-
 WIDE = 132
 """Width of a terminal, in characters, from which the table shows all columns."""
 
@@ -97,7 +91,7 @@ def _plan(run: Run, arguments: Namespace, flags: list[str], room: Room) -> int:
     console.print(_heading(run, net, of_size, room), soft_wrap=True)
     if arguments.table:
         by_devices = {}
-        for count in DEVICES:
+        for count in (4**power for power in range(8)):  # 1 to 16,384
             batch_size = run.micro_batch * count * run.config.accumulate  # the same micro-batch on each
             config = replace(run.config, devices=count, num_nodes=1, batch_size=batch_size)
             by_devices[count] = survey(replace(run, config=config), net, room, lines)
@@ -143,7 +137,7 @@ def _parse() -> tuple[Namespace, list[str]]:
         if not 1 <= arguments.parameters < 1e18:
             raise UsageError(f"--parameters {arguments.parameters:g}: give a number such as 100e9")
         for flag in (flag.split("=")[0] for flag in flags):
-            if flag == "--model" or flag.startswith(OF_A_MODEL):
+            if flag == "--model" or flag.startswith(("--model.", "--lora.", "--trainable", "--activation_")):
                 raise UsageError(f"{flag} cannot be combined with --parameters: leave one of them out")
     return arguments, [*flags, *(["--debug"] if arguments.debug else [])]
 

@@ -27,9 +27,6 @@ within each group from the least sharding to the most."""
 
 RULE = "the first row that fits: without offloading, else offloaded to the host, else to disk"
 
-MOST_IMAGES = 10**7
-"""Upper limit of the search for the largest micro-batch."""
-
 
 @dataclass(frozen=True)
 class Need:
@@ -148,7 +145,7 @@ def _activations(run: Run, lines: dict[str, Line]) -> Line:
 
 
 def _most_images(need: Need, line: Line, room: Room) -> int:
-    sizes = range(MOST_IMAGES)
+    sizes = range(10**7)  # the limit of the search
     first = bisect_left(sizes, True, key=lambda images: bool(replace(need, activations=line.at(images)).lacking(room)))
     return max(0, first - 1)
 

@@ -47,9 +47,6 @@ FALLBACK = "fallback"
 
 PACKAGES = ("torch", "lightning", "deepspeed", "torchmetrics")
 
-TABLE_ROWS = 25
-"""Most rows of the table of classes; of more classes only the accuracy is printed, in columns."""
-
 
 def metrics_json(measured: Mapping[str, Any], fallback: str = "") -> dict[str, Any]:
     """Returns the contents of metrics.json, its keys in their order; `measured` has each key of MEASURED and no other.
@@ -121,7 +118,7 @@ def print_test_table(metrics: Mapping[str, Any]) -> None:
         return
     console = Console(highlight=False)
     accuracies = metrics["test/acc_per_class"]
-    if len(accuracies) <= TABLE_ROWS:
+    if len(accuracies) <= 25:  # a row each; of more classes only the accuracy
         console.print(_class_table(metrics))
     else:
         cells = [f"{escape(name)} {_percent(accuracy)}" for name, accuracy in accuracies.items()]

@@ -26,9 +26,6 @@ With at most five classes it would be 1, and is left out."""
 BINS = 15
 """Bins of confidence, as many as in Guo et al. 2017, https://arxiv.org/abs/1706.04599, table 1."""
 
-CURVE_CLASSES = 30
-"""Most classes whose precision and F1 each have a curve; with more classes only the accuracy has."""
-
 
 def loss(
     name: LossName,
@@ -123,7 +120,7 @@ class SplitMetrics:
     def named(self, split: str, class_names: tuple[str, ...]) -> dict[str, float]:
         """Returns <split>/<metric>, and <split>/<metric>_class/<name> of classes with images. Every rank calls it."""
         per_class = self.per_class()
-        curves = ("acc", "precision", "f1") if self.num_classes <= CURVE_CLASSES else ("acc",)
+        curves = ("acc", "precision", "f1") if self.num_classes <= 30 else ("acc",)  # a curve for each class
         logged = {f"{split}/{metric}": value for metric, value in self.overall(per_class).items()}
         for metric in curves:
             for name, value in zip(class_names, per_class[metric].tolist(), strict=True):

@@ -26,12 +26,6 @@ SPANS = 20
 """The fall is measured over a twentieth of the steps, since between two steps it is mostly noise. The start of the
 span counts, which compensates for the lag of the running mean."""
 
-LEAST_FALL = 0.02
-"""Share of the loss by which it must fall; a smaller fall is the noise of the batches."""
-
-DIVERGED = 4.0
-"""Multiple of the lowest running mean at which the run has diverged, as in Lightning and fastai."""
-
 
 class LearningRateFinder(Callback):
     """Draws the losses of a run under the schedule `range_test`, and prints the rate at which they fell fastest.
@@ -71,7 +65,7 @@ def running_mean(losses: Sequence[float]) -> list[float]:
     for number, loss in enumerate(losses, start=1):
         mean = BETA * mean + (1 - BETA) * loss
         corrected = mean / (1 - BETA**number)
-        if not math.isfinite(corrected) or corrected > DIVERGED * min([corrected, *means]):
+        if not math.isfinite(corrected) or corrected > 4.0 * min([corrected, *means]):  # as Lightning and fastai
             break
         means.append(corrected)
     return means
@@ -84,6 +78,6 @@ def steepest_fall(rates: Sequence[float], losses: Sequence[float]) -> float | No
     """
     settled, span = losses[SETTLING_STEPS:], max(1, len(rates) // SPANS)
     falls = [after - before for before, after in zip(settled, settled[span:], strict=False)]
-    if not falls or min(settled) > (1 - LEAST_FALL) * settled[0]:
+    if not falls or min(settled) > 0.98 * settled[0]:  # a smaller fall is the noise of the batches
         return None
     return rates[SETTLING_STEPS + min(range(len(falls)), key=falls.__getitem__)]
