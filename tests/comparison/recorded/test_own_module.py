@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
 from lightning.pytorch import LightningModule
 
 from cifar_zero.comparison import assert_agrees
+from cifar_zero.comparison.compare import main
+from cifar_zero.core.errors import UsageError
 from tests.support.helpers import ROOT, run_program
 from tests.support.own_code import Alone, BrokenUnderZeRO, Digits, DigitsData, Words
 
@@ -42,22 +46,32 @@ def test_demos_of_lightning_with_their_own_loader(module: type[LightningModule])
     assert_agrees(module, strategies=["deepspeed_stage_2", "deepspeed_stage_3_offload", "deepspeed_stage_0"], steps=4)
 
 
+OWN = ["--module", f"{FILE}:Digits", "--datamodule", f"{FILE}:DigitsData"]
+
+
 @pytest.mark.parametrize(
-    ("flags", "code", "expected"),
+    ("flags", "expected"),
     [
-        ("--module.manual true", 1, "manual optimization"),
-        ("--module.lr fast", 2, "--module.lr: expected float, not fast"),
-        ("--module.rate 1", 2, "--module.rate"),
-        ("--batch_size 4", 2, "--batch_size is not for --module"),
-        ("--strategies pipeline", 2, "splits only the vision transformers"),
-        ("--accumulate 3", 1, "--trainer.limit_train_batches 15"),
+        ("--module.lr fast", "--module.lr: expected float, not fast"),
+        ("--module.rate 1", "--module.rate"),
+        ("--batch_size 4", "--batch_size is not for --module"),
+        ("--strategies pipeline", "splits only the vision transformers"),
     ],
 )
-def test_a_mistake_is_one_line(flags: str, code: int, expected: str, tmp_path: Path):
-    own = ["--module", f"{FILE}:Digits", "--datamodule", f"{FILE}:DigitsData", "--out", str(tmp_path)]
-    strategies = [] if "--strategies" in flags else ["--strategies", "deepspeed_stage_1"]
-    done = run_program("compare.py", *own, *strategies, *flags.split())
-    assert done.returncode == code
+def test_a_mistake_in_the_flags_is_refused(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", ["compare.py", *OWN, "--strategies", "deepspeed_stage_1", *flags.split()])
+    with pytest.raises(UsageError, match=re.escape(expected)):
+        main(pytest.fail, pytest.fail, pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [("--module.manual true", "manual optimization"), ("--accumulate 3", "--trainer.limit_train_batches 15")],
+)
+def test_what_the_module_cannot_do_is_one_line(flags: str, expected: str, tmp_path: Path):
+    flags_of_all = ["--strategies", "deepspeed_stage_1", "--out", str(tmp_path)]
+    done = run_program("compare.py", *OWN, *flags_of_all, *flags.split())
+    assert done.returncode == 1
     assert expected in " ".join((done.stdout + done.stderr).split())
 
 
