@@ -71,8 +71,8 @@ class Finding:
 
 def first_difference(ours: Record, reference: Record) -> int | None:
     """Returns the first step, from 1, in which a recorded number is not the same; None if all are."""
-    steps = range(1, max(len(reference.losses), len(ours.losses)) + 1)
-    return next((step for step in steps if any(value.difference for value in values(ours, reference, step))), None)
+    steps = enumerate(compared(ours, reference), 1)
+    return next((step for step, values in steps if any(value.difference for value in values)), None)
 
 
 def first_fault(ours: Record, reference: Record, drifted: Sequence[Record], precision: str) -> Finding | None:
@@ -86,16 +86,17 @@ def first_fault(ours: Record, reference: Record, drifted: Sequence[Record], prec
     floor = FLOOR * eps if precision == "32-true" else 2 * eps
     drifts: dict[str, float] = {}
     last, measured = len(reference.losses), 0
-    for step in range(1, last + 1):
+    drifting = [compared(other, reference) for other in drifted]
+    for step, values in zip(range(1, last + 1), compared(ours, reference), strict=False):
         # A jump may hit one run some steps before another: the drift up to twice the step counts, as in agreement.py.
         while measured < min(2 * step, last):
             measured += 1
-            for value in (value for other in drifted for value in values(other, reference, measured)):
+            for value in (value for each in drifting for value in next(each)):
                 if not value.name.startswith("initial"):  # these are what was perturbed
                     drifts[value.name] = max(drifts.get(value.name, 0.0), value.difference / (value.size or 1))
         bounds = {name: (FACTOR * drift + floor) for name, drift in drifts.items()}
         beyond = []
-        for value in values(ours, reference, step):
+        for value in values:
             bound = bounds.get(value.name, floor)
             most = bound * value.size + value.slack
             if value.difference > most and (bound < SATURATED or not math.isfinite(value.difference)):
@@ -111,43 +112,46 @@ def first_fault(ours: Record, reference: Record, drifted: Sequence[Record], prec
     return None
 
 
-def values(ours: Record, reference: Record, step: int) -> Iterator[Value]:
-    """Yields each value of a step with its difference from the reference's, causes before their effects."""
-    at = step - 1
-    if at >= min(len(ours.losses), len(reference.losses)):
-        yield Value("loss: one of the trainings ended earlier", math.inf, 1.0)
-        return
-    recorded = at < len(reference.gradients)
-    if step == 1:
-        yield from _tensors("initial", ours.weights[0], reference.weights[0], {})
-    yield _scalar("loss", ours.losses[at], reference.losses[at])
-    if recorded:
-        yield from _tensors("gradient of", ours.gradients[at], reference.gradients[at], {})
-    for one, other in zip(sorted(ours.rates[at]), sorted(reference.rates[at]), strict=False):
-        yield _scalar("learning rate", one, other)
-    if recorded:
-        updates, theirs, slack = _update(ours, at), _update(reference, at), {}
-        for name, weight in ours.weights[at].items():
-            slack[name] = 2 * torch.finfo(weight.dtype).eps * float(weight.double().norm())
-            share = _share_moved(name, ours, reference, step)
-            if share is not None:
+def compared(ours: Record, reference: Record) -> Iterator[list[Value]]:
+    """Yields the values of each step with their differences from the reference's, causes before their effects."""
+    shares: dict[str, Tensor | None] = {}  # the largest by which each element of a gradient has differed so far
+    moves: dict[str, Tensor] = {}  # the farthest that the reference has moved each element of a weight so far
+    for at in range(max(len(ours.losses), len(reference.losses))):
+        if at >= min(len(ours.losses), len(reference.losses)):
+            yield [Value("loss: one of the trainings ended earlier", math.inf, 1.0)]
+            continue
+        recorded = at < len(reference.gradients)
+        values = [] if at else [*_tensors("initial", ours.weights[0], reference.weights[0], {})]
+        values.append(_scalar("loss", ours.losses[at], reference.losses[at]))
+        if recorded:
+            values += _tensors("gradient of", ours.gradients[at], reference.gradients[at], {})
+        rates = zip(sorted(ours.rates[at]), sorted(reference.rates[at]), strict=False)
+        values += [_scalar("learning rate", one, other) for one, other in rates]
+        if recorded:
+            updates, theirs, slack = _update(ours, at), _update(reference, at), {}
+            for name, weight in ours.weights[at].items():
+                slack[name] = 2 * torch.finfo(weight.dtype).eps * float(weight.double().norm())
+                share = _share(ours.gradients[at].get(name), reference.gradients[at].get(name))
+                before = shares.get(name, share)
+                shares[name] = share = None if share is None or before is None else torch.maximum(share, before)
+                if share is None:
+                    continue
                 certain = share <= UNCERTAIN
                 updates[name] = updates[name].where(certain, theirs[name])
-                # Momentum may cancel a gradient: the update is small, though the gradient moves it as far as before.
-                moves = torch.stack([_moved(name, reference, earlier) for earlier in range(step)]).abs().amax(dim=0)
-                slack[name] += FACTOR * float((moves * share).where(certain, 0.0).norm())
-        yield from _tensors("update of", updates, theirs, slack)
+                # Momentum carries a difference on, and may cancel a gradient: the update is small, though the gradient
+                # moves it as far as before.
+                moved = theirs[name].abs()
+                moves[name] = torch.maximum(moved, moves.get(name, moved))
+                slack[name] += FACTOR * float((moves[name] * share).where(certain, 0.0).norm())
+            values += _tensors("update of", updates, theirs, slack)
+        yield values
 
 
-def _share_moved(name: str, ours: Record, reference: Record, step: int) -> Tensor | None:
-    """Returns the largest share by which each element of a gradient has differed up to a step: momentum carries it on.
-    0 of 0 is 0. None where a gradient is missing."""
-    shares = []
-    for mine, its in zip(ours.gradients[:step], reference.gradients[:step], strict=False):
-        if name not in mine or name not in its or mine[name].shape != its[name].shape:
-            return None
-        shares.append(((mine[name] - its[name]).abs() / its[name].abs()).nan_to_num(posinf=math.inf))
-    return torch.stack(shares).amax(dim=0)
+def _share(mine: Tensor | None, its: Tensor | None) -> Tensor | None:
+    """Returns the share by which each element of a gradient differs, 0 of 0 is 0; None where one is missing."""
+    if mine is None or its is None or mine.shape != its.shape:
+        return None
+    return ((mine - its).abs() / its.abs()).nan_to_num(posinf=math.inf)
 
 
 def gradient_pattern(ours: Tensors, reference: Tensors) -> str:
@@ -203,11 +207,8 @@ def _scalar(name: str, one: float, other: float) -> Value:
 
 def _update(record: Record, at: int) -> Tensors:
     """Returns by how much a step has moved the weights; not their values, in which a wrong step would not show."""
-    return {name: _moved(name, record, at) for name in record.weights[at]}
-
-
-def _moved(name: str, record: Record, at: int) -> Tensor:
-    return record.weights[at + 1][name].double() - record.weights[at][name].double()
+    before, after = record.weights[at], record.weights[at + 1]
+    return {name: after[name].double() - before[name].double() for name in before}
 
 
 def _tensors(kind: str, ours: Tensors, reference: Tensors, slack: Mapping[str, float]) -> Iterator[Value]:

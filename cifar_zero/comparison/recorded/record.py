@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -50,8 +51,9 @@ def save(record: Record, file: Path) -> None:
     atomic.staged(file).replace(file)
 
 
+@lru_cache(maxsize=8)
 def load(file: Path) -> Record:
-    """Reads a record."""
+    """Reads a record, once for cases that follow one another and share a reference."""
     return Record(**torch.load(file, weights_only=True))
 
 
