@@ -5,12 +5,12 @@ BIN := .venv/bin
 WITH_NINJA := PATH="$(CURDIR)/$(BIN):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check recipes bench fuzz clean
+.PHONY: help setup train test check recipes bench fuzz lock clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
 
-setup: .venv/installed  ## make .venv and install the pinned requirements
+setup: .venv/installed  ## make .venv and install what training needs (requirements.txt)
 
 .venv/installed: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
@@ -21,27 +21,35 @@ setup: .venv/installed  ## make .venv and install the pinned requirements
 train: setup  ## train and test the tutorial's network on CIFAR-10, or on the embedded digits where that cannot be had
 	$(BIN)/python train.py
 
+.venv/dev: .venv/installed requirements.lock
+	$(BIN)/pip install --disable-pip-version-check --require-hashes -r requirements.lock
+	touch $@
+
 # What offloads the optimizer compiles it at its first use: a minute, which is no test's.
-.venv/cpu_adam: .venv/installed
+.venv/cpu_adam: .venv/dev
 	$(WITH_NINJA) $(BIN)/python -c 'from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load(verbose=False)'
 	touch $@
 
 test: check .venv/cpu_adam  ## pass the checks and the tests
 	$(WITH_NINJA) $(BIN)/pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
-check: setup  ## ruff and pyright
+check: .venv/dev  ## ruff and pyright
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-recipes: setup  ## a few steps of every recipe, on one rank and under ZeRO on two, and of every command of the course: minutes
+recipes: .venv/dev  ## a few steps of every recipe, on one rank and under ZeRO on two, and of every command of the course: minutes
 	RECIPES=1 $(WITH_NINJA) $(BIN)/pytest tests/distributed/test_recipes.py tests/commands/test_readme.py tests/commands/test_cluster.py tests/commands/test_install.py
 
-bench: setup  ## one round of each comparison with the reference loops: a few minutes (docs/performance.md)
+bench: .venv/dev  ## one round of each comparison with the reference loops: a few minutes (docs/performance.md)
 	for name in tutorial limit startup data "deepspeed --stages 3"; do $(BIN)/python -m benchmarks.$$name --repeats 1 || exit; done
 
-fuzz: setup  ## all tests in their whole form: every recipe, every pair of strategies, twenty kills, damaged files: some hours
+fuzz: .venv/dev  ## all tests in their whole form: every recipe, every pair of strategies, twenty kills, damaged files: some hours
 	RECIPES=1 FUZZ=1 $(WITH_NINJA) $(BIN)/pytest --timeout 7200
+
+lock:  ## write requirements.lock anew, with uv, after a change of requirements.txt or requirements-dev.txt
+	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
+		--custom-compile-command "make lock" requirements-dev.txt --output-file requirements.lock
 
 clean:  ## remove .venv and caches; runs and data stay
 	rm -rf .venv .pytest_cache .ruff_cache

@@ -1,11 +1,9 @@
 """Checks that this computer, or the nodes of a cluster, can train; see --help."""
 
 import sys
-from functools import partial
-from pathlib import Path
 
 from cifar_zero.core.exits import guarded
 from cifar_zero.diagnosis.doctor import main
 
 if __name__ == "__main__":
-    sys.exit(guarded(partial(main, Path(__file__).with_name("requirements.txt"))))
+    sys.exit(guarded(main))

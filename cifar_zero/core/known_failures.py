@@ -85,6 +85,12 @@ TABLE = (
         "free some space, or name a directory on another disk with --out",
     ),
     KnownFailure(
+        r"No module named '(?P<name>optuna|onnx\w*)'",
+        "the package {name} is not installed, which only searches and exports need",
+        "pip install optuna onnx onnxruntime onnxscript",
+        ModuleNotFoundError,
+    ),
+    KnownFailure(
         r"Weights only load failed",
         "the file holds more than tensors and plain values, and loading it could run code",
         "add --trust if you know who wrote it",

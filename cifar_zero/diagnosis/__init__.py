@@ -17,7 +17,7 @@ LONG_SECONDS = 3600.0
 
 CHECKS: dict[str, Check] = {
     "python": Check("Python is recent enough", software.python),
-    "torch": Check("torch is in the supported range", software.torch_version),
+    "torch": Check("version of torch", partial(software.package, "torch")),
     "torchvision": Check("torchvision works with this torch", software.torchvision_import, IMPORT_SECONDS),
     "lightning": Check("version of Lightning", partial(software.package, "lightning")),
     "deepspeed": Check("version of DeepSpeed", partial(software.package, "deepspeed")),

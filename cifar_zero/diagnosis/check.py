@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Literal
 
 from cifar_zero.core.errors import short
@@ -32,7 +31,6 @@ class Options:
     data_cache: str  # directory of the decoded images; empty: <data_root>/.cifar-zero
     build: bool  # build the DeepSpeed operators that are missing
     timeout: float  # limit, in seconds, of each step in which a rank waits for the others
-    requirements: Path  # requirements.txt, which has the tested versions
 
 
 @dataclass(frozen=True)

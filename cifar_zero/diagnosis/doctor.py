@@ -9,7 +9,6 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
-from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -42,9 +41,9 @@ checks:
 """
 
 
-def main(requirements: Path) -> int:
-    """Prints a line for each check; returns the exit code, 1 if one failed. `requirements` is requirements.txt."""
-    arguments = _parse(requirements)
+def main() -> int:
+    """Prints a line for each check; returns the exit code, 1 if one failed."""
+    arguments = _parse()
     options = Options(**{field.name: getattr(arguments, field.name) for field in fields(Options)})
     names, closing = arguments.checks or [*CHECKS], ""
     answers: Iterable[tuple[str, Finding]] = ((name, examine(CHECKS[name], options)) for name in names)
@@ -85,7 +84,7 @@ def _summary(findings: Mapping[str, Finding]) -> str:
     return f"Nothing failed, {warnings}."
 
 
-def _parse(requirements: Path) -> Namespace:
+def _parse() -> Namespace:
     width = max(map(len, CHECKS))
     parser = exits.Parser(
         prog="doctor.py",
@@ -93,7 +92,6 @@ def _parse(requirements: Path) -> Namespace:
         "Changes nothing, except with --build.",
         epilog=EPILOG + "\n".join(f"  {name:<{width}}  {check.summary}" for name, check in CHECKS.items()),
     )
-    parser.set_defaults(requirements=requirements)
     add = parser.add_argument
     add("checks", metavar="CHECK", nargs="*", help="run only these checks (listed below; default: all)")
     add("--ranks", metavar="N", type=int, default=2, help="ranks of a run on this machine (default: %(default)s)")

@@ -1,5 +1,7 @@
 """Checks Python, the packages that a run needs, and what DeepSpeed needs to compile its operators."""
 
+from __future__ import annotations
+
 import ctypes.util
 import os
 import platform
@@ -8,21 +10,27 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cifar_zero.diagnosis.check import INSTALL, Finding, Options, failed, ok, warning
+
+if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
 
 PYTHON = (3, 11)
 """Oldest supported Python (pyproject.toml)."""
 
-TORCH = ("2.11", "2.16")
-"""Oldest supported torch, and the first version that is not tested (requirements.txt)."""
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+"""Has the tested ranges, where the program is not installed or is installed as editable."""
 
 DEEPSPEED, LIGHTNING = "https://github.com/deepspeedai/DeepSpeed", "https://github.com/Lightning-AI/pytorch-lightning"
 
 FAULTS = (
     ("lightning", ">=2.6.2,<2.6.4", "", f"steals credentials: {LIGHTNING}/security/advisories/GHSA-w37p-236h-pfx3"),
+    ("lightning", "<2.6.6", "", "runs code that a checkpoint's hyperparameters name: CVE-2026-58659"),
     ("deepspeed", ">=0.17.6,<0.18.3", "deepspeed_stage_2", f"loses micro-batches: {DEEPSPEED}/issues/7718"),
     ("deepspeed", ">=0.17.6,<0.18.6", "deepspeed_stage_0", f"is wrong in bfloat16: {DEEPSPEED}/issues/7837"),
     ("deepspeed", "==0.18.3", "deepspeed_*", f"divides gradients by --accumulate twice: {DEEPSPEED}/pull/7724"),
@@ -44,19 +52,6 @@ def python(options: Options) -> Finding:
     return ok(platform.python_version())
 
 
-def torch_version(options: Options) -> Finding:
-    """Whether torch is in the supported range."""
-    from packaging.version import Version
-
-    oldest, first_unknown = map(Version, TORCH)
-    version = Version(metadata.version("torch"))
-    if version < oldest:
-        return failed(f"{version}, but {oldest} is needed", INSTALL)
-    if Version(version.base_version) >= first_unknown:
-        return warning(f"{version}, newer than the tested versions", INSTALL)
-    return ok(str(version))
-
-
 def torchvision_import(options: Options) -> Finding:
     """Whether torchvision can be imported: one built for another torch lacks operators or symbols."""
     try:
@@ -68,37 +63,39 @@ def torchvision_import(options: Options) -> Finding:
 
 
 def package(name: str, options: Options) -> Finding:
-    """Whether a package is installed, in the tested version."""
+    """Whether a package is installed, in a tested version."""
     from packaging.requirements import Requirement
     from packaging.specifiers import SpecifierSet
     from packaging.version import Version
 
-    wanted = Version(pinned(name, options.requirements))
+    wanted = tested(name)
     try:
         version = Version(metadata.version(name))
     except metadata.PackageNotFoundError:
         return failed("not installed", INSTALL)
-    if version.public != wanted.public:
+    if version not in wanted:
         faults = (
             f"{strategy or 'it'} {what}"
             for of, releases, strategy, what in FAULTS
             if of == name and version in SpecifierSet(releases)
         )
-        found = "; ".join([f"{version}, but {wanted} is the tested version", *faults])
-        return warning(found, f"pip install {name}=={wanted}")
+        found = "; ".join([f"{version}, but {wanted} is the tested range", *faults])
+        return warning(found, f"pip install '{name}{wanted}'")
     asked = [each.specifier for each in map(Requirement, metadata.requires("lightning") or []) if each.name == name]
     differs = f"; not the {asked[0]} of Lightning's extras, which is older" if asked and version not in asked[0] else ""
     return ok(f"{version}{differs}")
 
 
-def pinned(name: str, requirements: Path) -> str:
-    """Returns the version of a package in requirements.txt, which an installed package has as its extra `pinned`."""
+def tested(name: str) -> SpecifierSet:
+    """Returns the tested versions of a package: pyproject.toml's range, which an installed program's metadata has."""
     from packaging.requirements import Requirement
 
-    listed = requirements.read_text().splitlines() if requirements.exists() else metadata.requires("cifar-zero") or []
-    lines = (line.split("#")[0].strip() for line in listed)
-    (found,) = [wanted for wanted in map(Requirement, filter(None, lines)) if wanted.name == name]
-    return next(iter(found.specifier)).version
+    if PROJECT.exists():
+        listed = tomllib.loads(PROJECT.read_text())["project"]["dependencies"]
+    else:
+        listed = metadata.requires("cifar-zero") or []
+    (found,) = [wanted for wanted in map(Requirement, listed) if wanted.name == name]
+    return found.specifier
 
 
 def compiler(options: Options) -> Finding:

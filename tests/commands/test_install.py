@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from cifar_zero.__main__ import COMMANDS
 from tests.support.helpers import ROOT, assert_ok
 
 PIP = [sys.executable, "-m", "pip"]
 ALONE = ["--no-deps", "--no-index"]
+
+
+def test_pins_are_in_the_tested_ranges_and_in_the_lock():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    optional = [each for extra in project["optional-dependencies"].values() for each in extra]
+    ranges = {each.name: each.specifier for each in map(Requirement, [*project["dependencies"], *optional])}
+    pins: dict[str, str] = {}
+    for file in ("requirements.txt", "requirements-dev.txt"):
+        lines = [line.split("#")[0].strip() for line in (ROOT / file).read_text().splitlines()]
+        for pin in map(Requirement, [line for line in lines if line and not line.startswith("-r")]):
+            pins[pin.name] = str(pin.specifier).removeprefix("==")
+    assert {*ranges} - {"cifar-zero"} == {*pins}
+    assert [name for name, version in pins.items() if version not in ranges[name]] == []
+    locked = dict(re.findall(r"^(\S+?)==(\S+)", (ROOT / "requirements.lock").read_text(), re.MULTILINE))
+    assert {name: locked[name.lower()] for name in pins} == pins
+
 
 IMPORTS = """
 import site, sys

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import fractions
+import importlib
 import mmap
 import os
 import re
@@ -181,6 +182,10 @@ PROVOKED: dict[str, tuple[Callable[[Path, Patch], object], str]] = {
     "no ninja": (no_ninja, "DeepSpeed's C++ code could not be compiled"),
     "no compiler": (no_compiler, "DeepSpeed's C++ code could not be compiled"),
     "full disk": (full_disk, "a file could not be written completely"),
+    "no ONNX": (
+        lambda path, patch: importlib.import_module("onnx_missing"),
+        "the package onnx_missing is not installed",
+    ),
     "untrusted": (untrusted_file, "the file holds more than tensors"),
 }
 """What is done, and how its line begins."""
