@@ -95,21 +95,25 @@ def print_summary(metrics: Mapping[str, Any], run_dir: Path) -> None:
     """Prints the results of a run, of metrics.json, and where they are kept: <out>/<name>/version_N."""
     console = Console(highlight=False)
     print_test_table(metrics)
-    is_benchmark = metrics["perf/step_time_median_ms"] is not None  # only --bench_steps times each step separately
-    if is_benchmark:
+    if metrics["perf/step_time_median_ms"] is not None:  # only --bench_steps times each step separately
         table = Table("measured", Column("", justify="right"))
         for row in _benchmark_rows(metrics):
             table.add_row(*row)
         console.print(table)
     grid = Table.grid(padding=(0, 2))
-    for name, value in [*_summary_rows(metrics), *([] if is_benchmark else _cost_rows(metrics))]:
+    for name, value in summary_rows(metrics):
         grid.add_row(f"[dim]{name}", escape(value))
     console.print(grid)
     if FALLBACK in metrics:
         console.print(f"WARNING: {escape(metrics[FALLBACK])}", style="bold white on red", soft_wrap=True)
-    out = shlex.quote(str(run_dir.parent.parent))
     console.print(f"[dim]run folder  [/]{escape(str(run_dir))}", soft_wrap=True)
-    console.print(f"[dim]curves      [/]tensorboard --logdir {escape(out)} --host localhost", soft_wrap=True)
+    console.print(f"[dim]curves      [/]{escape(curves(run_dir.parent.parent))}", soft_wrap=True)
+
+
+def curves(folder: Path) -> str:
+    """Returns how to look at the curves of all runs in a folder: TensorBoard's command, and its page to open."""
+    command = f"tensorboard --logdir {shlex.quote(str(folder))} --host localhost"
+    return f"{command}  # then open http://localhost:6006/#custom_scalars"
 
 
 def print_test_table(metrics: Mapping[str, Any]) -> None:
@@ -151,7 +155,8 @@ def _percent(share: float) -> str:
     return "-" if math.isnan(share) else f"{share:.2%}"
 
 
-def _summary_rows(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
+def summary_rows(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns the names and texts of what a run was and came to; speed and memory only if it was no benchmark."""
     ranks = "1 rank" if metrics["world_size"] == 1 else f"{metrics['world_size']} ranks"
     rows = [("trained", f"{metrics['model']} with {metrics['strategy']}, {metrics['precision']}")]
     if metrics["trained_parameters"] < metrics["parameters"]:
@@ -164,11 +169,8 @@ def _summary_rows(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     if metrics["train/loss"] is not None:
         rows.append(("loss", f"{metrics['train/loss']:.4f} in training, mean of the last interval"))
-    return rows
-
-
-def _cost_rows(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
-    rows = []
+    if metrics["perf/step_time_median_ms"] is not None:
+        return rows
     if metrics["perf/images_per_second"] is not None:
         step_time, data_time = metrics["perf/step_time_ms"], metrics["perf/data_time_ms"]
         step = f"{step_time:.2f} ms per step, {data_time:.2f} ms of it waiting for data"
@@ -177,6 +179,14 @@ def _cost_rows(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
         peak, states = max(metrics["mem/peak_rank_bytes"]), max(metrics["mem/model_state_rank_bytes"])
         rows.append(("memory", f"at most {peak / 1e9:.2f} GB per rank, {states / 1e6:,.2f} MB of it model states"))
     return rows
+
+
+def card(command: str, metrics: Mapping[str, Any]) -> str:
+    """Returns a run's command and results as Markdown."""
+    tested = [] if metrics["test/acc"] is None else [("test", f"**{metrics['test/acc']:.2%}** correct")]
+    rows = [*tested, *summary_rows(metrics), ("commit", str(metrics["git_commit"]))]
+    lines = (f"| {name} | {value} |" for name, value in rows)
+    return "\n".join([f"`{command}`", "", "| | |", "|---|---|", *lines])
 
 
 def _benchmark_rows(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:

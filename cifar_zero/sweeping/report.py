@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cifar_zero.reports.summary import write_json
+from cifar_zero.reports.summary import curves, write_json
 from cifar_zero.sweeping.runs import METRICS, flags_of, shown
 from cifar_zero.sweeping.trials import SEED, Space, is_grid, latest, lists, options
 
@@ -37,7 +37,7 @@ def report(study: Study, space: Space, metric: str, rest: list[str], folder: Pat
         print(f"best    {best}\nplot    {folder / 'sweep.png'}")
     if any(row["state"] in ("fail", "waiting") for row in rows):
         print("resume  the same command trains what is interrupted, failed or waiting")
-    print(f"curves  tensorboard --logdir {shlex.quote(str(folder))} --host localhost")
+    print(f"curves  {curves(folder)}")
     content = {"schema": 1, "command": shlex.join(["python", *sys.argv]), "metric": metric, "best_command": best}
     write_json(folder / "sweep.json", {**content, "settings": rows})
     return int(any(row["state"] == "fail" for row in rows))

@@ -2,12 +2,15 @@
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # pyright: ignore[reportAttributeAccessIssue]
+from torch.utils.tensorboard.summary import hparams
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.finetuning import network
@@ -21,6 +24,20 @@ PROJECT = "cifar-zero"
 
 TIMEOUT_S = 30.0
 """Time that W&B has to open a run; its default of 90 s is long for a server that cannot be reached."""
+
+LAYOUT = {
+    "Loss": {"loss in training and validation": ["Multiline", ["train/loss$", "val/loss$"]]},
+    "Accuracy": {"accuracy in validation, and in the test at the end": ["Multiline", ["val/acc$", "test/acc$"]]},
+    "Speed": {
+        "images per second": ["Multiline", ["perf/images_per_second$"]],
+        "milliseconds of a step, and of it waiting for data": [
+            "Multiline",
+            ["perf/step_time_ms$", "perf/data_time_ms$"],
+        ],
+    },
+    "Memory": {"peak of the fullest rank, GB": ["Multiline", ["mem/peak_gb$"]]},
+}
+"""Charts of TensorBoard's Custom Scalars tab, by section and title: expressions that a curve's tag begins with."""
 
 OFFLINE = "WANDB_MODE=offline keeps the run on this machine"
 
@@ -39,6 +56,7 @@ def loggers(run: Run, run_dir: Path | None) -> list[Logger]:
 
 def _tensorboard(run: Run, run_dir: Path) -> Logger:
     logger = TensorBoardLogger(run_dir, name="", version="", default_hp_metric=False)
+    logger.experiment.add_custom_scalars(LAYOUT)
     config = run.config
     if config.log_graph:
         # Of a whole copy on the CPU: Lightning's log_graph (2.6.6) would run the model after the strategy sharded it.
@@ -51,6 +69,27 @@ def _tensorboard(run: Run, run_dir: Path) -> Logger:
         except Exception as error:  # of any type: whatever the model's code raises
             raise UsageError(f"--log_graph: torch cannot trace --model {config.model.name}: {short(error)}") from error
     return logger
+
+
+def show_result(
+    logger: TensorBoardLogger, card: str, settings: Mapping[str, Any], results: Mapping[str, float]
+) -> None:
+    """Adds the end of a run to TensorBoard: a card of Markdown, and a row of the HPARAMS table.
+
+    The table shows five of the settings at first. TensorBoard (2.21) takes those that `differ`, which torch's `hparams`
+    never says; here the first five. It shows 4 as 4.0000, so whole numbers are text.
+    """
+    texts = {name: value if isinstance(value, float) else str(value) for name, value in settings.items()}
+    columns, *row = hparams(texts, dict(results))
+    plugin = columns.value[0].metadata.plugin_data
+    content = HParamsPluginData.FromString(plugin.content)
+    for column in content.experiment.hparam_infos[:5]:
+        column.differs = True
+    plugin.content = content.SerializeToString()
+    for summary in (columns, *row):
+        logger.experiment._get_file_writer().add_summary(summary)  # pyright: ignore[reportOptionalMemberAccess]
+    logger.experiment.add_text("run", card)
+    logger.experiment.flush()
 
 
 def _mlflow(run: Run, run_dir: Path) -> Logger:

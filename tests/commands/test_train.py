@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # pyright: ignore[reportAttributeAccessIssue]
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.read import read
@@ -70,7 +72,24 @@ def test_tensorboard_has_every_curve_and_figure(run: tuple[Path, str]):
     assert [event.value for event in events.Scalars("train/global_step")] == steps
     assert all(event.value > 0 for event in events.Scalars("train/grad_norm"))
     assert [event.step for event in events.Scalars("val/acc")] == [36, 72, 72]  # the last one for HPARAMS too
-    assert "_hparams_/session_start_info" in events.summary_metadata
+    layout = Layout.FromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
+    assert [section.title for section in layout.category] == ["Loss", "Accuracy", "Speed", "Memory"]
+    for tag in (tag for section in layout.category for chart in section.chart for tag in chart.multiline.tag):
+        assert any(re.match(tag, curve) for curve in events.Tags()["scalars"]), tag
+    card = events.Tensors("run/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "`python train.py --data.source" in card
+    assert f"**{json.loads((run[0] / 'metrics.json').read_text())['test/acc']:.2%}** correct" in card
+
+
+def test_the_hparams_table_begins_with_what_runs_are_compared_by(run: tuple[Path, str]):
+    found = EventAccumulator(str(run[0])).Reload().summary_metadata
+    contents = [found[f"_hparams_/{name}"].plugin_data.content for name in ("experiment", "session_start_info")]
+    table, row = map(HParamsPluginData.FromString, contents)
+    first = [column.name for column in table.experiment.hparam_infos if column.differs]
+    assert first == ["strategy", "world_size", "lr", "batch_size", "optimizer"]
+    assert row.session_start_info.hparams["batch_size"].string_value == "16"
+    assert row.session_start_info.hparams["lr"].number_value == 0.001
+    assert [metric.name.tag for metric in table.experiment.metric_infos][:2] == ["test/acc", "val/acc"]
 
 
 def test_metrics_json(run: tuple[Path, str]):

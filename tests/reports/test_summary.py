@@ -97,7 +97,7 @@ def test_the_summary_contains_the_main_figures() -> None:
     speed = "1,234 images/s, 1.20 ms per step, 0.05 ms of it waiting for data"
     for expected in ("54.32%", "zero [0]", speed, "at most 2.00 GB per rank", "WARNING: not CIFAR-10", str(run_dir)):
         assert expected in text
-    assert "tensorboard --logdir 'my runs' --host localhost" in text
+    assert "tensorboard --logdir 'my runs' --host localhost  # then open http://localhost:6006/#custom_scalars" in text
     assert "WARNING" not in printed(print_summary, metrics_json(RUN), run_dir)
 
 

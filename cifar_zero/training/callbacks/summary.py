@@ -1,6 +1,8 @@
 """The results of a run: the contents of metrics.json, read from the trainer, its callbacks and DeepSpeed's engine."""
 
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,11 +15,12 @@ from cifar_zero.checkpoints.finetuning.network import on_meta
 from cifar_zero.config.flags import Config, flat
 from cifar_zero.core.console import say
 from cifar_zero.core.hardware import cpu_name
-from cifar_zero.reports.summary import IN_EFFECT, MEASURED, metrics_json
+from cifar_zero.reports.summary import IN_EFFECT, MEASURED, card, metrics_json
 from cifar_zero.strategies.mesh import MeshStrategy
 from cifar_zero.training.callbacks.curves import TrainingCurves, deepspeed_engine
 from cifar_zero.training.callbacks.memory import Memory
 from cifar_zero.training.callbacks.throughput import Throughput
+from cifar_zero.training.loggers import show_result
 
 Observer = TypeVar("Observer", bound=Callback)
 
@@ -119,21 +122,23 @@ def test_metrics(module: Any, datamodule: Any) -> dict[str, Any]:
 
 
 def log_results(trainer: Trainer, config: Config, metrics: dict[str, Any]) -> None:
-    """Adds the run to TensorBoard's HPARAMS table, which compares runs, and all of metrics.json to W&B's summary of the
-    run; only rank 0 has loggers."""
-    settings = ("strategy", "model", "batch_size", "accumulate", "precision", "world_size", "dataset", "seed")
-    hparams = {name: metrics[name] for name in settings}
-    hparams |= {"optimizer": config.optimizer.name, "schedule": config.schedule.name}
-    hparams["lr"] = config.optimizer.options.get("lr")
+    """Adds the run's command and results to TensorBoard, where HPARAMS compares runs, and all of metrics.json to W&B's
+    summary of the run; only rank 0 has loggers."""
     options = flat(config)
-    hparams |= {name: options[name] for name in config.hparams}
-    results = {name: metrics[name] for name in ("val/acc", "test/acc", "test/loss", "perf/images_per_second")}
+    settings = {name: options[name] for name in config.hparams}
+    settings |= {name: metrics[name] for name in ("strategy", "world_size")}
+    settings |= {"lr": config.optimizer.options.get("lr"), "batch_size": config.batch_size}
+    settings |= {"optimizer": config.optimizer.name, "schedule": config.schedule.name}
+    settings |= {name: metrics[name] for name in ("model", "accumulate", "precision", "dataset", "seed")}
+    results = {name: metrics[name] for name in ("test/acc", "val/acc", "test/loss", "perf/images_per_second")}
     results["mem/peak_gb"] = max(metrics["mem/peak_rank_bytes"], default=0) / 1e9
+    known = {name: value for name, value in results.items() if value is not None}
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
-            known = {name: value for name, value in results.items() if value is not None}
-            logger.log_hyperparams(hparams, known, trainer.global_step)
-            logger.experiment.flush()
+            logger.log_metrics(known, trainer.global_step)
+            show_result(
+                logger, card(shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]), metrics), settings, known
+            )
         elif isinstance(logger, WandbLogger):
             logger.experiment.summary.update(metrics)
 
