@@ -22,7 +22,7 @@ from cifar_zero.config import command_line
 from cifar_zero.config.values import check_plain_name
 from cifar_zero.core import exits
 from cifar_zero.core.errors import RunError, Stopped, UsageError
-from cifar_zero.core.hardware import core_count
+from cifar_zero.core.hardware import this_computer
 from cifar_zero.launch import local_launcher, rank_environment
 from cifar_zero.training.resolve import resolve
 
@@ -33,7 +33,8 @@ TRAIN_JOBS = "train-jobs"
 """First argument of the ranks that --acceptance starts; the second is the file of their trainings."""
 
 EPILOG = """\
-exit code: 0 if every variant trained and agrees with the reference, 1 if one did not, 2 for wrong usage
+exit code: 0 if every variant trained and agrees with the reference (and reaches --min_accuracy), 1 if one did not, 2
+for wrong usage
 
 "compare.py perturb" trains one perturbed run, from which --runs learns what rounding alone does to the recipe.
 
@@ -76,6 +77,7 @@ def main(
     for mode, given in ((of_cases, arguments.acceptance), (of_module, arguments.module), (of_runs, arguments.runs)):
         compare = mode if given else compare
     folder, comparison = compare(arguments, rest)
+    comparison.require(arguments.min_accuracy)
     from cifar_zero.comparison.page import write_page
 
     (report.show_by_strategy if arguments.acceptance else report.show)(comparison, folder)
@@ -192,7 +194,7 @@ def trained(planned: Sequence[Planned], runner: Runner, trust: bool) -> Comparis
 
     comparison = summarize([runner.train(each) for each in planned], perturbed_runs, _command(), trust)
     comparison.notes += failures
-    comparison.machine["cores"] = str(core_count())
+    comparison.machine |= this_computer()
     return comparison
 
 
@@ -240,6 +242,8 @@ def _parse() -> tuple[Namespace, list[str]]:
     add("--print_cases", action="store_true", help="with --acceptance: list the cases and exit")
     add("--module", metavar="NAME", help="compare your own LightningModule: FILE.py:NAME or PACKAGE.MODULE:NAME")
     add("--datamodule", metavar="NAME", help="its LightningDataModule; default: the module's own loader")
+    least = "fail variants with a lower test accuracy (0 to 1): that models agree which learned nothing says little"
+    add("--min_accuracy", type=float, default=0.0, metavar="SHARE", help=least)
     add("--junit", metavar="FILE", help="write the verdicts as JUnit XML, for CI systems")
     add("--out", default="comparisons", metavar="DIR", help="directory for comparisons (default: %(default)s)")
     add("--name", default="", metavar="NAME", help="name of this comparison (default: name of the model, or runs)")
@@ -251,6 +255,10 @@ def _parse() -> tuple[Namespace, list[str]]:
     for option in ("quick", "print_cases"):
         if getattr(arguments, option) and not arguments.acceptance:
             raise UsageError(f"--{option} is for --acceptance: add it")
+    if not 0 <= arguments.min_accuracy <= 1:
+        raise UsageError(f"--min_accuracy {arguments.min_accuracy:g}: give a share from 0 to 1, such as 0.5")
+    if arguments.min_accuracy and (arguments.acceptance or arguments.module):
+        raise UsageError("--min_accuracy is for runs of train.py: leave it out with --acceptance and --module")
     if arguments.launcher and (arguments.acceptance or arguments.module or arguments.runs):
         raise UsageError("--launcher is for runs of train.py: leave it out with --acceptance, --module and --runs")
     if arguments.junit and not Path(arguments.junit).absolute().parent.is_dir():

@@ -2,6 +2,7 @@
 
 import base64
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,11 @@ STYLE: dict[Any, Any] = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "
 DPI = 150
 """Resolution of the plots, which are 1,500 pixels wide for high-density screens."""
 
+REFERENCE: dict[str, Any] = {"color": "black", "alpha": 0.2, "linewidth": 7}
+"""How the reference's curve is drawn, under the others."""
+
 PALETTE = ("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd")
-"""Ten colours that colour-blind readers can distinguish: Petroff 2021 (https://arxiv.org/abs/2107.02270). The reference
-is black."""
+"""Ten colours that colour-blind readers can distinguish: Petroff 2021 (https://arxiv.org/abs/2107.02270)."""
 
 POINTS = 200
 """Most points per curve: with more steps, each point stands for several, or noise would hide the curves."""
@@ -52,11 +55,11 @@ def write_page(comparison: Comparison, folder: Path) -> None:
                 figure.savefig(folder / name, dpi=DPI)
                 plots[name] = base64.b64encode((folder / name).read_bytes()).decode()
     sections = (
-        ("Loss", "losses.png", {}),
-        ("Accuracy", "accuracy.png", report.figures(comparison, report.ACCURACY)),
-        ("Speed", "", report.figures(comparison, report.SPEED)),
-        ("Memory of the fullest rank", "", report.figures(comparison, report.MEMORY)),
-        ("Settings in effect", "", report.settings(comparison)),
+        ("Loss", "losses.png", {}, ""),
+        ("Accuracy", "accuracy.png", report.figures(comparison, report.ACCURACY), ""),
+        ("Speed", "", report.figures(comparison, report.SPEED), ""),
+        ("Memory of the fullest rank", "", report.figures(comparison, report.MEMORY), report.on_memory(comparison)),
+        ("Settings in effect", "", report.settings(comparison), ""),
     )
     template = Template(
         TEMPLATE.read_text(), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -78,10 +81,12 @@ def loss_plot(comparison: Comparison) -> Figure | None:
     above, *below = figure.subplots(2 if differences else 1, sharex=True, squeeze=False)[:, 0]
     _draw(above, comparison, losses)
     size = max(_size(len(run.losses.steps)) for variant in variants for run in variant.runs)
-    above.set(title="training loss" + (f", mean of {size:,} steps" if size > 1 else ""), ylabel="loss of a step")
+    unit = " (cross-entropy, nats)" if variants[0].runs[0].settings.get("loss") == "cross_entropy" else ""
+    above.set(ylabel="training loss" + (f", mean of {size:,} steps" if size > 1 else "") + unit)
+    above.set_title(textwrap.fill(comparison.headline, 110), weight="bold")
     for axes in below:
         _draw_differences(axes, comparison, differences)
-    figure.axes[-1].set_xlabel("optimizer step")
+    figure.axes[-1].set_xlabel("optimizer step" + f" ({comparison.recipe.get('batch_size')} images each)")
     kinds = {variant.name: variant.verdict.kind if variant.verdict else "not judged" for variant in variants}
     _legend(figure, comparison, {name: f"{name} ({kind})" for name, kind in kinds.items()})
     return figure
@@ -105,13 +110,15 @@ def accuracy_plot(comparison: Comparison) -> Figure | None:
 
 
 def _draw(axes: Axes, comparison: Comparison, lines: Sequence[Line], marker: str = "") -> None:
-    """Draws the lines. Equal curves would hide each other, so each is also drawn as dashes in turn."""
-    names = [*dict.fromkeys(name for name, _, _ in lines)]
+    """Draws the lines, thin over the reference's. Equal ones would hide each other, so each is also drawn as dashes in
+    turn."""
+    names = [*dict.fromkeys(name for name, _, _ in lines if name != comparison.reference)]
     for name, x, y in lines:
-        axes.plot(x, y, color=_color(comparison, name), marker=marker, markersize=3)
+        axes.plot(x, y, marker=marker, markersize=3, **_style(comparison, name))
     for name, x, y in lines if len(names) > 1 else ():
-        dashes = (DASH * (len(names) - names.index(name)), (DASH, DASH * (len(names) - 1)))
-        axes.plot(x, y, color=_color(comparison, name), linestyle=dashes)
+        if name in names:
+            dashes = (DASH * (len(names) - names.index(name)), (DASH, DASH * (len(names) - 1)))
+            axes.plot(x, y, linestyle=dashes, **_style(comparison, name))
 
 
 def _draw_differences(axes: Axes, comparison: Comparison, differences: Sequence[Line]) -> None:
@@ -121,7 +128,7 @@ def _draw_differences(axes: Axes, comparison: Comparison, differences: Sequence[
     axes.yaxis.set_major_formatter(LogFormatter())  # 1e-05 and the like: matplotlib's own labels are formulas
     for variant in comparison.variants:
         if variant.verdict is not None and variant.verdict.first_parting is not None:
-            axes.axvline(variant.verdict.first_parting, color=_color(comparison, variant.name), linestyle=":")
+            axes.axvline(variant.verdict.first_parting, linestyle=":", **_style(comparison, variant.name))
     title = f"largest difference to {comparison.reference} at a step; dotted: first step beyond rounding"
     if comparison.rounding is not None and comparison.rounding.steps:
         bottom = axes.get_ylim()[0]
@@ -129,7 +136,7 @@ def _draw_differences(axes: Axes, comparison: Comparison, differences: Sequence[
         axes.fill_between(x, bottom / 10, bound, color="gray", alpha=0.2, linewidth=0)
         axes.set_ylim(bottom=bottom)
         title += "; grey: what rounding may do"
-    axes.set(title=title, ylabel="difference")
+    axes.set(title=title, ylabel="difference of the loss")
 
 
 def _differences(reference: Variant, variant: Variant) -> list[Curve]:
@@ -170,13 +177,13 @@ def _array(values: Sequence[float]) -> Array:
     return np.where(np.isfinite(array), array, np.nan)
 
 
-def _color(comparison: Comparison, name: str) -> str:
-    """Returns a variant's colour, the same in all plots."""
+def _style(comparison: Comparison, name: str) -> dict[str, Any]:
+    """Returns colour and width of a variant's lines, the same in all plots."""
     place = [variant.name for variant in comparison.variants].index(name)
-    return PALETTE[(place - 1) % len(PALETTE)] if place else "black"
+    return {"color": PALETTE[(place - 1) % len(PALETTE)], "linewidth": 1.5} if place else REFERENCE
 
 
 def _legend(figure: Figure, comparison: Comparison, labels: dict[str, str]) -> None:
     """Draws the legend below the figure; labels by the variant's name."""
-    handles = [Line2D([], [], color=_color(comparison, name), label=label) for name, label in labels.items()]
+    handles = [Line2D([], [], label=label, **_style(comparison, name)) for name, label in labels.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=2)

@@ -2,7 +2,6 @@
 
 import math
 import re
-import shlex
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -15,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from cifar_zero.comparison.result import Comparison, Spread
-from cifar_zero.reports.summary import IN_EFFECT, write_json
+from cifar_zero.reports.summary import IN_EFFECT, curves, write_json
 
 SCHEMA = 1
 """Version of comparison.json: keys may be added, but none changes its meaning."""
@@ -111,6 +110,23 @@ def settings(comparison: Comparison) -> Columns:
     return table
 
 
+def on_memory(comparison: Comparison) -> str:
+    """Returns why ZeRO 3 may hold as many bytes of parameters as the reference, and what the peak of a CPU rank is."""
+    remarks: list[str] = []
+    key, whole = "mem/parameter_rank_bytes", comparison.variants[0].figures
+    for variant in comparison.variants if key in whole else ():
+        zero = variant.runs[0].deepspeed.get("zero_optimization", {}) if variant.runs else {}
+        if zero.get("stage") == 3 and variant.world_size > 1 and variant.figures[key].mean >= whole[key].mean:
+            remarks.append(
+                f"{variant.name} holds all parameters: ZeRO 3 keeps those of at most "
+                f"{zero['param_persistence_threshold']:,} elements whole on every rank, and this model has no larger "
+                "ones (--zero.param_persistence_threshold 0 shards them)."
+            )
+    if any(run.metrics.get("accelerator") == "cpu" for variant in comparison.variants for run in variant.runs):
+        remarks.append("On a CPU the peak is that of the whole process, most of it PyTorch itself.")
+    return " ".join(remarks)
+
+
 def spread(figure: Spread | None, form: Form) -> str:
     """Returns a mean, and if the seeds differ, the lowest and the highest value in brackets."""
     if figure is None:
@@ -131,11 +147,17 @@ def show(comparison: Comparison, folder: Path) -> None:
         cells = [cells[place].text for cells in found.values()]
         table.add_row(escape(variant.name), f"[{style}]{escape(variant.outcome)}[/]", *cells)
     console.print(table)
+    console.print(f"[bold]{escape(comparison.headline)}", soft_wrap=True)
     causes = [f"{each.name}: {cause}" for each in comparison.variants if each.verdict for cause in each.verdict.causes]
     _show_end([*causes, *comparison.notes], folder, console)
     if any(folder.glob("*/version_*/events.out.tfevents.*")):  # not with --runs
-        where = escape(shlex.quote(str(folder)))
-        console.print(f"[dim]curves  [/]tensorboard --logdir {where} --host localhost", soft_wrap=True)
+        from torch.utils.tensorboard import SummaryWriter
+
+        rows = "\n".join(f"| {variant.name} | {variant.outcome} |" for variant in comparison.variants)
+        table = f"| variant | verdict |\n|---|---|\n{rows}"
+        with SummaryWriter(str(folder)) as writer:
+            writer.add_text("comparison", f"`{comparison.command}`\n\n**{comparison.headline}**\n\n{table}")
+        console.print(f"[dim]curves  [/]{escape(curves(folder))}", soft_wrap=True)
 
 
 def show_by_strategy(comparison: Comparison, folder: Path) -> None:
@@ -152,6 +174,7 @@ def show_by_strategy(comparison: Comparison, folder: Path) -> None:
         style = "red" if failed else "green"
         table.add_row(strategy, str(len(found)), *counts, f"[{style}]{failed}[/]", escape(worst.name))
     console.print(table)
+    console.print(f"[bold]{escape(comparison.headline)}", soft_wrap=True)
     for variant in comparison.variants:
         if not variant.passed:
             console.print(f"[red]{escape(variant.name)}[/]: {escape(variant.outcome)}", soft_wrap=True)

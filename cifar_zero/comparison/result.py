@@ -1,5 +1,6 @@
 """The result of a comparison, as in comparison.json and in the report; plain Python, no torch."""
 
+import math
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -108,11 +109,18 @@ class Variant:
     verdict: Verdict | None = None
     unjudged: str = ""
     """Why there is no verdict."""
+    too_low: str = ""
+    """How its accuracy falls short of --min_accuracy."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether it trained and agrees with the reference."""
+        return self.verdict is not None and self.verdict.kind in GOOD
 
     @property
     def passed(self) -> bool:
-        """Whether it trained and agrees with the reference."""
-        return self.verdict is not None and self.verdict.kind in GOOD
+        """Whether it agrees, with the accuracy that was asked for."""
+        return self.agrees and not self.too_low
 
     @property
     def outcome(self) -> str:
@@ -120,7 +128,7 @@ class Variant:
         verdict = self.verdict
         if verdict is None:
             return f"not judged: {self.unjudged}"
-        parts = [self.error, verdict.remark]
+        parts = [self.too_low, self.error, verdict.remark]
         if verdict.first_difference is not None:
             parts.append(f"first unequal loss at step {verdict.first_difference:,}")
         if verdict.first_parting is not None:
@@ -184,12 +192,38 @@ class Comparison:
     @property
     def headline(self) -> str:
         """The outcome in one sentence."""
-        agree = sum(variant.passed for variant in self.variants)
-        parts = [f"{agree} of {len(self.variants)} variants trained and agree"]
+        kinds = [variant.verdict.kind for variant in self.variants if variant.verdict is not None]
+        found = ", ".join(f"{kinds.count(kind)} {kind}" for kind in GOOD[1:] if kind in kinds)
+        others = sum(each.name != self.reference for each in self.variants) - kinds[1:].count("reference")
+        agree = f"{sum(map(kinds.count, GOOD[1:]))} of {others} variants agree with the reference, {self.reference}"
+        parts = [agree + (f": {found}" if found else "")]
         for variant in self.variants:
             if variant.verdict is None:
                 parts.append(f"{variant.name} was not judged")
-            elif not variant.passed:
+            elif not variant.agrees:
                 step = variant.verdict.first_parting
                 parts.append(f"{variant.name}: {variant.verdict.kind}" + (f" from step {step:,} on" if step else ""))
-        return "; ".join(parts)
+            elif variant.too_low:
+                parts.append(f"{variant.name}: {variant.too_low}")
+        return "; ".join(filter(None, [*parts, self.unlearned]))
+
+    @property
+    def unlearned(self) -> str:
+        """Says that no variant has learned, if none is more than three standard deviations better than guessing."""
+        best = max((each.figures["test/acc"].mean for each in self.variants if "test/acc" in each.figures), default=1.0)
+        metrics = next((run.metrics for variant in self.variants for run in variant.runs), {})
+        if not metrics.get("test/acc_per_class"):
+            return ""
+        chance = 1 / len(metrics["test/acc_per_class"])
+        if best > chance + 3 * math.sqrt(chance * (1 - chance) / metrics["num_test"]):
+            return ""
+        return f"no variant has learned (accuracy {best:.2%}, chance {chance:.0%})"
+
+    def require(self, least: float) -> None:
+        """Fails the variants whose test accuracy, from 0 to 1, is less."""
+        for variant in self.variants if least else ():
+            found = variant.figures.get("test/acc")
+            if found is None:
+                variant.too_low = "not tested, as --min_accuracy needs"
+            elif found.mean < least:
+                variant.too_low = f"accuracy {found.mean:.2%} is less than --min_accuracy {least:.2%}"

@@ -56,6 +56,7 @@ def summarize(variants: Sequence[Variant], perturb: Perturb, command: str, trust
     )
     for run in reference.runs[:1]:
         comparison.machine |= {"device": run.metrics["device_name"], **run.metrics["versions"]}
+        comparison.machine["commit"] = run.metrics["git_commit"]
     for variant in variants:
         variant.figures = _figures(variant.runs)
         fallbacks = dict.fromkeys(run.metrics[FALLBACK] for run in variant.runs if run.metrics.get(FALLBACK))

@@ -70,7 +70,24 @@ def share_of_cores(rank: int, ranks: int) -> set[int]:
 
 def cpu_name() -> str:
     """Returns the name of this computer's processor."""
+    return _cpuinfo().get("model name") or platform.processor() or platform.machine()
+
+
+def this_computer() -> dict[str, str]:
+    """Returns host, operating system, processor, cores and memory, as a report names them."""
+    # A virtual machine may hide all of the processor's name but its maker's; the numbers still tell which it is.
+    numbers = [f"{name} {value}" for name, value in _cpuinfo().items() if name in ("cpu family", "model", "stepping")]
+    return {
+        "host": platform.node(),
+        "system": platform.platform(),
+        "processor": ", ".join([cpu_name(), *numbers]),
+        "cores": str(core_count()),
+        "memory": f"{psutil.virtual_memory().total / 1e9:.1f} GB",
+    }
+
+
+def _cpuinfo() -> dict[str, str]:
+    """Returns what Linux says of the first core; elsewhere nothing."""
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    lines = cpuinfo.read_text().split("\n\n")[0].splitlines() if cpuinfo.exists() else []
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}

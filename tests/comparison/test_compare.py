@@ -57,6 +57,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, runner: MadeUpRuns, planned: list[P
 def test_an_unreadable_run_counts_as_not_trained(monkeypatch: pytest.MonkeyPatch, planned: list[Planned]) -> None:
     comparison = trained(monkeypatch, MadeUpRuns(baseline=(2.0,), ddp=()), planned)
     assert [variant.error for variant in comparison.variants] == ["", "ddp cannot be read"]
+    assert comparison.machine.keys() >= {"host", "system", "processor", "cores", "memory", "commit", "torch"}
     assert comparison.variants[0].verdict.kind == "reference"
     assert "cores" in comparison.machine
 
@@ -102,6 +103,13 @@ def test_a_launcher_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setenv(name, "1")
     with pytest.raises(UsageError, match="start it once"):
         run(monkeypatch, "--strategies", "baseline", "ddp")
+
+
+def test_a_minimum_of_the_accuracy_is_a_share_of_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="--min_accuracy 50: give a share from 0 to 1, such"):
+        run(monkeypatch, "--strategies", "baseline", "ddp", "--min_accuracy", "50")
+    with pytest.raises(UsageError, match="leave it out with --acceptance"):
+        run(monkeypatch, "--acceptance", "--min_accuracy", "0.5")
 
 
 def test_nohup_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,18 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from cifar_zero.comparison.page import PALETTE, POINTS, STYLE, accuracy_plot, loss_plot, write_page
-from cifar_zero.comparison.report import MEMORY, SPEED, Cell, figures, number, percent, settings, size, spread
+from cifar_zero.comparison.report import (
+    MEMORY,
+    SPEED,
+    Cell,
+    figures,
+    number,
+    on_memory,
+    percent,
+    settings,
+    size,
+    spread,
+)
 from cifar_zero.comparison.result import Comparison, Curve, Difference, Run, Spread, Variant, Verdict, VerdictKind
 
 STEPS = 30
@@ -98,21 +109,55 @@ def test_unknown_values_are_left_out(tmp_path: Path):
     write_page(nothing, tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
     shown = Page((tmp_path / "report.html").read_text()).shown
-    assert "0 of 2 variants trained and agree; baseline: not trained; ddp was not judged." in shown
+    assert "0 of 1 variants agree with the reference, baseline; baseline: not trained; ddp was not judged." in shown
     assert {"Loss", "Speed", "Memory of the fullest rank"}.isdisjoint(shown)
 
 
 @pytest.mark.parametrize(
     ("others", "sentence"),
     [
-        ([("ddp", "bit-identical"), ("fsdp2", "within rounding")], "3 of 3 variants trained and agree"),
+        ([("ddp", "bit-identical"), ("fsdp2", "within rounding")],
+         "2 of 2 variants agree with the reference, baseline: 1 bit-identical, 1 within rounding"),
         ([("ddp", "different"), ("fsdp2", "bit-identical")],
-         "2 of 3 variants trained and agree; ddp: different from step 8 on"),
-        ([("ddp", "not trained")], "1 of 2 variants trained and agree; ddp: not trained"),
+         "1 of 2 variants agree with the reference, baseline: 1 bit-identical; ddp: different from step 8 on"),
+        ([("ddp", "not trained")], "0 of 1 variants agree with the reference, baseline; ddp: not trained"),
     ],
 )  # fmt: skip
 def test_headline(others: list[tuple[str, VerdictKind]], sentence: str):
     assert comparison(*(trained(name, kind) for name, kind in others)).headline == sentence
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "said"),
+    [(0.1014, "; no variant has learned (accuracy 10.14%, chance 10%)"), (0.11, "")],  # three deviations: 10.9 %
+)
+def test_agreement_without_learning_is_said_and_may_fail(accuracy: float, said: str):
+    variants = comparison(trained("ddp"), trained("fsdp2", "different"))
+    for variant in variants.variants[:2]:
+        variant.figures["test/acc"] = Spread(accuracy, accuracy, accuracy)
+        variant.runs[0].metrics |= {"num_test": 10_000, "test/acc_per_class": dict.fromkeys("abcdefghij", accuracy)}
+    assert variants.headline.endswith(f"fsdp2: different from step 8 on{said}")
+    variants.require(0.1)
+    assert [variant.passed for variant in variants.variants] == [True, True, False]
+    variants.require(0.5)
+    assert [variant.agrees for variant in variants.variants] == [True, True, False]
+    assert not any(variant.passed for variant in variants.variants)
+    assert f"ddp: accuracy {accuracy:.2%} is less than --min_accuracy 50.00%" in variants.headline
+    assert variants.variants[2].outcome.startswith("≠ different: not tested, as --min_accuracy needs, beyond rounding")
+
+
+def test_memory_that_zero_3_does_not_save_is_explained():
+    small, large = trained("deepspeed_stage_3"), trained("baseline, larger")
+    compared = comparison(small, large)
+    for variant, held in zip(compared.variants, (100, 100, 200), strict=True):
+        variant.figures["mem/parameter_rank_bytes"] = Spread(held, held, held)
+    small.runs[0].deepspeed = {"zero_optimization": {"stage": 3, "param_persistence_threshold": 100_000}}
+    remark = on_memory(compared)
+    assert remark.startswith("deepspeed_stage_3 holds all parameters: ZeRO 3 keeps those of at most 100,000 elements")
+    small.figures["mem/parameter_rank_bytes"] = Spread(50, 50, 50)
+    assert on_memory(compared) == ""
+    small.runs[0].metrics["accelerator"] = "cpu"
+    assert on_memory(compared) == "On a CPU the peak is that of the whole process, most of it PyTorch itself."
 
 
 def test_a_verdict_has_its_numbers_or_the_reason_for_none():
@@ -169,6 +214,8 @@ def test_equal_curves_are_all_seen():
         assert len(figure.axes) == 1  # no difference to draw
         figure.legends[0].remove()
         assert min(count(figure, color) for color in PALETTE[:2]) > 100
+        assert figure.axes[0].lines[0].get_linewidth() == 7, "the reference, wide and below"
+        assert figure.axes[0].get_title() == "2 of 2 variants agree with the reference, baseline: 2 bit-identical"
 
 
 def test_losses_are_drawn_up_to_the_first_nan():
@@ -224,5 +271,5 @@ def test_accuracy_has_a_line_for_each_seed_by_step_and_by_time():
     assert figure is not None
     by_step, by_time = figure.axes
     assert [line.get_xdata()[-1] for line in (by_step.lines[0], by_time.lines[0])] == [30, 3]  # pyright: ignore
-    assert len(by_step.lines) == 2 * 4, "solid, and dashed"
+    assert [line.get_linewidth() for line in by_step.lines] == [7, 7, 1.5, 1.5], "the reference is below"
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["baseline", "ddp"]

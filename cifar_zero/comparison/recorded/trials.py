@@ -18,8 +18,8 @@ from cifar_zero.comparison.recorded.judging import first_difference, first_fault
 from cifar_zero.comparison.recorded.record import load, record_file
 from cifar_zero.comparison.result import Comparison, Variant, Verdict
 from cifar_zero.core.errors import Stopped
-from cifar_zero.core.hardware import cpu_name
-from cifar_zero.reports.summary import REPOSITORY, versions
+from cifar_zero.core.hardware import cpu_name, this_computer
+from cifar_zero.reports.summary import REPOSITORY, git_commit, versions
 from cifar_zero.training import run_process
 
 POLL_SECONDS = 0.2
@@ -50,7 +50,8 @@ def try_all(
     return Comparison(
         title=title,
         command=command,
-        machine={"device": device, **{name: str(version) for name, version in versions().items()}},
+        machine={"device": device, **this_computer(), "commit": str(git_commit())}
+        | {name: str(version) for name, version in versions().items()},
         recipe=dict(recipe),
         reference="the same in plain PyTorch",
         variants=[_judged(case, jobs, folder, errors, notes) for case in cases],
