@@ -1,5 +1,10 @@
 """Trains one recipe under several strategies and says whether they agree; see --help."""
 
+from cifar_zero.core import interrupt
+
+if __name__ == "__main__":
+    interrupt.install()  # before the other imports
+
 import sys
 from functools import partial
 

@@ -1,5 +1,10 @@
 """Tests a checkpoint of any strategy on one device; see --help."""
 
+from cifar_zero.core import interrupt
+
+if __name__ == "__main__":
+    interrupt.install()  # before the other imports
+
 import sys
 from functools import partial
 

@@ -1,5 +1,10 @@
 """Writes a trained model as safetensors or ONNX, or what was trained over it; see --help."""
 
+from cifar_zero.core import interrupt
+
+if __name__ == "__main__":
+    interrupt.install()  # before the other imports
+
 import sys
 
 from cifar_zero.core.exits import guarded

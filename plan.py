@@ -1,5 +1,10 @@
 """Predicts the memory that a run needs under each strategy and recommends one; see --help."""
 
+from cifar_zero.core import interrupt
+
+if __name__ == "__main__":
+    interrupt.install()  # before the other imports
+
 import sys
 
 from cifar_zero.core.exits import guarded

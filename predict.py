@@ -1,5 +1,10 @@
 """Classifies image files with a checkpoint or an export; see --help."""
 
+from cifar_zero.core import interrupt
+
+if __name__ == "__main__":
+    interrupt.install()  # before the other imports
+
 import sys
 
 from cifar_zero.core.exits import guarded

@@ -1,5 +1,10 @@
 """Trains a recipe with many settings and seeds and reports which one is best; see --help."""
 
+from cifar_zero.core import interrupt
+
+if __name__ == "__main__":
+    interrupt.install()  # before the other imports
+
 import sys
 from functools import partial
 

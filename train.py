@@ -1,5 +1,10 @@
 """Trains and tests a CIFAR classifier: resolve -> prepare the data -> build -> fit -> test -> report; see --help."""
 
+from cifar_zero.core import interrupt
+
+if __name__ == "__main__":
+    interrupt.install()  # before the other imports
+
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +17,7 @@ from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import AUTO
 from cifar_zero.core import exits, start_time
 from cifar_zero.core.errors import UsageError
+from cifar_zero.core.programs import torchrun
 from cifar_zero.launch import local_launcher, rank_environment
 from cifar_zero.planning import automatic
 from cifar_zero.training.resolve import resolve
@@ -34,9 +40,7 @@ def main() -> int:
         return check_gradients(run)
     if run.config.world_size > 1 and not rank_environment.is_rank():
         if run.config.num_nodes > 1:
-            raise UsageError(
-                f"--num_nodes {config.num_nodes}: start it on each node with {local_launcher.TORCHRUN} ..."
-            )
+            raise UsageError(f"--num_nodes {config.num_nodes}: start it on each node with {torchrun('train')} ...")
         chosen = {automatic.VARIABLE: config.strategy}
         return local_launcher.run(run.config.world_size, run.on_cpu, extra_env=chosen)
     train(run)
@@ -77,8 +81,8 @@ def train(run: Run, module_class: Callable[..., Any] | None = None, last: bool =
         module = (module_class or CIFARModule)(run.config, run.num_classes, weights and weights.loaded)
         trainer = build.trainer(run, run_dir)
 
-    trainer.fit(module, datamodule=datamodule, ckpt_path=run.config.resume or None)
-    stop.check_signal(trainer, run, run_dir, last)
+    with stop.reported(trainer, run, run_dir, last):
+        trainer.fit(module, datamodule=datamodule, ckpt_path=run.config.resume or None)
     if not run.config.only_measures:
         trainer.test(module, datamodule=datamodule, verbose=False)
 

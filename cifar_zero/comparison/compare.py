@@ -23,6 +23,7 @@ from cifar_zero.config.values import check_plain_name
 from cifar_zero.core import exits
 from cifar_zero.core.errors import RunError, Stopped, UsageError
 from cifar_zero.core.hardware import this_computer
+from cifar_zero.core.programs import command
 from cifar_zero.launch import local_launcher, rank_environment
 from cifar_zero.training.resolve import resolve
 
@@ -36,16 +37,16 @@ EPILOG = """\
 exit code: 0 if every variant trained and agrees with the reference (and reaches --min_accuracy), 1 if one did not, 2
 for wrong usage
 
-"compare.py perturb" trains one perturbed run, from which --runs learns what rounding alone does to the recipe.
+"%(prog)s perturb" trains one perturbed run, from which --runs learns what rounding alone does to the recipe.
 
 examples:
-  python compare.py --strategies baseline deepspeed_stage_1 deepspeed_stage_3_offload --devices 2 --max_steps 500
-  python compare.py --accumulate 1 4 --devices 1 2 --config configs/deepspeed.yaml --seeds 3
-  python compare.py --acceptance --junit acceptance.xml
-  python compare.py --module my_module.py:MyModule --datamodule my_data.py:MyData --module.lr 0.1 --devices 2
-  python compare.py --strategies baseline my_deepspeed.json --junit compare.xml
-  python compare.py perturb --config runs/net-baseline/version_0/config.yaml
-  python compare.py --runs runs/net-baseline/version_0 runs/net-baseline/version_1 runs/net-deepspeed_stage_2/version_3
+  %(prog)s --strategies baseline deepspeed_stage_1 deepspeed_stage_3_offload --devices 2 --max_steps 500
+  %(prog)s --accumulate 1 4 --devices 1 2 --config configs/deepspeed.yaml --seeds 3
+  %(prog)s --acceptance --junit acceptance.xml
+  %(prog)s --module my_module.py:MyModule --datamodule my_data.py:MyData --module.lr 0.1 --devices 2
+  %(prog)s --strategies baseline my_deepspeed.json --junit compare.xml
+  %(prog)s perturb --config runs/net-baseline/version_0/config.yaml
+  %(prog)s --runs runs/net-baseline/version_0 runs/net-baseline/version_1 runs/net-deepspeed_stage_2/version_3
 """
 
 
@@ -203,16 +204,16 @@ def _how_to_compare(folder: Path) -> str:
     finished = sorted(str(file.parent) for file in folder.glob(f"*/version_*/{run_folder.METRICS}"))
     if len(finished) < 2:
         return f"the runs are in {folder}"
-    return f"to compare the finished runs: python compare.py --runs {shlex.join(finished)}"
+    return f"to compare the finished runs: {command('compare', '--runs', *finished)}"
 
 
 def _command() -> str:
-    return shlex.join(["python", "compare.py", *sys.argv[1:]])
+    return command("compare", *sys.argv[1:])
 
 
 def _parse() -> tuple[Namespace, list[str]]:
     parser = exits.Parser(
-        prog="compare.py",
+        prog=command("compare"),
         description="Trains one recipe under several strategies, numbers of ranks or micro-batches, or reads existing "
         "runs, and says whether they agree: bit by bit, within rounding, or not.",
         epilog=EPILOG,

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import shlex
 from collections import Counter
 from collections.abc import Sequence
 from itertools import compress
@@ -15,6 +14,7 @@ from cifar_zero.checkpoints import run_folder
 from cifar_zero.comparison.result import Curve, Difference, Run, Variant
 from cifar_zero.config.flags import flat
 from cifar_zero.core.errors import UsageError
+from cifar_zero.core.programs import command
 
 PERTURBED = "perturbed.json"
 """File that marks the run folder of a perturbed run; written by comparison.perturbed."""
@@ -167,8 +167,8 @@ def grouped(runs: Sequence[Run]) -> list[Variant]:
     for name, shape, group in zip(variant_names(shapes), shapes, groups.values(), strict=True):
         first, (strategy, ranks, _, accumulate) = group[0], shape
         name += f" ({first.folder})" * any(other.name == name for other in variants)
-        command = f"python train.py --config {shlex.quote(str(Path(first.folder, run_folder.CONFIG)))}"
-        variants.append(Variant(name, strategy, ranks, accumulate, command, group))
+        line = command("train", "--config", Path(first.folder, run_folder.CONFIG))
+        variants.append(Variant(name, strategy, ranks, accumulate, line, group))
     return sorted(variants, key=lambda variant: variant.strategy != "baseline")
 
 

@@ -1,6 +1,5 @@
 """The variants that compare.py trains: each is checked before the first run starts, and trained; no torch."""
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -13,6 +12,7 @@ from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import AUTO, STRATEGIES
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError, UsageError
+from cifar_zero.core.programs import command
 from cifar_zero.reports.summary import REPOSITORY
 from cifar_zero.training import run_process
 from cifar_zero.training.resolve import resolve
@@ -83,8 +83,8 @@ class Runner:
     def train(self, planned: Planned) -> Variant:
         """Trains a variant; a run that failed or cannot be read is left out, and named in `error`."""
         config = planned.run.config
-        command = f"python train.py {shlex.join(planned.flags_of(planned.seeds[0]))}"
-        variant = Variant(planned.name, config.strategy_name, config.world_size, config.accumulate, command)
+        line = command("train", *planned.flags_of(planned.seeds[0]))
+        variant = Variant(planned.name, config.strategy_name, config.world_size, config.accumulate, line)
         for seed in planned.seeds:
             try:
                 run = load(self.run(planned.run_name(seed), TRAIN, planned.flags_of(seed), planned.launcher))

@@ -17,6 +17,7 @@ from cifar_zero.comparison.reading import differences, hinders, last_checkpoint,
 from cifar_zero.comparison.result import Comparison, Curve, Run, Spread, Variant, Verdict
 from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
+from cifar_zero.core.programs import command
 from cifar_zero.reports.summary import FALLBACK
 
 RECIPE = ("dataset", "model", "optimizer", "schedule", "precision", "batch_size", "epochs", "max_steps")
@@ -168,7 +169,9 @@ def _judge(variant: Variant, pairs: Sequence[tuple[Pair, Bound]], has_perturbed:
     elif has_perturbed:
         variant.unjudged = "rounding alone may change the losses by more than a tenth from the first step on"
     else:
-        variant.unjudged = "no perturbed run of the reference shows what rounding may do, see compare.py perturb"
+        variant.unjudged = (
+            f"no perturbed run of the reference shows what rounding may do, see {command('compare', 'perturb')}"
+        )
 
 
 def _explain(comparison: Comparison, bounds: Sequence[tuple[Pair, Bound]]) -> None:

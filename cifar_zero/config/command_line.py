@@ -34,6 +34,7 @@ from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.config.values import REGISTRIES, check_values
 from cifar_zero.core import user_code
 from cifar_zero.core.errors import UsageError
+from cifar_zero.core.programs import command
 from cifar_zero.core.usage import nearest, nearest_flag
 from cifar_zero.models import MODELS, PACKAGES, add_own
 from cifar_zero.optimizers import OFFLOADED_BY, OPTIMIZERS
@@ -66,12 +67,12 @@ OWNED = {name: f"--{name}" for name in SAME} | {
 USAGE = "%(prog)s [--config FILE ...] [--strategy NAME] [--devices N] [--<option> VALUE ...]"
 EPILOG = """\
 examples:
-  python train.py                                          the tutorial's recipe: Net, SGD, batch size 4, 2 epochs
-  python train.py --strategy deepspeed_stage_3 --devices 2
-  python train.py --config configs/deepspeed.yaml --strategy deepspeed_stage_2 --precision bf16-mixed
-  python train.py --optimizer adam --help                  lists the options of another optimizer
-  python train.py --model torchvision:resnet50 --model.image_size 64     a model of torchvision, or timm:NAME
-  python train.py --model my_net.py:MyNet --model.width 64               a model of your own
+  %(prog)s                                          the tutorial's recipe: Net, SGD, batch size 4, 2 epochs
+  %(prog)s --strategy deepspeed_stage_3 --devices 2
+  %(prog)s --config configs/deepspeed.yaml --strategy deepspeed_stage_2 --precision bf16-mixed
+  %(prog)s --optimizer adam --help                  lists the options of another optimizer
+  %(prog)s --model torchvision:resnet50 --model.image_size 64     a model of torchvision, or timm:NAME
+  %(prog)s --model my_net.py:MyNet --model.width 64               a model of your own
   deepspeed train.py --deepspeed --stage 2     with the flags of DeepSpeedExamples' program (docs/migration.md)
 
 optimizers:
@@ -184,7 +185,7 @@ def _parser(names: dict[str, str], with_help: bool) -> ArgumentParser:
     }
     optimizers = _listed({name: f"{_summary(entry)}; {offloads[name]}" for name, entry in OPTIMIZERS.items()})
     parser = ArgumentParser(
-        prog="train.py",
+        prog=command("train"),
         usage=USAGE,
         description="Trains and tests a CIFAR classifier with plain PyTorch, DDP, DeepSpeed ZeRO, FSDP2 and others.",
         epilog=EPILOG.format(optimizers=optimizers, strategies=strategies),

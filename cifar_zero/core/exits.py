@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from cifar_zero.core import user_code
+from cifar_zero.core import interrupt, user_code
 from cifar_zero.core.errors import RunError, Stopped, UsageError, short
 from cifar_zero.core.known_failures import explain
 
@@ -37,6 +37,7 @@ def stop_at_signals() -> None:
 
 def guarded(main: Callable[[], int]) -> int:
     """Runs a program's `main` and returns its exit code: 2 for a user's mistake, 1 for a failure while running."""
+    interrupt.expected = True
     try:
         try:
             return main()
@@ -47,7 +48,8 @@ def guarded(main: Callable[[], int]) -> int:
                 raise Stopped(signal.SIGINT) from error
             raise
     except Stopped as stop:
-        print(": ".join(filter(None, [f"stopped by {stop.name}", str(stop)])), file=sys.stderr)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the libraries' exit takes a moment
+        print(f"{stop.name}: {stop}" if str(stop) else f"stopped by {stop.name}", file=sys.stderr)
         return stop.exit_code
     except Exception as error:
         if "--debug" in sys.argv:
@@ -55,6 +57,8 @@ def guarded(main: Callable[[], int]) -> int:
         expected = isinstance(error, (UsageError, RunError))
         print(f"error: {error if expected else explain(error) or _unexplained(error)}", file=sys.stderr)
         return error.exit_code if expected else 1
+    finally:
+        interrupt.expected = False
 
 
 def _unexplained(error: Exception) -> str:

@@ -16,10 +16,11 @@ from rich.markup import escape
 from cifar_zero.config.flags import DataConfig, OutputConfig
 from cifar_zero.core import exits
 from cifar_zero.core.errors import UsageError
+from cifar_zero.core.programs import command, torchrun
 from cifar_zero.core.usage import nearest
 from cifar_zero.diagnosis import CHECKS
 from cifar_zero.diagnosis.check import Finding, Options, examine
-from cifar_zero.launch import local_launcher, rank_environment
+from cifar_zero.launch import rank_environment
 
 SCHEMA = 1
 """Version of the output of `--json`; goes up when a key changes its meaning or its name."""
@@ -30,9 +31,9 @@ EPILOG = """\
 exit code: 0 if no check failed (a warning says what some runs cannot do), 1 if one failed, 2 for wrong usage
 
 examples:
-  python doctor.py                          all checks, in about ten seconds
-  python doctor.py all-reduce --ranks 8     one check, for eight ranks
-  python doctor.py ops --build              compile DeepSpeed's operators now instead of in the first run
+  %(prog)s                          all checks, in about ten seconds
+  %(prog)s all-reduce --ranks 8     one check, for eight ranks
+  %(prog)s ops --build              compile DeepSpeed's operators now instead of in the first run
 
   torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29400 doctor.py --nodes
                                             run on each of two nodes: checks that they can train together
@@ -52,8 +53,8 @@ def main() -> int:
     if arguments.nodes:
         rank_environment.adopt()
         if not rank_environment.is_rank() or os.environ["WORLD_SIZE"] == "1":
-            start = local_launcher.TORCHRUN.replace("train.py", "doctor.py --nodes")
-            raise UsageError(f"--nodes needs ranks that a launcher has started: start it on each node with {start}")
+            start = f"start it on each node with {torchrun('doctor')} --nodes"
+            raise UsageError(f"--nodes needs ranks that a launcher has started: {start}")
         from cifar_zero.diagnosis import nodes
 
         if (found := nodes.examine(options)) is None:
@@ -87,10 +88,11 @@ def _summary(findings: Mapping[str, Finding]) -> str:
 def _parse() -> Namespace:
     width = max(map(len, CHECKS))
     parser = exits.Parser(
-        prog="doctor.py",
+        prog=command("doctor"),
         description="Checks everything that a run needs on this machine, and says how to fix what is missing. "
         "Changes nothing, except with --build.",
-        epilog=EPILOG + "\n".join(f"  {name:<{width}}  {check.summary}" for name, check in CHECKS.items()),
+        epilog=EPILOG
+        + "\n".join(f"  {name:<{width}}  {check.summary}" for name, check in CHECKS.items()).replace("%", "%%"),
     )
     add = parser.add_argument
     add("checks", metavar="CHECK", nargs="*", help="run only these checks (listed below; default: all)")

@@ -18,6 +18,7 @@ from cifar_zero.config.flags import DataConfig
 from cifar_zero.config.rules.devices import CPU_RANK_BYTES
 from cifar_zero.core.errors import RunError, short
 from cifar_zero.core.hardware import core_count, cpu_name, free_memory_bytes, has_gpu_driver
+from cifar_zero.core.programs import command
 from cifar_zero.diagnosis.check import Finding, Options, failed, ok, warning
 from cifar_zero.launch import local_launcher
 
@@ -60,7 +61,7 @@ def gpu(options: Options) -> Finding:
     count = torch.cuda.device_count()
     names = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
     if options.ranks > count:
-        return warning(f"{names}: fewer than the {options.ranks} of --ranks", f"train.py --devices {count}")
+        return warning(f"{names}: fewer than the {options.ranks} of --ranks", command("train", "--devices", count))
     return ok(f"{names}; torch is built for CUDA {torch.version.cuda}")
 
 
@@ -90,7 +91,7 @@ def cores(options: Options) -> Finding:
     """Checks whether each rank has its own CPU core."""
     count = core_count()
     if count < options.ranks:
-        return warning(f"{count} for {options.ranks} ranks, which take turns", f"train.py --devices {count}")
+        return warning(f"{count} for {options.ranks} ranks, which take turns", command("train", "--devices", count))
     return ok(f"{count}, {count // options.ranks} for each of {options.ranks} ranks")
 
 
@@ -99,7 +100,7 @@ def memory(options: Options) -> Finding:
     free = free_memory_bytes() / 1e9
     found = f"{free:.1f} GB are free"
     if (fit := ranks_in_memory()) < options.ranks:
-        fix = f"train.py --devices {fit}" if fit else "end other programs"
+        fix = command("train", "--devices", fit) if fit else "end other programs"
         return failed(f"{found}, and {options.ranks} ranks take about 1 GB each", fix)
     return ok(f"{found}, {free / options.ranks:.1f} GB for each of {options.ranks} ranks")
 

@@ -22,6 +22,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 from cifar_zero import models
 from cifar_zero.core.errors import short
 from cifar_zero.core.hardware import cpu_name
+from cifar_zero.core.programs import command
 from cifar_zero.diagnosis.check import Finding, Options, failed, ok, warning
 from cifar_zero.launch import rank_environment
 from cifar_zero.launch.collectives import gather, ranks_on_another_disk
@@ -190,7 +191,9 @@ def check_gpus(arrivals: Sequence[tuple[str, str]]) -> Finding:
     if all(why for _, why in arrivals):
         return ok("no rank has one, they run on the CPU")
     named = ", ".join(f"{host} ({why})" for host, why in lacking.items())
-    return failed(f"not every rank has one: {named}", "python doctor.py gpu there; under SLURM use --gpus-per-node")
+    return failed(
+        f"not every rank has one: {named}", f"{command('doctor', 'gpu')} there; under SLURM use --gpus-per-node"
+    )
 
 
 def check_sums(hosts: Sequence[str], right: Sequence[bool], backend: str) -> Finding:

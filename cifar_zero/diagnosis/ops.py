@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cifar_zero.core.errors import short
+from cifar_zero.core.programs import command
 from cifar_zero.diagnosis.check import Finding, Options, failed, ok, warning
 
 
@@ -70,7 +71,7 @@ def operators(options: Options) -> Finding:
         if states[name] != "not built" or not options.build:
             continue
         if blocking(build_root(), waits_for_existence()):
-            return failed("not built: a lock is in the way", "python doctor.py locks")
+            return failed("not built: a lock is in the way", command("doctor", "locks"))
         try:
             ALL_OPS[name].load(verbose=False)
         except (RuntimeError, OSError, ImportError) as error:
@@ -80,7 +81,7 @@ def operators(options: Options) -> Finding:
         states[name] = "built"
     found = ", ".join(f"{name} {state}" for name, state in states.items())
     if "not built" in states.values():
-        return warning(f"{found}; the first run that needs it stalls for a minute", "python doctor.py ops --build")
+        return warning(f"{found}; the first run that needs it stalls for a minute", command("doctor", "ops", "--build"))
     return ok(found)
 
 

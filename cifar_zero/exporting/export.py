@@ -10,6 +10,7 @@ from cifar_zero.config.flags import DataConfig
 from cifar_zero.core import atomic, exits
 from cifar_zero.core.console import quieten
 from cifar_zero.core.errors import RunError, UsageError
+from cifar_zero.core.programs import command
 from cifar_zero.exporting import FORMATS
 from cifar_zero.models import add_own
 
@@ -98,7 +99,7 @@ def add_weight_options(parser: exits.Parser) -> None:
 def _parse() -> Namespace:
     width = max(map(len, FORMATS))
     parser = exits.Parser(
-        prog="export.py",
+        prog=command("export"),
         description="Writes the model of a checkpoint of any strategy as one plain file.",
         epilog="formats:\n"
         + "\n".join(f"  {name:<{width}}  {format.summary}" for name, format in FORMATS.items())

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from cifar_zero.core import exits
 from cifar_zero.core.console import quieten
 from cifar_zero.core.errors import UsageError
+from cifar_zero.core.programs import command
 from cifar_zero.data.folder import SUFFIXES
 from cifar_zero.exporting import load
 from cifar_zero.exporting.export import add_weight_options
@@ -91,7 +92,7 @@ def find_images(paths: Sequence[str]) -> list[Path]:
 
 
 def _parse() -> Namespace:
-    parser = exits.Parser(prog="predict.py", description="Classifies image files with any checkpoint or export.")
+    parser = exits.Parser(prog=command("predict"), description="Classifies image files with any checkpoint or export.")
     add_weight_options(parser)
     add, network = parser.add_argument, "a run folder, a checkpoint, or a file that export.py wrote"
     add("network", metavar="CHECKPOINT_OR_EXPORT", help=network)

@@ -21,15 +21,12 @@ import psutil
 
 from cifar_zero.core.hardware import share_of_cores
 from cifar_zero.launch import heartbeat
-from cifar_zero.launch.supervisor import Rank, supervise
+from cifar_zero.launch.supervisor import Rank, pass_requests_on, supervise
 
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: after a fork it is too late
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 """Linux's prctl: be killed with the parent; adopt all descendants whose parent has died (linux/prctl.h)."""
-
-TORCHRUN = "torchrun --nnodes N --nproc_per_node M --rdzv_backend c10d --rdzv_endpoint HOST:PORT train.py"
-"""The command that starts a run over several nodes, on each of them."""
 
 ADDRESS = "127.0.0.1"
 
@@ -57,12 +54,13 @@ def run(ranks: int, on_cpu: bool, extra_env: Mapping[str, str] | None = None) ->
         default = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
         cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", default)
         directories = {"TORCHINDUCTOR_CACHE_DIR": cache, "TMPDIR": temporary}
+        received = pass_requests_on(started)
         try:
             for number in range(ranks):
                 started.append(_start(number, ranks, port, on_cpu, board, {**directories, **(extra_env or {})}))
-            return supervise(started, board)
+            return supervise(started, board, received)
         finally:
-            _clean_up(started, port)
+            _clean_up(started, port, 0.0 if sys.exception() else ORPHAN_SECONDS)
 
 
 def _start(
@@ -94,7 +92,7 @@ def _start(
         stdout=output,
         stderr=output,
         pass_fds=descriptors,
-        preexec_fn=partial(prepare, cores),
+        preexec_fn=partial(_prepare_rank, cores),
     )
     return Rank(number, process, log, stack)
 
@@ -107,6 +105,12 @@ def prepare(cores: Collection[int]) -> None:
             os.sched_setaffinity(0, cores)
 
 
+def _prepare_rank(cores: Collection[int]) -> None:
+    """Prepares a rank, which the launcher ends at Ctrl-C until it trains: while it imports, it could not do so well."""
+    prepare(cores)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def free_port() -> int:
     """Returns a TCP port of this computer that is free now."""
     with socket.socket() as listener:
@@ -114,14 +118,14 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _clean_up(ranks: Sequence[Rank], port: int) -> None:
-    """Ends whatever is left of the run."""
+def _clean_up(ranks: Sequence[Rank], port: int, patience: float) -> None:
+    """Ends whatever is left of the run; what the ranks have started has so many seconds to end by itself."""
     for rank in ranks:
         rank.process.kill()  # no effect on an ended process
         rank.process.wait()
         rank.log.close()
         rank.stack.close()
-    _, orphans = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=ORPHAN_SECONDS)
+    _, orphans = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=patience)
     for orphan in orphans:
         with suppress(psutil.NoSuchProcess):
             orphan.kill()

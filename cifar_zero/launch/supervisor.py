@@ -12,7 +12,7 @@ from typing import IO
 
 import psutil
 
-from cifar_zero.core.errors import UsageError
+from cifar_zero.core.errors import Stopped, UsageError
 from cifar_zero.launch import heartbeat
 
 GRACE_SECONDS = 10.0
@@ -44,12 +44,12 @@ class Rank:
     stack: IO[bytes]
 
 
-def supervise(ranks: Sequence[Rank], board: heartbeat.Board) -> int:
-    """Waits until all ranks have ended, passes requests to end on to them, and ends them if one fails or hangs.
+def supervise(ranks: Sequence[Rank], board: heartbeat.Board, received: Sequence[int]) -> int:
+    """Waits until all ranks have ended, and ends them if one fails or hangs; `received`: see `pass_requests_on`.
 
-    Returns the exit code: 0 if all ranks succeeded, else that of the first one that failed; 1 after a hang.
+    Returns the exit code: 0 if all ranks succeeded, else that of the first one that failed; 1 after a hang. Raises
+    Stopped: Ctrl-C came before the first batch, or twice and rank 0 did not end.
     """
-    received = _pass_requests_on(ranks)
     failed: Rank | None = None
     hang = ""
     kill_at, look_at, watch = math.inf, 0.0, heartbeat.Watch()
@@ -61,6 +61,8 @@ def supervise(ranks: Sequence[Rank], board: heartbeat.Board) -> int:
             failed = min(broken, key=lambda rank: rank.process.returncode > 0, default=None)
         if not running:
             break
+        if signal.SIGINT in received and not any(beat.batches for beat in board.read()):
+            raise Stopped(signal.SIGINT)
         now = time.monotonic()
         if now >= kill_at:
             killed = killed or running
@@ -86,6 +88,8 @@ def supervise(ranks: Sequence[Rank], board: heartbeat.Board) -> int:
         return UsageError.exit_code
     if failed is not None:
         return _report_failure(failed)
+    if ranks[0] in killed and received.count(signal.SIGINT) > 1:
+        raise Stopped(signal.SIGINT, "the second one ended the ranks before they saved a checkpoint")
     if killed:
         names = ", ".join(f"rank {rank.number}" for rank in killed)
         _say(f"error: {names} did not end on request and had to be killed")
@@ -93,8 +97,9 @@ def supervise(ranks: Sequence[Rank], board: heartbeat.Board) -> int:
     return next((code for rank in ranks if (code := _code(rank, received))), 0)
 
 
-def _pass_requests_on(ranks: Sequence[Rank]) -> list[int]:
-    """Passes requests to end on to the ranks from now on; returns the list in which they are noted."""
+def pass_requests_on(ranks: Sequence[Rank]) -> list[int]:
+    """Passes requests to end on to the ranks from now on, and to those that are added; returns the list in which they
+    are noted."""
     received: list[int] = []
 
     def pass_on(number: int, frame: object) -> None:

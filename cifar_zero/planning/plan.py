@@ -19,7 +19,7 @@ from cifar_zero.config.run import Run, with_accelerator
 from cifar_zero.core import exits
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import gpu_count
-from cifar_zero.launch import local_launcher
+from cifar_zero.core.programs import command, torchrun
 from cifar_zero.planning.machine import Room, available
 from cifar_zero.planning.model_states import Network, network_of, network_of_size
 from cifar_zero.planning.survey import RULE, Need, gigabytes, recommended, survey
@@ -29,11 +29,11 @@ EPILOG = """\
 exit code: 0 if a strategy fits, 1 if none does, 2 for wrong usage
 
 examples:
-  python plan.py --model vit_large --devices 8 --device_memory 80GB --precision bf16-mixed --optimizer adamw
-  python plan.py --model vit_13b --devices 8 --num_nodes 4 --device_memory 80GB --host_memory 1TB --batch_size 256
-  python plan.py --parameters 100e9 --optimizer adamw --precision bf16-mixed --device_memory 80GB --table
+  %(prog)s --model vit_large --devices 8 --device_memory 80GB --precision bf16-mixed --optimizer adamw
+  %(prog)s --model vit_13b --devices 8 --num_nodes 4 --device_memory 80GB --host_memory 1TB --batch_size 256
+  %(prog)s --parameters 100e9 --optimizer adamw --precision bf16-mixed --device_memory 80GB --table
 
-All other options are those of train.py (train.py --help).
+All other options are those of train.py (train.py --help all).
 """
 
 IMAGES = 32
@@ -69,7 +69,11 @@ def _plan(run: Run, arguments: Namespace, flags: list[str], room: Room) -> int:
     lines = None if of_size else {}
     needs = survey(run, net, room, lines)
     choice, reason = recommended(needs, room)
-    command = "" if choice is None or of_size else _command(run.config, [*flags, "--strategy", choice.strategy])
+    start = ""
+    if choice is not None and not of_size:
+        nodes, chosen = run.config.num_nodes, [*flags, "--strategy", choice.strategy]
+        several = f"{torchrun('train', nodes, run.config.devices)} {shlex.join(chosen)}"
+        start = several if nodes > 1 else command("train", *chosen)
     if arguments.json:
         plan = {
             "schema": 1,
@@ -80,7 +84,7 @@ def _plan(run: Run, arguments: Namespace, flags: list[str], room: Room) -> int:
             "room": {"device": room.device, "host": room.host, "disk": room.disk},
             "recommended": choice and choice.strategy,
             "reason": reason,
-            "command": command,
+            "command": start,
             "strategies": [
                 {**asdict(need), "device": need.device, "host": need.host, "disk": need.disk} for need in needs
             ],
@@ -98,20 +102,14 @@ def _plan(run: Run, arguments: Namespace, flags: list[str], room: Room) -> int:
         print_scaling(by_devices, room.device, console)
     else:
         print_plan(needs, console)
-    for line in filter(None, (f"recommended ({RULE}):", reason, command)):
+    for line in filter(None, (f"recommended ({RULE}):", reason, start)):
         console.print(line, soft_wrap=True)
     return int(choice is None)
 
 
-def _command(config: Config, flags: list[str]) -> str:
-    counts = f"--nnodes {config.num_nodes} --nproc_per_node {config.devices}"
-    torchrun = local_launcher.TORCHRUN.replace("--nnodes N --nproc_per_node M", counts)
-    return f"{torchrun if config.num_nodes > 1 else 'python train.py'} {shlex.join(flags)}"
-
-
 def _parse() -> tuple[Namespace, list[str]]:
     parser = exits.Parser(
-        prog="plan.py",
+        prog=command("plan"),
         usage="%(prog)s [--device_memory SIZE] [--host_memory SIZE] [--table] [--json] [--<option> VALUE ...]",
         description="Predicts the memory that a run needs under each strategy, before anything is launched, and "
         "recommends one.",

@@ -1,6 +1,5 @@
 """The report of a sweep: a table, sweep.json and a plot; no torch."""
 
-import shlex
 import statistics
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from cifar_zero.core.programs import command
 from cifar_zero.reports.summary import curves, write_json
 from cifar_zero.sweeping.runs import METRICS, flags_of, shown
 from cifar_zero.sweeping.trials import SEED, Space, is_grid, latest, lists, options
@@ -32,13 +32,13 @@ def report(study: Study, space: Space, metric: str, rest: list[str], folder: Pat
         console.print(f"failed: {row['error']}", style="red", markup=False, soft_wrap=True)
     best = ""
     if rows and rows[0]["mean"] is not None:
-        best = shlex.join(["python", "train.py", *rest, *flags_of(rows[0]["setting"])])
+        best = command("train", *rest, *flags_of(rows[0]["setting"]))
         plot(rows, {name: space[name] for name in names}, metric, folder / "sweep.png")
         print(f"best    {best}\nplot    {folder / 'sweep.png'}")
     if any(row["state"] in ("fail", "waiting") for row in rows):
         print("resume  the same command trains what is interrupted, failed or waiting")
     print(f"curves  {curves(folder)}")
-    content = {"schema": 1, "command": shlex.join(["python", *sys.argv]), "metric": metric, "best_command": best}
+    content = {"schema": 1, "command": command("sweep", *sys.argv[1:]), "metric": metric, "best_command": best}
     write_json(folder / "sweep.json", {**content, "settings": rows})
     return int(any(row["state"] == "fail" for row in rows))
 

@@ -9,6 +9,7 @@ from cifar_zero.config.rules.strategy import why_not_resumed
 from cifar_zero.config.values import check_plain_name
 from cifar_zero.core import exits
 from cifar_zero.core.errors import UsageError
+from cifar_zero.core.programs import command
 from cifar_zero.launch import rank_environment
 from cifar_zero.sweeping.runs import METRICS, VALIDATION, flags_of, resolved, slots
 
@@ -72,7 +73,7 @@ def main(program: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = exits.Parser(
-        prog="sweep.py",
+        prog=command("sweep"),
         description="Trains a recipe with many settings and seeds and reports which setting is best.",
         epilog=EPILOG,
         usage="%(prog)s --search NAME=VALUES ... [--trials N] [--parallel N] [--<option of train.py> VALUE ...]",

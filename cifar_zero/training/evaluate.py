@@ -15,6 +15,7 @@ from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import UsageError
+from cifar_zero.core.programs import command
 from cifar_zero.optimizers import OPTIMIZERS
 from cifar_zero.training.resolve import of_machine, on_this_machine
 
@@ -22,7 +23,7 @@ from cifar_zero.training.resolve import of_machine, on_this_machine
 def main(classes: Callable[[], tuple[Any, Any]]) -> int:
     """Prints the test table of a checkpoint; `classes` imports and returns the LightningModule and DataModule."""
     parser = argparse.ArgumentParser(
-        prog="evaluate.py",
+        prog=command("evaluate"),
         usage="%(prog)s RUN_OR_CHECKPOINT [--<option of train.py> VALUE ...]",
         description="Tests a checkpoint of any strategy on one device.",
         epilog="Data, model and precision are those of the run; options of train.py override them, "
@@ -32,7 +33,8 @@ def main(classes: Callable[[], tuple[Any, Any]]) -> int:
     )
     parser.add_argument("checkpoint", help="a run folder (its newest checkpoint), or a .ckpt file or folder")
     if len(sys.argv) < 2 or (sys.argv[1].startswith("-") and sys.argv[1] not in ("-h", "--help")):
-        raise UsageError("the first argument must be a run folder or a checkpoint: evaluate.py RUN_OR_CHECKPOINT ...")
+        usage = command("evaluate", "RUN_OR_CHECKPOINT")
+        raise UsageError(f"the first argument must be a run folder or a checkpoint: {usage} ...")
     parser.add_argument("--delta", metavar="FILE", help="delta of a run that started from it (export.py --to delta)")
     arguments, overrides = parser.parse_known_args()
     checkpoint = run_folder.find_checkpoint(arguments.checkpoint)

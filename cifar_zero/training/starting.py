@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from cifar_zero.config.run import Run
 from cifar_zero.core import atomic
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import UsageError
+from cifar_zero.core.programs import command
 from cifar_zero.launch.collectives import by_rank_0, ranks_on_another_disk
 from cifar_zero.launch.rendezvous import Place
 from cifar_zero.models import MODELS, External
@@ -102,7 +102,7 @@ def open_run(run: Run, source: str, weights: Match | None) -> Path:
     (folder / run_folder.CONFIG).write_text(command_line.dump(replace(config, data=data, ds_config=raw)))
     if raw:
         flags = ds_config.flags_of(ds_config.options(ds_config.read(raw), vars(config), ()))
-        say(f"{config.ds_config} stands for {shlex.join(['train.py', *flags])}; the rest goes to DeepSpeed")
+        say(f"{config.ds_config} stands for {command('train', *flags)}; the rest goes to DeepSpeed")
     for code in (config.model.name, config.augment.transform):
         run_folder.keep_code(folder, code)
     if fell_back and config.resume:

@@ -110,7 +110,7 @@ def test_a_slurm_job_is_requeued_and_resumes(submit: Submit, tmp_path: Path) -> 
     assert first.returncode == 128 + signal.SIGUSR1, said[-3000:]
     assert (tmp_path / "requests").read_text() == "requeue 4217\n"
     assert (runs / "version_0" / "checkpoints" / "last.ckpt").exists()
-    assert f"resume the run with --resume {runs}" in said
+    assert f"saved; resume with: python train.py --resume {runs}" in said
     flags_of_srun = json.loads((tmp_path / "flags.json").read_text())
     assert flags_of_srun == ["--kill-on-bad-exit=1", "--cpus-per-task=8"]
     if WHOLE:

@@ -218,7 +218,7 @@ def test_deepspeeds_launcher_and_the_sources_own_configuration(small_data: list[
     flags = ["--deepspeed", "--deepspeed_config", file, "--log-interval", "4"]
     done = run_program(*launcher, "train.py", *flags, *small_data, "--max_steps", "8", "--out", str(tmp_path))
     assert_ok(done)
-    said = f"{file} stands for train.py --gradient_clip_val 1.0 --batch_size 16"
+    said = f"{file} stands for python train.py --gradient_clip_val 1.0 --batch_size 16"
     assert (done.stdout + done.stderr).count(said) == 1
     assert "cpu_offload" not in done.stdout + done.stderr
     run, source = run_folder_of(tmp_path), json.loads((ROOT / file).read_text())
@@ -361,7 +361,7 @@ def test_a_signal_saves_and_says_how_to_resume(
     _, said = process.communicate(timeout=60)
     run = run_folder_of(tmp_path / "out")
     assert process.returncode == 128 + number, said
-    assert f"stopped by {name}: resume the run with --resume {run}" in said
+    assert re.search(rf"{name}: stopped at step \d+, saved; resume with: python train.py --resume {run}\n", said)
     assert "Traceback" not in said
     assert read(run_folder.newest_checkpoint(run))["global_step"] > 36
     assert (requeued.read_text() if requeued.exists() else "") == ("requeue 7\n" if number == signal.SIGUSR1 else "")

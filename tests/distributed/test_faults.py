@@ -123,7 +123,7 @@ def test_a_terminated_launcher_saves_and_the_run_resumes(
     run.launcher.terminate()
     assert run.launcher.wait(SECONDS) == 128 + signal.SIGTERM
     folder = run_folder_of(tmp_path)
-    assert f"stopped by SIGTERM: resume the run with --resume {folder}" in run.said()
+    assert f", saved; resume with: python train.py --resume {folder}\n" in run.said()
     assert "Traceback" not in run.said()
     run.assert_nothing_left()
     step = last_checkpoint(folder)["global_step"]

@@ -19,11 +19,12 @@ PROGRAM = """
 import os, sys, time
 sys.path.insert(0, {root!r})
 import signal
+from cifar_zero.core import exits
 from cifar_zero.launch import heartbeat, local_launcher, rank_environment, supervisor
 if not rank_environment.is_rank():
     supervisor.GRACE_SECONDS, supervisor.SAVING_SECONDS = 1, 4
     heartbeat.SILENT_SECONDS = heartbeat.STOPPED_SECONDS = 2
-    sys.exit(local_launcher.run(3, on_cpu=True))
+    sys.exit(exits.guarded(lambda: local_launcher.run(3, on_cpu=True)))
 rank = rank_environment.global_rank()
 {body}
 """
@@ -115,6 +116,38 @@ def test_a_request_to_end_reaches_all_ranks_and_is_no_failure(
     """
     done = launched(tmp_path, body)
     assert (done.returncode, done.stdout, done.stderr) == (code, "saved\n", "")
+
+
+@pytest.mark.parametrize("batches", [0, 1])
+def test_ctrl_c_ends_ranks_that_start_at_once_and_leaves_it_to_those_that_train(batches: int, tmp_path: Path):
+    """As from a terminal, to all processes: while a rank imports, a KeyboardInterrupt could get lost."""
+    body = f"""
+    if {batches}:
+        signal.signal(signal.SIGINT, lambda *_: print("saved", flush=True) or sys.exit(130))
+        heartbeat.Pulse().beat()
+    if rank == 0:
+        time.sleep(1)
+        os.killpg(0, signal.SIGINT)
+    time.sleep(50)
+    """
+    started = time.monotonic()
+    done = launched(tmp_path, body, "setsid", "--wait")
+    assert (done.returncode, time.monotonic() - started < 10) == (130, True)
+    assert (done.stdout, done.stderr) == (("saved\n", "") if batches else ("", "stopped by Ctrl-C\n"))
+
+
+def test_a_second_ctrl_c_ends_ranks_that_do_not_answer(tmp_path: Path):
+    body = """
+    heartbeat.Pulse().beat()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for _ in range(2 * (rank == 0)):
+        time.sleep(0.5)
+        os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(50)
+    """
+    done = launched(tmp_path, body)
+    assert done.returncode == 130
+    assert done.stderr == "Ctrl-C: the second one ended the ranks before they saved a checkpoint\n"
 
 
 def test_a_rank_that_does_not_end_on_request_is_killed(tmp_path: Path):

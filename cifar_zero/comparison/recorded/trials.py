@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from cifar_zero.comparison.recorded.record import load, record_file
 from cifar_zero.comparison.result import Comparison, Variant, Verdict
 from cifar_zero.core.errors import Stopped
 from cifar_zero.core.hardware import cpu_name, this_computer
+from cifar_zero.core.programs import command
 from cifar_zero.reports.summary import REPOSITORY, git_commit, versions
 from cifar_zero.training import run_process
 
@@ -98,8 +98,8 @@ def _train(
 def _judged(case: Case, jobs: Sequence[Job], folder: Path, errors: Mapping[Job, str], notes: list[str]) -> Variant:
     """Returns a case with its verdict, or with the reason why there is none; adds to the notes what a reader must know
     of its reference."""
-    command = f"python train.py {shlex.join(case.ours.flags)}" if case.must_learn else ""
-    variant = Variant(case.name, case.strategy, case.ours.ranks, case.accumulate, command)
+    line = command("train", *case.ours.flags) if case.must_learn else ""
+    variant = Variant(case.name, case.strategy, case.ours.ranks, case.accumulate, line)
     failed = next((job for job in reversed(case.jobs) if job in errors), None)
     records = [load(file) for job in case.jobs if (file := record_file(folder, jobs.index(job))).exists()]
     if failed is not None:

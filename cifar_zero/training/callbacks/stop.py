@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,15 @@ import torch.distributed
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 
+from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.io import AtomicCheckpointIO
 from cifar_zero.config.run import Run
+from cifar_zero.core import interrupt
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError, Stopped
+from cifar_zero.core.programs import command
+from cifar_zero.launch import heartbeat, rank_environment
+from cifar_zero.models import MODELS, OfUser
 
 SLURM_REQUEUE = signal.SIGUSR1
 """Sent by `sbatch --signal=USR1@90` before the time limit."""
@@ -50,8 +57,8 @@ class Agreement:
 class Interrupt(Callback):
     """Stops the training after such a signal, without a validation in mid-epoch, so that a checkpoint can be written.
 
-    A second Ctrl-C ends the process at once. A second request of the cluster changes nothing, since it arrives both
-    directly and through the launcher.
+    A second Ctrl-C ends the process at once, unless the checkpoint is written by then. A second request of the cluster
+    changes nothing, since it arrives both directly and through the launcher.
     """
 
     def __init__(self) -> None:
@@ -64,6 +71,8 @@ class Interrupt(Callback):
         """Installs the signal handlers."""
         wanted = [signal.SIGINT, signal.SIGTERM, *([SLURM_REQUEUE] if "SLURM_JOB_ID" in os.environ else [])]
         self._previous = {number: signal.signal(number, self._request) for number in wanted}
+        if self._previous[signal.SIGINT] == signal.SIG_IGN:  # by our launcher, until a rank trains
+            self._previous[signal.SIGINT] = interrupt.interrupt
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Stops after a step, as soon as any rank has got a signal."""
@@ -80,7 +89,7 @@ class Interrupt(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restores the signal handlers."""
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if self.signal and number == signal.SIGINT else handler)
 
     def _request(self, number: int, frame: Any) -> None:
         self._requested = number
@@ -118,9 +127,16 @@ class EarlyStop(EarlyStopping):
         return self.wait_count >= self.patience
 
 
-def check_signal(trainer: Trainer, run: Run, run_dir: Path | None, last: bool) -> None:
-    """Ends a run that a signal has stopped and saved; see `leave` for `last`. Raises Stopped: says how to resume it.
-    Raises RunError: the checkpoint could not be written."""
+@contextmanager
+def reported(trainer: Trainer, run: Run, run_dir: Path | None, last: bool) -> Iterator[None]:
+    """Ends a run whose training, within the context, a signal has stopped; see `leave` for `last`. Raises Stopped: says
+    whether it was saved and how to resume it. Raises RunError: the checkpoint could not be written."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as error:  # Lightning makes a plain exit of a KeyboardInterrupt
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, KeyboardInterrupt):
+            raise
+        raise Stopped(signal.SIGINT, _at_once(trainer, run, run_dir)) from error
     observers: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     number = next((callback.signal for callback in observers if isinstance(callback, Interrupt)), None)
     if number is None:
@@ -132,7 +148,28 @@ def check_signal(trainer: Trainer, run: Run, run_dir: Path | None, last: bool) -
         # While the others wait: srun --kill-on-bad-exit ends the step with the first rank that leaves.
         subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False)
     leave(trainer, last)
-    raise Stopped(number, f"resume the run with --resume {run_dir}" if saved else "")
+    step = f"stopped at step {trainer.global_step}"
+    raise Stopped(number, f"{step}, saved; resume with: {resuming(run, run_dir)}" if saved else step)
+
+
+def _at_once(trainer: Trainer, run: Run, run_dir: Path | None) -> str:
+    """Returns what became of a run that Ctrl-C has ended without saving it, for the user."""
+    if not trainer.global_step or run.config.only_measures or run_dir is None:
+        return ""
+    step = f"stopped at step {trainer.global_step}, NOT saved, because Ctrl-C came twice"
+    earlier = run_dir if run_folder.checkpoints(run_dir) else run.config.resume
+    return f"{step}; resume an earlier step with: {resuming(run, earlier)}" if earlier else step
+
+
+def resuming(run: Run, checkpoint: Path | str | None) -> str:
+    """Returns the command that resumes a run: its configuration comes from its folder, consent to run its code only
+    from the command line."""
+    model, transform, flags = run.config.model.name, run.config.augment.transform, [*run.consent.callbacks]
+    flags += ["--model", model] if issubclass(MODELS[model], OfUser) else []
+    flags += ["--augment.transform", transform] if transform else []
+    flags += ["--trust"] if run.consent.trust else []
+    launched = rank_environment.is_rank() and heartbeat.VARIABLE not in os.environ  # and not by this program
+    return command("train", "--resume", checkpoint, *flags) + ", started by the same launcher" * launched
 
 
 def check_saved(trainer: Trainer) -> None:

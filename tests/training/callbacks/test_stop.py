@@ -12,9 +12,13 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from cifar_zero.config import command_line
 from cifar_zero.config.flags import Choice, Config
+from cifar_zero.config.run import Consent
+from cifar_zero.core.errors import Stopped
 from cifar_zero.training.callbacks.checkpoint import LastCheckpoint
-from cifar_zero.training.callbacks.stop import EarlyStop, Interrupt
+from cifar_zero.training.callbacks.stop import EarlyStop, Interrupt, reported
+from cifar_zero.training.resolve import resolve
 
 CONFIG = Config(epochs=3, batch_size=8)
 STEPS = 4
@@ -83,3 +87,22 @@ def test_a_better_accuracy_resets_the_count():
     again = EarlyStop(2)
     for accuracy, stop in ((0.5, False), (0.5, False), (0.6, False), (0.4, False), (0.6, True)):
         assert again._evaluate_stopping_criteria(torch.tensor(accuracy))[0] is stop
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_ctrl_c_twice_says_that_nothing_was_saved_and_what_can_be_resumed(
+    saved: bool, fit: Callable[..., Any], tmp_path: Path
+):
+    """With the user's own code, which only the command line may name, in the command."""
+    run_dir, flags = tmp_path / "mine" / "version_0", ["--trainer.callbacks", "a.B"]
+    if saved:
+        (run_dir / "checkpoints").mkdir(parents=True)
+        (run_dir / "checkpoints" / "last.ckpt").touch()
+    run = resolve(command_line.parse(["--data.source", "digits", "--accelerator", "cpu"]), Consent(True, tuple(flags)))
+    trainer = fit(replace(CONFIG, max_steps=2), 16).trainer
+    end = SystemExit(1)
+    end.__context__ = KeyboardInterrupt()  # as Lightning ends it
+    with pytest.raises(Stopped) as stop, reported(trainer, run, run_dir, last=False):
+        raise end
+    earlier = f"; resume an earlier step with: python train.py --resume {run_dir} --trainer.callbacks a.B --trust"
+    assert str(stop.value) == "stopped at step 2, NOT saved, because Ctrl-C came twice" + earlier * saved

@@ -1,0 +1,53 @@
+"""Ctrl-C at any moment of a program's start."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from cifar_zero.core import exits, interrupt
+from tests.support.helpers import run_program
+
+DURING_IMPORT = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(5)"
+
+
+@pytest.mark.parametrize("program", [["train.py"], ["plan.py"], ["-m", "cifar_zero", "train"]])
+def test_ctrl_c_during_the_imports_is_one_line(program: list[str], tmp_path: Path):
+    (tmp_path / "yaml.py").write_text(DURING_IMPORT)
+    done = run_program(*program, env={"PYTHONPATH": str(tmp_path)})
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped by Ctrl-C\n")
+
+
+def test_ctrl_c_during_a_later_import_does_not_get_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], signal_handlers: None
+):
+    """Libraries try imports; elsewhere a KeyboardInterrupt is raised, so that what is open is closed."""
+    (tmp_path / "late_import.py").write_text("from cifar_zero.core import interrupt\ninterrupt.interrupt(2, None)")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setattr("os._exit", sys.exit)
+
+    def tries() -> int:
+        try:
+            import late_import  # pyright: ignore[reportMissingImports]  # noqa: F401
+        except Exception:
+            return 0
+        return 1
+
+    with pytest.raises(SystemExit, match="130"):
+        exits.guarded(tries)
+    assert exits.guarded(lambda: interrupt.interrupt(2, None)) == 130  # type: ignore[func-returns-value]
+    assert capfd.readouterr().err == "stopped by Ctrl-C\n" * 2
+    assert not interrupt.expected
+
+
+def test_where_ctrl_c_is_ignored_it_stays_so(signal_handlers: None):
+    """As in a background job of a script, and in a rank until it trains."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    interrupt.install()
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupt.install()
+    assert signal.getsignal(signal.SIGINT) is interrupt.interrupt
