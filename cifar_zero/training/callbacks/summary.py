@@ -1,7 +1,6 @@
 """The results of a run: the contents of metrics.json, read from the trainer, its callbacks and DeepSpeed's engine."""
 
 import json
-import shlex
 import sys
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +14,7 @@ from cifar_zero.checkpoints.finetuning.network import on_meta
 from cifar_zero.config.flags import Config, flat
 from cifar_zero.core.console import say
 from cifar_zero.core.hardware import cpu_name
+from cifar_zero.core.programs import command
 from cifar_zero.reports.summary import IN_EFFECT, MEASURED, card, metrics_json
 from cifar_zero.strategies.mesh import MeshStrategy
 from cifar_zero.training.callbacks.curves import TrainingCurves, deepspeed_engine
@@ -136,9 +136,7 @@ def log_results(trainer: Trainer, config: Config, metrics: dict[str, Any]) -> No
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
             logger.log_metrics(known, trainer.global_step)
-            show_result(
-                logger, card(shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]), metrics), settings, known
-            )
+            show_result(logger, card(command(Path(sys.argv[0]).stem, *sys.argv[1:]), metrics), settings, known)
         elif isinstance(logger, WandbLogger):
             logger.experiment.summary.update(metrics)
 
