@@ -4,6 +4,8 @@ BIN := .venv/bin
 # torch looks for ninja on PATH alone.
 WITH_NINJA := PATH="$(CURDIR)/$(BIN):$$PATH"
 
+PARALLEL := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+
 .DEFAULT_GOAL := help
 .PHONY: help setup train test check recipes bench fuzz lock clean
 
@@ -31,7 +33,7 @@ train: setup  ## train and test the tutorial's network on CIFAR-10, or on the em
 	touch $@
 
 test: check .venv/cpu_adam  ## pass the checks and the tests
-	$(WITH_NINJA) $(BIN)/pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+	$(WITH_NINJA) $(BIN)/pytest $(PARALLEL)
 
 check: .venv/dev  ## ruff and pyright
 	$(BIN)/ruff check
@@ -44,8 +46,20 @@ recipes: .venv/dev  ## a few steps of every recipe, on one rank and under ZeRO o
 bench: .venv/dev  ## one round of each comparison with the reference loops: a few minutes (docs/performance.md)
 	for name in tutorial limit startup data "deepspeed --stages 3"; do $(BIN)/python -m benchmarks.$$name --repeats 1 || exit; done
 
-fuzz: .venv/dev  ## all tests in their whole form: every recipe, every pair of strategies, twenty kills, damaged files: some hours
-	RECIPES=1 FUZZ=1 $(WITH_NINJA) $(BIN)/pytest --timeout 7200
+# Each part of `make fuzz` ends within an hour on two cores.
+FUZZ_PARTS := packages comparison commands strategies resume recipes
+fuzz-packages: FILES := tests --ignore tests/comparison --ignore tests/commands --ignore tests/distributed
+fuzz-comparison: FILES := tests/comparison tests/distributed/test_compare.py
+fuzz-commands: FILES := tests/commands
+fuzz-strategies: FILES := tests/distributed --ignore tests/distributed/test_resume.py \
+	--ignore tests/distributed/test_recipes.py --ignore tests/distributed/test_compare.py
+fuzz-resume: FILES := tests/distributed/test_resume.py
+fuzz-recipes: FILES := tests/distributed/test_recipes.py
+
+fuzz: $(FUZZ_PARTS:%=fuzz-%)  ## all tests in their whole form (every recipe, every pair of strategies, twenty kills, damaged files), in six parts
+
+$(FUZZ_PARTS:%=fuzz-%): .venv/cpu_adam
+	RECIPES=1 FUZZ=1 $(WITH_NINJA) $(BIN)/pytest $(PARALLEL) --timeout 3600 $(FILES)
 
 lock:  ## write requirements.lock anew, with uv, after a change of requirements.txt or requirements-dev.txt
 	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \

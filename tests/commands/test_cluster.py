@@ -169,6 +169,31 @@ def test_torchrun_and_train_py_accept_the_command_of_the_manifest(monkeypatch: p
     assert config.batch_size % (int(told.nproc_per_node) * elastic["maxReplicas"]) == 0
 
 
+def test_torchrun_and_train_py_accept_the_command_of_the_trainjob(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment has the variables that Kubeflow Trainer sets (v2.3, pkg/runtime/framework/plugins/torch)."""
+    runtime, job = yaml.safe_load_all((FOLDER / "trainjob.yaml").read_text())
+    trainer = job["spec"]["trainer"]
+    monkeypatch.setenv("PET_NNODES", str(trainer["numNodes"]))
+    monkeypatch.setenv("PET_NPROC_PER_NODE", str(trainer["numProcPerNode"]))
+    monkeypatch.setenv("PET_NODE_RANK", "1")
+    monkeypatch.setenv("PET_MASTER_ADDR", "cifar-zero-node-0-0.cifar-zero")
+    program, *flags = trainer["command"]
+    assert program == "torchrun"
+    told = parse_args(flags)
+    assert (told.nnodes, told.nproc_per_node, told.node_rank) == ("2", "8", 1)
+    assert told.master_addr == "cifar-zero-node-0-0.cifar-zero"
+    assert trainer["numProcPerNode"] == trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
+    config = command_line.parse(told.training_script_args)
+    pod = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert {config.data.root, config.out} <= {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    # The pods start again together, and resume.
+    assert (config.resume, config.name) == ("auto", job["metadata"]["name"])
+    assert config.batch_size % (trainer["numNodes"] * trainer["numProcPerNode"]) == 0
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+
+
 @pytest.mark.distributed
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif("RECIPES" not in os.environ, reason="some minutes, of make recipes")

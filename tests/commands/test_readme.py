@@ -1,25 +1,42 @@
-"""Every command of the README runs as written, on small data; every link points to an existing file."""
+"""The commands of the first pages run as written, on small data; flags and links of all pages exist."""
 
 from __future__ import annotations
 
 import os
 import re
+import runpy
 import shlex
 import socket
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
 
 from cifar_zero.config import command_line
+from cifar_zero.core.errors import UsageError
 from tests.support.helpers import ROOT, WHOLE, assert_ok, run_program, train_in_ranks
 
 TEXT = (ROOT / "README.md").read_text()
-COMMANDS = re.findall(r"^\.venv/bin/(.+)$", TEXT, re.MULTILINE)
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PROGRAMS = ("train", "evaluate", "predict", "export", "compare", "plan", "sweep", "doctor")
+
+
+def blocks(document: Path, language: str = r"\w*") -> list[str]:
+    """Returns the code blocks of a document, of one language or of any."""
+    return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(), re.MULTILINE | re.DOTALL)
+
+
+FIRST_PAGES = (ROOT / "README.md", ROOT / "docs" / "recipes.md", ROOT / "docs" / "augmentation.md")
+COMMANDS = [
+    command
+    for page in FIRST_PAGES
+    for block in blocks(page, "bash")
+    for command in re.findall(r"^\.venv/bin/(.+)$", block, re.MULTILINE)
+]
 
 
 def in_folder(command: str, folder: Path) -> str:
@@ -28,12 +45,48 @@ def in_folder(command: str, folder: Path) -> str:
     return drawn.replace("runs/", f"{folder}/")
 
 
-def test_the_core_has_the_lines_that_are_promised():
-    rows = re.findall(r"^\| (\[.*\)) \|.*\| (\d+) \|$", TEXT[TEXT.index("## Reading the code") :], re.MULTILINE)
+def test_the_readme_is_short():
+    assert len(TEXT.splitlines()) <= 150
+
+
+def test_the_code_tour_is_true():
+    """Its files have the promised lines, and its picture the imports of today."""
+    page = ROOT / "docs" / "architecture.md"
+    rows = re.findall(r"^\| \[.*\]\((.*)\) \|.*\| (\d+) \|$", page.read_text(), re.MULTILINE)
     assert len(rows) == 6
-    for files, promised in rows:
-        lines = sum(len((ROOT / file).read_text().splitlines()) for file in re.findall(r"\]\((.*?)\)", files))
-        assert lines == pytest.approx(int(promised), rel=0.1), files
+    for file, promised in rows:
+        assert len((page.parent / file).read_text().splitlines()) == pytest.approx(int(promised), rel=0.1), file
+    assert runpy.run_path(str(page.with_suffix(".py")))["diagram"]() in page.read_text()
+
+
+LAUNCHED = r"^(?:\.venv/bin/)?(?:python|torchrun|deepspeed) (?:.*? )?(\w+)\.py (.*)$"
+"""A line of a page that starts a program: its name and its arguments."""
+
+
+def test_flags_in_all_pages_exist():
+    """train.py's parser takes its commands; flags of the other programs are in their help, or are train.py's."""
+    flags_of = {name: run_program(f"{name}.py", "--help").stdout for name in PROGRAMS}
+    wrong, checked = [], 0
+    for page in DOCUMENTS:
+        text = "\n".join(blocks(page)).replace("\\\n", " ")
+        for name, rest in re.findall(LAUNCHED, text, re.MULTILINE):
+            if name not in PROGRAMS or "..." in rest or "--help" in rest:
+                continue
+            checked += 1
+            arguments = shlex.split(rest, comments=True)
+            try:
+                if name == "train" and "my_" not in rest:
+                    command_line.parse(arguments)
+                    continue
+            except UsageError as error:
+                wrong.append(f"{page.name}: {name}.py {rest}: {error}")
+            except SystemExit:  # --print_config
+                continue
+            flags = [word.split("=")[0] for word in arguments if re.match(r"--(?!module\.|model\.)", word)]
+            known = flags_of[name] + flags_of["train"]
+            wrong += [f"{page.name}: {name}.py {rest}: {flag}" for flag in flags if flag not in known]
+    assert not wrong, "\n".join(wrong)
+    assert checked > 80
 
 
 @pytest.mark.distributed
@@ -57,7 +110,7 @@ def test_commands(small_data: list[str], tmp_path: Path):
         elif program == "python" and arguments[0] == "sweep.py":  # a validation is at the end of an epoch
             out = str(tmp_path / "sweeps")
             others.append([*arguments, *small_data, *small[:4], "--batch_size", "16", "--out", out])
-        elif program == "python":
+        elif program == "python" and arguments != ["doctor.py"]:  # half a minute: tests/diagnosis runs it
             others.append(arguments)
     assert sum(map(len, trainings.values())) >= 5
     programs = {"evaluate.py", "export.py", "predict.py", "plan.py", "compare.py", "sweep.py"}
@@ -116,7 +169,7 @@ def _get(address: str, seconds: float) -> str:
 def test_links_point_to_existing_files(document: Path):
     links = re.findall(r"\]\(([^)#]+)", document.read_text())
     for link in links:
-        if not link.startswith("http"):
+        if not link.startswith(("http", "../../actions")):  # the latter is GitHub's
             assert (document.parent / link).exists(), f"{document.name}: {link}"
 
 
@@ -134,3 +187,29 @@ def test_make_fuzz_enables_every_test():
     command = subprocess.run(["make", "--dry-run", "fuzz"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert wanted >= {"FUZZ", "RECIPES"}
     assert all(f"{name}=1 " in command for name in wanted)
+
+
+def test_the_nightly_run_has_every_part_of_make_fuzz():
+    """And the parts together have every test once."""
+    makefile = (ROOT / "Makefile").read_text()
+    (parts,) = re.findall("^FUZZ_PARTS := (.*)$", makefile, re.MULTILINE)
+    (nightly,) = re.findall(r"part: \[(.*)\]", (ROOT / ".github" / "workflows" / "nightly.yml").read_text())
+    assert nightly.split(", ") == parts.split()
+    tested = []
+    for part in parts.split():
+        command = ["make", "--dry-run", "--always-make", f"fuzz-{part}"]
+        (line,) = [
+            line
+            for line in subprocess.run(
+                command, cwd=ROOT, capture_output=True, text=True, check=True
+            ).stdout.splitlines()
+            if "FUZZ=1" in line
+        ]
+        words = line.split("--timeout 3600 ")[1].split()
+        ignored = {ROOT / file for flag, file in pairwise(words) if flag == "--ignore"}
+        for start in (ROOT / word for word in words if word.startswith("tests")):
+            if start in ignored:
+                continue
+            files = start.rglob("test_*.py") if start.is_dir() else [start]
+            tested += [file for file in files if not ignored & {file, *file.parents}]
+    assert sorted(tested) == sorted((ROOT / "tests").rglob("test_*.py"))
