@@ -8,10 +8,11 @@ if __name__ == "__main__":
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cifar_zero.checkpoints import run_folder
+from cifar_zero.checkpoints import resume, run_folder
 from cifar_zero.config import command_line
 from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import AUTO
@@ -28,10 +29,11 @@ start_time.note()
 def main() -> int:
     """Parses the command line and trains, in this process or in the ranks that it starts; returns the exit code."""
     rank_environment.adopt()
-    config = command_line.parse()
+    consent = command_line.consent()
+    config = command_line.parse(before=partial(resume.before, trust=consent.trust))
     if config.strategy == AUTO:
         config = replace(config, strategy=automatic.choose(config))
-    run = resolve(config, command_line.consent())
+    run = resolve(config, consent)
     if config.plot_schedule:
         return plot_schedule(run)
     if config.check_gradients:

@@ -15,7 +15,9 @@ import yaml
 from cifar_zero import data
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.safe_load import check_records
-from cifar_zero.config.flags import Config, flat
+from cifar_zero.config import command_line
+from cifar_zero.config.flags import Config, config_of, flat
+from cifar_zero.config.strategy_specs import AUTO
 from cifar_zero.core import atomic
 from cifar_zero.core.errors import UsageError
 
@@ -25,6 +27,35 @@ KEPT += ("trainable", "lora.rank", "lora.alpha", "lora.target", "lora.dropout")
 
 IF_ANY = "auto"
 """Value of --resume: as last, but starts a run if there is no checkpoint."""
+
+
+def before(config: Config, trust: bool = False) -> dict[str, Any] | None:
+    """Returns the configuration of the run that --resume names, see `command_line.parse`; None for a new run. Raises
+    UsageError: there is no such checkpoint, or it cannot be read."""
+    if config.resume == "last" and config.strategy == AUTO and not config.name:
+        raise UsageError("--resume last with --strategy auto needs --name: the default name contains the strategy")
+    if not (given := restarted(config)):
+        return None
+    checkpoint = find_recovered(config, given)
+    if (tree := recorded(checkpoint, trust)) is None:
+        return None
+    recipe, images = run_folder.recipe_of(checkpoint), tree.get("data", {})
+    fell_back = recipe is None or recipe.parents[1].name.endswith(run_folder.FALLBACK_SUFFIX)
+    if fell_back and images.get("source") in ("cifar10", "digits"):
+        images["source"] = "auto"  # the checkpoint says which of them it was, and the new run is named for it too
+    return tree if Path(given).exists() else {**tree, "out": config.out, "name": config.name}
+
+
+def recorded(checkpoint: Path, trust: bool = False, content: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    """Returns the configuration of a checkpoint's run from its run folder, or else from the checkpoint itself, whose
+    `content` may be read already; None: neither has one."""
+    recipe = run_folder.recipe_of(checkpoint)
+    if recipe is not None and content is None:
+        return command_line.read_recipe(recipe)
+    from cifar_zero.checkpoints.read import RECORD, read  # which imports torch
+
+    record = (content or read(checkpoint, trust, device="meta")).get(RECORD)
+    return None if record is None else yaml.safe_load(command_line.dump(config_of(record["config"])))
 
 
 def checkpoint_to_resume(config: Config) -> str:

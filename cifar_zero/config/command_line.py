@@ -8,7 +8,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from cifar_zero.config.flags import (
     SECTIONS,
     Choice,
     Config,
+    DataConfig,
     DeviceConfig,
     FineTuneConfig,
     OutputConfig,
@@ -30,7 +31,7 @@ from cifar_zero.config.flags import (
     config_of,
 )
 from cifar_zero.config.run import Consent
-from cifar_zero.config.strategy_specs import STRATEGIES
+from cifar_zero.config.strategy_specs import AUTO, STRATEGIES
 from cifar_zero.config.values import REGISTRIES, check_values
 from cifar_zero.core import user_code
 from cifar_zero.core.errors import UsageError
@@ -47,6 +48,23 @@ CALLBACKS = r"--trainer\.callbacks([.+=]|$)"
 
 LISTS = ("logger", "hparams", "trainable", "wandb_tags", "lora.target")
 """Flags that take several values."""
+
+NAMED = ("strategy", "ds_config", "plot_schedule")
+"""Flags that name something, and are read before the others."""
+
+OF_STRATEGY = (
+    "strategy",
+    "ds_config",
+    "nvme_path",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "zero",
+    "offload",
+)
+"""Options that another strategy may refuse."""
+
+Before = Callable[[Config], dict[str, Any] | None]
+"""Returns the configuration of the run that a command line continues; gets what it says of that run."""
 
 # Options of Lightning's Trainer that have their own flag here, so that there is only one owner of each setting.
 SAME = ("accelerator", "devices", "gradient_clip_val", "logger", "max_steps", "num_nodes", "precision", "strategy")
@@ -83,31 +101,25 @@ strategies:
 """
 
 
-def parse(argv: list[str] | None = None) -> Config:
+def parse(argv: Sequence[str] | None = None, before: Before | None = None) -> Config:
     """Returns the configuration of a command line. Recipes (`--config`) override the defaults in their order, and flags
     override the recipes. `--help` and `--print_config` print and exit.
 
-    Raises UsageError for an unknown key, a value of the wrong type, or an unreadable recipe.
+    Recipes and flags override what `before` returns: the configuration of an earlier run, as `read_recipe` does. That
+    run's options of its strategy do not count under another one, and `--strategy auto` is its own. Raises UsageError
+    for an unknown key, a value of the wrong type, or an unreadable recipe.
     """
-    tree, argv = deepspeed_examples.take(sys.argv[1:] if argv is None else argv)
+    examples, argv = deepspeed_examples.take(sys.argv[1:] if argv is None else argv)
     short, rest = _short_forms().parse_known_args(argv)
     rest = split(rest, CALLBACKS)[1]
-    for file in short.config:
-        recipe = _read_yaml(file)
-        if Path(theirs := recipe.get("ds_config") or "").is_file():  # what a finished run needs no more
-            _overlay(tree, ds_config.options(ds_config.read(theirs), recipe, rest))
-        _overlay(tree, recipe)
-    said = ds_config.options(ds_config.read(short.ds_config), tree, rest) if short.ds_config else {}
-    _overlay(tree, said)
-    given = {key: value for key, value in vars(short).items() if value is not None}
-    if transform := given.get("augment.transform"):
+    if transform := vars(short)["augment.transform"]:
         user_code.allow(transform, "--augment.transform")
-        _overlay(tree, {"augment": {"transform": transform}})
-    if ":" in (own := given.get("model", "")) and own not in MODELS:
-        add_own(own)
-    _overlay(tree, {key: {"name": given[key]} for key in REGISTRIES if key in given})
-    _overlay(tree, {"lora": {"target": given["lora.target"]}} if "lora.target" in given else {})
-    tree |= {key: given[key] for key in (*LISTS[:-1], "plot_schedule", "ds_config", *SWITCHES) if key in given}
+    if ":" in (short.model or "") and short.model not in MODELS:
+        add_own(short.model)
+    recipes = [*map(read_recipe, short.config)]
+    tree, said = _collected(examples, recipes, short, rest)
+    if before is not None and (earlier := before(_asked(tree, rest))) is not None:
+        tree, said = _collected(examples, [_under(earlier, short), *recipes], short, rest)
     names = {key: _chosen(tree, key) for key in REGISTRIES}
 
     parser = _parser(names, with_help=not {"-h", "--help"}.isdisjoint(rest))
@@ -124,6 +136,37 @@ def parse(argv: list[str] | None = None) -> Config:
         print(dump(config), end="")
         raise SystemExit(0)
     return config
+
+
+def _collected(
+    examples: dict[str, Any], recipes: Sequence[dict[str, Any]], short: argparse.Namespace, flags: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns all recipes and short forms as one recipe, and what --ds_config says; `flags` are the other flags."""
+    tree = {**examples}
+    for recipe in recipes:
+        if Path(theirs := recipe.get("ds_config") or "").is_file():  # what a finished run needs no more
+            _overlay(tree, ds_config.options(ds_config.read(theirs), recipe, flags))
+        _overlay(tree, recipe)
+    said = ds_config.options(ds_config.read(short.ds_config), tree, flags) if short.ds_config else {}
+    _overlay(tree, said)
+    given = {key: value for key, value in vars(short).items() if value is not None}
+    for section, option in (("augment", "transform"), ("lora", "target")):
+        if (key := f"{section}.{option}") in given:
+            _overlay(tree, {section: {option: given[key]}})
+    _overlay(tree, {key: {"name": given[key]} for key in REGISTRIES if key in given})
+    return tree | {key: given[key] for key in (*LISTS[:-1], *NAMED, *SWITCHES) if key in given}, said
+
+
+def _asked(tree: dict[str, Any], flags: Sequence[str]) -> Config:
+    """Returns what a command line says of an earlier run; its other options are not looked at yet."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for option in ("resume", "out", "name"):
+        parser.add_argument(f"--{option}", default=tree.get(option, getattr(Config, option)))
+    parser.add_argument("--bench_steps", type=yaml.safe_load, default=tree.get("bench_steps", 0))
+    parser.add_argument("--data.source", dest="data", default=tree.get("data", {}).get("source", "auto"))
+    given = vars(parser.parse_known_args(flags)[0])
+    named = {key: tree[key] for key in ("strategy", "ds_config", "find_lr") if key in tree}
+    return Config(**{**given, **named, "data": DataConfig(given["data"]), "model": Choice(_chosen(tree, "model"))})
 
 
 def choosing(strategy: str) -> list[str]:
@@ -156,8 +199,9 @@ def _short_forms() -> argparse.ArgumentParser:
     for key in LISTS:
         parser.add_argument(f"--{key}", nargs="+")
     parser.add_argument("--augment.transform")
-    parser.add_argument("--plot_schedule", nargs="?", const="schedule.png")
+    parser.add_argument("--strategy")
     parser.add_argument("--ds_config", "--deepspeed_config")
+    parser.add_argument("--plot_schedule", nargs="?", const="schedule.png")
     parser.add_argument("--local_rank")  # given by DeepSpeed's launcher, which sets LOCAL_RANK too
     for switch in SWITCHES:
         parser.add_argument(f"--{switch}", nargs="?", const="true", type=yaml.safe_load)
@@ -231,7 +275,8 @@ def _summary(entry: Any) -> str:
     return (entry.__doc__ or "").splitlines()[0]
 
 
-def _read_yaml(file: str) -> dict[str, Any]:
+def read_recipe(file: str | Path) -> dict[str, Any]:
+    """Returns the content of a recipe or of a run's config.yaml. Raises UsageError: it cannot be one."""
     try:
         tree = yaml.safe_load(Path(file).read_text())
     except OSError as error:
@@ -254,6 +299,14 @@ def _read_yaml(file: str) -> dict[str, Any]:
             for option in (option for option, set_to in value.items() if set_to is None):
                 raise UsageError(f"--config {file}: {key}.{option} has no value")
     return tree
+
+
+def _under(base: dict[str, Any], given: argparse.Namespace) -> dict[str, Any]:
+    """Returns an earlier run's configuration as far as it holds under the strategy that is given."""
+    if given.strategy == AUTO:
+        given.strategy = None
+    changed = any(named not in (None, base.get(key)) for key, named in vars(given).items() if key in OF_STRATEGY[:2])
+    return {key: value for key, value in base.items() if not (changed and key in OF_STRATEGY)}
 
 
 def _overlay(tree: dict[str, Any], over: dict[str, Any]) -> None:

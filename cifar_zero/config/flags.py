@@ -132,7 +132,8 @@ class TrainingConfig:
 
     resume: str = ""
     """Resume from a checkpoint: its path, a run folder, last (the newest run of this name), or auto (like last if this
-    name has a checkpoint, otherwise from the start). Strategy and number of ranks may differ from the original run."""
+    name has a checkpoint, otherwise from the start). All other options are that run's, as far as flags do not override
+    them; strategy and number of ranks may differ."""
 
     save_every_n_steps: int = 0
     """Also save a checkpoint every N optimizer steps. 0: only at the end of each epoch."""

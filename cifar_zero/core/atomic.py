@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 STAGED = ".tmp"
@@ -45,7 +46,8 @@ def recover(folder: Path) -> None:
     for old in folder.rglob(f"*{ASIDE}"):
         final = old.with_name(old.name.removesuffix(ASIDE))
         if final.suffix == ".ckpt" and not final.exists():
-            old.rename(final)
+            with suppress(FileNotFoundError):  # another rank was faster
+                old.rename(final)
 
 
 def flush_to_disk(path: Path) -> None:

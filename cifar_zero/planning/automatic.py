@@ -3,10 +3,6 @@
 import os
 from dataclasses import replace
 
-import yaml
-
-from cifar_zero.checkpoints import run_folder
-from cifar_zero.checkpoints.resume import find_recovered, restarted
 from cifar_zero.config import rules
 from cifar_zero.config.flags import Config
 from cifar_zero.config.strategy_specs import STRATEGIES
@@ -34,9 +30,6 @@ def choose(config: Config) -> str:
 
 
 def _chosen(config: Config) -> str:
-    if kept := _of_resumed_run(config):
-        say(f"--strategy auto: {kept}, as in the resumed run")
-        return kept
     run = of_machine(on_this_machine(replace(config, strategy=Config.strategy)))
     rules.check_model(run)
     from cifar_zero.planning import machine
@@ -49,16 +42,3 @@ def _chosen(config: Config) -> str:
         raise UsageError(f"--strategy auto: {reason}; or choose a strategy to try it anyway")
     say(f"--strategy auto: {reason}")
     return choice.strategy
-
-
-def _of_resumed_run(config: Config) -> str:
-    """Returns the strategy of the run that --resume names; empty without such a run, or if it used --ds_config."""
-    if config.resume == "last" and not config.name:
-        raise UsageError("--resume last with --strategy auto needs --name: the default name contains the strategy")
-    resume = restarted(config)
-    if not resume:
-        return ""
-    recipe = run_folder.recipe_of(find_recovered(config, resume))
-    tree = yaml.safe_load(recipe.read_text()) if recipe is not None else {}
-    kept = "" if tree.get("ds_config") else tree.get("strategy", "")
-    return kept if kept in STRATEGIES else ""

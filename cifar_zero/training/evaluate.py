@@ -5,12 +5,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from cifar_zero.checkpoints import run_folder
+from cifar_zero.checkpoints.resume import recorded
 from cifar_zero.config import command_line
-from cifar_zero.config.flags import Choice, Config, config_of
+from cifar_zero.config.flags import Choice, Config
 from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.core.console import say
@@ -76,18 +76,9 @@ def configuration(
 ) -> Config:
     """Returns the run's configuration, from its folder or from the checkpoint itself, changed by train.py's flags.
     Raises UsageError: neither has one."""
-    recipe = run_folder.recipe_of(checkpoint)
-    if recipe is not None and content is None:
-        return command_line.parse(["--config", str(recipe), *overrides])
-    from cifar_zero.checkpoints.read import RECORD, read
-
-    record = (content or read(checkpoint, trust)).get(RECORD)
-    if record is None:
+    if (tree := recorded(checkpoint, trust, content)) is None:
         raise UsageError(f"{checkpoint} is not in a run folder, and was not written by train.py")
-    with TemporaryDirectory() as folder:
-        recipe = Path(folder) / run_folder.CONFIG
-        recipe.write_text(command_line.dump(config_of(record["config"])))
-        return command_line.parse(["--config", str(recipe), *overrides])
+    return command_line.parse(overrides, lambda _: tree)
 
 
 def evaluate(

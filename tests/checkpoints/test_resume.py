@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from cifar_zero import data
-from cifar_zero.checkpoints.resume import check_same_run, checkpoint_to_resume, newest_of, source_of
+from cifar_zero.checkpoints.resume import before, check_same_run, checkpoint_to_resume, newest_of, source_of
 from cifar_zero.config import command_line
+from cifar_zero.config.flags import Config, ZeROConfig
 from cifar_zero.core.errors import UsageError
 from cifar_zero.training.resolve import of_machine, with_checkpoint
 
@@ -26,6 +28,76 @@ def checkpoint_of(out: Path, name: str) -> Path:
     file.parent.mkdir(parents=True)
     torch.save({}, file)
     return file
+
+
+def run_of(out: Path, *flags: str, name: str = "mine") -> Path:
+    """Makes the folder of a run with these flags, with a checkpoint."""
+    run = checkpoint_of(out, name).parent.parent
+    (run / "config.yaml").write_text(command_line.dump(command_line.parse(["--out", str(out), "--name", name, *flags])))
+    return run
+
+
+def continued(*flags: str) -> Config:
+    return command_line.parse(flags, before)
+
+
+def test_a_resumed_run_needs_no_repeated_flags(tmp_path: Path):
+    """Its configuration is the earlier run's; recipes and flags override it."""
+    flags = ["--optimizer", "adam", "--optimizer.betas", "[0.8, 0.9]", "--schedule", "cosine", "--epochs", "9"]
+    run, recipe = run_of(tmp_path, *flags), tmp_path / "recipe.yaml"
+    recipe.write_text("log_interval: 7\nseed: 3\n")
+    config = continued("--resume", str(run), "--config", str(recipe), "--seed", "4", "--schedule.total_steps", "5")
+    assert (config.name, config.out, config.epochs) == ("mine", str(tmp_path), 9)
+    assert (config.optimizer.name, config.optimizer.options["betas"]) == ("adam", (0.8, 0.9))
+    assert (config.schedule.options["total_steps"], config.log_interval, config.seed) == (5, 7, 4)
+    for last in ("last", "auto"):
+        assert continued("--resume", last, "--name", "mine", "--out", str(tmp_path)).epochs == 9
+    assert continued("--resume", "auto", "--out", str(tmp_path)).epochs == 2  # no such run yet
+    moved = run.rename(tmp_path / "moved")
+    assert continued("--resume", str(moved / "checkpoints" / "last.ckpt")).epochs == 9
+
+
+def test_a_resumed_run_keeps_the_options_of_its_strategy_only_under_that(tmp_path: Path):
+    zero = ["--strategy", "deepspeed_stage_3", "--zero.sub_group_size", "1000"]
+    run = run_of(tmp_path, *zero, "--precision", "bf16-mixed")
+    for strategy in ((), ("--strategy", "auto"), zero[:2]):
+        config = continued("--resume", str(run), *strategy)
+        assert (config.strategy, config.zero.sub_group_size) == ("deepspeed_stage_3", 1000)
+    config = continued("--resume", str(run), "--strategy", "ddp")
+    assert (config.strategy, config.zero, config.precision) == ("ddp", ZeROConfig(), "bf16-mixed")
+    with pytest.raises(UsageError, match="--resume last with --strategy auto needs --name"):
+        continued("--resume", "last", "--strategy", "auto")
+
+
+def test_a_requeued_slurm_job_keeps_its_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """configs/cluster/slurm.sbatch sets the job's --name."""
+    run_of(tmp_path, "--strategy", "deepspeed_stage_2")
+    same = ["--out", str(tmp_path), "--name", "mine", "--strategy", "auto"]
+    assert continued(*same).strategy == "auto"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert continued(*same).strategy == "deepspeed_stage_2"
+
+
+def test_a_run_that_fell_back_to_the_digits_continues_as_one(tmp_path: Path):
+    fell_back = run_of(tmp_path, "--data.source", "digits", name="mine-digits-fallback")
+    assert continued("--resume", str(fell_back)).data.source == "auto"
+    assert continued("--resume", str(run_of(tmp_path, "--data.source", "digits"))).data.source == "digits"
+
+
+def test_a_resumed_run_needs_consent_to_code_on_the_command_line(tmp_path: Path):
+    """Its config.yaml may be another's; it can name neither code nor --trust."""
+    run = run_of(tmp_path)
+    own, recipe = tmp_path / "own.py", run / "config.yaml"
+    own.write_text("raise SystemExit('loaded')\ndef Net(): pass\n")
+    plain = yaml.safe_load(recipe.read_text())
+    for tree, message in (
+        ({"model": {"name": f"{own}:Net"}}, "name it on the command line too"),
+        ({"trust": True}, "which only the command line may"),
+        ({"trainer": {"callbacks": "own.Net"}}, "which no recipe may set"),
+    ):
+        recipe.write_text(yaml.safe_dump({**plain, **tree}))
+        with pytest.raises(UsageError, match=message):
+            continued("--resume", str(run))
 
 
 @pytest.mark.parametrize("more", [(), ("--resume", "auto"), ("--resume", "another")])

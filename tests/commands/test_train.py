@@ -138,12 +138,13 @@ def test_torch_loader_trains_to_the_same_weights(run: tuple[Path, str], tmp_path
     ],
 )
 def test_a_resumed_run_ends_as_if_never_stopped(strategy: str, stop: str, run: tuple[Path, str], tmp_path: Path):
-    """One run stops after its first epoch of 36 steps, the other in the middle of its second."""
+    """One run stops after its first epoch of 36 steps, the other in the middle of its second. No flag is repeated."""
     flags = ["--config", str(run[0] / "config.yaml"), "--strategy", strategy, "--out", str(tmp_path), "--name", "run"]
     assert_ok(run_program("train.py", *flags, *stop.split()))
-    done = run_program("train.py", *flags, "--resume", "last")
+    done = run_program("train.py", "--resume", str(tmp_path / "run"), "--epochs", "2", "--max_steps", "-1")
     assert_ok(done)
     assert "Warning" not in done.stderr
+    assert f"resumed at step {36 if '--epochs' in stop else 50} of {tmp_path}" in done.stderr
     assert json.loads((tmp_path / "run" / "version_1" / "metrics.json").read_text())["steps"] == 72
     assert_same_weights(run[0], tmp_path / "run" / "version_1")
 
@@ -308,7 +309,7 @@ def test_a_run_that_diverges_reports_the_step_and_how_to_repeat_it(small_data: l
     assert "learning rate 1e+10" in line
     assert "Traceback" not in done.stderr
     step = int(line.split("from step ")[1].split()[0])
-    again = line.split("to repeat that batch: train.py ")[1].split()
+    again = line.split("to repeat that batch: python train.py ")[1].split()
     kept = torch.load(again[-1], weights_only=True)  # the newest checkpoint is older
     assert kept["global_step"] < step
     assert all(weights.isfinite().all() for weights in kept["state_dict"].values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -84,41 +83,3 @@ def test_ranks_of_another_launcher_are_refused(launched: dict[str, str], monkeyp
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match=r"name the strategy that plan\.py recommends"):
         settled()
-
-
-def made_run(out: Path) -> Path:
-    """Makes a run folder with a checkpoint of deepspeed_stage_2, named `mine`."""
-    run = out / "mine" / "version_0"
-    (run / "checkpoints").mkdir(parents=True)
-    (run / "checkpoints" / "last.ckpt").touch()
-    (run / "config.yaml").write_text("strategy: deepspeed_stage_2\n")
-    return run
-
-
-def test_a_run_that_resumes_keeps_its_strategy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = made_run(tmp_path)
-    for resume in (["--resume", str(run)], ["--resume", "last", "--name", "mine", "--out", str(tmp_path)]):
-        assert settled(*resume) == "deepspeed_stage_2"
-        assert "deepspeed_stage_2, as in the resumed run" in capsys.readouterr().err
-    (run / "config.yaml").write_text("strategy: deepspeed_stage_2\nds_config: some.json\n")
-    assert settled("--resume", str(run)) == "baseline"
-    (run / "config.yaml").unlink()
-    assert settled("--resume", str(run)) == "baseline"
-
-
-def test_a_requeued_slurm_job_keeps_its_strategy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """configs/cluster/slurm.sbatch sets the job's --name."""
-    made_run(tmp_path)
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert settled("--out", str(tmp_path), "--name", "mine") == "deepspeed_stage_2"
-    assert settled("--out", str(tmp_path), "--name", "another") == "baseline"
-
-
-def test_resume_last_needs_a_name(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--resume last with --strategy auto needs --name"):
-        settled("--out", str(tmp_path), "--resume", "last")
-
-
-def test_a_raw_configuration_cannot_be_combined_with_auto() -> None:
-    with pytest.raises(UsageError, match="--ds_config replaces the strategy"):
-        command_line.parse(["--strategy", "auto", "--ds_config", "cifar_zero/config/deepspeed_examples.json"])

@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from cifar_zero.checkpoints.read import RECORD
+from cifar_zero.core.console import say
 from cifar_zero.launch.collectives import gather
 from cifar_zero.strategies import replica
 from cifar_zero.training.callbacks.stop import Agreement
@@ -50,13 +51,15 @@ class Resume(Callback):
             _recount(checkpoint["loops"]["fit_loop"], record["config"]["accumulate"], pl_module.config.accumulate)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Sets the random state."""
+        """Sets the random state, and prints at which step a resumed run continues."""
         here = [pl_module.config.seed, trainer.global_step, replica(trainer.strategy)[1]]
         seed = int(np.random.SeedSequence(here).generate_state(1)[0])
         torch.manual_seed(seed)
         random.seed(seed)
         if len(self._states) == trainer.world_size:  # without a GPU's if they were CPU processes
             _set_random_state(self._states[trainer.global_rank])
+        if pl_module.config.resume and trainer.is_global_zero:
+            say(f"resumed at step {trainer.global_step} of {pl_module.config.resume}")
 
 
 class LastCheckpoint(Checkpoint):

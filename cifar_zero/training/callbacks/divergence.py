@@ -12,6 +12,7 @@ from torch import Tensor
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError, UsageError
+from cifar_zero.core.programs import command
 from cifar_zero.training.callbacks.curves import TrainingCurves
 
 LEAST_SCALE = 1.0
@@ -75,10 +76,10 @@ class Divergence(Callback):
         if not trainer.is_global_zero:
             return message
         run_dir = Path(trainer.default_root_dir)
-        command = f"--config {run_dir / run_folder.CONFIG} --max_steps {step} --log_interval 1"
+        flags = ["--config", run_dir / run_folder.CONFIG, "--max_steps", step, "--log_interval", 1]
         with suppress(UsageError):  # no checkpoint yet
-            command += f" --resume {run_folder.newest_checkpoint(run_dir)}"
-        return f"{message}; to repeat that batch: train.py {command}"
+            flags += ["--resume", run_folder.newest_checkpoint(run_dir)]
+        return f"{message}; to repeat that batch: {command('train', *flags)}"
 
 
 def loss_scale(trainer: Trainer) -> float | None:
