@@ -114,6 +114,8 @@ def newest_of(agents: Collection[str], out: str, name: str) -> Path | None:
 def find_recovered(config: Config, given: str, fallback: bool = False) -> Path:
     """Returns the checkpoint that a value of --resume names, after interrupted renames of checkpoints were completed;
     see `run_folder.last_checkpoint` for `fallback`, which --data.source digits implies."""
+    if given.endswith(".safetensors"):
+        raise UsageError(f"--resume {given} is a file of weights only: start a run from it with --weights {given}")
     out, name = Path(config.out), config.run_name
     for folder in (Path(given), out / name, out / (name + run_folder.FALLBACK_SUFFIX)):
         if folder.is_dir():

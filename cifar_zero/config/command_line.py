@@ -8,8 +8,10 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,23 @@ OF_STRATEGY = (
 )
 """Options that another strategy may refuse."""
 
+PRECISIONS = {
+    **dict.fromkeys(("16", "fp16", "float16", "half"), "16-mixed"),
+    **dict.fromkeys(("bf16", "bfloat16", "amp"), "bf16-mixed"),
+    **dict.fromkeys(("32", "fp32", "float32", "full"), "32-true"),
+}
+"""Other names of the formats of --precision."""
+
+COMMON = {
+    "what is trained": ("model", "weights", "optimizer", "optimizer.lr", "schedule", "augment.flip", "augment.crop"),
+    "on which images": ("data.source", "data.root", "batch_size", "accumulate"),
+    "for how long": ("epochs", "max_steps", "early_stopping", "resume"),
+    "where": ("strategy", "devices", "precision", "compile", "seed"),
+    "what is left": ("out", "name", "logger", "log_interval"),
+    "instead": ("config", "print_config", "bench_steps", "find_lr"),
+}
+"""The flags of the short help, by title."""
+
 Before = Callable[[Config], dict[str, Any] | None]
 """Returns the configuration of the run that a command line continues; gets what it says of that run."""
 
@@ -88,7 +107,7 @@ examples:
   %(prog)s                                          the tutorial's recipe: Net, SGD, batch size 4, 2 epochs
   %(prog)s --strategy deepspeed_stage_3 --devices 2
   %(prog)s --config configs/deepspeed.yaml --strategy deepspeed_stage_2 --precision bf16-mixed
-  %(prog)s --optimizer adam --help                  lists the options of another optimizer
+  %(prog)s --optimizer adam --help all              lists the options of another optimizer
   %(prog)s --model torchvision:resnet50 --model.image_size 64     a model of torchvision, or timm:NAME
   %(prog)s --model my_net.py:MyNet --model.width 64               a model of your own
   deepspeed train.py --deepspeed --stage 2     with the flags of DeepSpeedExamples' program (docs/migration.md)
@@ -122,13 +141,16 @@ def parse(argv: Sequence[str] | None = None, before: Before | None = None) -> Co
         tree, said = _collected(examples, [_under(earlier, short), *recipes], short, rest)
     names = {key: _chosen(tree, key) for key in REGISTRIES}
 
-    parser = _parser(names, with_help=not {"-h", "--help"}.isdisjoint(rest))
+    parser = _parser(names, with_help=short.help is not None)
+    if short.help is not None:
+        print(parser.format_help() if short.help == "all" else _short_help(parser), end="")
+        raise SystemExit(0)
     _refuse_unknown(parser, rest, tree)
     try:
         parser.set_defaults(parser.parse_object(tree, defaults=False).as_flat().__dict__)
         namespace = parser.parse_args(rest)
     except (ArgumentError, argparse.ArgumentError, TypeError, ValueError) as error:
-        raise UsageError(one_line(error)) from error
+        raise UsageError(_with_meant(one_line(error))) from error
     config = _config(namespace, names)
     ds_config.check(config, said)
     check_values(config)
@@ -199,6 +221,7 @@ def _short_forms() -> argparse.ArgumentParser:
     for key in LISTS:
         parser.add_argument(f"--{key}", nargs="+")
     parser.add_argument("--augment.transform")
+    parser.add_argument("-h", "--help", nargs="?", const="")
     parser.add_argument("--strategy")
     parser.add_argument("--ds_config", "--deepspeed_config")
     parser.add_argument("--plot_schedule", nargs="?", const="schedule.png")
@@ -253,8 +276,7 @@ def _parser(names: dict[str, str], with_help: bool) -> ArgumentParser:
     for key, registry in REGISTRIES.items():
         entry = registry[names[key]]
         group = parser.add_argument_group(f"{key} {names[key]}", description=_summary(entry))
-        choices = [*registry, *(f"{source}:NAME" for source in (*PACKAGES, "FILE.py") if key == "model")]
-        described = f"Name, also as --{key} NAME; one of {', '.join(choices)}."
+        described = f"Name, also as --{key} NAME; one of {', '.join(_choices(key))}."
         group.add_argument(f"--{key}.name", default=names[key], help=described)
         group.add_class_arguments(entry, key, as_group=False)
     parser.add_argument_group("Lightning").add_argument(
@@ -264,6 +286,29 @@ def _parser(names: dict[str, str], with_help: bool) -> ArgumentParser:
         help="Any other option of Lightning's Trainer, such as --trainer.limit_test_batches 10.",
     )
     return parser
+
+
+def _short_help(parser: ArgumentParser) -> str:
+    """Returns what most people need of the help, on one screen: of each flag the choices or the first sentence."""
+    actions = parser._option_string_actions
+    names = {key: _choices(key) for key in REGISTRIES} | {"strategy": [*STRATEGIES, AUTO]}
+    lines = [f"usage: {USAGE}" % {"prog": parser.prog}]
+    for title, flags in COMMON.items():
+        lines += ["", f"{title}:"]
+        for flag in flags:
+            action = actions[f"--{flag}.name" if flag in REGISTRIES else f"--{flag}"]
+            metavar = "" if isinstance(action.default, bool) else str(action.metavar)
+            choices = ", ".join(names.get(flag, ())) or metavar.strip("{}").replace(",", ", ") * metavar.startswith("{")
+            text = choices or re.split(r"\.\s|\.$", re.sub(r" \(.*?\)", "", " ".join((action.help or "").split())))[0]
+            shown = isinstance(action.default, (str, int, float)) and action.default not in (False, "", 0, -1)
+            text = f"{f'--{flag}':<21}{text}" + f" (default: {action.default})" * shown
+            lines += textwrap.wrap(text, 118, initial_indent="  ", subsequent_indent=" " * 23)
+    more = "--help all lists all options; --optimizer adam --help all has those of another optimizer"
+    return "\n".join([*lines, "", more, ""])
+
+
+def _choices(key: str) -> list[str]:
+    return [*REGISTRIES[key], *(f"{source}:NAME" for source in (*PACKAGES, "FILE.py") if key == "model")]
 
 
 def _listed(lines: dict[str, str]) -> str:
@@ -321,10 +366,11 @@ def _chosen(tree: dict[str, Any], key: str) -> str:
     name = tree.get(key, {}).get("name", getattr(Config(), key).name)
     if name not in REGISTRIES[key]:
         if key == "model" and str(name).endswith(".py"):
-            raise UsageError(f"--model {name}: did you mean --model {name}:NAME?")
+            found = user_code.names_in(Path(name)) or ["NAME"]
+            raise UsageError(f"--model {name}: did you mean {' or '.join(f'--model {name}:{own}' for own in found)}?")
         if key == "model" and ":" in str(name):
             raise UsageError(f"the recipe's model is your own code: name it on the command line too, --model {name}")
-        raise UsageError(f"unknown {key} {name!r}: {nearest(str(name), REGISTRIES[key])}")
+        raise UsageError(f"unknown {key} {name!r}: {nearest(str(name), _choices(key))}")
     return name
 
 
@@ -338,7 +384,32 @@ def _refuse_unknown(parser: ArgumentParser, flags: list[str], tree: dict[str, An
             if (option := key.removeprefix("trainer.")) != key and option in OWNED:
                 raise UsageError(f"--{key} is not passed on to the Trainer: use {OWNED[option]}")
             continue
-        raise UsageError(f"unknown option --{key}: {nearest_flag(key, known)}")
+        raise UsageError(f"unknown option --{key}: {_of_another(key, tree) or nearest_flag(key, known)}")
+
+
+def _of_another(key: str, tree: dict[str, Any]) -> str:
+    """Returns half a sentence with the option of another model, optimizer or schedule that was meant; empty if the
+    chosen one has an option like it, or none has."""
+    section, _, option = key.partition(".")
+    if section not in REGISTRIES or not option:
+        return ""
+    name, options = _chosen(tree, section), {}
+    for other, entry in REGISTRIES[section].items():
+        for known in get_close_matches(option, [field.name for field in fields(entry)], 1, 0.7):
+            options.setdefault(known, []).append(other)
+    if not options or any(name in others for others in options.values()):
+        return ""
+    (meant,) = get_close_matches(option, options, 1, 0.7)
+    return f"--{section}.{meant} is an option of {', '.join(options[meant])}, not of {name}"
+
+
+def _with_meant(message: str) -> str:
+    """Returns jsonargparse's message, with the choice that was meant if it refuses one."""
+    refused = re.search(r"expected one of (\[.*\]), not (.+)", message)
+    choices = yaml.safe_load(refused[1]) if refused else []
+    meant = PRECISIONS.get(refused[2], refused[2]) if refused else ""
+    close = get_close_matches(meant, map(str, choices), 1, 0.65)
+    return f"{message}: did you mean {close[0]}?" if close else message
 
 
 def _config(namespace: Namespace, names: dict[str, str]) -> Config:

@@ -1,5 +1,6 @@
 """Refuses values of the right type that make no sense on any machine; no torch, no Lightning."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -20,7 +21,8 @@ REGISTRIES: dict[str, Mapping[str, Any]] = {"model": MODELS, "optimizer": OPTIMI
 def check_values(config: Config) -> None:
     """Raises UsageError for values that make no sense; it names the flag and what it may be."""
     if config.strategy not in (*STRATEGIES, AUTO):
-        raise UsageError(f"unknown strategy {config.strategy!r}: {nearest(config.strategy, [*STRATEGIES, AUTO])}")
+        meant = re.sub(r"^(deepspeed|ds|zero|stage|[_-])*([0-3])", r"deepspeed_stage_\2", config.strategy)
+        raise UsageError(f"unknown strategy {config.strategy!r}: {nearest(meant, [*STRATEGIES, AUTO])}")
     if config.max_steps < -1 or config.max_steps == 0:
         raise UsageError(f"--max_steps must be at least 1, or -1 for no limit, not {config.max_steps}")
     if config.lora != LoRAConfig() and config.lora.rank < 1:

@@ -9,6 +9,24 @@ from typing import Any, TypeVar
 
 Value = TypeVar("Value")
 
+MEANT = {
+    **dict.fromkeys(("lr", "learning_rate"), "optimizer.lr"),
+    **dict.fromkeys(("bs", "batch", "train_batch_size"), "batch_size"),
+    **dict.fromkeys(("gpus", "num_gpus", "nproc_per_node", "world_size"), "devices"),
+    **dict.fromkeys(("nnodes", "nodes"), "num_nodes"),
+    **dict.fromkeys(("max_epochs", "num_epochs", "num_train_epochs"), "epochs"),
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches"), "accumulate"),
+    **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clipping"), "gradient_clip_val"),
+    **dict.fromkeys(("amp", "fp16", "bf16", "dtype"), "precision"),
+    **dict.fromkeys(("stage", "zero_stage"), "strategy"),
+    **dict.fromkeys(("scheduler", "lr_scheduler"), "schedule"),
+    **dict.fromkeys(("checkpoint", "ckpt", "ckpt_path", "resume_from_checkpoint"), "resume"),
+    **dict.fromkeys(("pretrained", "finetune"), "weights"),
+    **dict.fromkeys(("dataset", "data"), "data.source"),
+    **{"data_dir": "data.root", "num_workers": "data.workers", "output_dir": "out", "arch": "model"},
+}
+"""Flags of other programs, and ours; a flag that ends in .NAME is found without this table."""
+
 SHOWN = 3
 """Number of names that an error shows of a long list."""
 
@@ -26,7 +44,11 @@ def nearest(word: str, words: Iterable[str], most: int = 1, cutoff: float = 0.5,
 
 def nearest_flag(key: str, known: Iterable[str]) -> str:
     """Returns the same for a flag; both arguments are without dashes."""
-    return nearest(f"--{key}", (f"--{flag}" for flag in known), cutoff=0.65, otherwise="see --help for all options")
+    flags = sorted(known)
+    within = [flag for flag in flags if flag.endswith(f".{key}")]
+    if meant := MEANT.get(key) or (within[0] if len(within) == 1 else ""):
+        return f"did you mean --{meant}?"
+    return nearest(f"--{key}", (f"--{flag}" for flag in flags), cutoff=0.65, otherwise="--help all lists all options")
 
 
 def nearest_few(pattern: str, names: Sequence[str]) -> str:

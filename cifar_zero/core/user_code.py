@@ -1,5 +1,6 @@
 """Classes and functions of the user, named on the command line; no file that the program reads can name one."""
 
+import ast
 import importlib
 import importlib.util
 import sys
@@ -45,6 +46,17 @@ def load(name: str, flag: str) -> Any:
     if not hasattr(module, attribute):
         raise UsageError(f"{flag} {name}: {source} has no {attribute}")
     return getattr(module, attribute)
+
+
+def names_in(file: Path) -> list[str]:
+    """Returns the names of the classes, or else the functions, at the top level of a file, without running it; none if
+    it cannot be read."""
+    try:
+        tree = ast.parse(file.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return []
+    classes = [node.name for node in tree if isinstance(node, ast.ClassDef)]
+    return classes or [node.name for node in tree if isinstance(node, ast.FunctionDef)]
 
 
 def where(error: BaseException) -> str:

@@ -57,6 +57,11 @@ def test_a_resumed_run_needs_no_repeated_flags(tmp_path: Path):
     assert continued("--resume", str(moved / "checkpoints" / "last.ckpt")).epochs == 9
 
 
+def test_weights_alone_are_no_run_to_resume():
+    with pytest.raises(UsageError, match=r"weights only: start a run from it with --weights x\.safetensors"):
+        continued("--resume", "x.safetensors")
+
+
 def test_a_resumed_run_keeps_the_options_of_its_strategy_only_under_that(tmp_path: Path):
     zero = ["--strategy", "deepspeed_stage_3", "--zero.sub_group_size", "1000"]
     run = run_of(tmp_path, *zero, "--precision", "bf16-mixed")

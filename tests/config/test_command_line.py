@@ -70,6 +70,20 @@ def test_printed_configuration_is_the_same_run_again(recipe: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
+        ("--lr 0.1", "unknown option --lr: did you mean --optimizer.lr?"),
+        ("--learning_rate 0.1", "did you mean --optimizer.lr?"),
+        ("--bs 8", "did you mean --batch_size?"),
+        ("--momentum 0.9", "did you mean --optimizer.momentum?"),
+        ("--nonsense 1", "--help all lists all options"),
+        ("--optimizer.beta 0.9", "--optimizer.betas is an option of adam, adamw, lion, muon, adam8bit, not of sgd"),
+        ("--optimizer adam --optimizer.beta 0.9", "did you mean --optimizer.betas?"),
+        ("--strategy zero3", "unknown strategy 'zero3': did you mean deepspeed_stage_3?"),
+        ("--strategy zero-2-offload", "did you mean deepspeed_stage_2_offload?"),
+        ("--precision fp16", "not fp16: did you mean 16-mixed?"),
+        ("--precision 16", "not 16: did you mean 16-mixed?"),
+        ("--model gpt2", "vit_moe, torchvision:NAME, timm:NAME, FILE.py:NAME"),
+        ("--model tests/support/own_code.py", "did you mean --model tests/support/own_code.py:Small or --model"),
+        ("--model nowhere.py", "did you mean --model nowhere.py:NAME?"),
         ("--data.sourc digits", "did you mean --data.source?"),
         ("--data.source mnist", "--data.source: expected one of ['auto', 'cifar10'"),
         ("--data.synthetic_size 9", "--data.synthetic_size must be at least 10"),
@@ -147,6 +161,27 @@ def test_mistakes_in_a_recipe_are_refused(text: str, expected: str, tmp_path: Pa
     with pytest.raises(UsageError) as error:
         command_line.parse(["--config", str(recipe)])
     assert expected in str(error.value)
+
+
+def test_help_alone_is_one_screen(capsys: pytest.CaptureFixture[str]):
+    """With the flags that most people use, and the names that they take."""
+    said = []
+    for more in ([], ["all"]):
+        with pytest.raises(SystemExit, match="0"):
+            command_line.parse(["--help", *more])
+        said.append(capsys.readouterr().out)
+    assert said[0].count("\n") < 60 < 388 < said[1].count("\n")
+    assert max(map(len, said[0].splitlines())) <= 118
+    for shown in (
+        "--batch_size",
+        "deepspeed_stage_3",
+        "timm:NAME",
+        "bf16-mixed",
+        "(default: 0.001)",
+        "--help all lists",
+    ):
+        assert shown in said[0]
+    assert "--zero.sub_group_size" in said[1]
 
 
 @pytest.mark.parametrize(

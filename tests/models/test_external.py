@@ -133,7 +133,7 @@ def test_is_timms_own():
 
 
 def test_help_and_usage_errors_need_no_torch():
-    done = run_program("-X", "importtime", "train.py", "--model", "torchvision:resnet18", "--help")
+    done = run_program("-X", "importtime", "train.py", "--model", "torchvision:resnet18", "--help", "all")
     assert done.returncode == 0
     assert "--model.image_size" in done.stdout
     assert not {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()} & {"torch", "torchvision"}

@@ -58,7 +58,7 @@ def test_mistakes_are_one_clear_line(flags: str, message: str):
 
 def test_help_names_every_option_and_its_default():
     model = "vit_moe"
-    done = run_program("-X", "importtime", "train.py", "--model", model, "--help")
+    done = run_program("-X", "importtime", "train.py", "--model", model, "--help", "all")
     assert done.returncode == 0
     options = {text.split()[0]: " ".join(text.split()) for text in re.split(r"\n  (?=--)", done.stdout)}
     for option in fields(MIXTURES[model]):
