@@ -56,7 +56,7 @@ fuzz-strategies: FILES := tests/distributed --ignore tests/distributed/test_resu
 fuzz-resume: FILES := tests/distributed/test_resume.py
 fuzz-recipes: FILES := tests/distributed/test_recipes.py
 
-fuzz: $(FUZZ_PARTS:%=fuzz-%)  ## all tests in their whole form (every recipe, every pair of strategies, twenty kills, damaged files), in six parts
+fuzz: $(FUZZ_PARTS:%=fuzz-%)  ## every test in its whole form, in six parts of at most an hour each
 
 $(FUZZ_PARTS:%=fuzz-%): .venv/cpu_adam
 	RECIPES=1 FUZZ=1 $(WITH_NINJA) $(BIN)/pytest $(PARALLEL) --timeout 3600 $(FILES)
