@@ -64,10 +64,8 @@ def test_each_check_prints_one_line():
     assert done.stdout.splitlines()[3:] == ["Nothing failed, 0 warnings."]
 
 
-def test_help_is_quick_and_lists_the_checks():
-    started = time.monotonic()
+def test_help_lists_the_checks():
     done = run_program("doctor.py", "--help")
-    assert time.monotonic() - started < 1
     assert_ok(done)
     assert all(f"\n  {name} " in done.stdout for name in CHECKS)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cifar_zero.diagnosis import nodes
-from tests.support.helpers import ROOT, run_program
+from tests.support.helpers import ROOT, of_make_fuzz, run_program
 from tests.support.namespaces import DEVICE, Host, Hosts, two_hosts
 
 
@@ -49,6 +49,7 @@ def lines_of(rank: subprocess.Popen[str], timeout: float = 100) -> tuple[list[st
     return out.splitlines(), [line for line in errors.splitlines() if "socket.cpp" not in line]
 
 
+@of_make_fuzz
 def test_two_hosts_that_do_not_share_a_disk(hosts: Hosts, tmp_path: Path) -> None:
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:

@@ -34,6 +34,7 @@ if "RANK" in os.environ and "ddp" in sys.orig_argv:
 """
 
 
+@of_make_fuzz
 def test_a_lost_all_reduce_is_found_at_its_step(tmp_path: Path, small_data: list[str]) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(BROKEN_DDP)

@@ -104,6 +104,7 @@ def test_a_killed_rank_ends_the_run(begin: Callable[..., Run]):
     run.assert_nothing_left()
 
 
+@of_make_fuzz
 def test_a_suspended_rank_ends_the_run(begin: Callable[..., Run]):
     run = begin()
     run.ranks[1].suspend()

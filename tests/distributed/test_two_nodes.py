@@ -103,6 +103,7 @@ def on_one_host(tmp_path_factory: pytest.TempPathFactory, small_data: list[str])
     return last_weights(run_folder_of(out))
 
 
+@of_make_fuzz
 def test_a_run_resumes_after_a_cut_link_and_ends_as_on_one_host(
     tmp_path: Path, small_data: list[str], on_one_host: dict[str, torch.Tensor]
 ):
