@@ -71,6 +71,8 @@ def build(config: DataConfig, directory: Path) -> tuple[str, ...]:
     if splits is None:
         archive = _obtain(config, published)
         with TemporaryDirectory(dir=directory) as extracted:  # the root may be read-only
+            if hasattr(tarfile, "data_filter"):  # Python 3.11.4; torchvision 0.26 does not ask for it
+                tarfile.TarFile.extraction_filter = staticmethod(tarfile.data_filter)
             try:
                 extract_archive(str(archive), extracted)
             except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError) as error:
