@@ -81,8 +81,8 @@ def loss_plot(comparison: Comparison) -> Figure | None:
     above, *below = figure.subplots(2 if differences else 1, sharex=True, squeeze=False)[:, 0]
     _draw(above, comparison, losses)
     size = max(_size(len(run.losses.steps)) for variant in variants for run in variant.runs)
-    unit = " (cross-entropy, nats)" if variants[0].runs[0].settings.get("loss") == "cross_entropy" else ""
-    above.set(ylabel="training loss" + (f", mean of {size:,} steps" if size > 1 else "") + unit)
+    unit = " (nats)" if variants[0].runs[0].settings.get("loss") == "cross_entropy" else ""
+    above.set(ylabel=f"training loss{unit}" + (f"\nmean of {size:,} steps" if size > 1 else ""))
     above.set_title(textwrap.fill(comparison.headline, 110), weight="bold")
     for axes in below:
         _draw_differences(axes, comparison, differences)
