@@ -112,16 +112,17 @@ def settings(comparison: Comparison) -> Columns:
 
 def on_memory(comparison: Comparison) -> str:
     """Returns why ZeRO 3 may hold as many bytes of parameters as the reference, and what the peak of a CPU rank is."""
-    remarks: list[str] = []
     key, whole = "mem/parameter_rank_bytes", comparison.variants[0].figures
+    names, threshold = [], 0
     for variant in comparison.variants if key in whole else ():
         zero = variant.runs[0].deepspeed.get("zero_optimization", {}) if variant.runs else {}
         if zero.get("stage") == 3 and variant.world_size > 1 and variant.figures[key].mean >= whole[key].mean:
-            remarks.append(
-                f"{variant.name} holds all parameters: ZeRO 3 keeps those of at most "
-                f"{zero['param_persistence_threshold']:,} elements whole on every rank, and this model has no larger "
-                "ones (--zero.param_persistence_threshold 0 shards them)."
-            )
+            names, threshold = [*names, variant.name], zero["param_persistence_threshold"]
+    why = (
+        f"Under {' and '.join(names)} each rank holds all parameters: ZeRO 3 shards only those of more than "
+        f"{threshold:,} elements, and this model has none (--zero.param_persistence_threshold 0 shards all)."
+    )
+    remarks = [why] if names else []
     if any(run.metrics.get("accelerator") == "cpu" for variant in comparison.variants for run in variant.runs):
         remarks.append("On a CPU the peak is that of the whole process, most of it PyTorch itself.")
     return " ".join(remarks)
