@@ -173,6 +173,12 @@ class CIFARModule(LightningModule):
         scheduler = StepSchedule(optimizer, self.schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
+    def summary(self) -> str:
+        """Returns the result of the newest test in one line. Every rank calls it."""
+        found, ranks = self.test_metrics.overall(), self.trainer.world_size
+        trained = f"{self.config.model.name}, {self.config.strategy_name} on {ranks} rank{'s'[: ranks > 1]}"
+        return f"{trained}: {found['acc']:.2%} of the test images correct, loss {found['loss']:.4f}"
+
     def _evaluate(self, metrics: SplitMetrics, batch: tuple[Tensor, Tensor], tta: Views = "none") -> Tensor:
         images, labels = batch
         scores = averaged_scores(self.forward, normalize(images, self.inputs), tta)

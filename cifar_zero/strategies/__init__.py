@@ -40,9 +40,10 @@ class OwnStrategy:
         return {name: name for name in names}
 
 
-def build(run: Run, num_parameters: int) -> Strategy | str:
-    """Returns Lightning's strategy for a run, whose model has `num_parameters` elements."""
-    return import_module(f"cifar_zero.strategies.{run.spec.family}").build(run, num_parameters)
+def build(run: Run, elements: int = 0) -> Strategy | str:
+    """Returns Lightning's strategy for a run with CIFARModule, or for another module of so many `elements`."""
+    family = import_module(f"cifar_zero.strategies.{run.spec.family}")
+    return family.build(run, elements) if run.spec.family == "deepspeed" else family.build(run)
 
 
 def own(strategy: Strategy) -> OwnStrategy:

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cifar_zero.config.run import Run
 
 
-def build(run: Run, num_parameters: int) -> Strategy | str:
+def build(run: Run) -> Strategy | str:
     """Returns Lightning's DDP for several ranks or if it is named, else its strategy for a single device."""
     if run.config.strategy == "baseline" and run.config.world_size == 1:
         return "auto"

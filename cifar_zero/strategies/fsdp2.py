@@ -16,7 +16,7 @@ from cifar_zero.strategies import tensor_parallel
 from cifar_zero.strategies.mesh import MeshStrategy, by_block
 
 
-def build(run: Run, num_parameters: int) -> MeshStrategy:
+def build(run: Run) -> MeshStrategy:
     """Returns the strategy that shards parameters, gradients and optimizer state over all ranks."""
     mixed = run.config.precision == "bf16-mixed"
     policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32) if mixed else MixedPrecisionPolicy()

@@ -26,7 +26,7 @@ CHUNKS_PER_RANK = 4
 is little from four chunks per rank on (GPipe, section 2.3)."""
 
 
-def build(run: Run, num_parameters: int) -> "PipelineStrategy":
+def build(run: Run) -> "PipelineStrategy":
     """Returns the strategy in which several ranks hold one model, each at least one block, and the others replicas."""
     return PipelineStrategy(run, shard)
 

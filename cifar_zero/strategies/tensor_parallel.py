@@ -19,7 +19,7 @@ from cifar_zero.models.vit import Block
 from cifar_zero.strategies.mesh import MeshStrategy, by_block
 
 
-def build(run: Run, num_parameters: int) -> MeshStrategy:
+def build(run: Run) -> MeshStrategy:
     """Returns the strategy in which several ranks hold one model, whose heads they divide, and the others replicas."""
     return MeshStrategy(run, shard)
 

@@ -29,7 +29,7 @@ from cifar_zero.training.callbacks.curves import TrainingCurves
 from cifar_zero.training.callbacks.divergence import Divergence
 from cifar_zero.training.callbacks.experts import Experts
 from cifar_zero.training.callbacks.figures import TestFigures
-from cifar_zero.training.callbacks.flops import parameter_count, training_flops
+from cifar_zero.training.callbacks.flops import training_flops
 from cifar_zero.training.callbacks.heartbeat import Heartbeat
 from cifar_zero.training.callbacks.layers import Layers
 from cifar_zero.training.callbacks.learning_rate_finder import FIND_LR_STEPS, LearningRateFinder
@@ -45,7 +45,7 @@ def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None
     """Returns Lightning's Trainer for a run, whose callbacks write into `run_dir` on rank 0; or with other callbacks,
     or for another model of so many elements. Raises UsageError: Lightning refuses an option of --trainer."""
     config = run.config
-    strategy = strategies.build(run, elements or parameter_count(config.model, run.num_classes))
+    strategy = strategies.build(run, elements)
     # DeepSpeed's strategies bring their own precision plugin, and fsdp2 one for mixed precision.
     own = run.spec.family == "deepspeed" or (run.spec.casts and "mixed" in config.precision)
     options: dict[str, Any] = {

@@ -12,7 +12,8 @@ from cifar_zero import models
 from cifar_zero.config import command_line
 from cifar_zero.config.flags import Choice
 from cifar_zero.core.errors import UsageError
-from cifar_zero.training.callbacks.flops import parameter_count, training_flops
+from cifar_zero.training.callbacks.flops import training_flops
+from tests.support.helpers import parameter_count
 
 SMALL: dict[str, dict[str, Any]] = {
     "mlp": {"hidden": [8], "dropout": 0.5, "batch_norm": True},

@@ -14,9 +14,8 @@ from cifar_zero import models
 from cifar_zero.config import command_line
 from cifar_zero.config.flags import Choice
 from cifar_zero.core.errors import UsageError
-from cifar_zero.training.callbacks.flops import parameter_count
 from cifar_zero.training.resolve import resolve
-from tests.support.helpers import run_program
+from tests.support.helpers import parameter_count, run_program
 
 
 def test_is_torchvisions_own():

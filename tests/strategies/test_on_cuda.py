@@ -45,7 +45,7 @@ def test_the_optimizer_is_fused_where_lightning_takes_it(
 def test_gpus_talk_over_the_backend_that_torch_takes_for_them(name: str):
     flags = ["--strategy", name, "--devices", "2", "--precision", "bf16-mixed"]
     runs = [of_machine(command_line.parse([*flags, "--accelerator", accelerator])) for accelerator in ("gpu", "cpu")]
-    made, on_cpu = (strategies.build(run, 1000) for run in runs)
+    made, on_cpu = (strategies.build(run) for run in runs)
     assert [each._process_group_backend for each in (made, on_cpu)] == [None, "gloo"]  # pyright: ignore
 
 
@@ -54,7 +54,7 @@ def test_fsdp_is_fsdp2():
     flags = ["--accelerator", "gpu", "--devices", "2", "--precision", "bf16-mixed", "--gradient_clip_val", "1"]
     one, other = (of_machine(command_line.parse([*flags, "--strategy", name])) for name in ("fsdp", "fsdp2"))
     assert replace(one.spec, summary="") == replace(other.spec, summary="")
-    for made in (strategies.build(run, 1000) for run in (one, other)):
+    for made in (strategies.build(run) for run in (one, other)):
         assert isinstance(made, MeshStrategy)
         assert made._shard.func is fsdp2.shard  # pyright: ignore
         assert strategies.optimizer_implementation(made, "cuda", clips=True) == "torch"

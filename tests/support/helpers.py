@@ -25,9 +25,10 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cifar_zero import models
+from cifar_zero.checkpoints.finetuning.network import on_meta
 from cifar_zero.checkpoints.read import load_weights, network, read
 from cifar_zero.config import command_line
-from cifar_zero.config.flags import OffloadConfig, ZeROConfig
+from cifar_zero.config.flags import Choice, OffloadConfig, ZeROConfig
 
 WHOLE = "FUZZ" in os.environ
 """Whether `make fuzz` runs the tests: all of them in full, which takes hours."""
@@ -245,6 +246,11 @@ def loss_by_step(run: Path) -> dict[int, float]:
     """Returns the training loss of each optimizer step, from a run's losses.csv."""
     with (run / "losses.csv").open() as file:
         return {int(row["step"]): float(row["loss"]) for row in csv.DictReader(file)}
+
+
+def parameter_count(model: Choice, num_classes: int) -> int:
+    """Returns the parameters of a model, in elements."""
+    return sum(parameter.numel() for parameter in on_meta(model, num_classes).parameters())
 
 
 def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

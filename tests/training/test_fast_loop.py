@@ -90,7 +90,7 @@ def fit(
         schedule=Choice("warmup_lr", {"warmup_num_steps": 3}),
     )
     trainer = Trainer(
-        strategy=strategies.build(of_machine(config), 62_006),
+        strategy=strategies.build(of_machine(config)),
         accelerator="cpu",
         devices=1,
         max_epochs=2,

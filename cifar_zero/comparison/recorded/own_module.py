@@ -118,10 +118,7 @@ def train(flags: list[str], sign: int, folder: Path) -> Record:
     callbacks = [Reseed(run.config.seed), recording]
     trainer = quiet_trainer(run, folder, callbacks, elements, use_distributed_sampler=True)
     strategy: Any = trainer.strategy
-    if run.spec.family == "deepspeed":
-        strategy.shards_while_building = False  # __init__ may build it too, and draw its weights
-        strategy.precision_plugin.casts_batches = True
-    elif run.spec.family == "fsdp2":
+    if run.spec.family == "fsdp2":
         strategy.parts = lambda module: [*module.children()]
     torch.manual_seed(run.config.seed)
     trainer.fit(module, datamodule=datamodule)

@@ -48,19 +48,22 @@ def run_config(run: Run, num_parameters: int) -> dict[str, Any]:
     }
 
 
-def build(run: Run, num_parameters: int) -> ZeROStrategy:
-    """Returns the Lightning strategy; see `run_config` for the arguments."""
+def build(run: Run, elements: int = 0) -> ZeROStrategy:
+    """Returns the Lightning strategy, for the run's own model or for another one of so many `elements`."""
     from cifar_zero.strategies.deepspeed.strategy import ZeROPrecision, ZeROStrategy
 
-    engine = run_config(run, num_parameters)
+    engine = run_config(run, elements or sum(_sizes(run)))
     offload = engine["zero_optimization"].get("offload_param", {}).get("device")
+    precision = ZeROPrecision(run.config.precision)  # pyright: ignore[reportArgumentType]
+    precision.casts_batches = elements > 0
     strategy = ZeROStrategy(
         config=engine,
-        precision_plugin=ZeROPrecision(run.config.precision),  # pyright: ignore[reportArgumentType]
+        precision_plugin=precision,
         remote_device="nvme" if offload == "nvme" else "cpu",
         process_group_backend="gloo" if run.on_cpu else None,
     )
-    strategy.shards_while_building = not issubclass(models.MODELS[run.config.model.name], models.Foreign)
+    foreign = issubclass(models.MODELS[run.config.model.name], models.Foreign)
+    strategy.shards_while_building = not foreign and not elements
     return strategy
 
 
@@ -93,7 +96,11 @@ def _largest_part(run: Run) -> int:
     DeepSpeed (0.19.8) allocates five buffers, by default of 10^8 elements each: 2 GB, and too small for vgg16's first
     linear layer on one rank (`get_buffer` in swap_tensor/partitioned_param_swapper.py).
     """
+    return math.ceil(max(_sizes(run)) / run.config.world_size)
+
+
+def _sizes(run: Run) -> list[int]:
+    """Returns the elements of each parameter of the run's model, with its adapters."""
     from cifar_zero.checkpoints.finetuning.network import on_meta
 
-    net = on_meta(run.config.model, run.num_classes, lora=run.config.lora)
-    return max(math.ceil(parameter.numel() / run.config.world_size) for parameter in net.parameters())
+    return [part.numel() for part in on_meta(run.config.model, run.num_classes, lora=run.config.lora).parameters()]

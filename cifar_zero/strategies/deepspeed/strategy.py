@@ -54,7 +54,7 @@ class ZeROPrecision(DeepSpeedPrecision):
     it by gradient_accumulation_steps again. Can be removed when Lightning's own plugin passes scale_wrt_gas.
     """
 
-    casts_batches = False
+    casts_batches = True
     """Whether a batch is cast to the precision, as Lightning's own plugin does; CIFARModule does it itself."""
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -69,19 +69,25 @@ class ZeROPrecision(DeepSpeedPrecision):
 class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
     """DeepSpeed's engine under Lightning: on CUDA as Lightning runs it, else over DeepSpeed's own CPU accelerator.
 
+    Any LightningModule trains with it in a plain Trainer (docs/api.md); `options` are those of Lightning's strategy.
     What Lightning 2.6.6 does not do:
     - CPU ranks: its strategy refuses any accelerator but CUDA; DeepSpeed trains every stage on the CPU over gloo.
     - `test` after `fit` (Lightning issue 15247): it would start a second engine on the same model, after which
       `save_checkpoint` fails or silently leaves the optimizer out. Here the trained engine also runs the test.
     """
 
-    shards_while_building = True
+    shards_while_building = False
     """Whether stage 3 shards each layer as it is made; else the engine shards the whole model. Models of other packages
     initialise their layers again at the end, which has no effect on weights that zero.Init has sharded."""
 
     cut = staticmethod(cut)
 
     _trained: Any = None
+
+    def __init__(self, stage: int = 2, overlap_comm: bool = False, **options: Any):
+        super().__init__(stage=stage, overlap_comm=overlap_comm, **options)
+        assert isinstance(self.config, dict)
+        self.config.setdefault("zero_force_ds_cpu_optimizer", False)  # any optimizer may be offloaded
 
     @property
     def on_cpu(self) -> bool:
@@ -102,7 +108,11 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
         return "torch_fused" if CUDA_HOME is None else "deepspeed_fused"
 
     def setup_environment(self) -> None:
-        """Starts the process group."""
+        """Starts the process group. A plain Trainer has given Lightning's own plugins, which are replaced."""
+        if not isinstance(self.checkpoint_io, AtomicCheckpointIO):
+            self.checkpoint_io = AtomicCheckpointIO()
+        if not isinstance(self.precision_plugin, ZeROPrecision):
+            self.precision_plugin = ZeROPrecision(self.precision_plugin.precision)  # pyright: ignore
         if self.on_cpu:
             # Set by DeepSpeed's own launcher. Without it the CPU accelerator starts numactl in every step to count
             # the devices (DeepSpeed 0.19.8, accelerator/cpu_accelerator.py).
@@ -229,6 +239,13 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
         DeepSpeed loads one of the same shape, each rank its shard; any other is assembled and sharded again.
         """
         path = Path(checkpoint_path)
+        if self._trained is None:  # a test without a fit, into whose engine DeepSpeed (0.19.8) cannot load at stage 3
+            checkpoint = read(path, self._io.trust, verify=False)
+            if self.zero_stage_3:
+                self._restore_zero_state(checkpoint, strict=True)
+            else:
+                self.model.module.load_state_dict(checkpoint["state_dict"])  # pyright: ignore
+            return checkpoint
         if path.is_dir() and shape_of(path, self._io.trust) == self._shape:
             self.deepspeed_engine.checkpoint_engine = GuardedCheckpointEngine(self._io.trust)
             return super().load_checkpoint(checkpoint_path)
@@ -247,6 +264,7 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
     @property
     def _shape(self) -> dict[str, Any]:
         """Everything that a shard depends on; only a run with the same values can load it as it is."""
+        engine: Any = self.deepspeed_engine
         return {
             "stage": self._zero.get("stage", 0),
             "sub_group_size": self._zero.get("sub_group_size"),
@@ -254,7 +272,7 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
             "ranks": self.world_size,
             "precision": str(self.precision_plugin.precision),
             "optimizer": self.optimizer_implementation(self.root_device.type),
-            "ep_size": experts.ep_size(self._trained.module),
+            "ep_size": experts.ep_size(engine.module),
             "offload": [*map(self._offload_device, ("offload_optimizer", "offload_param"))],
         }
 

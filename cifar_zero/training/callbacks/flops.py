@@ -20,11 +20,6 @@ from cifar_zero.models import IMAGE_SHAPE
 from cifar_zero.models.recomputation import checkpoint_blocks
 
 
-def parameter_count(model: Choice, num_classes: int, lora: LoRAConfig = NO_LORA) -> int:
-    """Returns the parameters of the model and its adapters, in elements."""
-    return sum(parameter.numel() for parameter in on_meta(model, num_classes, lora=lora).parameters())
-
-
 def training_flops(
     model: Choice,
     num_classes: int,
