@@ -33,7 +33,7 @@ def main() -> int:
     config = command_line.parse(before=partial(resume.before, trust=consent.trust))
     if config.strategy == AUTO:
         config = replace(config, strategy=automatic.choose(config))
-    run = resolve(config, consent)
+    run = resolve(config, consent, starts=not (config.plot_schedule or config.check_gradients))
     if config.plot_schedule:
         return plot_schedule(run)
     if config.check_gradients:

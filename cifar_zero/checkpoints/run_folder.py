@@ -1,6 +1,7 @@
 """The folder of a run, <out>/<name>/version_N, claimed by one process, and the checkpoints in it."""
 
 import hashlib
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,15 @@ RANKS = "ranks.json"
 
 FALLBACK_SUFFIX = "-digits-fallback"
 """Suffix of the name of a run on the embedded digits because CIFAR-10 was not available."""
+
+
+def check_writable(out: str, name: str) -> None:
+    """Raises UsageError if a run's folder cannot be made, as far as permissions show; makes nothing."""
+    folder = Path(out, name)
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"--out {out}: {folder} cannot be written: name another directory")
 
 
 def claim(out: str, name: str) -> Path:

@@ -92,23 +92,19 @@ def _start(
         stdout=output,
         stderr=output,
         pass_fds=descriptors,
-        preexec_fn=partial(_prepare_rank, cores),
+        preexec_fn=partial(prepare, cores, signal.SIG_IGN),  # the launcher ends it at Ctrl-C until it trains
     )
     return Rank(number, process, log, stack)
 
 
-def prepare(cores: Collection[int]) -> None:
-    """Prepares a new process: Linux binds it to its cores, if there are any, and kills it when its parent ends."""
+def prepare(cores: Collection[int], interrupt: signal.Handlers) -> None:
+    """Prepares a new process: sets what Ctrl-C does to it; Linux binds it to its cores, if there are any, and kills it
+    when its parent ends."""
+    signal.signal(signal.SIGINT, interrupt)
     if _LIBC is not None:
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if cores:
             os.sched_setaffinity(0, cores)
-
-
-def _prepare_rank(cores: Collection[int]) -> None:
-    """Prepares a rank, which the launcher ends at Ctrl-C until it trains: while it imports, it could not do so well."""
-    prepare(cores)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def free_port() -> int:

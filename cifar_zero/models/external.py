@@ -100,6 +100,11 @@ def _try_out(entry: models.Model, num_classes: int, images: tuple[int, int, int,
                 f"cannot train on {count} image{'s'[: count > 1]} of {size[0]} x {size[1]} pixels at a time "
                 f"({where(error)}{short(error)}){hint}"
             ) from error
+    if isinstance(scores, Tensor) and scores.ndim == 2 and len(scores) == count and scores.shape[1] != num_classes:
+        raise ValueError(
+            f"has {scores.shape[1]} outputs, but the images are of {num_classes} classes: give its last layer "
+            f"{num_classes} outputs, or the model an argument num_classes, which is set to that number"
+        )
     if not isinstance(scores, Tensor) or scores.shape != (count, num_classes):
         found = f"a tensor of shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
         raise ValueError(f"returns {found} for {count} images: it must be ({count}, {num_classes}), a score per class")

@@ -30,6 +30,7 @@ def choose(config: Config) -> str:
 
 
 def _chosen(config: Config) -> str:
+    say("--strategy auto: predicts the memory that each strategy needs on this machine")
     run = of_machine(on_this_machine(replace(config, strategy=Config.strategy)))
     rules.check_model(run)
     from cifar_zero.planning import machine

@@ -14,26 +14,45 @@ from cifar_zero.config.run import NO_CONSENT, Consent, Run, with_accelerator
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import UsageError
-from cifar_zero.core.hardware import gpu_count
-from cifar_zero.launch import rank_environment
+from cifar_zero.core.hardware import core_count, gpu_count, has_gpu_driver
+from cifar_zero.launch import heartbeat, rank_environment
 from cifar_zero.schedules import SCHEDULES
 
 
-def resolve(config: Config, consent: Consent = NO_CONSENT) -> Run:
-    """Returns the resolved run of a configuration on this computer.
+def resolve(config: Config, consent: Consent = NO_CONSENT, starts: bool = False) -> Run:
+    """Returns the resolved run of a configuration on this computer; if it `starts` now, says so as soon as it can.
 
     With several nodes, or under torchrun, rank 0 decides later for all ranks what is resumed: see `training.starting`.
     The strategy must be a name, not auto. Raises UsageError: it cannot run; says what to use instead.
     """
+    starts = starts and rank_environment.global_rank() == 0 and heartbeat.VARIABLE not in os.environ  # the launcher did
+    if starts:
+        run_folder.check_writable(config.out, config.run_name)
+    on_gpu = has_gpu_driver()
+    if starts and on_gpu:
+        _announce(config)  # to count the GPUs takes seconds
     run = of_machine(on_this_machine(config), consent)
     if not rank_0_decides(run.config):
         run = with_checkpoint(run, checkpoint_to_resume(run.config))
-    rules.check(run)
+    rules.check(run, (lambda run: _announce(run.config)) if starts and not on_gpu else None)
     if run.config.augment.transform:
         from cifar_zero.data.policy import check_transform  # here: it imports torch
 
         check_transform(run.config.augment, run.config.data.inputs.side)
     return run
+
+
+def _announce(config: Config) -> None:
+    """Prints in one line what is started, and warns of more CPU ranks than cores."""
+    ranks = config.devices if config.devices == "auto" else config.world_size
+    cpu = config.accelerator == "cpu" or not has_gpu_driver()
+    kind = "all GPUs" if ranks == "auto" else f"{ranks} {'CPU process' if cpu else 'GPU'}"
+    kind += ("es" if cpu else "s") * (ranks not in (1, "auto"))
+    source = "CIFAR-10 or else the digits" if config.data.source == "auto" else config.data.source
+    what = f"model {config.model.name}, strategy {config.strategy_name}, {kind}, data {source}"
+    say(f"starting: {what}, batch size {config.batch_size}, in {Path(config.out, config.run_name)}")
+    if cpu and isinstance(config.devices, int) and config.devices > (cores := core_count()):
+        say(f"warning: {config.devices} CPU ranks take turns on {cores} cores: with --devices {cores} each has its own")
 
 
 def on_this_machine(config: Config) -> Config:

@@ -46,7 +46,7 @@ def start(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=partial(_prepare, cores),
+            preexec_fn=partial(local_launcher.prepare, cores, signal.SIG_DFL),  # also in a shell's background job
         )
 
 
@@ -86,9 +86,3 @@ def _environment() -> dict[str, str]:
     """Returns this process's environment, without its start time and SLURM's count of restarts."""
     left_out = (start_time.VARIABLE, "SLURM_RESTART_COUNT")
     return {key: value for key, value in os.environ.items() if key not in left_out}
-
-
-def _prepare(cores: Collection[int]) -> None:
-    """Makes the new process end with this one, and obey SIGINT even in a shell's background job."""
-    local_launcher.prepare(cores)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from cifar_zero.config import command_line
+from cifar_zero.config.run import Run
 from cifar_zero.core.errors import UsageError
+from cifar_zero.launch import heartbeat
 from cifar_zero.training.resolve import resolve
 from tests.gpu import test_on_gpu
 
@@ -95,6 +97,42 @@ def refused(flags: str) -> str:
 def test_without_a_gpu(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("cifar_zero.training.resolve.gpu_count", lambda: 0)
     assert expected in refused(flags)
+
+
+def test_what_is_started_is_said_before_the_slow_checks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    """On the launching process only; also for a model that is tried out, which takes seconds."""
+    monkeypatch.setattr("cifar_zero.training.resolve.has_gpu_driver", lambda: False)
+    monkeypatch.setattr("cifar_zero.training.resolve.gpu_count", lambda: 0)
+    monkeypatch.setattr("cifar_zero.training.resolve.core_count", lambda: 2)
+
+    def slow(run: Run) -> None:
+        raise UsageError(capfd.readouterr().err)
+
+    monkeypatch.setattr("cifar_zero.config.rules.check_model", slow)
+    flags = ["--devices", "3", "--batch_size", "3", "--data.source", "digits", "--out", str(tmp_path)]
+    with pytest.raises(UsageError) as ended:
+        resolve(command_line.parse(flags), starts=True)
+    said = "starting: model net, strategy baseline, 3 CPU processes, data digits, batch size 3, in"
+    first, second = str(ended.value).splitlines()
+    assert first == f"{said} {tmp_path / 'net-baseline'}"
+    assert second == "warning: 3 CPU ranks take turns on 2 cores: with --devices 2 each has its own"
+    monkeypatch.setenv(heartbeat.VARIABLE, "1,2,3")
+    with pytest.raises(UsageError) as ended:
+        resolve(command_line.parse(flags), starts=True)
+    assert not str(ended.value)
+
+
+@pytest.mark.parametrize("out", ["file", "file/deeper", "closed"])
+def test_a_directory_that_cannot_be_written_is_refused_at_once(
+    out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "file").touch()
+    (tmp_path / "closed").mkdir()
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path).name != "closed")
+    with pytest.raises(UsageError, match=rf"^--out {tmp_path / out}: .* cannot be written: name another directory"):
+        resolve(command_line.parse(["--out", str(tmp_path / out)]), starts=True)
 
 
 def test_more_devices_than_there_are(monkeypatch: pytest.MonkeyPatch):

@@ -20,5 +20,6 @@ def test_two_ranks_write_figures_and_print_once(small_data: list[str], tmp_path:
     run = run_folder_of(tmp_path)
     assert {path.name for path in run.glob("*.png")} >= FIGURES
     assert done.stdout.count("run folder") == 1
-    (line,) = [line for line in done.stderr.splitlines() if line and "Preparing the images" not in line]
-    assert line.startswith("Step 3/3 |")
+    first, last = [line for line in done.stderr.splitlines() if line and "Preparing the images" not in line]
+    assert first.startswith("starting: model net, strategy deepspeed_stage_2, 2 CPU processes, data synthetic, batch")
+    assert last.startswith("Step 3/3 |")

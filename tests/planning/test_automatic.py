@@ -26,7 +26,8 @@ def settled(*flags: str) -> str:
 
 def test_a_cpu_takes_the_baseline_and_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert settled("--model", "vit_tiny") == "baseline"
-    (line,) = capsys.readouterr().err.splitlines()
+    first, line = capsys.readouterr().err.splitlines()
+    assert first.startswith("--strategy auto: predicts")  # at once, as it takes seconds
     assert line.startswith("--strategy auto: baseline needs 0.1")
     assert line.endswith("GB available to a rank")
 

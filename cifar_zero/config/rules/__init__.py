@@ -4,6 +4,8 @@ A check raises UsageError, which names the option and what to use instead. Nothi
 model of torchvision or timm.
 """
 
+from collections.abc import Callable
+
 from cifar_zero.config.rules import strategy
 from cifar_zero.config.rules.devices import check_here, check_on_cpu, check_sync_batch_norm
 from cifar_zero.config.rules.model import check_experts, check_finetuning, check_model
@@ -13,13 +15,15 @@ from cifar_zero.config.run import Run
 __all__ = ["check", "check_can_resume", "check_finetuning", "check_here", "check_model", "check_strategy"]
 
 
-def check(run: Run) -> None:
-    """Refuses what cannot run on this computer."""
+def check(run: Run, announce: Callable[[Run], None] | None = None) -> None:
+    """Refuses what cannot run on this computer; `announce` is called before what may take seconds."""
     check_strategy(run)
     check_here(run)
-    check_model(run)
     if run.config.trainer.get("sync_batchnorm"):
         check_sync_batch_norm(run)
+    if announce is not None:
+        announce(run)
+    check_model(run)
 
 
 def check_strategy(run: Run) -> None:
