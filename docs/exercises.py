@@ -1,0 +1,280 @@
+"""Checks an answer to exercises.md: `python docs/exercises.py N answers.py` prints one line and exits with 0 if the
+answer is right, 1 if it is wrong, 2 for wrong usage. Answers run in processes of their own, which can be ended."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import multiprocessing
+import signal
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
+from torch.utils.data import DataLoader, TensorDataset
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))  # for the new processes too, to which multiprocessing passes it on
+
+from cifar_zero import models  # noqa: E402 - it is found now
+from cifar_zero.config import command_line  # noqa: E402
+from cifar_zero.core import exits, user_code  # noqa: E402
+from cifar_zero.core.errors import UsageError, short  # noqa: E402
+from cifar_zero.planning.model_states import network_of_size, predicted  # noqa: E402
+
+TOLERANCE = 1e-4  # relative; the rounding of float32 stays below it, and no mistake does
+SECONDS = 120  # for an answer and the start of its processes
+PATIENCE = timedelta(seconds=60)  # for one collective
+
+Job = tuple[int, str]  # number of the exercise, file of the answer
+Verdict = tuple[int, str]  # exit code, line
+
+
+class Wrong(Exception):
+    """An answer is wrong; the message says what differs, with numbers, and a hint."""
+
+
+def main() -> int:
+    """Prints whether an answer is right; returns the exit code."""
+    parser = exits.Parser(prog="exercises.py", description="Checks an answer to an exercise of docs/exercises.md.")
+    parser.add_argument("exercise", type=int, choices=range(1, 9), help="number of the exercise")
+    parser.add_argument("answers", help="Python file with the answer")
+    given = parser.parse_args()
+    seconds = 900 if given.exercise == 8 else SECONDS  # its trainings take half a minute on two free cores
+    ((code, line),) = judged([(given.exercise, str(Path(given.answers).absolute()))], seconds)
+    if code == UsageError.exit_code:
+        raise UsageError(line)
+    print(line)
+    return code
+
+
+def judged(jobs: Sequence[Job], seconds: float = SECONDS, patience: timedelta = PATIENCE) -> list[Verdict]:
+    """Runs all jobs in the same new processes, as many as the first needs; the first to find a mistake decides."""
+    ranks, verdicts = 2 if jobs[0][0] in ON_TWO_RANKS else 1, []
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
+    with tempfile.TemporaryDirectory() as folder:
+        work = [(rank, ranks, folder, jobs, patience, sender) for rank, (_, sender) in enumerate(pipes)]
+        processes = [context.Process(target=_rank, args=arguments) for arguments in work]
+        try:
+            for process, (_, sender) in zip(processes, pipes, strict=True):
+                process.start()
+                sender.close()  # so that the pipe ends with the process
+            waiting: list[Any] = [receiver for receiver, _ in pipes]
+            while waiting and not (verdicts and all(code for code, _ in verdicts[0])):
+                ready: Any = wait(waiting, seconds)[0]  # IndexError: nobody has sent anything
+                verdicts.append(ready.recv())
+                waiting.remove(ready)
+        except (IndexError, EOFError):
+            line = f"wrong: no result within {seconds:g} s: an endless loop, or a collective of one rank?"
+            return [(1, line)] * len(jobs)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    return [next((one for one in of_job if one[0]), of_job[0]) for of_job in zip(*verdicts, strict=True)]
+
+
+def _rank(rank: int, ranks: int, folder: str, jobs: Sequence[Job], patience: timedelta, sender: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
+    torch.set_num_threads(1)
+    if ranks > 1:
+        distributed.init_process_group("gloo", f"file://{folder}/ranks", patience, ranks, rank)
+    sender.send([judge(exercise, file) for exercise, file in jobs])
+
+
+def judge(exercise: int, file: str) -> Verdict:
+    """Returns exit code and line of an answer, run in this process."""
+    check = CHECKS[exercise - 1]
+    name = "Broken" if check is broken else check.__name__
+    try:
+        return 0, f"right: {check(user_code.load(f'{file}:{name}', f'exercise {exercise}:'))}"
+    except UsageError as error:
+        return error.exit_code, str(error)
+    except (Exception, SystemExit) as error:
+        line = "" if isinstance(error, Wrong) else f"{user_code.where(error)}{type(error).__name__}: "
+        return 1, f"wrong: {line}{short(error, 400)}"
+
+
+def training_step(answer: Callable[..., Tensor]) -> str:
+    """Exercise 1: trains the tutorial's Net with the answer as training_step, and with CIFARModule's own."""
+    from cifar_module import CIFARModule
+
+    config, batches = command_line.parse(["--accelerator", "cpu"]), DataLoader(TensorDataset(*_images(32)), 4)
+    answered = type("Answered", (CIFARModule,), {"training_step": answer})
+    got, want = (_losses(module(config, 10), batches) for module in (answered, CIFARModule))
+    for step in range(8):
+        hint = "the mean cross-entropy of the scores, which applies the softmax itself; only Lightning updates weights"
+        _same(f"the loss of step {step + 1}", got[step], want[step], hint, tolerance=0)
+    return "the losses of 8 steps are CIFARModule's, bit for bit"
+
+
+def accumulate(answer: Callable[..., None]) -> str:
+    """Exercise 2: compares the gradients after three micro-batches with those of the whole batch."""
+    (images, labels), model, seen = _images(20), _net(), []
+    model.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
+    answer(model, [*zip(images.split(8), labels.split(8), strict=True)])
+    if seen != [8, 8, 4]:
+        raise Wrong(f"the model saw {seen} images at a time, not [8, 8, 4]: one forward pass for each micro-batch")
+    hint = "each image counts 1/20: weigh the mean loss of a micro-batch by its share of the images"
+    _same_gradients("", model, images, labels, hint)
+    return "micro-batches of 8, 8 and 4 images leave the gradient of the batch of 20"
+
+
+def average_gradients(answer: Callable[..., None]) -> str:
+    """Exercise 3: compares the gradients after the average over two ranks with those of the whole batch."""
+    (images, labels), model, rank = _images(16), _net(), distributed.get_rank()
+    for parameter, own in zip(model.parameters(), _gradients(model, images[rank::2], labels[rank::2]), strict=True):
+        parameter.grad = own
+    answer(model)
+    hint = "sum each gradient over the ranks, divide by their number, leave the result in .grad"
+    _same_gradients(f"rank {rank}: ", model, images, labels, hint)
+    return "both ranks have the gradient of the whole batch"
+
+
+def zero_1_step(answer: Callable[..., Tensor]) -> str:
+    """Exercise 4: compares four steps of ZeRO 1 on two ranks with those of torch's SGD on the whole batch."""
+    rank, model = distributed.get_rank(), _net()
+    weights = parameters_to_vector(model.parameters()).detach()
+    plain, momentum = nn.Parameter(weights.clone()), torch.zeros(len(weights) // 2)
+    optimizer = torch.optim.SGD([plain], lr=0.1, momentum=0.9)
+    for step in range(1, 5):
+        images, labels = _images(16, seed=step)
+        vector_to_parameters(plain.detach().clone(), model.parameters())
+        plain.grad = parameters_to_vector(_gradients(model, images, labels))
+        optimizer.step()
+        vector_to_parameters(weights.clone(), model.parameters())
+        own = parameters_to_vector(_gradients(model, images[rank::2], labels[rank::2]))
+        weights = answer(weights.clone(), own, momentum, 0.1, 0.9)
+        want = optimizer.state[plain]["momentum_buffer"].chunk(2)[rank]
+        hint = "0.9 times itself plus the averaged gradient, in place"
+        _same(f"rank {rank}, step {step}: the momentum", momentum, want, hint)
+        hint = "lr times the momentum less in each half, both halves in the order of the ranks"
+        _same(f"rank {rank}, step {step}: the result", weights, plain.detach(), hint)
+    return f"four steps are plain torch's, with {len(momentum):,} of {len(weights):,} momenta on each rank"
+
+
+def clip_shard(answer: Callable[..., Tensor]) -> str:
+    """Exercise 5: compares shards of 7 and 5 elements with the parts of what torch clips in one process."""
+    rank = distributed.get_rank()
+    for max_norm in (1.0, 100.0):
+        whole = nn.Parameter(torch.zeros(12))
+        whole.grad = torch.linspace(-3, 5, 12)
+        got = answer(whole.grad.split([7, 5])[rank].clone(), max_norm)
+        norm = float(clip_grad_norm_([whole], max_norm))
+        hint = f"the global norm is {norm:.4g}: the root of the sum of all squares on all ranks; cut only a larger one"
+        _same(f"rank {rank}: the shard clipped at {max_norm:g}", got, whole.grad.split([7, 5])[rank], hint)
+    return "the shards are those of the clipped whole, and small gradients stay as they are"
+
+
+def bytes_per_rank(answer: Callable[..., float]) -> str:
+    """Exercise 6: compares the bytes with those that plan.py predicts."""
+    sharded = ("nothing", "the optimizer's 12 bytes", "the gradient too", "the parameter too")
+    adam = command_line.parse(["--optimizer", "adam"]).optimizer
+    for parameters, stage, ranks in itertools.product((10**9, 7 * 10**9), range(4), (1, 8, 64)):
+        size = network_of_size(parameters).weights
+        plan = predicted(f"deepspeed_stage_{stage}", size, ranks, "bf16-mixed", adam)
+        assert plan is not None
+        want = plan.device.total
+        if stage == 1:  # the plan has DeepSpeed's gradients after the backward pass, the paper whole ones
+            want += 2 * parameters - plan.device.gradients
+        got = answer(stage, parameters, ranks)
+        if not abs(got - want) <= 1e-6 * want:
+            raise Wrong(
+                f"stage {stage}, {parameters:,} parameters, {ranks} ranks: {got!r}, not {want}, {want / parameters:g} "
+                f"bytes per parameter: parameter 2, gradient 2, optimizer 12; this stage shards {sharded[stage]}"
+            )
+    return "all 24 sizes are plan.py's (at stage 1 with the whole gradients of the paper)"
+
+
+def batch_for_zero(answer: Callable[[], int]) -> str:
+    """Exercise 7: compares the global batch with the largest micro-batches that fit by plan.py."""
+    flags = "--model vit_base --optimizer adamw --precision 32-true --devices 8 --device_memory 16GB --json"
+    plan = subprocess.check_output([sys.executable, str(ROOT / "plan.py"), *flags.split()])
+    most = {need["strategy"]: need["most_images"] for need in json.loads(plan)["strategies"]}
+    batch = answer()
+    ddp, zero = ("fits" if batch / 8 <= most[name] else "does not fit" for name in ("ddp", "deepspeed_stage_2"))
+    said = f"{batch:,} images are {batch / 8:g} on each rank: plan.py says that DDP {ddp}, ZeRO 2 {zero}"
+    if batch / 8 != most["ddp"] + 1:
+        raise Wrong(f"{said}: try a {'larger' if ddp == 'fits' else 'smaller'} batch")
+    return said
+
+
+def broken(answer: Any) -> str:
+    """Exercise 8: lets the judge of compare.py --module look for the first step and tensor that ZeRO 2 changes."""
+    from cifar_zero.comparison import assert_agrees
+
+    losses = _losses(answer())
+    if not losses[-1] < losses[0]:
+        raise Wrong(f"it does not learn: the loss is {losses[0]:.3g} at step 1 and {losses[-1]:.3g} at step 8")
+    try:
+        assert_agrees(answer, strategies=["deepspeed_stage_2"], devices=2, steps=8)
+    except AssertionError as found:
+        if "different: step" in str(found):
+            return short(found, 300)
+        raise Wrong(short(found, 300)) from found
+    raise Wrong("on two ranks ZeRO 2 trains it as DDP does, for 8 steps")
+
+
+def _losses(module: Any, batches: DataLoader | None = None) -> list[Tensor]:
+    """Returns the losses of 8 steps in a Trainer on the CPU, without `batches` on those of the module."""
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import LambdaCallback
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    losses: list[Any] = []
+    record = LambdaCallback(on_train_batch_end=lambda trainer, module, outputs, *_: losses.append(outputs.get("loss")))
+    Trainer(barebones=True, accelerator="cpu", max_steps=8, callbacks=record).fit(module, batches)
+    return losses
+
+
+def _images(number: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(seed)
+    return torch.randn(number, 3, 32, 32), torch.randint(10, (number,))
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return models.build("net", 10)
+
+
+def _gradients(model: nn.Module, images: Tensor, labels: Tensor) -> list[Tensor]:
+    return [*torch.autograd.grad(nn.functional.cross_entropy(model(images), labels), [*model.parameters()])]
+
+
+def _same_gradients(where: str, model: nn.Module, images: Tensor, labels: Tensor, hint: str) -> None:
+    for (name, parameter), want in zip(model.named_parameters(), _gradients(_net(), images, labels), strict=True):
+        _same(f"{where}the gradient of {name}", parameter.grad, want, hint)
+
+
+def _same(what: str, got: Any, want: Tensor, hint: str, tolerance: float = TOLERANCE) -> None:
+    """Raises Wrong unless two tensors have the same shape and dtype, and differ relatively by at most `tolerance`."""
+    kinds = [f"{tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__ for x in (got, want)]
+    if kinds[0] != kinds[1]:
+        raise Wrong(f"{what} is {kinds[0]}, not {kinds[1]}: {hint}")
+    off = float((got - want).norm() / want.norm())
+    if off <= tolerance:
+        return
+    factor = float((got * want).sum() / want.square().sum())
+    scaled = float((got - factor * want).norm()) <= TOLERANCE * float(got.norm()) and want.dim()
+    values = f"off by {100 * off:.3g} %" if want.dim() else f"{float(got):.7g}, not {float(want):.7g}"
+    raise Wrong(f"{what} is {values}{f', {factor:.3g} times the right one' if scaled else ''}: {hint}")
+
+
+CHECKS = [training_step, accumulate, average_gradients, zero_1_step, clip_shard, bytes_per_rank, batch_for_zero, broken]
+"""The checks of exercises 1 to 8: each returns what is right, or raises Wrong. An answer has the name of its check."""
+ON_TWO_RANKS = (3, 4, 5)
+
+if __name__ == "__main__":
+    sys.exit(exits.guarded(main))

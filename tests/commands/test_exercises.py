@@ -1,0 +1,101 @@
+"""The checker of docs/exercises.md: one right and one typical wrong answer to each exercise."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import subprocess
+import sys
+import types
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from tests.support.helpers import ROOT, of_make_fuzz, run_program
+
+sys.path.append(str(ROOT / "docs"))  # its new processes import it by this name too
+exercises = importlib.import_module("exercises")
+
+RIGHT, WRONG = (str(ROOT / "tests" / "support" / f"exercises_{kind}.py") for kind in ("right", "wrong"))
+
+EXPECTED = {
+    1: "the loss of step 1 is 2.30",
+    2: "weigh the mean loss of a micro-batch",
+    3: "2 times the right one",
+    4: "step 1: the momentum is off by 100 %, 0 times the right one",
+    5: "the global norm is 9.361",
+    6: "stage 1, 1,000,000,000 parameters, 8 ranks: 3750000000.0, not 5500000000",
+    7: "DDP fits, ZeRO 2 fits: try a larger batch",
+    8: "ZeRO 2 trains it as DDP does",
+}
+"""What is said about the wrong answers."""
+
+
+@pytest.fixture(autouse=True)
+def one_plan(monkeypatch: pytest.MonkeyPatch):
+    """Runs plan.py once for both answers."""
+    plan = functools.cache(lambda *command: subprocess.check_output(command))
+    run = types.SimpleNamespace(check_output=lambda command: plan(*command))
+    monkeypatch.setattr(exercises, "subprocess", run)
+
+
+@pytest.mark.parametrize("number", [1, 2, 6, 7, pytest.param(8, marks=of_make_fuzz)])
+def test_answers_on_one_rank(number: int):
+    code, line = exercises.judge(number, RIGHT)
+    assert (code, line[:7]) == (0, "right: "), line
+    code, line = exercises.judge(number, WRONG)
+    assert code == 1
+    assert line.startswith("wrong: ")
+    assert EXPECTED[number] in line
+
+
+@pytest.mark.distributed
+def test_answers_on_two_ranks(tmp_path: Path):
+    """All in the same two processes; the last answer waits for something that nobody sends."""
+    stuck = tmp_path / "stuck.py"
+    stuck.write_text(
+        "from torch import distributed\n\n\ndef average_gradients(model):\n    distributed.recv(model.fc3.bias.data)\n"
+    )
+    jobs = [(number, file) for number in (3, 4, 5) for file in (RIGHT, WRONG)]
+    *verdicts, last = exercises.judged([*jobs, (3, str(stuck))], patience=timedelta(seconds=10))
+    for (number, file), (code, line) in zip(jobs, verdicts, strict=True):
+        assert code == int(file == WRONG), line
+        assert line.startswith("right: ") if file == RIGHT else EXPECTED[number] in line, line
+    assert last[0] == 1
+    assert last[1].startswith("wrong: stuck.py, line 5: ")
+
+
+@pytest.mark.distributed
+def test_the_command_reports_an_error_of_one_rank_with_its_line(tmp_path: Path):
+    code = "from torch import distributed\n\n\ndef clip_shard(shard, max_norm):\n    if distributed.get_rank():\n"
+    (tmp_path / "answers.py").write_text(code + "        return 1 / 0\n    distributed.all_reduce(shard)\n")
+    done = run_program(str(ROOT / "docs" / "exercises.py"), "5", "answers.py", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout == "wrong: answers.py, line 6: ZeroDivisionError: division by zero\n"
+
+
+def test_mistakes_of_usage_are_one_line(tmp_path: Path):
+    (tmp_path / "answers.py").write_text("def training_step(self, batch:\n")
+    assert exercises.judge(2, "none.py") == (
+        2,
+        f"exercise 2: none.py:accumulate: {Path('none.py').absolute()} does not exist",
+    )
+    code, line = exercises.judge(1, str(tmp_path / "answers.py"))
+    assert code == 2
+    assert "SyntaxError" in line
+    assert "line 1" in line
+    code, line = exercises.judge(1, str(ROOT / "tests" / "support" / "wire.py"))
+    assert (code, line[-20:]) == (2, "has no training_step")
+
+
+def test_the_page_names_what_the_checker_asks_for():
+    page = (ROOT / "docs" / "exercises.md").read_text()
+    asked = [check.__name__ for check in exercises.CHECKS[:-1]]
+    assert re.findall(r"^def (\w+)\(.*\.\.\.  # \d$", page, re.MULTILINE) == asked
+    code = re.search(r"```python\n(import.*?)```", page, re.DOTALL)
+    assert code is not None
+    names: dict[str, object] = {}
+    exec(code[1], names)
+    assert {*asked, "Broken"} <= {*names}

@@ -1,0 +1,75 @@
+"""Right answers to docs/exercises.md."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, distributed, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def training_step(self, batch, batch_idx):
+    images, labels = batch
+    return F.cross_entropy(self.forward(images), labels)
+
+
+def accumulate(model, micro_batches):
+    total = sum(len(labels) for _, labels in micro_batches)
+    for images, labels in micro_batches:
+        (F.cross_entropy(model(images), labels) * len(labels) / total).backward()
+
+
+def average_gradients(model):
+    for parameter in model.parameters():
+        distributed.all_reduce(parameter.grad)
+        parameter.grad /= distributed.get_world_size()
+
+
+def zero_1_step(parameters, gradient, momentum, lr, mu):
+    rank, ranks = distributed.get_rank(), distributed.get_world_size()
+    own = torch.empty_like(momentum)
+    distributed.reduce_scatter_tensor(own, gradient)
+    momentum.mul_(mu).add_(own / ranks)
+    distributed.all_gather_into_tensor(parameters, parameters.chunk(ranks)[rank] - lr * momentum)
+    return parameters
+
+
+def clip_shard(shard, max_norm):
+    squares = shard.square().sum()
+    distributed.all_reduce(squares)
+    return shard * min(1.0, max_norm / float(squares.sqrt()))
+
+
+def bytes_per_rank(stage, parameters, ranks):
+    return parameters * (16, 4 + 12 / ranks, 2 + 14 / ranks, 16 / ranks)[stage]
+
+
+def batch_for_zero():
+    return 8 * 336
+
+
+class Healthy(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(8, 2)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        return F.cross_entropy(self.model(images), labels)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    def train_dataloader(self) -> DataLoader:
+        images = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+        return DataLoader(TensorDataset(images, (images[:, 0] > 0).long()), 8)
+
+
+class Broken(Healthy):
+    """Clamps its weights by hand: ZeRO updates float32 copies, which do not see it."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.model.weight.clamp_(-0.3, 0.3)
+        return super().training_step(batch, batch_idx)

@@ -1,0 +1,50 @@
+"""A typical wrong answer to each exercise of docs/exercises.md."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import distributed
+
+from tests.support.exercises_right import Healthy
+
+
+def training_step(self, batch, batch_idx):
+    images, labels = batch
+    return F.cross_entropy(self.forward(images).softmax(1), labels)
+
+
+def accumulate(model, micro_batches):
+    for images, labels in micro_batches:
+        (F.cross_entropy(model(images), labels) / len(micro_batches)).backward()
+
+
+def average_gradients(model):
+    for parameter in model.parameters():
+        distributed.all_reduce(parameter.grad)
+
+
+def zero_1_step(parameters, gradient, momentum, lr, mu):
+    rank, ranks = distributed.get_rank(), distributed.get_world_size()
+    distributed.all_reduce(gradient)
+    momentum = mu * momentum + gradient.chunk(ranks)[rank] / ranks
+    mine = parameters.chunk(ranks)[rank] - lr * momentum
+    both = [torch.empty_like(mine) for _ in range(ranks)]
+    distributed.all_gather(both, mine)
+    return torch.cat(both)
+
+
+def clip_shard(shard, max_norm):
+    return shard * min(1.0, max_norm / float(shard.norm()))
+
+
+def bytes_per_rank(stage, parameters, ranks):
+    return parameters * (16, 2 + 14 / ranks, 2 + 14 / ranks, 16 / ranks)[stage]
+
+
+def batch_for_zero():
+    return 8 * 335
+
+
+class Broken(Healthy):
+    """Agrees under every strategy."""
