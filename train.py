@@ -31,8 +31,8 @@ def main() -> int:
     rank_environment.adopt()
     consent = command_line.consent()
     config = command_line.parse(before=partial(resume.before, trust=consent.trust))
-    if config.strategy == AUTO:
-        config = replace(config, strategy=automatic.choose(config))
+    chosen = ["--strategy", automatic.choose(config)] if config.strategy == AUTO else []
+    config = replace(config, strategy=chosen[-1]) if chosen else config
     run = resolve(config, consent, starts=not (config.plot_schedule or config.check_gradients))
     if config.plot_schedule:
         return plot_schedule(run)
@@ -43,8 +43,7 @@ def main() -> int:
     if run.config.world_size > 1 and not rank_environment.is_rank():
         if run.config.num_nodes > 1:
             raise UsageError(f"--num_nodes {config.num_nodes}: start it on each node with {torchrun('train')} ...")
-        chosen = {automatic.VARIABLE: config.strategy}
-        return local_launcher.run(run.config.world_size, run.on_cpu, extra_env=chosen)
+        return local_launcher.run(run.config.world_size, run.on_cpu, chosen)
     train(run)
     return 0
 

@@ -12,8 +12,7 @@ from cifar_zero.checkpoints.safetensors_file import metadata_of, write_safetenso
 from cifar_zero.core import atomic
 from cifar_zero.core.console import say
 
-WEIGHTS = ".safetensors"
-"""Suffix of the file of a checkpoint's plain weights."""
+WEIGHTS = ".safetensors"  # suffix of the file of a checkpoint's plain weights
 
 
 class AtomicCheckpointIO(CheckpointIO):

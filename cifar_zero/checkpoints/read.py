@@ -14,8 +14,7 @@ from cifar_zero.core.errors import UsageError, short
 RECORD = "cifar_zero"
 """Key of what callbacks/checkpoint.py adds to each checkpoint: configuration, class names, random states of a run."""
 
-PREFIX = "net."
-"""Prefix of the model's names in the LightningModule."""
+PREFIX = "net."  # prefix of the model's names in the LightningModule
 
 
 def read(checkpoint: Path, trust: bool = False, verify: bool = True, device: str = "cpu") -> dict[str, Any]:

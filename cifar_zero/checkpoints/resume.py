@@ -25,8 +25,7 @@ KEPT = ("model", "optimizer", "batch_size", "seed", "data.val_fraction", "data.i
 KEPT += ("trainable", "lora.rank", "lora.alpha", "lora.target", "lora.dropout")
 """What a resumed run must keep: otherwise it is another run, and trains on images that were held out before."""
 
-IF_ANY = "auto"
-"""Value of --resume: as last, but starts a run if there is no checkpoint."""
+IF_ANY = "auto"  # value of --resume: as last, but starts a run if there is no checkpoint
 
 
 def before(config: Config, trust: bool = False) -> dict[str, Any] | None:

@@ -28,17 +28,13 @@ from torch import Tensor
 from cifar_zero.checkpoints.safe_load import load
 from cifar_zero.core.errors import UsageError
 
-TAG = "checkpoint"
-"""Folder inside a DeepSpeed checkpoint, as Lightning names it."""
-
-SHAPE = "zero_shape"
-"""Key under which the strategy records its ranks and shards."""
+TAG = "checkpoint"  # folder inside a DeepSpeed checkpoint, as Lightning names it
+SHAPE = "zero_shape"  # key under which the strategy records its ranks and shards
 
 GROUPS = "zero_groups"
 """Key of a rank's flat tensors: for each of them the plain names and the shapes of its parameters, in their order."""
 
-ON_DISK = "zero_on_disk"
-"""Key of the names that DeepSpeed's files on NVMe have for this rank's groups."""
+ON_DISK = "zero_on_disk"  # key of the names that DeepSpeed's files on NVMe have for this rank's groups
 
 AVERAGE = "average"
 """Key of what callbacks/averaging.py adds to the checkpoints of every strategy: `kind` and `count`, and `weights`, the

@@ -42,17 +42,10 @@ from cifar_zero.core.usage import nearest, nearest_flag
 from cifar_zero.models import MODELS, PACKAGES, add_own
 from cifar_zero.optimizers import OFFLOADED_BY, OPTIMIZERS
 
-SWITCHES = ("trust", *(field.name for field in fields(Config) if field.default is False))
-"""Flags that need no value."""
-
-CALLBACKS = r"--trainer\.callbacks([.+=]|$)"
-"""Flags of the callbacks, in all forms of LightningCLI."""
-
-LISTS = ("logger", "hparams", "trainable", "wandb_tags", "lora.target")
-"""Flags that take several values."""
-
-NAMED = ("strategy", "ds_config", "plot_schedule")
-"""Flags that name something, and are read before the others."""
+SWITCHES = ("trust", *(field.name for field in fields(Config) if field.default is False))  # flags that need no value
+CALLBACKS = r"--trainer\.callbacks([.+=]|$)"  # flags of the callbacks, in all forms of LightningCLI
+LISTS = ("logger", "hparams", "trainable", "wandb_tags", "lora.target")  # flags that take several values
+NAMED = ("strategy", "ds_config", "plot_schedule")  # flags that name something, and are read before the others
 
 OF_STRATEGY = (
     "strategy",

@@ -40,5 +40,4 @@ def inputs(side: int = IMAGE_SHAPE[1], normalization: str = "half") -> Inputs:
     return Inputs(side, mean, std)
 
 
-PLAIN = inputs()
-"""Images of CIFAR's size with pixels from -1 to 1."""
+PLAIN = inputs()  # images of CIFAR's size with pixels from -1 to 1

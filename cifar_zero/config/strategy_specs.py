@@ -77,5 +77,4 @@ STRATEGIES: dict[str, Spec] = {
     ),
 }
 
-AUTO = "auto"
-"""train.py replaces this name by the strategy that plan.py recommends, before it starts the ranks."""
+AUTO = "auto"  # train.py replaces this name by the strategy that plan.py recommends, before it starts the ranks

@@ -5,11 +5,8 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-STAGED = ".tmp"
-"""Suffix of what is being written."""
-
-ASIDE = ".old"
-"""Suffix of the previous folder, for the instant in which the new one gets its name."""
+STAGED = ".tmp"  # suffix of what is being written
+ASIDE = ".old"  # suffix of the previous folder, for the instant in which the new one gets its name
 
 
 def staged(final: Path) -> Path:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import psutil
 
-CGROUPS = Path("/sys/fs/cgroup")
-"""Control groups of Linux, version 2."""
+CGROUPS = Path("/sys/fs/cgroup")  # control groups of Linux, version 2
 
 
 def has_gpu_driver() -> bool:

@@ -27,8 +27,7 @@ MEANT = {
 }
 """Flags of other programs, and ours; a flag that ends in .NAME is found without this table."""
 
-SHOWN = 3
-"""Number of names that an error shows of a long list."""
+SHOWN = 3  # number of names that an error shows of a long list
 
 LIMITS: dict[str, tuple[str, Callable[[Any, Any], bool]]]
 LIMITS = {"at_least": ("at least", ge), "over": ("over", gt), "below": ("under", lt), "at_most": ("at most", le)}

@@ -11,11 +11,8 @@ from typing import Any
 
 from cifar_zero.core.errors import UsageError
 
-_FILES: set[str] = set()
-"""Paths of the user's files that were imported."""
-
-_ALLOWED: dict[str, Any] = {}
-"""What the command line named, by its name there."""
+_FILES: set[str] = set()  # paths of the user's files that were imported
+_ALLOWED: dict[str, Any] = {}  # what the command line named, by its name there
 
 
 def allow(name: str, flag: str) -> None:

@@ -22,8 +22,7 @@ from cifar_zero.data.augment import memory_format, normalize
 from cifar_zero.data.dataset import Dataset
 from cifar_zero.models import IMAGE_SHAPE
 
-BATCH_SIZE = 1000
-"""Test images of 32 x 32 pixels per forward pass, as in a run's own test."""
+BATCH_SIZE = 1000  # test images of 32 x 32 pixels per forward pass, as in a run's own test
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from cifar_zero.core.programs import command
 from cifar_zero.exporting import FORMATS
 from cifar_zero.models import add_own
 
-DELTA, DELTA_SUFFIX = "delta", ".delta.safetensors"
-"""A format that is not in FORMATS: its file is not a complete model."""
+DELTA, DELTA_SUFFIX = "delta", ".delta.safetensors"  # a format that is not in FORMATS: its file is not a complete model
 
 
 def main() -> int:

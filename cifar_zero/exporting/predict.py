@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 Named = list[tuple[str, float]]
 """Class names with their probabilities, from 0 to 1, the most probable first."""
 
-BATCH_SIZE = 64
-"""Images that are decoded and classified together."""
+BATCH_SIZE = 64  # images that are decoded and classified together
 
 
 def main() -> int:

@@ -19,17 +19,10 @@ from cifar_zero.core import interrupt
 VARIABLE = "CIFAR_ZERO_HEARTBEAT"
 """Environment variable of a rank: its slot, and the file descriptors of the shared memory and of its stack file."""
 
-STACK_SIGNAL = signal.SIGUSR2
-"""Makes a rank write its Python stack, even while it waits in a library."""
-
-SILENT_SECONDS = 45.0
-"""Minimum silence of all ranks that counts as a hang, so that the run ends within a minute."""
-
-SILENT_STEPS = 10
-"""The same, in units of the longest time between two batches so far."""
-
-STOPPED_SECONDS = 20.0
-"""How long a rank may be stopped by a signal before it counts as hanging."""
+STACK_SIGNAL = signal.SIGUSR2  # makes a rank write its Python stack, even while it waits in a library
+SILENT_SECONDS = 45.0  # minimum silence of all ranks that counts as a hang, so that the run ends within a minute
+SILENT_STEPS = 10  # the same, in units of the longest time between two batches so far
+STOPPED_SECONDS = 20.0  # how long a rank may be stopped by a signal before it counts as hanging
 
 ABSENT, WAITING, RUNNING = range(3)
 """States of a rank: not started yet (the content of new memory); busy with what may take minutes (compiling, decoding,

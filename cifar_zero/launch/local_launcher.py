@@ -34,14 +34,13 @@ ORPHAN_SECONDS = 8.0
 """Time for processes that a rank has left (loaders, compilers) to end on their own: a DataLoader's worker looks for its
 parent every 5 s (torch 2.15, torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL)."""
 
-SHARED_MEMORY = Path("/dev/shm")
-"""Named shared memory on Linux."""
+SHARED_MEMORY = Path("/dev/shm")  # named shared memory on Linux
 
 
-def run(ranks: int, on_cpu: bool, extra_env: Mapping[str, str] | None = None) -> int:
+def run(ranks: int, on_cpu: bool, flags: Sequence[str] = ()) -> int:
     """Runs this process's own command line again as several ranks on this computer, and waits for them.
 
-    Ranks `on_cpu` share its cores; `extra_env` are further environment variables. Returns the exit code, see
+    Ranks `on_cpu` share its cores; `flags` are added to the command line. Returns the exit code, see
     `supervisor.supervise`.
     """
     if _LIBC is not None:
@@ -53,41 +52,36 @@ def run(ranks: int, on_cpu: bool, extra_env: Mapping[str, str] | None = None) ->
         # A killed process leaves its temporary files. torch's compilation cache (2.15, cache_dir_utils.py) is to stay.
         default = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
         cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", default)
-        directories = {"TORCHINDUCTOR_CACHE_DIR": cache, "TMPDIR": temporary}
+        environment = {
+            **os.environ,  # and torchrun's variables, which Lightning and DeepSpeed read
+            **{"MASTER_ADDR": ADDRESS, "MASTER_PORT": str(port), "NODE_RANK": "0"},
+            **{"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)},
+            **{"TORCHINDUCTOR_CACHE_DIR": cache, "TMPDIR": temporary},
+        }
         received = pass_requests_on(started)
         try:
             for number in range(ranks):
-                started.append(_start(number, ranks, port, on_cpu, board, {**directories, **(extra_env or {})}))
+                cores = share_of_cores(number, ranks) if on_cpu else set()
+                started.append(_start(number, environment, cores, board, flags))
             return supervise(started, board, received)
         finally:
             _clean_up(started, port, 0.0 if sys.exception() else ORPHAN_SECONDS)
 
 
 def _start(
-    number: int, ranks: int, port: int, on_cpu: bool, board: heartbeat.Board, extra_env: Mapping[str, str]
+    number: int, environment: Mapping[str, str], cores: set[int], board: heartbeat.Board, flags: Sequence[str]
 ) -> Rank:
     log, stack = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - until _clean_up
     ticket, descriptors = board.ticket(number, stack)
-    environment = {
-        **os.environ,  # and torchrun's variables, which Lightning and DeepSpeed read
-        "MASTER_ADDR": ADDRESS,
-        "MASTER_PORT": str(port),
-        "RANK": str(number),
-        "LOCAL_RANK": str(number),
-        "NODE_RANK": "0",
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        **extra_env,
-        heartbeat.VARIABLE: ticket,
-    }
-    cores: set[int] = set()
-    if on_cpu and "OMP_NUM_THREADS" not in os.environ:  # otherwise the user has shared the cores out
+    environment = {**environment, "RANK": str(number), "LOCAL_RANK": str(number), heartbeat.VARIABLE: ticket}
+    if "OMP_NUM_THREADS" in os.environ:  # the user has shared the cores out
+        cores = set()
+    elif cores:
         # Two ranks that each use all cores were measured 5 times slower than two with a share each.
-        cores = share_of_cores(number, ranks)
         environment["OMP_NUM_THREADS"] = str(len(cores))
     output = None if number == 0 else log  # only rank 0 prints
     process = subprocess.Popen(
-        [sys.executable, *sys.orig_argv[1:]],
+        [sys.executable, *sys.orig_argv[1:], *flags],
         env=environment,
         stdout=output,
         stderr=output,

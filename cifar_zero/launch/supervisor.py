@@ -15,23 +15,18 @@ import psutil
 from cifar_zero.core.errors import Stopped, UsageError
 from cifar_zero.launch import heartbeat
 
-GRACE_SECONDS = 10.0
-"""Time for the other ranks to end on their own after one has failed."""
+GRACE_SECONDS = 10.0  # time for the other ranks to end on their own after one has failed
 
 SAVING_SECONDS = 30.0
 """The same after a rank has ended on request: the others may still write a checkpoint (SLURM's KillWait)."""
 
-POLL_SECONDS, LOOK_SECONDS = 0.05, 1.0
-"""Time between two looks for ended ranks, and for hanging ranks."""
-
-TAIL_LINES, TAIL_BYTES = 15, 2**16
-"""Lines shown of a rank's output, and the bytes of it that are read at most."""
+POLL_SECONDS, LOOK_SECONDS = 0.05, 1.0  # time between two looks for ended ranks, and for hanging ranks
+TAIL_LINES, TAIL_BYTES = 15, 2**16  # lines shown of a rank's output, and the bytes of it that are read at most
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that end a run on purpose: Ctrl-C, a supervisor, a closed terminal, SLURM before the job's time is over."""
 
-ON_REQUEST = frozenset(128 + number for number in REQUESTS)
-"""Exit codes of ranks that ended on request."""
+ON_REQUEST = frozenset(128 + number for number in REQUESTS)  # exit codes of ranks that ended on request
 
 
 @dataclass

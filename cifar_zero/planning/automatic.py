@@ -1,35 +1,23 @@
 """`--strategy auto`: the launching process chooses a strategy once, before the ranks start. This imports torch."""
 
-import os
 from dataclasses import replace
 
 from cifar_zero.config import rules
 from cifar_zero.config.flags import Config
-from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import UsageError
 from cifar_zero.launch import rank_environment
 from cifar_zero.training.resolve import of_machine, on_this_machine
 
-VARIABLE = "CIFAR_ZERO_STRATEGY"
-"""Environment variable in which the launching process passes its choice to the ranks that it starts."""
-
 
 def choose(config: Config) -> str:
     """Returns the strategy that replaces auto, and prints which one and why. Raises UsageError if no strategy fits, or
-    another launcher started the ranks, so that each would choose."""
-    if not rank_environment.is_rank():
-        return _chosen(config)
-    name = os.environ.pop(VARIABLE, "")
-    if name not in STRATEGIES:
+    a launcher started the ranks, so that each would choose; to those of our own launcher train.py names the choice."""
+    if rank_environment.is_rank():
         raise UsageError(
             "--strategy auto cannot be used with torchrun, srun or DeepSpeed's launcher, whose ranks would each "
             "choose: name the strategy that plan.py recommends"
         )
-    return name
-
-
-def _chosen(config: Config) -> str:
     say("--strategy auto: predicts the memory that each strategy needs on this machine")
     run = of_machine(on_this_machine(replace(config, strategy=Config.strategy)))
     rules.check_model(run)

@@ -36,11 +36,8 @@ examples:
 All other options are those of train.py (train.py --help all).
 """
 
-IMAGES = 32
-"""Micro-batch per rank if no batch size is given."""
-
-WIDE = 132
-"""Width of a terminal, in characters, from which the table shows all columns."""
+IMAGES = 32  # micro-batch per rank if no batch size is given
+WIDE = 132  # width of a terminal, in characters, from which the table shows all columns
 
 
 def main() -> int:

@@ -29,8 +29,7 @@ METRICS: dict[str, Literal["maximize", "minimize"]] = {
 """Keys of metrics.json that settings can be chosen by. None of the test set: the best of many draws is too good, and
 the test would say nothing about new images. For the same reason val/acc is a run's last validation, not its best."""
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-"""The GPUs that CUDA shows a process, and torch on ROCm too."""
+VISIBLE = "CUDA_VISIBLE_DEVICES"  # the GPUs that CUDA shows a process, and torch on ROCm too
 
 Slot = tuple[dict[str, str], set[int]]
 """The devices of one run: extra environment variables, and the cores that it is bound to (none: all)."""

@@ -22,12 +22,10 @@ from cifar_zero.training import run_process
 Space = dict[str, BaseDistribution]
 """The distribution of each option; listed values stay text, as on the command line."""
 
-SEED = "seed"
-"""The option that is no part of a setting: each setting is trained with each seed."""
+SEED = "seed"  # the option that is no part of a setting: each setting is trained with each seed
 
 NUMBER = r"([-+]?[\d.]+(?:[eE][-+]?\d+)?)"
-RANGE = re.compile(rf"{NUMBER}\.\.{NUMBER}(?::(\S+))?")
-"""LOW..HIGH, LOW..HIGH:log or LOW..HIGH:STEP."""
+RANGE = re.compile(rf"{NUMBER}\.\.{NUMBER}(?::(\S+))?")  # LOW..HIGH, LOW..HIGH:log or LOW..HIGH:STEP
 
 
 def parse(definitions: list[str]) -> Space:

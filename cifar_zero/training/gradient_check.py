@@ -16,8 +16,7 @@ STEP = 1e-6
 """Distance on each side, in float64: the error of the central difference is about 1e-12 (its square) plus 1e-10
 (rounding of the loss, divided by it)."""
 
-TOLERANCE = 1e-5
-"""Largest difference, as a share of the derivative."""
+TOLERANCE = 1e-5  # largest difference, as a share of the derivative
 
 
 def check_gradients(run: Run) -> int:

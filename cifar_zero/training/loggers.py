@@ -19,11 +19,8 @@ from cifar_zero.config.run import Run
 from cifar_zero.core.errors import RunError, UsageError, short
 from cifar_zero.models import IMAGE_SHAPE
 
-PROJECT = "cifar-zero"
-"""W&B project, unless --wandb_project or WANDB_PROJECT names another, and MLflow experiment."""
-
-TIMEOUT_S = 30.0
-"""Time that W&B has to open a run; its default of 90 s is long for a server that cannot be reached."""
+PROJECT = "cifar-zero"  # W&B project, unless --wandb_project or WANDB_PROJECT names another, and MLflow experiment
+TIMEOUT_S = 30.0  # time that W&B has to open a run; its default of 90 s is long for a server that cannot be reached
 
 LAYOUT = {
     "Loss": {"loss in training and validation": ["Multiline", ["train/loss$", "val/loss$"]]},

@@ -23,8 +23,7 @@ TOP = 5
 """The k of the top-5 accuracy, as in ImageNet's challenge (Russakovsky et al. 2015, https://arxiv.org/abs/1409.0575).
 With at most five classes it would be 1, and is left out."""
 
-BINS = 15
-"""Bins of confidence, as many as in Guo et al. 2017, https://arxiv.org/abs/1706.04599, table 1."""
+BINS = 15  # bins of confidence, as many as in Guo et al. 2017, https://arxiv.org/abs/1706.04599, table 1
 
 
 def loss(

@@ -14,11 +14,8 @@ from cifar_zero.checkpoints import run_folder
 from cifar_zero.core import start_time
 from cifar_zero.launch import local_launcher
 
-POLL_SECONDS = 0.25
-"""Time between two checks of a run."""
-
-SAVING_SECONDS = 45.0
-"""Time that a run has to end: supervisor.py gives its ranks 30 s to write a checkpoint."""
+POLL_SECONDS = 0.25  # time between two checks of a run
+SAVING_SECONDS = 45.0  # time that a run has to end: supervisor.py gives its ranks 30 s to write a checkpoint
 
 Run = subprocess.Popen[bytes]
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
 from cifar_zero.planning import automatic, machine
 
-ALONE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", automatic.VARIABLE)
+ALONE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 @pytest.fixture(autouse=True)
@@ -45,21 +43,6 @@ def test_less_memory_takes_another_strategy(
         UsageError, match=r"auto: nothing fits: .* GB of device memory, of which 0\.00 GB are available"
     ):
         settled(*flags)
-
-
-def test_a_rank_takes_what_its_launcher_chose(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert os.environ.get(automatic.VARIABLE) is None
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv(automatic.VARIABLE, "deepspeed_stage_2")
-    assert settled() == "deepspeed_stage_2"
-    assert automatic.VARIABLE not in os.environ
-
-
-@pytest.mark.parametrize("told", ["foo", "deepspeed_stage_2"])
-def test_a_process_that_is_no_rank_ignores_the_variable(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(automatic.VARIABLE, told)
-    assert settled("--model", "mlp") == "baseline"
 
 
 def test_a_configuration_that_no_strategy_can_run_is_refused_with_its_own_error() -> None:

@@ -24,11 +24,8 @@ BASE, DTYPES, RECIPE = "base", "base_dtypes", "recipe"
 """Further keys of a delta's metadata: the checksum of the frozen tensors, and two JSON objects, the dtype of each of
 them in the run (DeepSpeed's mixed precision rounds it) and the run's configuration."""
 
-FILE = "weights.txt"
-"""File in the run folder with all that was loaded, initialised and not used."""
-
-LISTED = 4
-"""Maximum number of names of each kind in a line on the console."""
+FILE = "weights.txt"  # file in the run folder with all that was loaded, initialised and not used
+LISTED = 4  # maximum number of names of each kind in a line on the console
 
 WRAPPERS = ("state_dict", "model")
 """Keys of the weights in files of Lightning and timm, and in those of torchvision's references and DeiT."""

@@ -25,8 +25,7 @@ from cifar_zero.models.moe import Gate, whole_names
 
 NO_LORA = LoRAConfig()
 
-EXPERT_NUMBER = re.compile(r"\.experts\.\d+\.")
-"""Part of the name of an expert's parameter."""
+EXPERT_NUMBER = re.compile(r"\.experts\.\d+\.")  # part of the name of an expert's parameter
 
 
 def build(
@@ -111,8 +110,7 @@ def resting(net: nn.Module) -> list[_BatchNorm]:
     return [norm for norm in norms if not any(parameter.requires_grad for parameter in norm.parameters())]
 
 
-A, B = ".lora_a", ".lora_b"
-"""Suffixes of the adapters' names."""
+A, B = ".lora_a", ".lora_b"  # suffixes of the adapters' names
 
 
 class LoRALinear(nn.Linear):

@@ -7,8 +7,7 @@ from cifar_zero.config.run import Run
 from cifar_zero.core.errors import UsageError
 from cifar_zero.models import IMAGE_SHAPE, MODELS
 
-LEAST_SIDE = 12
-"""Smallest side of downscaled images, in pixels."""
+LEAST_SIDE = 12  # smallest side of downscaled images, in pixels
 
 
 def check_model(run: Run) -> None:

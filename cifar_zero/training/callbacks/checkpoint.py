@@ -19,8 +19,7 @@ from cifar_zero.launch.collectives import gather
 from cifar_zero.strategies import replica
 from cifar_zero.training.callbacks.stop import Agreement
 
-SCHEMA = 1
-"""Version of the record."""
+SCHEMA = 1  # version of the record
 
 
 class Resume(Callback):

@@ -21,8 +21,7 @@ A call of oneDNN has a fixed cost: without it a step of Net was 28 % shorter for
 operations), and longer from 8 on. Measured in float32 on an AMD EPYC, torch 2.15: `docs/performance.md` has the table.
 """
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Parameters of glibc's mallopt (malloc.h)."""
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt (malloc.h)
 
 
 class CPUKernels(Callback):

@@ -25,8 +25,7 @@ from cifar_zero.reports.figures import (
 from cifar_zero.strategies import data_group
 from cifar_zero.training.metrics import calibration_error
 
-SHOWN = MISTAKE_ROWS * MISTAKE_COLUMNS
-"""Mistakes that the figure has room for, and that are kept."""
+SHOWN = MISTAKE_ROWS * MISTAKE_COLUMNS  # mistakes that the figure has room for, and that are kept
 
 Mistakes = tuple[Tensor, Tensor, Tensor, Tensor]
 """Confidence (n,), images (n, 3, H, W), true labels (n,) and predicted labels (n,), the most confident first."""

@@ -19,8 +19,7 @@ BETA = 0.9
 """Decay of the running mean of the losses, over about ten steps. Lightning and fastai take 0.98, or 50 steps: the
 mean then falls late, and the suggestion is too large."""
 
-SETTLING_STEPS = 10
-"""First steps, with few losses in the running mean, that are left out, as in Lightning's finder."""
+SETTLING_STEPS = 10  # first steps, with few losses in the running mean, that are left out, as in Lightning's finder
 
 SPANS = 20
 """The fall is measured over a twentieth of the steps, since between two steps it is mostly noise. The start of the

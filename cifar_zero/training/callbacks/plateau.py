@@ -7,8 +7,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from cifar_zero.core.console import say
 
-FACTOR = 0.1
-"""torch's default, of ReduceLROnPlateau."""
+FACTOR = 0.1  # torch's default, of ReduceLROnPlateau
 
 
 class ReduceOnPlateau(Callback):

@@ -13,8 +13,7 @@ from rich.console import Console
 from cifar_zero.training.callbacks.curves import TrainingCurves
 from cifar_zero.training.callbacks.throughput import RATES
 
-BAR_INTERVAL_S = 0.25
-"""Seconds between two updates of the bar on a terminal."""
+BAR_INTERVAL_S = 0.25  # seconds between two updates of the bar on a terminal
 
 LINE = {
     "loss": "Loss: {:.4f}",

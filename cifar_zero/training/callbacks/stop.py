@@ -23,8 +23,7 @@ from cifar_zero.core.programs import command
 from cifar_zero.launch import heartbeat, rank_environment
 from cifar_zero.models import MODELS, OfUser
 
-SLURM_REQUEUE = signal.SIGUSR1
-"""Sent by `sbatch --signal=USR1@90` before the time limit."""
+SLURM_REQUEUE = signal.SIGUSR1  # sent by `sbatch --signal=USR1@90` before the time limit
 
 AGREEMENT_SECONDS = 1.0
 """Approximate time between two agreements; each reduces two numbers, in less than a thousandth of that."""
