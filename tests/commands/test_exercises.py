@@ -41,7 +41,7 @@ def one_plan(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(exercises, "subprocess", run)
 
 
-@pytest.mark.parametrize("number", [1, 2, 6, 7, pytest.param(8, marks=of_make_fuzz)])
+@pytest.mark.parametrize("number", [1, 2, 6, *(pytest.param(number, marks=of_make_fuzz) for number in (7, 8))])
 def test_answers_on_one_rank(number: int):
     code, line = exercises.judge(number, RIGHT)
     assert (code, line[:7]) == (0, "right: "), line
@@ -67,6 +67,7 @@ def test_answers_on_two_ranks(tmp_path: Path):
     assert last[1].startswith("wrong: stuck.py, line 5: ")
 
 
+@of_make_fuzz
 @pytest.mark.distributed
 def test_the_command_reports_an_error_of_one_rank_with_its_line(tmp_path: Path):
     code = "from torch import distributed\n\n\ndef clip_shard(shard, max_norm):\n    if distributed.get_rank():\n"
