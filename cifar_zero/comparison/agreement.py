@@ -26,11 +26,8 @@ Sometimes rounding decides which of two nearly equal pixels a max-pool takes, an
 eps meets such a tie about once in a hundred steps of the tutorial's model, so many runs never meet one; 64 eps meet one
 every few steps. In lower precisions one eps is enough."""
 
-FACTOR = 8.0
-"""A difference may reach this multiple of the perturbed run's drift."""
-
-FLOOR = 16.0
-"""Smallest difference that counts: this many eps of float32, relative to the loss or the largest weight."""
+FACTOR = 8.0  # a difference may reach this multiple of the perturbed run's drift
+FLOOR = 16.0  # smallest difference that counts: this many eps of float32, relative to the loss or the largest weight
 
 SATURATED = 0.1
 """Share of the loss. If rounding may change the loss by more, agreement says nothing about what was computed."""

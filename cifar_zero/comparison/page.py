@@ -25,8 +25,7 @@ TEMPLATE = Path(__file__).with_name("report.html.j2")
 STYLE: dict[Any, Any] = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "text.parse_math": False}
 """matplotlib's options for the plots; a $ in a name stays a $."""
 
-DPI = 120
-"""Resolution of the plots, which are 1,200 pixels wide: legible on high-density screens, and a page of 250 kB."""
+DPI = 120  # resolution of the plots, which are 1,200 pixels wide: legible on high-density screens, and a page of 250 kB
 
 REFERENCE: dict[str, Any] = {"color": "black", "alpha": 0.2, "linewidth": 7}
 """How the reference's curve is drawn, under the others."""
@@ -34,11 +33,8 @@ REFERENCE: dict[str, Any] = {"color": "black", "alpha": 0.2, "linewidth": 7}
 PALETTE = ("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd")
 """Ten colours that colour-blind readers can distinguish: Petroff 2021 (https://arxiv.org/abs/2107.02270)."""
 
-POINTS = 200
-"""Most points per curve: with more steps, each point stands for several, or noise would hide the curves."""
-
-DASH = 4.0
-"""Length of a dash, in line widths."""
+POINTS = 200  # most points per curve: with more steps, each point stands for several, or noise would hide the curves
+DASH = 4.0  # length of a dash, in line widths
 
 Array = NDArray[np.float64]
 Line = tuple[str, Array, Array]

@@ -16,8 +16,7 @@ from cifar_zero.config.flags import flat
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.programs import command
 
-PERTURBED = "perturbed.json"
-"""File that marks the run folder of a perturbed run; written by comparison.perturbed."""
+PERTURBED = "perturbed.json"  # file that marks the run folder of a perturbed run; written by comparison.perturbed
 
 MAY_DIFFER = (
     # What is compared, and where it runs: none of these may change the maths.
@@ -44,11 +43,8 @@ MEASURED = ("dataset", "num_train", "device_name", "git_commit", "versions")
 HARMLESS = ("precision", "accelerator", "device_name", "git_commit", "versions")
 """Settings that do not prevent a verdict: the bound accounts for them, or they are what is tested."""
 
-SHAPE = ("strategy", "world_size", "num_nodes", "accumulate")
-"""Keys of metrics.json that define a variant."""
-
-NO_DIFFERENCE = ("out", "name", "logger", "hparams", "seed")
-"""Options in which the runs of one variant may differ."""
+SHAPE = ("strategy", "world_size", "num_nodes", "accumulate")  # keys of metrics.json that define a variant
+NO_DIFFERENCE = ("out", "name", "logger", "hparams", "seed")  # options in which the runs of one variant may differ
 
 
 def load(folder: Path) -> Run:

@@ -16,17 +16,13 @@ from rich.table import Table
 from cifar_zero.comparison.result import Comparison, Spread
 from cifar_zero.reports.summary import IN_EFFECT, curves, write_json
 
-SCHEMA = 1
-"""Version of comparison.json: keys may be added, but none changes its meaning."""
-
-LOG_WIDTH = 160
-"""Characters per line if the output is not a terminal."""
+SCHEMA = 1  # version of comparison.json: keys may be added, but none changes its meaning
+LOG_WIDTH = 160  # characters per line if the output is not a terminal
 
 NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML 1.0 forbids, such as the control characters of colours in a log."""
 
-MISSING = "-"
-"""Text for an unknown number."""
+MISSING = "-"  # text for an unknown number
 
 
 class Cell(NamedTuple):

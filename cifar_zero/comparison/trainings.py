@@ -21,8 +21,7 @@ TRAIN = (str(REPOSITORY / "train.py"),)
 PERTURB = (str(REPOSITORY / "compare.py"), "perturb")
 """Programs that train a run and a perturbed run, with their first arguments."""
 
-PERTURBED = "perturbed-"
-"""Prefix of the names of perturbed runs."""
+PERTURBED = "perturbed-"  # prefix of the names of perturbed runs
 
 
 @dataclass

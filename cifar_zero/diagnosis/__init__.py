@@ -9,11 +9,8 @@ from functools import partial
 from cifar_zero.diagnosis import machine, ops, software
 from cifar_zero.diagnosis.check import Check
 
-IMPORT_SECONDS = 180.0
-"""Time limit of a check that imports torch, which takes minutes from a busy network disk."""
-
-LONG_SECONDS = 3600.0
-"""Time limit of checks that compile, or that have time limits of their own."""
+IMPORT_SECONDS = 180.0  # time limit of a check that imports torch, which takes minutes from a busy network disk
+LONG_SECONDS = 3600.0  # time limit of checks that compile, or that have time limits of their own
 
 CHECKS: dict[str, Check] = {
     "python": Check("Python is recent enough", software.python),

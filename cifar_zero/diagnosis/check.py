@@ -12,11 +12,8 @@ from typing import Literal
 
 from cifar_zero.core.errors import short
 
-INSTALL = "pip install -r requirements.txt"
-"""Fixes a missing or broken package."""
-
-GRACE_SECONDS = 5.0
-"""How long a check may take to end after SIGINT, before it is killed."""
+INSTALL = "pip install -r requirements.txt"  # fixes a missing or broken package
+GRACE_SECONDS = 5.0  # how long a check may take to end after SIGINT, before it is killed
 
 _FORK = multiprocessing.get_context("fork")  # nothing is imported again, and the doctor has no threads and no torch
 

@@ -22,8 +22,7 @@ from cifar_zero.diagnosis import CHECKS
 from cifar_zero.diagnosis.check import Finding, Options, examine
 from cifar_zero.launch import rank_environment
 
-SCHEMA = 1
-"""Version of the output of `--json`; goes up when a key changes its meaning or its name."""
+SCHEMA = 1  # version of the output of `--json`; goes up when a key changes its meaning or its name
 
 COLORS = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 

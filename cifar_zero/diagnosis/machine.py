@@ -31,8 +31,7 @@ SHARED_BYTES = 64_000_000
 """Shared memory per rank, for the buffers of NCCL and of the torch loader's worker processes. A Docker container has 64
 MB for all ranks by default (`docker run --shm-size`)."""
 
-GRACE_SECONDS = 2.0
-"""How long rank 0 may take to report after another rank has failed."""
+GRACE_SECONDS = 2.0  # how long rank 0 may take to report after another rank has failed
 
 ARCHIVES = ("cifar-10-python.tar.gz", "cifar-10-batches-py", "cifar-100-python.tar.gz", "cifar-100-python")
 """Files and folders of the CIFAR sources, as torchvision.datasets names them."""

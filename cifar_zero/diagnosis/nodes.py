@@ -34,14 +34,12 @@ BANDWIDTH = "Bandwidth is not measured: run all_reduce_perf of https://github.co
 ELEMENTS = 2**18
 """Size of the all-reduce in float32, 1 MiB: with a wrong MTU small packets arrive and large ones get lost."""
 
-STEPS = 10
-"""Steps that each rank trains alone."""
+STEPS = 10  # steps that each rank trains alone
 
 CLOCK_SECONDS = 1.0
 """Largest difference between clocks without a warning: --resume last compares the times of checkpoints."""
 
-DRIVER = Path("/sys/module/nvidia/version")
-"""File in which Linux shows the version of NVIDIA's driver, if it is loaded."""
+DRIVER = Path("/sys/module/nvidia/version")  # file in which Linux shows the version of NVIDIA's driver, if it is loaded
 
 
 def examine(options: Options) -> dict[str, Finding] | None:

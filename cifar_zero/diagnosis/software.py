@@ -20,8 +20,7 @@ from cifar_zero.diagnosis.check import INSTALL, Finding, Options, failed, ok, wa
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
-PYTHON = (3, 11)
-"""Oldest supported Python (pyproject.toml)."""
+PYTHON = (3, 11)  # oldest supported Python (pyproject.toml)
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 """Has the tested ranges, where the program is not installed or is installed as editable."""

@@ -21,11 +21,8 @@ from cifar_zero.models.mixture_options import MixtureOptions
 if TYPE_CHECKING:
     from torch import nn
 
-IMAGE_SHAPE = (3, 32, 32)
-"""Channels, height and width of the images, in pixels."""
-
-PATCH_SIDE = 4
-"""Height and width of a vision transformer's patches, in pixels."""
+IMAGE_SHAPE = (3, 32, 32)  # channels, height and width of the images, in pixels
+PATCH_SIDE = 4  # height and width of a vision transformer's patches, in pixels
 
 Size = Literal["tiny", "small", "base", "large", "1b", "13b"]
 """The size of a vision transformer."""
@@ -286,8 +283,7 @@ class OfUser(Foreign):
         )
 
 
-PACKAGES = ("torchvision", "timm")
-"""Packages whose classifiers can be named too: torchvision:resnet50."""
+PACKAGES = ("torchvision", "timm")  # packages whose classifiers can be named too: torchvision:resnet50
 
 
 class Models(dict[str, type[Model]]):

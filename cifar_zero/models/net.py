@@ -9,11 +9,8 @@ from cifar_zero import models
 from cifar_zero.models.mixture_options import MixtureOptions
 from cifar_zero.models.moe import MixtureOfExperts
 
-TOKEN_WIDTH = 84
-"""Width of the tokens of NetMoE's mixtures."""
-
-PIXELS = 3 * 32 * 32
-"""Inputs of the first layer: all numbers of an image."""
+TOKEN_WIDTH = 84  # width of the tokens of NetMoE's mixtures
+PIXELS = 3 * 32 * 32  # inputs of the first layer: all numbers of an image
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "gelu": nn.GELU}
 

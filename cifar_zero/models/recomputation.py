@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from cifar_zero.core.errors import UsageError
 from cifar_zero.models.moe import gates
 
-BLOCK_METHOD = "pooled"
-"""Method that runs one block, of a model whose blocks are not modules (`models.net.Net`)."""
+BLOCK_METHOD = "pooled"  # method that runs one block, of a model whose blocks are not modules (`models.net.Net`)
 
 
 def checkpoint_blocks(net: nn.Module) -> None:

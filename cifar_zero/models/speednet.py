@@ -13,14 +13,9 @@ from torch import Tensor, nn
 from cifar_zero import models
 from cifar_zero.models import scaled
 
-PATCH = 2
-"""Side in pixels of the patches that the first layer whitens."""
-
-WHITENED = 2 * 3 * PATCH**2
-"""Channels after it: each principal direction of a patch of 3 colours, and its negative."""
-
-CHANNELS = (64, 256, 256)
-"""Channels of the three blocks, at width 1."""
+PATCH = 2  # side in pixels of the patches that the first layer whitens
+WHITENED = 2 * 3 * PATCH**2  # channels after it: each principal direction of a patch of 3 colours, and its negative
+CHANNELS = (64, 256, 256)  # channels of the three blocks, at width 1
 
 SCORE_SCALE = 16
 """Scores are divided by this and the root of the number of channels: by 256 at the reference's 256 channels, where its

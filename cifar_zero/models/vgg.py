@@ -12,8 +12,7 @@ from cifar_zero.models import scaled
 POOLED_SIDE = 7
 """Side in pixels of the pooled feature map, whatever the images' size: that of images of 224 x 224 pixels."""
 
-HIDDEN = 4096
-"""Neurons of each of the two hidden linear layers."""
+HIDDEN = 4096  # neurons of each of the two hidden linear layers
 
 
 class VGG16(nn.Module):

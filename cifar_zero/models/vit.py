@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from cifar_zero.models import PATCH_SIDE, SHAPES, Shape, ViTMoE
 from cifar_zero.models.moe import MixtureOfExperts
 
-MLP_RATIO = 4
-"""Width of an MLP's hidden layer, as a multiple of the tokens'."""
+MLP_RATIO = 4  # width of an MLP's hidden layer, as a multiple of the tokens'
 
 
 class ViT(nn.Module):

@@ -22,8 +22,7 @@ STEPS = 12
 BATCH, IMAGES = 32, 64
 """Images of a step over all ranks, and in all: so few that a model learns them by heart within the steps."""
 
-CLIP = 0.5
-"""Norm to which the gradients are clipped; those of all models are larger."""
+CLIP = 0.5  # norm to which the gradients are clipped; those of all models are larger
 
 OPTIMIZERS = {
     # SGD hides no wrong scale of the gradient, as Adam does.
@@ -53,8 +52,7 @@ pull requests 7985 and 8158)."""
 WITHOUT = ("baseline", "fsdp", "tensor_parallel", "pipeline")
 """Strategies without cases: the reference, another name of fsdp2, and those that train only vision transformers."""
 
-QUICK_RECIPES = 2
-"""Recipes of --quick: the first ones, which cover the most."""
+QUICK_RECIPES = 2  # recipes of --quick: the first ones, which cover the most
 
 CPU_RANKS = 2
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from cifar_zero.comparison.agreement import EPS, FACTOR, FLOOR
 from cifar_zero.comparison.recorded.record import Record, Tensors
 
-SATURATED = 0.5
-"""Share of a value. If rounding may change it by more, it is not judged."""
+SATURATED = 0.5  # share of a value. If rounding may change it by more, it is not judged
 
 CONSTANT = 0.05
 """Deviation from a common ratio, as a share of it, up to which gradients are the reference's times a number."""
@@ -29,8 +28,7 @@ UNCERTAIN = 0.1
 weight as far as any other, in a direction that rounding decides: where the two gradients have differed by more than
 this share, the update of the element is not judged."""
 
-LEARNS = 0.5
-"""Least share of the reference's fall of the loss by which a training's loss must fall."""
+LEARNS = 0.5  # least share of the reference's fall of the loss by which a training's loss must fall
 
 
 @dataclass(frozen=True)

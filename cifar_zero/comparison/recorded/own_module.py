@@ -27,13 +27,11 @@ if TYPE_CHECKING:
 
     from cifar_zero.comparison.recorded.record import Record
 
-STEPS = 20
-"""Optimizer steps by default."""
+STEPS = 20  # optimizer steps by default
 
 PARTS = ("module", "datamodule")
 
-OF_USER = r"--(data)?module([.=]|$)"
-"""Flags of the user's classes and of their arguments."""
+OF_USER = r"--(data)?module([.=]|$)"  # flags of the user's classes and of their arguments
 
 OURS = ("precision", "gradient_clip_val", "max_steps", "seed", "accelerator", "timeout", "zero", "offload", "trainer")
 """Flags of train.py that apply to somebody's own module; of the last three all that begin so."""
@@ -41,8 +39,7 @@ OURS = ("precision", "gradient_clip_val", "max_steps", "seed", "accelerator", "t
 DEFAULT = [name for name, spec in STRATEGIES.items() if spec.family == "deepspeed" and not spec.super_offload]
 """Strategies that are compared unless some are named, as far as this machine can train them."""
 
-PROGRAM = ("-m", "cifar_zero.comparison.recorded.own_module")
-"""What Python starts to train a file of jobs."""
+PROGRAM = ("-m", "cifar_zero.comparison.recorded.own_module")  # what Python starts to train a file of jobs
 
 
 def plan(strategies: Sequence[str], ranks: int, accumulate: Sequence[str], flags: Sequence[str]) -> list[Case]:
