@@ -25,7 +25,7 @@ PLANNED = sorted(
 """The strategies with a formula, in the order of recommendation: without offload, offload to the host, offload to disk;
 within each group from the least sharding to the most."""
 
-RULE = "the first row that fits: without offloading, else offloaded to the host, else to disk"
+RULE = "the first row that fits; rows that keep states in the host's memory or on a disk come last, as they are slower"
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,8 @@ def plot(rows: list[dict[str, Any]], space: Space, metric: str, file: Path) -> N
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.5 * max(1, len(space)), 4), layout="constrained")
-    figure.suptitle(f"{metric} of each run")
+    best = ", ".join(f"{name} {shown(value)}" for name, value in rows[0]["setting"].items())
+    figure.suptitle(f"{metric} of each run; the best setting: {best} (mean {shown(rows[0]['mean'])})")
     panels = figure.subplots(1, max(1, len(space)), squeeze=False, sharey=True)[0]
     for axes, (name, distribution) in zip(panels, space.items(), strict=False):
         if is_grid({name: distribution}):
@@ -75,8 +76,9 @@ def plot(rows: list[dict[str, Any]], space: Space, metric: str, file: Path) -> N
             axes.set_xscale("log")
         dots = [(row["setting"][name], run["value"]) for row in rows for run in row["runs"]]
         axes.plot(*zip(*dots, strict=True), "o", color="C0", alpha=0.6, label="run")
-        best = rows[0]["setting"][name], rows[0]["mean"]
-        axes.plot(*best, "*", color="C3", markersize=14, label="best setting (mean)")
+        axes.plot(
+            rows[0]["setting"][name], rows[0]["mean"], "*", color="C3", markersize=14, label="best setting (mean)"
+        )
         axes.set(xlabel=name, ylabel=metric)
         axes.legend()
     figure.savefig(file, dpi=150)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 from torch.utils.tensorboard.writer import SummaryWriter
 
 from cifar_zero.core.errors import UsageError
@@ -147,7 +148,11 @@ def test_the_last_validation_is_read_from_all_folders_of_a_resumed_run(tmp_path:
     assert result["value"] == pytest.approx(0.3)
 
 
-def test_the_report(sweep: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report(
+    sweep: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    titles: list[str] = []
+    monkeypatch.setattr(Figure, "suptitle", lambda figure, title: titles.append(title))
     search = ["optimizer.lr=0.1..1.5:log", "model.hidden=[64],[128]", "seed=0,2"]
     sweep("if flags['--model.hidden'] == '[64]': sys.exit('error: no [bold] idea')", search, settings=6, parallel=4)
     study = open_study(tmp_path, "", "val/acc")
@@ -159,6 +164,9 @@ def test_the_report(sweep: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert content["settings"][0]["mean"] == 0.6
     assert content["settings"][-1]["state"] == "fail"
     assert (tmp_path / "sweep.png").stat().st_size > 0
+    (title,) = titles
+    assert title.startswith("val/acc of each run; the best setting: optimizer.lr ")
+    assert title.endswith(", model.hidden [128] (mean 0.6)")
     printed = capsys.readouterr().out
     assert f"best    {best}" in printed
     assert "-seed_0: no [bold] idea" in printed
