@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -170,6 +171,26 @@ def test_scripts_of_the_api_print_what_it_shows(tmp_path: Path):
         assert_ok(done)
         numbers = r"\d+\.\d+"  # which depend on the processor
         assert re.sub(numbers, "N", shown[number].strip()) in re.sub(numbers, "N", done.stdout)
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif("RECIPES" not in os.environ, reason="half a minute, of make recipes")
+def test_cells_of_the_notebook(tmp_path: Path):
+    """The cells run in order, as one script; it prints three times that two trainings agree."""
+    book = json.loads((ROOT / "docs" / "tour.ipynb").read_text())
+    cells = ["".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code"]
+    start = "import subprocess, sys; subprocess.run([sys.executable, *{}], check=True)"
+    for place, cell in enumerate(cells):
+        if cell.startswith("!python"):
+            cells[place] = start.format(shlex.split(cell.replace("\\\n", ""))[1:])
+    (tmp_path / "script.py").write_text("\n".join(cells))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert_ok(done)
+    assert done.stdout.count("the same losses, bit for bit: True") == 2
+    assert "2 of 2 variants agree with the reference, baseline: 2 bit-identical" in done.stdout
 
 
 def test_tensorboard_command_serves_a_page(tmp_path: Path):
