@@ -39,10 +39,8 @@ BROKEN = "weights that are NaN or infinite, or have other names or shapes"
 class Apart:
     """The difference of one tensor from the reference's."""
 
-    difference: float
-    """Largest over its elements, absolute; infinite if the tensors cannot be compared."""
-    largest: float
-    """Largest element of the reference, absolute."""
+    difference: float  # largest over its elements, absolute; infinite if the tensors cannot be compared
+    largest: float  # largest element of the reference, absolute
 
 
 @dataclass
@@ -51,16 +49,11 @@ class Pair:
 
     reference: Run
     other: Run
-    weights: Mapping[str, Apart] | None
-    """Differences after the last step, by tensor name; None if unknown."""
-    eps: float = EPS["32"]
-    """Eps of the coarser number format of both runs, see `eps_of`."""
-    normalises: bool = False
-    """Whether the model has batch normalisations."""
-    steps: list[int] = field(init=False)
-    """Optimizer steps that both runs have."""
-    losses: list[float] = field(init=False)
-    """Losses of the reference at these steps, absolute."""
+    weights: Mapping[str, Apart] | None  # differences after the last step, by tensor name; None if unknown
+    eps: float = EPS["32"]  # eps of the coarser number format of both runs, see `eps_of`
+    normalises: bool = False  # whether the model has batch normalisations
+    steps: list[int] = field(init=False)  # optimizer steps that both runs have
+    losses: list[float] = field(init=False)  # losses of the reference at these steps, absolute
     differences: list[float] = field(init=False)
     """Differences of the losses at these steps, absolute; infinite if only one is a number."""
 
@@ -105,8 +98,7 @@ class Bound:
     """Bound of each common step; from `undecided` on the largest loss so far, which only gross errors exceed."""
     weights: dict[str, float] | None
     """Bound of each tensor after the last step; None if the weights count only when they are broken."""
-    undecided: int | None = None
-    """The first step at which rounding may change the loss by more than `SATURATED`."""
+    undecided: int | None = None  # the first step at which rounding may change the loss by more than `SATURATED`
 
 
 def eps_of(precision: str, accelerator: str, convolves: bool) -> float:

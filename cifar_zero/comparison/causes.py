@@ -18,8 +18,7 @@ class Cause(NamedTuple):
 
     sentence: str
     applies: Callable[[Pair], bool]
-    is_rounding: bool = True
-    """Whether the same numbers are only summed in another order or format."""
+    is_rounding: bool = True  # whether the same numbers are only summed in another order or format
 
 
 def _either(applies: Callable[[Run], bool]) -> Callable[[Pair], bool]:

@@ -29,8 +29,7 @@ class Cell(NamedTuple):
     """One cell of a table."""
 
     text: str
-    bar: float = 0.0
-    """Length of the bar behind the text, from 0 to 1."""
+    bar: float = 0.0  # length of the bar behind the text, from 0 to 1
 
 
 Columns = dict[str, list[Cell]]

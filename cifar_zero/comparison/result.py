@@ -25,10 +25,8 @@ class Verdict:
     """Whether a variant trains the same model as the reference; the worst of its seeds."""
 
     kind: VerdictKind
-    loss_difference: float | None = None
-    """Difference of the loss at the step that uses most of its bound."""
-    loss_bound: float | None = None
-    """Bound at that step: what rounding may change in the loss."""
+    loss_difference: float | None = None  # difference of the loss at the step that uses most of its bound
+    loss_bound: float | None = None  # bound at that step: what rounding may change in the loss
     weight_difference: float | None = None
     """Largest difference of a weight after the last step, in the tensor that uses most of its bound."""
     weight_bound: float | None = None
@@ -38,16 +36,14 @@ class Verdict:
     """First optimizer step whose losses differ by more than rounding, or that only one run has; None if none."""
     causes: list[str] = field(default_factory=list)
     """Known causes of the difference that apply to this variant, one sentence each."""
-    remark: str = ""
-    """What the numbers do not show: runs of different length, weights that are NaN or infinite."""
+    remark: str = ""  # what the numbers do not show: runs of different length, weights that are NaN or infinite
 
 
 @dataclass
 class Curve:
     """One metric of one run by optimizer step."""
 
-    steps: list[int]
-    """Optimizer steps, from 1."""
+    steps: list[int]  # optimizer steps, from 1
     values: list[float]
     seconds: list[float] = field(default_factory=list)
     """Seconds since the start of training, one per step; empty for losses and bounds."""
@@ -64,18 +60,12 @@ class Run:
 
     folder: str
     seed: int
-    metrics: dict[str, Any]
-    """The content of metrics.json."""
-    settings: dict[str, Any]
-    """The content of config.yaml, by the names of the flags (see `flags.flat`)."""
-    deepspeed: dict[str, Any]
-    """DeepSpeed's configuration (deepspeed.json); empty for other strategies."""
-    losses: Curve
-    """Loss of each optimizer step, mean over micro-batches and ranks."""
-    curves: dict[str, Curve]
-    """TensorBoard's curves by tag: train/loss, val/acc, val/loss, ..."""
-    perturbed: bool = False
-    """Whether this is a perturbed run, see comparison.perturbed."""
+    metrics: dict[str, Any]  # the content of metrics.json
+    settings: dict[str, Any]  # the content of config.yaml, by the names of the flags (see `flags.flat`)
+    deepspeed: dict[str, Any]  # DeepSpeed's configuration (deepspeed.json); empty for other strategies
+    losses: Curve  # loss of each optimizer step, mean over micro-batches and ranks
+    curves: dict[str, Curve]  # TensorBoard's curves by tag: train/loss, val/acc, val/loss, ...
+    perturbed: bool = False  # whether this is a perturbed run, see comparison.perturbed
     checkpoint_bytes: int | None = None
 
 
@@ -92,25 +82,19 @@ class Spread:
 class Variant:
     """One way to train the recipe."""
 
-    name: str
-    """Short and unique: deepspeed_stage_2; or deepspeed_stage_2, 4 micro-batches."""
+    name: str  # short and unique: deepspeed_stage_2; or deepspeed_stage_2, 4 micro-batches
     strategy: str
     world_size: int
     accumulate: int
-    command: str
-    """The command that trains it again."""
-    runs: list[Run] = field(default_factory=list)
-    """One for each seed."""
+    command: str  # the command that trains it again
+    runs: list[Run] = field(default_factory=list)  # one for each seed
     figures: dict[str, Spread] = field(default_factory=dict)
     """Metrics by their key in metrics.json; of a list with a number per rank, the largest. Also checkpoint_bytes and
     predicted_bytes (model states of the fullest rank by ZeRO's formulas)."""
-    error: str = ""
-    """The error line of the run that failed."""
+    error: str = ""  # the error line of the run that failed
     verdict: Verdict | None = None
-    unjudged: str = ""
-    """Why there is no verdict."""
-    too_low: str = ""
-    """How its accuracy falls short of --min_accuracy."""
+    unjudged: str = ""  # why there is no verdict
+    too_low: str = ""  # how its accuracy falls short of --min_accuracy
 
     @property
     def agrees(self) -> bool:
@@ -150,8 +134,7 @@ class Difference:
     """A setting that the compared runs should share and do not."""
 
     setting: str
-    values: dict[str, str]
-    """Value by the variant's name."""
+    values: dict[str, str]  # value by the variant's name
 
     def __str__(self) -> str:
         owners: dict[str, list[str]] = {}
@@ -166,21 +149,15 @@ class Comparison:
 
     title: str
     command: str
-    machine: dict[str, str]
-    """Device, cores, and the versions of the libraries."""
+    machine: dict[str, str]  # device, cores, and the versions of the libraries
     recipe: dict[str, str]
     """Settings that all variants share: dataset, model, optimizer, schedule, precision, batch size, epochs, steps."""
-    reference: str
-    """Name of the variant that the others are judged against."""
-    variants: list[Variant]
-    """The reference first."""
+    reference: str  # name of the variant that the others are judged against
+    variants: list[Variant]  # the reference first
     differences: list[Difference] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    """Notes on the verdicts, one sentence each."""
-    rounding: Curve | None = None
-    """The smallest bound of the loss at each step; None if no pair needed one."""
-    stopped_by: int = 0
-    """Number of the signal that ended the trainings early; 0 if none did."""
+    notes: list[str] = field(default_factory=list)  # notes on the verdicts, one sentence each
+    rounding: Curve | None = None  # the smallest bound of the loss at each step; None if no pair needed one
+    stopped_by: int = 0  # number of the signal that ended the trainings early; 0 if none did
     created: str = field(default_factory=lambda: f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}")
     """Date and time in UTC, ISO 8601."""
 

@@ -28,14 +28,11 @@ PERTURBED = "perturbed-"  # prefix of the names of perturbed runs
 class Planned:
     """A variant to train, with a run for each seed."""
 
-    run: Run
-    """The run of its first seed."""
-    flags: list[str]
-    """Flags of train.py, without --seed, --out and --name."""
+    run: Run  # the run of its first seed
+    flags: list[str]  # flags of train.py, without --seed, --out and --name
     seeds: range
     name: str = ""
-    launcher: Sequence[str] = ()
-    """See `run_process.start`."""
+    launcher: Sequence[str] = ()  # see `run_process.start`
 
     def flags_of(self, seed: int) -> list[str]:
         """Returns the flags of train.py, without --out and --name."""
@@ -50,10 +47,8 @@ class Planned:
 class Runner:
     """Trains runs one after the other, each in its own process group, and leaves no process behind."""
 
-    folder: Path
-    """Of the comparison; receives the run folders and the log of each run."""
-    runs: int
-    """Total number of runs, for the progress."""
+    folder: Path  # of the comparison; receives the run folders and the log of each run
+    runs: int  # total number of runs, for the progress
     started: int = 0
 
     def run(self, name: str, program: Sequence[str], flags: Sequence[str], launcher: Sequence[str] = ()) -> Path:

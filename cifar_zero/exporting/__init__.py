@@ -33,8 +33,7 @@ class Format:
     encode: Callable[[nn.Module, dict[str, str]], bytes]
     """Returns the content of the file, from the model and `safetensors_file.metadata_of`."""
 
-    load: Callable[[Path], Classifier]
-    """Reads a file. Raises UsageError if it is damaged, or of another kind or model."""
+    load: Callable[[Path], Classifier]  # reads a file. Raises UsageError if it is damaged, or of another kind or model.
 
     summary: str  # half a line for --help
     dtypes: tuple[str, ...] = ("float32", "bfloat16")  # number formats of the weights

@@ -29,8 +29,7 @@ BATCH_SIZE = 1000  # test images of 32 x 32 pixels per forward pass, as in a run
 class Classifier:
     """A trained model, the names of its classes by label, and the size and normalisation of its images."""
 
-    scores: Callable[[Tensor], Tensor]
-    """Images float32 (N, 3, H, W), normalised -> scores float32 (N, classes)."""
+    scores: Callable[[Tensor], Tensor]  # images float32 (N, 3, H, W), normalised -> scores float32 (N, classes)
 
     classes: tuple[str, ...]
     inputs: Inputs

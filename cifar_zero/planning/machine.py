@@ -25,10 +25,8 @@ class Room:
 
     device: int
     host: int | None
-    shared: bool = False
-    """Whether the device is the CPU, so that offloaded tensors stay in the same memory."""
-    disk: int | None = None
-    """Free space of --nvme_path."""
+    shared: bool = False  # whether the device is the CPU, so that offloaded tensors stay in the same memory
+    disk: int | None = None  # free space of --nvme_path
     elsewhere: bool = False
     """Whether this is another machine, which may have what this one lacks (a compiler, bitsandbytes, --nvme_path)."""
 

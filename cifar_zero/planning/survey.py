@@ -34,28 +34,19 @@ class Need:
 
     strategy: str
     states: Prediction
-    buckets: int
-    """Communication buckets and temporarily gathered parameters."""
-    activations: int | None
-    """Activations of the run's micro-batch; None if they were not counted."""
-    update: int
-    """Copies of the gradients in the update, after activations and buckets are freed."""
-    average: int
-    """The average of the weights (--ema, --swa_from) on the device."""
-    host_buffers: int
-    """Buffers of offloading on the host, and the average of weights that are stored there."""
+    buckets: int  # communication buckets and temporarily gathered parameters
+    activations: int | None  # activations of the run's micro-batch; None if they were not counted
+    update: int  # copies of the gradients in the update, after activations and buckets are freed
+    average: int  # the average of the weights (--ema, --swa_from) on the device
+    host_buffers: int  # buffers of offloading on the host, and the average of weights that are stored there
     activation_offload: bool
     """Whether the host holds the activations too. The device is planned as if it held all of them: temporary ones stay
     there, and their share is unknown."""
-    built_on_host: int
-    """The model on the host while it is built."""
-    sent_bytes: int
-    """Bytes sent to other ranks per optimizer step."""
-    refused: str = ""
-    """Why train.py would refuse it; empty if it would not."""
+    built_on_host: int  # the model on the host while it is built
+    sent_bytes: int  # bytes sent to other ranks per optimizer step
+    refused: str = ""  # why train.py would refuse it; empty if it would not
     fits: bool = False
-    most_images: int | None = None
-    """The largest micro-batch that fits."""
+    most_images: int | None = None  # the largest micro-batch that fits
 
     @property
     def device(self) -> int:

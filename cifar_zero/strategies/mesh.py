@@ -81,8 +81,7 @@ class MeshStrategy(OwnStrategy, ModelParallelStrategy):
         """Returns weights, or states by the number of their parameter, whole on rank 0; every rank takes part."""
         return on_host(states, self.is_global_zero)
 
-    load_checkpoint = Strategy.load_checkpoint
-    """Returns a checkpoint of any strategy, on every rank."""
+    load_checkpoint = Strategy.load_checkpoint  # returns a checkpoint of any strategy, on every rank
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Keeps this rank's shard of the whole weights."""

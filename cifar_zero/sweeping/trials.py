@@ -126,14 +126,11 @@ class Trials:
     study: optuna.Study
     space: Space
     metric: str
-    flags: list[str]
-    """train.py's flags that all runs share."""
+    flags: list[str]  # train.py's flags that all runs share
     prune: bool
     """Whether a run is ended when its validations are behind the median of the others (Optuna's default pruner)."""
-    to_sample: int
-    """Settings that the sampler chooses, when nothing is enqueued."""
-    program: str
-    """train.py."""
+    to_sample: int  # settings that the sampler chooses, when nothing is enqueued
+    program: str  # train.py
     stopped: bool = False
     asking: threading.Lock = field(default_factory=threading.Lock)
 

@@ -65,12 +65,10 @@ class Job:
     """A training; several cases may share one."""
 
     ranks: int
-    flags: tuple[str, ...]
-    """Of train.py; with --module, of a user's own LightningModule."""
+    flags: tuple[str, ...]  # of train.py; with --module, of a user's own LightningModule
     perturbed: int = 0
     """1 or -1: its initial weights are changed by about one rounding error, in one direction or the opposite one."""
-    repeats: bool = False
-    """Whether it only repeats another, to show whether that is deterministic."""
+    repeats: bool = False  # whether it only repeats another, to show whether that is deterministic
 
 
 @dataclass(frozen=True)
@@ -83,8 +81,7 @@ class Case:
     precision: str
     ours: Job
     reference: Job
-    must_learn: bool = True
-    """Whether the loss must fall."""
+    must_learn: bool = True  # whether the loss must fall
 
     @property
     def jobs(self) -> list[Job]:

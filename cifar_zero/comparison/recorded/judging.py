@@ -35,12 +35,9 @@ LEARNS = 0.5  # least share of the reference's fall of the loss by which a train
 class Value:
     """One value of a training, and its difference from the reference's."""
 
-    name: str
-    """loss, learning rate, or: gradient of, update of, initial NAME."""
-    difference: float
-    """Euclidean norm; infinite if the values cannot be compared."""
-    size: float
-    """Norm of the reference's value; of a tensor, plus a thousandth of the norm of all tensors."""
+    name: str  # loss, learning rate, or: gradient of, update of, initial NAME
+    difference: float  # euclidean norm; infinite if the values cannot be compared
+    size: float  # norm of the reference's value; of a tensor, plus a thousandth of the norm of all tensors
     slack: float = 0.0
     """Absolute; of an update, what the weight's format rounds, and what follows from the difference of the gradient."""
 
@@ -49,14 +46,11 @@ class Value:
 class Finding:
     """The first value beyond rounding."""
 
-    step: int
-    """Optimizer step, from 1."""
+    step: int  # optimizer step, from 1
     value: Value
     bound: float
-    others: int
-    """Further tensors of the same step and kind that are beyond rounding."""
-    pattern: str = ""
-    """What the gradients of all tensors have in common; empty if nothing."""
+    others: int  # further tensors of the same step and kind that are beyond rounding
+    pattern: str = ""  # what the gradients of all tensors have in common; empty if nothing
 
     def __str__(self) -> str:
         others = f" and {self.others} more" if self.others else ""

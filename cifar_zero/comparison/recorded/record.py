@@ -26,10 +26,8 @@ Tensors = dict[str, Tensor]
 class Record:
     """A training of some steps; each list has an entry per optimizer step."""
 
-    losses: list[float] = field(default_factory=list)
-    """Mean over the micro-batches and the ranks."""
-    rates: list[list[float]] = field(default_factory=list)
-    """Learning rate of each parameter group."""
+    losses: list[float] = field(default_factory=list)  # mean over the micro-batches and the ranks
+    rates: list[list[float]] = field(default_factory=list)  # learning rate of each parameter group
     gradients: list[Tensors] = field(default_factory=list)
     """Of the whole batch, before clipping, of the first steps; zeros where a parameter has none."""
     weights: list[Tensors] = field(default_factory=list)

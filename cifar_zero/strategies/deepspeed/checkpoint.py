@@ -29,8 +29,7 @@ class GuardedCheckpointEngine(TorchCheckpointEngine):
     experts', gets the `notes` too. For `trust` see `safe_load.load`.
     """
 
-    failure = ""
-    """The first error while writing."""
+    failure = ""  # the first error while writing
 
     def __init__(self, trust: bool = False, notes: Mapping[str, Any] | None = None):
         super().__init__()
