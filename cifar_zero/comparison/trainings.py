@@ -52,12 +52,8 @@ class Runner:
     started: int = 0
 
     def run(self, name: str, program: Sequence[str], flags: Sequence[str], launcher: Sequence[str] = ()) -> Path:
-        """Trains one run, with TRAIN or PERTURB and flags of train.py, and returns its folder.
-
-        Raises:
-            RunError: the run failed; the message is its last error line.
-            KeyboardInterrupt, Stopped: raised after the run has been ended.
-        """
+        """Trains one run, with TRAIN or PERTURB and flags of train.py, and returns its folder. Raises RunError with its
+        last error line if it failed; KeyboardInterrupt and Stopped only after the run has ended."""
         self.started += 1
         log = self.folder / f"{name}.log"
         say(f"[{self.started}/{self.runs}] {name}: training, see {log}")

@@ -137,20 +137,13 @@ def assert_agrees(
 ) -> None:
     """Trains a LightningModule under each strategy in new processes and compares it with plain PyTorch, for tests.
 
-    Args:
-        module: at the top level of a file or of an importable module, like `datamodule`.
-        datamodule: None: the module has a train_dataloader.
-        strategies: of train.py; by default those of DeepSpeed that can train here.
-        devices: ranks, on the GPUs if there are any.
-        steps: optimizer steps.
-        accumulate: micro-batches in a step.
-        precision: 32-true, bf16-mixed or 16-mixed.
-        gradient_clip_val: norm to which the gradients are clipped; 0: not clipped.
-        module_options, datamodule_options: arguments of the classes.
+    The classes are at the top level of a file or of an importable module; without a datamodule the module has a
+    train_dataloader; `*_options` are their arguments. The strategies are train.py's, by default those of DeepSpeed that
+    can train here; `devices` are ranks, on GPUs if there are any; `accumulate` micro-batches make a step; gradients are
+    clipped to the norm `gradient_clip_val` unless it is 0.
 
-    Raises:
-        AssertionError: says of each strategy that does not agree what differs first.
-        UsageError: a strategy cannot train here.
+    Raises AssertionError, which says of each strategy that does not agree what differs first, and UsageError: a
+    strategy cannot train here.
     """
     from cifar_zero.comparison.recorded.trials import try_all
 

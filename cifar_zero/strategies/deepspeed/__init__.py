@@ -1,13 +1,10 @@
 """DeepSpeed's ZeRO under Lightning: its configuration, engine, checkpoints and mixtures of experts."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cifar_zero.strategies.deepspeed.config import build
 
-if TYPE_CHECKING:
-    from cifar_zero.strategies.deepspeed.strategy import ZeROStrategy
-
-__all__ = ["ZeROStrategy", "build"]
+__all__ = ["build"]
 
 
 def __getattr__(name: str) -> Any:

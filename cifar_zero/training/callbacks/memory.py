@@ -22,25 +22,18 @@ PARTS = ("mem/parameter_rank_bytes", "mem/gradient_rank_bytes", "mem/optimizer_r
 """The summands of mem/model_state_rank_bytes."""
 
 ZERO_GRADIENTS = (
-    # deepspeed/runtime/zero/stage_1_and_2.py: of this rank's part
-    "averaged_gradients",
-    # deepspeed/runtime/zero/stage3.py: the same
-    "grad_partitions_flat_buffer",
-    # deepspeed/runtime/bf16_optimizer.py: in float32
-    "fp32_groups_gradients_flat",
+    "averaged_gradients",  # deepspeed/runtime/zero/stage_1_and_2.py: of this rank's part
+    "grad_partitions_flat_buffer",  # deepspeed/runtime/zero/stage3.py: the same
+    "fp32_groups_gradients_flat",  # deepspeed/runtime/bf16_optimizer.py: in float32
 )
 """Attributes in which DeepSpeed 0.19.8's optimizers keep gradients in addition to the model's own tensors."""
 
 ZERO_MASTER_WEIGHTS = (
-    # deepspeed/runtime/zero/stage_1_and_2.py: of this rank, with the gradients of an offloaded optimizer on them
-    "single_partition_of_fp32_groups",
-    # deepspeed/runtime/zero/stage3.py: the same
-    "fp32_partitioned_groups_flat",
-    # deepspeed/runtime/bf16_optimizer.py
-    "fp32_groups_flat_partition",
-    # deepspeed/runtime/fp16/fused_optimizer.py and unfused_optimizer.py (stage 0)
-    "fp32_groups_flat",
-    "fp32_groups",
+    "single_partition_of_fp32_groups",  # zero/stage_1_and_2.py: of this rank; an offloaded optimizer's have gradients
+    "fp32_partitioned_groups_flat",  # zero/stage3.py: the same
+    "fp32_groups_flat_partition",  # bf16_optimizer.py
+    "fp32_groups_flat",  # fp16/fused_optimizer.py (stage 0)
+    "fp32_groups",  # fp16/unfused_optimizer.py (stage 0)
 )
 """Attributes in which they keep the float32 weights that the optimizer updates."""
 

@@ -75,12 +75,7 @@ class Throughput(Callback):
     The clock runs inside the epochs: waiting for a batch counts; validation, the writing of checkpoints, the start of
     an epoch and the first --warmup_steps do not (at most half of the run, except in a benchmark).
 
-    perf/data_time_ms is the part of a step between the end of one micro-batch and the start of the next: the wait for
-    the loader, the copy to the device and the loop's own bookkeeping. It is this rank's time on the host; a GPU with
-    work still queued does not wait.
-
-    FLOPs are over all ranks, see `flops.training_flops`. Those that activation checkpointing recomputes are counted in
-    perf/tflops, since the hardware computes them, and not in perf/mfu (PaLM, Chowdhery et al. 2022, appendix B).
+    docs/outputs.md says what perf/data_time_ms, perf/tflops and perf/mfu are (PaLM, Chowdhery et al. 2022, appendix B).
     `on_point` is called at each point of the curves with their values, none before the end of the warm-up; its time is
     not counted.
     """
