@@ -54,8 +54,7 @@ class Pair:
     normalises: bool = False  # whether the model has batch normalisations
     steps: list[int] = field(init=False)  # optimizer steps that both runs have
     losses: list[float] = field(init=False)  # losses of the reference at these steps, absolute
-    differences: list[float] = field(init=False)
-    """Differences of the losses at these steps, absolute; infinite if only one is a number."""
+    differences: list[float] = field(init=False)  # of the losses, absolute; infinite if only one is a number
 
     def __post_init__(self) -> None:
         ours, theirs = self.reference.losses.by_step, self.other.losses.by_step
@@ -94,10 +93,8 @@ class Pair:
 class Bound:
     """What rounding alone may change in the reference."""
 
-    losses: list[float]
-    """Bound of each common step; from `undecided` on the largest loss so far, which only gross errors exceed."""
-    weights: dict[str, float] | None
-    """Bound of each tensor after the last step; None if the weights count only when they are broken."""
+    losses: list[float]  # of each common step; from `undecided` on the largest loss so far, for gross errors
+    weights: dict[str, float] | None  # of each tensor at the end; None if weights count only when they are broken
     undecided: int | None = None  # the first step at which rounding may change the loss by more than `SATURATED`
 
 

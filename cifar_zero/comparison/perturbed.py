@@ -16,12 +16,9 @@ from cifar_zero.reports.summary import write_json
 def perturbed(base: type[Any], precision: str, accelerator: str, sign: int = 1) -> type[Any]:
     """Returns a subclass whose initial weights and optimizer constants are changed by about one rounding error.
 
-    The weights change right after initialisation, before the strategy copies, shards or casts them. The constants
-    matter as much: DeepSpeed's Adam on the CPU stores beta2 in float32, so 1 - 0.999 is off by up to 6e-5.
-    `perturbed.json` in the run folder marks the run.
-
-    `base` is a LightningModule with the attributes `net` and `optimizer`, such as CIFARModule; with `sign` -1 the
-    weights change in the opposite direction.
+    The weights change right after initialisation, before the strategy copies, shards or casts them, with `sign` -1 in
+    the opposite direction. The constants matter as much: DeepSpeed's Adam on the CPU stores beta2 in float32, so 1 -
+    0.999 is off by up to 6e-5. `base` is CIFARModule or one with its `net` and `optimizer`; PERTURBED marks the run.
     """
 
     class PerturbedModule(base):

@@ -143,9 +143,8 @@ def show(comparison: Comparison, folder: Path) -> None:
         cells = [cells[place].text for cells in found.values()]
         table.add_row(escape(variant.name), f"[{style}]{escape(variant.outcome)}[/]", *cells)
     console.print(table)
-    console.print(f"[bold]{escape(comparison.headline)}", soft_wrap=True)
     causes = [f"{each.name}: {cause}" for each in comparison.variants if each.verdict for cause in each.verdict.causes]
-    _show_end([*causes, *comparison.notes], folder, console)
+    _show_end(comparison, causes, folder, console)
     if any(folder.glob("*/version_*/events.out.tfevents.*")):  # not with --runs
         from torch.utils.tensorboard import SummaryWriter
 
@@ -170,21 +169,20 @@ def show_by_strategy(comparison: Comparison, folder: Path) -> None:
         style = "red" if failed else "green"
         table.add_row(strategy, str(len(found)), *counts, f"[{style}]{failed}[/]", escape(worst.name))
     console.print(table)
-    console.print(f"[bold]{escape(comparison.headline)}", soft_wrap=True)
     for variant in comparison.variants:
         if not variant.passed:
             console.print(f"[red]{escape(variant.name)}[/]: {escape(variant.outcome)}", soft_wrap=True)
-    _show_end(comparison.notes, folder, console)
+    _show_end(comparison, [], folder, console)
 
 
 def _console() -> Console:
     return Console(highlight=False, width=None if Console().is_terminal else LOG_WIDTH)
 
 
-def _show_end(lines: Sequence[str], folder: Path, console: Console) -> None:
+def _show_end(comparison: Comparison, causes: Sequence[str], folder: Path, console: Console) -> None:
     """Prints the lines below a table, and where the report is."""
-    for line in lines:
-        console.print(escape(line), soft_wrap=True)
+    for line in (f"[bold]{escape(comparison.headline)}[/]", *map(escape, [*causes, *comparison.notes])):
+        console.print(line, soft_wrap=True)
     console.print(f"[dim]report  [/]{escape(str(folder / 'report.html'))}", soft_wrap=True)
 
 

@@ -27,15 +27,11 @@ class Verdict:
     kind: VerdictKind
     loss_difference: float | None = None  # difference of the loss at the step that uses most of its bound
     loss_bound: float | None = None  # bound at that step: what rounding may change in the loss
-    weight_difference: float | None = None
-    """Largest difference of a weight after the last step, in the tensor that uses most of its bound."""
+    weight_difference: float | None = None  # largest of a weight at the end, in the tensor that uses most of its bound
     weight_bound: float | None = None
-    first_difference: int | None = None
-    """First optimizer step (from 1) whose losses are not bit-identical; None if all are."""
-    first_parting: int | None = None
-    """First optimizer step whose losses differ by more than rounding, or that only one run has; None if none."""
-    causes: list[str] = field(default_factory=list)
-    """Known causes of the difference that apply to this variant, one sentence each."""
+    first_difference: int | None = None  # first step (from 1) whose losses are not bit-identical
+    first_parting: int | None = None  # first step whose losses differ by more than rounding, or that only one run has
+    causes: list[str] = field(default_factory=list)  # known ones that apply to this variant, one sentence each
     remark: str = ""  # what the numbers do not show: runs of different length, weights that are NaN or infinite
 
 
@@ -45,8 +41,7 @@ class Curve:
 
     steps: list[int]  # optimizer steps, from 1
     values: list[float]
-    seconds: list[float] = field(default_factory=list)
-    """Seconds since the start of training, one per step; empty for losses and bounds."""
+    seconds: list[float] = field(default_factory=list)  # since the start of training; empty for losses and bounds
 
     @property
     def by_step(self) -> dict[int, float]:
@@ -150,16 +145,14 @@ class Comparison:
     title: str
     command: str
     machine: dict[str, str]  # device, cores, and the versions of the libraries
-    recipe: dict[str, str]
-    """Settings that all variants share: dataset, model, optimizer, schedule, precision, batch size, epochs, steps."""
+    recipe: dict[str, str]  # settings that all variants share: dataset, model, optimizer and others
     reference: str  # name of the variant that the others are judged against
     variants: list[Variant]  # the reference first
     differences: list[Difference] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # notes on the verdicts, one sentence each
     rounding: Curve | None = None  # the smallest bound of the loss at each step; None if no pair needed one
     stopped_by: int = 0  # number of the signal that ended the trainings early; 0 if none did
-    created: str = field(default_factory=lambda: f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}")
-    """Date and time in UTC, ISO 8601."""
+    created: str = field(default_factory=lambda: f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}")  # ISO 8601
 
     @property
     def passed(self) -> bool:

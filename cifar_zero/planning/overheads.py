@@ -83,9 +83,8 @@ def host_buffers(run: Run, network: Network) -> int:
 def built_on_host(run: Run, network: Network) -> int:
     """Returns what the model takes on the host while it is built, before it is cast and sharded.
 
-    It is built in float32 (in bfloat16 with bf16-true), by fsdp2 and at stage 3 on the host (tensor_init_context in
-    Lightning 2.6.6, strategies/model_parallel.py). Stage 3 shards each layer right after it is built
-    (deepspeed/strategy.py), but builds models of other packages whole.
+    It is built in float32 (in bfloat16 with bf16-true), by fsdp2 and at stage 3 on the host. Stage 3 shards each layer
+    right after it is built (deepspeed/strategy.py), but builds models of other packages whole.
     """
     if run.spec.family != "fsdp2" and run.spec.stage < 3:
         return 0
@@ -100,12 +99,8 @@ def sent_bytes(run: Run, network: Network) -> int:
 
     Rajbhandari et al. 2020, "ZeRO", section 7: an all-reduce is a reduce-scatter and an all-gather, in each of which a
     rank of N sends (N - 1)/N of the numbers. So ZeRO 0, 1 and 2 send two numbers per parameter, and ZeRO 3 three.
-    DeepSpeed 0.19.8 and torch 2.15 differ from this in places, and the formulas follow them (measured in
-    docs/planning.md). Activation checkpointing gathers nothing more: the backward pass needs a recomputed block at
-    once.
-
-    Not counted: the tokens that a mixture of experts sends to the ranks of its experts, and messages of a few numbers
-    (losses, norms, batch statistics).
+    DeepSpeed 0.19.8 and torch 2.15 differ from this in places, and the formulas follow them. docs/planning.md has the
+    measurements, and what is not counted.
     """
     config, spec = run.config, run.spec
     ranks, micro_batches = config.world_size, config.accumulate

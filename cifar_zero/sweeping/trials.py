@@ -127,8 +127,7 @@ class Trials:
     space: Space
     metric: str
     flags: list[str]  # train.py's flags that all runs share
-    prune: bool
-    """Whether a run is ended when its validations are behind the median of the others (Optuna's default pruner)."""
+    prune: bool  # whether a run ends when its validations are behind the median (Optuna's default pruner)
     to_sample: int  # settings that the sampler chooses, when nothing is enqueued
     program: str  # train.py
     stopped: bool = False

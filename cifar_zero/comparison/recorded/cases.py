@@ -66,8 +66,7 @@ class Job:
 
     ranks: int
     flags: tuple[str, ...]  # of train.py; with --module, of a user's own LightningModule
-    perturbed: int = 0
-    """1 or -1: its initial weights are changed by about one rounding error, in one direction or the opposite one."""
+    perturbed: int = 0  # 1 or -1: its initial weights change by about one rounding error, in that direction
     repeats: bool = False  # whether it only repeats another, to show whether that is deterministic
 
 
@@ -98,14 +97,9 @@ class Case:
 def plan_cases(strategies: Sequence[str], ranks: int, quick: bool, seeds: int = 1) -> list[Case]:
     """Returns the cases of this machine, those of one number of ranks and recipe next to each other.
 
-    Args:
-        strategies: names, or raw DeepSpeed configurations; empty: all that can train here.
-        ranks: the largest number of ranks; 0: one for each GPU, or two on the CPU.
-        quick: only the first QUICK_RECIPES.
-        seeds: trainings of each case, with other initial weights and images.
-
-    Raises:
-        UsageError: a strategy is unknown, or has no case here.
+    Strategies are names or raw DeepSpeed configurations, by default all that can train here; `ranks` is the largest
+    number of ranks, 0 for one on each GPU, or two on the CPU; `quick` takes only the first QUICK_RECIPES; each case is
+    trained with so many `seeds`. Raises UsageError: a strategy is unknown, or has no case here.
     """
     gpus = gpu_count()
     ranks = ranks or gpus or CPU_RANKS

@@ -38,8 +38,7 @@ class Value:
     name: str  # loss, learning rate, or: gradient of, update of, initial NAME
     difference: float  # euclidean norm; infinite if the values cannot be compared
     size: float  # norm of the reference's value; of a tensor, plus a thousandth of the norm of all tensors
-    slack: float = 0.0
-    """Absolute; of an update, what the weight's format rounds, and what follows from the difference of the gradient."""
+    slack: float = 0.0  # absolute; of an update what its weight's format rounds and its gradient's difference causes
 
 
 @dataclass

@@ -28,10 +28,8 @@ class Record:
 
     losses: list[float] = field(default_factory=list)  # mean over the micro-batches and the ranks
     rates: list[list[float]] = field(default_factory=list)  # learning rate of each parameter group
-    gradients: list[Tensors] = field(default_factory=list)
-    """Of the whole batch, before clipping, of the first steps; zeros where a parameter has none."""
-    weights: list[Tensors] = field(default_factory=list)
-    """At the start and after each of the first steps, frozen ones too."""
+    gradients: list[Tensors] = field(default_factory=list)  # of the first steps, whole, before clipping; zeros for none
+    weights: list[Tensors] = field(default_factory=list)  # at the start and after each of the first steps, frozen too
 
 
 Train = Callable[[list[str], int, Path], Record]

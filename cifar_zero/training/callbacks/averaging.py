@@ -25,10 +25,9 @@ average_in = get_swa_multi_avg_fn()
 class BatchNormStatistics(Callback):
     """Averages the running means and variances over the ranks before each validation, test and checkpoint.
 
-    In training a rank normalises by its own micro-batch, and its running statistics are of the images that it has seen.
-    No training step reads them, so no step has to wait for the other ranks: torch's DistributedDataParallel would
-    send those of rank 0 to all others in every step, and DeepSpeed (0.19.8) would leave each rank its own, evaluate as
-    many models as there are ranks and save the first. Their average has seen all images, under every strategy.
+    In training a rank normalises by its own micro-batch, and no step reads the running statistics of the images that it
+    has seen: their average has seen all. torch's DistributedDataParallel would send those of rank 0 to all others in
+    every step, and DeepSpeed (0.19.8) would evaluate as many models as there are ranks and save the first.
     """
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
