@@ -56,10 +56,8 @@ def main(
     datamodule_class: Callable[[], type[LightningDataModule]],
 ) -> int:
     """Compares and prints the verdicts; returns the exit code, 1 if a variant did not train or does not agree.
-
-    `train(run, module)` trains a run as one rank; `module_class()` and `datamodule_class()` import
-    and return the LightningModule and the LightningDataModule of the runs.
-    """
+    `train(run, module)` trains a run as one rank; `module_class()` and `datamodule_class()` import and return the
+    LightningModule and the LightningDataModule of the runs."""
     if sys.argv[1:2] == ["perturb"]:
         return perturb(sys.argv[2:], train, module_class)
     if sys.argv[1:2] == [TRAIN_JOBS]:

@@ -79,10 +79,8 @@ def read_losses(file: Path) -> Curve:
 
 
 def read_curves(folder: Path) -> dict[str, Curve]:
-    """Returns TensorBoard's curves of a run by tag; empty if another logger was used.
-
-    Seconds count from the start of the event file, which Lightning opens when training begins.
-    """
+    """Returns TensorBoard's curves of a run by tag; empty if another logger was used. Seconds count from the start of
+    the event file, which Lightning opens when training begins."""
     from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
     if not any(folder.glob("events.out.tfevents.*")):

@@ -36,11 +36,8 @@ Perturb = Callable[[set[int]], list[Run]]
 
 
 def summarize(variants: Sequence[Variant], perturb: Perturb, command: str, trust: bool = False) -> Comparison:
-    """Returns the comparison of the variants, the reference first, with their figures and verdicts.
-
-    `perturb` is called once, if a variant is not bit-identical to the reference; `trust` loads checkpoints that could
-    run code.
-    """
+    """Returns the comparison of the variants, the reference first, with their figures and verdicts. `perturb` is called
+    once, if a variant is not bit-identical to the reference; `trust` loads checkpoints that could run code."""
     reference, found = variants[0], differences(variants)
     settings = shared(reference.runs[0]) if reference.runs else {}
     recipe = {key: str(settings[key]) for key in RECIPE if key in settings}

@@ -98,10 +98,8 @@ def mistakes_figure(
     confidence: NDArray[np.float32],
     class_names: Sequence[str],
 ) -> Figure:
-    """Draws a grid of wrongly classified images (N, 3, H, W), RGB, in the order given; the first 24 are shown.
-
-    Labels are (N,), and so is the confidence, the probability given to the predicted class.
-    """
+    """Draws a grid of wrongly classified images (N, 3, H, W), RGB, in the order given; the first 24 are shown. Labels
+    are (N,), and so is the confidence, the probability given to the predicted class."""
     figure = Figure(figsize=(1.75 * MISTAKE_COLUMNS, 2.1 * MISTAKE_ROWS + 0.4), layout="constrained")
     figure.suptitle("most confident mistakes: true → predicted" if len(images) else "no mistakes")
     cells = list(figure.subplots(MISTAKE_ROWS, MISTAKE_COLUMNS).flat)
@@ -140,11 +138,9 @@ def _add_colorbar(figure: Figure, image: AxesImage, axes: Any, label: str) -> No
 
 
 def roc_figure(curves: Sequence[Curve], areas: NDArray[np.float64], class_names: Sequence[str]) -> Figure:
-    """Draws the receiver operating characteristic of each class against the rest, and their mean.
-
-    The curves are false positive rates, rising, and true positive rates of each class; the areas under them (classes,)
-    are NaN for a class that has none and is not drawn.
-    """
+    """Draws the receiver operating characteristic of each class against the rest, and their mean. The curves are false
+    positive rates, rising, and true positive rates of each class; the areas under them (classes,) are NaN for a class
+    that has none and is not drawn."""
     title = f"ROC curves, macro AUROC {_mean(areas):.4f}"
     figure, axes = _class_curves(curves, areas, class_names, title)
     axes.plot([0, 1], [0, 1], color="black", linestyle=":", linewidth=1, label="chance")
@@ -156,11 +152,8 @@ def roc_figure(curves: Sequence[Curve], areas: NDArray[np.float64], class_names:
 def precision_recall_figure(
     curves: Sequence[Curve], averages: NDArray[np.float64], class_names: Sequence[str]
 ) -> Figure:
-    """Draws precision over recall of each class against the rest, and their mean.
-
-    The curves are recalls, falling, and precisions of each class; average precisions (classes,) are NaN for a class
-    that has none and is not drawn.
-    """
+    """Draws precision over recall of each class against the rest, and their mean. The curves are recalls, falling, and
+    precisions of each class; average precisions (classes,) are NaN for a class that has none and is not drawn."""
     rising = [(recall[::-1], precision[::-1]) for recall, precision in curves]
     title = f"precision-recall curves, macro average precision {_mean(averages):.4f}"
     figure, axes = _class_curves(rising, averages, class_names, title)
@@ -171,11 +164,8 @@ def precision_recall_figure(
 
 def calibration_figure(totals: NDArray[np.float64], error: float) -> Figure:
     """Draws the reliability diagram of Guo et al. 2017 (https://arxiv.org/abs/1706.04599): accuracy by confidence, and
-    below it how many images have that confidence.
-
-    Totals (bins, 3) are the images of each bin of confidence, the sum of their confidences, and how many are correct.
-    `error` is the expected calibration error.
-    """
+    below it how many images have that confidence. Totals (bins, 3) are the images of each bin of confidence, the sum of
+    their confidences, and how many are correct. `error` is the expected calibration error."""
     images, confidence, right = totals.T
     filled, width = images > 0, 1 / len(totals)
     centres = (np.flatnonzero(filled) + 0.5) * width
@@ -251,11 +241,8 @@ def draw_schedule(schedule: Choice, optimizer: Choice, steps: int, file: Path) -
 def draw_range_test(
     rates: Sequence[float], losses: Sequence[float], smooth: Sequence[float], suggestion: float | None, file: Path
 ) -> None:
-    """Draws losses, and their running mean, over learning rates into a PNG file.
-
-    Rates and losses are of each step; `smooth` ends where the run diverges. `suggestion` is the rate to mark. Raises
-    UsageError: it cannot be written.
-    """
+    """Draws losses, and their running mean, over learning rates into a PNG file. Rates and losses are of each step;
+    `smooth` ends where the run diverges. `suggestion` is the rate to mark. Raises UsageError: it cannot be written."""
     figure, axes = _with_grid("learning rate", "training loss")
     axes.plot(rates[: len(smooth)], losses[: len(smooth)], alpha=0.3, label="loss")
     axes.plot(rates[: len(smooth)], smooth, label="running mean")

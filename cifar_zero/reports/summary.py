@@ -50,9 +50,7 @@ PACKAGES = ("torch", "lightning", "deepspeed", "torchmetrics")
 
 def metrics_json(measured: Mapping[str, Any], fallback: str = "") -> dict[str, Any]:
     """Returns the contents of metrics.json, its keys in their order; `measured` has each key of MEASURED and no other.
-
-    `fallback` is one line, if the data is not what was asked for.
-    """
+    `fallback` is one line, if the data is not what was asked for."""
     if set(measured) != set(MEASURED):
         raise ValueError(f"metrics.json: missing or unknown keys {sorted(set(measured) ^ set(MEASURED))}")
     return {

@@ -52,10 +52,8 @@ def own(strategy: Strategy) -> OwnStrategy:
 
 
 def replica(strategy: Strategy) -> tuple[int, int]:
-    """Returns the number of replicas that train on different images, and the number of this rank's replica.
-
-    To be called after the rendezvous of the ranks.
-    """
+    """Returns the number of replicas that train on different images, and the number of this rank's replica. To be
+    called after the rendezvous of the ranks."""
     from lightning.pytorch.strategies import ParallelStrategy
 
     if not isinstance(strategy, ParallelStrategy):

@@ -24,11 +24,9 @@ def build(run: Run) -> MeshStrategy:
 
 
 def shard(net: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    """Shards each block of a model that has `blocks`, and then the rest of the model.
-
-    A block is gathered just before it computes and freed just after; a model without blocks is gathered whole.
-    Mixed precision gathers and computes in the low precision, and sums gradients and updates weights in float32.
-    """
+    """Shards each block of a model that has `blocks`, and then the rest of the model. A block is gathered just before
+    it computes and freed just after; a model without blocks is gathered whole. Mixed precision gathers and computes in
+    the low precision, and sums gradients and updates weights in float32."""
     if policy.param_dtype is not None:
         cast_buffers(net, policy.param_dtype)
         compute_with_statistics(net)

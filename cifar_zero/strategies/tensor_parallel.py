@@ -25,10 +25,8 @@ def build(run: Run) -> MeshStrategy:
 
 
 def shard(net: nn.Module, mesh: DeviceMesh) -> None:
-    """Cuts the blocks; the ranks with other images average the gradients, as under DDP.
-
-    With one replica `replicate` still cuts each gradient as its parameter is: that of `ColwiseQKV`'s bias is not.
-    """
+    """Cuts the blocks; the ranks with other images average the gradients, as under DDP. With one replica `replicate`
+    still cuts each gradient as its parameter is: that of `ColwiseQKV`'s bias is not."""
     split_layers(net, mesh)
     by_block(net, partial(replicate, mesh=mesh["data_parallel"]))
 

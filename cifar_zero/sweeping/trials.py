@@ -91,10 +91,8 @@ def open_study(folder: Path, record: str, metric: str) -> optuna.Study:
 
 def enqueue(study: optuna.Study, space: Space, sampler: str, settings: int, seed: int) -> int:
     """Enqueues what was interrupted or failed, and all of a grid; returns how many other settings are to be sampled.
-
     Optuna's GridSampler may try a setting twice when trials run at the same time, and fails if an enqueued trial comes
-    last (Optuna 5.0, samplers/_grid.py).
-    """
+    last (Optuna 5.0, samplers/_grid.py)."""
     for trial in latest(study):
         if trial.state == TrialState.RUNNING:
             study.tell(trial.number, state=TrialState.FAIL)

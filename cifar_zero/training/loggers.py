@@ -71,11 +71,9 @@ def _tensorboard(run: Run, run_dir: Path) -> Logger:
 def show_result(
     logger: TensorBoardLogger, card: str, settings: Mapping[str, Any], results: Mapping[str, float]
 ) -> None:
-    """Adds the end of a run to TensorBoard: a card of Markdown, and a row of the HPARAMS table.
-
-    The table shows five of the settings at first. TensorBoard (2.21) takes those that `differ`, which torch's `hparams`
-    never says; here the first five. It shows 4 as 4.0000, so whole numbers are text.
-    """
+    """Adds the end of a run to TensorBoard: a card of Markdown, and a row of the HPARAMS table. The table shows five of
+    the settings at first. TensorBoard (2.21) takes those that `differ`, which torch's `hparams` never says; here the
+    first five. It shows 4 as 4.0000, so whole numbers are text."""
     texts = {name: value if isinstance(value, float) else str(value) for name, value in settings.items()}
     columns, *row = hparams(texts, dict(results))
     plugin = columns.value[0].metadata.plugin_data
@@ -103,11 +101,9 @@ def _mlflow(run: Run, run_dir: Path) -> Logger:
 
 
 def wandb_logger(config: Config, run_dir: Path) -> WandbLogger:
-    """Opens a W&B run in the run folder, with the folder's config.yaml as its configuration.
-
-    Not by Lightning (2.6.6), which passes an option `anonymous` that W&B warns about. Raises UsageError: nobody is
-    logged in and there is no terminal. Raises RunError: the server does not answer.
-    """
+    """Opens a W&B run in the run folder, with the folder's config.yaml as its configuration. Not by Lightning (2.6.6),
+    which passes an option `anonymous` that W&B warns about. Raises UsageError: nobody is logged in and there is no
+    terminal. Raises RunError: the server does not answer."""
     import wandb
     from wandb.errors import AuthenticationError
     from wandb.errors import UsageError as WandbUsageError

@@ -84,11 +84,9 @@ class Case:
 
     @property
     def jobs(self) -> list[Job]:
-        """The trainings that a verdict needs, the reference first and its own last.
-
-        Where rounding decides which of two nearly equal numbers is the larger, in a ReLU or a max-pool, the gradient
-        jumps: of two opposite perturbations one decides otherwise, so that the bounds know the jump.
-        """
+        """The trainings that a verdict needs, the reference first and its own last. Where rounding decides which of two
+        nearly equal numbers is the larger, in a ReLU or a max-pool, the gradient jumps: of two opposite perturbations
+        one decides otherwise, so that the bounds know the jump."""
         repeated = [] if self.must_learn else [replace(self.reference, repeats=True)]
         perturbed = [replace(self.reference, perturbed=sign) for sign in (1, -1)]
         return [self.reference, *perturbed, *repeated, self.ours]
@@ -144,10 +142,8 @@ def _recipe(flags: tuple[str, ...]) -> Config:
 
 
 def case_of(strategy: str, row: Mapping[str, Any]) -> Case:
-    """Returns the case of a recipe, see `recipes`, under a strategy or a raw DeepSpeed configuration.
-
-    Its reference is the same recipe in plain PyTorch: on one rank the baseline, on several DDP; DDP's is the baseline.
-    """
+    """Returns the case of a recipe, see `recipes`, under a strategy or a raw DeepSpeed configuration. Its reference is
+    the same recipe in plain PyTorch: on one rank the baseline, on several DDP; DDP's is the baseline."""
     name = Path(strategy).stem
     clip = f"clip {row['clip']:g}" if row["clip"] else "no clipping"
     ranks = "1 rank" if row["ranks"] == 1 else f"{row['ranks']} ranks"

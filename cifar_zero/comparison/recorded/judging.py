@@ -67,11 +67,8 @@ def first_difference(ours: Record, reference: Record) -> int | None:
 
 
 def first_fault(ours: Record, reference: Record, drifted: Sequence[Record], precision: str) -> Finding | None:
-    """Returns the first value that differs by more than rounding may cause; None if there is none.
-
-    `drifted` is the reference with perturbed initial weights, and perhaps repeated; `precision` is 32-true, bf16-mixed
-    or 16-mixed.
-    """
+    """Returns the first value that differs by more than rounding may cause; None if there is none. `drifted` is the
+    reference with perturbed initial weights, and perhaps repeated; `precision` is 32-true, bf16-mixed or 16-mixed."""
     eps = EPS[precision.split("-")[0]]
     # One eps of a low precision is what two different but right ways to compute a value differ by.
     floor = FLOOR * eps if precision == "32-true" else 2 * eps

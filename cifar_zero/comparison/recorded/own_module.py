@@ -44,10 +44,8 @@ PROGRAM = ("-m", "cifar_zero.comparison.recorded.own_module")  # what Python sta
 
 def plan(strategies: Sequence[str], ranks: int, accumulate: Sequence[str], flags: Sequence[str]) -> list[Case]:
     """Returns the cases of a user's module; `flags` are --module, --datamodule, their arguments, and those of OURS.
-
     Without `strategies` they are those of DEFAULT that can train here. Raises UsageError if a flag is not for this, or
-    a named strategy cannot train here.
-    """
+    a named strategy cannot train here."""
     of_user, ours = command_line.split(flags, OF_USER)
     for part in PARTS:
         _instance(part, of_user, build=False)
@@ -82,11 +80,9 @@ def plan(strategies: Sequence[str], ranks: int, accumulate: Sequence[str], flags
 
 
 def train(flags: list[str], sign: int, folder: Path) -> Record:
-    """Trains a user's module as one rank, without output of any kind; returns its record, on every rank.
-
-    `sign` is that of its perturbation, 0 for none. Raises UsageError if it uses manual optimization or several
-    optimizers, or its code fails.
-    """
+    """Trains a user's module as one rank, without output of any kind; returns its record, on every rank. `sign` is that
+    of its perturbation, 0 for none. Raises UsageError if it uses manual optimization or several optimizers, or its code
+    fails."""
     import torch
     from lightning.pytorch import seed_everything
     from torch import nn

@@ -55,10 +55,8 @@ def load(file: Path) -> Record:
 
 def train_jobs(file: Path, train: Train) -> int:
     """Trains the jobs of a file one after the other in the same ranks, which it starts if there are several: that takes
-    seconds. Rank 0 writes their records. Returns the exit code.
-
-    `file` is JSON: the number of ranks, and of each job its number, its flags and how it is perturbed.
-    """
+    seconds. Rank 0 writes their records. Returns the exit code. `file` is JSON: the number of ranks, and of each job
+    its number, its flags and how it is perturbed."""
     work = json.loads(file.read_text())
     if work["ranks"] > 1 and not rank_environment.is_rank():
         return local_launcher.run(work["ranks"], on_cpu=gpu_count() == 0)

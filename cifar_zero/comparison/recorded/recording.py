@@ -82,10 +82,8 @@ class Recording(Callback):
         self.record.losses = trainer.strategy.reduce(by_step, reduce_op="mean").tolist()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Frees the engine with all its tensors, before the next training in this process.
-
-        DeepSpeed (0.19.8) holds it in its gradient hooks, and at stage 3 in a stack and in a cache of a method.
-        """
+        """Frees the engine with all its tensors, before the next training in this process. DeepSpeed (0.19.8) holds it
+        in its gradient hooks, and at stage 3 in a stack and in a cache of a method."""
         if isinstance(trainer.strategy, DeepSpeedStrategy):
             trainer.strategy.deepspeed_engine.destroy()
             with suppress(AttributeError, KeyError):  # another release may have other names
@@ -116,10 +114,8 @@ class Reseed(Callback):
 def train_recipe(
     flags: list[str], sign: int, folder: Path, module_class: Callable[[], Any], datamodule_class: Callable[[], Any]
 ) -> Record:
-    """Trains a run, given by train.py's flags, as one rank, without output; returns its record, on every rank.
-
-    `sign` is that of its perturbation, 0 for none; `module_class` and `datamodule_class` import and return the classes.
-    """
+    """Trains a run, given by train.py's flags, as one rank, without output; returns its record, on every rank. `sign`
+    is that of its perturbation, 0 for none; `module_class` and `datamodule_class` import and return the classes."""
     run, module = resolve(command_line.parse(flags)), module_class()
     if sign:
         module = perturbed(module, run.config.precision, run.config.accelerator, sign)

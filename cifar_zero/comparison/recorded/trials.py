@@ -29,10 +29,8 @@ def try_all(
     cases: Sequence[Case], folder: Path, program: Sequence[str], command: str, title: str, recipe: Mapping[str, str]
 ) -> Comparison:
     """Trains the cases with their references and returns the verdicts; after Ctrl-C those of the finished ones.
-
     `folder` receives the records and the logs; `program` is what Python starts to train a file of jobs; the `command`
-    that repeats it all, `title` and `recipe` (what all cases share) are for the report.
-    """
+    that repeats it all, `title` and `recipe` (what all cases share) are for the report."""
     jobs = [*dict.fromkeys(job for case in cases for job in case.jobs)]
     errors: dict[Job, str] = {}
     started = time.monotonic()

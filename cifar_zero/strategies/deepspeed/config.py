@@ -15,11 +15,9 @@ if TYPE_CHECKING:
 
 
 def run_config(run: Run, num_parameters: int) -> dict[str, Any]:
-    """Returns the configuration of a run's engine.
-
-    The command line owns batch, accumulation, clipping, precision, optimizer and schedule; Lightning adds
-    gradient_accumulation_steps. No bucket has more elements than the model, because buckets use memory.
-    """
+    """Returns the configuration of a run's engine. The command line owns batch, accumulation, clipping, precision,
+    optimizer and schedule; Lightning adds gradient_accumulation_steps. No bucket has more elements than the model,
+    because buckets use memory."""
     config, spec = run.config, run.spec
     dtype: Dtype = "fp32" if config.precision == "32-true" else "bf16" if "bf16" in config.precision else "fp16"
     owned = {
@@ -92,10 +90,8 @@ def _zero_section(run: Run) -> dict[str, Any]:
 
 def _largest_part(run: Run) -> int:
     """Returns the elements of a rank's part of the largest parameter, which a buffer between disk and memory must hold.
-
     DeepSpeed (0.19.8) allocates five buffers, by default of 10^8 elements each: 2 GB, and too small for vgg16's first
-    linear layer on one rank (`get_buffer` in swap_tensor/partitioned_param_swapper.py).
-    """
+    linear layer on one rank (`get_buffer` in swap_tensor/partitioned_param_swapper.py)."""
     return math.ceil(max(_sizes(run)) / run.config.world_size)
 
 

@@ -135,11 +135,9 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """Shards each layer as it is made at stage 3; at the others keeps this rank's share of the experts.
-
-        Mixed precision draws the initial weights in float32, as all other strategies do, and `setup` casts the shards.
-        zero.Init would draw them in the low precision, which gives other weights (DeepSpeed 0.19.8).
-        """
+        """Shards each layer as it is made at stage 3; at the others keeps this rank's share of the experts. Mixed
+        precision draws the initial weights in float32, as all other strategies do, and `setup` casts the shards.
+        zero.Init would draw them in the low precision, which gives other weights (DeepSpeed 0.19.8)."""
         self._init_config_if_needed()
         assert isinstance(self.config, dict)
         low = ("bf16", "fp16") if self._casts_shards else ()
@@ -198,10 +196,8 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
         return self._builds_sharded and "mixed" in self.precision_plugin.precision and self.remote_device != "nvme"
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes the folder, every rank its part, under a temporary name, and renames it when it is complete.
-
-        DeepSpeed (0.19.8) writes in place. All ranks learn of an error, and the plugin notes it.
-        """
+        """Writes the folder, every rank its part, under a temporary name, and renames it when it is complete. DeepSpeed
+        (0.19.8) writes in place. All ranks learn of an error, and the plugin notes it."""
         final = Path(self.broadcast(filepath))
         target = atomic.staged(final)
         if self.is_global_zero:
@@ -234,10 +230,8 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
         atomic.put_in_place(final)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads a checkpoint of any strategy and number of ranks.
-
-        DeepSpeed loads one of the same shape, each rank its shard; any other is assembled and sharded again.
-        """
+        """Loads a checkpoint of any strategy and number of ranks. DeepSpeed loads one of the same shape, each rank its
+        shard; any other is assembled and sharded again."""
         path = Path(checkpoint_path)
         if self._trained is None:  # a test without a fit, into whose engine DeepSpeed (0.19.8) cannot load at stage 3
             checkpoint = read(path, self._io.trust, verify=False)
