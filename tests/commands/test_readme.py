@@ -66,7 +66,8 @@ LAUNCHED = r"^(?:\.venv/bin/)?(?:python|torchrun|deepspeed) (?:.*? )?(\w+)\.py (
 
 def test_flags_in_all_pages_exist():
     """train.py's parser takes its commands; flags of the other programs are in their help, or are train.py's."""
-    flags_of = {name: run_program(f"{name}.py", "--help").stdout for name in PROGRAMS}
+    flags_of = {name: run_program(f"{name}.py", "--help").stdout for name in PROGRAMS[1:]}
+    flags_of["train"] = run_program("train.py", "--help", "all").stdout
     wrong, checked = [], 0
     for page in DOCUMENTS:
         text = "\n".join(blocks(page)).replace("\\\n", " ")
