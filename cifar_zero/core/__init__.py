@@ -1,1 +1,1 @@
-"""Errors and exit codes, the console, atomic file writes, hardware, start-up time; nothing here imports torch early."""
+"""Errors, exit codes, Ctrl-C, console, atomic file writes, hardware, start-up time; nothing imports torch early."""
