@@ -22,8 +22,7 @@ from cifar_zero.models.moe import Gate, gates
 from cifar_zero.models.recomputation import checkpoint_blocks
 from cifar_zero.optimizers import OPTIMIZERS
 from cifar_zero.optimizers.groups import keep_own_options, lay_like_parameters, parameter_groups
-from cifar_zero.schedules import SCHEDULES, settled
-from cifar_zero.schedules.plain import Constant, Schedule
+from cifar_zero.schedules import SCHEDULES, Constant, Schedule, settled
 from cifar_zero.training.metrics import CurveMetrics, SplitMetrics, loss
 
 

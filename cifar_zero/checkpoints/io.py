@@ -29,7 +29,6 @@ class AtomicCheckpointIO(CheckpointIO):
         self._save_weights = save_weights
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Writes a file; called on rank 0 only."""
         final = Path(path)
 
         def write() -> None:
@@ -82,10 +81,8 @@ def write_weights(checkpoint: Path) -> None:
 
 
 def failure_of(write: Callable[[], Any]) -> str:
-    """Runs what writes to the disk on one rank; returns its error as text, empty if there was none.
-
-    Errors of any kind: raised, they would leave the other ranks waiting for this one.
-    """
+    """Runs what writes to the disk on one rank; returns its error of any kind as text, empty if there was none: raised,
+    it would leave the other ranks waiting for this one."""
     try:
         write()
     except OSError as error:

@@ -46,11 +46,8 @@ def load(file: Path, trust: bool = False, verify: bool = True, device: str = "cp
 
 
 def check_records(file: Path, checksums: bool = True) -> None:
-    """Compares every record of a file of torch.save with its checksum.
-
-    Without `checksums` it only reads the list of records at the file's end, which a truncated file lacks. Raises
-    UsageError: they differ, or it is no such file.
-    """
+    """Compares every record of a file of torch.save with its checksum; without `checksums` only reads their list at the
+    file's end, which a truncated file lacks. Raises UsageError: they differ, or it is no such file."""
     try:
         with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip() if checksums else None

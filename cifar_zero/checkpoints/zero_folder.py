@@ -51,8 +51,7 @@ EXPERT = re.compile(r"(.*)\.deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(.
 
 Shapes = Mapping[str, torch.Size]
 
-State = dict[str, Any]
-"""An optimizer's state of one parameter."""
+State = dict[str, Any]  # an optimizer's state of one parameter
 
 
 class _Shard(NamedTuple):
@@ -67,9 +66,8 @@ class _Shard(NamedTuple):
 def read_folder(folder: Path, trust: bool = False, verify: bool = True, device: str = "cpu") -> dict[str, Any]:
     """Returns the checkpoint as Lightning's plain strategies write it: state_dict, optimizer_states and progress.
 
-    Weights are the float32 ones that the optimizer updates, if DeepSpeed keeps such in addition to the model's. The
-    folder contains `latest` and TAG; see `safe_load.load` for the other arguments. Raises UsageError: a file is
-    missing, damaged or of another kind.
+    Weights are the float32 ones that the optimizer updates, if DeepSpeed keeps such in addition to the model's; see
+    `safe_load.load` for the arguments. Raises UsageError: a file is missing, damaged or of another kind.
     """
     models, experts, shards, of_expert_ranks = (
         [load(file, trust, verify, device) for file in files] for files in _files(folder)
@@ -213,11 +211,8 @@ def _assembled(
 
 
 def _whole(shards: list[Tensor], shapes: Shapes, stage: int) -> dict[str, Tensor]:
-    """Returns a group's tensors from the flat shard of each rank.
-
-    Stages 1 and 2 concatenate all parameters and cut the result into one piece for each rank; stage 3 cuts each
-    parameter. Both pad the last shard.
-    """
+    """Returns a group's tensors from the flat shard of each rank: stages 1 and 2 concatenate all parameters and cut the
+    result into one piece for each rank, stage 3 cuts each parameter; both pad the last shard."""
     found: dict[str, Tensor] = {}
     offset = 0
     flat = torch.cat([shard.flatten() for shard in shards]) if stage < 3 else None
@@ -234,7 +229,6 @@ def _whole(shards: list[Tensor], shapes: Shapes, stage: int) -> dict[str, Tensor
 
 
 def _uncut(parts: list[Tensor], shape: torch.Size) -> Tensor:
-    """Returns a tensor from each rank's part of it."""
     return torch.cat(parts).narrow(0, 0, math.prod(shape)).reshape(shape)
 
 
@@ -252,11 +246,8 @@ def _averaged(averages: list[dict[str, Any]], groups: Iterable[Shapes]) -> dict[
 def _as_torch(
     states: Mapping[str, State], names: Mapping[int, list[str]], groups: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the optimizer's state in torch's form, in DeepSpeed's groups.
-
-    DeepSpeed's Adams count the steps as a number, or in the group. `states` are those of each parameter; `names` those
-    of the parameters in each flat tensor.
-    """
+    """Returns the optimizer's state in torch's form, in DeepSpeed's groups, whose Adams count the steps as a number, or
+    in the group; `names` are those of the parameters in each flat tensor."""
     state: dict[int, State] = {}
     param_groups: list[dict[str, Any]] = []
     first = 0

@@ -7,7 +7,7 @@ reference -> the verdict. docs/comparison.md has the measurements behind the con
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 from cifar_zero.comparison.result import Run, Verdict
@@ -52,15 +52,12 @@ class Pair:
     weights: Mapping[str, Apart] | None  # differences after the last step, by tensor name; None if unknown
     eps: float = EPS["32"]  # eps of the coarser number format of both runs, see `eps_of`
     normalises: bool = False  # whether the model has batch normalisations
-    steps: list[int] = field(init=False)  # optimizer steps that both runs have
-    losses: list[float] = field(init=False)  # losses of the reference at these steps, absolute
-    differences: list[float] = field(init=False)  # of the losses, absolute; infinite if only one is a number
 
     def __post_init__(self) -> None:
         ours, theirs = self.reference.losses.by_step, self.other.losses.by_step
         self.steps = [step for step in ours if step in theirs]
-        self.losses = [abs(ours[step]) for step in self.steps]
-        self.differences = [_difference(ours[step], theirs[step]) for step in self.steps]
+        self.losses = [abs(ours[step]) for step in self.steps]  # of the reference, absolute
+        self.differences = [_difference(ours[step], theirs[step]) for step in self.steps]  # see `_difference`
 
     @property
     def identical(self) -> bool:
@@ -79,7 +76,6 @@ class Pair:
 
     @property
     def first_difference(self) -> int | None:
-        """The first step whose losses are not equal."""
         return _first(self.steps, [value > 0 for value in self.differences])
 
     @property
@@ -181,6 +177,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def _difference(one: float, other: float) -> float:
+    """Returns the absolute difference of two losses; infinite if only one is a number."""
     if one == other or (math.isnan(one) and math.isnan(other)):
         return 0.0
     difference = abs(one - other)

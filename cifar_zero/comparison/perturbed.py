@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.conv import _ConvNd
 
 from cifar_zero.comparison.agreement import EPS, LEAST_PERTURBATION, eps_of
 from cifar_zero.comparison.reading import PERTURBED
@@ -31,9 +32,7 @@ def perturbed(base: type[Any], precision: str, accelerator: str, sign: int = 1) 
             super().configure_model()
             if built:
                 return
-            convolves = any(isinstance(module, nn.Conv2d) for module in self.net.modules())
-            distance = max(eps_of(precision, accelerator, convolves), LEAST_PERTURBATION)
-            perturb(self.net, sign * distance)
+            distance = perturb(self.net, precision, accelerator, sign)
             if self.trainer.is_global_zero:
                 write_json(Path(self.trainer.default_root_dir) / PERTURBED, {"distance": distance})
 
@@ -52,12 +51,15 @@ def with_perturbed_constants(optimizer: Any) -> Any:
     return replace(optimizer, **{field.name: larger(getattr(optimizer, field.name)) for field in fields(optimizer)})
 
 
-def perturb(net: nn.Module, distance: float) -> None:
-    """Multiplies each weight at random by 1 + distance or 1 - distance, identically on every rank that has it. The
-    parameters may be sharded by ZeRO-3 or as DTensors."""
+def perturb(net: nn.Module, precision: str, accelerator: str, sign: int) -> float:
+    """Multiplies each weight at random by 1 + distance or 1 - distance, identically on every rank that has it, and
+    returns the distance. The parameters may be sharded by ZeRO-3 or as DTensors."""
+    convolves = any(isinstance(module, _ConvNd) for module in net.modules())
+    distance = max(eps_of(precision, accelerator, convolves), LEAST_PERTURBATION)
     for seed, parameter in enumerate(net.parameters()):
         part: Any = getattr(parameter, "ds_tensor", parameter)
         tensor = part.to_local() if isinstance(part, DTensor) else part
         signs = torch.randint(0, 2, tensor.shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
         with torch.no_grad():
-            tensor.mul_((1 + distance * signs).to(tensor.dtype).to(tensor.device))
+            tensor.mul_((1 + sign * distance * signs).to(tensor.dtype).to(tensor.device))
+    return distance

@@ -48,8 +48,7 @@ NO_DIFFERENCE = ("out", "name", "logger", "hparams", "seed")  # options in which
 
 
 def load(folder: Path) -> Run:
-    """Reads the folder of a finished run, <out>/<name>/version_N. Raises UsageError if the run has not finished, or a
-    file is damaged."""
+    """Reads the folder of a finished run. Raises UsageError if the run has not finished, or a file is damaged."""
     if not (folder / run_folder.CONFIG).is_file():
         raise UsageError(f"{folder} is not a run folder: give <out>/<name>/version_N")
     for name in (run_folder.METRICS, run_folder.LOSSES):
@@ -69,8 +68,7 @@ def last_checkpoint(run: Run) -> Path:
 
 
 def read_losses(file: Path) -> Curve:
-    """Returns the loss of each optimizer step, bit by bit as it was computed. Raises ValueError if the file is damaged
-    or cut off."""
+    """Returns the loss of each optimizer step, bit by bit. Raises ValueError if the file is damaged or cut off."""
     text = file.read_text()
     if not text.endswith("\n"):
         raise ValueError(f"the last line of {file.name} is cut off")
@@ -85,8 +83,7 @@ def read_curves(folder: Path) -> dict[str, Curve]:
 
     if not any(folder.glob("events.out.tfevents.*")):
         return {}
-    events = EventAccumulator(str(folder), size_guidance={SCALARS: 0})
-    events.Reload()
+    events = EventAccumulator(str(folder), size_guidance={SCALARS: 0}).Reload()
     start = events.FirstEventTimestamp() or 0.0
     curves = {}
     for tag in events.Tags()[SCALARS]:
@@ -135,16 +132,16 @@ def hinders(difference: Difference, reference: str, other: str) -> bool:
 
 def variant_names(shapes: Sequence[Sequence[Any]]) -> list[str]:
     """Returns the names of variants from their values of SHAPE: those of the values that vary."""
+
+    def counted(number: int, unit: str, plural: str = "s") -> str:
+        return f"{number} {unit}{plural * (number != 1)}"
+
     named = [
-        (strategy, _counted(ranks, "rank"), _counted(nodes, "node"), _counted(parts, "micro-batch", "es"))
+        (strategy, counted(ranks, "rank"), counted(nodes, "node"), counted(parts, "micro-batch", "es"))
         for strategy, ranks, nodes, parts in shapes
     ]
     varies = [len({*values}) > 1 for values in zip(*named, strict=True)]
     return [", ".join(compress(parts, varies)) or parts[0] for parts in named]
-
-
-def _counted(number: int, unit: str, plural: str = "s") -> str:
-    return f"{number} {unit}{plural * (number != 1)}"
 
 
 def grouped(runs: Sequence[Run]) -> list[Variant]:

@@ -10,7 +10,7 @@ from cifar_zero.comparison.result import Variant
 from cifar_zero.config import command_line, ds_config
 from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import AUTO, STRATEGIES
-from cifar_zero.core.console import say
+from cifar_zero.core.console import quieten, say
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.core.programs import command
 from cifar_zero.reports.summary import REPOSITORY
@@ -100,9 +100,8 @@ def plan(
     """Returns the variants to train. The reference is first: baseline, or without it the first value of each axis.
 
     Strategies, devices (a number of ranks, or NODESxRANKS) and accumulate are the axes; an empty one has train.py's
-    default. `rest` are flags of train.py for all variants, from whose --seed the `seeds` are counted up. `launcher`
-    starts the ranks of all variants, or if some are on several nodes, of those. Raises UsageError if a variant cannot
-    run here, or there is nothing to compare.
+    default. `rest` are flags of train.py for all variants; `launcher` starts the ranks of all variants, or if some are
+    on several nodes, of those. Raises UsageError if a variant cannot run here, or there is nothing to compare.
     """
     given = {flag.split("=")[0].removeprefix("--") for flag in rest}
     if "strategy" in given:
@@ -144,7 +143,6 @@ def plan(
 def prepare(planned: Sequence[Planned]) -> None:
     """Checks the Trainer's options and the weights of each variant and prepares the images, before the first run."""
     from cifar_zero import data
-    from cifar_zero.core.console import quieten
     from cifar_zero.training import build, starting
 
     quieten()

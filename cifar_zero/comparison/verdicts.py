@@ -18,7 +18,9 @@ from cifar_zero.comparison.result import Comparison, Curve, Run, Spread, Variant
 from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.programs import command
+from cifar_zero.planning.model_states import network_of, predicted
 from cifar_zero.reports.summary import FALLBACK
+from cifar_zero.training.resolve import of_machine
 
 RECIPE = ("dataset", "model", "optimizer", "schedule", "precision", "batch_size", "epochs", "max_steps")
 """Shared settings at the top of a report."""
@@ -28,8 +30,7 @@ SATURATION = (
     "judged. After it, only a loss that is off by more than the largest loss so far counts."
 )
 
-Weights = Mapping[str, Tensor]
-"""Tensors by the names of the plain model's state_dict, including buffers."""
+Weights = Mapping[str, Tensor]  # tensors by the names of the plain model's state_dict, including buffers
 
 Perturb = Callable[[set[int]], list[Run]]
 """Trains or finds a perturbed run of the reference for each of the given seeds."""
@@ -64,7 +65,6 @@ def summarize(variants: Sequence[Variant], perturb: Perturb, command: str, trust
 
 
 def _judge_all(comparison: Comparison, perturb: Perturb, trust: bool) -> None:
-    """Adds the verdicts to a comparison, and notes about them."""
     reference, notes = comparison.variants[0], comparison.notes
     variants = _comparable(comparison)
     pairs: dict[str, list[Pair]] = {variant.name: [] for variant in variants}
@@ -119,8 +119,7 @@ def _pairs(reference: Run, others: Iterable[Run], trust: bool, notes: list[str])
 
 
 def _weights(run: Run, trust: bool, notes: list[str]) -> Weights | None:
-    """Returns the weights of a run's last checkpoint, not the average of --ema; None, with a note, if they cannot be
-    read: then only the losses decide."""
+    """Returns the weights of a run's last checkpoint, not the average of --ema; None, with a note, if unreadable."""
     try:
         if not (checkpoint := last_checkpoint(run)).exists():
             raise UsageError(f"{run.folder} has no checkpoint of its last step")
@@ -156,9 +155,8 @@ def _judge(variant: Variant, pairs: Sequence[tuple[Pair, Bound]], has_perturbed:
         return
     verdicts = []
     for pair, allowed in pairs:
-        verdict = judge(pair, allowed)
-        verdict.causes = causes(pair, verdict.kind)
-        verdicts.append(verdict)
+        verdicts.append(judge(pair, allowed))
+        verdicts[-1].causes = causes(pair, verdicts[-1].kind)
     found = worst(verdicts)
     blind = any(pair.needs_bound and allowed.undecided == pair.steps[0] for pair, allowed in pairs)
     if not blind or found.kind == "different":
@@ -202,16 +200,13 @@ def _figures(runs: Sequence[Run]) -> dict[str, Spread]:
 
 def _predicted_bytes(run: Run) -> int | None:
     """Returns the predicted model states of the fullest rank; None if there is no formula."""
-    from cifar_zero.planning.model_states import network_of, predicted
-    from cifar_zero.training.resolve import of_machine
-
     try:
         config = command_line.parse(["--config", str(Path(run.folder, run_folder.CONFIG))])
         if config.ds_config:
             return None
-        weights = network_of(of_machine(replace(config, devices=run.metrics["world_size"], num_nodes=1))).weights
+        ranks = run.metrics["world_size"]
+        weights = network_of(of_machine(replace(config, devices=ranks, num_nodes=1))).weights
     except UsageError:
         return None
-    ranks = run.metrics["world_size"]
     found = predicted(config.strategy, weights, ranks, config.precision, config.optimizer, config.zero)
     return found and found.in_memory.total

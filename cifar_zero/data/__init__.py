@@ -35,11 +35,8 @@ _MODULES = {
 
 
 def class_names(config: DataConfig) -> tuple[str, ...]:
-    """Returns the classes of the configured source (for `auto` CIFAR-10's), without decoding, in milliseconds.
-
-    Raises UsageError for a folder that is missing, cannot be read, or does not have the same two or more classes of
-    images under train/ and test/.
-    """
+    """Returns the classes of the configured source (for `auto` CIFAR-10's), without decoding, in milliseconds. Raises
+    UsageError for a folder as `folder.class_names` does."""
     config = _named(config, "cifar10" if config.source == "auto" else config.source)
     return _module(config).class_names(config)
 
@@ -47,11 +44,8 @@ def class_names(config: DataConfig) -> tuple[str, ...]:
 def prepare(config: DataConfig) -> str:
     """Prepares the decoded images and returns the name of the source that is used (`auto` is resolved).
 
-    Any number of ranks, nodes and runs may call this at once: one works, the others wait. If the images are prepared
-    already, it takes milliseconds.
-
-    Raises UsageError for what the user can fix in the configuration or the data, RunError if the network, the archive
-    or the disk fails.
+    Any number of ranks, nodes and runs may call this at once: one works, the others wait. Raises UsageError for what
+    the user can fix in the configuration or the data, RunError if the network, the archive or the disk fails.
     """
     if config.source != "auto":
         from cifar_zero.data import cache

@@ -17,8 +17,7 @@ from cifar_zero.data.policy import in_groups, transforms_of
 
 class Augmentation:
     """The augmentation and normalisation of the `count` images of a split; with the defaults of --augment only the
-    latter. The seed and the epoch alone decide what happens to each image. `num_classes` is the width of mixed labels.
-    """
+    latter. `num_classes` is the width of mixed labels."""
 
     def __init__(self, config: AugmentConfig, count: int, num_classes: int, seed: int, inputs: Inputs = PLAIN) -> None:
         self._config, self._count, self._num_classes, self._seed = config, count, num_classes, seed
@@ -161,10 +160,8 @@ def mix(images: Tensor, labels: Tensor, boxes: Tensor, weights: Tensor, num_clas
 
 
 def sides(boxes: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns 1 inside each box (n, 4) and 0 outside, along both sides of square images (n, W, W, 3).
-
-    As float32 (n, W, 1) and, with a value for each channel, (n, 1, W * 3): their product is the box.
-    """
+    """Returns 1 inside each box (n, 4) and 0 outside, along both sides of square images (n, W, W, 3): float32 (n, W, 1)
+    and, with a value for each channel, (n, 1, W * 3), whose product is the box."""
     start, stop = boxes.view(-1, 2, 2, 1).unbind(2)
     pixel = torch.arange(images.shape[1], device=images.device)
     vertical, horizontal = ((pixel >= start) & (pixel < stop)).float().unbind(1)

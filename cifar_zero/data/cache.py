@@ -24,16 +24,14 @@ from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.data.dataset import Dataset
 from cifar_zero.models import IMAGE_SHAPE
 
-SCHEMA = 2
-"""Version of this layout, 2 with the channels last; a cache of another version is replaced."""
+SCHEMA = 2  # version of this layout, 2 with the channels last; a cache of another version is replaced
 
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 PAGE_BYTES = 4096
 """The checksum of images reads one byte in each block of this size, in 6 ms: disks are damaged by whole blocks. That of
 labels reads all: one that is out of range would end a run."""
 
-_DAMAGE = (OSError, ValueError, KeyError, TypeError)
-"""Exceptions of reading a missing or damaged cache."""
+_DAMAGE = (OSError, ValueError, KeyError, TypeError)  # exceptions of reading a missing or damaged cache
 
 _USERS_MISTAKES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 
@@ -42,10 +40,8 @@ def ensure(directory: Path, source: str, fingerprint: str, build: Callable[[Path
     """Makes `directory` hold the decoded images of `source` with this `fingerprint` of their inputs.
 
     If it is missing, out of date or damaged, `build` is called with an empty directory, fills it by `allocate`, and
-    returns the class names. Any number of processes may call this at once: one builds, the others wait.
-
-    Raises UsageError if the place cannot be written to, RunError if writing fails (a full disk), and what `build`
-    raises.
+    returns the class names. Any number of processes may call this at once: one builds, the others wait. Raises
+    UsageError if the place cannot be written to, RunError if writing fails (a full disk), and what `build` raises.
     """
     if _is_ready(directory, fingerprint):
         return
@@ -82,7 +78,7 @@ def allocate(
     """Creates the arrays of a split ("train" or "test") on the disk: images (count, 3, side, side), labels (count,)."""
     images = _create(directory / f"{split}_images.npy", (count, side, side, IMAGE_SHAPE[0]), np.uint8)
     labels = _create(directory / f"{split}_labels.npy", (count,), np.int64)
-    return _channels_first(images), labels
+    return images.transpose(0, 3, 1, 2), labels
 
 
 def load(directory: Path) -> Dataset:
@@ -93,7 +89,7 @@ def load(directory: Path) -> Dataset:
     except _DAMAGE as error:
         raise RunError(f"no decoded images in {directory}: prepare the data first") from error
     for name in ("train_images", "test_images"):
-        arrays[name] = _channels_first(arrays[name])
+        arrays[name] = arrays[name].transpose(0, 3, 1, 2)  # stored with the channels last
     return Dataset(name=meta["source"], classes=tuple(meta["classes"]), **arrays)
 
 
@@ -139,11 +135,6 @@ def _create(path: Path, shape: tuple[int, ...], dtype: type[np.generic]) -> np.m
         with path.open("rb+") as file:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
     return array
-
-
-def _channels_first(images: np.memmap[Any, Any]) -> np.memmap[Any, Any]:
-    """Returns a view (N, 3, H, W) of the stored (N, H, W, 3)."""
-    return images.transpose(0, 3, 1, 2)
 
 
 def _open(directory: Path, name: str) -> np.memmap[Any, Any]:

@@ -36,12 +36,10 @@ _CIFAR100_NAMES = """
 """
 CIFAR100_CLASSES = tuple(_CIFAR100_NAMES.split())
 
-TIMEOUT_S = 10.0
-"""Time limit of connecting, and of each read."""
+TIMEOUT_S = 10.0  # time limit of connecting, and of each read
 
 TRIES = 3
-BACKOFF_S = 0.5
-"""Seconds before the second try; twice that before the third."""
+BACKOFF_S = 0.5  # seconds before the second try; twice that before the third
 
 
 def class_names(config: DataConfig) -> tuple[str, ...]:
@@ -57,10 +55,8 @@ def fingerprint(config: DataConfig) -> str:
 
 
 def build(config: DataConfig, directory: Path) -> tuple[str, ...]:
-    """Finds or downloads the archive and decodes it; returns the class names.
-
-    Raises DownloadError if it cannot be downloaded, RunError if it does not hold the published files.
-    """
+    """Finds or downloads the archive and decodes it; returns the class names. Raises DownloadError if it cannot be
+    downloaded, RunError if it does not hold the published files."""
     from torchvision.datasets import CIFAR10, CIFAR100
     from torchvision.datasets.utils import extract_archive
 
@@ -120,11 +116,8 @@ class DownloadError(RunError):
 
 
 def download(url: str, target: Path, md5: str, fix: str) -> None:
-    """Downloads `url` to `<target>.part` and renames it to `target` when its MD5 is right.
-
-    The caller must keep other processes from downloading to the same target. `fix` ends the message of a DownloadError;
-    an OSError comes from the disk.
-    """
+    """Downloads `url` to `<target>.part` and renames it to `target` when its MD5 is right. `fix` ends the message of a
+    DownloadError; an OSError comes from the disk."""
     from torchvision.datasets.utils import download_url
 
     part = target.with_name(f"{target.name}.part")

@@ -14,8 +14,7 @@ from torch import Tensor
 from cifar_zero.config.run import micro_batch_size
 from cifar_zero.core.errors import UsageError
 
-IGNORED = -1
-"""Label of an entry that only pads a batch: no loss and no metric counts it."""
+IGNORED = -1  # label of an entry that only pads a batch: no loss and no metric counts it
 
 
 @dataclass(frozen=True)
@@ -48,10 +47,8 @@ class Split:
 def stratified_split(
     labels: NDArray[np.int64], fraction: float, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns sorted indices (train, held out) into `labels` (N,): `fraction` of every class is held out, rounded.
-
-    At least one image of each class stays in train.
-    """
+    """Returns sorted indices (train, held out) into `labels` (N,): `fraction` of every class is held out, rounded, and
+    at least one image of each class stays in train."""
     rng = np.random.default_rng(seed)
     held_out = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
@@ -72,7 +69,6 @@ class Order:
         self._count, self._length, self._world_size, self._rank = count, length, world_size, rank
 
     def __len__(self) -> int:
-        """Micro-batches in an epoch."""
         return self._length
 
     def positions(self) -> Tensor:
@@ -80,7 +76,6 @@ class Order:
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yields micro-batches of positions, for a DataLoader."""
         return iter(self.positions()[self.skipped :].tolist())
 
 
@@ -90,7 +85,6 @@ class TrainOrder(Order):
     An epoch has only whole optimizer steps, floor(count / batch_size): DeepSpeed counts micro-batches to the next step
     itself and would carry a remainder into the next epoch, whereas DDP steps at the epoch's end. As the ranks take
     turns, step k sees the same set of images at every number of ranks and every accumulation.
-
     `batch_size` counts the images of one optimizer step over all ranks, in `accumulate` micro-batches per rank. Without
     `shuffle` every epoch has the stored order. Raises UsageError if the batch does not divide, or exceeds the split.
     """
@@ -106,11 +100,9 @@ class TrainOrder(Order):
         self._seed, self._shuffle, self.sampler = seed, shuffle, self
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes the next pass that of `epoch`."""
         self.epoch = epoch
 
     def positions(self) -> Tensor:
-        """Returns this epoch's positions, int64 (micro-batches, batch_size)."""
         if self._shuffle:  # seeded like DistributedSampler
             turns = torch.randperm(self._count, generator=torch.Generator().manual_seed(self._seed + self.epoch))
         else:
@@ -133,6 +125,5 @@ class EvalOrder(Order):
         super().__init__(count, math.ceil(per_rank / length), length, world_size, rank)
 
     def positions(self) -> Tensor:
-        """Returns positions, int64 (batches, batch_size); `count` is the entry to be ignored."""
         turns = torch.arange(self._length * self.batch_size).view(self._length, self.batch_size)
         return (self._rank + self._world_size * turns).clamp_(max=self._count)

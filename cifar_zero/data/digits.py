@@ -12,8 +12,7 @@ from cifar_zero.config.flags import DataConfig
 CLASSES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 TRAIN_PER_CLASS = 5_000
 TEST_PER_CLASS = 1_000
-VERSION = 1
-"""Raise it with every change of the rendered pixels, so that old caches are replaced."""
+VERSION = 1  # raise it with every change of the rendered pixels, so that old caches are replaced
 
 SEED = 20_090_408
 """Seed of the split and of every variation; independent of the run's seed, so that all runs see the same images."""

@@ -9,8 +9,7 @@ from torch.nn.functional import affine_grid, grid_sample
 
 from cifar_zero.models import IMAGE_SHAPE
 
-BATCH = 500
-"""Images rendered at once: their float32 pixels (6 MB) fit a core's cache."""
+BATCH = 500  # images rendered at once: their float32 pixels (6 MB) fit a core's cache
 
 # The ranges of the variation: wide enough that position and colour say nothing about the class, small enough that a
 # person still reads nearly every image.

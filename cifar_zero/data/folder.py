@@ -20,18 +20,14 @@ if TYPE_CHECKING:
 
 SPLITS = ("train", "test")
 SUFFIXES = (".png", ".jpg", ".jpeg")
-CHUNK = 64
-"""Images that a thread decodes before it reports: enough that reporting costs nothing."""
+CHUNK = 64  # images that a thread decodes before it reports: enough that reporting costs nothing
 
 _LAYOUT = "a folder source is <root>/train/<class>/*.png|jpg and <root>/test/<class>/*.png|jpg"
 
 
 def class_names(config: DataConfig) -> tuple[str, ...]:
-    """Returns the names of the directories under train/, sorted.
-
-    Raises UsageError if a directory is missing or unreadable, there are fewer than two classes, a class has no images,
-    or test/ has other classes than train/.
-    """
+    """Returns the names of the directories under train/, sorted. Raises UsageError if a directory is missing or
+    unreadable, there are fewer than two classes, a class has no images, or test/ has other classes than train/."""
     entries = (_entries(Path(config.root) / split) for split in SPLITS)
     train, test = (tuple(sorted(entry.name for entry in each if entry.is_dir())) for each in entries)
     if len(train) < 2:
@@ -54,10 +50,8 @@ def cache_key(config: DataConfig) -> str:
 
 
 def fingerprint(config: DataConfig) -> str:
-    """Returns a hash of every image's class, name, size and modification time, in about 0.3 s for 60,000 images.
-
-    Raises UsageError as `class_names` does.
-    """
+    """Returns a hash of every image's class, name, size and modification time, in about 0.3 s for 60,000 images. Raises
+    UsageError as `class_names` does."""
     digest = hashlib.sha256(repr(class_names(config)).encode(errors="surrogateescape"))
     for split in SPLITS:
         for path, label in _labelled_files(config, split):
@@ -71,10 +65,7 @@ def fingerprint(config: DataConfig) -> str:
 
 
 def build(config: DataConfig, directory: Path) -> tuple[str, ...]:
-    """Decodes every image, on all cores; returns the class names.
-
-    Raises UsageError, naming the first image that cannot be read.
-    """
+    """Decodes every image, on all cores; returns the class names. Raises UsageError for the first unreadable image."""
     from cifar_zero.data import cache
 
     for split in SPLITS:

@@ -22,15 +22,17 @@ def decode(path: str | Path, side: int = IMAGE_SHAPE[1]) -> NDArray[np.uint8]:
     """Reads an image file of any size and mode as RGB pixels (3, side, side), uint8, in the camera's orientation.
 
     Transparency is ignored. An image of another size is scaled to `side` pixels on its shorter side (bilinear with
-    antialiasing, torchvision's default) and cropped at its centre.
-
-    Raises UsageError if the file cannot be read as a PNG or JPEG image, or has more than MAX_PIXELS pixels.
+    antialiasing, torchvision's default) and cropped at its centre. Raises UsageError if the file cannot be read as a
+    PNG or JPEG image, or has more than MAX_PIXELS pixels.
     """
     try:
         with Image.open(path, formats=FORMATS) as file:  # reads only the header
             if file.width * file.height > MAX_PIXELS:
                 raise ValueError(f"it has {file.width} x {file.height} pixels, more than {MAX_PIXELS:,}")
-            image = _eight_bits(ImageOps.exif_transpose(file)).convert("RGB")
+            image = ImageOps.exif_transpose(file)
+            if image.mode.startswith("I"):  # 16-bit grey (I;16 and I, where 65,535 is white), which Pillow (13.0) clips
+                image = Image.fromarray((np.asarray(image) / 257).round().clip(0, 255).astype(np.uint8))
+            image = image.convert("RGB")
     except UnidentifiedImageError as error:
         raise UsageError(f"cannot read the image {path}: it is not PNG or JPEG; convert or remove it") from error
     except Exception as error:  # Pillow's decoders raise a dozen kinds, from OSError to struct.error
@@ -39,10 +41,3 @@ def decode(path: str | Path, side: int = IMAGE_SHAPE[1]) -> NDArray[np.uint8]:
     if image.size != (side, side):
         image = ImageOps.fit(image, (side, side), Image.Resampling.BILINEAR)
     return np.asarray(image).transpose(2, 0, 1)
-
-
-def _eight_bits(image: Image.Image) -> Image.Image:
-    """Converts 16-bit grey (Pillow's I;16 and I, where 65,535 is white) to 8 bits; Pillow (13.0) would clip it."""
-    if not image.mode.startswith("I"):
-        return image
-    return Image.fromarray((np.asarray(image) / 257).round().clip(0, 255).astype(np.uint8))

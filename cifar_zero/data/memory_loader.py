@@ -94,10 +94,8 @@ class MemoryLoader(Resumable):
     """Iterable over (images, labels) in the given order, on the device.
 
     Images are float32 (m, 3, H, W), normalised, in `memory_format`; labels int64 (m,), see `Split`, or with mixup or
-    cutmix float32 (m, classes). Several micro-batches are made at once, as views of one block.
-
-    `stored` are the split's images on a device, by default on the CPU; without an augmentation they are normalised to
-    [-1, 1]; see `memory_format` for `channels_last`.
+    cutmix float32 (m, classes). Several micro-batches are made at once, as views of one block. `stored` are the split's
+    images on a device, by default on the CPU; without an augmentation they are normalised to [-1, 1].
     """
 
     def __init__(
@@ -120,24 +118,19 @@ class MemoryLoader(Resumable):
         self._block = math.ceil(images / order.batch_size)  # micro-batches in a block
 
     def __len__(self) -> int:
-        """Micro-batches in an epoch."""
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields an epoch, or its rest if the loader whose state was loaded has begun it."""
         self._begin()
         size = self.batch_sampler.batch_size
-        for images, labels in self._blocks():
-            for batch in zip(images.split(size), labels.split(size), strict=True):
-                self._count()
-                yield batch
-
-    def _blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the images and labels of several micro-batches at a time."""
         for rows, labels, draws in self._plan():
             images, labels = self._augmentation.apply(self._stored.take(rows), labels, draws)
             images = self._augmentation.resized(images, self.batch_sampler.epoch)
-            yield images.permute(0, 3, 1, 2).contiguous(memory_format=self._format), labels
+            images = images.permute(0, 3, 1, 2).contiguous(memory_format=self._format)
+            for batch in zip(images.split(size), labels.split(size), strict=True):
+                self._count()
+                yield batch
 
     def _plan(self) -> Iterator[tuple[Tensor, Tensor, Draws]]:
         """Yields the stored rows, labels and draws of each block, those of mixed-in partners after its own."""

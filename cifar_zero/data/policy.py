@@ -30,11 +30,9 @@ def transforms_of(config: AugmentConfig) -> list[Transform]:
 
 
 def in_groups(images: Tensor, seeds: Tensor, transforms: list[Transform]) -> Tensor:
-    """Returns images uint8 (n, 3, H, W) after the transforms, called once for all images with the same seed.
-
-    The generator of the CPU, from which torchvision draws for every device, is seeded for each group, and restored. The
-    seeds, int64 (n,), are on the CPU.
-    """
+    """Returns images uint8 (n, 3, H, W) after the transforms, called once for all images with the same seed, int64 (n,)
+    on the CPU. The CPU's generator, from which torchvision draws for every device, is seeded for each group, and
+    restored."""
     result = torch.empty_like(images)
     with torch.random.fork_rng(devices=[]):
         for seed in seeds.unique().tolist():

@@ -6,8 +6,7 @@ from cifar_zero.config.flags import DataConfig
 
 CLASSES = tuple(f"class {label}" for label in range(10))
 SEED = 0
-CHUNK = 4096
-"""Images generated at once (12 MB), so that a set may be larger than the memory."""
+CHUNK = 4096  # images generated at once (12 MB), so that a set may be larger than the memory
 
 
 def class_names(config: DataConfig) -> tuple[str, ...]:

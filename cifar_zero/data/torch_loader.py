@@ -22,11 +22,9 @@ class TransformedImages(Dataset[tuple[Tensor, int]]):
         self._transform: Callable[[Image.Image], Tensor] = Compose([ToTensor(), Normalize(inputs.mean, inputs.std)])
 
     def __len__(self) -> int:
-        """Images, without the ignored entry."""
         return self._split.count
 
     def __getitem__(self, position: int) -> tuple[Tensor, int]:
-        """Returns the image and its label at a position of the split."""
         pixels = self._split.images[self._split.indices[position]]
         image = Image.fromarray(pixels.transpose(1, 2, 0))
         return self._transform(image), int(self._split.labels[position])
@@ -36,13 +34,12 @@ class TorchLoader(Resumable, DataLoader[Any]):
     """A DataLoader that can continue in the middle of an epoch, and looks up the order at the first batch.
 
     Lightning (2.6.6) asks for the iterator of a resumed run before it sets the epoch: DataLoader's own iterator would
-    look up the order too early.
+    look up the order too early. Yields (images float32 (m, 3, H, W), labels int64 (m,)).
     """
 
     batch_sampler: Order
 
     def __init__(self, split: Split, order: Order, workers: int, inputs: Inputs = PLAIN) -> None:
-        """Yields (images float32 (m, 3, H, W), labels int64 (m,)), in the given order."""
         # A separate generator: otherwise each epoch would draw from the global one, and dropout would differ from that
         # with the memory loader.
         generator = torch.Generator()

@@ -76,7 +76,6 @@ def main() -> int:
 
 
 def _summary(findings: Mapping[str, Finding]) -> str:
-    """Returns the overall result in one sentence."""
     count = Counter(finding.status for finding in findings.values())
     warnings = f"{count['warning']} warning{'s'[: count['warning'] != 1]}"
     if count["failed"]:

@@ -38,7 +38,6 @@ ARCHIVES = ("cifar-10-python.tar.gz", "cifar-10-batches-py", "cifar-100-python.t
 
 
 def gpu(options: Options) -> Finding:
-    """Whether torch can compute on every GPU."""
     if not has_gpu_driver():
         return ok(f"{NO_GPU} ({cpu_name()})")
     import torch
@@ -87,7 +86,6 @@ def nvcc(options: Options) -> Finding:
 
 
 def cores(options: Options) -> Finding:
-    """Checks whether each rank has its own CPU core."""
     count = core_count()
     if count < options.ranks:
         return warning(f"{count} for {options.ranks} ranks, which take turns", command("train", "--devices", count))
@@ -95,7 +93,6 @@ def cores(options: Options) -> Finding:
 
 
 def memory(options: Options) -> Finding:
-    """Whether the ranks fit into memory: one that trains on the CPU takes about 1 GB."""
     free = free_memory_bytes() / 1e9
     found = f"{free:.1f} GB are free"
     if (fit := ranks_in_memory()) < options.ranks:
@@ -110,7 +107,6 @@ def ranks_in_memory() -> int:
 
 
 def shared_memory(options: Options) -> Finding:
-    """Whether /dev/shm has room for every rank."""
     if not local_launcher.SHARED_MEMORY.is_dir():
         return ok(f"no {local_launcher.SHARED_MEMORY} on this system")
     free, needed = shutil.disk_usage(local_launcher.SHARED_MEMORY).free, options.ranks * SHARED_BYTES
@@ -121,7 +117,6 @@ def shared_memory(options: Options) -> Finding:
 
 
 def out(options: Options) -> Finding:
-    """Whether run folders can be written."""
     return _disk([Path(options.out)], "choose another directory with --out DIR")
 
 
@@ -177,7 +172,6 @@ def _disk(folders: list[Path], elsewhere: str) -> Finding:
 
 
 def port(options: Options) -> Finding:
-    """Whether MASTER_PORT is free, if it is set."""
     named = os.environ.get("MASTER_PORT")
     if named is None:
         return ok(f"MASTER_PORT is not set, {local_launcher.free_port()} is free")

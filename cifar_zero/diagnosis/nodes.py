@@ -43,13 +43,15 @@ DRIVER = Path("/sys/module/nvidia/version")  # file in which Linux shows the ver
 
 
 def examine(options: Options) -> dict[str, Finding] | None:
-    """Meets the other ranks and compares the nodes; returns the findings on rank 0, None on the others.
-
-    Ends the process, with one line from the first rank of each node, if a step takes longer than `options.timeout`
-    seconds. The rank is read from torchrun's environment variables.
-    """
+    """Meets the other ranks and compares the nodes; returns the findings on rank 0, None on the others. Ends the
+    process, with one line from the first rank of each node, if a step takes longer than `options.timeout` seconds."""
     patience = timedelta(seconds=3 * options.timeout)  # so that the watchdog reports first
-    store = PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store(options.timeout))
+    # The store of torchrun's agents, or one that rank 0 opens. Not torch's "env://": with it rank 0 waits here for the
+    # others, and cannot name who is missing.
+    opens = rank_environment.global_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    address, limit = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timedelta(seconds=options.timeout)
+    tcp = TCPStore(*address, is_master=opens, timeout=limit, wait_for_workers=False)
+    store = PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp)
     store.set_timeout(patience)
     watchdog = Watchdog(store.clone(), options.timeout)
     rank, ranks = rank_environment.global_rank(), int(os.environ["WORLD_SIZE"])
@@ -110,10 +112,8 @@ def losses_alone(device: str) -> list[float]:
 
 
 class Watchdog:
-    """Ends this process with one line and exit code 1 if a step takes longer than `seconds`.
-
-    It uses a thread, because a rank may hang in calls without a time limit: NCCL's kernels, a host name, a disk.
-    """
+    """Ends this process with one line and exit code 1 if a step takes longer than `seconds`; by a thread, because a
+    rank may hang in calls without a time limit: NCCL's kernels, a host name, a disk."""
 
     def __init__(self, store: Store, seconds: float):
         self.store = store  # of the steps that each rank has begun; a connection of its own, as another may be blocked
@@ -130,7 +130,6 @@ class Watchdog:
         self._timer.start()
 
     def end(self) -> None:
-        """Ends the last step."""
         self._timer.cancel()
 
     def _give_up(self, step: str) -> None:
@@ -147,19 +146,6 @@ class Watchdog:
             return f"the node of rank 0, {os.environ['MASTER_ADDR']}, does not answer"
         named = [f"rank {rank}" + (f" ({self.hosts[rank]})" if self.hosts else "") for rank in missing]
         return f"{', '.join(named)} did not get this far" if named else "all ranks have begun it"
-
-
-def _store(seconds: float) -> TCPStore:
-    """Connects to the store of torchrun's agents, or to a store that rank 0 opens."""
-    opens = rank_environment.global_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    # Not torch's "env://": with it rank 0 waits here for the others, and cannot name who is missing.
-    return TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=opens,
-        timeout=timedelta(seconds=seconds),
-        wait_for_workers=False,
-    )
 
 
 def _no_gpu() -> str:
@@ -195,7 +181,6 @@ def check_gpus(arrivals: Sequence[tuple[str, str]]) -> Finding:
 
 
 def check_sums(hosts: Sequence[str], right: Sequence[bool], backend: str) -> Finding:
-    """Whether every rank computed the right sum."""
     wrong = [f"rank {rank} ({host})" for rank, host in enumerate(hosts) if not right[rank]]
     if wrong:
         return failed(f"a wrong sum on {', '.join(wrong)}", "replace the network adapter or the GPU there")
@@ -218,7 +203,6 @@ def check_losses(hosts: Sequence[str], alone: Sequence[tuple[str, list[float]]])
 
 
 def check_versions(hosts: Sequence[str], software: Sequence[Mapping[str, str]]) -> Finding:
-    """Whether all nodes have the same software."""
     differ: list[str] = []
     for name in {name: None for found in software for name in found}:
         where: dict[str, dict[str, None]] = {}
@@ -233,7 +217,6 @@ def check_versions(hosts: Sequence[str], software: Sequence[Mapping[str, str]]) 
 
 
 def check_clocks(hosts: Sequence[str], clocks: Sequence[float]) -> Finding:
-    """Whether the clocks of the nodes agree."""
     first, last = clocks.index(min(clocks)), clocks.index(max(clocks))
     apart = clocks[last] - clocks[first]
     if apart > CLOCK_SECONDS:
@@ -243,7 +226,6 @@ def check_clocks(hosts: Sequence[str], clocks: Sequence[float]) -> Finding:
 
 
 def check_out(hosts: Sequence[str], out: str, apart: Sequence[int]) -> Finding:
-    """Whether all nodes share the directory of the runs."""
     if apart:
         named = ", ".join(sorted({hosts[rank] for rank in apart}))
         return failed(f"{named} cannot see what {hosts[0]} writes to {out}", "--out DIR on a disk that all nodes share")

@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from cifar_zero.core.errors import short
 from cifar_zero.core.programs import command
 from cifar_zero.diagnosis.check import Finding, Options, failed, ok, warning
@@ -26,18 +28,13 @@ def locks(options: Options) -> Finding:
 
 
 def blocking(root: Path, by_existence: bool) -> list[Path]:
-    """Returns the lock files under `root` that make a run wait.
-
-    With `by_existence` the existence of the file is the lock; otherwise it is the system's lock on the file.
-    """
+    """Returns the lock files under `root` that make a run wait: those that exist, or that the system has locked."""
     return [file for file in sorted(root.glob("*/lock")) if by_existence or _held(file)]
 
 
 def waits_for_existence() -> bool:
-    """Whether this torch waits forever for a lock file that a killed build left behind.
-
-    Since PyTorch's pull request 190543 (PyTorch issue 189245) the system locks the file, and a leftover file is free.
-    """
+    """Whether this torch waits forever for a lock file that a killed build left behind. Since PyTorch's pull request
+    190543 (PyTorch issue 189245) the system locks the file, and a leftover file is free."""
     import torch.utils.cpp_extension
 
     return hasattr(torch.utils.cpp_extension, "FileBaton")
@@ -109,8 +106,6 @@ def is_built(name: str) -> bool:
 
 
 def _held(file: Path) -> bool:
-    from filelock import FileLock, Timeout
-
     try:
         with FileLock(file, timeout=0):
             return False

@@ -1,7 +1,5 @@
 """Checks Python, the packages that a run needs, and what DeepSpeed needs to compile its operators."""
 
-from __future__ import annotations
-
 import ctypes.util
 import os
 import platform
@@ -13,12 +11,12 @@ import sysconfig
 import tomllib
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from cifar_zero.diagnosis.check import INSTALL, Finding, Options, failed, ok, warning
-
-if TYPE_CHECKING:
-    from packaging.specifiers import SpecifierSet
 
 PYTHON = (3, 11)  # oldest supported Python (pyproject.toml)
 
@@ -45,7 +43,6 @@ LIBAIO_HEADER = Path("/usr/include/libaio.h")
 
 
 def python(options: Options) -> Finding:
-    """Whether this Python is recent enough."""
     if sys.version_info < PYTHON:
         return failed(f"{platform.python_version()}, but 3.11 is needed", "make setup PYTHON=python3.12")
     return ok(platform.python_version())
@@ -63,10 +60,6 @@ def torchvision_import(options: Options) -> Finding:
 
 def package(name: str, options: Options) -> Finding:
     """Whether a package is installed, in a tested version."""
-    from packaging.requirements import Requirement
-    from packaging.specifiers import SpecifierSet
-    from packaging.version import Version
-
     wanted = tested(name)
     try:
         version = Version(metadata.version(name))
@@ -87,8 +80,6 @@ def package(name: str, options: Options) -> Finding:
 
 def tested(name: str) -> SpecifierSet:
     """Returns the tested versions of a package: pyproject.toml's range, which an installed program's metadata has."""
-    from packaging.requirements import Requirement
-
     if PROJECT.exists():
         listed = tomllib.loads(PROJECT.read_text())["project"]["dependencies"]
     else:

@@ -50,10 +50,8 @@ def of_checkpoint(content: Mapping[str, Any], file: Path) -> Classifier:
 
 def build(weights: Mapping[str, Tensor], metadata: Mapping[str, str], file: Path) -> tuple[nn.Module, Classifier]:
     """Returns the model with these weights in float32, in evaluation mode, and the classifier that runs it on the CPU.
-
-    The weights come from `file`, by the model's own names, in any floating-point format; `metadata` are those of
-    `safetensors_file.metadata_of`. Raises UsageError: there are none, or the weights are of another model.
-    """
+    `metadata` are those of `safetensors_file.metadata_of`. Raises UsageError: there are none, or the weights are of
+    another model."""
     if "model" not in metadata:
         raise UsageError(f"{file} does not say which model it is of: give a checkpoint of train.py, or an export of it")
     try:

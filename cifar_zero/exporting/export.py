@@ -48,9 +48,8 @@ def export(
 ) -> None:
     """Writes the file, reads it back, compares it with the checkpoint, and only then gives it its name.
 
-    The checkpoint is of any strategy, file or folder; with `delta`, a file of export.py --to delta to apply to it, it
-    may be any file of weights. `to` is a name in FORMATS, `dtype` that of the weights in the file, float32 or bfloat16;
-    `check` compares the scores of the run's test images too, if they are on this machine. Raises UsageError: the
+    The checkpoint is of any strategy; with `delta` it may be any file of weights. `dtype` is that of the weights in the
+    file; `check` compares the scores of the run's test images too, if they are on this machine. Raises UsageError: the
     checkpoint is damaged, or not of the model that it names. Raises RunError: the file does not compute what the
     checkpoint does. Raises OSError: the file cannot be written.
     """

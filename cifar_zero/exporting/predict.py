@@ -22,8 +22,7 @@ from cifar_zero.exporting.export import add_weight_options
 if TYPE_CHECKING:
     from cifar_zero.exporting.classifier import Classifier
 
-Named = list[tuple[str, float]]
-"""Class names with their probabilities, from 0 to 1, the most probable first."""
+Named = list[tuple[str, float]]  # class names with their probabilities, from 0 to 1, the most probable first
 
 BATCH_SIZE = 64  # images that are decoded and classified together
 

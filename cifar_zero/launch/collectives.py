@@ -28,10 +28,8 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def by_rank_0(ask: Callable[[], T]) -> T:
-    """Returns on every rank what rank 0 finds. Each rank must call it.
-
-    A UsageError of rank 0 is raised on every rank; any other error on rank 0, and as a RunError on the others.
-    """
+    """Returns on every rank what rank 0 finds. Each rank must call it. A UsageError of rank 0 is raised on every rank;
+    any other error on rank 0, and as a RunError on the others."""
     if not _has_others():
         return ask()
     answer: list[Any] = [None]
@@ -50,10 +48,8 @@ def by_rank_0(ask: Callable[[], T]) -> T:
 
 
 def ranks_on_another_disk(folder: Path | None) -> list[int]:
-    """Returns the ranks that cannot see a file which rank 0 writes into `folder` for a moment. Each rank must call it.
-
-    Only rank 0 names the folder; the other ranks look for the file under the same path.
-    """
+    """Returns the ranks that cannot see a file which rank 0 writes into `folder`, None on the other ranks, for a
+    moment. Each rank must call it."""
 
     def write() -> Path:
         assert folder is not None

@@ -55,7 +55,6 @@ class Board:
         return f"{rank},{descriptors[0]},{descriptors[1]}", descriptors
 
     def read(self) -> list[Beat]:
-        """Returns the latest heartbeat of every rank."""
         return [Beat(*_SLOT.unpack_from(self._memory, rank * _SLOT.size)) for rank in range(self._ranks)]
 
 

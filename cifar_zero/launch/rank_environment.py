@@ -19,10 +19,8 @@ SLURM += ("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_
 
 
 def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns torchrun's variables for this rank; empty if no launcher has started this process.
-
-    Raises UsageError if the nodes have different numbers of ranks.
-    """
+    """Returns torchrun's variables for this rank; empty if no launcher has started this process. Raises UsageError if
+    the nodes have different numbers of ranks."""
     if all(name in environment for name in TORCHRUN):
         # Without NODE_RANK or torchrun's GROUP_RANK Lightning takes every node for the first one.
         node = int(environment["RANK"]) // max(1, int(environment["LOCAL_WORLD_SIZE"]))

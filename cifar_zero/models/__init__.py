@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 
 IMAGE_SHAPE = (3, 32, 32)  # channels, height and width of the images, in pixels
 PATCH_SIDE = 4  # height and width of a vision transformer's patches, in pixels
-
-Size = Literal["tiny", "small", "base", "large", "1b", "13b"]
-"""The size of a vision transformer."""
+Size = Literal["tiny", "small", "base", "large", "1b", "13b"]  # the size of a vision transformer
 
 
 class Shape(NamedTuple):
@@ -184,7 +182,6 @@ class ViT(Model):
 
     @property
     def shape(self) -> Shape:
-        """The transformer's shape, with the chosen depth."""
         shape = SHAPES[self.size]
         return shape._replace(depth=self.depth or shape.depth)
 

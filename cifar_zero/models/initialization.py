@@ -15,12 +15,11 @@ SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def initialize(net: nn.Module, scheme: str, seed: int) -> None:
-    """Draws the weights of all convolutions and linear layers again, and sets their biases to zero.
+    """Draws the weights of all convolutions and linear layers again, and sets their biases to zero; with the scheme
+    `default` all weights stay as torch's layers drew them.
 
-    Layer by layer in the model's order. DeepSpeed's zero.Init replaces `Module.apply` by its own, which gathers a
-    sharded layer, draws it and shards it again (DeepSpeed 0.19.8, deepspeed/runtime/zero/partition_parameters.py).
-
-    Norms and other parameters are not changed; with the scheme `default` all weights stay as torch's layers drew them.
+    DeepSpeed's zero.Init replaces `Module.apply` by its own, which gathers a sharded layer, draws it and shards it
+    again (DeepSpeed 0.19.8, deepspeed/runtime/zero/partition_parameters.py).
     """
     if scheme == "default":
         return

@@ -124,8 +124,7 @@ class MixtureOfExperts(nn.Module):
     """A layer of experts on one device; tokens (..., hidden_size) in and out.
 
     Every expert runs on as many places as its capacity, padded with zeros, and so gets a gradient in each step.
-    DeepSpeed gives all experts of a layer the same initial weights; here each draws its own. `make_expert` builds one,
-    (..., hidden_size) -> (..., hidden_size).
+    DeepSpeed gives all experts of a layer the same initial weights; here each draws its own, in `make_expert`.
     """
 
     def __init__(
@@ -170,11 +169,8 @@ class MixtureOfExperts(nn.Module):
 
 @contextmanager
 def share_of(rank: int) -> Generator[None, None, None]:
-    """A model built within this context keeps only one rank's experts of each mixture.
-
-    Each of ep_size neighbouring ranks has the same number. The other experts are drawn and dropped one by one, so that
-    the weights are those of the whole model.
-    """
+    """A model built within this context keeps only one rank's experts of each mixture; the other experts are drawn and
+    dropped one by one, so that the weights are those of the whole model."""
     token = _rank.set(rank)
     try:
         yield

@@ -42,10 +42,8 @@ class Net(nn.Module):
 
 
 class NetMoE(Net):
-    """Net with a row of mixtures of experts, 84 -> 84, and a linear layer in place of its last layer.
-
-    As in DeepSpeedExamples' CIFAR-10 program; each image is one token.
-    """
+    """Net with a row of mixtures of experts, 84 -> 84, and a linear layer in place of its last layer, as in
+    DeepSpeedExamples' CIFAR-10 program; each image is one token."""
 
     def __init__(self, num_classes: int, options: MixtureOptions):
         super().__init__(num_classes)
@@ -56,7 +54,6 @@ class NetMoE(Net):
         self.fc4 = nn.Linear(TOKEN_WIDTH, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class scores (N, num_classes) of images (N, 3, 32, 32) in [-1, 1]."""
         return self.fc4(super().forward(x))
 
 

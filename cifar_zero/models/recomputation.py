@@ -27,8 +27,7 @@ def checkpoint_blocks(net: nn.Module) -> None:
     a `BLOCK_METHOD` has no other blocks.
 
     Only functions are replaced, no modules, so that parameters keep their names. Losses and weights stay the same bit
-    for bit: dropout and the gates' noise are drawn again from the same random state. Raises UsageError: the model has
-    no blocks.
+    for bit. Raises UsageError: the model has no blocks.
     """
     if method := getattr(net, BLOCK_METHOD, None):
         setattr(net, BLOCK_METHOD, partial(_checkpointed, net, method))
@@ -73,11 +72,9 @@ def _through(pieces: list[nn.Sequential], input: Tensor) -> Tensor:
 def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    # A compiled graph has no side effects that could happen twice, and accepts no context.
-    contexts = (
-        {} if torch.compiler.is_compiling() else {"context_fn": lambda: (nullcontext(), _leaving_no_trace(block))}
-    )
-    return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+    if not torch.compiler.is_compiling():  # a compiled graph has no side effects, and accepts no context
+        kwargs["context_fn"] = lambda: (nullcontext(), _leaving_no_trace(block))
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 @contextmanager

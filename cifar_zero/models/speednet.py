@@ -70,8 +70,7 @@ class Block(nn.Module):
 class IdentityConv(nn.Conv2d):
     """A convolution whose first filters each pass one channel of the input through (Dirac); the others are torch's."""
 
-    def reset_parameters(self) -> None:
-        """Draws the weights; called by the constructor, before ZeRO-3 shards them."""
+    def reset_parameters(self) -> None:  # called by the constructor, before ZeRO-3 shards them
         super().reset_parameters()
         nn.init.dirac_(self.weight.detach()[: self.in_channels])
 
@@ -80,7 +79,6 @@ class Head(nn.Linear):
     """A linear layer whose weights have variance 1."""
 
     def reset_parameters(self) -> None:
-        """Draws the weights; called by the constructor, before ZeRO-3 shards them."""
         super().reset_parameters()
         with torch.no_grad():
             self.weight.div_(self.weight.std())
@@ -94,12 +92,11 @@ def norm(channels: int, momentum: float) -> nn.BatchNorm2d:
 
 
 def whitening_filters(images: Tensor) -> Tensor:
-    """Returns the principal directions of the images' patches, divided by their standard deviations, and the negatives.
+    """Returns the principal directions of the images' patches, divided by their standard deviations, and the negatives:
+    float32 (WHITENED, 3, PATCH, PATCH), from images, float (N, 3, H, W).
 
     A convolution with them gives patches whose second moments are the identity, up to `WHITENING_EPS`: the mean is not
     subtracted, as in the reference.
-
-    All patches of the images, float (N, 3, H, W), count. The filters are float32 (WHITENED, 3, PATCH, PATCH).
     """
     patches = F.unfold(images, PATCH)  # (N, 12, patches of an image), colour by colour as a filter has them
     covariance = (patches @ patches.mT).mean(0).double().cpu() / patches.shape[2]

@@ -14,9 +14,8 @@ partitions, uneven shards of FSDP2)."""
 class Torture(nn.Module):
     """Maps images (N, 3, 32, 32) to class scores; 12 thousand parameters.
 
-    With `unused` every fourth micro-batch leaves a branch without gradient. The branch needs one from the other
-    micro-batches of a step: torch's optimizers skip a parameter without gradient, ZeRO updates it as if the gradient
-    were zero.
+    With `unused` every fourth micro-batch leaves a branch without gradient. The branch needs one from the step's other
+    micro-batches: torch's optimizers skip a parameter without gradient, ZeRO updates it as if that were zero.
     """
 
     def __init__(self, num_classes: int, options: models.Torture):

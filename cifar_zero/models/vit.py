@@ -39,7 +39,7 @@ class ViT(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each after a norm and with a residual connection."""
+    """Attention and MLP, each after a norm and with a residual connection; tokens (N, tokens, width) in and out."""
 
     def __init__(self, shape: Shape, mlp: nn.Module, dropout: float = 0.0):
         super().__init__()
@@ -50,13 +50,12 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens (N, tokens, width) in and out."""
         x = x + self.dropout(self.attention(self.norm1(x)))
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention."""
+    """Multi-head self-attention; tokens (N, tokens, width) in and out."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -65,7 +64,6 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens (N, tokens, width) in and out."""
         q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (N, heads, tokens, d)
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
@@ -78,10 +76,7 @@ class MLP(nn.Sequential):
 
 
 def vit_moe(num_classes: int, options: ViTMoE) -> ViT:
-    """Returns a transformer whose every second MLP is a mixture of MLPs, as in GShard and V-MoE (Riquelme et al. 2021).
-
-    `options.num_experts` has one number for each mixture, or one for all.
-    """
+    """Returns a transformer whose every second MLP is a mixture of MLPs (GShard; V-MoE, Riquelme et al. 2021)."""
     shape = SHAPES[options.size]
 
     def make_mlp(block: int) -> nn.Module:

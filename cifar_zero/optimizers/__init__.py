@@ -61,7 +61,6 @@ class SGD(OptimizerOptions):
             raise ValueError("nesterov needs a momentum")
 
     def build(self, parameters: Any, implementation: Implementation) -> Any:
-        """torch's SGD under every strategy: DeepSpeed has none."""
         import torch
 
         fused = implementation in ("torch_fused", "deepspeed_fused")
@@ -81,7 +80,6 @@ class Adam(OptimizerOptions):
     decoupled: ClassVar[bool] = False
 
     def build(self, parameters: Any, implementation: Implementation) -> Any:
-        """The same update by torch, by DeepSpeedCPUAdam or by FusedAdam."""
         options = self.torch_options()
         if implementation == "deepspeed_cpu":
             from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -113,7 +111,6 @@ class Adam8bit(Adam):
     """Adam with its state in eight bits, by bitsandbytes on CUDA (Dettmers et al. 2022)"""
 
     def build(self, parameters: Any, implementation: Implementation) -> Any:
-        """bitsandbytes' own: one byte for each number of the state, and a scale for each block of them."""
         import bitsandbytes  # pyright: ignore[reportMissingImports]
 
         return bitsandbytes.optim.Adam8bit(parameters, **self.torch_options())
@@ -198,7 +195,6 @@ class Muon(OptimizerOptions):
     """AdamW's."""
 
     def build(self, parameters: Any, implementation: Implementation) -> Any:
-        """Our own under every strategy; `parameters` are groups, of which Muon's have `muon`."""
         from cifar_zero.optimizers.torch_updates import TorchMuon
 
         return TorchMuon(parameters, match_adamw=True, **self.torch_options())
@@ -240,7 +236,6 @@ class MuonSGD(OptimizerOptions):
     --schedule in that time. Below 1 it needs a schedule that ends at 0."""
 
     def build(self, parameters: Any, implementation: Implementation) -> Any:
-        """Our own under every strategy; the groups have SGD's learning rates and weight decay."""
         from cifar_zero.optimizers.torch_updates import TorchMuon
 
         options = self.torch_options()

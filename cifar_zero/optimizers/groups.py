@@ -1,23 +1,20 @@
 """The parameter groups of an optimizer: which parameters decay, are Muon's, or have their own learning rate; and how
 the state of other groups, those of a checkpoint, fits them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch.optim import Optimizer
 
 from cifar_zero.core.errors import UsageError
 from cifar_zero.optimizers import Muon, MuonSGD, OptimizerOptions
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 
 def parameter_groups(optimizer: OptimizerOptions, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the groups for an optimizer, in the model's order, those with a learning rate of their own last.
 
-    Each has `param_names`, as torch's optimizers call them (2.6 and later): a checkpoint then says which numbers belong
-    to which parameter. `parameters` are those of the model, by name and in its order; frozen ones are in no group.
+    Each has `param_names`, as torch's optimizers call them: a checkpoint then says which numbers belong to which
+    parameter. `parameters` are the model's, by name and in its order; frozen ones are in no group.
     """
     # Of the whole parameters: ZeRO-3 leaves empty ones and notes their shapes.
     dimensions = {name: len(getattr(each, "ds_shape", each.shape)) for name, each in parameters.items()}

@@ -20,17 +20,14 @@ from torch.optim.sgd import sgd
 
 
 class GroupOptimizer(Optimizer):
-    """Calls `update` once for each parameter group; the state is made at the first step.
-
-    Not earlier, as ZeRO replaces the model's parameters by flat ones after the optimizer is made.
-    """
+    """Calls `update` once for each parameter group; the state is made at the first step, not earlier, as ZeRO replaces
+    the model's parameters by flat ones after the optimizer is made."""
 
     def __init__(self, params: Any, **defaults: Any):
         super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Updates all parameters that have a gradient."""
         loss = closure() if closure is not None else None
         for group in self.param_groups:
             together: dict[Any, list[Tensor]] = {}  # torch (2.15) does not mix DTensors of several meshes in one call
@@ -101,9 +98,8 @@ class TorchLion(GroupOptimizer):
 
 
 class TorchMuon(GroupOptimizer):
-    """Muon (Jordan et al. 2024) for the groups with `muon`: all weights of one shape at once.
-
-    The other groups are updated by AdamW if they have `betas`, else by SGD with Nesterov's momentum.
+    """Muon (Jordan et al. 2024) for the groups with `muon`: all weights of one shape at once; for other groups AdamW if
+    they have `betas`, else SGD with Nesterov's momentum.
 
     A convolution's weight (out, in, height, width) is the matrix (out, in x height x width), as in Keller Jordan's own
     programs (github.com/KellerJordan/Muon, muon.py, and cifar10-airbench, airbench94_muon.py). torch.optim.Muon (2.15)

@@ -48,7 +48,6 @@ class Line:
     per_image: float
 
     def at(self, images: int) -> int:
-        """Returns the bytes of a micro-batch."""
         return max(0, round(self.base + self.per_image * images))
 
 
@@ -65,7 +64,6 @@ class Held(TorchDispatchMode):
         """Bytes of activations that are allocated now, and their peak so far."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operation and counts what it allocates."""
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self._known:
@@ -87,10 +85,8 @@ class Held(TorchDispatchMode):
 
 def counted(net: nn.Module, images: int, computes: Computes, side: int = IMAGE_SHAPE[1]) -> int:
     """Returns the bytes at the peak of one forward and backward pass of a micro-batch of images of side x side pixels,
-    with temporary tensors of operations, without parameters and gradients.
-
-    The model is on the CPU, built in the FakeTensorMode in which this is called, and already cast for "cast".
-    """
+    with temporary tensors of operations, without parameters and gradients. The model is built in the FakeTensorMode in
+    which this is called, and already cast for "cast"."""
     held = Held(net)
     hooks = [
         parameter.register_post_accumulate_grad_hook(held.leave_out_gradient)

@@ -34,8 +34,8 @@ class Room:
 def available(config: Config, device_memory: str | None = None, host_memory: str | None = None) -> Room:
     """Returns what is available to a rank on the machine with this --device_memory, None: on this machine now.
 
-    Without `host_memory`, of one node, it is what is free on this machine, unknown on another one. The devices and the
-    accelerator of the configuration are decided. Raises UsageError if a memory is no size.
+    Without `host_memory`, of one node, it is what is free on this machine, unknown on another one. Raises UsageError if
+    a memory is no size.
     """
     assert config.devices != "auto"
     on_cpu = config.accelerator == "cpu"
@@ -63,10 +63,8 @@ def size_in_bytes(text: str, flag: str) -> int:
 
 
 def free_gpu_bytes(devices: int) -> int:
-    """Returns what a rank may use on the fullest of the first `devices` GPUs, without what others use there now.
-
-    Without NVIDIA's pynvml the memory in use is unknown: asking CUDA itself would take GPU memory.
-    """
+    """Returns what a rank may use on the fullest of the first `devices` GPUs, without what others use there now, which
+    is unknown without NVIDIA's pynvml: asking CUDA itself would take GPU memory."""
     import torch
 
     def free(gpu: int) -> int:

@@ -61,7 +61,6 @@ class Network:
 
     @property
     def elements(self) -> int:
-        """Elements of all parameters."""
         return sum(weight.elements for weight in self.weights)
 
     @property
@@ -114,7 +113,6 @@ class States:
 
     @property
     def total(self) -> int:
-        """The sum of the three."""
         return self.parameters + self.gradients + self.optimizer
 
 

@@ -132,10 +132,8 @@ def sent_bytes(run: Run, network: Network) -> int:
 
 
 def _sent(network: Network, ranks: int, chosen: Callable[[Weight], bool]) -> float:
-    """Returns the elements that a rank sends when the chosen weights are scattered, or gathered, once.
-
-    An expert's weights are sent only to the ranks that have the same experts.
-    """
+    """Returns the elements that a rank sends when the chosen weights are scattered, or gathered, once; an expert's only
+    to the ranks that have the same experts."""
 
     def share(weight: Weight) -> float:
         others = max(1, ranks // weight.ranks_that_share)

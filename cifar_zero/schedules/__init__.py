@@ -1,30 +1,276 @@
 """The registry of learning-rate schedules: each a dataclass whose fields are the `--schedule.<option>` flags.
 
-A schedule is a closed formula, the learning rate of optimizer step k (from 0): a resumed run needs no more than k.
+torch's and transformers' schedules, that of --find_lr, and DeepSpeed's with a warm-up. A schedule is a closed formula,
+the learning rate of optimizer step k (from 0): a resumed run needs no more than k.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from cifar_zero.schedules import plain
-from cifar_zero.schedules.plain import FiniteSchedule, Schedule
+from cifar_zero.core.usage import Options, limited
+
+
+@dataclass
+class Schedule(Options):
+    """A learning rate for each optimizer step."""
+
+    def rate(self, step: float, base_lr: float) -> float:
+        """Returns the learning rate of optimizer step `step`, from 0; `base_lr` is the optimizer's."""
+        raise NotImplementedError
+
+
+@dataclass
+class FiniteSchedule(Schedule):
+    """A schedule that ends."""
+
+    total_steps: int = 0
+    """Optimizer steps until the end; 0: those of the run."""
+
+
+def share_done(step: float, total: float) -> float:
+    """Returns the share of `total` steps that lies behind, from 0 to 1; 1 after the end."""
+    return min(max(step / total, 0.0), 1.0) if total > 0 else 1.0
+
+
+def cosine(start: float, end: float, share: float) -> float:
+    """Returns the value at a share of the way from start to end along half a cosine wave."""
+    return end + (start - end) * (1 + math.cos(math.pi * share)) / 2
+
+
+@dataclass
+class Constant(Schedule):
+    """the optimizer's learning rate throughout"""
+
+    def rate(self, step: float, base_lr: float) -> float:
+        return base_lr
+
+
+@dataclass
+class Linear(FiniteSchedule):
+    """in a straight line from one share of the learning rate to another (torch's LinearLR)"""
+
+    start_factor: float = 1.0
+    """Share of the optimizer's learning rate at the first step."""
+
+    end_factor: float = 0.0
+    """Share of the optimizer's learning rate after total_steps, and from then on."""
+
+    def rate(self, step: float, base_lr: float) -> float:
+        share = share_done(step, self.total_steps)
+        return base_lr * (self.start_factor + (self.end_factor - self.start_factor) * share)
+
+
+@dataclass
+class Exponential(Schedule):
+    """multiplied by one factor after every optimizer step (torch's ExponentialLR)"""
+
+    gamma: float = 0.9999
+    """The factor: 0.9999 leaves a third after 11,000 steps."""
+
+    def rate(self, step: float, base_lr: float) -> float:
+        return base_lr * self.gamma**step
+
+
+@dataclass
+class Cosine(FiniteSchedule):
+    """down half a cosine wave (torch's CosineAnnealingLR; Loshchilov and Hutter 2017, without restarts)"""
+
+    min_lr: float = 0.0
+    """Learning rate after total_steps, and from then on."""
+
+    def rate(self, step: float, base_lr: float) -> float:
+        return cosine(base_lr, self.min_lr, share_done(step, self.total_steps))
+
+
+@dataclass
+class CosineRestarts(Schedule):
+    """down half a cosine wave again and again (torch's CosineAnnealingWarmRestarts; Loshchilov and Hutter 2017)"""
+
+    period: int = limited(1000, over=0)
+    """Optimizer steps of the first wave."""
+
+    period_factor: int = limited(2, at_least=1)
+    """Each wave is this many times as long as the one before."""
+
+    min_lr: float = 0.0
+    """Learning rate at the end of a wave."""
+
+    def rate(self, step: float, base_lr: float) -> float:
+        period = self.period
+        while step >= period:
+            step, period = step - period, period * self.period_factor
+        return cosine(base_lr, self.min_lr, step / period)
+
+
+@dataclass
+class Step(Schedule):
+    """multiplied by a factor once every `step_size` optimizer steps (torch's StepLR)"""
+
+    step_size: int = limited(10_000, over=0)
+    """Optimizer steps between two drops."""
+
+    gamma: float = 0.1
+    """The factor."""
+
+    def rate(self, step: float, base_lr: float) -> float:
+        return base_lr * self.gamma ** (step // self.step_size)
+
+
+@dataclass
+class OneCycle(FiniteSchedule):
+    """up to the optimizer's learning rate and far down again (torch's OneCycleLR; Smith and Topin 2018)"""
+
+    pct_start: float = limited(0.3, over=0, below=1)
+    """Share of the steps in which the learning rate rises."""
+
+    anneal_strategy: Literal["cos", "linear"] = "cos"
+    """Shape of the rise and of the fall."""
+
+    div_factor: float = limited(25.0, over=0)
+    """The first learning rate is the optimizer's divided by this."""
+
+    final_div_factor: float = limited(1e4, over=0)
+    """The last learning rate is the first one divided by this."""
+
+    def rate(self, step: float, base_lr: float) -> float:  # the momentum is not cycled
+        first = base_lr / self.div_factor
+        top, end = self.pct_start * self.total_steps - 1, self.total_steps - 1
+        if step <= top:
+            return self._between(first, base_lr, share_done(step, top))
+        return self._between(base_lr, first / self.final_div_factor, share_done(step - top, end - top))
+
+    def _between(self, start: float, end: float, share: float) -> float:
+        return cosine(start, end, share) if self.anneal_strategy == "cos" else (end - start) * share + start
+
+
+@dataclass
+class WarmupLinear(FiniteSchedule):
+    """from 0 up to the optimizer's learning rate, then in a straight line down to 0"""
+
+    warmup_steps: int = 500
+    """Optimizer steps of the rise."""
+
+    def rate(self, step: float, base_lr: float) -> float:  # transformers' get_linear_schedule_with_warmup
+        if step < self.warmup_steps:
+            return base_lr * step / self.warmup_steps
+        return base_lr * (1 - share_done(step - self.warmup_steps, self.total_steps - self.warmup_steps))
+
+
+@dataclass
+class WarmupCosine(WarmupLinear):
+    """from 0 up to the optimizer's learning rate, then down half a cosine wave"""
+
+    min_lr: float = 0.0
+    """Learning rate after total_steps, and from then on."""
+
+    def rate(self, step: float, base_lr: float) -> float:  # transformers' get_cosine_schedule_with_warmup
+        if step < self.warmup_steps:
+            return base_lr * step / self.warmup_steps
+        return cosine(base_lr, self.min_lr, share_done(step - self.warmup_steps, self.total_steps - self.warmup_steps))
+
+
+@dataclass
+class RangeTest(FiniteSchedule):
+    """exponentially from a very small learning rate to a large one, the schedule of --find_lr (Smith 2017)"""
+
+    min_lr: float = limited(1e-6, over=0)
+    """Learning rate of the first step, whatever the optimizer's."""
+
+    max_lr: float = limited(1.0, over=0)
+    """Learning rate of the last step."""
+
+    def rate(self, step: float, base_lr: float) -> float:
+        return self.min_lr * (self.max_lr / self.min_lr) ** share_done(step, self.total_steps - 1)
+
+
+@dataclass
+class _Warmup(Schedule):
+    """DeepSpeed's rise, equal to its own to the last bit (deepspeed/runtime/lr_schedules.py, 0.19.8)."""
+
+    warmup_num_steps: int = limited(1000, over=0)
+    """Optimizer steps until the full learning rate."""
+
+    warmup_type: Literal["log", "linear"] = "log"
+    """Shape of the rise."""
+
+    def _gamma(self, step: float) -> float | None:
+        """Returns the share of the rise; None when the rise is over.
+
+        DeepSpeed's counter starts at -1 and is read before the first step, so that steps 0 and 1 both run at the lowest
+        rate.
+        """
+        iteration, warmup_num_steps = step - 1, max(2, self.warmup_num_steps)
+        if iteration >= warmup_num_steps:
+            return None
+        if iteration < 0:
+            return 0.0
+        if self.warmup_type == "log":
+            return (1.0 / math.log(warmup_num_steps)) * math.log(iteration + 1)
+        return iteration / warmup_num_steps
+
+
+@dataclass
+class WarmupLR(_Warmup):
+    """DeepSpeed's WarmupLR: from warmup_min_lr up to the optimizer's learning rate, then constant"""
+
+    warmup_min_lr: float = 0.0
+    """Lowest learning rate: that of the start and, with WarmupDecayLR, of the end."""
+
+    def rate(self, step: float, base_lr: float) -> float:
+        gamma = self._gamma(step)
+        return self.warmup_min_lr + (base_lr - self.warmup_min_lr) * (1.0 if gamma is None else gamma)
+
+
+@dataclass
+class WarmupDecayLR(FiniteSchedule, WarmupLR):
+    """DeepSpeed's WarmupDecayLR: like its WarmupLR, then in a straight line down to warmup_min_lr"""
+
+    def rate(self, step: float, base_lr: float) -> float:
+        gamma = self._gamma(step)
+        if gamma is None:
+            falling = float(max(1.0, self.total_steps - max(2, self.warmup_num_steps)))
+            gamma = max(0.0, float(self.total_steps - (step - 1)) / falling)
+        return self.warmup_min_lr + (base_lr - self.warmup_min_lr) * gamma
+
+
+@dataclass
+class WarmupCosineLR(FiniteSchedule, _Warmup):
+    """DeepSpeed's WarmupCosineLR: up to the optimizer's learning rate, then down half a cosine wave"""
+
+    warmup_min_ratio: float = 0.0
+    """Share of the learning rate at the start; the very first step has none."""
+
+    cos_min_ratio: float = 0.0001
+    """Share of the learning rate at the end."""
+
+    def rate(self, step: float, base_lr: float) -> float:
+        if step == 0:
+            return 0.0
+        gamma = self._gamma(step)
+        if gamma is not None:
+            return base_lr * (self.warmup_min_ratio + gamma * (1.0 - self.warmup_min_ratio))
+        warmup_num_steps = max(2, self.warmup_num_steps)
+        share = min(1.0, (step - warmup_num_steps) / max(1, self.total_steps - warmup_num_steps))
+        wave = (1 + math.cos(math.pi * share)) / 2
+        return base_lr * max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * wave)
+
 
 SCHEDULES: dict[str, type[Schedule]] = {
-    "constant": plain.Constant,
-    "linear": plain.Linear,
-    "exponential": plain.Exponential,
-    "cosine": plain.Cosine,
-    "cosine_restarts": plain.CosineRestarts,
-    "step": plain.Step,
-    "onecycle": plain.OneCycle,
-    "warmup_linear": plain.WarmupLinear,
-    "warmup_cosine": plain.WarmupCosine,
-    "warmup_lr": plain.WarmupLR,
-    "warmup_decay_lr": plain.WarmupDecayLR,
-    "warmup_cosine_lr": plain.WarmupCosineLR,
-    "range_test": plain.RangeTest,
+    "constant": Constant,
+    "linear": Linear,
+    "exponential": Exponential,
+    "cosine": Cosine,
+    "cosine_restarts": CosineRestarts,
+    "step": Step,
+    "onecycle": OneCycle,
+    "warmup_linear": WarmupLinear,
+    "warmup_cosine": WarmupCosine,
+    "warmup_lr": WarmupLR,
+    "warmup_decay_lr": WarmupDecayLR,
+    "warmup_cosine_lr": WarmupCosineLR,
+    "range_test": RangeTest,
 }
 
 

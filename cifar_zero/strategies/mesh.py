@@ -24,9 +24,8 @@ Shard = Callable[[nn.Module, DeviceMesh], None]
 class MeshStrategy(OwnStrategy, ModelParallelStrategy):
     """Lightning's ModelParallelStrategy, except that `shard` cuts the model and checkpoints are plain files.
 
-    The module builds the whole model on each rank, with the same weights; `shard` cuts it just before the optimizer is
-    made. For a checkpoint rank 0 gets each tensor whole, one at a time, so that no GPU ever holds the model.
-    Lightning's own strategy (2.6.6) reads only what it wrote itself.
+    `shard` cuts it just before the optimizer is made. For a checkpoint rank 0 gets each tensor whole, one at a time, so
+    that no GPU ever holds the model. Lightning's own strategy (2.6.6) reads only what it wrote itself.
 
     The mesh has two dimensions: `data_parallel` for the ranks that compute different images, and `tensor_parallel`,
     Lightning's only name for the ranks of one model, neighbours. With `casts`, `shard` also sets the precision, so that
@@ -48,17 +47,13 @@ class MeshStrategy(OwnStrategy, ModelParallelStrategy):
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Whether the trainer passes the optimizer's state of a checkpoint, which is read whole."""
         return True
 
     def optimizer_implementation(self, device_type: str) -> Implementation:
-        """Returns torch's, not fused on a GPU either: `_fused_sgd_` does not accept a DTensor (torch 2.15)."""
-        return "torch"
+        return "torch"  # not fused on a GPU either: `_fused_sgd_` does not accept a DTensor (torch 2.15)
 
     def setup(self, trainer: Trainer) -> None:
-        """Cuts the model, once for the fit and the test after it."""
-        assert self.model is not None
-        if not self._sharded:
+        if not self._sharded:  # once for the fit and the test after it
             for part in self.parts(self.model):
                 self._shard(part, self.device_mesh)  # pyright: ignore[reportArgumentType]
             self._sharded = True
@@ -69,11 +64,9 @@ class MeshStrategy(OwnStrategy, ModelParallelStrategy):
         )
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the whole weights, on rank 0; every rank takes part."""
         return self.gathered(Strategy.lightning_module_state_dict(self))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns the optimizer's whole state in torch's form, on rank 0; every rank takes part."""
         state: Any = Strategy.optimizer_state(self, optimizer)
         return {**state, "state": self.gathered(state["state"])}
 
@@ -84,14 +77,12 @@ class MeshStrategy(OwnStrategy, ModelParallelStrategy):
     load_checkpoint = Strategy.load_checkpoint  # returns a checkpoint of any strategy, on every rank
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Keeps this rank's shard of the whole weights."""
         assert self.lightning_module is not None
         own, whole = self.lightning_module.state_dict(), checkpoint["state_dict"]
         shards = {name: cut(whole[name], like) for name, like in own.items() if name in whole}
         self.lightning_module.load_state_dict(shards, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Keeps this rank's shard of the optimizer's whole state."""
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             whole = keep_own_options(optimizer, saved)
             parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))

@@ -42,8 +42,8 @@ class Stage(nn.Sequential):
     """A model's blocks, of which this rank computes its share; it empties the others, so that all parameters keep their
     names and numbers.
 
-    Takes the input of the first and returns the output of the last block, on every rank. Tokens (N, tokens, width) in
-    and out of each block, of one dtype.
+    Takes the input of the first and returns the output of the last block: tokens (N, tokens, width), of one dtype, the
+    same on every rank, as are their gradients.
     """
 
     def __init__(self, blocks: nn.Sequential, group: dist.ProcessGroup):
@@ -58,7 +58,6 @@ class Stage(nn.Sequential):
         self._sent: list[tuple[Any, Tensor]] = []
 
     def forward(self, input: Tensor) -> Tensor:
-        """Tokens (N, tokens, width), the same on every rank, in and out; so are their gradients."""
         tokens = input.view_as(input)
         _on_gradient(tokens, lambda gradient: self._broadcast(gradient, 0))
         tokens = torch.cat([self._chunk(chunk) for chunk in tokens.chunk(CHUNKS_PER_RANK * self.ranks)])
@@ -114,7 +113,6 @@ class PipelineStrategy(MeshStrategy):
                 parameter.norm_group = stage.group  # pyright: ignore[reportAttributeAccessIssue]
 
     def gathered(self, states: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Returns the weights or an optimizer's states of all stages, on rank 0; every rank takes part."""
         parts: list[Any] | None = [None] * self.world_size if self.is_global_zero else None
         one_of_each_stage = self.distributed_sampler_kwargs["rank"] == 0
         dist.gather_object(on_host(states, keep=one_of_each_stage), parts, 0, self._hosts)

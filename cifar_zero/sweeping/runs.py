@@ -36,7 +36,6 @@ Slot = tuple[dict[str, str], set[int]]
 
 
 def flags_of(options: dict[str, Any]) -> list[str]:
-    """Returns options as flags of train.py."""
     return [part for name, value in options.items() for part in (f"--{name}", str(value))]
 
 

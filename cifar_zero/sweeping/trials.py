@@ -19,8 +19,7 @@ from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.sweeping import runs
 from cifar_zero.training import run_process
 
-Space = dict[str, BaseDistribution]
-"""The distribution of each option; listed values stay text, as on the command line."""
+Space = dict[str, BaseDistribution]  # the distribution of each option; listed values stay text, as on the command line
 
 SEED = "seed"  # the option that is no part of a setting: each setting is trained with each seed
 
@@ -49,7 +48,6 @@ def is_grid(space: Space) -> bool:
 
 
 def combinations(space: Space) -> list[dict[str, Any]]:
-    """Returns all combinations of the values of a grid."""
     return [dict(zip(space, row, strict=True)) for row in product(*lists(space).values())]
 
 
@@ -107,7 +105,6 @@ def enqueue(study: optuna.Study, space: Space, sampler: str, settings: int, seed
 
 
 def latest(study: optuna.Study) -> list[FrozenTrial]:
-    """Returns the latest trial of each setting and seed."""
     return [*{str(options(trial)): trial for trial in study.trials}.values()]
 
 
@@ -133,7 +130,6 @@ class Trials:
 
     @property
     def waiting(self) -> int:
-        """Runs that have not started."""
         seeds = len(lists(self.space).get(SEED, [None]))
         return len(self.study.get_trials(states=(TrialState.WAITING,))) + self.to_sample * seeds
 
@@ -174,7 +170,6 @@ class Trials:
             return trial
 
     def _run(self, trial: Trial, name: str, slot: runs.Slot) -> dict[str, Any]:
-        """Trains, and returns the result."""
         log, epochs = self.folder / f"{name}.log", 0
         flags = [*self.flags, *runs.flags_of(trial.params), "--name", name]
         process = run_process.start([self.program], flags, log, *slot)

@@ -25,16 +25,14 @@ from cifar_zero.training import fast_loop, loggers
 from cifar_zero.training.callbacks.averaging import Averaging, BatchNormStatistics
 from cifar_zero.training.callbacks.checkpoint import LastCheckpoint, Resume
 from cifar_zero.training.callbacks.cpu_kernels import CPUKernels
-from cifar_zero.training.callbacks.curves import TrainingCurves
+from cifar_zero.training.callbacks.curves import Layers, TrainingCurves
 from cifar_zero.training.callbacks.divergence import Divergence
 from cifar_zero.training.callbacks.experts import Experts
 from cifar_zero.training.callbacks.figures import TestFigures
 from cifar_zero.training.callbacks.flops import training_flops
 from cifar_zero.training.callbacks.heartbeat import Heartbeat
-from cifar_zero.training.callbacks.layers import Layers
-from cifar_zero.training.callbacks.learning_rate_finder import FIND_LR_STEPS, LearningRateFinder
+from cifar_zero.training.callbacks.learning_rate import FIND_LR_STEPS, LearningRateFinder, ReduceOnPlateau
 from cifar_zero.training.callbacks.memory import Memory
-from cifar_zero.training.callbacks.plateau import ReduceOnPlateau
 from cifar_zero.training.callbacks.progress import Progress
 from cifar_zero.training.callbacks.stop import EarlyStop, Interrupt
 from cifar_zero.training.callbacks.summary import Effective

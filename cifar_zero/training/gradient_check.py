@@ -21,10 +21,7 @@ TOLERANCE = 1e-5  # largest difference, as a share of the derivative
 
 def check_gradients(run: Run) -> int:
     """Prints the derivative of the loss by one number of each parameter, the one with the steepest slope, found by
-    autograd and by moving that number; returns the exit code, 1 if they differ.
-
-    In float64, on random images, without dropout and noise.
-    """
+    autograd and by moving that number, in float64, without dropout; returns the exit code, 1 if they differ."""
     config = run.config
     torch.manual_seed(config.seed)
     net = network.build(config.model, run.num_classes, config.trainable, config.lora, config.init, config.seed)

@@ -5,7 +5,7 @@ docs/outputs.md says which follow from the confusion matrix, and what they are f
 """
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,6 +22,10 @@ from cifar_zero.reports.figures import Curve
 TOP = 5
 """The k of the top-5 accuracy, as in ImageNet's challenge (Russakovsky et al. 2015, https://arxiv.org/abs/1409.0575).
 With at most five classes it would be 1, and is left out."""
+
+OPTIONS: dict[str, Any] = {"ignore_index": IGNORED, "validate_args": False}
+"""Of torchmetrics' classes. Their argument check would wait for the device in each batch; the sources have checked the
+labels."""
 
 BINS = 15  # bins of confidence, as many as in Guo et al. 2017, https://arxiv.org/abs/1706.04599, table 1
 
@@ -64,12 +68,10 @@ class SplitMetrics:
     def __init__(self, num_classes: int, loss: LossName = "cross_entropy"):
         self.num_classes = num_classes
         self.loss: LossName = loss
-        # Their argument check would wait for the device in each batch; the sources have checked the labels.
-        options = {"ignore_index": IGNORED, "validate_args": False}
         # A sum keeps a NaN. torchmetrics' MeanMetric (1.9.0) drops it, or its weights with nan_strategy="disable".
         self.loss_sum = SumMetric(nan_strategy="disable")
         # Its `update_called` says whether anything was counted since the last `reset`.
-        self.confusion = MulticlassConfusionMatrix(num_classes, **options)
+        self.confusion = MulticlassConfusionMatrix(num_classes, **OPTIONS)
         self.calibration = Calibration()
         self.top_sum = SumMetric(nan_strategy="disable") if num_classes > TOP else None
 
@@ -84,10 +86,8 @@ class SplitMetrics:
             self.top_sum.update(among & (labels != IGNORED))
 
     def per_class(self) -> dict[str, Tensor]:
-        """Returns metrics of each class, float64 (classes,) on the CPU; NaN without images. Every rank calls it.
-
-        The precision of a class that was never predicted is 0, as in scikit-learn.
-        """
+        """Returns metrics of each class, float64 (classes,) on the CPU; NaN without images. The precision of a class
+        that was never predicted is 0, as in scikit-learn. Every rank calls it."""
         counts = self.confusion.compute().cpu().double()  # true class by predicted class
         right, images, predicted = counts.diagonal(), counts.sum(dim=1), counts.sum(dim=0)
         absent = images == 0
@@ -144,17 +144,15 @@ class CurveMetrics(SplitMetrics):
 
     def __init__(self, num_classes: int, loss: LossName = "cross_entropy"):
         super().__init__(num_classes, loss)
-        options = {"ignore_index": IGNORED, "validate_args": False}
         self.curves = MetricCollection(
             {
-                "roc": MulticlassROC(num_classes, **options),
-                "precision_recall": MulticlassPrecisionRecallCurve(num_classes, **options),
+                "roc": MulticlassROC(num_classes, **OPTIONS),
+                "precision_recall": MulticlassPrecisionRecallCurve(num_classes, **OPTIONS),
             },
             compute_groups=[["roc", "precision_recall"]],  # the same probabilities, kept once
         )
 
     def update(self, scores: Tensor, labels: Tensor) -> None:
-        """Counts a batch, and keeps its probabilities."""
         super().update(scores, labels)
         self.curves.update(scores.double().softmax(dim=1), labels)
 
@@ -174,13 +172,11 @@ class CurveMetrics(SplitMetrics):
 
     def roc(self) -> list[Curve]:
         """Returns false positive rates and true positive rates of each class. Every rank calls it."""
-        false_positive_rates, true_positive_rates, _ = self.curves.compute()["roc"]
-        return _curves(false_positive_rates, true_positive_rates)
+        return _curves(*self.curves.compute()["roc"][:2])
 
     def precision_recall(self) -> list[Curve]:
         """Returns recalls, from 1 down to 0, and precisions of each class. Every rank calls it."""
-        precisions, recalls, _ = self.curves.compute()["precision_recall"]
-        return _curves(recalls, precisions)
+        return _curves(*self.curves.compute()["precision_recall"][1::-1])
 
     def reset(self, device: torch.device, group: ProcessGroup | None = None) -> None:
         super().reset(device, group)
@@ -217,10 +213,8 @@ class Calibration(Metric):
 
 
 def calibration_error(totals: Tensor) -> float:
-    """Returns the expected calibration error (ECE), of `Calibration.compute`.
-
-    It is the mean over all images of |accuracy - mean confidence| of their bin.
-    """
+    """Returns the expected calibration error (ECE) of `Calibration.compute`: the mean over all images of |accuracy -
+    mean confidence| of their bin."""
     images, confidence, right = totals.unbind(dim=1)
     return ((confidence - right).abs().sum() / images.sum()).item()
 

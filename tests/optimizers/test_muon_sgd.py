@@ -14,7 +14,7 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.optimizers import OPTIMIZERS
 from cifar_zero.optimizers.groups import parameter_groups
 from cifar_zero.optimizers.torch_updates import orthogonalized
-from cifar_zero.schedules.plain import Linear
+from cifar_zero.schedules import Linear
 
 OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.6, "ns_steps": 3, "sgd_momentum": 0.85, "weight_decay": 0.01}
 OPTIONS |= {"bias_lr": 0.05, "head_lr": 0.2, "weight_decay_on": "all", "first_bias_share": 0.5}

@@ -10,8 +10,8 @@ from deepspeed.runtime import lr_schedules as deepspeeds
 from torch.optim import lr_scheduler as torchs
 
 from cifar_module import StepSchedule
-from cifar_zero.schedules import SCHEDULES, settled
-from cifar_zero.schedules.plain import (
+from cifar_zero.schedules import (
+    SCHEDULES,
     Constant,
     Cosine,
     Exponential,
@@ -24,6 +24,7 @@ from cifar_zero.schedules.plain import (
     WarmupDecayLR,
     WarmupLinear,
     WarmupLR,
+    settled,
 )
 
 BASE_LR = 0.001

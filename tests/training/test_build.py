@@ -9,7 +9,7 @@ import pytest
 import train
 from cifar_module import CIFARModule
 from cifar_zero.config import command_line
-from cifar_zero.schedules.plain import Cosine
+from cifar_zero.schedules import Cosine
 from cifar_zero.training import build
 from cifar_zero.training.build import run_steps
 from cifar_zero.training.resolve import resolve

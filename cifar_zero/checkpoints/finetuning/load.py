@@ -142,11 +142,8 @@ def write_delta(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[
 
 
 def together(base: Path, delta: Path, trust: bool = False) -> dict[str, Any]:
-    """Returns the checkpoint of a delta, bit for bit, as `read.read` would, without what is needed to resume.
-
-    The base is what the run started from; see `load.read_plain`. Raises UsageError: one of them is damaged, or they do
-    not belong together.
-    """
+    """Returns the checkpoint of a delta and of what its run started from, bit for bit, as `read.read` would, without
+    what is needed to resume. Raises UsageError: one of them is damaged, or they do not belong together."""
     trained, metadata = read_safetensors(delta)
     if BASE not in metadata:
         raise UsageError(f"--delta {delta} was not written by export.py --to delta")

@@ -1,7 +1,5 @@
 """`compare.py --acceptance`: a few recipes that together cover each pair of settings, under every strategy."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache

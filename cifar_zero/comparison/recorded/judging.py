@@ -5,8 +5,6 @@ updates of the weights. The bound of each value comes from perturbed trainings o
 Megatron (arXiv 2506.09280): a tensor that rounding moves far may differ more than one that it does not move.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +34,7 @@ class Value:
     """One value of a training, and its difference from the reference's."""
 
     name: str  # loss, learning rate, or: gradient of, update of, initial NAME
-    difference: float  # euclidean norm; infinite if the values cannot be compared
+    difference: float  # Euclidean norm; infinite if the values cannot be compared
     size: float  # norm of the reference's value; of a tensor, plus a thousandth of the norm of all tensors
     slack: float = 0.0  # absolute; of an update what its weight's format rounds and its gradient's difference causes
 

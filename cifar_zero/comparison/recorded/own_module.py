@@ -80,14 +80,11 @@ def plan(strategies: Sequence[str], ranks: int, accumulate: Sequence[str], flags
 
 
 def train(flags: list[str], sign: int, folder: Path) -> Record:
-    """Trains a user's module as one rank, without output of any kind; returns its record, on every rank. `sign` is that
-    of its perturbation, 0 for none. Raises UsageError if it uses manual optimization or several optimizers, or its code
-    fails."""
+    """Trains a user's module as one rank, without output; returns its record, on every rank. `sign` is that of its
+    perturbation, 0 for none. Raises UsageError for manual optimization, several optimizers, or code that fails."""
     import torch
     from lightning.pytorch import seed_everything
-    from torch import nn
 
-    from cifar_zero.comparison.agreement import LEAST_PERTURBATION, eps_of
     from cifar_zero.comparison.perturbed import perturb
     from cifar_zero.comparison.recorded.recording import Recording, Reseed, quiet_trainer
 
@@ -101,9 +98,7 @@ def train(flags: list[str], sign: int, folder: Path) -> Record:
     def configure_model() -> None:
         build()
         if sign:
-            convolves = any(isinstance(part, nn.modules.conv._ConvNd) for part in module.modules())
-            eps = eps_of(run.config.precision, run.config.accelerator, convolves)
-            perturb(module, sign * max(eps, LEAST_PERTURBATION))
+            perturb(module, run.config.precision, run.config.accelerator, sign)
 
     module.configure_model = configure_model
     elements = sum(parameter.numel() for parameter in module.parameters()) or run.config.zero.reduce_bucket_size

@@ -1,7 +1,5 @@
 """What a recorded training did at each optimizer step, and the ranks that train and record a file of jobs."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -37,14 +35,7 @@ Train = Callable[[list[str], int, Path], Record]
 
 
 def record_file(folder: Path, number: int) -> Path:
-    """Returns the path of the record of a training."""
     return folder / f"{number}.pt"
-
-
-def save(record: Record, file: Path) -> None:
-    """Writes a record; the file appears when it is whole."""
-    torch.save(vars(record), atomic.staged(file))
-    atomic.staged(file).replace(file)
 
 
 @lru_cache(maxsize=8)
@@ -67,5 +58,7 @@ def train_jobs(file: Path, train: Train) -> int:
         os.environ.update(environment)  # Lightning removes WORLD_SIZE at the end of a training
         record = train(job["flags"], job["perturbed"], file.parent)
         if rank == 0:
-            save(record, record_file(file.parent, job["number"]))
+            target = record_file(file.parent, job["number"])
+            torch.save(vars(record), atomic.staged(target))
+            atomic.staged(target).replace(target)  # the file appears when it is whole
     return 0

@@ -58,7 +58,6 @@ class Recording(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Records the gradients: summed over micro-batches and ranks, not yet clipped."""
-        # DeepSpeed's engine is asked to step after every micro-batch.
         self._at_step = ends_step(trainer)
         if not self._at_step:
             return
@@ -67,7 +66,6 @@ class Recording(Callback):
             self.record.gradients.append(gradients(trainer, pl_module))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
-        """Records the loss of a micro-batch, and after the last one of a step the weights."""
         self._losses.append(outputs["loss"].float())
         if not self._at_step:
             return
@@ -76,7 +74,6 @@ class Recording(Callback):
             self.record.weights.append(weights(trainer, pl_module))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Adds up the losses over micro-batches and ranks."""
         # Lightning (2.6.6) hands out the loss divided by accumulate_grad_batches: the sum of a step's is its mean.
         by_step = torch.stack(self._losses).view(-1, trainer.accumulate_grad_batches).sum(dim=1)
         self.record.losses = trainer.strategy.reduce(by_step, reduce_op="mean").tolist()
@@ -103,11 +100,9 @@ class Reseed(Callback):
         seed_everything(self._seed, verbose=False)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Seeds the order of the images."""
         seed_everything(self._seed + trainer.current_epoch, verbose=False)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Seeds dropout and the like."""
         seed_everything(self._seed + 1000 * (batch_idx + 1) + trainer.global_rank, verbose=False)
 
 

@@ -1,7 +1,5 @@
 """Trains cases with their references, in ranks that are started once for each number of ranks, and judges them."""
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -29,8 +27,7 @@ def try_all(
     cases: Sequence[Case], folder: Path, program: Sequence[str], command: str, title: str, recipe: Mapping[str, str]
 ) -> Comparison:
     """Trains the cases with their references and returns the verdicts; after Ctrl-C those of the finished ones.
-    `folder` receives the records and the logs; `program` is what Python starts to train a file of jobs; the `command`
-    that repeats it all, `title` and `recipe` (what all cases share) are for the report."""
+    `folder` receives the records and the logs; `program` trains a file of jobs; the rest is for the report."""
     jobs = [*dict.fromkeys(job for case in cases for job in case.jobs)]
     errors: dict[Job, str] = {}
     started = time.monotonic()

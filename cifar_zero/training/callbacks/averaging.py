@@ -31,7 +31,6 @@ class BatchNormStatistics(Callback):
     """
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Averages."""
         average_statistics(pl_module)
 
     on_test_start = on_validation_start
@@ -68,7 +67,6 @@ class Averaging(Callback):
         self._stale = False  # whether the average's batch norms have statistics of other weights
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Looks up what is averaged, and from which step."""
         self._held = [*held(pl_module).values()]
         if self._kind == "swa":
             self._first_step = round(self._swa_from * trainer.estimated_stepping_batches)
@@ -126,7 +124,6 @@ class Averaging(Callback):
     @torch.inference_mode(False)
     @torch.no_grad()
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gives the model the averages."""
         if not self._count:
             return
         self._agree(pl_module)
@@ -142,7 +139,6 @@ class Averaging(Callback):
     @torch.inference_mode(False)
     @torch.no_grad()
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gives the model its own weights back."""
         if not self._count:
             return
         with own(trainer.strategy).rewriting():
@@ -189,10 +185,7 @@ class Averaging(Callback):
 
 
 def average_statistics(module: LightningModule) -> None:
-    """Replaces each running mean and variance by its average over the ranks; every rank must call it.
-
-    Other buffers stay: numbers of batches are the same on all ranks, and statistics of frozen layers do not change.
-    """
+    """Replaces each running mean and variance by its average over the ranks; every rank must call it."""
     pairs = ((layer.running_mean, layer.running_var) for layer in counting(module))
     average_over_ranks([value for pair in pairs for value in pair if value is not None])
 

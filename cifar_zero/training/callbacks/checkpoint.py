@@ -23,16 +23,12 @@ SCHEMA = 1  # version of the record
 
 
 class Resume(Callback):
-    """Saves the configuration, the class names and every rank's random state in each checkpoint, and restores them.
-
-    A run that begins, or resumes on another number of ranks, gets random states drawn from seed, step and replica, so
-    that the noise of the model differs between replicas. The configuration is the module's.
-    """
+    """Saves the configuration, the class names and every rank's random state in each checkpoint, and restores them. A
+    run that begins, or resumes on another number of ranks, gets random states drawn from seed, step and replica."""
 
     _states: Sequence[dict[str, Any]] = ()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Adds the record, with the source in use in place of auto; called on every rank."""
         datamodule: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
         data = replace(pl_module.config.data, source=datamodule.source)
         checkpoint[RECORD] = {
@@ -43,7 +39,6 @@ class Resume(Callback):
         }
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Recounts the micro-batches of the epoch for another --accumulate."""
         record = checkpoint.get(RECORD)
         if record is not None:
             self._states = record["random_states"]
@@ -79,7 +74,6 @@ class LastCheckpoint(Checkpoint):
         self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Saves."""
         self._save(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -98,7 +92,8 @@ class LastCheckpoint(Checkpoint):
 
 
 def _recount(fit_loop: dict[str, Any], before: int, now: int) -> None:
-    """Keeps the optimizer steps; a checkpoint is written between two of them, so the micro-batches divide."""
+    """Recounts the micro-batches of the epoch for another --accumulate; a checkpoint is written between two optimizer
+    steps, so they divide."""
     for progress in (fit_loop["epoch_loop.batch_progress"][part] for part in ("total", "current")):
         in_hand = progress["processed"] - progress["completed"]  # 1 in a hook at the end of a batch
         for key in ("ready", "started", "processed"):

@@ -25,10 +25,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt (ma
 
 
 class CPUKernels(Callback):
-    """Sets threads and kernels before training, and again before evaluation, whose batches are large.
-
-    `flops` are those of a training micro-batch, forward and backward.
-    """
+    """Sets threads and kernels before training, and again before evaluation, whose batches are large; `flops`: of a
+    training micro-batch, forward and backward."""
 
     def __init__(self, flops: int, precision: str):
         self._all_threads = torch.get_num_threads()
@@ -36,31 +34,25 @@ class CPUKernels(Callback):
         self._onednn = flops >= ONEDNN_FLOPS or precision != "32-true"  # only oneDNN has kernels below float32
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prepares the process, then suits the micro-batches of the training."""
         # Lightning sets it, and with it torch's Adam (2.15) looks for NVIDIA's library in every step: 40 us.
         os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
         keep_freed_memory()
         self.on_validation_end(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Suits the large batches of an evaluation."""
         torch.set_num_threads(self._all_threads)
         torch.backends.mkldnn.set_flags(True)
 
     on_test_start = on_validation_start
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Suits the training again."""
         torch.set_num_threads(self._threads)
         torch.backends.mkldnn.set_flags(self._onednn)
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc keep the memory of one step for the next.
-
-    By default it returns large blocks to the system, which clears them page by page when they are allocated again: a
-    fifth of a step of Net for 512 images.
-    """
+    """Makes glibc keep the memory of one step for the next: the system would clear large blocks page by page when they
+    are allocated again, a fifth of a step of Net for 512 images."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # musl has none
         libc.mallopt(M_TRIM_THRESHOLD, 2**30)
         libc.mallopt(M_MMAP_THRESHOLD, 2**25)  # the most that it takes on 64 bits

@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
 from cifar_zero.checkpoints import run_folder
+from cifar_zero.config.flags import Config
 from cifar_zero.strategies.norm import global_norm
 
 
@@ -19,20 +21,39 @@ class Interval:
 
     def __init__(self, trainer: Any):
         self._every = trainer.log_every_n_steps
-        self._newest = trainer.global_step
+        self.newest = trainer.global_step
         self._last_step = trainer.estimated_stepping_batches  # -1 or infinite if Lightning does not know it
 
     def is_point(self, step: int) -> bool:
-        """Returns whether a point belongs to `step` optimizer steps."""
         return step % self._every == 0 or step == self._last_step
 
     def due(self, step: int) -> bool:
         """Returns whether a point is due after a micro-batch; true once for each point, though the steps stand still
         while micro-batches are accumulated."""
-        if step == self._newest or not self.is_point(step):
+        if step == self.newest or not self.is_point(step):
             return False
-        self._newest = step
+        self.newest = step
         return True
+
+
+class AtPoints(Callback):
+    """Calls `_log` at each point of the curves, and at the end of a run that was stopped between two of them."""
+
+    _interval: Interval
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._interval = Interval(trainer)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+        if self._interval.due(trainer.global_step):
+            self._log(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_step > self._interval.newest:
+            self._log(trainer)
+
+    def _log(self, trainer: Trainer) -> None:
+        raise NotImplementedError
 
 
 def log_scalars(trainer: Trainer, scalars: Mapping[str, float]) -> None:
@@ -41,13 +62,11 @@ def log_scalars(trainer: Trainer, scalars: Mapping[str, float]) -> None:
         logger.log_metrics(dict(scalars), trainer.global_step)
 
 
-class TrainingCurves(Callback):
+class TrainingCurves(AtPoints):
     """Writes the train/* curves, and with `writes_losses` the loss of each optimizer step into `losses.csv`.
 
     Between two points it only keeps the losses, on the device, so that no step waits for a value to reach the host.
     """
-
-    _interval: Interval
 
     def __init__(self, writes_losses: bool = True):
         # Of the newest point: train/loss, the mean over the micro-batches of its interval and over all ranks;
@@ -65,34 +84,24 @@ class TrainingCurves(Callback):
         self._gradient_norm: Tensor | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the first interval."""
-        self._interval = Interval(trainer)
+        super().on_train_start(trainer, pl_module)
         self._logged_step = trainer.global_step
         self.losses, self._step_ends = [], []
         self._write(trainer, "step,loss\n", mode="w")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Keeps the learning rate and the gradient norm of a step that will be logged, before the step changes them.
-
-        DeepSpeed calls it for every micro-batch; the last call before the step, with all gradients added up, counts.
-        """
+        """Keeps learning rate and gradient norm of a step that will be logged. DeepSpeed calls it for every
+        micro-batch; the last call before the step, with all gradients added up, counts."""
         if not self._interval.is_point(trainer.global_step + 1):
             return
         self._learning_rate = optimizer.param_groups[0]["lr"]
         self._gradient_norm = norm_before_step(trainer, pl_module)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Keeps a micro-batch's loss, and writes a point if one is due."""
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         self.losses.append(outputs["loss"])
         if trainer.global_step > self._logged_step + len(self._step_ends):
             self._step_ends.append(len(self.losses))
-        if self._interval.due(trainer.global_step):
-            self._log(trainer)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Writes the last point of a run that was stopped early."""
-        if trainer.global_step > self._logged_step:
-            self._log(trainer)
+        super().on_train_batch_end(trainer, pl_module)
 
     def _log(self, trainer: Trainer) -> None:
         # Lightning (2.6.6) hands out the loss divided by accumulate_grad_batches, under DeepSpeed too.
@@ -122,6 +131,41 @@ class TrainingCurves(Callback):
                 file.write(text)
 
 
+class Layers(Callback):
+    """`--log_gradients`, `--log_weights`: the L2 norm of each parameter's gradient, before clipping, and in TensorBoard
+    histograms of gradients and weights."""
+
+    _interval: Interval
+
+    def __init__(self, config: Config):
+        self._config = config
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._interval = Interval(trainer)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Logs a step if a point is due; every rank takes part."""
+        if not self._interval.is_point(trainer.global_step + 1):
+            return
+        from cifar_zero.training.whole_tensors import ends_step, gradients, weights  # DeepSpeed takes a second
+
+        if not ends_step(trainer):
+            return
+        if self._config.log_gradients:
+            found = gradients(trainer, pl_module)
+            norms = {name.removeprefix("net."): tensor.norm().item() for name, tensor in found.items()}
+            log_scalars(trainer, {f"grad_norm/{name}": norm for name, norm in norms.items()})
+            self._histograms(trainer, "gradients", found)
+        if self._config.log_weights:
+            self._histograms(trainer, "weights", weights(trainer, pl_module))
+
+    @staticmethod
+    def _histograms(trainer: Trainer, kind: str, tensors: dict[str, Any]) -> None:
+        for logger in (logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)):
+            for name, tensor in tensors.items():
+                logger.experiment.add_histogram(f"{kind}/{name.removeprefix('net.')}", tensor, trainer.global_step)
+
+
 def norm_before_step(trainer: Trainer, module: LightningModule) -> Tensor | None:
     """Returns the global L2 norm of the gradients of the coming step, over all parameters and before clipping.
 
@@ -138,11 +182,8 @@ def norm_before_step(trainer: Trainer, module: LightningModule) -> Tensor | None
 
 
 def norm_after_step(trainer: Trainer) -> float | None:
-    """Returns the norm that DeepSpeed's optimizer computed in the last step; None without DeepSpeed.
-
-    At stage 0 DeepSpeed (0.19.8) has none in float32 (its issue 7255), and in float16 without its FusedAdam one that is
-    not divided by the loss scale: there `norm_before_step` gives it.
-    """
+    """Returns the norm that DeepSpeed's optimizer computed in the last step; None without DeepSpeed. At stage 0 it
+    (0.19.8) has none in float32 (issue 7255), and in float16 without FusedAdam one not divided by the loss scale."""
     engine = deepspeed_engine(trainer)
     norm = None if engine is None else engine.get_global_grad_norm()
     return None if norm is None else float(norm)

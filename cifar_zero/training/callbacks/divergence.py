@@ -21,16 +21,13 @@ LEAST_SCALE = 1.0
 
 class Divergence(Callback):
     """Checks the losses at each point of the curves, where they are on the host already, and before each checkpoint.
-
-    The callback of the curves must come before it.
-    """
+    The callback of the curves must come before it."""
 
     def __init__(self, curves: TrainingCurves):
         self._curves = curves
         self._norm: float | None = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
-        """Checks the newest point of the curves, and the loss scale."""
         if self._curves.losses:
             return
         scale = loss_scale(trainer)
@@ -43,13 +40,11 @@ class Divergence(Callback):
         self._norm = self._curves.last_gradient_norm
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Checks the last point; reports what --on_nan skip has left out."""
         self._check(trainer, pl_module, self._curves.logged_losses, self._curves.last_loss)
         if pl_module.skipped and trainer.is_global_zero:
             say(f"--on_nan skip left out {pl_module.skipped} micro-batches with a NaN or infinite loss")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Checks the losses since the newest point."""
         if self._curves.losses:
             losses = torch.stack(self._curves.losses)
             self._check(trainer, pl_module, losses, trainer.strategy.reduce(losses.sum(), reduce_op="sum").item())

@@ -7,12 +7,12 @@ from itertools import islice
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from cifar_zero.models.moe import Gate, gates
 from cifar_zero.reports.figures import expert_figure
-from cifar_zero.training.callbacks.curves import Interval, log_scalars
+from cifar_zero.training.callbacks.curves import AtPoints, log_scalars
 from cifar_zero.training.callbacks.figures import write_figure
 
 
@@ -26,29 +26,21 @@ class Seen:
     routes: int = 0  # experts that all tokens asked for: tokens x top_k
 
 
-class Experts(Callback):
-    """Writes the moe/* curves, and experts.png of a test into the run folder and the loggers.
-
-    Between two points it only keeps references to tensors that the gates already have on the device.
-    """
-
-    _interval: Interval
+class Experts(AtPoints):
+    """Writes the moe/* curves, and experts.png of a test. Between two points it only keeps references to tensors that
+    the gates already have on the device."""
 
     def __init__(self) -> None:
         self._gates: Sequence[Gate] = ()
         self._seen: list[Seen] = []
-        self._logged_step = 0
         self._test_counts: list[Tensor] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Starts the first interval, with the gates of the model as the strategy has made it."""
-        self._interval = Interval(trainer)
-        self._logged_step = trainer.global_step
-        self._gates = gates(pl_module.net)
+        super().on_train_start(trainer, pl_module)
+        self._gates = gates(pl_module.net)  # as the strategy has made them
         self._seen = [Seen() for _ in self._gates]
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Keeps the routing of a micro-batch, and writes a point if one is due."""
+    def on_train_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
         for gate, seen in zip(self._gates, self._seen, strict=True):
             routing = gate.routing
             assert routing is not None
@@ -56,34 +48,24 @@ class Experts(Callback):
             seen.load_balance_losses.append(routing.load_balance_loss.detach())
             seen.probabilities = routing.probabilities
             seen.routes += routing.experts.numel()
-        if self._interval.due(trainer.global_step):
-            self._log(trainer)
-
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Writes the last point of a run that was stopped early."""
-        if trainer.global_step > self._logged_step:
-            self._log(trainer)
+        super().on_train_batch_end(trainer, *arguments)
 
     def on_test_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Starts to count."""
         shapes = [(pl_module.num_classes, gate.num_experts) for gate in gates(pl_module.net)]
         self._test_counts = [torch.zeros(shape, dtype=torch.int64, device=pl_module.device) for shape in shapes]
 
     def on_test_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
-        """Counts the experts of each class's tokens, on the device."""
         for gate, counts in zip(gates(pl_module.net), self._test_counts, strict=True):
             assert gate.routing is not None
             counts += experts_of_classes(batch[1], gate.routing.experts, *counts.shape)
 
     def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Adds up the ranks' counts, and draws them on rank 0."""
         counts = [trainer.strategy.reduce(each, reduce_op="sum").cpu().numpy() for each in self._test_counts]
         if trainer.is_global_zero:
             class_names = trainer.datamodule.classes  # pyright: ignore[reportAttributeAccessIssue]
             write_figure(trainer, expert_figure(counts, class_names), "experts")
 
     def _log(self, trainer: Trainer) -> None:
-        self._logged_step = trainer.global_step
         # One reduction and one copy to the host for all curves of all mixtures.
         own = torch.cat([_summed(seen) for seen in self._seen])
         totals = iter(trainer.strategy.reduce(own, reduce_op="sum").tolist())
@@ -102,11 +84,8 @@ class Experts(Callback):
 
 
 def experts_of_classes(labels: Tensor, experts: Tensor, num_classes: int, num_experts: int) -> Tensor:
-    """Returns how many tokens of the images of each class went to each expert, int64 (num_classes, num_experts).
-
-    Labels (N,) are negative for padding. `experts` (k, S) are those of `Routing`: the tokens of an image next to each
-    other, -1 for a dropped one.
-    """
+    """Returns how many tokens of the images of each class went to each expert, int64 (num_classes, num_experts). Labels
+    (N,) are negative for padding. `experts` (k, S): see `Routing`; the tokens of an image are next to each other."""
     of_tokens = labels.repeat_interleave(experts.shape[1] // len(labels)).expand_as(experts)
     pairs = (of_tokens * num_experts + experts)[(of_tokens >= 0) & (experts >= 0)]
     return pairs.bincount(minlength=num_classes * num_experts).view(num_classes, num_experts)

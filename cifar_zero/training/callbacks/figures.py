@@ -37,7 +37,6 @@ class TestFigures(Callback):
     _mistakes: Mistakes | None = None
 
     def on_test_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Starts without mistakes."""
         self._mistakes = None
 
     def on_test_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
@@ -46,7 +45,6 @@ class TestFigures(Callback):
         self._mistakes = found if self._mistakes is None else merge([self._mistakes, found])
 
     def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Collects what all ranks have found, and draws it on rank 0."""
         assert self._mistakes is not None
         of_each_rank = gather(tuple(part.cpu() for part in self._mistakes), data_group(trainer.strategy))
         tested = pl_module.test_metrics  # every rank calls it: it adds up the ranks' counts
@@ -70,10 +68,8 @@ class TestFigures(Callback):
 
 
 def surest_mistakes(scores: Tensor, images: Tensor, labels: Tensor) -> Mistakes:
-    """Returns the wrongly classified images (N, 3, H, W) of a batch that a figure would show.
-
-    Scores (N, classes) are before the softmax; labels (N,) are negative for padding.
-    """
+    """Returns the wrongly classified images (N, 3, H, W) of a batch that a figure would show. Scores (N, classes) are
+    before the softmax; labels (N,) are negative for padding."""
     confidence, predicted = scores.float().softmax(dim=1).max(dim=1)
     wrong = (predicted != labels) & (labels >= 0)
     return merge([(confidence[wrong], images[wrong], labels[wrong], predicted[wrong])])

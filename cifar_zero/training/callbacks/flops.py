@@ -32,9 +32,8 @@ def training_flops(
     """Returns the FLOPs of one forward and backward pass of `batch_size` images of `side` x `side` pixels, two for each
     multiply-add.
 
-    Counts matrix products and convolutions, as torch's FlopCounterMode does. The backward pass ends where nothing
-    before is trained. With `activation_checkpointing` the recomputation is included. Raises UsageError: activation
-    checkpointing of a model without blocks.
+    Counts matrix products and convolutions, as torch's FlopCounterMode does. With `activation_checkpointing` the
+    recomputation is included. Raises UsageError: activation checkpointing of a model without blocks.
     """
     net = on_meta(model, num_classes, trainable, lora)
     with torch.device("meta"):

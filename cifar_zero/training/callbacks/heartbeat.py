@@ -11,8 +11,7 @@ class Heartbeat(Callback):
     """Beats after each micro-batch. It must be the first callback, since the others may take their time.
 
     Silence counts only between the first and the last batch of an epoch, a validation or a test, and not while a
-    checkpoint is written: compiling, decoding, figures and uploads take as long as they take. A rank that fails stays
-    in its state, so that one which hangs while it ends is found too.
+    checkpoint is written. A rank that fails stays in its state, so that one which hangs while it ends is found too.
     """
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from cifar_zero.launch.collectives import gather
-from cifar_zero.training.callbacks.curves import Interval, log_scalars
+from cifar_zero.training.callbacks.curves import AtPoints, log_scalars
 
 PARTS = ("mem/parameter_rank_bytes", "mem/gradient_rank_bytes", "mem/optimizer_rank_bytes")
 """The summands of mem/model_state_rank_bytes."""
@@ -38,10 +38,8 @@ ZERO_MASTER_WEIGHTS = (
 """Attributes in which they keep the float32 weights that the optimizer updates."""
 
 
-class Memory(Callback):
+class Memory(AtPoints):
     """Writes the curve mem/peak_gb (10^9 bytes, of the rank with the most) and keeps the totals of the run."""
-
-    _interval: Interval
 
     def __init__(self) -> None:
         self._state_step = 0
@@ -51,25 +49,20 @@ class Memory(Callback):
         self.totals: dict[str, list[int]] = {key: [] for key in keys}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the first interval."""
-        self._interval = Interval(trainer)
+        super().on_train_start(trainer, pl_module)
         # The optimizer has its state from the second step on; a run of one step is measured in that step.
         self._state_step = trainer.global_step + (trainer.estimated_stepping_batches != trainer.global_step + 1)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Measures the model states once, while the gradients exist."""
         if trainer.global_step == self._state_step:
             self._states = model_states(pl_module, trainer.optimizers[0])
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Writes a point if one is due."""
-        if self._interval.due(trainer.global_step):
-            peak = torch.tensor(peak_bytes(pl_module.device), device=pl_module.device)
-            highest = trainer.strategy.reduce(peak, reduce_op="max")
-            log_scalars(trainer, {"mem/peak_gb": int(highest) / 1e9})
+    def _log(self, trainer: Trainer) -> None:
+        device = trainer.strategy.root_device
+        highest = trainer.strategy.reduce(torch.tensor(peak_bytes(device), device=device), reduce_op="max")
+        log_scalars(trainer, {"mem/peak_gb": int(highest) / 1e9})
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gathers the totals of all ranks."""
         self.totals = {
             "mem/peak_rank_bytes": gather(peak_bytes(pl_module.device)),
             "mem/model_state_rank_bytes": gather(sum(self._states)),
@@ -92,11 +85,9 @@ def peak_bytes(device: torch.device) -> int:
 def model_states(module: Module, optimizer: Any) -> tuple[int, int, int]:
     """Returns the bytes of parameters, gradients and optimizer state of this rank, on its device or in host memory.
 
-    The parameters are those that the model computes with; DeepSpeed's float32 master weights are optimizer state.
-
-    Memory that several tensors share counts once, and padding counts. Communication buckets, activations and what is
-    on disk do not count. Call it while the gradients of a step exist. The optimizer is torch's, or DeepSpeed's that
-    wraps it.
+    DeepSpeed's float32 master weights are optimizer state. Memory that several tensors share counts once, and padding
+    counts; communication buckets, activations and what is on disk do not. Call it while the gradients of a step exist.
+    The optimizer is torch's, or DeepSpeed's that wraps it.
     """
     parameters = [tensor for own in module.parameters() for tensor in (own, *_flat(getattr(own, "ds_tensor", None)))]
     master = [*_of(optimizer, ZERO_MASTER_WEIGHTS)]

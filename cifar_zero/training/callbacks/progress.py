@@ -30,9 +30,8 @@ class Progress(Callback):
     """Shows epoch, step, loss, speed and the time left, on rank 0: as a bar, or without a terminal as a line every
     --log_interval steps.
 
-    Between two updates a training step costs one look at the clock. Lightning's bars (2.6.6) are updated in every step,
-    by a thread that takes the interpreter from the training, and write no lines into a log file. `batch_size` counts
-    the images of an optimizer step over all ranks.
+    Lightning's bars (2.6.6) are updated in every step, by a thread that takes the interpreter from the training, and
+    write no lines into a log file. `batch_size` counts the images of an optimizer step over all ranks.
     """
 
     def __init__(self, batch_size: int, curves: TrainingCurves):
@@ -43,31 +42,25 @@ class Progress(Callback):
         self._bar = _new_bar(self._console)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Shows the bar of the training."""
         self._open(trainer, _epoch(trainer), trainer.estimated_stepping_batches, trainer.global_step)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Updates the bar of the training if it is time to."""
         if time.monotonic() >= self._next_update:
             self._update(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Shows the last step."""
         self._update(trainer)
         self._close()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prints the result of a validation."""
         metrics = trainer.callback_metrics
         if "val/acc" in metrics and trainer.is_global_zero and not trainer.sanity_checking:
             self._print(f"{_epoch(trainer)}  val/loss {metrics['val/loss']:.3f}  val/acc {metrics['val/acc']:.2%}")
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Shows the bar of the test."""
         self._open(trainer, "test", sum(trainer.num_test_batches))
 
     def on_test_batch_end(self, *_: Any) -> None:
-        """Advances the bar of the test."""
         for task in self._bar.tasks:
             self._bar.update(task.id, advance=1, refresh=self._console.is_terminal)
 
@@ -82,7 +75,6 @@ class Progress(Callback):
             self._bar.start()
 
     def _close(self, *_: Any, **__: Any) -> None:
-        """Leaves the final bar on the terminal."""
         if self._console.is_terminal:  # elsewhere rich would print an empty line
             self._bar.stop()
 
@@ -100,10 +92,8 @@ class Progress(Callback):
         self._bar.update(task.id, detail=detail, refresh=self._console.is_terminal)
 
     def line(self, trainer: Any, rates: Mapping[str, float]) -> None:
-        """Prints the newest point of the curves, with `Throughput`'s rates, if there is no terminal.
-
-        The form is that of DeepSpeedExamples (training/DeepSpeed-SuperOffload/finetune_zero3.py).
-        """
+        """Prints the newest point of the curves, with `Throughput`'s rates, if there is no terminal; the form is that
+        of DeepSpeedExamples (training/DeepSpeed-SuperOffload/finetune_zero3.py)."""
         if self._console.is_terminal or not self._bar.tasks:
             return
         task, curves = self._bar.tasks[0], self._curves

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
 from cifar_zero.config.flags import Config
 from cifar_zero.core import start_time
 from cifar_zero.models import MODELS
-from cifar_zero.training.callbacks.curves import Interval, log_scalars
+from cifar_zero.training.callbacks.curves import AtPoints, log_scalars
 from cifar_zero.training.callbacks.flops import peak_flops
 
 RATES = ("step_time_ms", "data_time_ms", "images_per_second", "tokens_per_second", "tflops", "mfu")
@@ -19,10 +19,8 @@ RATES = ("step_time_ms", "data_time_ms", "images_per_second", "tokens_per_second
 
 
 class Stopwatch:
-    """Adds up the seconds between `start` and `stop`: on a GPU those of the work done, not of the work queued.
-
-    `start` and `stop` wait for the GPU. `lap` does not: it queues a CUDA event, which is read at the end.
-    """
+    """Adds up the seconds between `start` and `stop`, which wait for the GPU; `lap` does not: it queues a CUDA event,
+    which is read at the end."""
 
     def __init__(self, device: torch.device):
         self.seconds = 0.0
@@ -33,7 +31,6 @@ class Stopwatch:
         self._laps: list[tuple[Any, Any]] = []
 
     def start(self) -> None:
-        """Starts or continues, with a new lap."""
         self._since = self._now()
         self._lap_began = self._mark()
         self.running = True
@@ -69,7 +66,7 @@ class Stopwatch:
         return event
 
 
-class Throughput(Callback):
+class Throughput(AtPoints):
     """Writes the perf/* curves, and keeps the totals of the run.
 
     The clock runs inside the epochs: waiting for a batch counts; validation, the writing of checkpoints, the start of
@@ -79,8 +76,6 @@ class Throughput(Callback):
     `on_point` is called at each point of the curves with their values, none before the end of the warm-up; its time is
     not counted.
     """
-
-    _interval: Interval
 
     def __init__(
         self,
@@ -97,7 +92,7 @@ class Throughput(Callback):
         self._fit_started = self._fit_seconds = 0.0
         self._seconds_to_first_step: float | None = None
         self._first_step = self._first_timed_step = 0
-        self._lap_step = self._logged_step = self._newest_step = 0
+        self._lap_step = self._logged_step = 0
         self._logged_seconds = self._logged_data_seconds = 0.0
         self._data_seconds = 0.0
         self._batch_ended = 0.0
@@ -124,16 +119,14 @@ class Throughput(Callback):
         }
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Starts the clock of the whole fit."""
         if stage == "fit":
             self._fit_started = time.perf_counter()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Finds where the timed steps begin."""
         device = pl_module.device
         peak = peak_flops(device, self._config.precision)
         self.peak_flops = peak and peak * trainer.world_size
-        self._interval = Interval(trainer)
+        super().on_train_start(trainer, pl_module)
         self._clock = Stopwatch(device)
         self._first_step = trainer.global_step
         steps = trainer.estimated_stepping_batches - self._first_step
@@ -170,18 +163,11 @@ class Throughput(Callback):
     # A validation, a checkpoint, or the start of the next epoch's loader follows.
     on_validation_start = on_save_checkpoint = on_train_epoch_end = _pause
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Writes the last point of a run that was stopped early."""
-        if trainer.global_step > self._newest_step:
-            self._log(trainer)
-
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stops the clock of the whole fit."""
         self._fit_seconds = time.perf_counter() - self._fit_started
 
     def _log(self, trainer: Trainer) -> None:
         self._clock.stop()
-        self._newest_step = trainer.global_step
         steps = trainer.global_step - self._logged_step
         rates: dict[str, float] = {}
         if steps > 0:

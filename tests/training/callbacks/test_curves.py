@@ -15,7 +15,7 @@ from cifar_zero import strategies
 from cifar_zero.comparison.reading import read_losses
 from cifar_zero.comparison.result import Curve
 from cifar_zero.config.flags import Choice, Config
-from cifar_zero.schedules.plain import WarmupLR
+from cifar_zero.schedules import WarmupLR
 from cifar_zero.training.callbacks.curves import Interval, TrainingCurves
 from cifar_zero.training.callbacks.summary import Effective
 from cifar_zero.training.resolve import of_machine

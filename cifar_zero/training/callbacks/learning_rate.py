@@ -1,4 +1,5 @@
-"""The learning-rate range test of Smith 2017, "Cyclical Learning Rates for Training Neural Networks"."""
+"""`--find_lr`, the learning-rate range test of Smith 2017, "Cyclical Learning Rates for Training Neural Networks"; and
+`--reduce_on_plateau`."""
 
 import math
 from collections.abc import Sequence
@@ -6,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from cifar_zero.core.console import say
 from cifar_zero.reports.figures import draw_range_test
 
 FIND_LR_STEPS = 200
@@ -37,11 +39,9 @@ class LearningRateFinder(Callback):
         self._losses: list[Tensor] = []
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
-        """Keeps a micro-batch's loss, on the device."""
         self._losses.append(outputs["loss"])
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Draws and prints, on rank 0."""
         # Lightning (2.6.6) hands out the loss divided by accumulate_grad_batches: the sum of a step's is its mean.
         by_step = torch.stack(self._losses).view(-1, trainer.accumulate_grad_batches).sum(dim=1)
         losses = trainer.strategy.reduce(by_step, reduce_op="mean").tolist()
@@ -71,12 +71,41 @@ def running_mean(losses: Sequence[float]) -> list[float]:
 
 
 def steepest_fall(rates: Sequence[float], losses: Sequence[float]) -> float | None:
-    """Returns the learning rate from which smoothed losses fall most over a span of the steps; None if they do not.
-
-    The rates grow by the same factor from step to step.
-    """
+    """Returns the learning rate from which smoothed losses fall most over a span of the steps; None if they do not."""
     settled, span = losses[SETTLING_STEPS:], max(1, len(rates) // SPANS)
     falls = [after - before for before, after in zip(settled, settled[span:], strict=False)]
     if not falls or min(settled) > 0.98 * settled[0]:  # a smaller fall is the noise of the batches
         return None
     return rates[SETTLING_STEPS + min(range(len(falls)), key=falls.__getitem__)]
+
+
+FACTOR = 0.1  # torch's default, of ReduceLROnPlateau
+
+
+class ReduceOnPlateau(Callback):
+    """Multiplies the learning rate by FACTOR after `patience` validations in a row without a lower val/loss.
+
+    torch's ReduceLROnPlateau takes none of DeepSpeed's optimizers, and Lightning (2.6.6) steps it after the epoch's
+    checkpoint is written: a resumed run would not know that validation. The checkpoint's optimizer holds the rate.
+    """
+
+    def __init__(self, patience: int):
+        self._patience, self._best, self._waited = patience, math.inf, 0
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Counts a validation, the same on every rank."""
+        loss = trainer.callback_metrics["val/loss"].item()
+        self._best, self._waited = (loss, 0) if loss < self._best else (self._best, self._waited + 1)
+        if self._waited < self._patience:
+            return
+        self._waited = 0
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] *= FACTOR
+        if trainer.is_global_zero:
+            say(f"val/loss has not fallen below {self._best:.4f}: learning rate {group['lr']:.2g} from here on")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self._best, "waited": self._waited}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._best, self._waited = state_dict["best"], state_dict["waited"]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from cifar_zero.training.callbacks.learning_rate_finder import running_mean, steepest_fall
+from cifar_zero.training.callbacks.learning_rate import running_mean, steepest_fall
 
 RATES = [1e-6 * 10 ** (6 * step / 199) for step in range(200)]
 FALLING = [2.3 - 1.5 / (1 + (0.01 / rate) ** 2) for rate in RATES]
