@@ -7,7 +7,7 @@ import os
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, fields
 
 from rich.console import Console
@@ -71,16 +71,10 @@ def main() -> int:
         checks = [{"name": name, **asdict(finding)} for name, finding in findings.items()]
         print(json.dumps({"schema": SCHEMA, "checks": checks}, indent=2))
     else:
-        print(_summary(findings) + closing)
+        count = Counter(finding.status for finding in findings.values())
+        result = f"Not fit to train: {count['failed']} failed" if count["failed"] else "Nothing failed"
+        print(f"{result}, {count['warning']} warning{'s'[: count['warning'] != 1]}.{closing}")
     return int(any(finding.status == "failed" for finding in findings.values()))
-
-
-def _summary(findings: Mapping[str, Finding]) -> str:
-    count = Counter(finding.status for finding in findings.values())
-    warnings = f"{count['warning']} warning{'s'[: count['warning'] != 1]}"
-    if count["failed"]:
-        return f"Not fit to train: {count['failed']} failed, {warnings}."
-    return f"Nothing failed, {warnings}."
 
 
 def _parse() -> Namespace:

@@ -49,11 +49,13 @@ def load(path: str, trust: bool = False, delta: str = "") -> Classifier:
         if file.suffix == format.suffix and not delta:
             return format.load(file)
     from cifar_zero.checkpoints.finetuning.load import together
-    from cifar_zero.checkpoints.read import read
-    from cifar_zero.exporting.classifier import of_checkpoint
+    from cifar_zero.checkpoints.read import RECORD, plain_network, read
+    from cifar_zero.checkpoints.safetensors_file import metadata_of
+    from cifar_zero.exporting.classifier import build
 
     content = together(file, Path(delta), trust) if delta else read(file, trust)
-    return of_checkpoint(content, Path(delta) if delta else file)
+    metadata = metadata_of(content, file.name) if RECORD in content else {}
+    return build(plain_network(content), metadata, Path(delta) if delta else file)[1]
 
 
 def _encode_safetensors(net: nn.Module, metadata: dict[str, str]) -> bytes:

@@ -5,15 +5,13 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cifar_zero import data, models
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.checkpoints.read import RECORD, load_weights, plain_network
-from cifar_zero.checkpoints.safetensors_file import metadata_of
+from cifar_zero.checkpoints.read import load_weights
 from cifar_zero.config import command_line
 from cifar_zero.config.flags import DataConfig
 from cifar_zero.config.inputs import Inputs, inputs
@@ -40,12 +38,6 @@ def inputs_of(metadata: Mapping[str, str]) -> Inputs:
     one number each."""
     normalization = f"{metadata['mean']},{metadata['std']}" if "mean" in metadata else "half"
     return inputs(int(metadata.get("image_size", IMAGE_SHAPE[1])), normalization)
-
-
-def of_checkpoint(content: Mapping[str, Any], file: Path) -> Classifier:
-    """Returns the classifier of a checkpoint that was read from `file`; see `build`."""
-    metadata = metadata_of(content, file.name) if RECORD in content else {}
-    return build(plain_network(content), metadata, file)[1]
 
 
 def build(weights: Mapping[str, Tensor], metadata: Mapping[str, str], file: Path) -> tuple[nn.Module, Classifier]:

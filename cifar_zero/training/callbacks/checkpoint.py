@@ -51,7 +51,11 @@ class Resume(Callback):
         torch.manual_seed(seed)
         random.seed(seed)
         if len(self._states) == trainer.world_size:  # without a GPU's if they were CPU processes
-            _set_random_state(self._states[trainer.global_rank])
+            own = self._states[trainer.global_rank]
+            torch.set_rng_state(own["torch"])
+            random.setstate(own["python"])
+            if own["cuda"] is not None and torch.cuda.is_available():
+                torch.cuda.set_rng_state(own["cuda"])
         if pl_module.config.resume and trainer.is_global_zero:
             say(f"resumed at step {trainer.global_step} of {pl_module.config.resume}")
 
@@ -110,10 +114,3 @@ def _random_state() -> dict[str, Any]:
         "python": random.getstate(),
         "cuda": torch.cuda.get_rng_state() if on_gpu else None,
     }
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

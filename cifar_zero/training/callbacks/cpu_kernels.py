@@ -36,7 +36,11 @@ class CPUKernels(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning sets it, and with it torch's Adam (2.15) looks for NVIDIA's library in every step: 40 us.
         os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
-        keep_freed_memory()
+        # glibc keeps the memory of one step for the next: the system would clear large blocks page by page when they
+        # are allocated again, a fifth of a step of Net for 512 images.
+        if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # musl has none
+            libc.mallopt(M_TRIM_THRESHOLD, 2**30)
+            libc.mallopt(M_MMAP_THRESHOLD, 2**25)  # the most that it takes on 64 bits
         self.on_validation_end(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -48,11 +52,3 @@ class CPUKernels(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         torch.set_num_threads(self._threads)
         torch.backends.mkldnn.set_flags(self._onednn)
-
-
-def keep_freed_memory() -> None:
-    """Makes glibc keep the memory of one step for the next: the system would clear large blocks page by page when they
-    are allocated again, a fifth of a step of Net for 512 images."""
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # musl has none
-        libc.mallopt(M_TRIM_THRESHOLD, 2**30)
-        libc.mallopt(M_MMAP_THRESHOLD, 2**25)  # the most that it takes on 64 bits
