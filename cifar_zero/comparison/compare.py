@@ -15,7 +15,7 @@ from cifar_zero.checkpoints import run_folder
 from cifar_zero.comparison import report
 from cifar_zero.comparison.reading import grouped, load, perturbed_runs
 from cifar_zero.comparison.recorded import own_module
-from cifar_zero.comparison.recorded.cases import RECIPE, plan_cases
+from cifar_zero.comparison.recorded.cases import RECIPE, all_ranks, plan_cases
 from cifar_zero.comparison.result import Comparison, Run
 from cifar_zero.comparison.trainings import PERTURB, PERTURBED, Planned, Runner, plan, prepare
 from cifar_zero.config import command_line
@@ -105,7 +105,7 @@ def of_cases(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compariso
     if rest or arguments.runs or arguments.accumulate:
         known = "--strategies, --devices, --seeds, --quick or --junit"
         raise UsageError(f"--acceptance trains cases of its own: give only {known}")
-    cases = plan_cases(arguments.strategies or (), _ranks(arguments, 0), arguments.quick, arguments.seeds or 1)
+    cases = plan_cases(arguments.strategies or (), _ranks(arguments), arguments.quick, arguments.seeds or 1)
     if arguments.print_cases:
         print(*(case.name for case in cases), sep="\n")
         raise SystemExit(0)
@@ -124,16 +124,18 @@ def of_module(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparis
         raise UsageError("--module trains each strategy once: leave out --runs and --seeds")
     flags = ["--module", arguments.module, *(["--datamodule", arguments.datamodule] if arguments.datamodule else [])]
     cases = own_module.plan(
-        arguments.strategies or (), _ranks(arguments, 1), arguments.accumulate or (), [*flags, *rest]
+        arguments.strategies or (), _ranks(arguments) or all_ranks(), arguments.accumulate or (), [*flags, *rest]
     )
     name = Path(arguments.module).name.replace(":", "-")
+    ranks = cases[0].ours.ranks
+    title = f"{name} on {ranks} rank{'s'[: ranks > 1]}: {len(cases)} cases"
     folder = run_folder.claim(arguments.out, arguments.name or name)
     recipe = {"module": arguments.module, "datamodule": arguments.datamodule or "the module's own loader"}
-    return folder, try_all(cases, folder, own_module.PROGRAM, _command(), f"{name}: {len(cases)} cases", recipe)
+    return folder, try_all(cases, folder, own_module.PROGRAM, _command(), title, recipe)
 
 
-def _ranks(arguments: Namespace, default: int) -> int:
-    devices = arguments.devices or [str(default)]
+def _ranks(arguments: Namespace) -> int:
+    devices = arguments.devices or ["0"]
     if len(devices) > 1 or not devices[0].isdecimal():
         raise UsageError(f"--devices {' '.join(devices)}: --acceptance and --module take one number of ranks")
     return int(devices[0])

@@ -55,7 +55,7 @@ def write_page(comparison: Comparison, folder: Path) -> None:
         ("Accuracy", "accuracy.png", report.figures(comparison, report.ACCURACY), ""),
         ("Speed", "", report.figures(comparison, report.SPEED), ""),
         ("Memory of the fullest rank", "", report.figures(comparison, report.MEMORY), report.on_memory(comparison)),
-        ("Settings in effect", "", report.settings(comparison), ""),
+        ("Settings in effect", "", report.settings(comparison) if plots else None, ""),
     )
     template = Template(
         TEMPLATE.read_text(), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True

@@ -2,9 +2,12 @@
 
 import json
 import math
+import os
 import platform
 import shlex
+import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
@@ -110,7 +113,9 @@ def print_summary(metrics: Mapping[str, Any], run_dir: Path) -> None:
 
 def curves(folder: Path) -> str:
     """Returns how to look at the curves of all runs in a folder: TensorBoard's command, and its page to open."""
-    command = f"tensorboard --logdir {shlex.quote(str(folder))} --host localhost"
+    beside = Path(sys.executable).with_name("tensorboard")  # of a virtual environment that is not activated
+    program = "tensorboard" if shutil.which("tensorboard") or not beside.exists() else os.path.relpath(beside)
+    command = f"{shlex.quote(program)} --logdir {shlex.quote(str(folder))} --host localhost"
     return f"{command}  # then open http://localhost:6006/#custom_scalars"
 
 

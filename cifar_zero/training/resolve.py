@@ -50,7 +50,7 @@ def _announce(config: Config) -> None:
     kind += ("es" if cpu else "s") * (ranks not in (1, "auto"))
     source = "CIFAR-10 or else the digits" if config.data.source == "auto" else config.data.source
     what = f"model {config.model.name}, strategy {config.strategy_name}, {kind}, data {source}"
-    say(f"starting: {what}, batch size {config.batch_size}, in {Path(config.out, config.run_name)}")
+    say(f"starting: {what}, batch size {config.batch_size}")
     if cpu and isinstance(config.devices, int) and config.devices > (cores := core_count()):
         say(f"warning: {config.devices} CPU ranks take turns on {cores} cores: with --devices {cores} each has its own")
 

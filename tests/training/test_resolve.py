@@ -104,7 +104,7 @@ def test_a_launcher_has_decided(machine, monkeypatch: pytest.MonkeyPatch, capsys
 def test_train_starts_as_many_ranks(machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     machine(8)
     started: list[tuple[int, bool]] = []
-    monkeypatch.setattr(local_launcher, "run", lambda ranks, on_cpu, **_: started.append((ranks, on_cpu)) or 0)
+    monkeypatch.setattr(local_launcher, "run", lambda ranks, on_cpu, *_: started.append((ranks, on_cpu)) or 0)
     monkeypatch.setattr("sys.argv", ["train.py", *DIGITS, "--strategy", "deepspeed_stage_3"])
     assert train.main() == 0
     assert started == [(4, False)]

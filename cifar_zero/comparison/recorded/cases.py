@@ -90,6 +90,11 @@ class Case:
         return [self.reference, *perturbed, *repeated, self.ours]
 
 
+def all_ranks() -> int:
+    """Returns the number of ranks of a comparison unless one is given: one on each GPU, or two on the CPU."""
+    return gpu_count() or CPU_RANKS
+
+
 def plan_cases(strategies: Sequence[str], ranks: int, quick: bool, seeds: int = 1) -> list[Case]:
     """Returns the cases of this machine, those of one number of ranks and recipe next to each other.
 
@@ -97,8 +102,7 @@ def plan_cases(strategies: Sequence[str], ranks: int, quick: bool, seeds: int = 
     number of ranks, 0 for one on each GPU, or two on the CPU; `quick` takes only the first QUICK_RECIPES; each case is
     trained with so many `seeds`. Raises UsageError: a strategy is unknown, or has no case here.
     """
-    gpus = gpu_count()
-    ranks = ranks or gpus or CPU_RANKS
+    gpus, ranks = gpu_count(), ranks or all_ranks()
     for name in strategies:
         command_line.parse(command_line.choosing(name))  # refuses an unknown name, and says which is meant
     precisions = ("32-true", "bf16-mixed", "16-mixed") if gpus else ("32-true", "bf16-mixed")

@@ -49,6 +49,8 @@ def plan(strategies: Sequence[str], ranks: int, accumulate: Sequence[str], flags
     of_user, ours = command_line.split(flags, OF_USER)
     for part in PARTS:
         _instance(part, of_user, build=False)
+    if "--datamodule" not in of_user and not _has_loader(of_user[of_user.index("--module") + 1]):
+        raise UsageError("--module has no train_dataloader: name its data with --datamodule FILE.py:NAME")
     for flag in (flag for flag in ours if flag.startswith("--")):
         if flag[2:].split("=")[0].split(".")[0] not in OURS:
             known = ", ".join(f"--{name}" for name in OURS)
@@ -177,6 +179,14 @@ def _instance(part: str, flags: Sequence[str], build: bool = True) -> Any:
     except (ArgumentError, TypeError, ValueError) as error:
         raise UsageError(command_line.one_line(error)) from error
     return parser.instantiate_classes(parsed)[part] if build else None
+
+
+def _has_loader(name: str) -> bool:
+    """Whether a user's module may have a training loader of its own."""
+    from lightning.pytorch import LightningModule
+
+    user_class = user_code.load(name, "--module")
+    return getattr(user_class, "train_dataloader", None) is not LightningModule.train_dataloader
 
 
 def _name_of(user_class: type) -> str:

@@ -41,14 +41,15 @@ def try_all(
         except Stopped as stop:
             stopped_by = stop.number
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
-    notes = [f"{len(jobs)} trainings in {time.monotonic() - started:.0f} s."]
+    trained = int(progress.tasks[0].completed)
+    notes = [f"{trained} of {len(jobs)} trainings in {time.monotonic() - started:.0f} s."]
     return Comparison(
         title=title,
         command=command,
         machine={"device": device, **this_computer(), "commit": str(git_commit())}
         | {name: str(version) for name, version in versions().items()},
         recipe=dict(recipe),
-        reference="the same in plain PyTorch",
+        reference="plain PyTorch",
         variants=[_judged(case, jobs, folder, errors, notes) for case in cases],
         notes=[*dict.fromkeys(notes)],
         stopped_by=stopped_by,

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from cifar_zero.comparison import assert_agrees
 from cifar_zero.comparison.compare import main
 from cifar_zero.core.errors import UsageError
+from cifar_zero.core.hardware import gpu_count
 from tests.support.helpers import ROOT, run_program
 from tests.support.own_code import Alone, BrokenUnderZeRO, Digits, DigitsData, Words
 
@@ -21,16 +22,18 @@ FILE = ROOT / "tests" / "support" / "own_code.py"
 
 @pytest.mark.distributed
 def test_the_command_in_another_directory(tmp_path: Path):
-    """Adam with a schedule, an LSTM, dropout, batch norm, a frozen layer, shuffled data; four micro-batches."""
+    """Adam with a schedule, an LSTM, dropout, batch norm, a frozen layer, shuffled data; four micro-batches.
+    Without GPUs there are two CPU ranks."""
     (tmp_path / "mine.py").write_bytes(FILE.read_bytes())
     flags = ["--module", "mine.py:Digits", "--datamodule", "mine.py:DigitsData", "--module.lr", "0.02"]
-    flags += ["--datamodule.batch_size", "4", "--devices", "2", "--accumulate", "4", "--max_steps", "6"]
+    flags += ["--datamodule.batch_size", "4", "--accumulate", "4", "--max_steps", "6"]
     names = ["deepspeed_stage_1", "deepspeed_stage_3", "fsdp2"]
     done = run_program(str(ROOT / "compare.py"), *flags, "--strategies", *names, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (file,) = tmp_path.glob("comparisons/mine.py-Digits/*/comparison.json")
     variants = json.loads(file.read_text())["variants"]
     assert [variant["name"] for variant in variants] == names
+    assert {variant["world_size"] for variant in variants} == {gpu_count() or 2}
     assert {variant["verdict"]["kind"] for variant in variants} <= {"bit-identical", "within rounding"}
 
 
@@ -64,12 +67,18 @@ def test_a_mistake_in_the_flags_is_refused(flags: str, expected: str, monkeypatc
         main(pytest.fail, pytest.fail, pytest.fail)
 
 
+def test_a_module_without_data_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", ["compare.py", *OWN[:2]])
+    with pytest.raises(UsageError, match=r"no train_dataloader: name its data with --datamodule FILE\.py:NAME"):
+        main(pytest.fail, pytest.fail, pytest.fail)
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [("--module.manual true", "manual optimization"), ("--accumulate 3", "--trainer.limit_train_batches 15")],
 )
 def test_what_the_module_cannot_do_is_one_line(flags: str, expected: str, tmp_path: Path):
-    flags_of_all = ["--strategies", "deepspeed_stage_1", "--out", str(tmp_path)]
+    flags_of_all = ["--strategies", "deepspeed_stage_1", "--devices", "1", "--out", str(tmp_path)]
     done = run_program("compare.py", *OWN, *flags_of_all, *flags.split())
     assert done.returncode == 1
     assert expected in " ".join((done.stdout + done.stderr).split())
