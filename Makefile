@@ -7,7 +7,7 @@ WITH_NINJA := PATH="$(CURDIR)/$(BIN):$$PATH"
 PARALLEL := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check recipes bench fuzz lock clean
+.PHONY: help setup train test check recipes bench gpu fuzz lock clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
@@ -45,6 +45,9 @@ recipes: .venv/dev  ## a few steps of every recipe, on one rank and under ZeRO o
 
 bench: .venv/dev  ## one round of each comparison with the reference loops: a few minutes (docs/performance.md)
 	for name in tutorial limit startup data "deepspeed --stages 3"; do $(BIN)/python -m benchmarks.$$name --repeats 1 || exit; done
+
+gpu: .venv/dev  ## the first minutes on a GPU: agreement, memory, speed, the largest model; continues where it stopped
+	$(WITH_NINJA) $(BIN)/python -m benchmarks.gpu
 
 # Each part of `make fuzz` ends within an hour on two cores.
 FUZZ_PARTS := packages comparison commands strategies resume recipes

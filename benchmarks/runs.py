@@ -84,11 +84,16 @@ def bench(accelerator: str) -> Iterator[Bench]:
         yield made
 
 
-def run(*arguments: str, exit_code: int = 0, extra_env: Mapping[str, str] | None = None) -> str:
+def run(
+    *arguments: str,
+    exit_code: int | None = 0,
+    extra_env: Mapping[str, str] | None = None,
+    seconds: float = TIMEOUT_SECONDS,
+) -> str:
     """Runs `python <arguments>` from the repository's root and returns its standard output.
 
     Raises:
-        RunFailed: the exit code is not `exit_code`, or the run took too long.
+        RunFailed: the exit code is not `exit_code` (None: any), or the run took longer than `seconds`.
     """
     inherited = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
     process = subprocess.Popen(
@@ -102,14 +107,14 @@ def run(*arguments: str, exit_code: int = 0, extra_env: Mapping[str, str] | None
         start_new_session=True,  # a separate process group, so that its ranks can be ended with it
     )
     try:
-        stdout, stderr = process.communicate(timeout=TIMEOUT_SECONDS)
+        stdout, stderr = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired as error:
-        raise RunFailed(f"did not end within {TIMEOUT_SECONDS:.0f} s") from error
+        raise RunFailed(f"did not end within {seconds:.0f} s") from error
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    if process.returncode != exit_code:
+    if exit_code not in (None, process.returncode):
         tail = "\n".join([line for line in (stderr or stdout).splitlines() if line.strip()][-TAIL_LINES:])
         raise RunFailed(f"ended with exit code {process.returncode}, not {exit_code}; its last lines:\n{tail}")
     return stdout

@@ -1,0 +1,322 @@
+"""The first minutes on a GPU: does every strategy train as the baseline does, is the memory as planned, how fast is it,
+and what is the largest model? Results are written as they come; a second call continues with what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks import deepspeed, harness, limit
+from benchmarks.report import heading
+from benchmarks.runs import ROOT, Bench, RunFailed, bench, run
+from cifar_zero.comparison.result import GOOD
+from cifar_zero.core import exits
+from cifar_zero.reports.summary import write_json
+
+Row = dict[str, Any]
+"""What a cell measured, by column; "failed" says why it counts as a failure."""
+
+SMALL = ["--data.source", "synthetic", "--devices", "1", "--logger", "none", "--test_figures", "false"]
+STEPS = ["--max_steps", "20", "--optimizer", "adam", "--batch_size", "64", "--precision", "32-true"]
+
+STATES_SHARE, PEAK_SHARE = 0.05, 0.15
+"""Largest differences of the planned from the measured model states and peak."""
+
+PLANNED = ("baseline", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3", "deepspeed_stage_3_offload")
+LARGEST = ("baseline", "deepspeed_stage_3_offload", "deepspeed_stage_3_superoffload")
+DEPTHS = tuple(2**power for power in range(2, 11))
+"""Blocks of a vit_1b, 50 million parameters each."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and how the cells measure."""
+
+    bench: Bench
+    out: Path  # of results, comparisons and run folders
+    images: Path | None  # a folder of real images
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether this is the real thing; on the CPU it is a rehearsal with less of everything."""
+        return self.bench.accelerator == "gpu"
+
+    def flags(self, folder: str) -> list[str]:
+        """Returns the flags of a short run, whose folder is under `out`."""
+        return [*SMALL, "--data.cache", str(self.bench.cache), "--out", str(self.out / "runs" / folder)]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement; its result is kept under `part` and `name`."""
+
+    part: str
+    name: str
+    seconds: float  # its time limit
+    measure: Callable[[Place, float], Row]  # takes the place and the seconds left. Raises RunFailed
+
+
+def cells(place: Place) -> Iterator[Cell]:
+    """Yields the measurements, the most important first."""
+    yield Cell("machine", "doctor", 120, doctor)
+    yield Cell("agreement with the baseline", "acceptance", 420, acceptance)
+    yield Cell("agreement with the CPU", "20 steps", 240, across_devices)
+    yield Cell("resume", "CPU, GPU, CPU", 150, resumed)
+    for group in ("loader", "compiled_and_as_graphs", "a_benchmark_times", "memory", "offload"):
+        yield Cell("tests", group, 420, partial(tests, group))
+    for model in ("vit_tiny", "vit_large") if place.on_gpu else ("vit_tiny",):
+        for strategy in PLANNED:
+            yield Cell("memory, bytes", f"{model}, {strategy}", 120, partial(memory, model, strategy))
+    for batch_size, steps in limit.STEPS.items():
+        case = limit.case(place.bench, batch_size, steps if place.on_gpu else 20)
+        compiled = partial(place.bench.ours, steps, "--batch_size", str(batch_size), "--compile")
+        for name, contender in {**case.contenders, **({"ours, compiled": compiled} if place.on_gpu else {})}.items():
+            yield Cell("images per second", f"batch {batch_size}, {name}", 120, partial(speed, contender))
+    for stage in range(4):
+        case = deepspeed.case(place.bench, stage, 1, 300 if place.on_gpu else 20)
+        for name, contender in case.contenders.items():
+            yield Cell("DeepSpeedExamples' recipe", f"ZeRO {stage}, {name}", 240, partial(speed, contender))
+    for name, more in {"eager": [], "compiled": ["--compile"]}.items():
+        yield Cell("speed record", name, 400, partial(record, more))
+    for strategy in LARGEST:
+        yield Cell("largest model", strategy, 400, partial(largest, strategy))
+
+
+def main() -> int:
+    """Measures what is missing; returns the exit code, 1 if a cell failed."""
+    parser = exits.Parser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("--accelerator", choices=["auto", "cpu", "gpu"], default="auto", help="cpu: a small rehearsal")
+    parser.add_argument("--minutes", type=float, default=60, help="stop in time (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("comparisons/gpu"), help="results (default: %(default)s)")
+    parser.add_argument("--images", type=Path, help="a folder of real images for the speed record's accuracy")
+    parser.add_argument("--again", nargs="+", default=[], metavar="PART", help="measure these parts again")
+    given = harness.parse(parser)
+    over = time.monotonic() + 60 * given.minutes
+    given.out.mkdir(parents=True, exist_ok=True)
+    file = given.out.absolute() / "results.json"
+    results: dict[str, dict[str, Row]] = json.loads(file.read_text()) if file.exists() else {}
+    results = {  # what failed is measured again too
+        part: {name: row for name, row in rows.items() if "failed" not in row}
+        for part, rows in results.items()
+        if part not in given.again
+    }
+    title = heading("gpu", 1, given.accelerator)
+    with bench(given.accelerator) as made:
+        place = Place(made, given.out.absolute(), given.images and given.images.absolute())
+        for cell in cells(place):
+            rows = results.setdefault(cell.part, {})
+            left = over - time.monotonic()
+            if cell.name in rows or left < 20:
+                continue
+            print(f"{cell.part}: {cell.name} ({left / 60:.1f} minutes left)", file=sys.stderr, flush=True)
+            started = time.monotonic()
+            try:
+                rows[cell.name] = cell.measure(place, min(cell.seconds, left))
+            except RunFailed as failure:
+                if time.monotonic() > over - 1:
+                    continue  # the time was up: measured by the next call
+                rows[cell.name] = {"failed": str(failure)}
+            rows[cell.name]["seconds"] = round(time.monotonic() - started, 1)
+            write_json(file, results)
+            (given.out / "results.md").write_text(f"{title}\n{tables(results)}")
+        missing = sum(cell.name not in results.get(cell.part, {}) for cell in cells(place))
+    print(tables(results))
+    failed = [f"{part}: {name}" for part, rows in results.items() for name, row in rows.items() if "failed" in row]
+    print("\n".join([*(f"failed   {name}" for name in failed), f"{missing} missing" * bool(missing)]))
+    return int(bool(failed))
+
+
+def tables(results: dict[str, dict[str, Row]]) -> str:
+    """Returns a Markdown table of each part."""
+    text = ""
+    for part, rows in results.items():
+        columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+        text += f"\n| {part} | {' | '.join(columns)} |\n|---{'|---' * len(columns)}|\n"
+        for name, row in rows.items():
+            shown = [str(row.get(column, "")).replace("\n", " ").replace("|", "\\|") for column in columns]
+            text += f"| {name} | {' | '.join(shown)} |\n"
+    return text
+
+
+def doctor(place: Place, seconds: float) -> Row:
+    """Returns the versions, and what the doctor warns of."""
+    answer = json.loads(run("doctor.py", "--json", exit_code=None, seconds=seconds))
+    found = {check["name"]: check["found"] for check in answer["checks"] if check["status"] == "ok"}
+    row = {key: found.get(key, "") for key in ("gpu", "torch", "deepspeed", "nvcc")}
+    for status in ("warning", "failed"):
+        said = [f"{check['name']}: {check['found']}" for check in answer["checks"] if check["status"] == status]
+        row |= {status: "; ".join(said)} if said else {}
+    return row
+
+
+def acceptance(place: Place, seconds: float) -> Row:
+    """Returns how many cases of compare.py --acceptance pass, and what the others say."""
+    out = ["--out", str(place.out), "--name", "acceptance", "--devices", "1"]
+    quick = [] if place.on_gpu else ["--quick", "--strategies", "deepspeed_stage_2"]
+    variants = compared(["--acceptance", *quick, *out], place.out / "acceptance", seconds)
+    bad = [f"{each['name']}: {each['error'] or each['verdict']['remark']}" for each in variants if not good(each)]
+    return {"cases": len(variants), "pass": len(variants) - len(bad)} | ({"failed": "; ".join(bad)} if bad else {})
+
+
+def across_devices(place: Place, seconds: float) -> Row:
+    """Returns the verdicts of runs on the GPU, with TF32 and without, against the same run on the CPU."""
+    over = time.monotonic() + seconds
+    recipe, names = [*place.flags("across"), *STEPS], ("baseline", "deepspeed_stage_2", "deepspeed_stage_3")
+    run("train.py", *recipe, "--accelerator", "cpu", "--name", "cpu", seconds=over - time.monotonic())
+    run("compare.py", "perturb", *recipe, "--accelerator", "cpu", "--name", "moved", seconds=over - time.monotonic())
+    for strategy in names:
+        for tf32, override in (("TF32", ""), ("no TF32", "0")):
+            flags = ["--strategy", strategy, "--accelerator", place.bench.accelerator, "--name", f"{strategy}, {tf32}"]
+            environment = {"NVIDIA_TF32_OVERRIDE": override} if override else {}
+            run("train.py", *recipe, *flags, extra_env=environment, seconds=over - time.monotonic())
+    row: Row = {}
+    for folder in sorted((place.out / "runs" / "across").glob("*, *TF32")):
+        runs = [str(newest(folder.parent / name)) for name in ("cpu", "moved", folder.name)]
+        out = ["--out", str(place.out), "--name", "across"]
+        variants = compared(["--runs", *runs, *out], place.out / "across", over - time.monotonic())
+        verdicts = [each["verdict"] for each in variants if each["verdict"]["kind"] != "reference"]
+        row[folder.name] = ", ".join(f"{each['kind']} ({each['loss_difference']:.1e})" for each in verdicts)
+    return row
+
+
+def resumed(place: Place, seconds: float) -> Row:
+    """Returns the losses of a run that began on the CPU, continued on the GPU and ended on the CPU."""
+    over, row = time.monotonic() + seconds, {}
+    flags, resume = [*place.flags("resumed"), *STEPS[2:], "--name", "relay"], []
+    places = (("cpu", "deepspeed_stage_2"), (place.bench.accelerator, "deepspeed_stage_3"), ("cpu", "baseline"))
+    for number, (accelerator, strategy) in enumerate(places, 1):
+        there = ["--accelerator", accelerator, "--strategy", strategy, "--max_steps", str(10 * number)]
+        run("train.py", *flags, *there, *resume, seconds=over - time.monotonic())
+        folder = newest(place.out / "runs" / "resumed" / "relay")
+        resume = ["--resume", str(folder)]
+        row[f"loss on the {accelerator}, {strategy}"] = json.loads((folder / "metrics.json").read_text())["train/loss"]
+    return row
+
+
+def tests(group: str, place: Place, seconds: float) -> Row:
+    """Returns how many tests of tests/gpu pass, and the names of the others."""
+    report = place.out / f"tests-{group}.xml"
+    command = ["-m", "pytest", "-q", "tests/gpu", "-k", group, "--junitxml", str(report)]
+    try:
+        run(*command, seconds=seconds)
+    except RunFailed:
+        if not report.exists():
+            raise
+    cases = list(ET.parse(report).getroot().iter("testcase"))
+    failed = [str(case.get("name")) for case in cases if {"failure", "error"} & {child.tag for child in case}]
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    counts = {"passed": len(cases) - len(failed) - skipped, "skipped": skipped}
+    return counts | ({"failed": ", ".join(failed)} if failed else {})
+
+
+def memory(model: str, strategy: str, place: Place, seconds: float) -> Row:
+    """Returns the planned and the measured bytes of a rank's model states and peak."""
+    over = time.monotonic() + seconds
+    recipe = ["--model", model, "--optimizer", "adamw", "--precision", "bf16-mixed", "--batch_size", "16"]
+    recipe += ["--accelerator", place.bench.accelerator, "--devices", "1"]
+    plan = json.loads(run("plan.py", *recipe, "--device_memory", "130GB", "--json", seconds=seconds, exit_code=None))
+    (planned,) = [row for row in plan["strategies"] if row["strategy"] == strategy]
+    flags = [*place.flags("memory"), *recipe, "--strategy", strategy, "--name", f"{model}-{strategy}"]
+    run("train.py", *flags, "--bench_steps", "6", seconds=over - time.monotonic())
+    metrics = json.loads((newest(place.out / "runs" / "memory" / f"{model}-{strategy}") / "metrics.json").read_text())
+    states, peak = metrics["mem/model_state_rank_bytes"][0], metrics["mem/peak_rank_bytes"][0]
+    expected = sum(sum(planned["states"][where].values()) for where in ("device", "host"))
+    row = {"states planned": expected, "states": states, "peak planned": planned["device"], "peak": peak}
+    off = [abs(row[f"{name} planned"] / row[name] - 1) for name in ("states", "peak")]
+    wrong = off[0] > STATES_SHARE or (place.on_gpu and off[1] > PEAK_SHARE)
+    row |= {"off": " and ".join(f"{share:.0%}" for share in off)}
+    return row | ({"failed": f"planned states or peak off by {row['off']}"} if wrong else {})
+
+
+def speed(contender: Callable[[], Any], place: Place, seconds: float) -> Row:
+    """Returns the figures of one contender."""
+    figures = contender()
+    columns = ("images_per_second", "step_time_ms", "seconds_to_first_step")
+    return {name: round(figures[name], 2) for name in columns if name in figures}
+
+
+def record(more: Sequence[str], place: Place, seconds: float) -> Row:
+    """Returns the accuracy and time of the speed record's recipe, of as many runs as there is time for."""
+    data = ["--data.source", "folder", "--data.root", str(place.images)] if place.images else SMALL[:2]
+    small = [
+        "--model.width",
+        "0.125",
+        "--precision",
+        "32-true",
+        "--accelerator",
+        "cpu",
+        "--epochs",
+        "1",
+        "--max_steps",
+        "2",
+    ]
+    flags = [*data, *more] if place.on_gpu else [*SMALL[:2], *small]
+    runs = "20" if place.on_gpu else "1"
+    said = run("-m", "benchmarks.speedrun", "--runs", runs, *flags, seconds=seconds)
+    found = dict(re.findall(r"^(accuracy|time|an epoch) (.*)$", said, re.MULTILINE))
+    return {"images": "real" if place.images else "synthetic", "runs": runs, **found}
+
+
+def largest(strategy: str, place: Place, seconds: float) -> Row:
+    """Returns the deepest vision transformer that takes three steps; ends at the first that does not."""
+    over, row = time.monotonic() + seconds, {}
+    recipe = ["--model", "vit_1b", "--optimizer", "adamw", "--precision", "bf16-mixed", "--activation_checkpointing"]
+    recipe += ["--batch_size", "16", "--strategy", strategy, "--bench_steps", "3", "--name", strategy]
+    if not place.on_gpu:
+        recipe[1] = "vit_tiny"
+    for depth in DEPTHS if place.on_gpu else DEPTHS[:1]:
+        try:
+            run(
+                "train.py",
+                *place.flags("largest"),
+                *recipe,
+                "--model.depth",
+                str(depth),
+                seconds=over - time.monotonic(),
+            )
+        except RunFailed as failure:
+            row["ends at"] = f"{depth} blocks: {str(failure).splitlines()[-1]}"
+            break
+        metrics = json.loads((newest(place.out / "runs" / "largest" / strategy) / "metrics.json").read_text())
+        row |= {"parameters": metrics["parameters"], "TFLOPS": metrics["perf/tflops"]}
+        row |= {"peak bytes": metrics["mem/peak_rank_bytes"][0], "images/s": metrics["perf/images_per_second"]}
+    return row | ({} if "parameters" in row else {"failed": row.get("ends at", "no time")})
+
+
+def compared(flags: Sequence[str], folder: Path, seconds: float) -> list[Row]:
+    """Runs compare.py, which Ctrl-C ends with a report of what is finished; returns the variants of comparison.json."""
+    process = subprocess.Popen([sys.executable, "compare.py", *flags], cwd=ROOT, stdout=subprocess.DEVNULL)
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+    reports = sorted(folder.glob("*/comparison.json"), key=lambda file: file.stat().st_mtime)
+    if not reports:
+        raise RunFailed(f"compare.py ended with exit code {process.returncode} and wrote no report")
+    return json.loads(reports[-1].read_text())["variants"]
+
+
+def good(variant: Row) -> bool:
+    """Whether a case or variant has passed."""
+    return bool(variant["verdict"]) and variant["verdict"]["kind"] in GOOD
+
+
+def newest(folder: Path) -> Path:
+    """Returns the newest run folder of a name."""
+    return max(folder.glob("version_*"), key=lambda version: int(version.name.removeprefix("version_")))
+
+
+if __name__ == "__main__":
+    sys.exit(exits.guarded(main))
