@@ -1,15 +1,6 @@
 """Tests a checkpoint of any strategy on one device; see --help."""
 
-from cifar_zero.core import interrupt
-
-if __name__ == "__main__":
-    interrupt.install()  # before the other imports
-
-import sys
-from functools import partial
-
-from cifar_zero.core.exits import guarded
-from cifar_zero.training.evaluate import main
+from cifar_zero.core.interrupt import start
 
 
 def classes():
@@ -21,4 +12,4 @@ def classes():
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(partial(main, classes)))
+    start("cifar_zero.training.evaluate", classes)

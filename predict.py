@@ -1,14 +1,6 @@
 """Classifies image files with a checkpoint or an export; see --help."""
 
-from cifar_zero.core import interrupt
+from cifar_zero.core.interrupt import start
 
 if __name__ == "__main__":
-    interrupt.install()  # before the other imports
-
-import sys
-
-from cifar_zero.core.exits import guarded
-from cifar_zero.exporting.predict import main
-
-if __name__ == "__main__":
-    sys.exit(guarded(main))
+    start("cifar_zero.exporting.predict")

@@ -1,11 +1,10 @@
 """Trains and tests a CIFAR classifier: resolve -> prepare the data -> build -> fit -> test -> report; see --help."""
 
-from cifar_zero.core import interrupt
+from cifar_zero.core.interrupt import start
 
 if __name__ == "__main__":
-    interrupt.install()  # before the other imports
+    start("train")  # imports this file with all that it imports, and runs `main`
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,7 +15,7 @@ from cifar_zero.checkpoints import resume, run_folder
 from cifar_zero.config import command_line
 from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import AUTO
-from cifar_zero.core import exits, start_time
+from cifar_zero.core import start_time
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.programs import torchrun
 from cifar_zero.launch import local_launcher, rank_environment
@@ -110,7 +109,3 @@ def plot_schedule(run: Run) -> int:
         draw_schedule(config.schedule, config.optimizer, steps, Path(config.plot_schedule))
         print(f"the learning rate of {config.schedule.name} is drawn in {config.plot_schedule}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(exits.guarded(main))

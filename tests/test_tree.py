@@ -25,6 +25,9 @@ MODULES = sorted(
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 WITHOUT_TORCH = [*COMMANDS, "benchmarks.deepspeed", "benchmarks.startup"]  # wrong usage is answered at once
 WITHOUT_TORCH += [f"cifar_zero.{name}" for name in ("core", "config", "launch", "models", "data", "strategies")]
+WITHOUT_TORCH += [f"cifar_zero.{name}" for name in ("training.evaluate", "exporting.export", "exporting.predict")]
+WITHOUT_TORCH += [f"cifar_zero.{name}" for name in ("diagnosis.doctor", "planning.plan", "comparison.compare")]
+WITHOUT_TORCH += ["cifar_zero.sweeping.sweep"]
 WITHOUT_TORCH += ["cifar_zero.config.rules", "cifar_zero.checkpoints.run_folder", "cifar_zero.planning.model_states"]
 
 FLOORS = (

@@ -7,9 +7,8 @@ import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.comparison import report
@@ -26,9 +25,6 @@ from cifar_zero.core.hardware import this_computer
 from cifar_zero.core.programs import command
 from cifar_zero.launch import local_launcher, rank_environment
 from cifar_zero.training.resolve import resolve
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningDataModule, LightningModule
 
 TRAIN_JOBS = "train-jobs"
 """First argument of the ranks that --acceptance starts; the second is the file of their trainings."""
@@ -50,22 +46,17 @@ examples:
 """
 
 
-def main(
-    train: Callable[..., Any],
-    module_class: Callable[[], type[LightningModule]],
-    datamodule_class: Callable[[], type[LightningDataModule]],
-) -> int:
+def main(train: Callable[..., Any], classes: Callable[[], tuple[Any, Any]]) -> int:
     """Compares and prints the verdicts; returns the exit code, 1 if a variant did not train or does not agree.
-    `train(run, module)` trains a run as one rank; `module_class()` and `datamodule_class()` import and return the
-    LightningModule and the LightningDataModule of the runs."""
+    `train(run, module)` trains a run as one rank; `classes()` imports and returns the LightningModule and the
+    LightningDataModule of the runs."""
     if sys.argv[1:2] == ["perturb"]:
-        return perturb(sys.argv[2:], train, module_class)
+        return perturb(sys.argv[2:], train, classes)
     if sys.argv[1:2] == [TRAIN_JOBS]:
         from cifar_zero.comparison.recorded.record import train_jobs
         from cifar_zero.comparison.recorded.recording import train_recipe
 
-        classes = {"module_class": module_class, "datamodule_class": datamodule_class}
-        return train_jobs(Path(sys.argv[2]), partial(train_recipe, **classes))
+        return train_jobs(Path(sys.argv[2]), lambda flags, sign, folder: train_recipe(flags, sign, folder, *classes()))
     arguments, rest = _parse()
     if rank_environment.is_rank():
         raise UsageError("compare.py starts the ranks itself: start it once, without torchrun or srun")
@@ -89,14 +80,14 @@ def main(
     return 0 if comparison.passed else 1
 
 
-def perturb(flags: list[str], train: Callable[..., Any], module_class: Callable[[], type[LightningModule]]) -> int:
+def perturb(flags: list[str], train: Callable[..., Any], classes: Callable[[], tuple[Any, Any]]) -> int:
     """Trains one perturbed run, in this process or in ranks that it starts; returns the exit code."""
     run = resolve(command_line.parse(flags), command_line.consent(flags))
     if run.config.world_size > 1 and not rank_environment.is_rank():
         return local_launcher.run(run.config.world_size, run.on_cpu)
     from cifar_zero.comparison.perturbed import perturbed
 
-    train(run, perturbed(module_class(), run.config.precision, run.config.accelerator))
+    train(run, perturbed(classes()[0], run.config.precision, run.config.accelerator))
     return 0
 
 

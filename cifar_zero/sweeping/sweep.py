@@ -27,8 +27,8 @@ trains failed ones again.
 """
 
 
-def main(program: str) -> int:
-    """Trains the runs with `program`, train.py; returns the exit code, 1 if a run failed."""
+def main() -> int:
+    """Trains the runs; returns the exit code, 1 if a run failed."""
     arguments, rest = _parser().parse_known_args()
     check_plain_name(arguments.name)
     if any(number is not None and number < 1 for number in (arguments.trials, arguments.parallel)):
@@ -61,7 +61,7 @@ def main(program: str) -> int:
         with FileLock(folder / "sweep.lock", timeout=0):
             study = open_study(folder, record, metric)
             to_sample = enqueue(study, space, sampler, arguments.trials or 20, planned[0].config.seed)
-            trials = Trials(folder, study, space, metric, flags, arguments.prune, to_sample, program)
+            trials = Trials(folder, study, space, metric, flags, arguments.prune, to_sample)
             try:
                 trials.train(slots(planned, arguments.parallel, max(1, trials.waiting)))
             finally:  # after Ctrl-C too

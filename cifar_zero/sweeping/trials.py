@@ -16,6 +16,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from cifar_zero.core.errors import RunError, UsageError
+from cifar_zero.reports.summary import REPOSITORY
 from cifar_zero.sweeping import runs
 from cifar_zero.training import run_process
 
@@ -124,7 +125,7 @@ class Trials:
     flags: list[str]  # train.py's flags that all runs share
     prune: bool  # whether a run ends when its validations are behind the median (Optuna's default pruner)
     to_sample: int  # settings that the sampler chooses, when nothing is enqueued
-    program: str  # train.py
+    program: str = str(REPOSITORY / "train.py")
     stopped: bool = False
     asking: threading.Lock = field(default_factory=threading.Lock)
 

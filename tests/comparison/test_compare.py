@@ -95,7 +95,7 @@ def test_every_variant_is_checked_before_the_first_is_trained(planned: list[Plan
 
 def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
     monkeypatch.setattr("sys.argv", ["compare.py", *flags])
-    return compare.main(train.train, lambda: CIFARModule, lambda: CIFARDataModule)
+    return compare.main(train.train, lambda: (CIFARModule, CIFARDataModule))
 
 
 def test_a_launcher_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

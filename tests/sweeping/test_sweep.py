@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("signal_handlers")
 
 def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
     monkeypatch.setattr("sys.argv", ["sweep.py", *flags])
-    return sweep.main("train.py")
+    return sweep.main()
 
 
 @pytest.mark.parametrize(

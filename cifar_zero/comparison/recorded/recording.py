@@ -1,6 +1,5 @@
 """Trains, and records what happens at each optimizer step: loss, learning rates, gradients and weights."""
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -106,17 +105,15 @@ class Reseed(Callback):
         seed_everything(self._seed + 1000 * (batch_idx + 1) + trainer.global_rank, verbose=False)
 
 
-def train_recipe(
-    flags: list[str], sign: int, folder: Path, module_class: Callable[[], Any], datamodule_class: Callable[[], Any]
-) -> Record:
+def train_recipe(flags: list[str], sign: int, folder: Path, module: type[Any], datamodule: type[Any]) -> Record:
     """Trains a run, given by train.py's flags, as one rank, without output; returns its record, on every rank. `sign`
-    is that of its perturbation, 0 for none; `module_class` and `datamodule_class` import and return the classes."""
-    run, module = resolve(command_line.parse(flags)), module_class()
+    is that of its perturbation, 0 for none; `module` and `datamodule` are the classes."""
+    run = resolve(command_line.parse(flags))
     if sign:
         module = perturbed(module, run.config.precision, run.config.accelerator, sign)
     recording = Recording(run.config.max_steps)
     trainer = quiet_trainer(run, folder, [BatchNormStatistics(), recording])
-    trainer.fit(module(run.config, run.num_classes, None), datamodule=datamodule_class()(run.config))
+    trainer.fit(module(run.config, run.num_classes, None), datamodule=datamodule(run.config))
     return recording.record
 
 

@@ -64,13 +64,13 @@ OWN = ["--module", f"{FILE}:Digits", "--datamodule", f"{FILE}:DigitsData"]
 def test_a_mistake_in_the_flags_is_refused(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "argv", ["compare.py", *OWN, "--strategies", "deepspeed_stage_1", *flags.split()])
     with pytest.raises(UsageError, match=re.escape(expected)):
-        main(pytest.fail, pytest.fail, pytest.fail)
+        main(pytest.fail, pytest.fail)
 
 
 def test_a_module_without_data_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "argv", ["compare.py", *OWN[:2]])
     with pytest.raises(UsageError, match=r"no train_dataloader: name its data with --datamodule FILE\.py:NAME"):
-        main(pytest.fail, pytest.fail, pytest.fail)
+        main(pytest.fail, pytest.fail)
 
 
 @pytest.mark.parametrize(
