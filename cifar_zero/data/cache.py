@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import shutil
+import tokenize
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +32,8 @@ PAGE_BYTES = 4096
 """The checksum of images reads one byte in each block of this size, in 6 ms: disks are damaged by whole blocks. That of
 labels reads all: one that is out of range would end a run."""
 
-_DAMAGE = (OSError, ValueError, KeyError, TypeError)  # exceptions of reading a missing or damaged cache
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, tokenize.TokenError)
+"""Exceptions of reading a missing or damaged cache; the last one is NumPy's (2.4) for some headers of an array."""
 
 _USERS_MISTAKES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 

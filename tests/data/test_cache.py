@@ -52,7 +52,7 @@ def test_a_killed_writer_leaves_nothing_in_the_way(config: DataConfig) -> None:
     assert sorted(path.name for path in directory.parent.iterdir()) == ["synthetic-1000", "synthetic-1000.lock"]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "lost block", "no meta", "torn meta"])
+@pytest.mark.parametrize("damage", ["truncated", "lost block", "torn header", "no meta", "torn meta"])
 def test_a_damaged_cache_is_rebuilt(config: DataConfig, damage: str) -> None:
     data.prepare(config)
     path = image_file(config)
@@ -63,6 +63,8 @@ def test_a_damaged_cache_is_rebuilt(config: DataConfig, damage: str) -> None:
             data.load(config, "synthetic")
     elif damage == "lost block":
         path.write_bytes(whole[:400_000] + bytes(100_000) + whole[500_000:])
+    elif damage == "torn header":
+        path.write_bytes(whole.replace(b"3), }", "3¨, ".encode("latin1"), 1))
     elif damage == "no meta":
         path.with_name("meta.json").unlink()
     else:
