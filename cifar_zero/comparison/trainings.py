@@ -15,7 +15,7 @@ from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.core.programs import command
 from cifar_zero.reports.summary import REPOSITORY
 from cifar_zero.training import run_process
-from cifar_zero.training.resolve import resolve
+from cifar_zero.training.resolve import resolve, warn_of_few_cores
 
 TRAIN = (str(REPOSITORY / "train.py"),)
 PERTURB = (str(REPOSITORY / "compare.py"), "perturb")
@@ -146,6 +146,7 @@ def prepare(planned: Sequence[Planned]) -> None:
     from cifar_zero.training import build, starting
 
     quieten()
+    warn_of_few_cores(max(int(variant.run.config.devices) if variant.run.on_cpu else 1 for variant in planned))
     for run in (variant.run for variant in planned):
         build.check_trainer_options(run.config)
         starting.pretrained_weights(run)

@@ -43,7 +43,7 @@ def resolve(config: Config, consent: Consent = NO_CONSENT, starts: bool = False)
 
 
 def _announce(config: Config) -> None:
-    """Prints in one line what is started, and warns of more CPU ranks than cores."""
+    """Prints in one line what is started."""
     ranks = config.devices if config.devices == "auto" else config.world_size
     cpu = config.accelerator == "cpu" or not has_gpu_driver()
     kind = "all GPUs" if ranks == "auto" else f"{ranks} {'CPU process' if cpu else 'GPU'}"
@@ -51,8 +51,14 @@ def _announce(config: Config) -> None:
     source = "CIFAR-10 or else the digits" if config.data.source == "auto" else config.data.source
     what = f"model {config.model.name}, strategy {config.strategy_name}, {kind}, data {source}"
     say(f"starting: {what}, batch size {config.batch_size}")
-    if cpu and isinstance(config.devices, int) and config.devices > (cores := core_count()):
-        say(f"warning: {config.devices} CPU ranks take turns on {cores} cores: with --devices {cores} each has its own")
+    if cpu and isinstance(config.devices, int):
+        warn_of_few_cores(config.devices)
+
+
+def warn_of_few_cores(ranks: int) -> None:
+    """Warns of more CPU ranks on this computer than cores."""
+    if ranks > (cores := core_count()):
+        say(f"warning: {ranks} CPU ranks take turns on {cores} cores: with --devices {cores} each has its own")
 
 
 def on_this_machine(config: Config) -> Config:

@@ -9,8 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cifar_zero.comparison.trainings import PERTURB, Runner, plan
+from cifar_zero.comparison.trainings import PERTURB, Runner, plan, prepare
 from cifar_zero.core.errors import RunError, UsageError
+from cifar_zero.core.hardware import core_count
 
 Axes = tuple[list[str], list[str], list[str]]
 """Strategies, devices, micro-batches."""
@@ -44,6 +45,13 @@ def test_all_variants_train_the_recipe_of_a_deepspeed_configuration() -> None:
     )
     with pytest.raises(UsageError, match=r"--gradient_clip_val 2.0 \(file: 1.0\)"):
         plan(["baseline", file], ["2"], [], 1, [*SMALL, "--gradient_clip_val", "2"])
+
+
+def test_more_ranks_than_cores_are_warned_of_once(small_data: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    ranks = core_count() + 1
+    flags = [*small_data, "--accelerator", "cpu", "--batch_size", str(4 * ranks)]
+    prepare(plan(["baseline", "ddp"], [str(ranks)], [], 1, flags))
+    assert capfd.readouterr().err.count(f"warning: {ranks} CPU ranks take turns on {core_count()} cores") == 1
 
 
 def test_a_run_for_each_seed() -> None:

@@ -20,6 +20,7 @@ from cifar_zero.config import command_line
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.core import exits, user_code
 from cifar_zero.core.errors import UsageError
+from cifar_zero.core.usage import nearest
 from cifar_zero.training.resolve import resolve
 
 if TYPE_CHECKING:
@@ -47,16 +48,17 @@ def plan(strategies: Sequence[str], ranks: int, accumulate: Sequence[str], flags
     Without `strategies` they are those of DEFAULT that can train here. Raises UsageError if a flag is not for this, or
     a named strategy cannot train here."""
     of_user, ours = command_line.split(flags, OF_USER)
+    for flag in (flag[2:].split("=")[0] for flag in ours if flag.startswith("--")):  # first: user's code takes seconds
+        if flag.split(".")[0] not in OURS:
+            known = ", ".join(f"--{name}" for name in OURS)
+            meant = nearest(f"--{flag}", [f"--{name}" for name in OURS], cutoff=0.65, otherwise=f"or use {known}")
+            raise UsageError(
+                f"--{flag} is not for --module: give it to your code (--module.X, --datamodule.X); {meant}"
+            )
     for part in PARTS:
         _instance(part, of_user, build=False)
     if "--datamodule" not in of_user and not _has_loader(of_user[of_user.index("--module") + 1]):
         raise UsageError("--module has no train_dataloader: name its data with --datamodule FILE.py:NAME")
-    for flag in (flag for flag in ours if flag.startswith("--")):
-        if flag[2:].split("=")[0].split(".")[0] not in OURS:
-            known = ", ".join(f"--{name}" for name in OURS)
-            raise UsageError(
-                f"{flag} is not for --module: give it to your code (--module.X, --datamodule.X) or {known}"
-            )
     given = {flag.split("=")[0] for flag in ours}
     precision = "32-true" if "--precision" not in given else command_line.parse(ours).precision
     ours = [*([] if "--max_steps" in given else ["--max_steps", str(STEPS)]), "--precision", precision, *ours]

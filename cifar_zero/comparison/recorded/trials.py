@@ -19,6 +19,7 @@ from cifar_zero.core.hardware import cpu_name, this_computer
 from cifar_zero.core.programs import command
 from cifar_zero.reports.summary import REPOSITORY, git_commit, versions
 from cifar_zero.training import run_process
+from cifar_zero.training.resolve import warn_of_few_cores
 
 POLL_SECONDS = 0.2
 
@@ -32,6 +33,8 @@ def try_all(
     errors: dict[Job, str] = {}
     started = time.monotonic()
     stopped_by = 0
+    if not torch.cuda.is_available():
+        warn_of_few_cores(max(job.ranks for job in jobs))
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, TextColumn("left"), console=Console(stderr=True)) as progress:
         task = progress.add_task("trainings", total=len(jobs))

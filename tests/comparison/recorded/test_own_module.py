@@ -58,6 +58,7 @@ OWN = ["--module", f"{FILE}:Digits", "--datamodule", f"{FILE}:DigitsData"]
         ("--module.lr fast", "--module.lr: expected float, not fast"),
         ("--module.rate 1", "--module.rate"),
         ("--batch_size 4", "--batch_size is not for --module"),
+        ("--max_step 4", "did you mean --max_steps?"),
         ("--strategies pipeline", "splits only the vision transformers"),
     ],
 )
