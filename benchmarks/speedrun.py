@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median, stdev
 
@@ -176,11 +177,11 @@ def warm_up(configs: list[Config]) -> None:
         run(replace(config, max_steps=3, epochs=1))
 
 
-def run(config: Config) -> Result:
-    """Trains and tests once with train.py's module, images and loop, and writes no files."""
+def run(config: Config, more: Sequence[Callback] = ()) -> Result:
+    """Trains and tests once with train.py's module, images and loop, and writes no files; `more`: other callbacks."""
     resolved = of_machine(config)
     module, images, clock = CIFARModule(resolved.config, resolved.num_classes), CIFARDataModule(config), Clock()
-    callbacks: list[Callback] = [BatchNormStatistics(), clock]
+    callbacks: list[Callback] = [BatchNormStatistics(), clock, *more]
     if config.accelerator == "cpu":
         flops = training_flops(config.model, resolved.num_classes, resolved.micro_batch)
         callbacks.append(CPUKernels(flops, config.precision))

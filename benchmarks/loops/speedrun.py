@@ -16,6 +16,7 @@ from torch import Tensor
 from benchmarks.loops.common import now
 from cifar_zero import models
 from cifar_zero.config.flags import Config
+from cifar_zero.data.augment import normalize
 from cifar_zero.data.dataset import Dataset
 from cifar_zero.data.memory_loader import Stored
 
@@ -28,7 +29,7 @@ def train(config: Config, dataset: Dataset, device: torch.device) -> list[float]
     net.to(memory_format=memory)
     stored = Stored(dataset.train_images, device)
     images = stored.take(torch.arange(len(dataset.train_labels), device=stored.rows_device))
-    images = images.permute(0, 3, 1, 2).to(device).float().div_(127.5).sub_(1).contiguous(memory_format=memory)
+    images = normalize(images.permute(0, 3, 1, 2).to(device), config.data.inputs).contiguous(memory_format=memory)
     if device.type == "cuda" and config.precision == "bf16-mixed":
         images = images.bfloat16()  # as the references keep them, in half the memory
     labels = torch.tensor(dataset.train_labels, device=device)
