@@ -1,5 +1,6 @@
 """The LightningModule: a model with its loss, optimizer, learning-rate schedule and metrics."""
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -198,8 +199,13 @@ def averaged_scores(model: Callable[[Tensor], Tensor], images: Tensor, views: Vi
     The images (N, 3, H, W) are normalised. The views are those of airbench (Jordan 2024, arXiv 2404.00498;
     github.com/KellerJordan/cifar10-airbench, `infer`). none: the image alone. mirror: with its mirror image.
     mirror_translate: these two with weight 1/4 each, and each of them moved by a pixel up and left, and down and right,
-    with weight 1/8 each, padded by reflection.
+    with weight 1/8 each, padded by reflection. uncertain: mirror_translate for the quarter of the batch with the lowest
+    confidence, as github.com/hiverge/cifar10-speedrun does for the whole test set, the image alone for the others.
     """
+    if views == "uncertain":
+        scores = model(images).float()
+        chosen = scores.softmax(1).amax(1).topk(math.ceil(len(images) / 4), largest=False).indices
+        return scores.index_copy(0, chosen, averaged_scores(model, images[chosen], "mirror_translate"))
     if views == "none":
         return model(images).float()
     scores = _mirrored(model, images)

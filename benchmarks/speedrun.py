@@ -58,8 +58,11 @@ TRICKS = {
     "without: the head's own learning rate": "--optimizer.head_lr {bias_lr}",
     # rounded values of github.com/hiverge/cifar10-speedrun
     "with: brightness 0.14 and contrast 0.13": "--augment.brightness 0.14 --augment.contrast 0.13",
+    "with: SiLU, not GELU": "--model.activation silu",
+    "with: filters of one length every 4 steps": "--optimizer.normalize_every 4",
     "with: 24 x 24 pixels in 3/8 of the epochs": "--augment.low_resolution 24 --augment.low_epochs {low_epochs}",
     "the recipe, --tta none": "--tta none",
+    "the recipe, --tta uncertain": "--tta uncertain",
 }
 """The other rows of the table: flags added to the recipe's, with numbers of the recipe in braces."""
 

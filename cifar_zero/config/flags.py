@@ -28,7 +28,7 @@ Monitor = Literal[
 ]
 LoggerName = Literal["tensorboard", "csv", "wandb", "mlflow", "none"]
 Padding = Literal["black", "reflect"]
-Views = Literal["none", "mirror", "mirror_translate"]
+Views = Literal["none", "mirror", "mirror_translate", "uncertain"]
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,8 @@ class RegularizationConfig:
     tta: Views = "none"
     """Test-time augmentation: average the scores of several views of each image in the test, but not in validation.
     mirror: the image and its mirror image. mirror_translate: 6 views: these two, and both shifted by one pixel up and
-    left, and down and right; the unshifted views have half of the total weight."""
+    left, and down and right; the unshifted views have half of the total weight. uncertain: the 6 views only for the
+    quarter of each batch with the lowest confidence; an image's scores then depend on the others of its batch."""
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,9 @@ class SpeedNet(Model):
     norm_momentum: float = limited(0.4, over=0, at_most=1)
     """Weight of the newest micro-batch in the running statistics of batch normalisation; torch's is 0.1."""
 
+    activation: Literal["gelu", "silu"] = "gelu"
+    """Non-linearity after the first layer and each norm; silu is that of github.com/hiverge/cifar10-speedrun."""
+
 
 @dataclass
 class Torture(Model):

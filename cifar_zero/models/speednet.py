@@ -16,6 +16,7 @@ from cifar_zero.models import scaled
 PATCH = 2  # side in pixels of the patches that the first layer whitens
 WHITENED = 2 * 3 * PATCH**2  # channels after it: each principal direction of a patch of 3 colours, and its negative
 CHANNELS = (64, 256, 256)  # channels of the three blocks, at width 1
+ACTIVATIONS = {"gelu": nn.GELU, "silu": nn.SiLU}
 
 SCORE_SCALE = 16
 """Scores are divided by this and the root of the number of channels: by 256 at the reference's 256 channels, where its
@@ -33,6 +34,7 @@ class SpeedNet(nn.Module):
         super().__init__()
         self.whitening = options.whitening
         self.whiten = nn.Conv2d(3, WHITENED, PATCH)
+        self.activation = ACTIVATIONS[options.activation]()
         self.whiten.weight.requires_grad_(not self.whitening)
         sizes = [WHITENED, *(scaled(channels, options.width) for channels in CHANNELS)]
         self.blocks = nn.Sequential(*(Block(before, after, options) for before, after in pairwise(sizes)))
@@ -40,7 +42,7 @@ class SpeedNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Class scores (N, num_classes) of images (N, 3, H, W) in [-1, 1], H and W from 12; here of 32 x 32 pixels."""
-        x = F.gelu(self.whiten(x))  # (N, 24, 31, 31)
+        x = self.activation(self.whiten(x))  # (N, 24, 31, 31)
         x = self.blocks(x)  # (N, 256, 3, 3)
         x = F.max_pool2d(x, (x.shape[2], x.shape[3])).flatten(1)  # (N, 256)
         return self.head(x) / (SCORE_SCALE * x.shape[1] ** 0.5)
@@ -51,7 +53,7 @@ class SpeedNet(nn.Module):
 
 
 class Block(nn.Module):
-    """Two convolutions of 3 x 3, each with a batch norm and a GELU; a max-pool after the first halves the side."""
+    """Two convolutions of 3 x 3, each with a batch norm and an activation; a max-pool halves the side."""
 
     def __init__(self, before: int, after: int, options: models.SpeedNet):
         super().__init__()
@@ -60,11 +62,12 @@ class Block(nn.Module):
         self.norm1 = norm(after, options.norm_momentum)
         self.conv2 = conv(after, after, 3, padding=1, bias=False)
         self.norm2 = norm(after, options.norm_momentum)
+        self.activation = ACTIVATIONS[options.activation]()
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, before, H, W) -> (N, after, H // 2, W // 2)."""
-        x = F.gelu(self.norm1(F.max_pool2d(self.conv1(x), 2)))
-        return F.gelu(self.norm2(self.conv2(x)))
+        x = self.activation(self.norm1(F.max_pool2d(self.conv1(x), 2)))
+        return self.activation(self.norm2(self.conv2(x)))
 
 
 class IdentityConv(nn.Conv2d):

@@ -221,6 +221,9 @@ class MuonSGD(OptimizerOptions):
     normalize: bool = True
     """Scale Muon's weights to the length sqrt(filters) before each step, so that --optimizer.lr is an angle."""
 
+    normalize_every: int = limited(1, at_least=1)
+    """With normalize: do so before the first step and every N steps from then on."""
+
     bias_lr: float = 100.0
     """Learning rate of SGD for biases, norms and embeddings. It applies to the mean of the loss over a batch: the
     records' 0.053, for the sum, is 106 with 2,000 images, and less with fewer."""

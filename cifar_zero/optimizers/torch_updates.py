@@ -107,13 +107,14 @@ class TorchMuon(GroupOptimizer):
 
     Groups with `muon` hold weights of two and more dimensions; `fused` makes SGD one call for all parameters of a
     group, on CUDA. The options are lr, weight_decay; momentum and ns_steps (Newton-Schulz iterations) of Muon; betas of
-    AdamW or sgd_momentum of SGD. normalize: scale Muon's weights to the length sqrt(out) before each step.
-    match_adamw: scale Muon's steps to the size of AdamW's.
+    AdamW or sgd_momentum of SGD. normalize: scale Muon's weights to the length sqrt(out) before every
+    `normalize_every`-th step. match_adamw: scale Muon's steps to the size of AdamW's.
     """
 
     def __init__(self, params: Any, fused: bool = False, **defaults: Any) -> None:
         self._fused = fused
-        super().__init__(params, **{"muon": False, "normalize": False, "match_adamw": False, **defaults})
+        options = {"muon": False, "normalize": False, "normalize_every": 1, "match_adamw": False}
+        super().__init__(params, **{**options, **defaults})
 
     def update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
         update = self._muon if group["muon"] else self._adamw if "betas" in group else self._sgd
@@ -124,11 +125,16 @@ class TorchMuon(GroupOptimizer):
         _foreach_mul_(sums, group["momentum"])
         _foreach_add_(sums, gradients)
         steps = _foreach_add(gradients, sums, alpha=group["momentum"])  # Nesterov's form
+        normalizes = group["normalize"]
+        if normalizes and group["normalize_every"] > 1:
+            counts = self.counts(weights)  # a resumed run continues to count
+            normalizes = int(counts[0]) % group["normalize_every"] == 0
+            _foreach_add_(counts, 1)
         for numbers in _stacks(weights):
             matrices = torch.stack([weights[number].flatten(1) for number in numbers])  # (weights, out, all else)
             stacked = torch.stack([steps[number].flatten(1) for number in numbers])
             step = orthogonalized(stacked, group["ns_steps"], stacked.device.type)
-            if group["normalize"]:
+            if normalizes:
                 lengths = torch.linalg.matrix_norm(matrices, keepdim=True)
                 matrices *= matrices.shape[1] ** 0.5 / lengths
             if group["weight_decay"]:

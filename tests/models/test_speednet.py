@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,10 +34,18 @@ def test_parameters_are_the_references():
     assert frozen == {"whiten.weight", *(f"blocks.{i}.norm{j}.weight" for i in range(3) for j in (1, 2))}
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_scores_are_those_of_a_second_formulation(training: bool):
+def gelu(x: Tensor) -> Tensor:
+    return x * 0.5 * (1 + torch.erf(x / 2**0.5))
+
+
+def silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+@pytest.mark.parametrize(("training", "activation"), [(True, gelu), (False, gelu), (True, silu)])
+def test_scores_are_those_of_a_second_formulation(training: bool, activation: Callable[[Tensor], Tensor]):
     torch.manual_seed(0)
-    net = models.build("speednet", 7, width=0.25).train(training)
+    net = models.build("speednet", 7, width=0.25, activation=activation.__name__).train(training)
     state = {name: value.clone() for name, value in net.state_dict().items()}
     for name in state:
         if name.endswith(("running_mean", "running_var", "bias")):
@@ -48,10 +57,10 @@ def test_scores_are_those_of_a_second_formulation(training: bool):
         if training:
             var, mean = torch.var_mean(x, dim=(0, 2, 3), correction=0)
         x = (x - mean[:, None, None]) / (var[:, None, None] + 1e-12).sqrt() + state[f"{name}.bias"][:, None, None]
-        return x * 0.5 * (1 + torch.erf(x / 2**0.5))  # GELU
+        return activation(x)
 
     x = F.conv2d(images(), state["whiten.weight"], state["whiten.bias"])
-    x = x * 0.5 * (1 + torch.erf(x / 2**0.5))
+    x = activation(x)
     for i in range(3):
         x = F.conv2d(x, state[f"blocks.{i}.conv1.weight"], padding=1)
         side = x.shape[2] // 2

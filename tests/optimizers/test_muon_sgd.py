@@ -61,11 +61,11 @@ def test_orthogonalized(shape: tuple[int, int]):
     assert torch.allclose(orthogonalized(matrices, 0, "cpu").norm(dim=(1, 2)), torch.tensor(min(shape) ** 0.5).double())
 
 
-@pytest.mark.parametrize("normalize", [True, False])
-def test_updates_are_the_formulas(normalize: bool):
+@pytest.mark.parametrize(("normalize", "every"), [(True, 1), (True, 3), (False, 1)])
+def test_updates_are_the_formulas(normalize: bool, every: int):
     """The schedule falls to 0; for the first layer's bias it does so in half the steps."""
     net, other = network(), network()
-    chosen = OPTIMIZERS["muon_sgd"](**{**OPTIONS, "normalize": normalize})
+    chosen = OPTIMIZERS["muon_sgd"](**{**OPTIONS, "normalize": normalize, "normalize_every": every})
     optimizer = chosen.build(parameter_groups(chosen, dict(net.named_parameters())), "torch")
     schedule = StepSchedule(optimizer, Linear(total_steps=STEPS))
     momenta = {name: torch.zeros_like(parameter) for name, parameter in other.named_parameters()}
@@ -87,12 +87,31 @@ def test_updates_are_the_formulas(normalize: bool):
                 update = gradient + kept * momenta[name]
                 if by_muon:
                     update = polynomial_of_singular_values(update.flatten(1), 3).view_as(update)
-                    if normalize:
+                    if normalize and step % every == 0:
                         parameter *= len(parameter) ** 0.5 / parameter.norm()
                 parameter -= share * rate * update
     for (name, parameter), expected in zip(net.named_parameters(), other.parameters(), strict=True):
         assert torch.allclose(parameter, expected, atol=1e-6), name
     assert optimizer.param_groups[0]["muon"]  # whose rate the curves show
+
+
+def test_a_resumed_run_continues_to_count_the_steps():
+    """Of filters that are normalised before steps 0, 3, 6 and 9: the third step after a restart at 4 is the 6th."""
+
+    def trained(restart: int) -> list[Tensor]:
+        net, chosen = network(), OPTIMIZERS["muon_sgd"](**{**OPTIONS, "first_bias_share": 1.0, "normalize_every": 3})
+        groups = parameter_groups(chosen, dict(net.named_parameters()))
+        optimizer = chosen.build(groups, "torch")
+        for step in range(STEPS):
+            if step == restart:
+                state, optimizer = optimizer.state_dict(), chosen.build(groups, "torch")
+                optimizer.load_state_dict(state)
+            gradients(net, step)
+            optimizer.step()
+        return [*net.parameters()]
+
+    pairs = zip(trained(restart=4), trained(restart=-1), strict=True)
+    assert all(torch.equal(resumed, whole) for resumed, whole in pairs)
 
 
 def test_groups():
@@ -131,6 +150,7 @@ def test_a_share_that_is_no_whole_number_of_steps():
     ("flags", "message"),
     [
         ("--optimizer.ns_steps -1", "--optimizer.ns_steps must be at least 0 and under 100, not -1"),
+        ("--optimizer.normalize_every 0", "--optimizer.normalize_every must be at least 1, not 0"),
         ("--optimizer.head_lr -1", "--optimizer.head_lr must be at least 0, not -1.0"),
         ("--optimizer.sgd_momentum 1", "--optimizer.sgd_momentum must be at least 0 and under 1, not 1.0"),
         ("--optimizer.first_bias_share 0", "--optimizer.first_bias_share must be over 0 and at most 1, not 0.0"),
