@@ -24,19 +24,16 @@ from cifar_zero.comparison.result import GOOD
 from cifar_zero.core import exits
 from cifar_zero.reports.summary import write_json
 
-Row = dict[str, Any]
-"""What a cell measured, by column; "failed" says why it counts as a failure."""
+Row = dict[str, Any]  # what a cell measured, by column; "failed" says why it counts as a failure
 
 SMALL = ["--data.source", "synthetic", "--devices", "1", "--logger", "none", "--test_figures", "false"]
 STEPS = ["--max_steps", "20", "--optimizer", "adam", "--batch_size", "64", "--precision", "32-true"]
 
-STATES_SHARE, PEAK_SHARE = 0.05, 0.15
-"""Largest differences of the planned from the measured model states and peak."""
+STATES_SHARE, PEAK_SHARE = 0.05, 0.15  # largest differences of the planned from the measured model states and peak
 
 PLANNED = ("baseline", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3", "deepspeed_stage_3_offload")
 LARGEST = ("baseline", "deepspeed_stage_3_offload", "deepspeed_stage_3_superoffload")
-DEPTHS = tuple(2**power for power in range(2, 11))
-"""Blocks of a vit_1b, 50 million parameters each."""
+DEPTHS = tuple(2**power for power in range(2, 11))  # blocks of a vit_1b, 50 million parameters each
 
 
 @dataclass(frozen=True)

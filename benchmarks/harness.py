@@ -17,8 +17,7 @@ from cifar_zero.core import exits
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import gpu_count
 
-WIDTH = 120
-"""Characters of a line where the output is not a terminal."""
+WIDTH = 120  # characters of a line where the output is not a terminal
 
 
 @dataclass(frozen=True)

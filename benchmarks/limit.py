@@ -14,8 +14,7 @@ from benchmarks.harness import Case
 from benchmarks.runs import Bench, bench
 from cifar_zero.core import exits
 
-STEPS = {4: 2000, 64: 500, 512: 100}
-"""Timed steps at each batch size."""
+STEPS = {4: 2000, 64: 500, 512: 100}  # timed steps at each batch size
 
 
 def main() -> int:

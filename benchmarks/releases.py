@@ -27,11 +27,9 @@ from cifar_zero.reports.summary import write_json
 
 HEADING = "| DeepSpeed | strategies | verdict | first case that fails | upstream |\n|---|---|---|---|---|\n"
 
-KINDS = ("passes", "cannot run", "different")
-"""Verdicts, the worst last."""
+KINDS = ("passes", "cannot run", "different")  # Verdicts, the worst last
 
-Rows = dict[str, Sequence[str]]
-"""By strategy: one of KINDS, and the first case that has this verdict, with the reason."""
+Rows = dict[str, Sequence[str]]  # by strategy: one of KINDS, and the first case that has this verdict, with the reason
 
 
 def main() -> int:

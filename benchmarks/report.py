@@ -14,8 +14,7 @@ from benchmarks.runs import ROOT
 from cifar_zero.core.hardware import core_count, cpu_name
 from cifar_zero.reports.summary import git_commit, versions
 
-Figures = Mapping[str, float]
-"""What one run measured; keys are those of UNITS, and others that no table shows."""
+Figures = Mapping[str, float]  # what one run measured; keys are those of UNITS, and others that no table shows
 
 UNITS = {
     "images_per_second": "images/s",

@@ -25,8 +25,7 @@ from cifar_zero.models.net import Net
 from cifar_zero.training.callbacks.cpu_kernels import CPUKernels
 from cifar_zero.training.callbacks.flops import training_flops
 
-SEED = 0
-"""The seed of the weights and of the order: train.py's default."""
+SEED = 0  # the seed of the weights and of the order: train.py's default
 
 
 def train(

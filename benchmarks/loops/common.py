@@ -15,8 +15,7 @@ from torchvision import transforms
 from cifar_zero import data as sources
 from cifar_zero.config.flags import DataConfig
 
-WARMUP_STEPS = 20
-"""Optimizer steps before the timed ones, as many as train.py's --bench_steps has."""
+WARMUP_STEPS = 20  # optimizer steps before the timed ones, as many as train.py's --bench_steps has
 
 Batch = TypeVar("Batch")
 
@@ -63,8 +62,7 @@ class Clock:
     """
 
     def __init__(self, steps: int, batch_size: int, device: torch.device):
-        self.steps = WARMUP_STEPS + steps
-        """All optimizer steps."""
+        self.steps = WARMUP_STEPS + steps  # all optimizer steps
         self._timed_steps = steps
         self._batch_size = batch_size
         self._device = device

@@ -19,8 +19,7 @@ from benchmarks.loops.common import CIFAR10InMemory, Clock
 from cifar_zero.launch import local_launcher, rank_environment
 from cifar_zero.models.net import Net
 
-BATCH_SIZE = 16
-"""Images per step over all ranks: train_batch_size of the program's configuration."""
+BATCH_SIZE = 16  # images per step over all ranks: train_batch_size of the program's configuration
 
 
 def train(cache: str, steps: int, stage: int) -> dict[str, float]:

@@ -22,8 +22,7 @@ from datamodule import CIFARDataModule
 
 BATCH_SIZE = 64
 
-WORKERS = 2
-"""Worker processes of torch's DataLoader, as in the tutorial."""
+WORKERS = 2  # worker processes of torch's DataLoader, as in the tutorial
 
 
 def ours(config: DataConfig) -> Iterable[Any]:

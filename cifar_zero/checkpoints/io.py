@@ -63,8 +63,7 @@ class AtomicCheckpointIO(CheckpointIO):
 
 
 def save(content: Any, file: Path) -> None:
-    """Writes a file with torch.save, which hides the system's error (a full disk) behind its own. Raises OSError: the
-    file cannot be written."""
+    """Writes a file with torch.save. Raises OSError, which torch.save hides behind an error of its own."""
     try:
         with file.open("wb") as stream:
             torch.save(content, stream)

@@ -19,8 +19,7 @@ PREFIX = "net."  # prefix of the model's names in the LightningModule
 
 def read(checkpoint: Path, trust: bool = False, verify: bool = True, device: str = "cpu") -> dict[str, Any]:
     """Returns state_dict, optimizer_states and the progress of the run from Lightning's file, or the folder that
-    DeepSpeed writes; see `safe_load.load` for the arguments. Raises UsageError: it is damaged, incomplete, of another
-    kind, or would need `trust`."""
+    DeepSpeed writes; see `safe_load.load` for the arguments. Raises UsageError: it is damaged or would need `trust`."""
     if checkpoint.is_dir():
         return read_folder(checkpoint, trust, verify, device)
     content = load(checkpoint, trust, verify, device)

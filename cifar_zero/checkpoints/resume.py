@@ -61,8 +61,7 @@ def checkpoint_to_resume(config: Config) -> str:
     """Returns the path of the checkpoint that --resume names; empty for a new run.
 
     Reads no weights: rank 0 compares checksums, names and shapes later, see `training.starting.check_checkpoint`.
-    Raises UsageError: there is none, it is incomplete, or it is of a run that cannot be continued with this
-    configuration.
+    Raises UsageError: there is none, it is incomplete, or of another run.
     """
     given = restarted(config)
     if not given:
@@ -125,8 +124,7 @@ def find_recovered(config: Config, given: str, fallback: bool = False) -> Path:
 
 
 def check_same_run(config: Config, recipe: dict[str, Any]) -> None:
-    """Refuses to continue another run, whose `recipe` is from its config.yaml or the checkpoint. Raises UsageError:
-    names the first option that differs."""
+    """Refuses to continue a run with another `recipe`. Raises UsageError: names the first option that differs."""
     if config.weights and not Path(recipe.get("weights", "")).is_relative_to(Path(config.weights).absolute()):
         raise UsageError(f"--resume {config.resume} continues with the weights of its checkpoint: remove --weights")
     before, now = flat(recipe), flat(config)
@@ -141,16 +139,13 @@ def check_same_run(config: Config, recipe: dict[str, Any]) -> None:
         kept = any(option == key or option.startswith(f"{key}.") for key in KEPT)
         kept = kept and option != "model.ep_size"  # it says where the run is, not what it is
         if kept and option in before and before[option] != now[option]:
-            raise UsageError(
-                f"--resume {config.resume}: that run had --{option} {before[option]}, this one has {now[option]}"
-            )
+            raise UsageError(f"--resume {config.resume}: that run had --{option} {before[option]}, not {now[option]}")
 
 
 def source_of(config: Config, record: dict[str, Any]) -> Any:
     """Returns the source of images that a resumed run continues on: the one that it had, also for --data.source auto.
 
-    `record` is that of the checkpoint, accepted by `check_same_run`. Raises UsageError: the source now has other
-    classes.
+    `record` is the checkpoint's, checked by `check_same_run`. Raises UsageError: the source has other classes.
     """
     source = record["config"]["data"]["source"]
     names = [*data.class_names(replace(config.data, source=source))]

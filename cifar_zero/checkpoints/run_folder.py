@@ -30,8 +30,7 @@ def check_writable(out: str, name: str) -> None:
 
 
 def claim(out: str, name: str) -> Path:
-    """Makes and returns the first free version_N of a run's name. Raises UsageError: the directory cannot be made or
-    written."""
+    """Makes and returns the first free version_N of a run's name. Raises UsageError: it cannot be made."""
     parent = Path(out) / name
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -77,8 +76,7 @@ def code_has_changed(checkpoint: Path, model: str) -> bool:
 
 
 def newest_checkpoint(folder: Path) -> Path:
-    """Returns the last written checkpoint under a run's folder, a run's name or a checkpoints folder. Raises
-    UsageError: there is none."""
+    """Returns the last written checkpoint under a folder. Raises UsageError: there is none."""
     found = checkpoints(folder)
     if not found:
         raise UsageError(f"no checkpoint under {folder}: give a run folder, or a .ckpt file or folder")
@@ -107,8 +105,7 @@ def last_checkpoint(out: str, name: str, fallback: bool = False) -> Path:
 
 def find_checkpoint(path: str) -> Path:
     """Returns the checkpoint that `--resume` or the argument of a program names: itself (a file or DeepSpeed's folder),
-    something in it, its run's folder, or a folder of checkpoints, of which the newest counts. Raises UsageError: there
-    is none."""
+    something in it, or the newest one under a folder. Raises UsageError: there is none."""
     given = Path(path)
     if not given.exists():
         raise UsageError(f"{path} does not exist: give a run folder, or a .ckpt file or folder")

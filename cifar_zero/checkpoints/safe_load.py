@@ -30,10 +30,8 @@ def load(file: Path, trust: bool = False, verify: bool = True, device: str = "cp
         names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
         unknown = sorted(set(names) - {f"{module}.{name}" for module, name in HARMLESS})
         if unknown and not trust:
-            raise UsageError(
-                f"{file} wants to load {', '.join(unknown[:3])}, which could run any code: "
-                "add --trust if you know who wrote the file"
-            )
+            wanted = ", ".join(unknown[:3])
+            raise UsageError(f"{file} loads {wanted}, which could run any code: add --trust if you know who wrote it")
         harmless = [
             getattr(importlib.import_module(module), name) for module, name in HARMLESS if f"{module}.{name}" in names
         ]

@@ -58,8 +58,7 @@ def write_safetensors(weights: Mapping[str, Tensor], file: Path, metadata: dict[
 
 
 def read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Returns weights, on the CPU, and metadata, empty if the file has none. Raises UsageError: it is damaged or no
-    safetensors file."""
+    """Returns weights, on the CPU, and metadata, which may be empty. Raises UsageError: the file is damaged."""
     try:
         with safe_open(file, "pt") as content:
             return {name: content.get_tensor(name) for name in content.keys()}, content.metadata() or {}  # noqa: SIM118

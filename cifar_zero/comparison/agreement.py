@@ -16,8 +16,7 @@ EPS = {"32": 2.0**-23, "bf16": 2.0**-7, "16": 2.0**-10}
 """Distance from 1 to the next number in float32, bfloat16 and float16 (torch.finfo's eps), by the precision's name."""
 
 TF32_EPS = 2.0**-10
-"""The same for TensorFloat-32, in which GPUs by default compute the convolutions of a float32 model, and nothing else
-(torch's notes on CUDA semantics)."""
+"""The same for TensorFloat-32, in which GPUs by default convolve in a float32 model (torch, CUDA semantics)."""
 
 LEAST_PERTURBATION = 2.0**-17
 """Smallest relative change of a perturbed run's initial weights: 64 eps of float32.
@@ -102,8 +101,7 @@ def eps_of(precision: str, accelerator: str, convolves: bool) -> float:
 
 
 def bound(pair: Pair, perturbed: Pair | None) -> Bound:
-    """Returns what rounding may change in the losses and weights of a run; without a `perturbed` run of the same
-    reference, no limit."""
+    """Returns what rounding may change in a run; no limit without a `perturbed` run of the same reference."""
     unknown = Bound([math.inf] * len(pair.steps), None)
     found = unknown if perturbed is None else _measured(pair, perturbed)
     allowed = zip(pair.steps, found.losses, pair.losses, strict=True)

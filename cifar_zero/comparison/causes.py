@@ -1,7 +1,6 @@
 """Known causes of a difference between a run and its reference, found from the files of both runs; no torch.
 
-A cause that is rounding explains only the verdict "within rounding". For "different", only causes that change what is
-computed are named.
+A cause that is rounding explains only the verdict "within rounding", not "different".
 """
 
 from collections.abc import Callable

@@ -220,16 +220,10 @@ def _parse() -> tuple[Namespace, list[str]]:
     add("--devices", nargs="+", metavar="N", help="numbers of ranks, or NODESxRANKS (default: as train.py)")
     add("--accumulate", nargs="+", metavar="N", help="numbers of micro-batches per optimizer step")
     add("--seeds", type=int, metavar="N", help="runs per variant, with seeds counted up from --seed (default: 1)")
-    started = (
-        "command that starts the ranks of each run, such as 'srun --nodes 2 --ntasks-per-node 8' or 'torchrun ...'"
-    )
+    started = "command that starts the ranks of each run, such as 'srun --nodes 2 --ntasks-per-node 8'"
     add("--launcher", metavar="COMMAND", default="", help=started)
     add("--runs", nargs="+", metavar="RUN", help="compare these run folders; nothing is trained")
-    add(
-        "--acceptance",
-        action="store_true",
-        help="train short cases that cover all settings in pairs, for a new release",
-    )
+    add("--acceptance", action="store_true", help="train short cases that cover all pairs of settings")
     add("--quick", action="store_true", help="with --acceptance: only the most telling cases")
     add("--print_cases", action="store_true", help="with --acceptance: list the cases and exit")
     add("--module", metavar="NAME", help="compare your own LightningModule: FILE.py:NAME or PACKAGE.MODULE:NAME")

@@ -37,8 +37,7 @@ POINTS = 200  # most points per curve: with more steps, each point stands for se
 DASH = 4.0  # length of a dash, in line widths
 
 Array = NDArray[np.float64]
-Line = tuple[str, Array, Array]
-"""The variant's name, x (points,) and y (points,); NaN is a gap."""
+Line = tuple[str, Array, Array]  # the variant's name, x (points,) and y (points,); NaN is a gap
 
 
 def write_page(comparison: Comparison, folder: Path) -> None:
@@ -65,8 +64,7 @@ def write_page(comparison: Comparison, folder: Path) -> None:
 
 
 def loss_plot(comparison: Comparison) -> Figure | None:
-    """Plots the mean loss over the seeds by step, and below it the largest difference from the reference; None if no
-    run has losses."""
+    """Plots the mean loss by step, and below it the largest difference; None if no run has losses."""
     variants = [variant for variant in comparison.variants if any(run.losses.steps for run in variant.runs)]
     if not variants:
         return None
@@ -106,8 +104,7 @@ def accuracy_plot(comparison: Comparison) -> Figure | None:
 
 
 def _draw(axes: Axes, comparison: Comparison, lines: Sequence[Line], marker: str = "") -> None:
-    """Draws the lines, thin over the reference's. Equal ones would hide each other, so each is also drawn as dashes in
-    turn."""
+    """Draws the lines, thin over the reference's. Equal ones would hide each other, so each is drawn as dashes too."""
     names = [*dict.fromkeys(name for name, _, _ in lines if name != comparison.reference)]
     for name, x, y in lines:
         axes.plot(x, y, marker=marker, markersize=3, **_style(comparison, name))

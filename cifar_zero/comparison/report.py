@@ -32,8 +32,7 @@ class Cell(NamedTuple):
     bar: float = 0.0  # length of the bar behind the text, from 0 to 1
 
 
-Columns = dict[str, list[Cell]]
-"""A table: the cells of each column by its title, in the order of the variants."""
+Columns = dict[str, list[Cell]]  # A table: the cells of each column by its title, in the order of the variants
 
 
 def number(value: float) -> str:
@@ -55,8 +54,7 @@ def size(count: float) -> str:
 
 
 Form = Callable[[float], str]
-Figures = dict[str, tuple[str, Form]]
-"""Columns: title -> key of `Variant.figures` and format of its values."""
+Figures = dict[str, tuple[str, Form]]  # Columns: title -> key of `Variant.figures` and format of its values
 
 ACCURACY: Figures = {
     "test accuracy (%)": ("test/acc", percent),

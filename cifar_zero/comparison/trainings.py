@@ -79,10 +79,7 @@ class Runner:
             try:
                 run = load(self.run(planned.run_name(seed), TRAIN, planned.flags_of(seed), planned.launcher))
                 if planned.launcher and run.metrics["world_size"] != variant.world_size:
-                    raise UsageError(
-                        f"--launcher started {run.metrics['world_size']} ranks: --devices and --num_nodes say "
-                        f"{variant.world_size}"
-                    )
+                    raise UsageError(f"--launcher started {run.metrics['world_size']} ranks, not {variant.world_size}")
                 variant.runs.append(run)
             except (RunError, UsageError) as error:
                 variant.error = variant.error or str(error)
@@ -156,9 +153,7 @@ def prepare(planned: Sequence[Planned]) -> None:
 def _resolved(flags: list[str], launcher: Sequence[str]) -> Run:
     config = command_line.parse(flags)
     if config.only_measures or config.plot_schedule or config.check_gradients:
-        raise UsageError(
-            "compare.py trains and tests: leave out --bench_steps, --find_lr, --plot_schedule and --check_gradients"
-        )
+        raise UsageError("leave out --bench_steps, --find_lr, --plot_schedule and --check_gradients: compare.py trains")
     if config.strategy == AUTO:
         raise UsageError("--strategies auto cannot be compared: name the strategy that plan.py recommends")
     if config.resume:

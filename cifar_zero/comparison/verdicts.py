@@ -164,9 +164,7 @@ def _judge(variant: Variant, pairs: Sequence[tuple[Pair, Bound]], has_perturbed:
     elif has_perturbed:
         variant.unjudged = "rounding alone may change the losses by more than a tenth from the first step on"
     else:
-        variant.unjudged = (
-            f"no perturbed run of the reference shows what rounding may do, see {command('compare', 'perturb')}"
-        )
+        variant.unjudged = f"no perturbed run shows what rounding may do, see {command('compare', 'perturb')}"
 
 
 def _explain(comparison: Comparison, bounds: Sequence[tuple[Pair, Bound]]) -> None:

@@ -8,17 +8,15 @@ import argparse
 import json
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
-from cifar_zero.config import deepspeed_examples, ds_config
+from cifar_zero.config import deepspeed_examples, ds_config, help
 from cifar_zero.config.flags import (
     SECTIONS,
     Choice,
@@ -33,14 +31,13 @@ from cifar_zero.config.flags import (
     config_of,
 )
 from cifar_zero.config.run import Consent
-from cifar_zero.config.strategy_specs import AUTO, STRATEGIES
+from cifar_zero.config.strategy_specs import AUTO
+from cifar_zero.config.suggestions import choices, chosen, one_line, refuse_unknown, with_meant
 from cifar_zero.config.values import REGISTRIES, check_values
 from cifar_zero.core import user_code
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.programs import command
-from cifar_zero.core.usage import nearest, nearest_flag
-from cifar_zero.models import MODELS, PACKAGES, add_own
-from cifar_zero.optimizers import OFFLOADED_BY, OPTIMIZERS
+from cifar_zero.models import MODELS, add_own
 
 SWITCHES = ("trust", *(field.name for field in fields(Config) if field.default is False))  # flags that need no value
 CALLBACKS = r"--trainer\.callbacks([.+=]|$)"  # flags of the callbacks, in all forms of LightningCLI
@@ -58,59 +55,8 @@ OF_STRATEGY = (
 )
 """Options that another strategy may refuse."""
 
-PRECISIONS = {
-    **dict.fromkeys(("16", "fp16", "float16", "half"), "16-mixed"),
-    **dict.fromkeys(("bf16", "bfloat16", "amp"), "bf16-mixed"),
-    **dict.fromkeys(("32", "fp32", "float32", "full"), "32-true"),
-}
-"""Other names of the formats of --precision."""
-
-COMMON = {
-    "what is trained": ("model", "weights", "optimizer", "optimizer.lr", "schedule", "augment.flip", "augment.crop"),
-    "on which images": ("data.source", "data.root", "batch_size", "accumulate"),
-    "for how long": ("epochs", "max_steps", "early_stopping", "resume"),
-    "where": ("strategy", "devices", "precision", "compile", "seed"),
-    "what is left": ("out", "name", "logger", "log_interval"),
-    "instead": ("config", "print_config", "bench_steps", "find_lr"),
-}
-"""The flags of the short help, by title."""
-
 Before = Callable[[Config], dict[str, Any] | None]
 """Returns the configuration of the run that a command line continues; gets what it says of that run."""
-
-# Options of Lightning's Trainer that have their own flag here, so that there is only one owner of each setting.
-SAME = ("accelerator", "devices", "gradient_clip_val", "logger", "max_steps", "num_nodes", "precision", "strategy")
-OWNED = {name: f"--{name}" for name in SAME} | {
-    "accumulate_grad_batches": "--accumulate",
-    "callbacks": "the flag --trainer.callbacks, which no recipe may set: it loads code",
-    "default_root_dir": "--out",
-    "enable_checkpointing": "--bench_steps for a run without checkpoints",
-    "enable_progress_bar": "2>/dev/null, as the progress bar goes to the standard error",
-    "gradient_clip_algorithm": "--gradient_clip_val (clipping is by global norm under every strategy)",
-    "log_every_n_steps": "--log_interval",
-    "max_epochs": "--epochs",
-    "plugins": "--strategy",
-    "reload_dataloaders_every_n_epochs": "--data.loader",
-    "use_distributed_sampler": "--data.loader (it shards the data itself)",
-}
-
-USAGE = "%(prog)s [--config FILE ...] [--strategy NAME] [--devices N] [--<option> VALUE ...]"
-EPILOG = """\
-examples:
-  %(prog)s                                          the tutorial's recipe: Net, SGD, batch size 4, 2 epochs
-  %(prog)s --strategy deepspeed_stage_3 --devices 2
-  %(prog)s --config configs/deepspeed.yaml --strategy deepspeed_stage_2 --precision bf16-mixed
-  %(prog)s --optimizer adam --help all              lists the options of another optimizer
-  %(prog)s --model torchvision:resnet50 --model.image_size 64     a model of torchvision, or timm:NAME
-  %(prog)s --model my_net.py:MyNet --model.width 64               a model of your own
-  deepspeed train.py --deepspeed --stage 2     with the flags of DeepSpeedExamples' program (docs/migration.md)
-
-optimizers:
-{optimizers}
-
-strategies:
-{strategies}
-"""
 
 
 def parse(argv: Sequence[str] | None = None, before: Before | None = None) -> Config:
@@ -132,18 +78,18 @@ def parse(argv: Sequence[str] | None = None, before: Before | None = None) -> Co
     tree, said = _collected(examples, recipes, short, rest)
     if before is not None and (earlier := before(_asked(tree, rest))) is not None:
         tree, said = _collected(examples, [_under(earlier, short), *recipes], short, rest)
-    names = {key: _chosen(tree, key) for key in REGISTRIES}
+    names = {key: chosen(tree, key) for key in REGISTRIES}
 
     parser = _parser(names, with_help=short.help is not None)
     if short.help is not None:
-        print(parser.format_help() if short.help == "all" else _short_help(parser), end="")
+        print(parser.format_help() if short.help == "all" else help.short(parser), end="")
         raise SystemExit(0)
-    _refuse_unknown(parser, rest, tree)
+    refuse_unknown(parser, rest, tree)
     try:
         parser.set_defaults(parser.parse_object(tree, defaults=False).as_flat().__dict__)
         namespace = parser.parse_args(rest)
     except (ArgumentError, argparse.ArgumentError, TypeError, ValueError) as error:
-        raise UsageError(_with_meant(one_line(error))) from error
+        raise UsageError(with_meant(one_line(error))) from error
     config = _config(namespace, names)
     ds_config.check(config, said)
     check_values(config)
@@ -181,7 +127,7 @@ def _asked(tree: dict[str, Any], flags: Sequence[str]) -> Config:
     parser.add_argument("--data.source", dest="data", default=tree.get("data", {}).get("source", "auto"))
     given = vars(parser.parse_known_args(flags)[0])
     named = {key: tree[key] for key in ("strategy", "ds_config", "find_lr") if key in tree}
-    return Config(**{**given, **named, "data": DataConfig(given["data"]), "model": Choice(_chosen(tree, "model"))})
+    return Config(**{**given, **named, "data": DataConfig(given["data"]), "model": Choice(chosen(tree, "model"))})
 
 
 def choosing(strategy: str) -> list[str]:
@@ -238,18 +184,12 @@ def split(flags: Sequence[str], pattern: str) -> tuple[list[str], list[str]]:
 
 def _parser(names: dict[str, str], with_help: bool) -> ArgumentParser:
     set_parsing_settings(docstring_parse_attribute_docstrings=with_help)  # which take a third of the time
-    strategies = _listed({name: spec.summary for name, spec in STRATEGIES.items()})
-    unsharded = "needs whole tensors: baseline, ddp, deepspeed_stage_0"
-    offloads = {
-        name: f"offloaded by {OFFLOADED_BY[name]}" if name in OFFLOADED_BY else unsharded for name in OPTIMIZERS
-    }
-    optimizers = _listed({name: f"{_summary(entry)}; {offloads[name]}" for name, entry in OPTIMIZERS.items()})
     parser = ArgumentParser(
         prog=command("train"),
-        usage=USAGE,
+        usage=help.USAGE,
         description="Trains and tests a CIFAR classifier with plain PyTorch, DDP, DeepSpeed ZeRO, FSDP2 and others.",
-        epilog=EPILOG.format(optimizers=optimizers, strategies=strategies),
-        formatter_class=_HelpFormatter,
+        epilog=help.epilog(),
+        formatter_class=help.Formatter,
         exit_on_error=False,
         allow_abbrev=False,
     )
@@ -268,8 +208,8 @@ def _parser(names: dict[str, str], with_help: bool) -> ArgumentParser:
         parser.add_argument_group(section.__doc__).add_class_arguments(section, key, as_group=False)
     for key, registry in REGISTRIES.items():
         entry = registry[names[key]]
-        group = parser.add_argument_group(f"{key} {names[key]}", description=_summary(entry))
-        described = f"Name, also as --{key} NAME; one of {', '.join(_choices(key))}."
+        group = parser.add_argument_group(f"{key} {names[key]}", description=help.summary(entry))
+        described = f"Name, also as --{key} NAME; one of {', '.join(choices(key))}."
         group.add_argument(f"--{key}.name", default=names[key], help=described)
         group.add_class_arguments(entry, key, as_group=False)
     parser.add_argument_group("Lightning").add_argument(
@@ -279,38 +219,6 @@ def _parser(names: dict[str, str], with_help: bool) -> ArgumentParser:
         help="Any other option of Lightning's Trainer, such as --trainer.limit_test_batches 10.",
     )
     return parser
-
-
-def _short_help(parser: ArgumentParser) -> str:
-    """Returns what most people need of the help, on one screen: of each flag the choices or the first sentence."""
-    actions = parser._option_string_actions
-    names = {key: _choices(key) for key in REGISTRIES} | {"strategy": [*STRATEGIES, AUTO]}
-    lines = [f"usage: {USAGE}" % {"prog": parser.prog}]
-    for title, flags in COMMON.items():
-        lines += ["", f"{title}:"]
-        for flag in flags:
-            action = actions[f"--{flag}.name" if flag in REGISTRIES else f"--{flag}"]
-            metavar = "" if isinstance(action.default, bool) else str(action.metavar)
-            choices = ", ".join(names.get(flag, ())) or metavar.strip("{}").replace(",", ", ") * metavar.startswith("{")
-            text = choices or re.split(r"\.\s|\.$", re.sub(r" \(.*?\)", "", " ".join((action.help or "").split())))[0]
-            shown = isinstance(action.default, (str, int, float)) and action.default not in (False, "", 0, -1)
-            text = f"{f'--{flag}':<21}{text}" + f" (default: {action.default})" * shown
-            lines += textwrap.wrap(text, 118, initial_indent="  ", subsequent_indent=" " * 23)
-    more = "--help all lists all options; --optimizer adam --help all has those of another optimizer"
-    return "\n".join([*lines, "", more, ""])
-
-
-def _choices(key: str) -> list[str]:
-    return [*REGISTRIES[key], *(f"{source}:NAME" for source in (*PACKAGES, "FILE.py") if key == "model")]
-
-
-def _listed(lines: dict[str, str]) -> str:
-    width = max(map(len, lines))
-    return "\n".join(f"  {name:<{width}}  {line}" for name, line in lines.items())
-
-
-def _summary(entry: Any) -> str:
-    return (entry.__doc__ or "").splitlines()[0]
 
 
 def read_recipe(file: str | Path) -> dict[str, Any]:
@@ -355,78 +263,9 @@ def _overlay(tree: dict[str, Any], over: dict[str, Any]) -> None:
         tree[key] = {**old, **value} if isinstance(value, dict) and isinstance(old, dict) and not another else value
 
 
-def _chosen(tree: dict[str, Any], key: str) -> str:
-    name = tree.get(key, {}).get("name", getattr(Config(), key).name)
-    if name not in REGISTRIES[key]:
-        if key == "model" and str(name).endswith(".py"):
-            found = user_code.names_in(Path(name)) or ["NAME"]
-            raise UsageError(f"--model {name}: did you mean {' or '.join(f'--model {name}:{own}' for own in found)}?")
-        if key == "model" and ":" in str(name):
-            raise UsageError(f"the recipe's model is your own code: name it on the command line too, --model {name}")
-        raise UsageError(f"unknown {key} {name!r}: {nearest(str(name), _choices(key))}")
-    return name
-
-
-def _refuse_unknown(parser: ArgumentParser, flags: list[str], tree: dict[str, Any]) -> None:
-    known = {flag.lstrip("-") for action in parser._actions for flag in action.option_strings} | {*REGISTRIES}
-    given = [flag[2:].split("=")[0] for flag in flags if flag.startswith("--")]
-    for key, value in tree.items():
-        given += [f"{key}.{inner}" for inner in value] if isinstance(value, dict) else [key]
-    for key in given:
-        if key.startswith("trainer.") or key in known or ("model.kwargs" in known and key.startswith("model.kwargs.")):
-            if (option := key.removeprefix("trainer.")) != key and option in OWNED:
-                raise UsageError(f"--{key} is not passed on to the Trainer: use {OWNED[option]}")
-            continue
-        raise UsageError(f"unknown option --{key}: {_of_another(key, tree) or nearest_flag(key, known)}")
-
-
-def _of_another(key: str, tree: dict[str, Any]) -> str:
-    """Returns half a sentence with the option of another model, optimizer or schedule that was meant; empty if the
-    chosen one has an option like it, or none has."""
-    section, _, option = key.partition(".")
-    if section not in REGISTRIES or not option:
-        return ""
-    name, options = _chosen(tree, section), {}
-    for other, entry in REGISTRIES[section].items():
-        for known in get_close_matches(option, [field.name for field in fields(entry)], 1, 0.7):
-            options.setdefault(known, []).append(other)
-    if not options or any(name in others for others in options.values()):
-        return ""
-    (meant,) = get_close_matches(option, options, 1, 0.7)
-    return f"--{section}.{meant} is an option of {', '.join(options[meant])}, not of {name}"
-
-
-def _with_meant(message: str) -> str:
-    """Returns jsonargparse's message, with the choice that was meant if it refuses one."""
-    refused = re.search(r"expected one of (\[.*\]), not (.+)", message)
-    choices = yaml.safe_load(refused[1]) if refused else []
-    meant = PRECISIONS.get(refused[2], refused[2]) if refused else ""
-    close = get_close_matches(meant, map(str, choices), 1, 0.65)
-    return f"{message}: did you mean {close[0]}?" if close else message
-
-
 def _config(namespace: Namespace, names: dict[str, str]) -> Config:
     values = namespace.as_dict()
     for key, name in names.items():
         options = {option: value for option, value in values[key].items() if option != "name"}
         values[key] = {"name": name, "options": options}
     return config_of({field.name: values[field.name] for field in fields(Config)})
-
-
-def one_line(error: Exception) -> str:
-    """Returns jsonargparse's message without the names of Python types."""
-    text = " ".join(str(error).split())
-    text = re.sub(r'^Parser key "(.*?)": ', r"--\1: ", text)
-    text = re.sub(r"Does not validate .* Errors: - (.*) Given value type: .* Given value: ", r"\1. Got value: ", text)
-    text = re.sub(r"Expected an? (?:<class '(\w+)'>|typing.Literal)", lambda m: f"expected {m[1] or 'one of '}", text)
-    text = text.replace("expected list", "expected a list such as [1, 2]")
-    return text.replace(" - expected", " or").replace(". Got value:", ", not")
-
-
-class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Shows the help as it is written, followed by the default."""
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        text = action.help or ""
-        shown = action.default is not False and action.default not in (argparse.SUPPRESS, None, "", {})
-        return f"{text} (default: %(default)s)" if shown and action.option_strings else text

@@ -18,8 +18,7 @@ VALUES |= {str(stage): f"deepspeed_stage_{stage}" for stage in range(4)}
 def get_ds_config(stage: int, dtype: Dtype) -> dict[str, Any]:
     """Returns the configuration of DeepSpeedExamples' CIFAR-10 program (training/cifar/cifar10_deepspeed.py).
 
-    Ready for `deepspeed.initialize`. A run uses its zero_optimization, bf16 and fp16 sections; the command line sets
-    the rest (`run_config`).
+    Ready for `deepspeed.initialize`. A run uses its zero_optimization, bf16 and fp16 sections only.
     """
     content = json.loads(Path(__file__).with_suffix(".json").read_text())
     content["zero_optimization"]["stage"] = stage

@@ -22,8 +22,7 @@ NO_CONSENT = Consent()
 class Run:
     """A run with nothing left open; `training.resolve.resolve` makes it, once per process.
 
-    In its options devices is a number, accelerator cpu or gpu, precision a format, resume and weights the paths of
-    checkpoints.
+    In its options devices is a number, accelerator cpu or gpu, precision a format, resume and weights are paths.
     """
 
     config: Config

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-Device = Literal["", "cpu", "nvme"]
-"""The place that something is offloaded to; empty: it stays on the rank's device."""
+Device = Literal["", "cpu", "nvme"]  # the place that something is offloaded to; empty: it stays on the rank's device
 
 
 @dataclass(frozen=True)

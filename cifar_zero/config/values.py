@@ -75,9 +75,7 @@ def check_values(config: Config) -> None:
         if config.trainer.get("limit_val_batches") == 0:
             raise UsageError(f"--{name} needs validation: leave --trainer.limit_val_batches out")
     if config.reduce_on_plateau and config.schedule.name != "constant":
-        raise UsageError(
-            f"--reduce_on_plateau needs a constant learning rate: leave --schedule {config.schedule.name} out"
-        )
+        raise UsageError(f"--reduce_on_plateau needs --schedule constant: leave --schedule {config.schedule.name} out")
     check_plain_name(config.name)
     options = flat(config)
     for name in (name for name in config.hparams if name not in options):

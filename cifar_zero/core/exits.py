@@ -12,8 +12,7 @@ from cifar_zero.core.known_failures import explain
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser whose errors are one line, with the option --debug that `guarded` reads; shows its help as it
-    is written."""
+    """An argparse parser whose errors are one line, with the option --debug; shows its help as it is written."""
 
     def __init__(self, **options: Any):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)

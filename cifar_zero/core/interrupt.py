@@ -6,8 +6,7 @@ import sys
 from importlib import import_module
 from typing import Any, NoReturn
 
-expected = False
-"""Whether `exits.guarded` is there to catch a KeyboardInterrupt."""
+expected = False  # whether `exits.guarded` is there to catch a KeyboardInterrupt
 
 
 def start(module: str, *arguments: Any) -> NoReturn:

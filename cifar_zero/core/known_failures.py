@@ -101,8 +101,7 @@ TABLE = (
 
 
 def explain(error: BaseException) -> str | None:
-    """Returns one line, `<cause>; <fix>`, if the exception or one that Python would print before it is a known failure;
-    else None."""
+    """Returns `<cause>; <fix>` if the exception or one that Python would print before it is known; else None."""
     chain: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in chain:  # a chain may lead back to itself

@@ -21,8 +21,7 @@ def allow(name: str, flag: str) -> None:
 
 
 def allowed(name: str, flag: str) -> Any:
-    """Returns what a configuration names, which may come from a file; imports nothing. Raises UsageError if the command
-    line does not name it."""
+    """Returns what a configuration names; imports nothing. Raises UsageError: the command line does not name it."""
     if name not in _ALLOWED:
         raise UsageError(f"{flag} {name}: it is code, so name it on the command line too")
     return _ALLOWED[name]
@@ -46,8 +45,7 @@ def load(name: str, flag: str) -> Any:
 
 
 def names_in(file: Path) -> list[str]:
-    """Returns the names of the classes, or else the functions, at the top level of a file, without running it; none if
-    it cannot be read."""
+    """Returns the names of a file's classes, or else functions, without running it; none if it is unreadable."""
     try:
         tree = ast.parse(file.read_bytes()).body
     except (OSError, SyntaxError, ValueError):

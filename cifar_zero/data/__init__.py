@@ -1,9 +1,7 @@
 """Sources of images: each decodes its images into one cache that all ranks map into memory.
 
-To add a source, write a module with four functions and one line in `_MODULES`. Each gets the configuration, with the
-source's own name, never `auto`:
-- `class_names(config)` returns the classes, without decoding an image; raises UsageError if the configuration is
-  invalid;
+To add a source, write a module with four functions of its configuration, and one line in `_MODULES`:
+- `class_names(config)` returns the classes, without decoding an image; raises UsageError: a wrong option;
 - `cache_key(config)`: the name of the directory for the decoded images, one for each set of inputs to keep;
 - `fingerprint(config)`: what the decoded images depend on; a cache with another one is out of date and replaced;
 - `build(config, directory)` fills the arrays of `cache.allocate(directory, ...)` for train and test; returns the class

@@ -102,8 +102,7 @@ def memory_format(device: torch.device, channels_last: bool = False) -> torch.me
 def flip_and_crop(
     images: Tensor, flip: Tensor | None, crop: Tensor | None, border: int, padding: Padding = "black"
 ) -> Tensor:
-    """Returns images uint8 (n, H, W, 3), mirrored where `flip` (n,), then padded and cropped, like torchvision's
-    RandomCrop(padding).
+    """Returns images uint8 (n, H, W, 3), mirrored where `flip` (n,), then padded and cropped as torchvision does.
 
     `crop`, int (n, 2), are top left corners in the images with a border of so many pixels, which is black, or mirrors
     the image at its outermost pixels (torch's reflection padding).

@@ -1,6 +1,4 @@
-"""The memory-mapped images of a source, the part of them that a loader reads, and their order on every rank, the same
-for both loaders: a table of positions in a split, one row per micro-batch.
-"""
+"""The memory-mapped images of a source, the split that a loader reads, and its order on every rank."""
 
 import math
 from collections.abc import Iterator

@@ -22,8 +22,7 @@ each image took 10 times as long (RandAugment: 1,800 and 18,800 images/s, one co
 
 
 class Draws(NamedTuple):
-    """One row per image; None for what is switched off. A box is top, bottom, left and right in pixels, the bottom and
-    the right excluded."""
+    """One row per image; None for what is off. A box is top, bottom, left and right, bottom and right excluded."""
 
     flip: Tensor | None = None  # bool (n,): whether the image is mirrored
     crop: Tensor | None = None  # int64 (n, 2): top left corner in the padded image, each from 0 to twice the border

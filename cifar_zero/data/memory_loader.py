@@ -19,8 +19,7 @@ BLOCK_IMAGES = {"cpu": 128, "cuda": 1024}
 fewer if they have more than 32 x 32 pixels.
 
 Measured on one core of an AMD EPYC with 1 MB of second-level cache, torch 2.15: 128 and 256 images are about equal;
-fewer cost more for calling each operation, more cost more for memory. On a GPU a block costs some 20 kernel launches:
-not measured.
+fewer cost more for calling each operation, more cost more for memory. On a GPU: not measured.
 """
 
 GROUPED_BLOCK = 16
@@ -31,8 +30,7 @@ STRETCH_BLOCKS = 64
 enough that an epoch starts without delay."""
 
 RESIDENT_SHARE = 1 / 4
-"""Share of a GPU's free memory that stored images may take, as the model's memory is allocated later. CIFAR-10 takes
-184 MB."""
+"""Share of a GPU's free memory for stored images: the model's is allocated later. CIFAR-10 takes 184 MB."""
 
 
 class Stored:

@@ -10,13 +10,11 @@ from cifar_zero.core import user_code
 from cifar_zero.core.errors import UsageError, short
 
 Transform = Callable[[Tensor], Tensor]
-"""Maps uint8 images (N, 3, H, W) to images of the same shape, as torchvision.transforms.v2 does: what it draws is for
-all images of a call."""
+"""Maps uint8 images (N, 3, H, W) to the same shape, as torchvision.transforms.v2: it draws once for a call."""
 
 
 def transforms_of(config: AugmentConfig) -> list[Transform]:
-    """Returns the transforms of --augment.policy and --augment.transform. Raises UsageError: the command line does not
-    name the user's."""
+    """Returns the transforms of --augment. Raises UsageError: the command line does not name the user's."""
     transforms: list[Transform] = []
     if config.policy != "none":
         from torchvision.transforms import v2  # here: it takes a second to import
@@ -31,8 +29,7 @@ def transforms_of(config: AugmentConfig) -> list[Transform]:
 
 def in_groups(images: Tensor, seeds: Tensor, transforms: list[Transform]) -> Tensor:
     """Returns images uint8 (n, 3, H, W) after the transforms, called once for all images with the same seed, int64 (n,)
-    on the CPU. The CPU's generator, from which torchvision draws for every device, is seeded for each group, and
-    restored."""
+    on the CPU. The CPU's generator, from which torchvision draws, is seeded for each group, and restored."""
     result = torch.empty_like(images)
     with torch.random.fork_rng(devices=[]):
         for seed in seeds.unique().tolist():

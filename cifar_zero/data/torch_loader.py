@@ -40,13 +40,9 @@ class TorchLoader(Resumable, DataLoader[Any]):
     batch_sampler: Order
 
     def __init__(self, split: Split, order: Order, workers: int, inputs: Inputs = PLAIN) -> None:
-        # A separate generator: otherwise each epoch would draw from the global one, and dropout would differ from that
-        # with the memory loader.
-        generator = torch.Generator()
-        images = TransformedImages(split, inputs)
-        super().__init__(
-            images, batch_sampler=order, num_workers=workers, persistent_workers=workers > 0, generator=generator
-        )
+        # Not the global generator: dropout would differ from that with the memory loader.
+        options: Any = {"num_workers": workers, "persistent_workers": workers > 0, "generator": torch.Generator()}
+        super().__init__(TransformedImages(split, inputs), batch_sampler=order, **options)
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Yields an epoch, or its rest if the loader whose state was loaded has begun it."""

@@ -175,9 +175,7 @@ def check_gpus(arrivals: Sequence[tuple[str, str]]) -> Finding:
     if all(why for _, why in arrivals):
         return ok("no rank has one, they run on the CPU")
     named = ", ".join(f"{host} ({why})" for host, why in lacking.items())
-    return failed(
-        f"not every rank has one: {named}", f"{command('doctor', 'gpu')} there; under SLURM use --gpus-per-node"
-    )
+    return failed(f"not every rank has one: {named}", f"{command('doctor', 'gpu')}; under SLURM --gpus-per-node")
 
 
 def check_sums(hosts: Sequence[str], right: Sequence[bool], backend: str) -> Finding:

@@ -21,10 +21,7 @@ def locks(options: Options) -> Finding:
     files = " ".join(map(str, found))
     if by_existence:
         return failed(f"{files} makes a run wait until it is removed", f"rm {files}, unless a build is in progress")
-    return warning(
-        f"{files} is held by another process, and a run would wait for it",
-        f"wait for its build, or end it: fuser -v {files}",
-    )
+    return warning(f"{files} is held by another process", f"wait for its build, or end it: fuser -v {files}")
 
 
 def blocking(root: Path, by_existence: bool) -> list[Path]:
@@ -41,8 +38,7 @@ def waits_for_existence() -> bool:
 
 
 def build_root() -> Path:
-    """Returns the folder in which torch keeps a folder per operator (as cpp_extension._get_build_directory, which would
-    create it)."""
+    """Returns where torch keeps a folder per operator (cpp_extension._get_build_directory would create it)."""
     import torch
     from torch.utils.cpp_extension import get_default_build_root
 

@@ -89,8 +89,7 @@ def tested(name: str) -> SpecifierSet:
 
 
 def compiler(options: Options) -> Finding:
-    """Whether the compiler that torch calls ($CXX or c++: torch.utils.cpp_extension.get_cxx_compiler) and the header
-    files of this Python are installed."""
+    """Whether the compiler that torch calls ($CXX or c++) and the header files of this Python are installed."""
     name = shlex.split(os.environ.get("CXX", "c++"))[0]
     program = shutil.which(name)
     if program is None:
@@ -105,8 +104,7 @@ def compiler(options: Options) -> Finding:
 
 
 def ninja(options: Options) -> Finding:
-    """Whether ninja is on PATH, the only place where torch looks for it; it may be installed next to a Python that is
-    not on PATH."""
+    """Whether ninja is on PATH, where torch looks; it may be installed next to a Python that is not."""
     if (program := shutil.which("ninja")) is not None:
         return ok(program)
     folder = Path(sys.executable).parent

@@ -42,8 +42,7 @@ class Format:
 
 def load(path: str, trust: bool = False, delta: str = "") -> Classifier:
     """Returns a classifier from any export, or what `run_folder.find_checkpoint` accepts; `delta`: a file of export.py
-    --to delta to apply to the weights. Raises UsageError: there is no such file, it is damaged or of another model, or
-    it needs `trust`."""
+    --to delta. Raises UsageError: it is missing, damaged, or needs `trust`."""
     file = find_checkpoint(path)
     for format in FORMATS.values():
         if file.suffix == format.suffix and not delta:

@@ -34,16 +34,14 @@ class Classifier:
 
 
 def inputs_of(metadata: Mapping[str, str]) -> Inputs:
-    """Returns the inputs that an export's metadata describe; in older files the size is missing, and mean and std are
-    one number each."""
+    """Returns the inputs that an export's metadata describe; older files lack the size, or have mean and std once."""
     normalization = f"{metadata['mean']},{metadata['std']}" if "mean" in metadata else "half"
     return inputs(int(metadata.get("image_size", IMAGE_SHAPE[1])), normalization)
 
 
 def build(weights: Mapping[str, Tensor], metadata: Mapping[str, str], file: Path) -> tuple[nn.Module, Classifier]:
     """Returns the model with these weights in float32, in evaluation mode, and the classifier that runs it on the CPU.
-    `metadata` are those of `safetensors_file.metadata_of`. Raises UsageError: there are none, or the weights are of
-    another model."""
+    `metadata` are those of `safetensors_file.metadata_of`. Raises UsageError: they do not fit."""
     if "model" not in metadata:
         raise UsageError(f"{file} does not say which model it is of: give a checkpoint of train.py, or an export of it")
     try:
@@ -102,8 +100,7 @@ def test_images(checkpoint: Path, recorded: DataConfig, classes: tuple[str, ...]
     """Returns the images that the run was tested on, if they are decoded on this machine; nothing is downloaded.
 
     The recipe in the checkpoint's run folder has the full path of the images; elsewhere the options `recorded` in the
-    checkpoint itself count. Raises RunError: they are not on this machine. Raises UsageError: the recipe is damaged, or
-    the images have other classes.
+    checkpoint itself count. Raises RunError: they are not on this machine, or UsageError: they do not fit.
     """
     recipe = run_folder.recipe_of(checkpoint)
     config = command_line.parse(["--config", str(recipe)]).data if recipe is not None else recorded

@@ -75,8 +75,7 @@ def predict(classifier: Classifier, files: list[Path], top: int) -> Iterator[tup
 
 
 def find_images(paths: Sequence[str]) -> list[Path]:
-    """Returns the files, and for a folder all images in it and below, sorted by name, without hidden ones. Raises
-    UsageError: a folder has no images."""
+    """Returns the files, and of a folder all images in it, sorted. Raises UsageError: a folder has no images."""
     found: list[Path] = []
     for path in map(Path, paths):
         if not path.is_dir():

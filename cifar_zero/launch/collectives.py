@@ -48,8 +48,7 @@ def by_rank_0(ask: Callable[[], T]) -> T:
 
 
 def ranks_on_another_disk(folder: Path | None) -> list[int]:
-    """Returns the ranks that cannot see a file which rank 0 writes into `folder`, None on the other ranks, for a
-    moment. Each rank must call it."""
+    """Returns the ranks that cannot see what rank 0 writes into `folder`, None on the others. All ranks call it."""
 
     def write() -> Path:
         assert folder is not None

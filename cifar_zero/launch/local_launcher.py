@@ -40,8 +40,7 @@ SHARED_MEMORY = Path("/dev/shm")  # named shared memory on Linux
 def run(ranks: int, on_cpu: bool, flags: Sequence[str] = ()) -> int:
     """Runs this process's own command line again as several ranks on this computer, and waits for them.
 
-    Ranks `on_cpu` share its cores; `flags` are added to the command line. Returns the exit code, see
-    `supervisor.supervise`.
+    Ranks `on_cpu` share its cores; `flags` are added. Returns the exit code, see `supervisor.supervise`.
     """
     if _LIBC is not None:
         _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -92,8 +91,7 @@ def _start(
 
 
 def prepare(cores: Collection[int], interrupt: signal.Handlers) -> None:
-    """Prepares a new process: sets what Ctrl-C does to it; Linux binds it to its cores, if there are any, and kills it
-    when its parent ends."""
+    """Sets what Ctrl-C does to a new process; Linux binds it to its cores, if any, and kills it with its parent."""
     signal.signal(signal.SIGINT, interrupt)
     if _LIBC is not None:
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -75,10 +75,7 @@ def _of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     each = tasks // nodes
     per_node = environment["SLURM_STEP_TASKS_PER_NODE"]  # "2(x4)", or "2(x3),1"
     if tasks % nodes or "," in per_node or local_rank >= each:
-        raise UsageError(
-            f"SLURM runs {tasks} tasks on {nodes} nodes ({per_node}): use the same number on each node, "
-            "with srun --ntasks-per-node"
-        )
+        raise UsageError(f"SLURM runs {tasks} tasks on {nodes} nodes ({per_node}): use srun --ntasks-per-node")
     port = 15_000 + int(environment.get("SLURM_JOB_ID", "0")) % 10_000  # as Lightning: the job's last four digits
     return {
         # Not SLURM_PROCID: with --distribution=cyclic neighbouring tasks are on different nodes.

@@ -77,9 +77,7 @@ def _warn_of_restarts() -> None:
     """Warns if torchrun may restart the ranks but was started without what its restarts need."""
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and rank_environment.global_rank() == 0:
-        say(
-            f"warning: ranks that torchrun restarts may fail to connect: start torchrun with {OWN_STORE}=1 on each node"
-        )
+        say(f"warning: ranks that torchrun restarts may fail to connect: start torchrun with {OWN_STORE}=1")
 
 
 def _set_timeout(limit: timedelta) -> None:

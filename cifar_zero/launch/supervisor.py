@@ -93,8 +93,7 @@ def supervise(ranks: Sequence[Rank], board: heartbeat.Board, received: Sequence[
 
 
 def pass_requests_on(ranks: Sequence[Rank]) -> list[int]:
-    """Passes requests to end on to the ranks from now on, and to those that are added; returns the list in which they
-    are noted."""
+    """Passes requests to end on to these ranks, and to later ones; returns the list in which they are noted."""
     received: list[int] = []
 
     def pass_on(number: int, frame: object) -> None:

@@ -209,8 +209,7 @@ class ViTMoE(Model, MixtureOptions):
     """Experts of each mixture: one number for each of them (half of the blocks), or one for all."""
 
     size: Size = "tiny"
-    """Size of the transformer without its experts, in millions of parameters: tiny (5.4), small (21), base (85), large
-    (302), 1b (1,300), 13b (13,000)."""
+    """Size without its experts, in millions of parameters: tiny (5.4), small (21), base (85), large (302), 1b, 13b."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -226,8 +225,7 @@ WORDS = ("aa_layer", "act_layer", "attn_layer", "global_pool", "norm_layer", "pa
 def _harmless(name: str, value: Any) -> bool:
     """Returns whether an option can name neither a file nor an address nor code.
 
-    Options are also read from the metadata of an export, a checkpoint or a recipe, whose author is not the user (timm's
-    `checkpoint_path` unpickles a file).
+    Options also come from files of other authors, and timm's `checkpoint_path` unpickles a file.
     """
     if isinstance(value, (list, tuple)):
         return all(_harmless(name, each) for each in value)

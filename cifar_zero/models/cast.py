@@ -1,8 +1,7 @@
 """Models in half precision whose batch norms keep their running statistics in float32.
 
 A training step moves a running statistic by a tenth of its distance to the batch's. In bfloat16, of 8 bits, a distance
-under 2 to 4 % is rounded away. torch (2.15) accepts float32 statistics only with float32 weights, whatever the format
-of the images.
+under 2 to 4 % is rounded away. torch (2.15) accepts float32 statistics only with float32 weights.
 """
 
 from collections.abc import Callable

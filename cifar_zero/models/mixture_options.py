@@ -12,12 +12,10 @@ class MixtureOptions(Options):
     """The options of all mixtures of a model."""
 
     num_experts: list[int] = field(default_factory=lambda: [2])
-    """Experts of each mixture, one number for each; different numbers make it a pyramid (PR-MoE with mlp_type
-    residual)."""
+    """Experts of each mixture, a number for each; different ones make a pyramid (PR-MoE with mlp_type residual)."""
 
     ep_size: int = limited(1, at_least=1)
-    """Ranks over which the experts of a mixture are distributed; needs DeepSpeed's stages 0 to 2. 1: every rank holds
-    all experts."""
+    """Ranks over which a mixture's experts are distributed; needs DeepSpeed's stages 0 to 2. 1: none are."""
 
     mlp_type: Literal["standard", "residual"] = "standard"
     """residual: a dense network next to the experts processes every token, and the shares of both are learnt."""
@@ -26,12 +24,10 @@ class MixtureOptions(Options):
     """Experts per token."""
 
     capacity_factor: float = limited(1.0, over=0)
-    """Most tokens of a micro-batch that an expert processes in training, as a multiple of its even share; the rest is
-    dropped."""
+    """Most tokens of a micro-batch for an expert in training, as a multiple of its even share; others are dropped."""
 
     eval_capacity_factor: float = 0.0
-    """The same in evaluation, where the last tokens are dropped; 0: none are, so that an image's scores depend on no
-    other image."""
+    """The same in evaluation, where the last are dropped; 0: none are, so that images do not affect each other."""
 
     min_capacity: int = 0
     """Lower bound of an expert's capacity, in tokens."""
@@ -41,8 +37,7 @@ class MixtureOptions(Options):
     the gate's input is multiplied by random numbers close to 1."""
 
     load_balance: float = 0.01
-    """Weight of the load-balancing loss, which is 1 for a mixture whose experts get the same number of tokens; 0: no
-    such loss, as in DeepSpeedExamples."""
+    """Weight of the load-balancing loss, 1 for a mixture with even load; 0: no such loss, as in DeepSpeedExamples."""
 
     def __post_init__(self) -> None:
         if not self.num_experts or min(self.num_experts) < 1:

@@ -88,8 +88,7 @@ class Gate(nn.Module):
         )
 
     def _choices(self, logits: Tensor) -> Tensor:
-        """(k, S): the most probable expert, and in training a second one drawn with the gate's probabilities (Gumbel's
-        trick), as in DeepSpeed."""
+        """(k, S): the most probable expert, and in training a second one drawn by Gumbel's trick, as in DeepSpeed."""
         noisy = self.training and self.options.noisy_gate_policy == "RSample"
         first = (logits + gumbel(logits) if noisy else logits).argmax(dim=1)
         if self.options.top_k == 1:

@@ -58,8 +58,7 @@ class NetMoE(Net):
 
 
 class MLP(nn.Sequential):
-    """Linear layers with a non-linearity between them: class scores (N, num_classes) of images (N, 3, 32, 32) in
-    [-1, 1]."""
+    """Linear layers and non-linearities: class scores (N, num_classes) of images (N, 3, 32, 32) in [-1, 1]."""
 
     def __init__(self, num_classes: int, options: models.MLP):
         layers: list[nn.Module] = [nn.Flatten()]  # (N, 3072)

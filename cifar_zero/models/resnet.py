@@ -1,5 +1,4 @@
-"""Residual networks (He et al. 2016, ImageNet's table 1) in the form for images of 32 x 32 pixels, of torchvision's
-blocks.
+"""Residual networks (He et al. 2016, ImageNet's table 1) for images of 32 x 32 pixels, of torchvision's blocks.
 
 The first layer is one convolution of 3 x 3 without stride, and no max-pooling follows, as in the paper's own networks
 for CIFAR (section 4.2): a stem for 224 pixels would leave feature maps of one pixel. All other layers and all names are

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from cifar_zero import models
 
 WIDTH = 37
-"""Features of the hidden layers: prime, so that no number of ranks divides any tensor (padding of ZeRO's flat
-partitions, uneven shards of FSDP2)."""
+"""Features of the hidden layers: prime, so that every strategy has to pad its shards."""
 
 
 class Torture(nn.Module):

@@ -32,8 +32,7 @@ from cifar_zero.models.moe import gates
 from cifar_zero.models.recomputation import checkpoint_blocks
 
 Computes = Literal["float32", "autocast", "cast"]
-"""The format in which a model computes: float32, bfloat16 under autocast, or bfloat16 throughout. float16 takes as many
-bytes as bfloat16."""
+"""How a model computes: in float32, in bfloat16 under autocast, or cast to bfloat16; float16 takes as much."""
 
 
 FAKE = partial(FakeTensorMode, allow_non_fake_inputs=True)
@@ -60,8 +59,7 @@ class Held(TorchDispatchMode):
         self._known: MutableMapping[UntypedStorage, weakref.finalize | None] = WeakIdKeyDictionary(
             dict.fromkeys(own, None)
         )
-        self.now = self.peak = 0
-        """Bytes of activations that are allocated now, and their peak so far."""
+        self.now = self.peak = 0  # bytes of activations that are allocated now, and their peak so far
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -133,8 +131,7 @@ def measure(run: Run, computes: Computes) -> Line:
 
 
 def _fake(net: nn.Module) -> nn.Module:
-    """Returns a model of the meta device on the CPU, without values; call it in FAKE. Unlike with `to_empty`, weights
-    that have two names stay one."""
+    """Returns a model of the meta device on the CPU, in FAKE. Unlike with `to_empty`, tied weights stay tied."""
     tensors = (*net.parameters(), *net.buffers())
     return deepcopy(net, {id(t): torch.empty_like(t, device="cpu", requires_grad=t.requires_grad) for t in tensors})
 

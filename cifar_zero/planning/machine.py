@@ -34,8 +34,7 @@ class Room:
 def available(config: Config, device_memory: str | None = None, host_memory: str | None = None) -> Room:
     """Returns what is available to a rank on the machine with this --device_memory, None: on this machine now.
 
-    Without `host_memory`, of one node, it is what is free on this machine, unknown on another one. Raises UsageError if
-    a memory is no size.
+    Without `host_memory`, of a node, it is what is free here. Raises UsageError: a memory is no size.
     """
     assert config.devices != "auto"
     on_cpu = config.accelerator == "cpu"
@@ -54,8 +53,7 @@ def available(config: Config, device_memory: str | None = None, host_memory: str
 
 
 def size_in_bytes(text: str, flag: str) -> int:
-    """Returns the bytes of `80GB`, `24GiB`, `512MiB` or `80`, which is gigabytes (10^9 bytes). Raises UsageError if it
-    is not a size, or less than a byte."""
+    """Returns the bytes of `80GB`, `24GiB`, `512MiB` or `80`, which is gigabytes. Raises UsageError: it is no size."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?\s*", text.lower())
     if not match or match[2] not in UNITS or not 1 <= (size := float(match[1]) * UNITS[match[2]]) < 1e18:
         raise UsageError(f"{flag} {text}: give a size such as 80GB (10^9 bytes), 24GiB (2^30) or 80, which is 80GB")

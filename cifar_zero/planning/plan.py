@@ -117,10 +117,7 @@ def _parse() -> tuple[Namespace, list[str]]:
         "memory of one device, such as 80GB or 24GiB (10^9 bytes per GB, 2^30 per GiB; a bare number is GB; default: "
         "free memory of this machine's GPUs or, without a GPU, its free memory divided among the CPU ranks)"
     )
-    host = (
-        "CPU memory of one node, for offloading (default: free memory of this machine; not checked with "
-        "--device_memory)"
-    )
+    host = "CPU memory of one node, for offloading (default: what is free here; not checked with --device_memory)"
     states = "plan the model states of a model of N parameters (100e9) instead of --model"
     add("--device_memory", metavar="SIZE", help=device)
     add("--host_memory", metavar="SIZE", help=host)
@@ -161,8 +158,7 @@ def _heading(run: Run, net: Network, of_size: bool, room: Room) -> str:
 
 
 def print_plan(needs: Sequence[Need], console: Console) -> None:
-    """Prints a row for each strategy, in GB (10^9 bytes) on the fullest rank, and notes; a narrow console shows the
-    model states as one figure."""
+    """Prints a row for each strategy, in GB on the fullest rank, and notes; a narrow console sums model states."""
     wide = console.width >= WIDE
     has_disk = any(need.disk for need in needs if not need.refused)
     parts = ["parameters", "gradients", "optimizer", "buckets", "activations"] if wide else ["states", "activ."]
@@ -206,8 +202,7 @@ def _notes(needs: Sequence[Need], console: Console) -> list[str]:
 
 
 def print_scaling(by_devices: Mapping[int, Sequence[Need]], room: int, console: Console) -> None:
-    """Prints GB on the fullest rank by strategy and number of devices; a star marks what fits the `room` bytes that a
-    rank may use on its device."""
+    """Prints GB on the fullest rank by strategy and number of devices; a star marks what fits `room` bytes."""
     table = _table(map(str, by_devices), console.width >= WIDE)
     for row in zip(*by_devices.values(), strict=True):
         cells = (f"{gigabytes(need.device)}{'*' if need.device <= room else ' '}" for need in row)

@@ -40,8 +40,7 @@ class Need:
     average: int  # the average of the weights (--ema, --swa_from) on the device
     host_buffers: int  # buffers of offloading on the host, and the average of weights that are stored there
     activation_offload: bool
-    """Whether the host holds the activations too. The device is planned as if it held all of them: temporary ones stay
-    there, and their share is unknown."""
+    """Whether the host holds the activations too. The device is planned for all of them too: temporary ones stay."""
     built_on_host: int  # the model on the host while it is built
     sent_bytes: int  # bytes sent to other ranks per optimizer step
     refused: str = ""  # why train.py would refuse it; empty if it would not

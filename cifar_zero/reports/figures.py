@@ -1,5 +1,4 @@
-"""Figures of a test, images, counts, curves and calibration, and of the learning rate; arrays in, matplotlib figures
-out, drawn without display."""
+"""Figures of a test and of the learning rate; arrays in, matplotlib figures out, drawn without display."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,38 +16,30 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.optimizers import OPTIMIZERS
 from cifar_zero.schedules import SCHEDULES, settled
 
-Curve = tuple[NDArray[np.float64], NDArray[np.float64]]
-"""Abscissae and ordinates, both (points,)."""
+Curve = tuple[NDArray[np.float64], NDArray[np.float64]]  # abscissae and ordinates, both (points,)
 
 SHOWN = 5
 """With more than ten classes, this many of the best and of the worst have a colour and a name; the others are grey.
 matplotlib's standard cycle has ten colours."""
 
-GRID = np.linspace(0, 1, 501)
-"""Abscissae at which the curves are drawn and their mean is taken."""
+GRID = np.linspace(0, 1, 501)  # abscissae at which the curves are drawn and their mean is taken
 
 SIZE, WITH_LEGEND = (6.4, 4.8), (7.6, 4.8)
 """Inches of a figure: matplotlib's default, and with room for the names of the classes next to it."""
 
-POINTS = 2000
-"""Most points of a learning rate's curve: more than a figure has pixels."""
+POINTS = 2000  # most points of a learning rate's curve: more than a figure has pixels
 
-MISTAKE_ROWS, MISTAKE_COLUMNS = 4, 6
-"""Rows and columns of the grid of mistakes."""
+MISTAKE_ROWS, MISTAKE_COLUMNS = 4, 6  # rows and columns of the grid of mistakes
 
-LABELLED_CLASSES = 30
-"""Most classes whose names and counts can be read in a figure."""
+LABELLED_CLASSES = 30  # most classes whose names and counts can be read in a figure
 
-CELL_WIDTH, CELL_HEIGHT = 0.4, 0.32
-"""Inches of an expert and of a class: room for three digits."""
+CELL_WIDTH, CELL_HEIGHT = 0.4, 0.32  # inches of an expert and of a class: room for three digits
 
-LEAST_WIDTH, MOST_WIDTH = 1.9, 14.0
-"""Inches of a mixture's panel, whose title needs them, and of all panels together."""
+LEAST_WIDTH, MOST_WIDTH = 1.9, 14.0  # inches of a mixture's panel, whose title needs them, and of all panels together
 
 
 def confusion_figure(counts: NDArray[np.int64], class_names: Sequence[str]) -> Figure:
-    """Draws the confusion matrix of counts (classes, classes), true class by predicted class: colours are shares of
-    each row, numbers are images."""
+    """Draws the confusion matrix of counts (classes, classes), true by predicted: colours are shares of a row."""
     labelled = len(class_names) <= LABELLED_CLASSES
     size = max(5.0, 0.62 * len(class_names)) if labelled else 9.0
     figure = Figure(figsize=(size + 1.2, size), layout="constrained")
@@ -226,8 +217,7 @@ def _mean(figures: NDArray[np.float64]) -> float:
 
 
 def draw_schedule(schedule: Choice, optimizer: Choice, steps: int, file: Path) -> None:
-    """Draws the learning rate of each of a run's optimizer steps into a PNG file. Raises UsageError: it cannot be
-    written."""
+    """Draws the learning rate of each optimizer step into a PNG file. Raises UsageError: it cannot be written."""
     formula = settled(SCHEDULES[schedule.name](**schedule.options), lambda: steps)
     base_lr = OPTIMIZERS[optimizer.name](**optimizer.options).lr
     shown = range(0, steps, max(1, steps // POINTS))

@@ -21,8 +21,7 @@ from rich.table import Column, Table
 
 from cifar_zero.core import atomic
 
-SCHEMA = 1
-"""Version of metrics.json's keys; raised when a key changes its meaning."""
+SCHEMA = 1  # version of metrics.json's keys; raised when a key changes its meaning
 
 REPOSITORY = Path(__file__).parents[2]
 

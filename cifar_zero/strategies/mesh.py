@@ -28,8 +28,7 @@ class MeshStrategy(OwnStrategy, ModelParallelStrategy):
     that no GPU ever holds the model. Lightning's own strategy (2.6.6) reads only what it wrote itself.
 
     The mesh has two dimensions: `data_parallel` for the ranks that compute different images, and `tensor_parallel`,
-    Lightning's only name for the ranks of one model, neighbours. With `casts`, `shard` also sets the precision, so that
-    Lightning does not.
+    Lightning's only name for the ranks of one model. With `casts`, `shard` sets the precision.
     """
 
     def __init__(self, run: Run, shard: Shard, *, casts: bool = False):

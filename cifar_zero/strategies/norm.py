@@ -9,9 +9,8 @@ from torch.distributed.tensor import DTensor
 
 
 def global_norm(parameters: Iterable[Any]) -> Tensor | None:
-    """Returns the L2 norm of all gradients, float32, each expert and shard counted once; None if there are none. All
-    ranks call it. DeepSpeed (0.19.8) marks the parameters of experts with `allreduce` and `group_name`, pipeline those
-    of one rank with `norm_group`."""
+    """Returns the L2 norm of all gradients, float32, each expert and shard once; None without any. All ranks call it.
+    DeepSpeed (0.19.8) marks experts with `allreduce` and `group_name`, pipeline its stages with `norm_group`."""
     squares: dict[tuple[Any, ...], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
@@ -35,8 +34,7 @@ def global_norm(parameters: Iterable[Any]) -> Tensor | None:
 
 
 def clip_by_global_norm(parameters: Sequence[Any], limit: float) -> None:
-    """Clips gradients by that norm. torch's clip_grad_norm_ (2.15) does not accept DTensors of several meshes, nor
-    plain tensors next to them."""
+    """Clips gradients by that norm. torch's clip_grad_norm_ (2.15) accepts no DTensors of several meshes."""
     norm = global_norm(parameters)
     if norm is not None:
         scale = (limit / (norm + 1e-6)).clamp(max=1)

@@ -39,8 +39,7 @@ def shard(net: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class Stage(nn.Sequential):
-    """A model's blocks, of which this rank computes its share; it empties the others, so that all parameters keep their
-    names and numbers.
+    """A model's blocks, of which this rank computes its share; the others are emptied and keep their names.
 
     Takes the input of the first and returns the output of the last block: tokens (N, tokens, width), of one dtype, the
     same on every rank, as are their gradients.

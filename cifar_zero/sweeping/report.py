@@ -76,9 +76,7 @@ def plot(rows: list[dict[str, Any]], space: Space, metric: str, file: Path) -> N
             axes.set_xscale("log")
         dots = [(row["setting"][name], run["value"]) for row in rows for run in row["runs"]]
         axes.plot(*zip(*dots, strict=True), "o", color="C0", alpha=0.6, label="run")
-        axes.plot(
-            rows[0]["setting"][name], rows[0]["mean"], "*", color="C3", markersize=14, label="best setting (mean)"
-        )
+        axes.plot(rows[0]["setting"][name], rows[0]["mean"], "*", color="C3", markersize=14, label="best (mean)")
         axes.set(xlabel=name, ylabel=metric)
         axes.legend()
     figure.savefig(file, dpi=150)

@@ -82,9 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trials", type=int, metavar="N", help="settings of random and tpe in all (default: 20)")
     parser.add_argument("--sampler", choices=("grid", "random", "tpe"), help="default: grid; with a range tpe")
     parser.add_argument("--parallel", type=int, metavar="N", help="runs at a time (default: as the devices allow)")
-    parser.add_argument(
-        "--metric", default=VALIDATION, choices=METRICS, help="to rank settings by (default: %(default)s)"
-    )
+    parser.add_argument("--metric", default=VALIDATION, choices=METRICS, help="ranks settings (default: %(default)s)")
     parser.add_argument("--prune", action="store_true", help="end runs that are behind the median of the others")
     parser.add_argument("--out", default="sweeps", metavar="DIR", help="directory of sweeps (default: %(default)s)")
     parser.add_argument("--name", default="", metavar="NAME", help="of this sweep (default: the model's name)")

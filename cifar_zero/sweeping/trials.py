@@ -1,5 +1,4 @@
-"""The search space of a sweep, as Optuna's distributions, its study in SQLite, and its trials. Each trial is one run: a
-setting and a seed."""
+"""The search space of a sweep, its study in SQLite, and its trials: each is one run, a setting and a seed."""
 
 import re
 import sys

@@ -14,9 +14,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from cifar_zero import models, strategies
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.io import AtomicCheckpointIO
-from cifar_zero.config.command_line import OWNED
 from cifar_zero.config.flags import Config
 from cifar_zero.config.run import Run
+from cifar_zero.config.suggestions import OWNED
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.usage import nearest
 from cifar_zero.launch import rank_environment
@@ -80,8 +80,7 @@ def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None
 
 
 def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
-    """Returns the callbacks of a run; `run_dir`: the run folder, on rank 0. Raises UsageError: one of
-    --trainer.callbacks cannot be made."""
+    """Returns the callbacks of a run. Raises UsageError: one of --trainer.callbacks cannot be made."""
     config = run.config
     curves = TrainingCurves(writes_losses=not config.only_measures)
     progress = Progress(config.batch_size, curves)
@@ -153,20 +152,17 @@ def _monitored(config: Config) -> dict[str, str]:
 def environment() -> list[ClusterEnvironment]:
     """Makes Lightning read the ranks from torchrun's variables, which `rank_environment.adopt` sets for any launcher.
 
-    Otherwise Lightning (2.6.6) reads SLURM's in every SLURM job: in a job with one task, all ranks that this program
-    starts would be rank 0 of 1.
+    Otherwise Lightning (2.6.6) reads SLURM's: in a job with one task, our own ranks would all be rank 0 of 1.
     """
     return [] if rank_environment.by_torchrun() else [LightningEnvironment()]
 
 
 def check_trainer_options(config: Config) -> None:
     """Raises UsageError for options of --trainer that Lightning's Trainer does not know; it names the nearest one."""
-    known = set(inspect.signature(Trainer.__init__).parameters) - {"self", *OWNED}
+    known = sorted(set(inspect.signature(Trainer.__init__).parameters) - {"self", *OWNED})
     for name in config.trainer:
         if name not in known:
-            raise UsageError(
-                f"--trainer.{name} is not an option of Lightning's Trainer: {nearest(name, sorted(known))}"
-            )
+            raise UsageError(f"--trainer.{name} is not an option of Lightning's Trainer: {nearest(name, known)}")
 
 
 def run_steps(config: Config, datamodule: Any) -> int:

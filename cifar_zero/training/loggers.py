@@ -60,9 +60,8 @@ def _tensorboard(run: Run, run_dir: Path) -> Logger:
         net = network.build(config.model, run.num_classes, config.trainable, config.lora).eval()
         try:
             with warnings.catch_warnings(action="ignore"):  # of values that a trace makes constant
-                logger.experiment.add_graph(
-                    net, torch.zeros(1, IMAGE_SHAPE[0], config.data.image_size, config.data.image_size)
-                )
+                side = config.data.image_size
+                logger.experiment.add_graph(net, torch.zeros(1, IMAGE_SHAPE[0], side, side))
         except Exception as error:  # of any type: whatever the model's code raises
             raise UsageError(f"--log_graph: torch cannot trace --model {config.model.name}: {short(error)}") from error
     return logger

@@ -1,5 +1,4 @@
-"""The losses of --loss, and the metrics of a model on a split, over all ranks: counts by torchmetrics, and the metrics
-derived from them.
+"""The losses of --loss, and the metrics of a split over all ranks, derived from counts by torchmetrics.
 
 docs/outputs.md says which follow from the confusion matrix, and what they are for a class without images.
 """
@@ -24,8 +23,7 @@ TOP = 5
 With at most five classes it would be 1, and is left out."""
 
 OPTIONS: dict[str, Any] = {"ignore_index": IGNORED, "validate_args": False}
-"""Of torchmetrics' classes. Their argument check would wait for the device in each batch; the sources have checked the
-labels."""
+"""Of torchmetrics' classes, whose check of arguments would wait for the device in each batch."""
 
 BINS = 15  # bins of confidence, as many as in Guo et al. 2017, https://arxiv.org/abs/1706.04599, table 1
 
@@ -213,8 +211,7 @@ class Calibration(Metric):
 
 
 def calibration_error(totals: Tensor) -> float:
-    """Returns the expected calibration error (ECE) of `Calibration.compute`: the mean over all images of |accuracy -
-    mean confidence| of their bin."""
+    """Returns the expected calibration error: the mean over all images of |accuracy - confidence| of their bin."""
     images, confidence, right = totals.unbind(dim=1)
     return ((confidence - right).abs().sum() / images.sum()).item()
 

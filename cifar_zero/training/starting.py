@@ -30,8 +30,7 @@ def agree_on_checkpoint(run: Run, places: Sequence[Place]) -> Run:
     """Returns the run with the checkpoint that it resumes, the same on all ranks, if that is not resolved yet.
 
     After torchrun has restarted the ranks it is the newest checkpoint of this very run, whatever --resume names. Before
-    the first one is written, the run begins again. Raises UsageError: there is none, or it is of another run; on all
-    ranks.
+    the first one is written, the run begins again. Raises UsageError: there is none, or of another run.
     """
     if not rank_0_decides(run.config):
         return run

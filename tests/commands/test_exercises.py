@@ -67,6 +67,13 @@ def test_answers_on_two_ranks(tmp_path: Path):
     assert last[1].startswith("wrong: stuck.py, line 5: ")
 
 
+@pytest.mark.distributed
+def test_ranks_that_cannot_meet_are_one_line():
+    done = run_program(str(ROOT / "docs" / "exercises.py"), "3", RIGHT, env={"GLOO_SOCKET_IFNAME": "none"})
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(r"error: the ranks have not met: .*address for: none\n", done.stderr)
+
+
 @of_make_fuzz
 @pytest.mark.distributed
 def test_the_command_reports_an_error_of_one_rank_with_its_line(tmp_path: Path):

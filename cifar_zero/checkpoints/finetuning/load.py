@@ -74,15 +74,12 @@ def read_plain(file: Path, trust: bool = False) -> dict[str, Tensor]:
 
 
 def match(net: nn.Module, weights: Mapping[str, Tensor], file: str) -> Match:
-    """Returns the weights that fit the plain model, which may be on torch's meta device, by name and shape. Raises
-    UsageError: none fits."""
+    """Returns the weights that fit the plain model by name and shape. Raises UsageError: none fits."""
     wanted = net.state_dict()
     loaded = {name: value for name, value in weights.items() if name in wanted and value.shape == wanted[name].shape}
     if not loaded:
-        theirs = _few([*weights]) if weights else "nothing"
-        raise UsageError(
-            f"--weights {file}: no tensor has a name and shape of the model's ({_few([*wanted])}): {theirs}"
-        )
+        has = _few([*weights]) if weights else "nothing"
+        raise UsageError(f"--weights {file}: no tensor has a name and shape of the model's ({_few([*wanted])}): {has}")
     return Match(
         loaded,
         [_with_shape(name, value) for name, value in wanted.items() if name not in loaded],

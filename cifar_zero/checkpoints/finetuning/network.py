@@ -137,8 +137,7 @@ class LoRALinear(nn.Linear):
 
 
 def adapt(net: nn.Module, lora: LoRAConfig) -> None:
-    """Adds an adapter to each linear layer that is a target; none if the rank is 0. Raises UsageError: a target is no
-    linear layer of the model."""
+    """Adds an adapter to each target; none if the rank is 0. Raises UsageError: a target is no linear layer."""
     if not lora.rank:
         return
     layers = _linear_layers(net)
@@ -166,9 +165,7 @@ def _linear_layers(net: nn.Module) -> dict[str, nn.Linear]:
     """Returns the linear layers whose forward pass is used: of a gate, or of torch's attention (a subclass), only the
     weight is read, and an adapter would have no effect."""
     gated = {id(module.wg) for module in net.modules() if isinstance(module, Gate)}
-    return {
-        name: module for name, module in net.named_modules() if type(module) is nn.Linear and id(module) not in gated
-    }
+    return {name: layer for name, layer in net.named_modules() if type(layer) is nn.Linear and id(layer) not in gated}
 
 
 def _why_none(net: nn.Module, pattern: str, layers: list[str]) -> str:

@@ -124,8 +124,7 @@ def compared(ours: Record, reference: Record) -> Iterator[list[Value]]:
                     continue
                 certain = share <= UNCERTAIN
                 updates[name] = updates[name].where(certain, theirs[name])
-                # Momentum carries a difference on, and may cancel a gradient: the update is small, though the gradient
-                # moves it as far as before.
+                # Momentum carries a difference on, and may cancel a gradient, whose update is then small.
                 moved = theirs[name].abs()
                 moves[name] = torch.maximum(moved, moves.get(name, moved))
                 slack[name] += FACTOR * float((moves[name] * share).where(certain, 0.0).norm())

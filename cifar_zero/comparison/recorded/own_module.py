@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from cifar_zero.comparison.recorded.cases import Case, Job
 from cifar_zero.config import command_line
 from cifar_zero.config.strategy_specs import STRATEGIES
+from cifar_zero.config.suggestions import one_line
 from cifar_zero.core import exits, user_code
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.usage import nearest
@@ -45,8 +46,7 @@ PROGRAM = ("-m", "cifar_zero.comparison.recorded.own_module")  # what Python sta
 
 def plan(strategies: Sequence[str], ranks: int, accumulate: Sequence[str], flags: Sequence[str]) -> list[Case]:
     """Returns the cases of a user's module; `flags` are --module, --datamodule, their arguments, and those of OURS.
-    Without `strategies` they are those of DEFAULT that can train here. Raises UsageError if a flag is not for this, or
-    a named strategy cannot train here."""
+    Without `strategies` they are those of DEFAULT that can train here. Raises UsageError."""
     of_user, ours = command_line.split(flags, OF_USER)
     for flag in (flag[2:].split("=")[0] for flag in ours if flag.startswith("--")):  # first: user's code takes seconds
         if flag.split(".")[0] not in OURS:
@@ -137,8 +137,7 @@ def assert_agrees(
     can train here; `devices` are ranks, on GPUs if there are any; `accumulate` micro-batches make a step; gradients are
     clipped to the norm `gradient_clip_val` unless it is 0.
 
-    Raises AssertionError, which says of each strategy that does not agree what differs first, and UsageError: a
-    strategy cannot train here.
+    Raises AssertionError: says what differs first, and UsageError: a strategy cannot train here.
     """
     from cifar_zero.comparison.recorded.trials import try_all
 
@@ -179,7 +178,7 @@ def _instance(part: str, flags: Sequence[str], build: bool = True) -> Any:
     try:
         parsed = parser.parse_args(mine)
     except (ArgumentError, TypeError, ValueError) as error:
-        raise UsageError(command_line.one_line(error)) from error
+        raise UsageError(one_line(error)) from error
     return parser.instantiate_classes(parsed)[part] if build else None
 
 

@@ -31,8 +31,7 @@ LEAST_STEPS = 2
 
 
 class Recording(Callback):
-    """Fills a record; every rank has the whole. Gradients and weights are those of the first `steps` optimizer steps,
-    of fewer for a large model."""
+    """Fills a record on every rank, with gradients and weights of the first `steps`, fewer for a large model."""
 
     def __init__(self, steps: int):
         self.record = Record()

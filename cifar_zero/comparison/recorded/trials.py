@@ -95,8 +95,7 @@ def _train(
 
 
 def _judged(case: Case, jobs: Sequence[Job], folder: Path, errors: Mapping[Job, str], notes: list[str]) -> Variant:
-    """Returns a case with its verdict, or with the reason why there is none; adds to the notes what a reader must know
-    of its reference."""
+    """Returns a case with its verdict or why there is none; adds to the notes what to know of its reference."""
     line = command("train", *case.ours.flags) if case.must_learn else ""
     variant = Variant(case.name, case.strategy, case.ours.ranks, case.accumulate, line)
     failed = next((job for job in reversed(case.jobs) if job in errors), None)

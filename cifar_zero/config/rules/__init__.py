@@ -1,7 +1,6 @@
 """Refuses what cannot run, before anything is launched, in one line that says what to use instead.
 
-A check raises UsageError, which names the option and what to use instead. Nothing here imports torch, except for a
-model of torchvision or timm.
+A check raises UsageError. Nothing here imports torch, except for a model of torchvision or timm.
 """
 
 from collections.abc import Callable

@@ -22,9 +22,7 @@ def check_on_cpu(run: Run) -> None:
     if run.config.activation_offload:
         raise UsageError("--activation_offload needs a GPU: on the CPU --activation_checkpointing saves activations")
     if run.spec.super_offload:
-        raise UsageError(
-            f"--strategy {run.config.strategy_name} needs a CUDA GPU: on the CPU use deepspeed_stage_3_offload"
-        )
+        raise UsageError(f"{run.config.strategy_name} needs a CUDA GPU: on the CPU use deepspeed_stage_3_offload")
 
 
 def check_here(run: Run) -> None:
@@ -42,10 +40,7 @@ def check_here(run: Run) -> None:
             raise UsageError(f"--logger {name} needs the package: pip install {name}")
     compiles = spec.offload_optimizer and OFFLOADED_BY.get(optimizer) == BY_DEEPSPEED
     if compiles and not (shutil.which("g++") or shutil.which("c++")):
-        raise UsageError(
-            f"--strategy {run.config.strategy_name} compiles DeepSpeed's CPU {optimizer}: install g++ or use "
-            "--optimizer sgd"
-        )
+        raise UsageError(f"{run.config.strategy_name} compiles a CPU {optimizer}: install g++ or use --optimizer sgd")
     if spec.offload_optimizer == "nvme" and spec.raw is None:
         check_nvme(run.config.nvme_path)
 
@@ -57,14 +52,11 @@ def check_nvme(path: str) -> None:
     if not os.access(path, os.W_OK | os.X_OK):
         raise UsageError(f"--nvme_path {path} is not a writable directory")
     if not ctypes.util.find_library("aio") or not Path("/usr/include/libaio.h").exists():
-        raise UsageError(
-            "NVMe offload needs libaio (Debian: apt-get install libaio-dev); without it use deepspeed_stage_3_offload"
-        )
+        raise UsageError("NVMe offload needs libaio: apt-get install libaio-dev, or use deepspeed_stage_3_offload")
 
 
 def check_sync_batch_norm(run: Run) -> None:
-    """Refuses SyncBatchNorm without GPUs (torch 2.15), or without DDP: Lightning (2.6.6) has it in no other strategy
-    here."""
+    """Refuses SyncBatchNorm without GPUs (torch 2.15), or without DDP (Lightning 2.6.6)."""
     if run.on_cpu:
         raise UsageError("--trainer.sync_batchnorm needs a GPU: on the CPU each rank normalises by its micro-batch")
     if run.spec.family != "baseline":

@@ -32,9 +32,7 @@ def check_experts(run: Run) -> None:
     ep_size = config.model.options["ep_size"]
     given = f"--ds_config {config.ds_config}" if config.ds_config else f"--strategy {config.strategy}"
     if run.spec.stage == 3:
-        raise UsageError(
-            f"{given}: DeepSpeed does not support its mixture of experts with ZeRO stage 3, use deepspeed_stage_2"
-        )
+        raise UsageError(f"{given}: DeepSpeed has no mixture of experts at ZeRO stage 3, use deepspeed_stage_2")
     if ep_size > 1 and not run.spec.spreads_experts:
         raise UsageError(
             f"--model.ep_size {ep_size}: {given} keeps all experts on each rank, add --model.ep_size 1; "
@@ -47,9 +45,7 @@ def check_experts(run: Run) -> None:
         if raw.get("zero_optimization", {}).get(key) is False:
             raise UsageError(f"{given} sets {key} to false: DeepSpeed needs it for mixtures of experts, take it out")
     if raw.get("use_data_before_expert_parallelism"):
-        raise UsageError(
-            f"{given} sets use_data_before_expert_parallelism: take it out, neighbouring ranks share experts"
-        )
+        raise UsageError(f"{given} sets use_data_before_expert_parallelism: take it out, neighbours share experts")
     if config.init != "default" and ep_size > 1:
         raise UsageError(f"--init {config.init} initialises the experts of all ranks: add --model.ep_size 1")
     if config.cuda_graphs:

@@ -55,9 +55,7 @@ def check_cuda_graphs(run: Run) -> None:
     if run.on_cpu:
         raise UsageError("--cuda_graphs needs a GPU: --compile compiles the model on the CPU too")
     if run.config.activation_offload:
-        raise UsageError(
-            "--cuda_graphs keeps the activations in the graph's own memory: leave out --activation_offload"
-        )
+        raise UsageError("--cuda_graphs keeps activations in the graph's memory: leave out --activation_offload")
     if run.config.accumulate > 1:
         raise UsageError("--cuda_graphs cannot accumulate gradients over --accumulate micro-batches: use --compile")
     if not run.spec.graphs:
@@ -201,7 +199,4 @@ def _check_offload(run: Run) -> None:
     if run.config.optimizer.name != "adamw":
         raise UsageError("--offload.ratio below 1 runs only AdamW: add --optimizer adamw")
     if run.config.schedule.name != "constant":
-        raise UsageError(
-            "--offload.ratio below 1: DeepSpeed keeps the first learning rate for the part on the GPU, "
-            "use --schedule constant"
-        )
+        raise UsageError("--offload.ratio below 1 needs a constant learning rate: use --schedule constant")

@@ -58,8 +58,7 @@ class GuardedCheckpointEngine(TorchCheckpointEngine):
 
 
 def restore(engine: Any, checkpoint: dict[str, Any]) -> bool:
-    """Puts a checkpoint in Lightning's plain form into an engine of any stage and number of ranks. Returns whether the
-    optimizer's state was restored too."""
+    """Puts a plain checkpoint into an engine of any shape. Returns whether it had the optimizer's state."""
     weights: dict[str, Tensor] = checkpoint["state_dict"]
     carried = bool(checkpoint.get("optimizer_states"))
     saved = by_name(checkpoint["optimizer_states"][0]) if carried else {}

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 def run_config(run: Run, num_parameters: int) -> dict[str, Any]:
     """Returns the configuration of a run's engine. The command line owns batch, accumulation, clipping, precision,
-    optimizer and schedule; Lightning adds gradient_accumulation_steps. No bucket has more elements than the model,
-    because buckets use memory."""
+    optimizer and schedule; Lightning adds gradient_accumulation_steps. No bucket is larger than the model."""
     config, spec = run.config, run.spec
     dtype: Dtype = "fp32" if config.precision == "32-true" else "bf16" if "bf16" in config.precision else "fp16"
     owned = {

@@ -34,8 +34,7 @@ class SpreadGate(Gate):
         self._group = group
 
     def forward(self, tokens: Tensor, *unused: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Returns load-balancing loss, capacity, number of experts, and the tokens' experts, slots, weights and counts,
-        see `models.moe.Routing`."""
+        """Returns the parts of `models.moe.Routing` in DeepSpeed's order."""
         to = super().forward(tokens)
         return to.load_balance_loss, to.capacity, self.num_experts, to.experts, to.slots, to.weights, to.tokens
 
@@ -47,8 +46,7 @@ class SpreadGate(Gate):
 
 
 class SpreadMixture(MoE):
-    """DeepSpeed's layer with the modules of a plain mixture, but only this rank's share of its experts; neighbouring
-    ranks share the experts."""
+    """DeepSpeed's layer with the modules of a plain mixture and this rank's share of its experts."""
 
     def __init__(self, mixture: MixtureOfExperts, rank: int):
         options, experts, num_experts = mixture.options, mixture.experts, mixture.gate.num_experts

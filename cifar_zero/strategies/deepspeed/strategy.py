@@ -142,8 +142,7 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
         assert isinstance(self.config, dict)
         low = ("bf16", "fp16") if self._casts_shards else ()
         config = {key: value for key, value in self.config.items() if key not in low}
-        # The group of --zero.hpz_partition_size, which DeepSpeed (0.19.8, utils/groups.py) makes once in a process; the
-        # test after a fit builds a model too.
+        # The group of --zero.hpz_partition_size, which DeepSpeed (0.19.8, utils/groups.py) makes once in a process.
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
         second_copy = self._zero.get("zero_hpz_partition_size", 1) > 1
         place = "none" if second_copy else self.remote_device  # the second copy is on the device

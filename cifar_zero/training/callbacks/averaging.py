@@ -1,5 +1,4 @@
-"""Averages that a model is evaluated and saved with: of batch norms' statistics over the ranks, and of the weights over
-the training.
+"""Averages to evaluate and save: of batch norms' statistics over the ranks, of the weights over the training.
 
 Lightning's own callback (WeightAveraging, 2.6.6) copies the whole module before the strategy shards it: it cannot
 average the shards of ZeRO-3, and DeepSpeed does not save what it adds to a checkpoint's state_dict.

@@ -96,8 +96,7 @@ class LastCheckpoint(Checkpoint):
 
 
 def _recount(fit_loop: dict[str, Any], before: int, now: int) -> None:
-    """Recounts the micro-batches of the epoch for another --accumulate; a checkpoint is written between two optimizer
-    steps, so they divide."""
+    """Recounts the micro-batches for another --accumulate; checkpoints are between steps, so they divide."""
     for progress in (fit_loop["epoch_loop.batch_progress"][part] for part in ("total", "current")):
         in_hand = progress["processed"] - progress["completed"]  # 1 in a hook at the end of a batch
         for key in ("ready", "started", "processed"):
@@ -108,9 +107,5 @@ def _recount(fit_loop: dict[str, Any], before: int, now: int) -> None:
 
 
 def _random_state() -> dict[str, Any]:
-    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
-    return {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "cuda": torch.cuda.get_rng_state() if on_gpu else None,
-    }
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    return {"torch": torch.get_rng_state(), "python": random.getstate(), "cuda": cuda}

@@ -28,8 +28,7 @@ class Interval:
         return step % self._every == 0 or step == self._last_step
 
     def due(self, step: int) -> bool:
-        """Returns whether a point is due after a micro-batch; true once for each point, though the steps stand still
-        while micro-batches are accumulated."""
+        """Returns whether a point is due after a micro-batch; true once for each point."""
         if step == self.newest or not self.is_point(step):
             return False
         self.newest = step
@@ -132,8 +131,7 @@ class TrainingCurves(AtPoints):
 
 
 class Layers(Callback):
-    """`--log_gradients`, `--log_weights`: the L2 norm of each parameter's gradient, before clipping, and in TensorBoard
-    histograms of gradients and weights."""
+    """`--log_gradients`, `--log_weights`: the norm of each gradient before clipping, and TensorBoard's histograms."""
 
     _interval: Interval
 
@@ -169,8 +167,7 @@ class Layers(Callback):
 def norm_before_step(trainer: Trainer, module: LightningModule) -> Tensor | None:
     """Returns the global L2 norm of the gradients of the coming step, over all parameters and before clipping.
 
-    A float32 scalar on the rank's device, the same on every rank; None where DeepSpeed has taken the gradients over and
-    computes the norm in its step.
+    A float32 scalar on the rank's device, the same on every rank; None where DeepSpeed computes it in its step.
     """
     engine = deepspeed_engine(trainer)
     if engine is not None and engine.zero_optimization():

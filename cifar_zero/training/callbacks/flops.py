@@ -29,8 +29,7 @@ def training_flops(
     side: int = IMAGE_SHAPE[1],
     activation_checkpointing: bool = False,
 ) -> int:
-    """Returns the FLOPs of one forward and backward pass of `batch_size` images of `side` x `side` pixels, two for each
-    multiply-add.
+    """Returns the FLOPs of a forward and backward pass of images of `side` pixels, two for each multiply-add.
 
     Counts matrix products and convolutions, as torch's FlopCounterMode does. With `activation_checkpointing` the
     recomputation is included. Raises UsageError: activation checkpointing of a model without blocks.

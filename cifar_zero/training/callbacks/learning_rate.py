@@ -1,5 +1,4 @@
-"""`--find_lr`, the learning-rate range test of Smith 2017, "Cyclical Learning Rates for Training Neural Networks"; and
-`--reduce_on_plateau`."""
+"""`--find_lr`, the learning-rate range test (Smith 2017, arXiv 1506.01186); and `--reduce_on_plateau`."""
 
 import math
 from collections.abc import Sequence

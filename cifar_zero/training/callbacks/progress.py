@@ -27,8 +27,7 @@ LINE = {
 
 
 class Progress(Callback):
-    """Shows epoch, step, loss, speed and the time left, on rank 0: as a bar, or without a terminal as a line every
-    --log_interval steps.
+    """Shows epoch, step, loss, speed and the time left, as a bar, or in a log as a line every --log_interval.
 
     Lightning's bars (2.6.6) are updated in every step, by a thread that takes the interpreter from the training, and
     write no lines into a log file. `batch_size` counts the images of an optimizer step over all ranks.

@@ -81,8 +81,7 @@ class Interrupt(Callback):
             self.signal = self._requested or signal.SIGTERM
             trainer.should_stop = True
             if not trainer.is_last_batch:
-                # Else Lightning validates, and a best checkpoint from mid-epoch counts the epoch as done: a run that
-                # resumes from it would skip the rest.
+                # Else Lightning validates, and a run that resumes from a best checkpoint would skip the rest.
                 trainer.limit_val_batches = 0
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -161,8 +160,7 @@ def _at_once(trainer: Trainer, run: Run, run_dir: Path | None) -> str:
 
 
 def resuming(run: Run, checkpoint: Path | str | None) -> str:
-    """Returns the command that resumes a run: its configuration comes from its folder, consent to run its code only
-    from the command line."""
+    """Returns the command that resumes a run; consent to run its code must be on the command line."""
     model, transform, flags = run.config.model.name, run.config.augment.transform, [*run.consent.callbacks]
     flags += ["--model", model] if issubclass(MODELS[model], OfUser) else []
     flags += ["--augment.transform", transform] if transform else []

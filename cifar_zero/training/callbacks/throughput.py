@@ -19,8 +19,7 @@ RATES = ("step_time_ms", "data_time_ms", "images_per_second", "tokens_per_second
 
 
 class Stopwatch:
-    """Adds up the seconds between `start` and `stop`, which wait for the GPU; `lap` does not: it queues a CUDA event,
-    which is read at the end."""
+    """Adds up the seconds between `start` and `stop`, which wait for the GPU; `lap` only queues a CUDA event."""
 
     def __init__(self, device: torch.device):
         self.seconds = 0.0
@@ -73,8 +72,7 @@ class Throughput(AtPoints):
     an epoch and the first --warmup_steps do not (at most half of the run, except in a benchmark).
 
     docs/outputs.md says what perf/data_time_ms, perf/tflops and perf/mfu are (PaLM, Chowdhery et al. 2022, appendix B).
-    `on_point` is called at each point of the curves with their values, none before the end of the warm-up; its time is
-    not counted.
+    `on_point` is called with the values of each point; its time is not counted.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ def test_a_resumed_run_trains_the_same_parameters(tmp_path: Path):
     check_same_run(command_line.parse([*same, "--weights", str(tmp_path / "base")]), before)  # as after a SLURM requeue
     with pytest.raises(UsageError, match="continues with the weights of its checkpoint: remove --weights"):
         check_same_run(command_line.parse([*same, "--weights", str(tmp_path / "other.pt")]), before)
-    with pytest.raises(UsageError, match=r"--lora\.rank 2, this one has 4"):
+    with pytest.raises(UsageError, match=r"--lora\.rank 2, not 4"):
         check_same_run(command_line.parse([*same, "--lora.rank", "4"]), before)
     with pytest.raises(UsageError, match="--trainable"):
         check_same_run(command_line.parse([*same, "--trainable", "fc2.*"]), before)

@@ -1,0 +1,90 @@
+"""The help of the command line: all options, or on one screen those that most people need."""
+
+import argparse
+import re
+import textwrap
+from typing import Any
+
+from jsonargparse import ArgumentParser
+
+from cifar_zero.config.strategy_specs import AUTO, STRATEGIES
+from cifar_zero.config.suggestions import choices
+from cifar_zero.config.values import REGISTRIES
+from cifar_zero.optimizers import OFFLOADED_BY, OPTIMIZERS
+
+COMMON = {
+    "what is trained": ("model", "weights", "optimizer", "optimizer.lr", "schedule", "augment.flip", "augment.crop"),
+    "on which images": ("data.source", "data.root", "batch_size", "accumulate"),
+    "for how long": ("epochs", "max_steps", "early_stopping", "resume"),
+    "where": ("strategy", "devices", "precision", "compile", "seed"),
+    "what is left": ("out", "name", "logger", "log_interval"),
+    "instead": ("config", "print_config", "bench_steps", "find_lr"),
+}
+"""The flags of the short help, by title."""
+
+USAGE = "%(prog)s [--config FILE ...] [--strategy NAME] [--devices N] [--<option> VALUE ...]"
+EPILOG = """\
+examples:
+  %(prog)s                                          the tutorial's recipe: Net, SGD, batch size 4, 2 epochs
+  %(prog)s --strategy deepspeed_stage_3 --devices 2
+  %(prog)s --config configs/deepspeed.yaml --strategy deepspeed_stage_2 --precision bf16-mixed
+  %(prog)s --optimizer adam --help all              lists the options of another optimizer
+  %(prog)s --model torchvision:resnet50 --model.image_size 64     a model of torchvision, or timm:NAME
+  %(prog)s --model my_net.py:MyNet --model.width 64               a model of your own
+  deepspeed train.py --deepspeed --stage 2     with the flags of DeepSpeedExamples' program (docs/migration.md)
+
+optimizers:
+{optimizers}
+
+strategies:
+{strategies}
+"""
+
+
+def epilog() -> str:
+    """Returns the end of the whole help: examples, and all optimizers and strategies."""
+    unsharded = "needs whole tensors: baseline, ddp, deepspeed_stage_0"
+    offloads = {
+        name: f"offloaded by {OFFLOADED_BY[name]}" if name in OFFLOADED_BY else unsharded for name in OPTIMIZERS
+    }
+    optimizers = _listed({name: f"{summary(entry)}; {offloads[name]}" for name, entry in OPTIMIZERS.items()})
+    strategies = _listed({name: spec.summary for name, spec in STRATEGIES.items()})
+    return EPILOG.format(optimizers=optimizers, strategies=strategies)
+
+
+def short(parser: ArgumentParser) -> str:
+    """Returns what most people need of the help, on one screen: of each flag the choices or the first sentence."""
+    actions = parser._option_string_actions
+    names = {key: choices(key) for key in REGISTRIES} | {"strategy": [*STRATEGIES, AUTO]}
+    lines = [f"usage: {USAGE}" % {"prog": parser.prog}]
+    for title, flags in COMMON.items():
+        lines += ["", f"{title}:"]
+        for flag in flags:
+            action = actions[f"--{flag}.name" if flag in REGISTRIES else f"--{flag}"]
+            metavar = "" if isinstance(action.default, bool) else str(action.metavar)
+            known = ", ".join(names.get(flag, ())) or metavar.strip("{}").replace(",", ", ") * metavar.startswith("{")
+            text = known or re.split(r"\.\s|\.$", re.sub(r" \(.*?\)", "", " ".join((action.help or "").split())))[0]
+            shown = isinstance(action.default, (str, int, float)) and action.default not in (False, "", 0, -1)
+            text = f"{f'--{flag}':<21}{text}" + f" (default: {action.default})" * shown
+            lines += textwrap.wrap(text, 118, initial_indent="  ", subsequent_indent=" " * 23)
+    more = "--help all lists all options; --optimizer adam --help all has those of another optimizer"
+    return "\n".join([*lines, "", more, ""])
+
+
+def summary(entry: Any) -> str:
+    """Returns the first line of the documentation of a model, optimizer or schedule."""
+    return (entry.__doc__ or "").splitlines()[0]
+
+
+def _listed(lines: dict[str, str]) -> str:
+    width = max(map(len, lines))
+    return "\n".join(f"  {name:<{width}}  {line}" for name, line in lines.items())
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Shows the help as it is written, followed by the default."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        shown = action.default is not False and action.default not in (argparse.SUPPRESS, None, "", {})
+        return f"{text} (default: %(default)s)" if shown and action.option_strings else text
