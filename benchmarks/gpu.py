@@ -2,8 +2,6 @@
 and what is the largest model? Results are written as they come; a second call continues with what is missing.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import signal
@@ -17,8 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import deepspeed, harness, limit
-from benchmarks.report import heading
+from benchmarks import harness, speed
 from benchmarks.runs import ROOT, Bench, RunFailed, bench, run
 from cifar_zero.comparison.result import GOOD
 from cifar_zero.core import exits
@@ -75,15 +72,15 @@ def cells(place: Place) -> Iterator[Cell]:
     for model in ("vit_tiny", "vit_large") if place.on_gpu else ("vit_tiny",):
         for strategy in PLANNED:
             yield Cell("memory, bytes", f"{model}, {strategy}", 120, partial(memory, model, strategy))
-    for batch_size, steps in limit.STEPS.items():
-        case = limit.case(place.bench, batch_size, steps if place.on_gpu else 20)
+    for batch_size, steps in speed.STEPS.items():
+        case = speed.limit_at(place.bench, batch_size, steps if place.on_gpu else 20)
         compiled = partial(place.bench.ours, steps, "--batch_size", str(batch_size), "--compile")
         for name, contender in {**case.contenders, **({"ours, compiled": compiled} if place.on_gpu else {})}.items():
-            yield Cell("images per second", f"batch {batch_size}, {name}", 120, partial(speed, contender))
+            yield Cell("images per second", f"batch {batch_size}, {name}", 120, partial(rates, contender))
     for stage in range(4):
-        case = deepspeed.case(place.bench, stage, 1, 300 if place.on_gpu else 20)
+        case = speed.at_stage(place.bench, stage, 1, 300 if place.on_gpu else 20)
         for name, contender in case.contenders.items():
-            yield Cell("DeepSpeedExamples' recipe", f"ZeRO {stage}, {name}", 240, partial(speed, contender))
+            yield Cell("DeepSpeedExamples' recipe", f"ZeRO {stage}, {name}", 240, partial(rates, contender))
     for name, more in {"eager": [], "compiled": ["--compile"]}.items():
         yield Cell("speed record", name, 400, partial(record, more))
     for strategy in LARGEST:
@@ -108,7 +105,7 @@ def main() -> int:
         for part, rows in results.items()
         if part not in given.again
     }
-    title = heading("gpu", 1, given.accelerator)
+    title = harness.heading("gpu", 1, given.accelerator)
     with bench(given.accelerator) as made:
         place = Place(made, given.out.absolute(), given.images and given.images.absolute())
         for cell in cells(place):
@@ -236,7 +233,7 @@ def memory(model: str, strategy: str, place: Place, seconds: float) -> Row:
     return row | ({"failed": f"planned states or peak off by {row['off']}"} if wrong else {})
 
 
-def speed(contender: Callable[[], Any], place: Place, seconds: float) -> Row:
+def rates(contender: Callable[[], Any], place: Place, seconds: float) -> Row:
     """Returns the figures of one contender."""
     figures = contender()
     columns = ("images_per_second", "step_time_ms", "seconds_to_first_step")
@@ -246,18 +243,7 @@ def speed(contender: Callable[[], Any], place: Place, seconds: float) -> Row:
 def record(more: Sequence[str], place: Place, seconds: float) -> Row:
     """Returns the accuracy and time of the speed record's recipe, of as many runs as there is time for."""
     data = ["--data.source", "folder", "--data.root", str(place.images)] if place.images else SMALL[:2]
-    small = [
-        "--model.width",
-        "0.125",
-        "--precision",
-        "32-true",
-        "--accelerator",
-        "cpu",
-        "--epochs",
-        "1",
-        "--max_steps",
-        "2",
-    ]
+    small = ["--model.width", "0.125", "--precision", "32-true", "--accelerator", "cpu", "--max_steps", "2"]
     flags = [*data, *more] if place.on_gpu else [*SMALL[:2], *small]
     runs = "20" if place.on_gpu else "1"
     said = run("-m", "benchmarks.speedrun", "--runs", runs, *flags, seconds=seconds)
@@ -274,14 +260,8 @@ def largest(strategy: str, place: Place, seconds: float) -> Row:
         recipe[1] = "vit_tiny"
     for depth in DEPTHS if place.on_gpu else DEPTHS[:1]:
         try:
-            run(
-                "train.py",
-                *place.flags("largest"),
-                *recipe,
-                "--model.depth",
-                str(depth),
-                seconds=over - time.monotonic(),
-            )
+            flags = [*place.flags("largest"), *recipe, "--model.depth", str(depth)]
+            run("train.py", *flags, seconds=over - time.monotonic())
         except RunFailed as failure:
             row["ends at"] = f"{depth} blocks: {str(failure).splitlines()[-1]}"
             break

@@ -4,8 +4,6 @@ Each release is installed in a folder of its own, which is put in front of the e
 does not change. What is finished is in the same folder, and is not run again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -63,16 +61,8 @@ def verdicts(release: str, folder: Path, flags: Sequence[str]) -> Rows:
     """Installs a release, trains the cases with it, and returns the verdicts."""
     if not (place := folder / release).exists() and (failure := installed(release, place)):
         return {"all": ("cannot run", failure)}
-    command = [
-        sys.executable,
-        "compare.py",
-        "--acceptance",
-        *flags,
-        "--out",
-        str(folder / "reports"),
-        "--name",
-        release,
-    ]
+    command = [sys.executable, "compare.py", "--acceptance", *flags]
+    command += ["--out", str(folder / "reports"), "--name", release]
     # Operators that DeepSpeed compiles are the release's too.
     environment = {"PYTHONPATH": str(place), "TORCH_EXTENSIONS_DIR": str(place / "torch_extensions")}
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True)

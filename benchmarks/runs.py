@@ -1,7 +1,5 @@
 """The measured runs: train.py as a user starts it, and the reference loops, each in a fresh process."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -43,14 +41,9 @@ class RunFailed(RunError):
 
 @dataclass(frozen=True)
 class Bench:
-    """The device and the scratch directory of a benchmark's runs.
+    """The device and the scratch directory of a benchmark's runs."""
 
-    Attributes:
-        accelerator: cpu or gpu.
-        directory: a scratch directory.
-    """
-
-    accelerator: str
+    accelerator: str  # cpu or gpu
     directory: Path
 
     @property
@@ -89,11 +82,8 @@ def run(
     extra_env: Mapping[str, str] | None = None,
     seconds: float = TIMEOUT_SECONDS,
 ) -> str:
-    """Runs `python <arguments>` from the repository's root and returns its standard output.
-
-    Raises:
-        RunFailed: the exit code is not `exit_code` (None: any), or the run took longer than `seconds`.
-    """
+    """Runs `python <arguments>` from the repository's root and returns its standard output. Raises RunFailed: the exit
+    code is not `exit_code` (None: any), or the run took longer than `seconds`."""
     inherited = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
     process = subprocess.Popen(
         [sys.executable, *arguments],
@@ -120,11 +110,7 @@ def run(
 
 
 def last_json(stdout: str) -> Any:
-    """Returns the last line that is a JSON object: libraries print before and after it.
-
-    Raises:
-        RunFailed: there is none.
-    """
+    """Returns the last line that is a JSON object: libraries print too. Raises RunFailed: there is none."""
     for line in reversed(stdout.splitlines()):
         if line.startswith("{") and line.endswith("}"):
             return json.loads(line)

@@ -1,8 +1,6 @@
 """Checks an answer to exercises.md: `python docs/exercises.py N answers.py` prints one line and exits with 0 if the
 answer is right, 1 if it is wrong, 2 for wrong usage. Answers run in processes of their own, which can be ended."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

@@ -23,7 +23,7 @@ MODULES = sorted(
     for path in [*ROOT.glob("*.py"), *PACKAGE.rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
 )
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
-WITHOUT_TORCH = [*COMMANDS, "benchmarks.deepspeed", "benchmarks.startup"]  # wrong usage is answered at once
+WITHOUT_TORCH = [*COMMANDS, "benchmarks.speed"]  # wrong usage is answered at once
 WITHOUT_TORCH += [f"cifar_zero.{name}" for name in ("core", "config", "launch", "models", "data", "strategies")]
 WITHOUT_TORCH += [f"cifar_zero.{name}" for name in ("training.evaluate", "exporting.export", "exporting.predict")]
 WITHOUT_TORCH += [f"cifar_zero.{name}" for name in ("diagnosis.doctor", "planning.plan", "comparison.compare")]

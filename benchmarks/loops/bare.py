@@ -4,8 +4,6 @@ The images come in train.py's order, so that both train the same model. `--tuned
 faster: the fused optimizer, and the threads, convolution kernels and memory format that train.py chooses.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -31,11 +29,7 @@ SEED = 0  # the seed of the weights and of the order: train.py's default
 def train(
     data: DataConfig, batch_size: int, steps: int, device: torch.device, tuned: bool = False
 ) -> tuple[Net, dict[str, float]]:
-    """Trains for the warm-up and `steps` timed steps of `batch_size` images each.
-
-    Returns:
-        The trained model and the clock's figures.
-    """
+    """Trains for the warm-up and `steps` timed steps; returns the trained model and the clock's figures."""
     dataset = sources.load(data, data.source)
     images = torch.from_numpy(np.ascontiguousarray(dataset.train_images)).to(device)
     labels = torch.from_numpy(np.array(dataset.train_labels)).to(device)

@@ -1,7 +1,5 @@
 """What the reference loops share: their options, torchvision's CIFAR10 over images in memory, and the clock."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Iterable, Iterator
@@ -30,13 +28,8 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 class CIFAR10InMemory(torchvision.datasets.CIFAR10):
-    """torchvision's CIFAR10 on synthetic images: the content of images does not affect the speed.
-
-    An item is (image, label), the image float32 (3, 32, 32) from -1 to 1, as in the tutorial and DeepSpeedExamples.
-
-    Args:
-        cache: directory of decoded images.
-    """
+    """torchvision's CIFAR10 on synthetic images, as their content does not affect the speed, decoded in `cache`. An
+    item is (image, label), the image float32 (3, 32, 32) from -1 to 1, as in the tutorial and DeepSpeedExamples."""
 
     def __init__(self, cache: str):  # does not call CIFAR10's own, which reads the files
         dataset = sources.load(DataConfig(source="synthetic", cache=cache), "synthetic")
@@ -53,13 +46,7 @@ def to_normalised_tensor() -> transforms.Compose:
 
 class Clock:
     """Iterates over a loop's batches and ends it after the warm-up and `steps` timed steps, so that the loop's body
-    stays as its source has it. Waiting for a batch counts.
-
-    Args:
-        steps: timed optimizer steps.
-        batch_size: images per step, over all ranks.
-        device: device of the model; on a GPU the clock is read when all queued work is done.
-    """
+    stays as its source has it. Waiting for a batch counts; `batch_size` counts the images of a step over all ranks."""
 
     def __init__(self, steps: int, batch_size: int, device: torch.device):
         self.steps = WARMUP_STEPS + steps  # all optimizer steps

@@ -4,8 +4,6 @@ https://github.com/deepspeedai/DeepSpeedExamples, training/cifar/cifar10_deepspe
 the print every 2,000 mini-batches.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

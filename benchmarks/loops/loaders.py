@@ -3,8 +3,6 @@
 Times are taken inside the process, after the imports. All give batches of float32 from -1 to 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

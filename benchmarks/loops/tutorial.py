@@ -3,8 +3,6 @@
 https://docs.pytorch.org/tutorials/beginner/blitz/cifar10_tutorial.html; left out: the print every 2,000 mini-batches.
 """
 
-from __future__ import annotations
-
 import json
 
 import torch

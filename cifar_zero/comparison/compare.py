@@ -1,7 +1,5 @@
 """Trains one recipe under several strategies, or reads existing runs, and says whether they agree; see --help."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

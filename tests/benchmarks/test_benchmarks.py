@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from benchmarks import harness, releases, runs
-from benchmarks.harness import Case
+from benchmarks.harness import Case, number, paired_ratios, spread
 from benchmarks.loops import bare
 from benchmarks.loops.common import WARMUP_STEPS, Clock
-from benchmarks.report import number, paired_ratios, spread
 from cifar_module import CIFARModule
 from cifar_zero import data as sources
 from cifar_zero.config import command_line
@@ -122,14 +121,14 @@ def test_the_table_of_releases_names_the_upstream_report():
 @pytest.mark.parametrize("flags", [("limit", "--steps", "0"), ("startup", "--repeats", "0")])
 def test_wrong_usage_is_reported_in_one_line(flags: tuple[str, str, str]):
     name, option, value = flags
-    done = run_program("-m", f"benchmarks.{name}", option, value)
+    done = run_program("-m", "benchmarks.speed", name, option, value)
     assert (done.returncode, done.stderr) == (2, f"error: {option} must be at least 1, not {value}\n")
 
 
 @of_make_fuzz
 @pytest.mark.slow
 def test_tutorial_in_small():
-    done = run_program("-m", "benchmarks.tutorial", "--repeats", "1", "--steps", "10", "--accelerator", "cpu")
+    done = run_program("-m", "benchmarks.speed", "tutorial", "--repeats", "1", "--steps", "10", "--accelerator", "cpu")
     assert_ok(done)
     ratio = re.search(r"ours / tutorial loop +([\d.,]+) / ([\d.,]+) / ([\d.,]+)", done.stdout)
     assert ratio is not None

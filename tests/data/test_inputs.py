@@ -75,7 +75,7 @@ def test_every_command_sees_the_images_that_were_trained_on(run: tuple[Path, Pat
             assert [value for _, value in found] == pytest.approx(best.values.tolist(), abs=1e-2)  # Pillow scales bytes
     assert [path.name[-3:] for path in (root / ".cifar-zero").iterdir() if path.is_dir()] == ["-48"]
     flags = ["--config", str(folder / "config.yaml"), "--data.normalize", "half", "--resume", str(folder)]
-    with pytest.raises(UsageError, match=r"that run had --data\.normalize imagenet, this one has half"):
+    with pytest.raises(UsageError, match=r"that run had --data\.normalize imagenet, not half"):
         resolve(command_line.parse(flags))
 
 
