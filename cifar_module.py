@@ -51,10 +51,8 @@ class CIFARModule(LightningModule):
         self.test_metrics = CurveMetrics(num_classes, config.loss)
 
     def configure_model(self) -> None:
-        """Builds the model where the strategy needs it; ZeRO-3 shards each layer as it is made.
-
-        The seed is set here, so that every strategy and world size starts from the same weights.
-        """
+        """Builds the model where the strategy needs it; ZeRO-3 shards each layer as it is made. The seed is set here,
+        so that every strategy and world size starts from the same weights."""
         if self.net is not None:
             return
         config = self.config
@@ -222,10 +220,8 @@ def _mirrored(model: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
 
 
 def lay_channels_last(net: nn.Module, strategy: Any) -> None:
-    """Puts the filters into the channels_last format, as the images are, so that no step has to convert them.
-
-    Only on a GPU, and under strategies that do not shard or flatten them; FSDP2 accepts only torch's default format.
-    """
+    """Puts the filters into the channels_last format, as the images are, so that no step has to convert them. Only on a
+    GPU, and under strategies that do not shard or flatten them; FSDP2 accepts only torch's default format."""
     whole = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)) and not isinstance(strategy, DeepSpeedStrategy)
     if whole and strategy.root_device.type == "cuda":
         net.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]

@@ -21,11 +21,9 @@ busy, and small enough (12 MB of float32 input) for the activations to fit anywh
 
 
 class CIFARDataModule(LightningDataModule):
-    """Training, validation and test loaders of any source.
-
-    The Trainer must be made with `use_distributed_sampler=False`: the loaders are sharded here. The images are of
-    `source`, if not of --data.source; see `starting.check_checkpoint`.
-    """
+    """Training, validation and test loaders of any source. The Trainer must be made with
+    `use_distributed_sampler=False`: the loaders are sharded here. The images are of `source`, if not of --data.source;
+    see `starting.check_checkpoint`."""
 
     dataset: Dataset  # all images, after `setup`
 
@@ -43,10 +41,8 @@ class CIFARDataModule(LightningDataModule):
             self.source = data.prepare(self._data)
 
     def setup(self, stage: str | None = None) -> None:
-        """Maps the images into memory and holds out the validation images, once for all stages.
-
-        Raises UsageError if the batch cannot be divided among the ranks.
-        """
+        """Maps the images into memory and holds out the validation images, once for all stages. Raises UsageError if
+        the batch cannot be divided among the ranks."""
         _ = self.micro_batch_size
         if hasattr(self, "dataset"):
             return

@@ -49,9 +49,7 @@ def main() -> int:
 
 def train(run: Run, module_class: Callable[..., Any] | None = None, last: bool = True) -> dict[str, Any]:
     """Trains and tests as one rank; rank 0 leaves the run folder behind. Returns metrics.json's content on every rank.
-
-    `module_class` makes the module in place of CIFARModule; after the `last` run the process group is destroyed.
-    """
+    `module_class` makes the module in place of CIFARModule; after the `last` run the process group is destroyed."""
     # Here, as they import torch and Lightning: --help and errors in the command line come at once.
     from cifar_module import CIFARModule
     from cifar_zero.core.console import quieten

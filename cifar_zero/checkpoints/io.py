@@ -16,11 +16,9 @@ WEIGHTS = ".safetensors"  # suffix of the file of a checkpoint's plain weights
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Writes checkpoints atomically; an error of writing is reported and does not end the training.
-
-    Lightning's own (2.6.6) writes to /tmp first, and copies from there to another file system. If wanted, the model's
-    float32 weights are written next to each checkpoint. For `trust` see `safe_load.load`.
-    """
+    """Writes checkpoints atomically; an error of writing is reported and does not end the training. Lightning's own
+    (2.6.6) writes to /tmp first, and copies from there to another file system. If wanted, the model's float32 weights
+    are written next to each checkpoint. For `trust` see `safe_load.load`."""
 
     failure = ""  # why the newest checkpoint could not be written; empty if it was
 

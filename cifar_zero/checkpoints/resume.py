@@ -58,11 +58,9 @@ def recorded(checkpoint: Path, trust: bool = False, content: dict[str, Any] | No
 
 
 def checkpoint_to_resume(config: Config) -> str:
-    """Returns the path of the checkpoint that --resume names; empty for a new run.
-
-    Reads no weights: rank 0 compares checksums, names and shapes later, see `training.starting.check_checkpoint`.
-    Raises UsageError: there is none, it is incomplete, or of another run.
-    """
+    """Returns the path of the checkpoint that --resume names; empty for a new run. Reads no weights: rank 0 compares
+    checksums, names and shapes later, see `training.starting.check_checkpoint`. Raises UsageError: there is none, it is
+    incomplete, or of another run."""
     given = restarted(config)
     if not given:
         return ""
@@ -76,11 +74,9 @@ def checkpoint_to_resume(config: Config) -> str:
 
 
 def restarted(config: Config) -> str:
-    """Replaces `auto` by the newest checkpoint of the run's name; after a SLURM requeue, replaces any --resume value.
-
-    A requeued job resumes its own checkpoint, on the digits too if it fell back to them. Before it has written one,
-    `auto` becomes empty and any other value stays.
-    """
+    """Replaces `auto` by the newest checkpoint of the run's name; after a SLURM requeue, replaces any --resume value. A
+    requeued job resumes its own checkpoint, on the digits too if it fell back to them. Before it has written one,
+    `auto` becomes empty and any other value stays."""
     requeued = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0 and not config.only_measures
     if not requeued and config.resume != IF_ANY:
         return config.resume
@@ -92,10 +88,8 @@ def restarted(config: Config) -> str:
 
 def newest_of(agents: Collection[str], out: str, name: str) -> Path | None:
     """Returns the newest checkpoint that earlier ranks of the same torchrun processes wrote; None before the first one.
-
     torchrun's restart count does not show a restart: it stays the same when a node joins, and is 0 on the new node. For
-    the names of its processes see `rank_environment.torchrun_agent`.
-    """
+    the names of its processes see `rank_environment.torchrun_agent`."""
     found: list[Path] = []
     folders = (Path(out, name + suffix) for suffix in ("", run_folder.FALLBACK_SUFFIX))
     for file in (file for folder in folders for file in folder.glob(f"version_*/{run_folder.RANKS}")):
@@ -144,9 +138,7 @@ def check_same_run(config: Config, recipe: dict[str, Any]) -> None:
 
 def source_of(config: Config, record: dict[str, Any]) -> Any:
     """Returns the source of images that a resumed run continues on: the one that it had, also for --data.source auto.
-
-    `record` is the checkpoint's, checked by `check_same_run`. Raises UsageError: the source has other classes.
-    """
+    `record` is the checkpoint's, checked by `check_same_run`. Raises UsageError: the source has other classes."""
     source = record["config"]["data"]["source"]
     names = [*data.class_names(replace(config.data, source=source))]
     if names != record["classes"]:

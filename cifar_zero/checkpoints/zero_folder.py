@@ -65,10 +65,8 @@ class _Shard(NamedTuple):
 
 def read_folder(folder: Path, trust: bool = False, verify: bool = True, device: str = "cpu") -> dict[str, Any]:
     """Returns the checkpoint as Lightning's plain strategies write it: state_dict, optimizer_states and progress.
-
     Weights are the float32 ones that the optimizer updates, if DeepSpeed keeps such in addition to the model's; see
-    `safe_load.load` for the arguments. Raises UsageError: a file is missing, damaged or of another kind.
-    """
+    `safe_load.load` for the arguments. Raises UsageError: a file is missing, damaged or of another kind."""
     models, experts, shards, of_expert_ranks = (
         [load(file, trust, verify, device) for file in files] for files in _files(folder)
     )

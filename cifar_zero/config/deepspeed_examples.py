@@ -16,10 +16,8 @@ VALUES |= {str(stage): f"deepspeed_stage_{stage}" for stage in range(4)}
 
 
 def get_ds_config(stage: int, dtype: Dtype) -> dict[str, Any]:
-    """Returns the configuration of DeepSpeedExamples' CIFAR-10 program (training/cifar/cifar10_deepspeed.py).
-
-    Ready for `deepspeed.initialize`. A run uses its zero_optimization, bf16 and fp16 sections only.
-    """
+    """Returns the configuration of DeepSpeedExamples' CIFAR-10 program (training/cifar/cifar10_deepspeed.py). Ready for
+    `deepspeed.initialize`. A run uses its zero_optimization, bf16 and fp16 sections only."""
     content = json.loads(Path(__file__).with_suffix(".json").read_text())
     content["zero_optimization"]["stage"] = stage
     for key in ("bf16", "fp16"):
@@ -28,10 +26,8 @@ def get_ds_config(stage: int, dtype: Dtype) -> dict[str, Any]:
 
 
 def take(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Returns the recipe of a command line with --deepspeed, and that command line in train.py's flags.
-
-    The recipe is the program's, unless a DeepSpeed configuration is given; without --deepspeed all stays as it is.
-    """
+    """Returns the recipe of a command line with --deepspeed, and that command line in train.py's flags. The recipe is
+    the program's, unless a DeepSpeed configuration is given; without --deepspeed all stays as it is."""
     if "--deepspeed" not in argv:
         return {}, [*argv]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)

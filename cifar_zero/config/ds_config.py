@@ -68,11 +68,9 @@ def read(file: str) -> dict[str, Any]:
 
 
 def options(raw: Mapping[str, Any], recipe: Mapping[str, Any], flags: Sequence[str]) -> dict[str, Any]:
-    """Returns what a DeepSpeed configuration says of train.py's options, as a recipe.
-
-    `recipe` and `flags` say how many ranks there are: DeepSpeed multiplies a micro-batch by them. Raises UsageError if
-    the batch is no multiple of the micro-batch, or an optimizer or a schedule has no counterpart.
-    """
+    """Returns what a DeepSpeed configuration says of train.py's options, as a recipe. `recipe` and `flags` say how many
+    ranks there are: DeepSpeed multiplies a micro-batch by them. Raises UsageError if the batch is no multiple of the
+    micro-batch, or an optimizer or a schedule has no counterpart."""
     said = _settled(raw)
     found = {"gradient_clip_val": said.get("gradient_clipping"), **_batch(said, recipe, flags)}
     enabled = [said.get(key, {}).get("enabled") for key in ("fp16", "bf16")]

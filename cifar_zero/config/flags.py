@@ -489,20 +489,16 @@ class Config(DeviceConfig, TrainingConfig, RegularizationConfig, FineTuneConfig,
 
 
 def config_of(tree: dict[str, Any]) -> Config:
-    """Returns the configuration from the output of `dataclasses.asdict`.
-
-    Raises TypeError if it has unknown fields, of another version of the program, and UsageError if it sets `trust`.
-    """
+    """Returns the configuration from the output of `dataclasses.asdict`. Raises TypeError if it has unknown fields, of
+    another version of the program, and UsageError if it sets `trust`."""
     check_no_consent(tree, "the checkpoint's configuration")
     sections: dict[str, type] = {**SECTIONS, **dict.fromkeys(("model", "optimizer", "schedule"), Choice)}
     return Config(**{key: sections[key](**value) if key in sections else value for key, value in tree.items()})
 
 
 def flat(config: Config | Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns every option and its value by its flag: data.root, optimizer.lr, seed; model is the model's name.
-
-    Takes a configuration, or the content of config.yaml or of a checkpoint's record; `prefix` is that of the flags.
-    """
+    """Returns every option and its value by its flag: data.root, optimizer.lr, seed; model is the model's name. Takes a
+    configuration, or the content of config.yaml or of a checkpoint's record; `prefix` is that of the flags."""
     found: dict[str, Any] = {}
     for key, value in (asdict(config) if isinstance(config, Config) else config).items():
         if not isinstance(value, Mapping):

@@ -20,10 +20,8 @@ NO_CONSENT = Consent()
 
 @dataclass(frozen=True)
 class Run:
-    """A run with nothing left open; `training.resolve.resolve` makes it, once per process.
-
-    In its options devices is a number, accelerator cpu or gpu, precision a format, resume and weights are paths.
-    """
+    """A run with nothing left open; `training.resolve.resolve` makes it, once per process. In its options devices is a
+    number, accelerator cpu or gpu, precision a format, resume and weights are paths."""
 
     config: Config
     spec: Spec  # of the strategy, or of the raw DeepSpeed configuration
@@ -62,9 +60,7 @@ class Run:
 
 def micro_batch_size(batch_size: int, world_size: int, accumulate: int) -> int:
     """Returns the images per forward pass of one rank; `batch_size` is images per optimizer step, over all ranks.
-
-    Raises UsageError if batch_size = micro-batch x world_size x accumulate has no solution in whole images.
-    """
+    Raises UsageError if batch_size = micro-batch x world_size x accumulate has no solution in whole images."""
     if batch_size < 1 or accumulate < 1:
         raise UsageError(f"--batch_size {batch_size} and --accumulate {accumulate} must both be at least 1")
     parts = world_size * accumulate

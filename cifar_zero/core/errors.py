@@ -17,10 +17,8 @@ class RunError(Exception):
 
 
 class Stopped(Exception):
-    """The user or the cluster stopped the run; the message says in one line how to resume it.
-
-    The exit code is a shell's, 128 + the number of the signal.
-    """
+    """The user or the cluster stopped the run; the message says in one line how to resume it. The exit code is a
+    shell's, 128 + the number of the signal."""
 
     def __init__(self, number: int, message: str = ""):
         super().__init__(message)

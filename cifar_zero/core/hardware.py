@@ -57,10 +57,8 @@ def core_count() -> int:
 
 
 def share_of_cores(rank: int, ranks: int) -> set[int]:
-    """Returns one rank's share of the cores: neighbours, the same number for each rank, at least one.
-
-    A rank that is bound to its cores was measured 7 % faster than a free one, and its slowest steps a third faster.
-    """
+    """Returns one rank's share of the cores: neighbours, the same number for each rank, at least one. A rank that is
+    bound to its cores was measured 7 % faster than a free one, and its slowest steps a third faster."""
     mine = cores()
     each = max(1, len(mine) // ranks)
     first = rank * each % len(mine)

@@ -71,10 +71,8 @@ def check_numbers(options: Any) -> None:
 
 
 def limited(default: Value, **limits: float) -> Value:
-    """Returns a field with other limits of its numbers than at least 0.
-
-    Limits are inclusive (`at_least`, `at_most`) or exclusive (`over`, `below`); `over` replaces `at_least`.
-    """
+    """Returns a field with other limits of its numbers than at least 0. Limits are inclusive (`at_least`, `at_most`) or
+    exclusive (`over`, `below`); `over` replaces `at_least`."""
     return field(default=default, metadata=limits)
 
 

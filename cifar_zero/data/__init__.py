@@ -40,11 +40,9 @@ def class_names(config: DataConfig) -> tuple[str, ...]:
 
 
 def prepare(config: DataConfig) -> str:
-    """Prepares the decoded images and returns the name of the source that is used (`auto` is resolved).
-
-    Any number of ranks, nodes and runs may call this at once: one works, the others wait. Raises UsageError for what
-    the user can fix in the configuration or the data, RunError if the network, the archive or the disk fails.
-    """
+    """Prepares the decoded images and returns the name of the source that is used (`auto` is resolved). Any number of
+    ranks, nodes and runs may call this at once: one works, the others wait. Raises UsageError for what the user can fix
+    in the configuration or the data, RunError if the network, the archive or the disk fails."""
     if config.source != "auto":
         from cifar_zero.data import cache
 

@@ -63,10 +63,8 @@ class Augmentation:
 
 def normalize(images: Tensor, inputs: Inputs = PLAIN, dtype: torch.dtype = torch.float32) -> Tensor:
     """Normalises uint8 pixels (n, 3, H, W) in `dtype`, bit for bit like torchvision's ToTensor and Normalize.
-
     Floating-point images have been normalised by a loader and are only cast. The arithmetic is float32 whatever `dtype`
-    is, as pixels 1/255 apart would become equal in bfloat16.
-    """
+    is, as pixels 1/255 apart would become equal in bfloat16."""
     if not images.is_floating_point():
         # On a GPU torch divides by a Python number by multiplying with its reciprocal, which is off in 111 of the 256
         # values. (x / 255 - 0.5) / 0.5 takes two passes: as 0.5 is a power of two, taking it in first changes no bit.

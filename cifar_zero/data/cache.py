@@ -62,10 +62,8 @@ def ensure(directory: Path, source: str, fingerprint: str, build: Callable[[Path
 
 def locked(path: Path, work: str) -> AcquireReturnProxy:
     """Takes the lock file at `path` until the end of a `with` block; `work` says what its holder does ("prepares x").
-
     The operating system releases the lock when its holder ends in any way, so a killed run blocks nobody. The file
-    stays: if it were removed, two processes could hold the lock.
-    """
+    stays: if it were removed, two processes could hold the lock."""
     lock = FileLock(path)
     try:
         return lock.acquire(timeout=1.0)  # seconds, before the user is told

@@ -17,11 +17,9 @@ IGNORED = -1  # label of an entry that only pads a batch: no loss and no metric 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Decoded images and labels, as read-only memory maps: ranks on one node share the same pages of memory.
-
-    In memory the three bytes of a pixel are adjacent, as in torch's channels_last: a line of an image is contiguous,
-    and batches in that format, which is faster on a CPU, need no copy.
-    """
+    """Decoded images and labels, as read-only memory maps: ranks on one node share the same pages of memory. In memory
+    the three bytes of a pixel are adjacent, as in torch's channels_last: a line of an image is contiguous, and batches
+    in that format, which is faster on a CPU, need no copy."""
 
     name: str  # the source that the images come from (never `auto`)
     classes: tuple[str, ...]  # name of each class; a label is an index into it

@@ -41,11 +41,9 @@ class Draws(NamedTuple):
 
 
 def draw(config: AugmentConfig, count: int, seed: int, epoch: int, side: int = IMAGE_SHAPE[1]) -> Draws:
-    """Draws the table of an epoch of a split of `count` images of `side` x `side` pixels, on the CPU.
-
-    By numpy's generator: it accepts the seed and the epoch as two numbers, torch's only one, and has the beta
-    distribution. The global generators are not used.
-    """
+    """Draws the table of an epoch of a split of `count` images of `side` x `side` pixels, on the CPU. By numpy's
+    generator: it accepts the seed and the epoch as two numbers, torch's only one, and has the beta distribution. The
+    global generators are not used."""
     rng = _generator(seed, epoch)
     drawn: dict[str, Any] = {}
     if config.flip == "random":

@@ -34,11 +34,9 @@ RESIDENT_SHARE = 1 / 4
 
 
 class Stored:
-    """Stored images (N, 3, H, W), uint8, for batches on a device.
-
-    On a GPU if they take at most RESIDENT_SHARE of its free memory, else on the host. For devices other than GPUs the
-    batches stay on the CPU. `take` returns blocks on `device`, and its row numbers have to be on `rows_device`.
-    """
+    """Stored images (N, 3, H, W), uint8, for batches on a device. On a GPU if they take at most RESIDENT_SHARE of its
+    free memory, else on the host. For devices other than GPUs the batches stay on the CPU. `take` returns blocks on
+    `device`, and its row numbers have to be on `rows_device`."""
 
     def __init__(self, images: NDArray[np.uint8], device: torch.device | str) -> None:
         with warnings.catch_warnings():

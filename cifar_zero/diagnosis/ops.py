@@ -86,11 +86,9 @@ def _compatible(builder: Any) -> bool:
 
 
 def is_built(name: str) -> bool:
-    """Whether a DeepSpeed operator is compiled, so that a run that needs it starts at once.
-
-    All environments of a Python version share one folder per operator, but each compiles it again: ninja does so if the
-    command changes, and the command contains the path of torch's headers.
-    """
+    """Whether a DeepSpeed operator is compiled, so that a run that needs it starts at once. All environments of a
+    Python version share one folder per operator, but each compiles it again: ninja does so if the command changes, and
+    the command contains the path of torch's headers."""
     from deepspeed.git_version_info import installed_ops
     from torch.utils.cpp_extension import include_paths
 

@@ -97,11 +97,9 @@ def on_test_images(checkpoint: Classifier, export: Classifier, dataset: Dataset,
 
 
 def test_images(checkpoint: Path, recorded: DataConfig, classes: tuple[str, ...]) -> Dataset:
-    """Returns the images that the run was tested on, if they are decoded on this machine; nothing is downloaded.
-
-    The recipe in the checkpoint's run folder has the full path of the images; elsewhere the options `recorded` in the
-    checkpoint itself count. Raises RunError: they are not on this machine, or UsageError: they do not fit.
-    """
+    """Returns the images that the run was tested on, if they are decoded on this machine; nothing is downloaded. The
+    recipe in the checkpoint's run folder has the full path of the images; elsewhere the options `recorded` in the
+    checkpoint itself count. Raises RunError: they are not on this machine, or UsageError: they do not fit."""
     recipe = run_folder.recipe_of(checkpoint)
     config = command_line.parse(["--config", str(recipe)]).data if recipe is not None else recorded
     dataset = data.load(config, "cifar10" if config.source == "auto" else config.source)

@@ -95,10 +95,8 @@ class Watch:
         self._longest = 0.0
 
     def look(self, beats: Sequence[Beat], stopped: Collection[int], now: float) -> str:
-        """Returns in one line which ranks hang and why; empty if none does. Called about once a second.
-
-        `stopped` are the ranks that a signal has stopped, `now` is in seconds on the clock of the beats.
-        """
+        """Returns in one line which ranks hang and why; empty if none does. Called about once a second. `stopped` are
+        the ranks that a signal has stopped, `now` is in seconds on the clock of the beats."""
         if now - self._looked > 5.0:  # normally a second: the first look, or Ctrl-Z and fg; time counts from now on
             self._since, self._beats, self._stopped = now, beats, {}
         self._looked = now

@@ -38,10 +38,8 @@ SHARED_MEMORY = Path("/dev/shm")  # named shared memory on Linux
 
 
 def run(ranks: int, on_cpu: bool, flags: Sequence[str] = ()) -> int:
-    """Runs this process's own command line again as several ranks on this computer, and waits for them.
-
-    Ranks `on_cpu` share its cores; `flags` are added. Returns the exit code, see `supervisor.supervise`.
-    """
+    """Runs this process's own command line again as several ranks on this computer, and waits for them. Ranks `on_cpu`
+    share its cores; `flags` are added. Returns the exit code, see `supervisor.supervise`."""
     if _LIBC is not None:
         _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
     port = free_port()

@@ -61,10 +61,8 @@ def by_torchrun() -> bool:
 
 def torchrun_agent() -> str:
     """Returns a name of this node's torchrun process that stays the same when it restarts its ranks; empty without one.
-
     Each torchrun process makes one temporary folder with a unique name, in which every start has a file
-    `attempt_<n>/<local rank>/error.json` (torch 2.15, DefaultLogsSpecs).
-    """
+    `attempt_<n>/<local rank>/error.json` (torch 2.15, DefaultLogsSpecs)."""
     parts = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parts
     return parts[-4] if len(parts) > 4 else ""
 

@@ -40,11 +40,9 @@ class Place:
 
 
 def meet(run: Run) -> list[Place]:
-    """Starts the process group and returns the place of every rank, in order of rank.
-
-    One time limit then holds for the groups of Lightning and of DeepSpeed, which the strategies' own `timeout` does not
-    reach (DeepSpeed 0.19.8 passes none to torch.distributed.new_group).
-    """
+    """Starts the process group and returns the place of every rank, in order of rank. One time limit then holds for the
+    groups of Lightning and of DeepSpeed, which the strategies' own `timeout` does not reach (DeepSpeed 0.19.8 passes
+    none to torch.distributed.new_group)."""
     local_rank = rank_environment.local_rank()
     place = Place(
         rank=rank_environment.global_rank(),

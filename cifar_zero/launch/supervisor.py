@@ -41,10 +41,8 @@ class Rank:
 
 def supervise(ranks: Sequence[Rank], board: heartbeat.Board, received: Sequence[int]) -> int:
     """Waits until all ranks have ended, and ends them if one fails or hangs; `received`: see `pass_requests_on`.
-
     Returns the exit code: 0 if all ranks succeeded, else that of the first one that failed; 1 after a hang. Raises
-    Stopped: Ctrl-C came before the first batch, or twice and rank 0 did not end.
-    """
+    Stopped: Ctrl-C came before the first batch, or twice and rank 0 did not end."""
     failed: Rank | None = None
     hang = ""
     kill_at, look_at, watch = math.inf, 0.0, heartbeat.Watch()

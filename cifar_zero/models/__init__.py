@@ -223,10 +223,8 @@ WORDS = ("aa_layer", "act_layer", "attn_layer", "global_pool", "norm_layer", "pa
 
 
 def _harmless(name: str, value: Any) -> bool:
-    """Returns whether an option can name neither a file nor an address nor code.
-
-    Options also come from files of other authors, and timm's `checkpoint_path` unpickles a file.
-    """
+    """Returns whether an option can name neither a file nor an address nor code. Options also come from files of other
+    authors, and timm's `checkpoint_path` unpickles a file."""
     if isinstance(value, (list, tuple)):
         return all(_harmless(name, each) for each in value)
     return value is None or isinstance(value, (bool, int, float)) or (isinstance(value, str) and name in WORDS)

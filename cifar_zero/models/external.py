@@ -35,11 +35,9 @@ def external(num_classes: int, options: models.External) -> nn.Module:
 
 
 def pretrained(options: models.External) -> dict[str, Tensor]:
-    """Returns torchvision's weights by the model's own names: from torch's cache, or else downloaded into it.
-
-    torch compares a download with the hash in its name (not what is cached already), and loads nothing but tensors.
-    Raises UsageError: there are none of that name, the download fails, or the file is damaged.
-    """
+    """Returns torchvision's weights by the model's own names: from torch's cache, or else downloaded into it. torch
+    compares a download with the hash in its name (not what is cached already), and loads nothing but tensors. Raises
+    UsageError: there are none of that name, the download fails, or the file is damaged."""
     import torchvision.models
 
     known = torchvision.models.get_model_weights(options.architecture).__members__

@@ -120,11 +120,9 @@ class Gate(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """A layer of experts on one device; tokens (..., hidden_size) in and out.
-
-    Every expert runs on as many places as its capacity, padded with zeros, and so gets a gradient in each step.
-    DeepSpeed gives all experts of a layer the same initial weights; here each draws its own, in `make_expert`.
-    """
+    """A layer of experts on one device; tokens (..., hidden_size) in and out. Every expert runs on as many places as
+    its capacity, padded with zeros, and so gets a gradient in each step. DeepSpeed gives all experts of a layer the
+    same initial weights; here each draws its own, in `make_expert`."""
 
     def __init__(
         self, hidden_size: int, num_experts: int, make_expert: Callable[[], nn.Module], options: MixtureOptions

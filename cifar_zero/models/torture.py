@@ -11,11 +11,9 @@ WIDTH = 37
 
 
 class Torture(nn.Module):
-    """Maps images (N, 3, 32, 32) to class scores; 12 thousand parameters.
-
-    With `unused` every fourth micro-batch leaves a branch without gradient. The branch needs one from the step's other
-    micro-batches: torch's optimizers skip a parameter without gradient, ZeRO updates it as if that were zero.
-    """
+    """Maps images (N, 3, 32, 32) to class scores; 12 thousand parameters. With `unused` every fourth micro-batch leaves
+    a branch without gradient. The branch needs one from the step's other micro-batches: torch's optimizers skip a
+    parameter without gradient, ZeRO updates it as if that were zero."""
 
     def __init__(self, num_classes: int, options: models.Torture):
         super().__init__()

@@ -11,11 +11,9 @@ from cifar_zero.optimizers import Muon, MuonSGD, OptimizerOptions
 
 
 def parameter_groups(optimizer: OptimizerOptions, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the groups for an optimizer, in the model's order, those with a learning rate of their own last.
-
-    Each has `param_names`, as torch's optimizers call them: a checkpoint then says which numbers belong to which
-    parameter. `parameters` are the model's, by name and in its order; frozen ones are in no group.
-    """
+    """Returns the groups for an optimizer, in the model's order, those with a learning rate of their own last. Each has
+    `param_names`, as torch's optimizers call them: a checkpoint then says which numbers belong to which parameter.
+    `parameters` are the model's, by name and in its order; frozen ones are in no group."""
     # Of the whole parameters: ZeRO-3 leaves empty ones and notes their shapes.
     dimensions = {name: len(getattr(each, "ds_shape", each.shape)) for name, each in parameters.items()}
     weights = _layer_weights(dimensions)
@@ -50,11 +48,9 @@ def parameter_groups(optimizer: OptimizerOptions, parameters: Mapping[str, Any])
 
 
 def hidden_matrices(dimensions: Mapping[str, int]) -> set[str]:
-    """Returns the weights of linear and convolution layers, without those of the first and of the last layer.
-
-    Muon suits neither the layer that takes the images nor the one that gives the scores, nor embeddings, whose rows are
-    independent (Jordan et al. 2024, kellerjordan.github.io/posts/muon). `dimensions` are in the model's order.
-    """
+    """Returns the weights of linear and convolution layers, without those of the first and of the last layer. Muon
+    suits neither the layer that takes the images nor the one that gives the scores, nor embeddings, whose rows are
+    independent (Jordan et al. 2024, kellerjordan.github.io/posts/muon). `dimensions` are in the model's order."""
     return {*_layer_weights(dimensions)[1:-1]}
 
 
@@ -63,10 +59,8 @@ def _layer_weights(dimensions: Mapping[str, int]) -> list[str]:
 
 
 def keep_own_options(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state of another implementation, device or grouping with this optimizer's options and groups.
-
-    Only the learning rate, which a schedule has moved, is the checkpoint's. All groups have `param_names`.
-    """
+    """Returns the state of another implementation, device or grouping with this optimizer's options and groups. Only
+    the learning rate, which a schedule has moved, is the checkpoint's. All groups have `param_names`."""
     own_groups = optimizer.param_groups
     if [group.get("param_names") for group in state["param_groups"]] != [group["param_names"] for group in own_groups]:
         state = _regrouped(state, own_groups)

@@ -56,11 +56,9 @@ class GroupOptimizer(Optimizer):
 
 
 class TorchAdagrad(GroupOptimizer):
-    """torch's update; the options are lr, eps and weight_decay, an L2 penalty.
-
-    torch.optim.Adagrad (2.15) makes the state with the optimizer, and DeepSpeed (0.19.8) then makes another one for
-    ZeRO's flat parameters: for one parameter group only, and out of the schedule's reach.
-    """
+    """torch's update; the options are lr, eps and weight_decay, an L2 penalty. torch.optim.Adagrad (2.15) makes the
+    state with the optimizer, and DeepSpeed (0.19.8) then makes another one for ZeRO's flat parameters: for one
+    parameter group only, and out of the schedule's reach."""
 
     def update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
         adagrad(

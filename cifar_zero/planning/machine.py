@@ -32,10 +32,8 @@ class Room:
 
 
 def available(config: Config, device_memory: str | None = None, host_memory: str | None = None) -> Room:
-    """Returns what is available to a rank on the machine with this --device_memory, None: on this machine now.
-
-    Without `host_memory`, of a node, it is what is free here. Raises UsageError: a memory is no size.
-    """
+    """Returns what is available to a rank on the machine with this --device_memory, None: on this machine now. Without
+    `host_memory`, of a node, it is what is free here. Raises UsageError: a memory is no size."""
     assert config.devices != "auto"
     on_cpu = config.accelerator == "cpu"
     if device_memory is not None:

@@ -16,10 +16,8 @@ half of them, because the backward pass goes through the model in the opposite d
 
 def buckets(run: Run, network: Network) -> int:
     """Returns what the backward pass holds in addition to activations: buckets and temporarily gathered parameters.
-
     Stage 1 also holds whole gradients, which it reduces at the end of the last backward pass (zero/stage_1_and_2.py,
-    without overlap_comm). They are counted in addition to all activations, which is more than it ever holds.
-    """
+    without overlap_comm). They are counted in addition to all activations, which is more than it ever holds."""
     size = parameter_size(run.spec, run.config.precision)
     if run.spec.family == "fsdp2":
         # A block, the block gathered ahead, and the gradients of one block. In mixed precision these have a float32
@@ -81,11 +79,9 @@ def host_buffers(run: Run, network: Network) -> int:
 
 
 def built_on_host(run: Run, network: Network) -> int:
-    """Returns what the model takes on the host while it is built, before it is cast and sharded.
-
-    It is built in float32 (in bfloat16 with bf16-true), by fsdp2 and at stage 3 on the host. Stage 3 shards each layer
-    right after it is built (deepspeed/strategy.py), but builds models of other packages whole.
-    """
+    """Returns what the model takes on the host while it is built, before it is cast and sharded. It is built in float32
+    (in bfloat16 with bf16-true), by fsdp2 and at stage 3 on the host. Stage 3 shards each layer right after it is built
+    (deepspeed/strategy.py), but builds models of other packages whole."""
     if run.spec.family != "fsdp2" and run.spec.stage < 3:
         return 0
     size = network.elements * (2 if run.config.precision == "bf16-true" else FLOAT32)

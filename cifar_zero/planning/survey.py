@@ -83,11 +83,9 @@ class Need:
 
 
 def survey(run: Run, network: Network, room: Room, lines: dict[str, Line] | None) -> list[Need]:
-    """Returns the needs of a run under each strategy of PLANNED, whatever its own is.
-
-    `lines` caches the activations by compute format, and is filled here; None: activations are not counted. Raises
-    UsageError if the batch does not divide, ranks share a model, or activation checkpointing finds no blocks.
-    """
+    """Returns the needs of a run under each strategy of PLANNED, whatever its own is. `lines` caches the activations by
+    compute format, and is filled here; None: activations are not counted. Raises UsageError if the batch does not
+    divide, ranks share a model, or activation checkpointing finds no blocks."""
     if run.config.tensor_parallel_size or run.config.pipeline_parallel_size:
         raise UsageError("--tensor_parallel_size and --pipeline_parallel_size cannot be planned: leave them out")
     return [_need(run.under(name), network, room, lines) for name in PLANNED]

@@ -196,10 +196,8 @@ class _Warmup(Schedule):
     """Shape of the rise."""
 
     def _gamma(self, step: float) -> float | None:
-        """Returns the share of the rise; None when the rise is over.
-
-        DeepSpeed's counter starts at -1 and is read before a step, so that steps 0 and 1 have the lowest rate.
-        """
+        """Returns the share of the rise; None when the rise is over. DeepSpeed's counter starts at -1 and is read
+        before a step, so that steps 0 and 1 have the lowest rate."""
         iteration, warmup_num_steps = step - 1, max(2, self.warmup_num_steps)
         if iteration >= warmup_num_steps:
             return None

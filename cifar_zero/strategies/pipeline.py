@@ -39,11 +39,9 @@ def shard(net: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class Stage(nn.Sequential):
-    """A model's blocks, of which this rank computes its share; the others are emptied and keep their names.
-
-    Takes the input of the first and returns the output of the last block: tokens (N, tokens, width), of one dtype, the
-    same on every rank, as are their gradients.
-    """
+    """A model's blocks, of which this rank computes its share; the others are emptied and keep their names. Takes the
+    input of the first and returns the output of the last block: tokens (N, tokens, width), of one dtype, the same on
+    every rank, as are their gradients."""
 
     def __init__(self, blocks: nn.Sequential, group: dist.ProcessGroup):
         super().__init__(OrderedDict(blocks.named_children()))

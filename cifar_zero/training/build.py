@@ -151,9 +151,7 @@ def _monitored(config: Config) -> dict[str, str]:
 
 def environment() -> list[ClusterEnvironment]:
     """Makes Lightning read the ranks from torchrun's variables, which `rank_environment.adopt` sets for any launcher.
-
-    Otherwise Lightning (2.6.6) reads SLURM's: in a job with one task, our own ranks would all be rank 0 of 1.
-    """
+    Otherwise Lightning (2.6.6) reads SLURM's: in a job with one task, our own ranks would all be rank 0 of 1."""
     return [] if rank_environment.by_torchrun() else [LightningEnvironment()]
 
 

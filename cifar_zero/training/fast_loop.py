@@ -48,23 +48,17 @@ def install(trainer: Trainer, fast: bool = True) -> None:
 
 
 class FitLoop(_FitLoop):
-    """Trains epoch after epoch.
-
-    If `max_steps` is set, Lightning 2.6.6 takes a checkpoint of an epoch's end for one of its middle: the resumed run
-    counts that epoch twice, and skips the images of the next one or ends at once. Here the run resumes as if max_steps
-    were not set. It can be removed when Lightning's issue 19617 is fixed.
-    """
+    """Trains epoch after epoch. If `max_steps` is set, Lightning 2.6.6 takes a checkpoint of an epoch's end for one of
+    its middle: the resumed run counts that epoch twice, and skips the images of the next one or ends at once. Here the
+    run resumes as if max_steps were not set. It can be removed when Lightning's issue 19617 is fixed."""
 
     def _iteration_based_training(self) -> bool:
         return False
 
 
 class EpochLoop(_TrainingEpochLoop):
-    """Trains an epoch.
-
-    Lightning's own code runs instead for a loader whose batches are not yet on the device, a profiler, a module with
-    its own step, float16 with a gradient scaler, and a run that resumes at a validation.
-    """
+    """Trains an epoch. Lightning's own code runs instead for a loader whose batches are not yet on the device, a
+    profiler, a module with its own step, float16 with a gradient scaler, and a run that resumes at a validation."""
 
     _step: Callable[[Any, int], dict[str, Any]] | None = None
     _hooks: dict[str, list[Callable[..., Any]]]

@@ -58,10 +58,8 @@ def loss(
 
 class SplitMetrics:
     """Loss, accuracy, precision, recall, F1, calibration and confusion matrix over one pass of a split, on all ranks.
-
     Counts are int64 and the loss is summed in float32, whatever the precision of the run. It is not an nn.Module, so
-    that DeepSpeed, which visits all layers several times per step, does not visit it. IGNORED labels do not count.
-    """
+    that DeepSpeed, which visits all layers several times per step, does not visit it. IGNORED labels do not count."""
 
     def __init__(self, num_classes: int, loss: LossName = "cross_entropy"):
         self.num_classes = num_classes
@@ -94,11 +92,9 @@ class SplitMetrics:
         return {"acc": right / images, "precision": precision, "recall": right / images, "f1": f1}
 
     def overall(self, per_class: dict[str, Tensor] | None = None) -> dict[str, float]:
-        """Returns metrics of the split. Every rank calls it.
-
-        precision, recall, f1 and the others of `per_class` are macro averages: means over the classes with images. The
-        *_weighted weight each class by its images; the recall weighted so would be the accuracy.
-        """
+        """Returns metrics of the split. Every rank calls it. precision, recall, f1 and the others of `per_class` are
+        macro averages: means over the classes with images. The *_weighted weight each class by its images; the recall
+        weighted so would be the accuracy."""
         per_class = self.per_class() if per_class is None else per_class
         counts = self.confusion.compute().cpu().double()
         images = counts.sum()
@@ -134,11 +130,9 @@ class SplitMetrics:
 
 
 class CurveMetrics(SplitMetrics):
-    """Adds the curves over all thresholds, of each class against the rest (one-vs-rest).
-
-    They are exact, so every rank keeps, and at the end gathers, all probabilities in float64: 8 bytes x images x
-    classes, 8 MB for CIFAR-100. float32 would round the probabilities of a confident model to 1, and tie them.
-    """
+    """Adds the curves over all thresholds, of each class against the rest (one-vs-rest). They are exact, so every rank
+    keeps, and at the end gathers, all probabilities in float64: 8 bytes x images x classes, 8 MB for CIFAR-100. float32
+    would round the probabilities of a confident model to 1, and tie them."""
 
     def __init__(self, num_classes: int, loss: LossName = "cross_entropy"):
         super().__init__(num_classes, loss)
@@ -184,11 +178,9 @@ class CurveMetrics(SplitMetrics):
 
 
 class Calibration(Metric):
-    """Accuracy by confidence, in the bins of Guo et al. 2017, section 2, over all ranks.
-
-    torchmetrics' MulticlassCalibrationError (1.9.0) returns no bins to draw, keeps the confidence of every image, and
-    counts a confidence of exactly 1 in a separate bin.
-    """
+    """Accuracy by confidence, in the bins of Guo et al. 2017, section 2, over all ranks. torchmetrics'
+    MulticlassCalibrationError (1.9.0) returns no bins to draw, keeps the confidence of every image, and counts a
+    confidence of exactly 1 in a separate bin."""
 
     full_state_update = False
     totals: Tensor

@@ -20,11 +20,9 @@ from cifar_zero.schedules import SCHEDULES
 
 
 def resolve(config: Config, consent: Consent = NO_CONSENT, starts: bool = False) -> Run:
-    """Returns the resolved run of a configuration on this computer; if it `starts` now, says so as soon as it can.
-
-    With several nodes, or under torchrun, rank 0 decides later for all ranks what is resumed: see `training.starting`.
-    The strategy must be a name, not auto. Raises UsageError: it cannot run; says what to use instead.
-    """
+    """Returns the resolved run of a configuration on this computer; if it `starts` now, says so as soon as it can. With
+    several nodes, or under torchrun, rank 0 decides later for all ranks what is resumed: see `training.starting`. The
+    strategy must be a name, not auto. Raises UsageError: it cannot run; says what to use instead."""
     starts = starts and rank_environment.global_rank() == 0 and heartbeat.VARIABLE not in os.environ  # the launcher did
     if starts:
         run_folder.check_writable(config.out, config.run_name)
@@ -62,10 +60,8 @@ def warn_of_few_cores(ranks: int) -> None:
 
 
 def on_this_machine(config: Config) -> Config:
-    """Returns the configuration with accelerator, precision, devices and num_nodes decided.
-
-    Raises UsageError if there are too few devices, or a launcher started different numbers of ranks on the nodes.
-    """
+    """Returns the configuration with accelerator, precision, devices and num_nodes decided. Raises UsageError if there
+    are too few devices, or a launcher started different numbers of ranks on the nodes."""
     gpus = gpu_count() if config.accelerator != "cpu" else 0
     if config.accelerator == "gpu" and gpus == 0:
         raise UsageError("--accelerator gpu: torch finds no usable GPU; use --accelerator cpu to train on the CPU")

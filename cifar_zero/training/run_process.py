@@ -28,11 +28,9 @@ def start(
     cores: Collection[int] = (),
     launcher: Sequence[str] = (),
 ) -> Run:
-    """Starts a run, which prints into `log`.
-
-    Python starts `program`, the path of train.py: the user's directory may have one too. The run and its ranks have the
-    CPU `cores`, on Linux, without any all of this process. `launcher` is a command that starts the ranks (srun ...).
-    """
+    """Starts a run, which prints into `log`. Python starts `program`, the path of train.py: the user's directory may
+    have one too. The run and its ranks have the CPU `cores`, on Linux, without any all of this process. `launcher` is a
+    command that starts the ranks (srun ...)."""
     # torchrun and DeepSpeed's launcher start Python themselves.
     python = [] if launcher and Path(launcher[0]).name in ("torchrun", "deepspeed") else [sys.executable]
     with log.open("w") as output:

@@ -27,11 +27,9 @@ from cifar_zero.training.resolve import rank_0_decides, with_checkpoint
 
 
 def agree_on_checkpoint(run: Run, places: Sequence[Place]) -> Run:
-    """Returns the run with the checkpoint that it resumes, the same on all ranks, if that is not resolved yet.
-
-    After torchrun has restarted the ranks it is the newest checkpoint of this very run, whatever --resume names. Before
-    the first one is written, the run begins again. Raises UsageError: there is none, or of another run.
-    """
+    """Returns the run with the checkpoint that it resumes, the same on all ranks, if that is not resolved yet. After
+    torchrun has restarted the ranks it is the newest checkpoint of this very run, whatever --resume names. Before the
+    first one is written, the run begins again. Raises UsageError: there is none, or of another run."""
     if not rank_0_decides(run.config):
         return run
 
@@ -47,10 +45,8 @@ def agree_on_checkpoint(run: Run, places: Sequence[Place]) -> Run:
 
 def check_checkpoint(run: Run) -> SourceName | None:
     """Refuses a checkpoint that cannot be resumed, and returns the source of its images; None for a run that begins.
-
     Every rank must call it. Only rank 0 reads: it compares the checksums, and reads names and shapes without the
-    tensors' values. Raises UsageError: it is damaged, of another model or other images, or cannot be trusted.
-    """
+    tensors' values. Raises UsageError: it is damaged, of another model or other images, or cannot be trusted."""
     config = run.config
 
     def source() -> SourceName | None:
@@ -86,11 +82,9 @@ def pretrained_weights(run: Run) -> Match | None:
 
 
 def open_run(run: Run, source: str, weights: Match | None) -> Path:
-    """Returns the new run folder, and prints what a user should know of the run's start; for rank 0.
-
-    The folder has the recipe that repeats the run. If --data.source auto fell back to the digits (`source`), its name
-    says so. Raises UsageError: the folder cannot be written.
-    """
+    """Returns the new run folder, and prints what a user should know of the run's start; for rank 0. The folder has the
+    recipe that repeats the run. If --data.source auto fell back to the digits (`source`), its name says so. Raises
+    UsageError: the folder cannot be written."""
     config = run.config
     fell_back = config.data.source == "auto" and source == "digits"
     folder = run_folder.claim(config.out, config.run_name + run_folder.FALLBACK_SUFFIX * fell_back)

@@ -274,7 +274,7 @@ def test_a_mistake_is_reported_in_one_line(flags: str, code: int, expected: str,
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("--optimizer adam", "that run had --optimizer sgd, this one has adam"),
+        ("--optimizer adam", "that run had --optimizer sgd, not adam"),
         ("--optimizer.lr 0.5", "that run had --optimizer.lr"),
         ("--resume README.md", "is damaged or no checkpoint"),
         ("--resume last --name never", "no run of the name never"),

@@ -23,11 +23,9 @@ Shard = Callable[[Sequence[Tensor]], Tensor]
 
 
 class GuardedCheckpointEngine(TorchCheckpointEngine):
-    """Writes and reads DeepSpeed's files: reading runs no code, and an error of writing is kept for later.
-
-    Raised immediately, it would leave the other ranks waiting for this one. Each file that is written, except the
-    experts', gets the `notes` too. For `trust` see `safe_load.load`.
-    """
+    """Writes and reads DeepSpeed's files: reading runs no code, and an error of writing is kept for later. Raised
+    immediately, it would leave the other ranks waiting for this one. Each file that is written, except the experts',
+    gets the `notes` too. For `trust` see `safe_load.load`."""
 
     failure = ""  # the first error while writing
 

@@ -19,11 +19,8 @@ from cifar_zero.strategies.norm import clip_by_global_norm, global_norm
 
 
 class SpreadGate(Gate):
-    """The plain gate with the interface of DeepSpeed's.
-
-    Unlike DeepSpeed's, it has no random second choice and drops no random tokens in an evaluation, and a training step
-    does not wait for the device to learn its capacity.
-    """
+    """The plain gate with the interface of DeepSpeed's. Unlike DeepSpeed's, it has no random second choice and drops no
+    random tokens in an evaluation, and a training step does not wait for the device to learn its capacity."""
 
     def __init__(self, gate: Gate):
         super().__init__(gate.wg.in_features, gate.num_experts, gate.options)

@@ -48,11 +48,9 @@ ENGINE = "_deepspeed_engine"
 
 
 class ZeROPrecision(DeepSpeedPrecision):
-    """Leaves the division by the accumulated micro-batches to Lightning, and a batch as it is.
-
-    Lightning (2.6.6) divides the loss by accumulate_grad_batches, and `engine.backward` (DeepSpeed 0.19.8) would divide
-    it by gradient_accumulation_steps again. Can be removed when Lightning's own plugin passes scale_wrt_gas.
-    """
+    """Leaves the division by the accumulated micro-batches to Lightning, and a batch as it is. Lightning (2.6.6)
+    divides the loss by accumulate_grad_batches, and `engine.backward` (DeepSpeed 0.19.8) would divide it by
+    gradient_accumulation_steps again. Can be removed when Lightning's own plugin passes scale_wrt_gas."""
 
     casts_batches = True
     """Whether a batch is cast to the precision, as Lightning's own plugin does; CIFARModule does it itself."""

@@ -62,10 +62,8 @@ class Resume(Callback):
 
 class LastCheckpoint(Checkpoint):
     """Saves at the end of each epoch, and after the last step if --max_steps or Ctrl-C ends the training in mid-epoch.
-
     ModelCheckpoint(save_last=True) does not (Lightning 2.6.6): it saves the last state only together with a best one.
-    Rank 0 broadcasts its path. With `minutes` it also saves in mid-epoch, so many minutes of training after a save.
-    """
+    Rank 0 broadcasts its path. With `minutes` it also saves in mid-epoch, so many minutes of training after a save."""
 
     def __init__(self, path: Path | None, minutes: float = 0.0):
         self._path, self._seconds = path, 60 * minutes

@@ -62,10 +62,8 @@ def log_scalars(trainer: Trainer, scalars: Mapping[str, float]) -> None:
 
 
 class TrainingCurves(AtPoints):
-    """Writes the train/* curves, and with `writes_losses` the loss of each optimizer step into `losses.csv`.
-
-    Between two points it only keeps the losses, on the device, so that no step waits for a value to reach the host.
-    """
+    """Writes the train/* curves, and with `writes_losses` the loss of each optimizer step into `losses.csv`. Between
+    two points it only keeps the losses, on the device, so that no step waits for a value to reach the host."""
 
     def __init__(self, writes_losses: bool = True):
         # Of the newest point: train/loss, the mean over the micro-batches of its interval and over all ranks;
@@ -165,10 +163,8 @@ class Layers(Callback):
 
 
 def norm_before_step(trainer: Trainer, module: LightningModule) -> Tensor | None:
-    """Returns the global L2 norm of the gradients of the coming step, over all parameters and before clipping.
-
-    A float32 scalar on the rank's device, the same on every rank; None where DeepSpeed computes it in its step.
-    """
+    """Returns the global L2 norm of the gradients of the coming step, over all parameters and before clipping. A
+    float32 scalar on the rank's device, the same on every rank; None where DeepSpeed computes it in its step."""
     engine = deepspeed_engine(trainer)
     if engine is not None and engine.zero_optimization():
         return None

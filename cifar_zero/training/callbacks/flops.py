@@ -29,11 +29,9 @@ def training_flops(
     side: int = IMAGE_SHAPE[1],
     activation_checkpointing: bool = False,
 ) -> int:
-    """Returns the FLOPs of a forward and backward pass of images of `side` pixels, two for each multiply-add.
-
-    Counts matrix products and convolutions, as torch's FlopCounterMode does. With `activation_checkpointing` the
-    recomputation is included. Raises UsageError: activation checkpointing of a model without blocks.
-    """
+    """Returns the FLOPs of a forward and backward pass of images of `side` pixels, two for each multiply-add. Counts
+    matrix products and convolutions, as torch's FlopCounterMode does. With `activation_checkpointing` the recomputation
+    is included. Raises UsageError: activation checkpointing of a model without blocks."""
     net = on_meta(model, num_classes, trainable, lora)
     with torch.device("meta"):
         if activation_checkpointing:
@@ -93,11 +91,9 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def peak_by_name(device_name: str, precision: str) -> float | None:
-    """Returns the dense peak of one GPU, named as torch.cuda.get_device_name does, in FLOP/s; None if unknown.
-
-    The precision 32-true counts as TF32 where torch.get_float32_matmul_precision() allows that; cuDNN uses TF32 for
-    convolutions whatever it says, unless torch.backends.cudnn.allow_tf32 is off.
-    """
+    """Returns the dense peak of one GPU, named as torch.cuda.get_device_name does, in FLOP/s; None if unknown. The
+    precision 32-true counts as TF32 where torch.get_float32_matmul_precision() allows that; cuDNN uses TF32 for
+    convolutions whatever it says, unless torch.backends.cudnn.allow_tf32 is off."""
     peak = next((peak for pattern, peak in PEAKS.items() if re.search(pattern, device_name)), None)
     if peak is None or " MIG " in device_name:
         return None

@@ -8,11 +8,9 @@ from cifar_zero.launch.heartbeat import Pulse
 
 
 class Heartbeat(Callback):
-    """Beats after each micro-batch. It must be the first callback, since the others may take their time.
-
-    Silence counts only between the first and the last batch of an epoch, a validation or a test, and not while a
-    checkpoint is written. A rank that fails stays in its state, so that one which hangs while it ends is found too.
-    """
+    """Beats after each micro-batch. It must be the first callback, since the others may take their time. Silence counts
+    only between the first and the last batch of an epoch, a validation or a test, and not while a checkpoint is
+    written. A rank that fails stays in its state, so that one which hangs while it ends is found too."""
 
     def __init__(self) -> None:
         self._pulse = Pulse()

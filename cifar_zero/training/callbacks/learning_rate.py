@@ -29,10 +29,8 @@ span counts, which compensates for the lag of the running mean."""
 
 class LearningRateFinder(Callback):
     """Draws the losses of a run under the schedule `range_test`, and prints the rate at which they fell fastest.
-
     Lightning's finder (2.6.6) replaces the module's scheduler for a while, and then loads a checkpoint to undo the
-    steps. This test is a separate run, under any strategy, with nothing to undo.
-    """
+    steps. This test is a separate run, under any strategy, with nothing to undo."""
 
     def __init__(self) -> None:
         self._losses: list[Tensor] = []
@@ -82,11 +80,9 @@ FACTOR = 0.1  # torch's default, of ReduceLROnPlateau
 
 
 class ReduceOnPlateau(Callback):
-    """Multiplies the learning rate by FACTOR after `patience` validations in a row without a lower val/loss.
-
-    torch's ReduceLROnPlateau takes none of DeepSpeed's optimizers, and Lightning (2.6.6) steps it after the epoch's
-    checkpoint is written: a resumed run would not know that validation. The checkpoint's optimizer holds the rate.
-    """
+    """Multiplies the learning rate by FACTOR after `patience` validations in a row without a lower val/loss. torch's
+    ReduceLROnPlateau takes none of DeepSpeed's optimizers, and Lightning (2.6.6) steps it after the epoch's checkpoint
+    is written: a resumed run would not know that validation. The checkpoint's optimizer holds the rate."""
 
     def __init__(self, patience: int):
         self._patience, self._best, self._waited = patience, math.inf, 0

@@ -28,10 +28,8 @@ LINE = {
 
 class Progress(Callback):
     """Shows epoch, step, loss, speed and the time left, as a bar, or in a log as a line every --log_interval.
-
     Lightning's bars (2.6.6) are updated in every step, by a thread that takes the interpreter from the training, and
-    write no lines into a log file. `batch_size` counts the images of an optimizer step over all ranks.
-    """
+    write no lines into a log file. `batch_size` counts the images of an optimizer step over all ranks."""
 
     def __init__(self, batch_size: int, curves: TrainingCurves):
         self._console = Console(stderr=True, highlight=False)

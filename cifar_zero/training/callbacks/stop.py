@@ -54,11 +54,9 @@ class Agreement:
 
 
 class Interrupt(Callback):
-    """Stops the training after such a signal, without a validation in mid-epoch, so that a checkpoint can be written.
-
-    A second Ctrl-C ends the process at once, unless the checkpoint is written by then. A second request of the cluster
-    changes nothing, since it arrives both directly and through the launcher.
-    """
+    """Stops the training after such a signal, without a validation in mid-epoch, so that a checkpoint can be written. A
+    second Ctrl-C ends the process at once, unless the checkpoint is written by then. A second request of the cluster
+    changes nothing, since it arrives both directly and through the launcher."""
 
     def __init__(self) -> None:
         self.signal: int | None = None  # what ended the training; None if nothing did
@@ -96,11 +94,9 @@ class Interrupt(Callback):
 
 
 class EarlyStop(EarlyStopping):
-    """Lightning's EarlyStopping on the metric of the best checkpoint, --monitor; reports in one line when it stops.
-
-    A resumed run continues the count with its own patience, and ends at once if that is already exhausted. An epoch
-    that --max_steps cuts short has no validation and does not count. `patience` is in validations.
-    """
+    """Lightning's EarlyStopping on the metric of the best checkpoint, --monitor; reports in one line when it stops. A
+    resumed run continues the count with its own patience, and ends at once if that is already exhausted. An epoch that
+    --max_steps cuts short has no validation and does not count. `patience` is in validations."""
 
     def __init__(self, patience: int, monitor: str = "val/acc", mode: str = "max"):
         super().__init__(monitor, mode=mode, patience=patience, strict=False)

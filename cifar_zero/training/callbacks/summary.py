@@ -27,9 +27,7 @@ Observer = TypeVar("Observer", bound=Callback)
 
 class Effective(Callback):
     """Reads the settings in effect from the engine and the model, after the fit: dtypes, skipped steps, bucket sizes.
-
-    Under DeepSpeed rank 0 also writes the engine's configuration. Bucket sizes are in elements, of stages 1 to 3.
-    """
+    Under DeepSpeed rank 0 also writes the engine's configuration. Bucket sizes are in elements, of stages 1 to 3."""
 
     def __init__(self) -> None:
         self._first_step = 0

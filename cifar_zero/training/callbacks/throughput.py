@@ -98,11 +98,9 @@ class Throughput(AtPoints):
 
     @property
     def totals(self) -> dict[str, float | None]:
-        """perf/* of metrics.json, over all timed steps; None where no step was timed.
-
-        perf/fit_seconds is the wall-clock time of the whole fit; perf/seconds_to_first_step runs from the start of the
-        command to the end of the first optimizer step. Only a benchmark has the shortest, median and longest step.
-        """
+        """perf/* of metrics.json, over all timed steps; None where no step was timed. perf/fit_seconds is the
+        wall-clock time of the whole fit; perf/seconds_to_first_step runs from the start of the command to the end of
+        the first optimizer step. Only a benchmark has the shortest, median and longest step."""
         steps = self._logged_step - self._first_timed_step
         timed = self.rates(self._clock.seconds, self._data_seconds, steps) if steps > 0 else {}
         laps = [1e3 * seconds for seconds in self._clock.lap_seconds()]
