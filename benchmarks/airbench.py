@@ -125,7 +125,7 @@ def our_flags(given: argparse.Namespace) -> list[str]:
 
 def load(file: Path, config: Config) -> dict[str, Any]:
     """Returns the names that the program defines. Raises UsageError: it cannot be read, or is another program."""
-    widths = [scaled(channels, config.model.options["width"]) for channels in CHANNELS]
+    widths = [scaled(channels, config.model.options["width"]) for channels in CHANNELS["small"]]
     replaced = {
         **ON_A_CPU,
         "dict(block1=64, block2=256, block3=256)": "dict(block1={}, block2={}, block3={})".format(*widths),

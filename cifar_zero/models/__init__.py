@@ -127,6 +127,10 @@ class SpeedNet(Model):
 
     network = "speednet.SpeedNet"
 
+    size: Literal["small", "large"] = "small"
+    """small: blocks of two convolutions, with 64, 256 and 256 channels, for 94 %. large: blocks of three, the last two
+    with a residual connection, and 128, 384 and 512 channels, for 96 %: 9.9 million parameters."""
+
     width: float = limited(1.0, over=0)
     """Width of the blocks, as a multiple of the reference's: 0.25 suits a CPU."""
 

@@ -1,7 +1,8 @@
 """The small model of the CIFAR-10 speed records: VGG-like, after a first layer that whitens patches of the images.
 
 After Keller Jordan's airbench94 (Jordan 2024, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", arXiv 2404.00498;
-github.com/KellerJordan/cifar10-airbench, airbench94_muon.py), whose constants these are.
+github.com/KellerJordan/cifar10-airbench, airbench94_muon.py), whose constants these are; the large size is that of its
+legacy/airbench96.py.
 """
 
 from itertools import pairwise
@@ -15,7 +16,7 @@ from cifar_zero.models import scaled
 
 PATCH = 2  # side in pixels of the patches that the first layer whitens
 WHITENED = 2 * 3 * PATCH**2  # channels after it: each principal direction of a patch of 3 colours, and its negative
-CHANNELS = (64, 256, 256)  # channels of the three blocks, at width 1
+CHANNELS = {"small": (64, 256, 256), "large": (128, 384, 512)}  # of the three blocks, at width 1
 ACTIVATIONS = {"gelu": nn.GELU, "silu": nn.SiLU}
 
 SCORE_SCALE = 16
@@ -28,7 +29,7 @@ not be amplified. The reference adds it to patches that have variance 1; as a sh
 
 
 class SpeedNet(nn.Module):
-    """A whitening convolution, three blocks of two convolutions each, and a linear layer without bias."""
+    """A whitening convolution, three blocks of two or three convolutions, and a linear layer without bias."""
 
     def __init__(self, num_classes: int, options: models.SpeedNet):
         super().__init__()
@@ -36,7 +37,7 @@ class SpeedNet(nn.Module):
         self.whiten = nn.Conv2d(3, WHITENED, PATCH)
         self.activation = ACTIVATIONS[options.activation]()
         self.whiten.weight.requires_grad_(not self.whitening)
-        sizes = [WHITENED, *(scaled(channels, options.width) for channels in CHANNELS)]
+        sizes = [WHITENED, *(scaled(channels, options.width) for channels in CHANNELS[options.size])]
         self.blocks = nn.Sequential(*(Block(before, after, options) for before, after in pairwise(sizes)))
         self.head = Head(sizes[-1], num_classes, bias=False)
 
@@ -53,7 +54,8 @@ class SpeedNet(nn.Module):
 
 
 class Block(nn.Module):
-    """Two convolutions of 3 x 3, each with a batch norm and an activation; a max-pool halves the side."""
+    """Convolutions of 3 x 3, each with a batch norm and an activation; a max-pool halves the side after the first. If
+    there are three, the last two have a residual connection around them."""
 
     def __init__(self, before: int, after: int, options: models.SpeedNet):
         super().__init__()
@@ -62,12 +64,17 @@ class Block(nn.Module):
         self.norm1 = norm(after, options.norm_momentum)
         self.conv2 = conv(after, after, 3, padding=1, bias=False)
         self.norm2 = norm(after, options.norm_momentum)
+        self.conv3 = conv(after, after, 3, padding=1, bias=False) if options.size == "large" else None
+        self.norm3 = norm(after, options.norm_momentum) if options.size == "large" else None
         self.activation = ACTIVATIONS[options.activation]()
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, before, H, W) -> (N, after, H // 2, W // 2)."""
-        x = self.activation(self.norm1(F.max_pool2d(self.conv1(x), 2)))
-        return self.activation(self.norm2(self.conv2(x)))
+        first = self.activation(self.norm1(F.max_pool2d(self.conv1(x), 2)))
+        x = self.activation(self.norm2(self.conv2(first)))
+        if self.conv3 is None or self.norm3 is None:
+            return x
+        return self.activation(self.norm3(self.conv3(x)) + first)
 
 
 class IdentityConv(nn.Conv2d):

@@ -207,6 +207,9 @@ class MuonSGD(OptimizerOptions):
     lr: float = 0.24
     """Learning rate of Muon: length of a step, where each filter has length 1 on average."""
 
+    muon: bool = True
+    """false: SGD for filters and matrices too, at --optimizer.lr, as in airbench96."""
+
     weight_decay: float = 0.0
     """What SGD adds to the gradient, as a share of the weights, times the learning rate that the group begins with:
     other learning rates do not change it. Muon's weights do not decay."""
@@ -242,7 +245,7 @@ class MuonSGD(OptimizerOptions):
         from cifar_zero.optimizers.torch_updates import TorchMuon
 
         options = self.torch_options()
-        for name in ("bias_lr", "head_lr", "first_bias_share", "weight_decay"):
+        for name in ("muon", "bias_lr", "head_lr", "first_bias_share", "weight_decay"):
             del options[name]
         fused = implementation in ("torch_fused", "deepspeed_fused")
         return TorchMuon(parameters, fused=fused, weight_decay=0.0, schedule_share=1.0, **options)

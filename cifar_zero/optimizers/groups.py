@@ -22,7 +22,7 @@ def parameter_groups(optimizer: OptimizerOptions, parameters: Mapping[str, Any])
     if isinstance(optimizer, Muon):
         by_muon = hidden_matrices(dimensions)
     if isinstance(optimizer, MuonSGD):
-        by_muon = {*weights[:-1]}
+        by_muon = {*weights[:-1]} if optimizer.muon else by_muon
         first_bias = weights[0].removesuffix("weight") + "bias" if weights else ""
         if optimizer.first_bias_share < 1 and first_bias not in dimensions:
             raise UsageError("--optimizer.first_bias_share: the model's first layer has no bias, leave it out")
@@ -33,7 +33,9 @@ def parameter_groups(optimizer: OptimizerOptions, parameters: Mapping[str, Any])
         decays = optimizer.weight_decay > 0 and (optimizer.weight_decay_on == "all" or dimensions[name] >= 2)
         options: dict[str, Any] = {"muon": True} if name in by_muon else {}
         if isinstance(optimizer, MuonSGD) and name not in by_muon:
-            options["lr"] = rate = optimizer.head_lr if name in weights else optimizer.bias_lr
+            rate = optimizer.lr
+            if name not in weights[:-1]:
+                options["lr"] = rate = optimizer.head_lr if name in weights else optimizer.bias_lr
             if decays and rate:
                 options["weight_decay"] = optimizer.weight_decay / rate
             if name == first_bias and optimizer.first_bias_share < 1:

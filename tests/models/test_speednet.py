@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -30,6 +30,9 @@ def test_parameters_are_the_references():
     count = 24 * 12 + 24 + sum(9 * before * after + 2 * after for before, after in convolutions) + 256 * 10
     net = models.build("speednet", 10)
     assert sum(parameter.numel() for parameter in net.parameters()) == count == 1_972_792
+    large = [(24, 128), (128, 128), (128, 128), (128, 384), *2 * [(384, 384)], (384, 512), *2 * [(512, 512)]]
+    count = 24 * 12 + 24 + sum(9 * before * after + 2 * after for before, after in large) + 512 * 10
+    assert sum(parameter.numel() for parameter in models.build("speednet", 10, size="large").parameters()) == count
     frozen = {name for name, parameter in net.named_parameters() if not parameter.requires_grad}
     assert frozen == {"whiten.weight", *(f"blocks.{i}.norm{j}.weight" for i in range(3) for j in (1, 2))}
 
@@ -42,22 +45,27 @@ def silu(x: Tensor) -> Tensor:
     return x / (1 + torch.exp(-x))
 
 
-@pytest.mark.parametrize(("training", "activation"), [(True, gelu), (False, gelu), (True, silu)])
-def test_scores_are_those_of_a_second_formulation(training: bool, activation: Callable[[Tensor], Tensor]):
+@pytest.mark.parametrize(
+    ("training", "activation", "size"),
+    [(True, gelu, "small"), (False, gelu, "small"), (True, silu, "small"), (True, gelu, "large")],
+)
+def test_scores_are_those_of_a_second_formulation(
+    training: bool, activation: Callable[[Tensor], Tensor], size: Literal["small", "large"]
+):
     torch.manual_seed(0)
-    net = models.build("speednet", 7, width=0.25, activation=activation.__name__).train(training)
+    net = models.build("speednet", 7, width=0.25, activation=activation.__name__, size=size).train(training)
     state = {name: value.clone() for name, value in net.state_dict().items()}
     for name in state:
         if name.endswith(("running_mean", "running_var", "bias")):
             state[name] = torch.rand_like(state[name]) + 0.5
     net.load_state_dict(state)
 
-    def normed(x: Tensor, name: str) -> Tensor:
+    def normed(x: Tensor, name: str, residual: Tensor | float = 0.0) -> Tensor:
         mean, var = state[f"{name}.running_mean"], state[f"{name}.running_var"]
         if training:
             var, mean = torch.var_mean(x, dim=(0, 2, 3), correction=0)
         x = (x - mean[:, None, None]) / (var[:, None, None] + 1e-12).sqrt() + state[f"{name}.bias"][:, None, None]
-        return activation(x)
+        return activation(x + residual)
 
     x = F.conv2d(images(), state["whiten.weight"], state["whiten.bias"])
     x = activation(x)
@@ -65,10 +73,12 @@ def test_scores_are_those_of_a_second_formulation(training: bool, activation: Ca
         x = F.conv2d(x, state[f"blocks.{i}.conv1.weight"], padding=1)
         side = x.shape[2] // 2
         x = x[:, :, : 2 * side, : 2 * side].unflatten(3, (side, 2)).unflatten(2, (side, 2)).amax((3, 5))
-        x = normed(x, f"blocks.{i}.norm1")
-        x = normed(F.conv2d(x, state[f"blocks.{i}.conv2.weight"], padding=1), f"blocks.{i}.norm2")
-    assert x.shape == (64, 64, 3, 3)
-    expected = x.amax((2, 3)) @ state["head.weight"].T / 128  # 256 / sqrt(256 / 64)
+        first = normed(x, f"blocks.{i}.norm1")
+        x = normed(F.conv2d(first, state[f"blocks.{i}.conv2.weight"], padding=1), f"blocks.{i}.norm2")
+        if size == "large":
+            x = normed(F.conv2d(x, state[f"blocks.{i}.conv3.weight"], padding=1), f"blocks.{i}.norm3", first)
+    assert x.shape == (64, 64 if size == "small" else 128, 3, 3)
+    expected = x.amax((2, 3)) @ state["head.weight"].T / (16 * x.shape[1] ** 0.5)
     assert torch.allclose(net(images()), expected, rtol=1e-4, atol=1e-5)
 
 

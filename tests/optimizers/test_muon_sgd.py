@@ -61,11 +61,13 @@ def test_orthogonalized(shape: tuple[int, int]):
     assert torch.allclose(orthogonalized(matrices, 0, "cpu").norm(dim=(1, 2)), torch.tensor(min(shape) ** 0.5).double())
 
 
-@pytest.mark.parametrize(("normalize", "every"), [(True, 1), (True, 3), (False, 1)])
-def test_updates_are_the_formulas(normalize: bool, every: int):
+@pytest.mark.parametrize(
+    ("normalize", "every", "muon"), [(True, 1, True), (True, 3, True), (False, 1, True), (True, 1, False)]
+)
+def test_updates_are_the_formulas(normalize: bool, every: int, muon: bool):
     """The schedule falls to 0; for the first layer's bias it does so in half the steps."""
     net, other = network(), network()
-    chosen = OPTIMIZERS["muon_sgd"](**{**OPTIONS, "normalize": normalize, "normalize_every": every})
+    chosen = OPTIMIZERS["muon_sgd"](**{**OPTIONS, "normalize": normalize, "normalize_every": every, "muon": muon})
     optimizer = chosen.build(parameter_groups(chosen, dict(net.named_parameters())), "torch")
     schedule = StepSchedule(optimizer, Linear(total_steps=STEPS))
     momenta = {name: torch.zeros_like(parameter) for name, parameter in other.named_parameters()}
@@ -76,9 +78,10 @@ def test_updates_are_the_formulas(normalize: bool, every: int):
         gradients(other, step)
         for name, parameter in other.named_parameters():
             gradient: Any = parameter.grad
-            by_muon = name.endswith("weight") and name != "9.weight"
+            filters = name.endswith("weight") and name != "9.weight"
+            by_muon = filters and muon
             share = max(0.0, 1 - step / (STEPS / 2 if name == "0.bias" else STEPS))
-            rate = 0.1 if by_muon else 0.2 if name == "9.weight" else 0.05
+            rate = 0.1 if filters else 0.2 if name == "9.weight" else 0.05
             kept = 0.6 if by_muon else 0.85
             with torch.no_grad():
                 if not by_muon:
@@ -92,7 +95,8 @@ def test_updates_are_the_formulas(normalize: bool, every: int):
                 parameter -= share * rate * update
     for (name, parameter), expected in zip(net.named_parameters(), other.parameters(), strict=True):
         assert torch.allclose(parameter, expected, atol=1e-6), name
-    assert optimizer.param_groups[0]["muon"]  # whose rate the curves show
+    group = optimizer.param_groups[0]
+    assert (group["muon"], group["initial_lr"]) == (muon, 0.1)  # whose rate the curves show
 
 
 def test_a_resumed_run_continues_to_count_the_steps():
