@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
 from argparse import Namespace
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import harness, releases, runs
+from benchmarks import harness, releases, runs, speed
 from benchmarks.harness import Case, number, paired_ratios, spread
 from benchmarks.loops import bare
 from benchmarks.loops.common import WARMUP_STEPS, Clock
@@ -21,7 +23,7 @@ from cifar_zero.config.flags import Config, DataConfig
 from cifar_zero.training import build
 from cifar_zero.training.resolve import resolve
 from datamodule import CIFARDataModule
-from tests.support.helpers import assert_ok, of_make_fuzz, run_program
+from tests.support.helpers import ROOT, assert_ok, of_make_fuzz, run_program
 
 
 def test_spread_by_hand():
@@ -123,6 +125,17 @@ def test_wrong_usage_is_reported_in_one_line(flags: tuple[str, str, str]):
     name, option, value = flags
     done = run_program("-m", "benchmarks.speed", name, option, value)
     assert (done.returncode, done.stderr) == (2, f"error: {option} must be at least 1, not {value}\n")
+
+
+def test_the_programs_that_are_named_exist():
+    """Those of the pages and of the Makefile, which passes names to benchmarks.speed."""
+    makefile = (ROOT / "Makefile").read_text()
+    pages = [page.read_text() for page in (ROOT / "docs").glob("*.md")]
+    named = {name for text in [makefile, *pages] for name in re.findall(r"benchmarks[./](\w+)", text)}
+    assert {"speed", "gpu", "releases"} <= named
+    assert all((ROOT / "benchmarks" / name).is_dir() or find_spec(f"benchmarks.{name}") for name in named), named
+    (listed,) = re.findall(r"for name in (.*); do \S+ -m benchmarks\.speed \$\$name", makefile)
+    assert {words.split()[0] for words in shlex.split(listed)} == {*speed.CASES}
 
 
 @of_make_fuzz
