@@ -48,9 +48,22 @@ def install(trainer: Trainer, fast: bool = True) -> None:
 
 
 class FitLoop(_FitLoop):
-    """Trains epoch after epoch. If `max_steps` is set, Lightning 2.6.6 takes a checkpoint of an epoch's end for one of
-    its middle: the resumed run counts that epoch twice, and skips the images of the next one or ends at once. Here the
-    run resumes as if max_steps were not set. It can be removed when Lightning's issue 19617 is fixed."""
+    """Trains epoch after epoch.
+
+    If `max_steps` is set, Lightning 2.6.6 takes a checkpoint of an epoch's end for one of its middle: the resumed run
+    counts that epoch twice, and skips the images of the next one or ends at once. Here the run resumes as if max_steps
+    were not set. It can be removed when Lightning's issue 19617 is fixed.
+
+    From a checkpoint of an epoch's last batch, as --save_every_n_steps may write, Lightning continues with the next
+    epoch, but as if it were in its middle: its start is not counted, and a later checkpoint of that epoch resumes at
+    its first image. No upstream issue is known; tests/distributed/test_resume.py shows it.
+    """
+
+    def reset(self) -> None:
+        """Restores the counters; the epoch after a checkpoint of a last batch begins as any other."""
+        super().reset()
+        if self.restarted_mid_epoch and self.epoch_progress.current.processed == self.epoch_progress.current.ready:
+            self.reset_restart_stage()
 
     def _iteration_based_training(self) -> bool:
         return False
