@@ -136,7 +136,7 @@ class TrainingConfig:
     them; strategy and number of ranks may differ."""
 
     save_every_n_steps: int = 0
-    """Also save a checkpoint every N optimizer steps. 0: only at the end of each epoch."""
+    """Also update last.ckpt every N optimizer steps. 0: only at the end of each epoch."""
 
     save_every_minutes: float = 0.0
     """Also update last.ckpt every N minutes. 0: only at the end of each epoch."""

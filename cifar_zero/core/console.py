@@ -18,7 +18,7 @@ WARNINGS = (
     "The number of training batches .* is smaller than the logging interval.*",
     # The data module turns shuffling off for --trainer.overfit_batches.
     "You requested to overfit but enabled train dataloader shuffling.*",
-    # A run resumed without --save_every_n_steps has one callback less.
+    # A run may be resumed without validation, or another callback of the first one.
     "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be provided.*",
     # A resumed run has its own folder.
     "The dirpath has changed from .*",

@@ -129,18 +129,14 @@ def _given(flags: tuple[str, ...]) -> list[Callback]:
 
 
 def _checkpoints(config: Config, run_dir: Path | None) -> list[Callback]:
-    """Returns what writes the last checkpoint, the best by --monitor if there are validation images, and the newest by
-    steps on request. Rank 0's directory is broadcast to the others."""
+    """Returns what writes the last checkpoint, and the best by --monitor if there are validation images. Rank 0's
+    directory is broadcast to the others."""
     folder = run_dir / run_folder.CHECKPOINTS if run_dir is not None else None
-    name = "epoch{epoch:02d}-step{step:06d}"
     last = folder / "last.ckpt" if folder is not None else None
-    saved: list[Callback] = [LastCheckpoint(last, config.save_every_minutes)]
+    saved: list[Callback] = [LastCheckpoint(last, config.save_every_n_steps, config.save_every_minutes)]
     if config.data.val_fraction:
         kept = {"save_top_k": config.save_top_k, "auto_insert_metric_name": False}
-        saved.append(ModelCheckpoint(folder, f"best-{name}", **_monitored(config), **kept))
-    if config.save_every_n_steps:
-        every = config.save_every_n_steps
-        saved.append(ModelCheckpoint(folder, name, every_n_train_steps=every, auto_insert_metric_name=False))
+        saved.append(ModelCheckpoint(folder, "best-epoch{epoch:02d}-step{step:06d}", **_monitored(config), **kept))
     return saved
 
 

@@ -54,9 +54,9 @@ class FitLoop(_FitLoop):
     counts that epoch twice, and skips the images of the next one or ends at once. Here the run resumes as if max_steps
     were not set. It can be removed when Lightning's issue 19617 is fixed.
 
-    From a checkpoint of an epoch's last batch, as --save_every_n_steps may write, Lightning continues with the next
-    epoch, but as if it were in its middle: its start is not counted, and a later checkpoint of that epoch resumes at
-    its first image. No upstream issue is known; tests/distributed/test_resume.py shows it.
+    From a checkpoint of an epoch's last batch, as a user's own ModelCheckpoint may write, Lightning continues with the
+    next epoch, but as if it were in its middle: its start is not counted, and a later checkpoint of that epoch resumes
+    at its first image. No upstream issue is known; tests/distributed/test_resume.py shows it.
     """
 
     def reset(self) -> None:

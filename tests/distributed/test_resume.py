@@ -136,14 +136,18 @@ def test_resumes_with_another_sub_group_size(
     assert max(abs(loss - uninterrupted[step]) for step, loss in found.items()) < 1e-5
 
 
+OWN_CHECKPOINTS = ["--trainer.callbacks", "lightning.pytorch.callbacks.ModelCheckpoint"]
+OWN_CHECKPOINTS += ["--trainer.callbacks.every_n_train_steps", "36"]
+
+
 def test_resumes_twice_from_the_last_step_of_an_epoch(
     folder: Path, small_data: list[str], uninterrupted: dict[int, float]
 ):
-    """The first checkpoint is written after the last batch of an epoch, before its validation: what a kill leaves."""
+    """The first checkpoint is written after the last batch of an epoch, before its validation."""
     same = [*small_data, *flags_of(("baseline", 1), STEPS), "--log_interval", "1"]
     begun, middle, ended = (folder / f"twice-{name}" for name in ("begun", "middle", "ended"))
-    train_all({begun: [*same, "--epochs", "1", "--save_every_n_steps", "36"]})
-    saved = next(run_folder_of(begun).glob("checkpoints/epoch00-*.ckpt"))
+    train_all({begun: [*same, "--epochs", "1", *OWN_CHECKPOINTS]})
+    saved = next(run_folder_of(begun).rglob("epoch=0-step=36.ckpt"))
     train_all({middle: [*same, "--max_steps", "38", "--resume", str(saved)]})
     train_all({ended: [*same, "--resume", str(middle)]})
     found = losses(run_folder_of(middle)) | losses(run_folder_of(ended))

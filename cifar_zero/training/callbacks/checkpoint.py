@@ -63,10 +63,11 @@ class Resume(Callback):
 class LastCheckpoint(Checkpoint):
     """Saves at the end of each epoch, and after the last step if --max_steps or Ctrl-C ends the training in mid-epoch.
     ModelCheckpoint(save_last=True) does not (Lightning 2.6.6): it saves the last state only together with a best one.
-    Rank 0 broadcasts its path. With `minutes` it also saves in mid-epoch, so many minutes of training after a save."""
+    Rank 0 broadcasts its path. It also saves in mid-epoch: every so many `steps`, or `minutes` of training after a
+    save; 0 switches either off."""
 
-    def __init__(self, path: Path | None, minutes: float = 0.0):
-        self._path, self._seconds = path, 60 * minutes
+    def __init__(self, path: Path | None, steps: int = 0, minutes: float = 0.0):
+        self._path, self._steps, self._seconds = path, steps, 60 * minutes
         self._saved_step, self._saved_at = 0, 0.0
         self._agreement = Agreement()
 
@@ -84,6 +85,7 @@ class LastCheckpoint(Checkpoint):
             return
         is_late = time.monotonic() - self._saved_at >= self._seconds
         is_time = self._seconds and self._agreement.reached(trainer, is_late)
+        is_time = is_time or (self._steps and trainer.global_step % self._steps == 0)
         if is_time or trainer.should_stop or trainer.global_step == trainer.max_steps:
             self._save(trainer)
 
