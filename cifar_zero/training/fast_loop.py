@@ -62,7 +62,8 @@ class FitLoop(_FitLoop):
     def reset(self) -> None:
         """Restores the counters; the epoch after a checkpoint of a last batch begins as any other."""
         super().reset()
-        if self.restarted_mid_epoch and self.epoch_progress.current.processed == self.epoch_progress.current.ready:
+        epoch: Any = self.epoch_progress.current
+        if self.restarted_mid_epoch and epoch.processed == epoch.ready:
             self.reset_restart_stage()
 
     def _iteration_based_training(self) -> bool:
