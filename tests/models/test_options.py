@@ -60,7 +60,7 @@ def test_help_names_every_option_and_its_default():
     model = "vit_moe"
     done = run_program("-X", "importtime", "train.py", "--model", model, "--help", "all")
     assert done.returncode == 0
-    options = {text.split()[0]: " ".join(text.split()) for text in re.split(r"\n  (?=--)", done.stdout)}
+    options = {text.split()[0].rstrip(","): " ".join(text.split()) for text in re.split(r"\n  (?=--)", done.stdout)}
     for option in fields(MIXTURES[model]):
         assert f"(default: {getattr(MIXTURES[model](), option.name)})" in options[f"--model.{option.name}"]
     imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
