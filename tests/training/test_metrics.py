@@ -76,9 +76,9 @@ def measured(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_metrics_equal_those_of_scikit_learn(case: str, measured: dict[str, dict[str, Any]]):
-    found, (scores, labels) = measured[case], scores_and_labels(case)
-    probabilities, predicted = scores.double().softmax(1).numpy(), scores.argmax(1)
-    present = labels.unique()
+    found, (scores, tensor) = measured[case], scores_and_labels(case)
+    probabilities, predicted = scores.double().softmax(1).numpy(), scores.argmax(1).numpy()
+    labels, present = tensor.numpy(), tensor.unique().numpy()
     close = {"rel": 0, "abs": 1e-6}
     assert (
         found["confusion"].numpy() == reference.confusion_matrix(labels, predicted, labels=range(CASES[case]))
@@ -104,7 +104,7 @@ def test_the_metrics_equal_those_of_scikit_learn(case: str, measured: dict[str, 
     precision, recall, f1, _ = reference.precision_recall_fscore_support(
         labels, predicted, labels=present, zero_division=0
     )
-    one_hot = (labels[:, None] == present).numpy()
+    one_hot = labels[:, None] == present
     of_present = probabilities[:, present]
     expected = {
         "acc": recall,
