@@ -161,7 +161,7 @@ CASES: dict[str, tuple[Callable[[Bench, Namespace], list[Case]], tuple[str, ...]
     "startup": (startup, ()),
     "data": (data, ("root",)),
 }
-"""By name: the comparisons, and the options of them."""
+"""The comparisons by name, with their options."""
 
 if __name__ == "__main__":
     sys.exit(exits.guarded(main))

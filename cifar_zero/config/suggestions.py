@@ -91,9 +91,9 @@ def _of_another(key: str, tree: dict[str, Any]) -> str:
 def with_meant(message: str) -> str:
     """Returns jsonargparse's message, with the choice that was meant if it refuses one."""
     refused = re.search(r"expected one of (\[.*\]), not (.+)", message)
-    choices = yaml.safe_load(refused[1]) if refused else []
+    known = yaml.safe_load(refused[1]) if refused else []
     meant = PRECISIONS.get(refused[2], refused[2]) if refused else ""
-    close = get_close_matches(meant, map(str, choices), 1, 0.65)
+    close = get_close_matches(meant, map(str, known), 1, 0.65)
     return f"{message}: did you mean {close[0]}?" if close else message
 
 

@@ -15,7 +15,8 @@ class MixtureOptions(Options):
     """Experts of each mixture, a number for each; different ones make a pyramid (PR-MoE with mlp_type residual)."""
 
     ep_size: int = limited(1, at_least=1)
-    """Ranks over which a mixture's experts are distributed; needs DeepSpeed's stages 0 to 2. 1: none are."""
+    """Ranks over which the experts of a mixture are distributed; needs DeepSpeed's stages 0 to 2. 1: every rank holds
+    all experts."""
 
     mlp_type: Literal["standard", "residual"] = "standard"
     """residual: a dense network next to the experts processes every token, and the shares of both are learnt."""
