@@ -34,6 +34,9 @@ def run_config(run: Run, num_parameters: int) -> dict[str, Any]:
         "reduce_bucket_size": min(reduced + reduced % 2, whole),  # stages 1 and 2 (0.19.8) need an even number
     }
     by_flags = {} if spec.raw else {**buckets, **_zero_section(run)}
+    if by_flags and spec.stage == 3:
+        # DeepSpeed's own linear layer (0.19.8, zero/linear.py) is Python, and saves memory only if weights are sharded.
+        by_flags["memory_efficient_linear"] = num_parameters > config.zero.param_persistence_threshold
     # Left to itself, DeepSpeed (0.19.8) keeps all buffers in float32, not only the statistics of batch norms.
     types = {"buffer_dtype": dtype, "keep_in_fp32_modules": ["running_mean", "running_var"]}
     return {

@@ -280,6 +280,10 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
             before.destroy()
         super()._initialize_deepspeed_train(model)
         experts.fix_clipping(self.model)
+        engine: Any = self.model
+        if self.world_size == 1 and not engine.zero_optimization():
+            # A rank alone has nothing to average. DeepSpeed (0.19.8) would copy all gradients and ask gloo.
+            engine.enable_backward_allreduce = False
         self._trained = vars(model)[ENGINE] = self.model  # setattr would make the engine a submodule
 
     def _setup_model_and_optimizer(self, model: Module, optimizer: Any, lr_scheduler: Any = None) -> Any:

@@ -3,6 +3,8 @@
 import ctypes
 import os
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -41,6 +43,7 @@ class CPUKernels(Callback):
         if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # musl has none
             libc.mallopt(M_TRIM_THRESHOLD, 2**30)
             libc.mallopt(M_MMAP_THRESHOLD, 2**25)  # the most that it takes on 64 bits
+        demote_network_threads()
         self.on_validation_end(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -52,3 +55,19 @@ class CPUKernels(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         torch.set_num_threads(self._threads)
         torch.backends.mkldnn.set_flags(self._onednn)
+
+
+def demote_network_threads() -> None:
+    """Makes gloo's network threads wait for the threads that they serve, on Linux and where all have one core.
+
+    A network thread that finds its connection locked does not wait but asks again, without end (gloo in torch 2.15,
+    transport/tcp/pair.cc, `Pair::handleEvents`). It wakes up as soon as a thread that holds this lock has sent
+    something, and takes the only core from it until the next tick, 4 ms. With SCHED_BATCH a thread that wakes up does
+    not displace one that runs; docs/performance.md has figures.
+    """
+    if sys.platform != "linux" or len(os.sched_getaffinity(0)) > 1:
+        return
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # the thread has ended, or a sandbox forbids it
+            if (task / "comm").read_text() == "gloo_tcp_loop\n":
+                os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))

@@ -152,3 +152,9 @@ def test_without_switches_deepspeeds_own_values_stay():
     assert default.offload_optimizer is not None
     for name in ("ratio", "cpuadam_cores_perc"):
         assert getattr(read.offload_optimizer, name) == getattr(default.offload_optimizer, name)
+
+
+def test_only_a_model_that_is_sharded_has_the_linear_layers_that_save_memory():
+    sharded = ["--zero.param_persistence_threshold", "62005"]
+    assert section("--strategy", "deepspeed_stage_3", *sharded).memory_efficient_linear
+    assert not section("--strategy", "deepspeed_stage_3").memory_efficient_linear

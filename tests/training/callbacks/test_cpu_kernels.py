@@ -1,0 +1,34 @@
+"""The scheduling of gloo's threads, in a process of its own: it binds itself to a core."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.helpers import ROOT
+
+PROGRAM = """
+import os
+import torch.distributed as dist
+from cifar_zero.training.callbacks.cpu_kernels import demote_network_threads
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def policies():
+    tasks = {int(task): open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")}
+    return {(name == "gloo_tcp_loop", os.sched_getscheduler(task)) for task, name in tasks.items()}
+cores = os.sched_getaffinity(0)
+before = policies()
+if len(cores) > 1:
+    demote_network_threads()
+    assert policies() == before
+os.sched_setaffinity(0, {min(cores)})
+demote_network_threads()
+assert before == {(True, os.SCHED_OTHER), (False, os.SCHED_OTHER)}, before
+assert policies() == {(True, os.SCHED_BATCH), (False, os.SCHED_OTHER)}, policies()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux's scheduler")
+def test_only_network_threads_of_a_rank_with_one_core_are_demoted() -> None:
+    subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, check=True, timeout=120)
