@@ -28,6 +28,8 @@ UNITS = {
     "seconds_to_first_step": "s to the first step",
     "seconds_to_first_batch": "s to the first batch",
     "seconds": "s",
+    "own_mb": "MB of its own",
+    "mapped_mb": "MB of files",
 }
 """The heading of each figure, in the order of the columns."""
 

@@ -8,7 +8,8 @@ share of the cores for each of two ranks, as ours, or with all of them, as where
 startup: from the command to the end of the first optimizer step, against the import of the libraries alone; and the
 whole time of commands that train nothing.
 data: the loaders alone, against torchvision's datasets with torch's DataLoader, on synthetic images in memory, and with
---root on a folder too, which ours decodes once and torchvision's ImageFolder in each epoch.
+--root on a folder too, which ours decodes once and torchvision's ImageFolder in each epoch. With --sizes: our memory
+loader alone on so many images, which are in memory at the start, or on the disk.
 """
 
 import sys
@@ -21,9 +22,11 @@ from typing import Any
 from benchmarks import harness
 from benchmarks.harness import Case
 from benchmarks.runs import Bench, bench, last_json, run
+from cifar_zero.config.flags import DataConfig
 from cifar_zero.core import exits
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import core_count, gpu_count
+from cifar_zero.data import prepare
 
 STEPS = {4: 2000, 64: 500, 512: 100}  # timed steps of `limit` at each batch size
 IMPORTS = "python -c 'import torch, lightning'"
@@ -46,9 +49,10 @@ def main() -> int:
     parser.add_argument("--stages", type=int, nargs="+", choices=range(4), help="deepspeed: default 0 1 2 3")
     parser.add_argument("--ranks", type=int, nargs="+", choices=(1, 2), help="deepspeed: default 1, and 2 if there are")
     parser.add_argument("--root", help="data: a folder of images, with train/ and test/ as --data.source folder")
+    parser.add_argument("--sizes", type=int, nargs="+", help="data: numbers of images, ours against the first of them")
     given = harness.parse(parser)
     make, options = CASES[given.name]
-    for option in ("steps", "stages", "ranks", "root"):
+    for option in ("steps", "stages", "ranks", "root", "sizes"):
         if getattr(given, option) is not None and option not in options:
             raise UsageError(f"--{option} is not for {given.name}: leave it out")
     with bench(given.accelerator) as place:
@@ -134,6 +138,8 @@ def timed(command: Callable[[], str]) -> dict[str, float]:
 
 def data(place: Bench, given: Namespace) -> list[Case]:
     """Returns the comparisons of the loaders."""
+    if given.sizes:
+        return at_sizes(place, given.sizes)
     kinds: dict[str, tuple[str, ...]] = {"50,000 synthetic images": ("torchvision CIFAR10",)}
     if given.root:
         seconds = epoch(place, "memory", "--root", given.root)["seconds_to_first_batch"]
@@ -148,6 +154,20 @@ def data(place: Bench, given: Namespace) -> list[Case]:
     return cases
 
 
+def at_sizes(place: Bench, sizes: list[int]) -> list[Case]:
+    """Returns the comparisons of the memory loader with itself at several numbers of images."""
+    for size in sizes:
+        prepare(DataConfig(source="synthetic", cache=str(place.cache), synthetic_size=size))
+    names = [f"{size:,} images" for size in sizes]
+
+    def case(start: str, *flags: str) -> Case:
+        epochs = [partial(epoch, place, "memory", "--size", str(size), *flags) for size in sizes]
+        ratios = [(name, names[0]) for name in names[1:]]
+        return Case(f"ours, memory, batches of 64, images {start}", dict(zip(names, epochs, strict=True)), ratios)
+
+    return [case("in memory at the start"), case("on the disk at the start", "--cold")]
+
+
 def epoch(place: Bench, loader: str, *flags: str) -> Any:
     """Runs benchmarks.loops.loaders and returns the figures of its epoch."""
     program = ("-m", "benchmarks.loops.loaders", loader, "--cache", str(place.cache))
@@ -159,7 +179,7 @@ CASES: dict[str, tuple[Callable[[Bench, Namespace], list[Case]], tuple[str, ...]
     "limit": (limit, ("steps",)),
     "deepspeed": (deepspeed, ("steps", "stages", "ranks")),
     "startup": (startup, ()),
-    "data": (data, ("root",)),
+    "data": (data, ("root", "sizes")),
 }
 """The comparisons by name, with their options."""
 

@@ -1,6 +1,7 @@
 """The memory-mapped images of a source, the split that a loader reads, and its order on every rank."""
 
 import math
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,8 +12,11 @@ from torch import Tensor
 
 from cifar_zero.config.run import micro_batch_size
 from cifar_zero.core.errors import UsageError
+from cifar_zero.core.hardware import free_memory_bytes
 
 IGNORED = -1  # label of an entry that only pads a batch: no loss and no metric counts it
+
+MAPPED_SHARE = 0.9  # share of the free memory that mapped images may take and still stay there: a model needs some too
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,16 @@ class Dataset:
     train_labels: NDArray[np.int64]  # (N,)
     test_images: NDArray[np.uint8]  # RGB, (M, 3, H, W)
     test_labels: NDArray[np.int64]  # (M,)
+
+
+def map_beyond_memory(images: NDArray[np.uint8]) -> mmap.mmap | None:
+    """Returns the map of images that are too many to stay in memory, else None. From then on the kernel reads only the
+    pages in use. By default it reads 128 kB or more around an image, which leave the memory again before their use."""
+    pages: mmap.mmap | None = getattr(images, "_mmap", None)
+    if pages is None or images.nbytes <= free_memory_bytes() * MAPPED_SHARE:
+        return None
+    pages.madvise(mmap.MADV_RANDOM)
+    return pages
 
 
 class Split:

@@ -1,6 +1,8 @@
-"""The memory loader: micro-batches cut from blocks of images that a GPU or the host stores; no Python per image."""
+"""The memory loader: micro-batches cut from blocks of images that a GPU or the host stores; no Python per image, unless
+it has to come from the disk."""
 
 import math
+import mmap
 import warnings
 from collections.abc import Iterator, Mapping
 
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from cifar_zero.config.flags import AugmentConfig
 from cifar_zero.data.augment import Augmentation, memory_format
-from cifar_zero.data.dataset import Order, Split
+from cifar_zero.data.dataset import Order, Split, map_beyond_memory
 from cifar_zero.data.draws import Draws
 
 BLOCK_IMAGES = {"cpu": 128, "cuda": 1024}
@@ -49,9 +51,16 @@ class Stored:
             if self._images.nbytes <= free_bytes * RESIDENT_SHARE:
                 self._images = self._images.to(self.device)
         self.rows_device = self._images.device
+        self._map = map_beyond_memory(images) if self.rows_device.type == "cpu" else None
+        self._start = getattr(images, "offset", 0)  # of the first image in the map, in bytes
 
     def take(self, rows: Tensor) -> Tensor:
         """Returns the images at row numbers int64 (n,): uint8 (n, H, W, 3)."""
+        if self._map is not None:  # the disk reads them at once; `index_select` waits for one page after another
+            size = self._images[0].nbytes
+            for start in (self._start + rows * size).tolist():
+                page = start - start % mmap.PAGESIZE
+                self._map.madvise(mmap.MADV_WILLNEED, page, start + size - page)
         block = self._images.index_select(0, rows)
         if self.rows_device.type == self.device.type:
             return block

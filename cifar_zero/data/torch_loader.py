@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import Compose, Normalize, ToTensor
 
 from cifar_zero.config.inputs import PLAIN, Inputs
-from cifar_zero.data.dataset import Order, Split
+from cifar_zero.data.dataset import Order, Split, map_beyond_memory
 from cifar_zero.data.memory_loader import Resumable
 
 
@@ -19,6 +19,7 @@ class TransformedImages(Dataset[tuple[Tensor, int]]):
 
     def __init__(self, split: Split, inputs: Inputs) -> None:
         self._split = split
+        map_beyond_memory(split.images)
         self._transform: Callable[[Image.Image], Tensor] = Compose([ToTensor(), Normalize(inputs.mean, inputs.std)])
 
     def __len__(self) -> int:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch.utils.data import DistributedSampler, TensorDataset
 
+from cifar_zero import data
+from cifar_zero.config.flags import DataConfig
 from cifar_zero.core.errors import UsageError
 from cifar_zero.data.augment import memory_format, normalize
 from cifar_zero.data.dataset import IGNORED, EvalOrder, Split, TrainOrder
-from cifar_zero.data.memory_loader import MemoryLoader
+from cifar_zero.data.memory_loader import MemoryLoader, Stored
 from cifar_zero.data.torch_loader import TorchLoader
 
 COUNT = 53  # divides by nothing
@@ -115,3 +121,23 @@ def test_normalize_casts_what_is_normalised_already() -> None:
     assert normalize(images, dtype=torch.bfloat16).dtype == torch.bfloat16
     pixels = torch.tensor([0, 255], dtype=torch.uint8).view(1, 1, 1, 2)
     assert normalize(pixels, dtype=torch.bfloat16).flatten().tolist() == [-1, 1]
+
+
+def test_images_beyond_the_memory_are_read_without_their_neighbours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel reads 128 kB or more around a byte that a program touches, see read_ahead_kb of the disk."""
+    config = DataConfig("synthetic", root=str(tmp_path), synthetic_size=20_000)
+    images = data.load(config, data.prepare(config)).train_images
+    with (tmp_path / ".cifar-zero" / "synthetic-20000" / "train_images.npy").open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    monkeypatch.setattr("cifar_zero.data.dataset.free_memory_bytes", lambda: images.nbytes)
+    rows = torch.randperm(len(images))[:100]
+    stored = Stored(images, "cpu")
+    before = psutil.Process().io_counters().read_bytes
+    read = stored.take(rows)
+    from_disk = psutil.Process().io_counters().read_bytes - before
+    assert read.tolist() == images.transpose(0, 2, 3, 1)[rows].tolist()
+    if not from_disk:
+        pytest.skip("the temporary directory is not on a disk")
+    assert from_disk < images.nbytes / 10  # 0.7 of 61 MB
