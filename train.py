@@ -18,7 +18,7 @@ from cifar_zero.config.strategy_specs import AUTO
 from cifar_zero.core import start_time
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.programs import torchrun
-from cifar_zero.launch import local_launcher, rank_environment
+from cifar_zero.launch import local_launcher, other_programs, rank_environment
 from cifar_zero.planning import automatic
 from cifar_zero.training.resolve import resolve
 
@@ -50,6 +50,7 @@ def main() -> int:
 def train(run: Run, module_class: Callable[..., Any] | None = None, last: bool = True) -> dict[str, Any]:
     """Trains and tests as one rank; rank 0 leaves the run folder behind. Returns metrics.json's content on every rank.
     `module_class` makes the module in place of CIFARModule; after the `last` run the process group is destroyed."""
+    before = other_programs.usage()
     # Here, as they import torch and Lightning: --help and errors in the command line come at once.
     from cifar_module import CIFARModule
     from cifar_zero.core.console import quieten
@@ -78,6 +79,8 @@ def train(run: Run, module_class: Callable[..., Any] | None = None, last: bool =
         rendezvous.limit(run)
         module = (module_class or CIFARModule)(run.config, run.num_classes, weights and weights.loaded)
         trainer = build.trainer(run, run_dir)
+    if is_rank_0 and run.on_cpu:
+        other_programs.warn(before, other_programs.usage())
 
     with stop.reported(trainer, run, run_dir, last):
         trainer.fit(module, datamodule=datamodule, ckpt_path=run.config.resume or None)
