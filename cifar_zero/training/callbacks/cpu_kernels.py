@@ -63,7 +63,7 @@ def demote_network_threads() -> None:
     A network thread that finds its connection locked does not wait but asks again, without end (gloo in torch 2.15,
     transport/tcp/pair.cc, `Pair::handleEvents`). It wakes up as soon as a thread that holds this lock has sent
     something, and takes the only core from it until the next tick, 4 ms. With SCHED_BATCH a thread that wakes up does
-    not displace one that runs; docs/performance.md has figures.
+    not displace one that runs, another program's either: docs/performance.md has figures of an idle and a busy machine.
     """
     if sys.platform != "linux" or len(os.sched_getaffinity(0)) > 1:
         return
