@@ -85,6 +85,9 @@ def limit_at(place: Bench, batch_size: int, steps: int) -> Case:
         "bare loop, tuned": partial(place.reference, "bare", steps, *batch, "--tuned"),
     }
     ratios = [("ours", "bare loop"), ("ours", "bare loop, tuned")]
+    if place.accelerator == "cpu":
+        contenders["ours, --compile step"] = partial(contenders["ours"], "--compile", "step")
+        ratios.append(("ours, --compile step", "bare loop"))
     return Case(f"batch {batch_size}, {place.accelerator}", contenders, ratios)
 
 

@@ -91,6 +91,11 @@ TABLE = (
         ModuleNotFoundError,
     ),
     KnownFailure(
+        r"more details about this graph break",
+        "torch cannot compile this training step as one graph",
+        "use --compile, which compiles the model alone",
+    ),
+    KnownFailure(
         r"Weights only load failed",
         "the file holds more than tensors and plain values, and loading it could run code",
         "add --trust if you know who wrote it",

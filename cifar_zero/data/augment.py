@@ -83,6 +83,7 @@ def spread(values: tuple[float, ...], images: Tensor) -> Tensor:
     return image
 
 
+@torch.compiler.assume_constant_result  # torch.compile cannot look into torch.backends
 def memory_format(device: torch.device, channels_last: bool = False) -> torch.memory_format:
     """Returns the memory format of batches (N, 3, H, W): channels last where oneDNN convolves on the CPU.
 

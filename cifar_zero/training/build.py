@@ -75,7 +75,7 @@ def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None
         made = Trainer(**{**options, **config.trainer})
     except Exception as error:  # of several types, such as MisconfigurationException
         raise UsageError(f"Lightning's Trainer refuses an option of --trainer: {error}") from error
-    fast_loop.install(made, config.fast_loop)
+    fast_loop.install(made, config.fast_loop, config.compile == "step")
     return made
 
 

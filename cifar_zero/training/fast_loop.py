@@ -7,6 +7,7 @@ profiler's context, implemented or not, and with several ranks it broadcasts a t
 tests/training/test_fast_loop.py compares weights, checkpoints and counters of the two loops.
 """
 
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -19,7 +20,10 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import Tensor
 
+from cifar_zero.core.console import say
+from cifar_zero.core.errors import UsageError
 from cifar_zero.data.memory_loader import MemoryLoader
+from cifar_zero.training.compiled_step import compiled_step
 
 HOOKS = (
     "on_train_batch_start",
@@ -39,12 +43,16 @@ STEP_METHODS = (
 """A module that overrides one of these is trained by Lightning's own loop."""
 
 
-def install(trainer: Trainer, fast: bool = True) -> None:
-    """Replaces the loops of a trainer, before `fit`: by `EpochLoop`, or unless `fast` by Lightning's own epoch loop."""
+def install(trainer: Trainer, fast: bool = True, compiled: bool = False) -> None:
+    """Replaces the loops of a trainer, before `fit`: by `EpochLoop`, or unless `fast` by Lightning's own epoch loop.
+    `compiled` compiles the steps of an `EpochLoop` as a whole (compiled_step.py)."""
     theirs = trainer.fit_loop
     trainer.fit_loop = FitLoop(trainer, theirs.min_epochs, theirs.max_epochs)
     loop = EpochLoop if fast else _TrainingEpochLoop
-    trainer.fit_loop.epoch_loop = loop(trainer, theirs.epoch_loop.min_steps, theirs.epoch_loop.max_steps)
+    made = loop(trainer, theirs.epoch_loop.min_steps, theirs.epoch_loop.max_steps)
+    if isinstance(made, EpochLoop):
+        made.compiles = compiled
+    trainer.fit_loop.epoch_loop = made
 
 
 class FitLoop(_FitLoop):
@@ -74,6 +82,8 @@ class EpochLoop(_TrainingEpochLoop):
     """Trains an epoch. Lightning's own code runs instead for a loader whose batches are not yet on the device, a
     profiler, a module with its own step, float16 with a gradient scaler, and a run that resumes at a validation."""
 
+    compiles: bool = False  # the step as a whole
+    _graph: Callable[[Any, int], Tensor] | None = None
     _step: Callable[[Any, int], dict[str, Any]] | None = None
     _hooks: dict[str, list[Callable[..., Any]]]
 
@@ -81,6 +91,10 @@ class EpochLoop(_TrainingEpochLoop):
         """Looks up the hooks and the step, before the first batch of an epoch."""
         super().on_run_start(data_fetcher)
         self._step = self._kind_of_step()
+        if self.compiles:
+            if self._step is None:
+                raise UsageError("--compile step does without Lightning's own loop: leave --trainer.profiler out")
+            self._step = self._compiled_step
         if self._step is not None:
             self.trainer.lightning_module._current_fx_name = "training_step"  # self.log asks where it is called
         self._hooks = {name: self._implemented(name) for name in HOOKS}
@@ -132,6 +146,21 @@ class EpochLoop(_TrainingEpochLoop):
             optimizer.step()
             progress.step.increment_completed()
         return outputs
+
+    def _compiled_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        """Runs a step of torch's optimizer as one graph. The hook before the update is called after it: gradients and
+        learning rates are then still those of the step."""
+        trainer, progress = self.trainer, self.automatic_optimization.optim_progress.optimizer
+        self._zero_grad(batch_idx, [])
+        progress.step.increment_ready()
+        started = time.monotonic()
+        first, self._graph = self._graph is None, self._graph or compiled_step(trainer)
+        loss = self._graph(batch, batch_idx)
+        self._call("on_before_optimizer_step", trainer.optimizers[0])
+        progress.step.increment_completed()
+        if first and trainer.is_global_zero:
+            say(f"compiled the step in {time.monotonic() - started:.0f} s")
+        return {"loss": loss}
 
     def _deepspeed_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """Runs a step of DeepSpeed's engine, which itself accumulates, clips and zeroes the gradients."""

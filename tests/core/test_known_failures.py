@@ -162,6 +162,14 @@ def _build_alone(path: Path, patch: Patch, builder: Any) -> None:
     builder.jit_load(verbose=False)
 
 
+def two_graphs(path: Path, patch: Patch) -> None:
+    def ends_a_graph(tensor: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return tensor + 1
+
+    torch.compile(ends_a_graph, fullgraph=True, backend="eager")(torch.ones(1))
+
+
 PROVOKED: dict[str, tuple[Callable[[Path, Patch], object], str]] = {
     "cpu memory": (lambda path, patch: torch.empty(1 << 60), "the machine's memory is full"),
     "python memory": (lambda path, patch: bytearray(1 << 60), "the machine's memory is full"),
@@ -186,6 +194,7 @@ PROVOKED: dict[str, tuple[Callable[[Path, Patch], object], str]] = {
         lambda path, patch: importlib.import_module("onnx_missing"),
         "the package onnx_missing is not installed",
     ),
+    "two graphs": (two_graphs, "torch cannot compile this training step as one graph"),
     "untrusted": (untrusted_file, "the file holds more than tensors"),
 }
 """What is done, and how its line begins."""

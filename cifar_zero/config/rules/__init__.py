@@ -32,6 +32,8 @@ def check_strategy(run: Run) -> None:
         check_on_cpu(run)
     if config.cuda_graphs:
         strategy.check_cuda_graphs(run)
+    if config.compile == "step":
+        strategy.check_compiled_step(run)
     strategy.check_optimizer(run)
     strategy.check_switches(run)
     strategy.check_model_parallel(run)

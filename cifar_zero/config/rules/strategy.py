@@ -63,6 +63,19 @@ def check_cuda_graphs(run: Run) -> None:
         raise UsageError(f"--cuda_graphs: {strategy} may move the parameters in every step: use --compile")
 
 
+def check_compiled_step(run: Run) -> None:
+    """Refuses --compile step if something must happen within the step, or on a GPU."""
+    config, alone = run.config, "use --compile, which compiles the model alone"
+    if run.spec.family != "baseline" or not run.on_cpu:
+        raise UsageError(f"--compile step is for baseline and ddp on the CPU: {alone}")
+    needed = {"precision": "32-true", "accumulate": 1, "on_nan": "stop", "fast_loop": True}
+    for name, value in needed.items():
+        if getattr(config, name) != value:
+            raise UsageError(f"--compile step needs --{name} {str(value).lower()}, or {alone}")
+    if config.data.loader != "memory":
+        raise UsageError(f"--compile step needs --data.loader memory, or {alone}")
+
+
 def check_model_parallel(run: Run) -> None:
     """Refuses a model that cannot be split over the ranks, and float16 without loss scaling."""
     config, spec, ranks, model = run.config, run.spec, run.ranks_per_model, run.config.model.name

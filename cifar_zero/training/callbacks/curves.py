@@ -91,7 +91,7 @@ class TrainingCurves(AtPoints):
         micro-batch; the last call before the step, with all gradients added up, counts."""
         if not self._interval.is_point(trainer.global_step + 1):
             return
-        self._learning_rate = optimizer.param_groups[0]["lr"]
+        self._learning_rate = float(optimizer.param_groups[0]["lr"])
         self._gradient_norm = norm_before_step(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
