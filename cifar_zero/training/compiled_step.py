@@ -39,6 +39,11 @@ def compiled_step(trainer: Trainer) -> Callable[[Any, int], Tensor]:
         parameter.grad = torch.zeros_like(parameter)
     for group in optimizer.param_groups:
         group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float64)
+        if isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
+            # SGD begins with a copy of the first gradient, which a graph does not make (torch 2.15): gradient and
+            # momentum would be one tensor. It is the same to begin with zeros.
+            for parameter in group["params"]:
+                optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
     optimizer.register_state_dict_post_hook(_with_plain_rates)
     gradients = [parameter.grad for parameter in parameters]
     update: Any = inspect.unwrap(type(optimizer).step)  # without the profiler, at which a graph ends
