@@ -161,12 +161,16 @@ def at_sizes(place: Bench, sizes: list[int]) -> list[Case]:
     """Returns the comparisons of the memory loader with itself at several numbers of images."""
     for size in sizes:
         prepare(DataConfig(source="synthetic", cache=str(place.cache), synthetic_size=size))
-    names = [f"{size:,} images" for size in sizes]
+    names = [f"{size:,}" for size in sizes]
 
     def case(start: str, *flags: str) -> Case:
         epochs = [partial(epoch, place, "memory", "--size", str(size), *flags) for size in sizes]
         ratios = [(name, names[0]) for name in names[1:]]
-        return Case(f"ours, memory, batches of 64, images {start}", dict(zip(names, epochs, strict=True)), ratios)
+        return Case(
+            f"number of images {start}, memory loader, batches of 64, without training",
+            dict(zip(names, epochs, strict=True)),
+            ratios,
+        )
 
     return [case("in memory at the start"), case("on the disk at the start", "--cold")]
 

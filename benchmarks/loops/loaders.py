@@ -56,7 +56,7 @@ if __name__ == "__main__":
     parser.add_argument("loader", choices=["memory", "torch", "torchvision"])
     parser.add_argument("--root", default="", help="a folder with train/ and test/ (default: synthetic images)")
     parser.add_argument("--cache", required=True, help="directory of decoded images")
-    parser.add_argument("--size", type=int, default=DataConfig.synthetic_size, help="number of synthetic images")
+    parser.add_argument("--size", type=int, help="number of synthetic images; also measures the memory")
     parser.add_argument("--cold", action="store_true", help="start with no decoded images in memory")
     options = parser.parse_args()
     if options.cold:
@@ -64,14 +64,16 @@ if __name__ == "__main__":
     started = time.perf_counter()
     source = "folder" if options.root else "synthetic"
     config = DataConfig(source=source, root=options.root, cache=options.cache, val_fraction=0, workers=WORKERS)
-    config = replace(config, synthetic_size=options.size)
+    config = replace(config, synthetic_size=options.size or config.synthetic_size)
     loader = of_torchvision(config) if options.loader == "torchvision" else ours(replace(config, loader=options.loader))
     first, images, epoch_started = 0.0, 0, time.perf_counter()
     while (seconds := time.perf_counter() - epoch_started) < SECONDS:  # 50,000 images take 0.1 s
         for inputs, _ in loader:
             first = first or time.perf_counter() - started
             images += len(inputs)
-    memory = psutil.Process().memory_info()
-    mapped = getattr(memory, "shared", 0)  # not on macOS
     figures = {"images_per_second": images / seconds, "seconds_to_first_batch": first}
-    print(json.dumps({**figures, "own_mb": (memory.rss - mapped) / 1e6, "mapped_mb": mapped / 1e6}))
+    if options.size:
+        memory = psutil.Process().memory_info()
+        mapped = getattr(memory, "shared", 0)  # not on macOS
+        figures |= {"own_mb": (memory.rss - mapped) / 1e6, "mapped_mb": mapped / 1e6}
+    print(json.dumps(figures))
