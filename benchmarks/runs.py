@@ -30,7 +30,7 @@ TAIL_LINES = 15  # lines of output shown of a failed run
 
 NOT_INHERITED = (
     *("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    *("OMP_NUM_THREADS", "MKL_NUM_THREADS"),
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"),
 )
 """Environment variables of this shell that would change a run's ranks or threads."""
 
@@ -51,11 +51,22 @@ class Bench:
         """The directory of decoded images that all runs share."""
         return self.directory / "cache"
 
-    def ours(self, steps: int, *flags: str) -> dict[str, float]:
+    def ours(self, steps: int, *flags: str, extra_env: Mapping[str, str] | None = None) -> dict[str, float]:
         """Runs train.py for `steps` timed steps and returns the figures of its metrics.json."""
         data = ["--data.source", "synthetic", "--data.cache", str(self.cache), "--accelerator", self.accelerator]
         with tempfile.TemporaryDirectory(dir=self.directory) as out:
-            run("train.py", "--devices", "1", *flags, *data, "--bench_steps", str(steps), "--out", out)
+            run(
+                "train.py",
+                "--devices",
+                "1",
+                *flags,
+                *data,
+                "--bench_steps",
+                str(steps),
+                "--out",
+                out,
+                extra_env=extra_env,
+            )
             (file,) = Path(out).glob("*/version_*/metrics.json")
             metrics = json.loads(file.read_text())
         return {figure: metrics[f"perf/{figure}"] for figure in FIGURES}

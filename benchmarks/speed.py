@@ -10,8 +10,11 @@ whole time of commands that train nothing.
 data: the loaders alone, against torchvision's datasets with torch's DataLoader, on synthetic images in memory, and with
 --root on a folder too, which ours decodes once and torchvision's ImageFolder in each epoch. With --sizes: our memory
 loader alone on so many images, which are in memory at the start, or on the disk.
+threads: how long a step's threads spin before they sleep (GOMP_SPINCOUNT), and one thread; alone, and beside a busy
+program on each core.
 """
 
+import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -29,6 +32,9 @@ from cifar_zero.core.hardware import core_count, gpu_count
 from cifar_zero.data import prepare
 
 STEPS = {4: 2000, 64: 500, 512: 100}  # timed steps of `limit` at each batch size
+THREADED = (("net", 32, 200), ("net", 64, 100), ("net", 512, 30), ("resnet18", 32, 4))
+"""Models, batch sizes and timed steps of `threads`. A step of fewer images of Net has one thread."""
+
 IMPORTS = "python -c 'import torch, lightning'"
 
 ANSWERS = {
@@ -181,11 +187,40 @@ def epoch(place: Bench, loader: str, *flags: str) -> Any:
     return last_json(run(*program, *flags, extra_env={"OMP_NUM_THREADS": "1"}))  # as torch sets it in its workers
 
 
+def threads(place: Bench, given: Namespace) -> list[Case]:
+    """Returns the comparisons of how threads wait."""
+    settings = {f"GOMP_SPINCOUNT={count}": {"GOMP_SPINCOUNT": count} for count in ("300000", "10000", "1000", "0")}
+    settings["OMP_NUM_THREADS=1"] = {"OMP_NUM_THREADS": "1"}
+    cases = []
+    for model, batch_size, steps in THREADED:
+        flags = ("--model", model, "--batch_size", str(batch_size))
+        alone = {
+            name: partial(place.ours, given.steps or steps, *flags, extra_env=env) for name, env in settings.items()
+        }
+        beside = {name: partial(beside_others, run) for name, run in alone.items()}
+        ratios = [(name, "GOMP_SPINCOUNT=300000") for name in settings]  # libgomp's default
+        cases.append(Case(f"{model}, batch {batch_size}, alone", alone, ratios))
+        cases.append(Case(f"{model}, batch {batch_size}, beside a busy program on each core", beside, ratios))
+    return cases
+
+
+def beside_others(contender: Callable[[], Any]) -> Any:
+    """Returns the figures of a run beside a busy program on each core."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(core_count())]
+    try:
+        return contender()
+    finally:
+        for program in busy:
+            program.kill()
+            program.wait()
+
+
 CASES: dict[str, tuple[Callable[[Bench, Namespace], list[Case]], tuple[str, ...]]] = {
     "tutorial": (tutorial, ("steps",)),
     "limit": (limit, ("steps",)),
     "deepspeed": (deepspeed, ("steps", "stages", "ranks")),
     "startup": (startup, ()),
+    "threads": (threads, ("steps",)),
     "data": (data, ("root", "sizes")),
 }
 """The comparisons by name, with their options."""
