@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cifar_zero.config import command_line
+from cifar_zero.config.rules import devices
 from cifar_zero.config.run import Run
 from cifar_zero.core.errors import UsageError
 from cifar_zero.launch import heartbeat
@@ -303,3 +304,11 @@ def test_what_the_gpu_tests_train_is_not_refused(monkeypatch: pytest.MonkeyPatch
     for run in test_on_gpu.RUNS:
         config = resolve(command_line.parse([*test_on_gpu.flags_of(*run), "--data.source", "digits"])).config
         assert config.accelerator == "gpu"
+
+
+def test_torch_2_11_cannot_split_layers(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(devices, "version", {"torch": "2.11.0+cpu"}.__getitem__)
+    split = "--model vit_small --devices 2 --accelerator cpu --strategy"
+    for flags in (f"{split} tensor_parallel", f"{split} fsdp2 --tensor_parallel_size 2"):
+        assert "splits layers, which torch 2.11.0+cpu cannot: update torch" in refused(flags)
+    resolve(command_line.parse(f"{split} fsdp2".split()))

@@ -4,7 +4,10 @@ import ctypes.util
 import importlib.util
 import os
 import shutil
+from importlib.metadata import version
 from pathlib import Path
+
+from packaging.version import Version
 
 from cifar_zero.config.run import Run
 from cifar_zero.core.errors import UsageError
@@ -35,6 +38,10 @@ def check_here(run: Run) -> None:
         raise UsageError(f"--devices {devices}: a CPU rank takes about 1 GB, and this computer has memory for {fit}")
     if optimizer == "adam8bit" and importlib.util.find_spec("bitsandbytes") is None:
         raise UsageError("--optimizer adam8bit needs bitsandbytes: pip install bitsandbytes, or use --optimizer adam")
+    if spec.size == "tensor_parallel_size" and run.ranks_per_model > 1 and Version(version("torch")) < Version("2.12"):
+        raise UsageError(
+            f"{run.config.strategy_name} splits layers, which torch {version('torch')} cannot: update torch"
+        )
     for name in ("wandb", "mlflow"):
         if name in run.config.logger and importlib.util.find_spec(name) is None:
             raise UsageError(f"--logger {name} needs the package: pip install {name}")
