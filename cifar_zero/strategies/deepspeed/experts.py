@@ -110,21 +110,17 @@ def parameter_groups(model: nn.Module, groups: list[dict[str, Any]]) -> list[dic
 
 
 def fix_clipping(engine: Any) -> None:
-    """Makes stage 0 clip by the norm of the averaged gradients, and over all experts.
+    """Makes stage 0 clip by the norm over all experts.
 
-    In float32 DeepSpeed 0.19.8 averages the norms of the ranks. Without experts they are equal, and a step waits for a
-    message more than under DDP. With experts it uses the mean of different norms (DeepSpeed issue 8475); in a lower
-    precision, without its fused Adam, it ignores the experts (DeepSpeed pull request 8613). Can be removed with a
-    release that fixes them. Stages 1 and 2 are correct.
+    In float32 DeepSpeed 0.19.8 uses the mean of the norms of the ranks, which have different experts (DeepSpeed issue
+    8475); in a lower precision, without its fused Adam, it ignores the experts (DeepSpeed pull request 8613). Can be
+    removed with a release that fixes both. Stages 1 and 2 are correct.
     """
-    limit, parameters = engine.gradient_clipping(), [*engine.module.parameters()]
-    if engine.zero_optimization() or not limit:
-        return
-    if not engine.has_moe_layers:
-        engine.clip_fp32_gradients = lambda: torch.nn.utils.clip_grad_norm_(parameters, limit)
+    limit = engine.gradient_clipping()
+    if not engine.has_moe_layers or engine.zero_optimization() or not limit:
         return
 
-    engine.clip_fp32_gradients = lambda: clip_by_global_norm(parameters, limit)
+    engine.clip_fp32_gradients = lambda: clip_by_global_norm([*engine.module.parameters()], limit)
     if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         optimizer: Any = engine.optimizer
         theirs = optimizer.unscale_and_clip_grads
