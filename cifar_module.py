@@ -65,7 +65,7 @@ class CIFARModule(LightningModule):
             lay_channels_last(self.net, self._trainer.strategy)
         if config.activation_checkpointing:
             checkpoint_blocks(self.net)
-        if config.compile is True or config.cuda_graphs:
+        if config.compile != "step" and (config.compile or config.cuda_graphs):
             # dynamic=False: a micro-batch has one size, an evaluation batch another, and both are known.
             self.net.compile(dynamic=False, mode="reduce-overhead" if config.cuda_graphs else None)
 

@@ -81,7 +81,8 @@ def cells(place: Place) -> Iterator[Cell]:
         case = speed.at_stage(place.bench, stage, 1, 300 if place.on_gpu else 20)
         for name, contender in case.contenders.items():
             yield Cell("DeepSpeedExamples' recipe", f"ZeRO {stage}, {name}", 240, partial(rates, contender))
-    for name, more in {"eager": [], "compiled": ["--compile"]}.items():
+    graph = ["--compile", "step", *["--cuda_graphs"] * place.on_gpu]
+    for name, more in {"eager": [], "compiled": ["--compile"], "one graph per step": graph}.items():
         yield Cell("speed record", name, 400, partial(record, more))
     for strategy in LARGEST:
         yield Cell("largest model", strategy, 400, partial(largest, strategy))

@@ -82,7 +82,7 @@ class DeviceConfig:
 
     compile: bool | Literal["step"] = False
     """Compile the model with torch.compile. step: the whole training step, from the images to the new weights, as one
-    graph; faster for small models in small batches (baseline and ddp, float32)."""
+    graph; faster for small models in small batches (baseline and ddp). With --cuda_graphs a GPU replays it."""
 
     channels_last: bool = False
     """Use the channels_last memory format on a GPU too; faster for convolutions in half precision."""

@@ -6,12 +6,19 @@ import sys
 from importlib import import_module
 from typing import Any, NoReturn
 
+SPINS = "10000"
+"""How often a thread of a parallel loop looks for the others before it sleeps: libgomp's GOMP_SPINCOUNT, which it reads
+when torch is imported. Its default, 300,000, keeps a core from the thread that the others wait for while another program
+runs: Net's steps were half as fast. A smaller number costs more on an idle machine (docs/performance.md)."""
+
 expected = False  # whether `exits.guarded` is there to catch a KeyboardInterrupt
 
 
 def start(module: str, *arguments: Any) -> NoReturn:
     """Imports a module, runs its `main` with these arguments as `exits.guarded` does, and ends the process."""
     install()
+    if "OMP_WAIT_POLICY" not in os.environ:  # the user's choice, which has its own number
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     from cifar_zero.core.exits import guarded
 
     sys.exit(guarded(lambda: import_module(module).main(*arguments)))

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from cifar_zero.training.callbacks.progress import Progress
 from cifar_zero.training.callbacks.stop import EarlyStop, Interrupt
 from cifar_zero.training.callbacks.summary import Effective
 from cifar_zero.training.callbacks.throughput import Throughput
+from cifar_zero.training.compiled_step import compiled_step
 
 
 def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None = None, elements: int = 0) -> Trainer:
@@ -75,7 +77,8 @@ def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None
         made = Trainer(**{**options, **config.trainer})
     except Exception as error:  # of several types, such as MisconfigurationException
         raise UsageError(f"Lightning's Trainer refuses an option of --trainer: {error}") from error
-    fast_loop.install(made, config.fast_loop, config.compile == "step")
+    compile_step = partial(compiled_step, cuda_graph=config.cuda_graphs) if config.compile == "step" else None
+    fast_loop.install(made, config.fast_loop, compile_step)
     return made
 
 

@@ -11,34 +11,38 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import (
     Tensor,
     _foreach_copy_,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-OPTIONS: dict[str, Any] = {
+SAME_RANDOM_NUMBERS = {"fallback_random": True}  # as in an uncompiled step, for dropout
+ON_CPU: dict[str, Any] = {
     "cpp_wrapper": True,  # a step of Net for 4 images calls the kernels from C++ in 0.05 ms less
     # Otherwise the convolutions take images and filters in the channels_last format, for which torch's own ones, used
     # for the smallest batches, take twice as long (data/augment.py, memory_format).
     "layout_optimization": False,
-    "fallback_random": True,  # the same random numbers as an uncompiled step, for dropout
 }
 """Options of inductor, torch.compile's code generator (torch 2.15)."""
 
 
-def compiled_step(trainer: Trainer) -> Callable[[Any, int], Tensor]:
+def compiled_step(trainer: Trainer, cuda_graph: bool = False) -> Callable[[Any, int], Tensor]:
     """Returns a function that takes a batch and its index, trains and returns the loss, detached. It compiles in the
-    first call.
+    first call. With `cuda_graph` a GPU replays the whole step as one CUDA graph.
 
     After a call each parameter's `grad` is its gradient before clipping. The learning rates of the optimizer become
     tensors, which a schedule can change without another compilation.
     """
     module, optimizer, clip = trainer.lightning_module, trainer.optimizers[0], trainer.gradient_clip_val
+    device, mixed = trainer.strategy.root_device, isinstance(trainer.precision_plugin, MixedPrecision)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     for group in optimizer.param_groups:
-        group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float64)
+        # torch's fused updates on CUDA read it as float32.
+        rate_type = torch.float64 if device.type == "cpu" else torch.float32
+        group["lr"] = torch.as_tensor(group["lr"], dtype=rate_type, device=device)
         if isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
             # SGD begins with a copy of the first gradient, which a graph does not make (torch 2.15): gradient and
             # momentum would be one tensor. It is the same to begin with zeros.
@@ -49,7 +53,8 @@ def compiled_step(trainer: Trainer) -> Callable[[Any, int], Tensor]:
     update: Any = inspect.unwrap(type(optimizer).step)  # without the profiler, at which a graph ends
 
     def step(batch: Any, batch_idx: int) -> Tensor:
-        loss: Any = module.training_step(batch, batch_idx)
+        with torch.autocast(device.type, torch.bfloat16, enabled=mixed, cache_enabled=False):
+            loss: Any = module.training_step(batch, batch_idx)
         new = torch.autograd.grad(loss, parameters)
         with torch.no_grad():
             if trainer.world_size > 1:
@@ -66,7 +71,10 @@ def compiled_step(trainer: Trainer) -> Callable[[Any, int], Tensor]:
         return loss.detach()
 
     torch._dynamo.config.trace_autograd_ops = True  # lets torch.autograd.grad be part of a graph
-    return torch.compile(step, fullgraph=True, dynamic=False, options=OPTIONS)
+    options = ON_CPU if device.type == "cpu" else {"triton.cudagraphs": cuda_graph}
+    compiled = torch.compile(step, fullgraph=True, dynamic=False, options={**options, **SAME_RANDOM_NUMBERS})
+    # The next replay overwrites what a CUDA graph returns.
+    return (lambda *batch: compiled(*batch).clone()) if cuda_graph else compiled
 
 
 def _with_plain_rates(optimizer: Any, state: dict[str, Any]) -> None:

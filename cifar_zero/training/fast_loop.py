@@ -23,7 +23,6 @@ from torch import Tensor
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import UsageError
 from cifar_zero.data.memory_loader import MemoryLoader
-from cifar_zero.training.compiled_step import compiled_step
 
 HOOKS = (
     "on_train_batch_start",
@@ -43,15 +42,15 @@ STEP_METHODS = (
 """A module that overrides one of these is trained by Lightning's own loop."""
 
 
-def install(trainer: Trainer, fast: bool = True, compiled: bool = False) -> None:
+def install(trainer: Trainer, fast: bool = True, compile_step: Callable[[Trainer], Any] | None = None) -> None:
     """Replaces the loops of a trainer, before `fit`: by `EpochLoop`, or unless `fast` by Lightning's own epoch loop.
-    `compiled` compiles the steps of an `EpochLoop` as a whole (compiled_step.py)."""
+    `compile_step` makes the step of an `EpochLoop`, see compiled_step.py."""
     theirs = trainer.fit_loop
     trainer.fit_loop = FitLoop(trainer, theirs.min_epochs, theirs.max_epochs)
     loop = EpochLoop if fast else _TrainingEpochLoop
     made = loop(trainer, theirs.epoch_loop.min_steps, theirs.epoch_loop.max_steps)
     if isinstance(made, EpochLoop):
-        made.compiles = compiled
+        made.compile_step = compile_step
     trainer.fit_loop.epoch_loop = made
 
 
@@ -82,7 +81,7 @@ class EpochLoop(_TrainingEpochLoop):
     """Trains an epoch. Lightning's own code runs instead for a loader whose batches are not yet on the device, a
     profiler, a module with its own step, float16 with a gradient scaler, and a run that resumes at a validation."""
 
-    compiles: bool = False  # the step as a whole
+    compile_step: Callable[[Trainer], Any] | None = None  # compiles the step as a whole
     _graph: Callable[[Any, int], Tensor] | None = None
     _step: Callable[[Any, int], dict[str, Any]] | None = None
     _hooks: dict[str, list[Callable[..., Any]]]
@@ -91,7 +90,7 @@ class EpochLoop(_TrainingEpochLoop):
         """Looks up the hooks and the step, before the first batch of an epoch."""
         super().on_run_start(data_fetcher)
         self._step = self._kind_of_step()
-        if self.compiles:
+        if self.compile_step is not None:
             if self._step is None:
                 raise UsageError("--compile step does without Lightning's own loop: leave --trainer.profiler out")
             self._step = self._compiled_step
@@ -154,7 +153,7 @@ class EpochLoop(_TrainingEpochLoop):
         self._zero_grad(batch_idx, [])
         progress.step.increment_ready()
         started = time.monotonic()
-        first, self._graph = self._graph is None, self._graph or compiled_step(trainer)
+        first, self._graph = self._graph is None, self._graph or self.compile_step(trainer)
         loss = self._graph(batch, batch_idx)
         self._call("on_before_optimizer_step", trainer.optimizers[0])
         progress.step.increment_completed()

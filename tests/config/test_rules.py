@@ -37,7 +37,7 @@ def refused(flags: str) -> str:
         ("--optimizer muon_sgd --schedule range_test", "--schedule range_test gives all groups"),
         ("--optimizer muon_sgd --optimizer.first_bias_share 0.5", "add --schedule linear"),
         ("--model speednet --init he", "leave --init he out"),
-        ("--compile step --strategy deepspeed_stage_2", "--compile step is for baseline and ddp on the CPU"),
+        ("--compile step --strategy deepspeed_stage_2", "--compile step is for baseline and ddp: use --compile"),
         ("--compile step --accumulate 2", "needs --accumulate 1, or use --compile, which compiles the model alone"),
         ("--augment.low_resolution 24 --augment.low_epochs 1", "--model net takes images of 32 x 32 pixels only"),
         ("--augment.low_resolution 24 --augment.low_epochs 1 --model vit_tiny", "use speednet or resnet18"),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from cifar_zero.core import exits, interrupt
-from tests.support.helpers import run_program
+from tests.support.helpers import ROOT, run_program
 
 DURING_IMPORT = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(5)"
 
@@ -52,3 +54,16 @@ def test_where_ctrl_c_is_ignored_it_stays_so(signal_handlers: None):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupt.install()
     assert signal.getsignal(signal.SIGINT) is interrupt.interrupt
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [({}, interrupt.SPINS), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)],
+)
+def test_threads_soon_sleep_unless_the_user_says_otherwise(given: dict[str, str], spins: str | None, tmp_path: Path):
+    (tmp_path / "asked.py").write_text("import os\n\n\ndef main():\n    print(os.environ.get('GOMP_SPINCOUNT'))\n")
+    known = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    environment = {**known, **given, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-c", "from cifar_zero.core.interrupt import start; start('asked')"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == str(spins), done.stderr

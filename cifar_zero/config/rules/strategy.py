@@ -64,11 +64,13 @@ def check_cuda_graphs(run: Run) -> None:
 
 
 def check_compiled_step(run: Run) -> None:
-    """Refuses --compile step if something must happen within the step, or on a GPU."""
+    """Refuses --compile step if something must happen within the step."""
     config, alone = run.config, "use --compile, which compiles the model alone"
-    if run.spec.family != "baseline" or not run.on_cpu:
-        raise UsageError(f"--compile step is for baseline and ddp on the CPU: {alone}")
-    needed = {"precision": "32-true", "accumulate": 1, "on_nan": "stop", "fast_loop": True}
+    if run.spec.family != "baseline":
+        raise UsageError(f"--compile step is for baseline and ddp: {alone}")
+    if config.precision not in ("32-true", "bf16-mixed"):
+        raise UsageError(f"--compile step needs --precision 32-true or bf16-mixed, or {alone}")
+    needed = {"accumulate": 1, "on_nan": "stop", "fast_loop": True}
     for name, value in needed.items():
         if getattr(config, name) != value:
             raise UsageError(f"--compile step needs --{name} {str(value).lower()}, or {alone}")
