@@ -51,9 +51,9 @@ LOGGERS = (
 )
 
 
-def say(message: str) -> None:
-    """Prints one line."""
-    print(message, file=sys.stderr, flush=True)
+def say(message: str, *details: str) -> None:
+    """Prints one line, and the details below it, indented."""
+    print(message, *details, sep="\n  ", file=sys.stderr, flush=True)
 
 
 def quieten() -> None:

@@ -6,7 +6,6 @@ A launcher starts it on every node, as it will start the run. Each rank runs `ex
 import json
 import os
 import socket
-import sys
 import threading
 import time
 from collections import Counter
@@ -20,6 +19,7 @@ from torch.cuda import nccl
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from cifar_zero import models
+from cifar_zero.core.console import say
 from cifar_zero.core.errors import short
 from cifar_zero.core.hardware import cpu_name
 from cifar_zero.core.programs import command
@@ -134,8 +134,7 @@ class Watchdog:
 
     def _give_up(self, step: str) -> None:
         if rank_environment.local_rank() == 0:
-            print(f"error: {step} took longer than {self._seconds:g} s: {self._missing(step)}", file=sys.stderr)
-            sys.stderr.flush()
+            say(f"error: {step} took longer than {self._seconds:g} s: {self._missing(step)}")
         os._exit(1)
 
     def _missing(self, step: str) -> str:

@@ -4,7 +4,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import IO
 
 import psutil
 
+from cifar_zero.core.console import say
 from cifar_zero.core.errors import Stopped, UsageError
 from cifar_zero.launch import heartbeat
 
@@ -85,7 +85,7 @@ def supervise(ranks: Sequence[Rank], board: heartbeat.Board, received: Sequence[
         raise Stopped(signal.SIGINT, "the second one ended the ranks before they saved a checkpoint")
     if killed:
         names = ", ".join(f"rank {rank.number}" for rank in killed)
-        _say(f"error: {names} did not end on request and had to be killed")
+        say(f"error: {names} did not end on request and had to be killed")
         return 1
     return next((code for rank in ranks if (code := _code(rank, received))), 0)
 
@@ -131,7 +131,7 @@ def _report_failure(rank: Rank) -> int:
     if rank.number > 0 or code < 0:
         how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
         tail = _tail(rank)
-        _say(f"error: rank {rank.number} ended with {how}" + "; its last lines:" * bool(tail), *tail)
+        say(f"error: rank {rank.number} ended with {how}" + "; its last lines:" * bool(tail), *tail)
     return code if code > 0 else 1
 
 
@@ -142,13 +142,13 @@ def _report_hang(hang: str, ranks: Sequence[Rank], board: heartbeat.Board, stopp
         if rank.number not in stopped and beats[rank.number].state != heartbeat.ABSENT:  # no handler: it would die
             rank.process.send_signal(heartbeat.STACK_SIGNAL)
     time.sleep(0.5)  # for the ranks to write their stacks
-    _say(f"error: {hang}")
+    say(f"error: {hang}")
     for rank in ranks:
-        _say(f"rank {rank.number}: {beats[rank.number].batches} batches done")
+        say(f"rank {rank.number}: {beats[rank.number].batches} batches done")
         if stack := _lines(rank.stack)[:17]:  # a title and 16 lines, the innermost call first
-            _say(*stack)
+            say(*stack)
         if tail := _tail(rank):
-            _say(f"rank {rank.number}'s last lines:", *tail)
+            say(f"rank {rank.number}'s last lines:", *tail)
 
 
 def _tail(rank: Rank) -> list[str]:
@@ -160,7 +160,3 @@ def _lines(file: IO[bytes]) -> list[str]:
     start = max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES)
     text = os.pread(file.fileno(), TAIL_BYTES, start).decode(errors="replace")
     return [line.rstrip() for line in text.splitlines() if line.strip()]
-
-
-def _say(title: str, *lines: str) -> None:
-    print(title, *lines, sep="\n  ", file=sys.stderr, flush=True)
