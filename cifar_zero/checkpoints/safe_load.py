@@ -1,6 +1,6 @@
 """Reads files of torch.save that may be damaged, or made to run code. Imports torch only to load."""
 
-import importlib
+import pkgutil
 import zipfile
 import zlib
 from pathlib import Path
@@ -9,9 +9,9 @@ from typing import Any
 from cifar_zero.core.errors import UsageError, short
 
 HARMLESS = (
-    ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
-    ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
-    ("deepspeed.utils.tensor_fragment", "fragment_address"),
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.utils.tensor_fragment.fragment_address",
 )
 """Classes that only hold data, which DeepSpeed (0.19.8) puts into its checkpoints."""
 
@@ -28,14 +28,11 @@ def load(file: Path, trust: bool = False, verify: bool = True, device: str = "cp
     check_records(file, verify)
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-        unknown = sorted(set(names) - {f"{module}.{name}" for module, name in HARMLESS})
+        unknown = sorted(set(names).difference(HARMLESS))
         if unknown and not trust:
             wanted = ", ".join(unknown[:3])
             raise UsageError(f"{file} loads {wanted}, which could run any code: add --trust if you know who wrote it")
-        harmless = [
-            getattr(importlib.import_module(module), name) for module, name in HARMLESS if f"{module}.{name}" in names
-        ]
-        with torch.serialization.safe_globals(harmless):
+        with torch.serialization.safe_globals([pkgutil.resolve_name(name) for name in HARMLESS if name in names]):
             return torch.load(file, map_location=device, mmap=device == "meta", weights_only=not trust)
     except UsageError:
         raise
