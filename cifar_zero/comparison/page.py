@@ -20,12 +20,8 @@ from cifar_zero.comparison import report
 from cifar_zero.comparison.agreement import Pair
 from cifar_zero.comparison.result import Comparison, Curve, Variant
 
-TEMPLATE = Path(__file__).with_name("report.html.j2")
-
 STYLE: dict[Any, Any] = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "text.parse_math": False}
 """matplotlib's options for the plots; a $ in a name stays a $."""
-
-DPI = 120  # resolution of the plots, which are 1,200 pixels wide: legible on high-density screens, and a page of 250 kB
 
 REFERENCE: dict[str, Any] = {"color": "black", "alpha": 0.2, "linewidth": 7}
 """How the reference's curve is drawn, under the others."""
@@ -47,7 +43,7 @@ def write_page(comparison: Comparison, folder: Path) -> None:
         plots: dict[str, str] = {}
         for name, figure in drawn.items():
             if figure is not None:
-                figure.savefig(folder / name, dpi=DPI)
+                figure.savefig(folder / name, dpi=120)  # legible on high-density screens, in a page of 250 kB
                 plots[name] = base64.b64encode((folder / name).read_bytes()).decode()
     sections = (
         ("Loss", "losses.png", {}, ""),
@@ -56,9 +52,8 @@ def write_page(comparison: Comparison, folder: Path) -> None:
         ("Memory of the fullest rank", "", report.figures(comparison, report.MEMORY), report.on_memory(comparison)),
         ("Settings in effect", "", report.settings(comparison) if plots else None, ""),
     )
-    template = Template(
-        TEMPLATE.read_text(), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    text = Path(__file__).with_name("report.html.j2").read_text()
+    template = Template(text, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     page = template.render(comparison=comparison, sections=sections, plots=plots, zip=zip)
     (folder / "report.html").write_text(page, encoding="utf-8")
 

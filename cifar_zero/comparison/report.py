@@ -17,7 +17,6 @@ from cifar_zero.comparison.result import Comparison, Spread
 from cifar_zero.reports.summary import IN_EFFECT, curves, write_json
 
 SCHEMA = 1  # version of comparison.json: keys may be added, but none changes its meaning
-LOG_WIDTH = 160  # characters per line if the output is not a terminal
 
 NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML 1.0 forbids, such as the control characters of colours in a log."""
@@ -174,7 +173,7 @@ def show_by_strategy(comparison: Comparison, folder: Path) -> None:
 
 
 def _console() -> Console:
-    return Console(highlight=False, width=None if Console().is_terminal else LOG_WIDTH)
+    return Console(highlight=False, width=None if Console().is_terminal else 160)
 
 
 def _show_end(comparison: Comparison, causes: Sequence[str], folder: Path, console: Console) -> None:

@@ -25,11 +25,6 @@ from cifar_zero.training.resolve import of_machine
 RECIPE = ("dataset", "model", "optimizer", "schedule", "precision", "batch_size", "epochs", "max_steps")
 """Shared settings at the top of a report."""
 
-SATURATION = (
-    "From step {step:,} on rounding alone may change the losses by more than a tenth: only the steps before are "
-    "judged. After it, only a loss that is off by more than the largest loss so far counts."
-)
-
 Weights = Mapping[str, Tensor]  # tensors by the names of the plain model's state_dict, including buffers
 
 Perturb = Callable[[set[int]], list[Run]]
@@ -54,8 +49,8 @@ def summarize(variants: Sequence[Variant], perturb: Perturb, command: str, trust
         differences=found,
     )
     for run in reference.runs[:1]:
-        comparison.machine |= {"device": run.metrics["device_name"], **run.metrics["versions"]}
-        comparison.machine["commit"] = run.metrics["git_commit"]
+        about = run.metrics
+        comparison.machine = {"device": about["device_name"], **about["versions"], "commit": about["git_commit"]}
     for variant in variants:
         variant.figures = _figures(variant.runs)
         fallbacks = dict.fromkeys(run.metrics[FALLBACK] for run in variant.runs if run.metrics.get(FALLBACK))
@@ -180,7 +175,10 @@ def _explain(comparison: Comparison, bounds: Sequence[tuple[Pair, Bound]]) -> No
         return
     comparison.rounding = Curve(steps, [limits[step] for step in steps])
     if end < math.inf:
-        comparison.notes.append(SATURATION.format(step=end))
+        comparison.notes.append(
+            f"From step {end:,} on rounding alone may change the losses by more than a tenth: only the steps before "
+            "are judged. After it, only a loss that is off by more than the largest loss so far counts."
+        )
 
 
 def _figures(runs: Sequence[Run]) -> dict[str, Spread]:

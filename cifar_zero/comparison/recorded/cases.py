@@ -52,8 +52,6 @@ WITHOUT = ("baseline", "fsdp", "tensor_parallel", "pipeline")
 
 QUICK_RECIPES = 2  # recipes of --quick: the first ones, which cover the most
 
-CPU_RANKS = 2
-
 RECIPE = {"steps": str(STEPS), "batch_size": str(BATCH), "images": f"{IMAGES} of noise, learnt by heart"}
 """What all cases share, for the report."""
 
@@ -92,7 +90,7 @@ class Case:
 
 def all_ranks() -> int:
     """Returns the number of ranks of a comparison unless one is given: one on each GPU, or two on the CPU."""
-    return gpu_count() or CPU_RANKS
+    return gpu_count() or 2
 
 
 def plan_cases(strategies: Sequence[str], ranks: int, quick: bool, seeds: int = 1) -> list[Case]:

@@ -92,9 +92,8 @@ def first_fault(ours: Record, reference: Record, drifted: Sequence[Record], prec
             same = [each for each in beyond if each[0].name.split()[0] == kind]
             worst, bound = max(same, key=lambda each: each[0].difference / each[0].size if each[0].size else math.inf)
             gradients = (record.gradients[step - 1] for record in (ours, reference))
-            return Finding(
-                step, worst, bound, len(same) - 1, gradient_pattern(*gradients) if kind == "gradient" else ""
-            )
+            pattern = gradient_pattern(*gradients) if kind == "gradient" else ""
+            return Finding(step, worst, bound, len(same) - 1, pattern)
     return None
 
 

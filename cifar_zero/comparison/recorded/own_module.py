@@ -55,9 +55,11 @@ def plan(strategies: Sequence[str], ranks: int, accumulate: Sequence[str], flags
             raise UsageError(
                 f"--{flag} is not for --module: give it to your code (--module.X, --datamodule.X); {meant}"
             )
-    for part in PARTS:
-        _instance(part, of_user, build=False)
-    if "--datamodule" not in of_user and not _has_loader(of_user[of_user.index("--module") + 1]):
+    from lightning.pytorch import LightningModule
+
+    module, datamodule = (_instance(part, of_user, build=False) for part in PARTS)
+    theirs = getattr(module, "train_dataloader", None)
+    if datamodule is None and theirs is LightningModule.train_dataloader:
         raise UsageError("--module has no train_dataloader: name its data with --datamodule FILE.py:NAME")
     given = {flag.split("=")[0] for flag in ours}
     precision = "32-true" if "--precision" not in given else command_line.parse(ours).precision
@@ -163,8 +165,8 @@ def _training(flags: Sequence[str]) -> list[str]:
 
 
 def _instance(part: str, flags: Sequence[str], build: bool = True) -> Any:
-    """Returns the user's module or data, with the arguments of its flags, as LightningCLI does; None without one, or
-    unless `build`: then the flags are only checked."""
+    """Returns the user's module or data, with the arguments of its flags, as LightningCLI does; None without one. Not
+    to `build` it only checks the flags, and returns the class or function that they name."""
     from jsonargparse import ArgumentError, ArgumentParser
 
     mine, _ = command_line.split(flags, rf"--{part}([.=]|$)")
@@ -179,15 +181,7 @@ def _instance(part: str, flags: Sequence[str], build: bool = True) -> Any:
         parsed = parser.parse_args(mine)
     except (ArgumentError, TypeError, ValueError) as error:
         raise UsageError(one_line(error)) from error
-    return parser.instantiate_classes(parsed)[part] if build else None
-
-
-def _has_loader(name: str) -> bool:
-    """Whether a user's module may have a training loader of its own."""
-    from lightning.pytorch import LightningModule
-
-    user_class = user_code.load(name, "--module")
-    return getattr(user_class, "train_dataloader", None) is not LightningModule.train_dataloader
+    return parser.instantiate_classes(parsed)[part] if build else user_class
 
 
 def _name_of(user_class: type) -> str:

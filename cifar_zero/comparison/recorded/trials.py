@@ -21,8 +21,6 @@ from cifar_zero.reports.summary import REPOSITORY, git_commit, versions
 from cifar_zero.training import run_process
 from cifar_zero.training.resolve import warn_of_few_cores
 
-POLL_SECONDS = 0.2
-
 
 def try_all(
     cases: Sequence[Case], folder: Path, program: Sequence[str], command: str, title: str, recipe: Mapping[str, str]
@@ -86,7 +84,7 @@ def _train(
                 elif ended:
                     errors[todo[0]] = run_process.failure(log, child.returncode)
                 else:
-                    time.sleep(POLL_SECONDS)
+                    time.sleep(run_process.POLL_SECONDS)
         finally:
             run_process.end([child])
         judged = [case for case in cases if not errors.keys() & {*case.jobs}]
