@@ -24,9 +24,6 @@ matplotlib's standard cycle has ten colours."""
 
 GRID = np.linspace(0, 1, 501)  # abscissae at which the curves are drawn and their mean is taken
 
-SIZE, WITH_LEGEND = (6.4, 4.8), (7.6, 4.8)
-"""Inches of a figure: matplotlib's default, and with room for the names of the classes next to it."""
-
 POINTS = 2000  # most points of a learning rate's curve: more than a figure has pixels
 
 MISTAKE_ROWS, MISTAKE_COLUMNS = 4, 6  # rows and columns of the grid of mistakes
@@ -161,7 +158,7 @@ def calibration_figure(totals: NDArray[np.float64], error: float) -> Figure:
     filled, width = images > 0, 1 / len(totals)
     centres = (np.flatnonzero(filled) + 0.5) * width
     accuracy, mean_confidence = right[filled] / images[filled], confidence[filled] / images[filled]
-    figure = Figure(figsize=SIZE, layout="constrained")
+    figure = Figure(layout="constrained")
     axes, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     bars = {"width": width, "edgecolor": "black", "linewidth": 0.6}
     axes.bar(centres, accuracy, color="tab:blue", label="accuracy", **bars)
@@ -183,7 +180,7 @@ def _class_curves(
     curves: Sequence[Curve], figures: NDArray[np.float64], class_names: Sequence[str], title: str
 ) -> tuple[Figure, Axes]:
     """Draws the curves, each with rising abscissae, of the classes with a figure, and their mean."""
-    figure = Figure(figsize=WITH_LEGEND, layout="constrained")
+    figure = Figure(figsize=(7.6, 4.8), layout="constrained")  # with room for the names of the classes
     axes = figure.add_subplot(xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))
     axes.set_title(title, fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)

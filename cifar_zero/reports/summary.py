@@ -84,7 +84,7 @@ def git_commit(folder: Path = REPOSITORY) -> str | None:
         return None
 
 
-def write_json(file: Path, values: Mapping[str, Any]) -> None:
+def write_json(file: Path, values: Mapping[str, Any] | list[Any]) -> None:
     """Writes a JSON file, whole or not at all; NaN and infinities, which JSON lacks, become null."""
     text = json.dumps(_finite(values), indent=2, allow_nan=False, ensure_ascii=False)
     atomic.staged(file).write_text(text + "\n")

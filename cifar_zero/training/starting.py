@@ -1,6 +1,5 @@
 """The start of a run on all ranks: its checkpoint or weights, its folder, and what the nodes must agree on."""
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -15,7 +14,6 @@ from cifar_zero.checkpoints.resume import check_same_run, checkpoint_to_resume, 
 from cifar_zero.config import command_line, ds_config
 from cifar_zero.config.flags import SourceName
 from cifar_zero.config.run import Run
-from cifar_zero.core import atomic
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.programs import command
@@ -23,6 +21,7 @@ from cifar_zero.launch.collectives import by_rank_0, ranks_on_another_disk
 from cifar_zero.launch.rendezvous import Place
 from cifar_zero.models import MODELS, External
 from cifar_zero.models.external import pretrained
+from cifar_zero.reports.summary import write_json
 from cifar_zero.training.resolve import rank_0_decides, with_checkpoint
 
 
@@ -111,9 +110,7 @@ def record_places(run: Run, places: Sequence[Place], run_dir: Path | None) -> No
     if not rank_0_decides(run.config):
         return
     if run_dir is not None:
-        file = run_dir / run_folder.RANKS
-        atomic.staged(file).write_text(json.dumps([asdict(place) for place in places], indent=1) + "\n")
-        atomic.put_in_place(file)
+        write_json(run_dir / run_folder.RANKS, [asdict(place) for place in places])
     if hosts := sorted({places[rank].host for rank in ranks_on_another_disk(run_dir)}):
         raise UsageError(
             f"--out {run.config.out}: {', '.join(hosts)} cannot see what {places[0].host} writes there: name a "
