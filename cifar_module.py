@@ -80,14 +80,10 @@ class CIFARModule(LightningModule):
         images = images.to(self.trainer.strategy.root_device)
         return compute(normalize(images, self.inputs))
 
-    def on_fit_start(self) -> None:
-        """Looks up the gates of the model as the strategy has made it."""
+    def on_train_start(self) -> None:
+        """Looks up the gates of the model as the strategy has made it; keeps the statistics of frozen batch norms."""
         assert self.net is not None
         self.gates = gates(self.net)
-
-    def on_train_start(self) -> None:
-        """Keeps the statistics of frozen batch norms."""
-        assert self.net is not None
         rest_statistics(self.net)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -236,13 +232,9 @@ class StepSchedule(LRScheduler):
 
     def get_lr(self) -> list[float]:
         """Returns the learning rate of each parameter group at the coming step."""
-        rates = []
-        for group, base_lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
-            # optimizers/groups.py: a group may go through the whole schedule in a share of the training.
-            share = group.get("schedule_share", 1)
-            step = self.last_epoch if share == 1 else self.last_epoch / share
-            rates.append(self.schedule.rate(step, float(base_lr)))
-        return rates
+        # optimizers/groups.py: a group may go through the whole schedule in a share of the training.
+        steps = [self.last_epoch / group.get("schedule_share", 1) for group in self.optimizer.param_groups]
+        return [self.schedule.rate(step, float(lr)) for step, lr in zip(steps, self.base_lrs, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns only the step: the formula is in the configuration, and the groups are the strategy's."""
