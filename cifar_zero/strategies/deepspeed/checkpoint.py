@@ -1,7 +1,6 @@
 """Writes and reads the files of DeepSpeed's checkpoints, and restores an engine from a checkpoint of another shape."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +108,13 @@ def _groups(engine: Any) -> Iterator[tuple[list[Parameter], Tensor, Shard]]:
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     if stage == 3:
         for group, target in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
-            yield group, target, partial(_cuts, group)
+            yield group, target, lambda wholes, group=group: torch.cat([*map(cut, wholes, group)])
     elif stage:
         for number, group in enumerate(optimizer.round_robin_bit16_groups):
             target = optimizer.single_partition_of_fp32_groups[number]
-            rank = deepspeed.comm.get_rank(group=optimizer.real_dp_process_group[number])
-            yield group, target, partial(_piece, rank, target.numel())
+            start = deepspeed.comm.get_rank(group=optimizer.real_dp_process_group[number]) * target.numel()
+            part = slice(start, start + target.numel())
+            yield group, target, lambda wholes, part=part: _flat(wholes)[part]
     elif optimizer is engine.basic_optimizer:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -136,14 +136,6 @@ def _fill(target: Tensor, part: Tensor) -> Tensor:
 
 def _flat(wholes: Sequence[Tensor]) -> Tensor:
     return torch.cat([whole.flatten() for whole in wholes])
-
-
-def _piece(rank: int, size: int, wholes: Sequence[Tensor]) -> Tensor:
-    return _flat(wholes)[rank * size : (rank + 1) * size]
-
-
-def _cuts(group: list[Parameter], wholes: Sequence[Tensor]) -> Tensor:
-    return torch.cat([*map(cut, wholes, group)])
 
 
 def cut(whole: Tensor, parameter: Any) -> Tensor:

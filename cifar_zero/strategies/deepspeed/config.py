@@ -86,15 +86,11 @@ def _zero_section(run: Run) -> dict[str, Any]:
         zero["offload_optimizer"] |= {"super_offload": True, "cpuadam_cores_perc": offload.cpuadam_cores_perc}
     if spec.offload_parameters == "nvme":
         zero["offload_optimizer"]["nvme_path"] = zero["offload_param"]["nvme_path"] = config.nvme_path
-        zero["offload_param"]["buffer_size"] = _largest_part(run)
+        # A buffer between disk and memory must hold a rank's part of the largest parameter. DeepSpeed (0.19.8) makes
+        # five, by default of 10^8 elements each: 2 GB, and too small for vgg16's first linear layer on one rank
+        # (`get_buffer` in swap_tensor/partitioned_param_swapper.py).
+        zero["offload_param"]["buffer_size"] = math.ceil(max(_sizes(run)) / config.world_size)
     return zero
-
-
-def _largest_part(run: Run) -> int:
-    """Returns the elements of a rank's part of the largest parameter, which a buffer between disk and memory must hold.
-    DeepSpeed (0.19.8) allocates five buffers, by default of 10^8 elements each: 2 GB, and too small for vgg16's first
-    linear layer on one rank (`get_buffer` in swap_tensor/partitioned_param_swapper.py)."""
-    return math.ceil(max(_sizes(run)) / run.config.world_size)
 
 
 def _sizes(run: Run) -> list[int]:

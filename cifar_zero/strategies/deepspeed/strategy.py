@@ -214,17 +214,17 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
             save_latest=False,
             exclude_frozen_parameters=self.exclude_frozen_parameters,
         )
+
+        def finish() -> None:
+            (target / "latest").write_text(TAG)
+            shutil.copyfile(zero_to_fp32.__file__, target / "zero_to_fp32.py")
+            atomic.put_in_place(final)
+
         failure = next(filter(None, gather(guard.failure)), "")
         if self.is_global_zero:
-            failure = failure or failure_of(lambda: self._finish(target, final))
+            failure = failure or failure_of(finish)
             self._io.conclude(final, failure)
         self.barrier()
-
-    @staticmethod
-    def _finish(target: Path, final: Path) -> None:
-        (target / "latest").write_text(TAG)
-        shutil.copyfile(zero_to_fp32.__file__, target / "zero_to_fp32.py")
-        atomic.put_in_place(final)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads a checkpoint of any strategy and number of ranks. DeepSpeed loads one of the same shape, each rank its
