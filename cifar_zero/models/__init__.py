@@ -278,9 +278,9 @@ class OfUser(Foreign):
         from cifar_zero.models.external import built
 
         options = {option.name: getattr(self, option.name) for option in fields(self)}
-        return built(
-            partial(type(self).make, **options, **({"num_classes": num_classes} if self.takes_classes else {}))
-        )
+        if self.takes_classes:
+            options["num_classes"] = num_classes
+        return built(partial(type(self).make, **options))
 
 
 PACKAGES = ("torchvision", "timm")  # packages whose classifiers can be named too: torchvision:resnet50

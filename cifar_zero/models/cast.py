@@ -13,12 +13,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
-def cast_parameters(net: nn.Module, dtype: torch.dtype) -> None:
-    """Casts the parameters, in place."""
-    for parameter in net.parameters():
-        parameter.data = parameter.data.to(dtype)
-
-
 def cast_buffers(net: nn.Module, dtype: torch.dtype) -> None:
     """Casts the floating-point buffers, but for the statistics of batch norms, in place."""
     for name, buffer in net.named_buffers():

@@ -71,7 +71,8 @@ class Gate(nn.Module):
         load_balance_loss = self.num_experts * (probabilities.mean(0) * masks[0].float().mean(0)).sum()
         capacity = self._capacity(masks)
         if self.training and self.options.top_k == 1 and capacity < len(logits):
-            masks = masks * _random_selection(masks[0], capacity)
+            drawn = torch.rand(masks[0].shape, device=masks.device) * masks[0]  # DeepSpeed's random token selection
+            masks = masks * torch.zeros_like(masks[0]).scatter(0, drawn.topk(capacity, dim=0).indices, 1)
         slots = ((masks.flatten(0, 1).cumsum(0) - 1).view_as(masks) * masks).sum(-1)  # first choices come first
         kept = masks.any(-1) & (slots < capacity)
         weights = probabilities.gather(1, choices.T).T * kept
@@ -202,9 +203,3 @@ def outside_of_graph(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def gumbel(like: Tensor) -> Tensor:
     """Returns Gumbel noise: the argmax of logits with it added is distributed as their softmax."""
     return -torch.empty_like(like).exponential_().log()
-
-
-def _random_selection(mask: Tensor, capacity: int) -> Tensor:
-    """(S, E): as many random tokens of each expert as its capacity (DeepSpeed's random token selection)."""
-    drawn = torch.rand(mask.shape, device=mask.device) * mask
-    return torch.zeros_like(mask).scatter(0, drawn.topk(capacity, dim=0).indices, 1)

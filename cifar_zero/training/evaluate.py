@@ -13,7 +13,7 @@ from cifar_zero.config import command_line
 from cifar_zero.config.flags import Choice, Config
 from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import STRATEGIES
-from cifar_zero.core.console import say
+from cifar_zero.core.console import quieten, say
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.programs import command
 from cifar_zero.optimizers import OPTIMIZERS
@@ -45,7 +45,9 @@ def main(classes: Callable[[], tuple[Any, Any]]) -> int:
 
         content = together(checkpoint, Path(arguments.delta), consent.trust)
         checkpoint = Path(arguments.delta)
-    config = configuration(checkpoint, overrides, consent.trust, content)
+    if (tree := recorded(checkpoint, consent.trust, content)) is None:
+        raise UsageError(f"{checkpoint} is not in a run folder, and was not written by train.py")
+    config = command_line.parse(overrides, lambda _: tree)  # flags override the run's configuration
     if run_folder.code_has_changed(checkpoint, config.model.name):
         say(f"{config.model.name} has changed since the run, whose folder has a copy of what was trained.")
     trained_cast = bool(config.ds_config) or STRATEGIES[config.strategy].casts
@@ -71,16 +73,6 @@ def for_one_device(config: Config) -> Config:
     )
 
 
-def configuration(
-    checkpoint: Path, overrides: list[str], trust: bool = False, content: dict[str, Any] | None = None
-) -> Config:
-    """Returns the run's configuration, from its folder or from the checkpoint itself, changed by train.py's flags.
-    Raises UsageError: neither has one."""
-    if (tree := recorded(checkpoint, trust, content)) is None:
-        raise UsageError(f"{checkpoint} is not in a run folder, and was not written by train.py")
-    return command_line.parse(overrides, lambda _: tree)
-
-
 def evaluate(
     classes: tuple[Any, Any],
     run: Run,
@@ -99,8 +91,7 @@ def evaluate(
     from lightning.pytorch import Trainer
 
     from cifar_zero.checkpoints.read import load_weights, network, read
-    from cifar_zero.core.console import quieten
-    from cifar_zero.models.cast import cast_buffers, cast_parameters, compute_with_statistics
+    from cifar_zero.models.cast import cast_buffers, compute_with_statistics
     from cifar_zero.reports.summary import print_test_table
     from cifar_zero.training.callbacks.summary import test_metrics
 
@@ -113,7 +104,8 @@ def evaluate(
     load_weights(module.net, weights, str(checkpoint))
     if cast and "mixed" in precision:
         dtype = torch.bfloat16 if "bf16" in precision else torch.float16
-        cast_parameters(module.net, dtype)
+        for parameter in module.net.parameters():
+            parameter.data = parameter.data.to(dtype)
         cast_buffers(module.net, dtype)
         compute_with_statistics(module.net)
         precision = "32-true"

@@ -27,9 +27,6 @@ them in the run (DeepSpeed's mixed precision rounds it) and the run's configurat
 FILE = "weights.txt"  # file in the run folder with all that was loaded, initialised and not used
 LISTED = 4  # maximum number of names of each kind in a line on the console
 
-WRAPPERS = ("state_dict", "model")
-"""Keys of the weights in files of Lightning and timm, and in those of torchvision's references and DeiT."""
-
 
 @dataclass(frozen=True)
 class Match:
@@ -65,7 +62,7 @@ def read_plain(file: Path, trust: bool = False) -> dict[str, Tensor]:
     content: Any = load(file, trust)
     if isinstance(content, dict) and RECORD in content:
         return plain_network(content)
-    for wrapper in WRAPPERS:
+    for wrapper in ("state_dict", "model"):  # of Lightning and timm; of torchvision's references and DeiT
         if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
             content = content[wrapper]
     if not isinstance(content, dict) or not content or not all(isinstance(value, Tensor) for value in content.values()):

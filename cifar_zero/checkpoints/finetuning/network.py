@@ -25,8 +25,6 @@ from cifar_zero.models.moe import Gate, whole_names
 
 NO_LORA = LoRAConfig()
 
-EXPERT_NUMBER = re.compile(r"\.experts\.\d+\.")  # part of the name of an expert's parameter
-
 
 def build(
     model: Choice,
@@ -74,7 +72,7 @@ def check_patterns(net: nn.Module, trainable: Sequence[str], ep_size: int) -> No
     if ep_size > 1:
         of_experts: dict[str, set[bool]] = {}
         for name, parameter in net.named_parameters():
-            of_experts.setdefault(EXPERT_NUMBER.sub(".experts.*.", name), set()).add(parameter.requires_grad)
+            of_experts.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.*.", name), set()).add(parameter.requires_grad)
         for name, trained in of_experts.items():
             if len(trained) > 1:
                 raise UsageError(f"--trainable: --model.ep_size {ep_size} needs all experts or none, as in {name}")
@@ -140,7 +138,10 @@ def adapt(net: nn.Module, lora: LoRAConfig) -> None:
     """Adds an adapter to each target; none if the rank is 0. Raises UsageError: a target is no linear layer."""
     if not lora.rank:
         return
-    layers = _linear_layers(net)
+    # Not those of a gate, or of torch's attention (a subclass): only their weight is read, an adapter has no effect.
+    gated = {id(module.wg) for module in net.modules() if isinstance(module, Gate)}
+    named = net.named_modules()
+    layers = {name: layer for name, layer in named if type(layer) is nn.Linear and id(layer) not in gated}
     for pattern in lora.target:
         if not any(fnmatchcase(name, pattern) for name in layers):
             raise UsageError(f"--lora.target {pattern} {_why_none(net, pattern, [*layers])}")
@@ -159,13 +160,6 @@ def merged(weights: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
             a, weight = weights[layer + A], f"{layer}.weight"
             plain[weight] = plain[weight].float() + alpha / len(a) * (b.float() @ a.float())
     return plain
-
-
-def _linear_layers(net: nn.Module) -> dict[str, nn.Linear]:
-    """Returns the linear layers whose forward pass is used: of a gate, or of torch's attention (a subclass), only the
-    weight is read, and an adapter would have no effect."""
-    gated = {id(module.wg) for module in net.modules() if isinstance(module, Gate)}
-    return {name: layer for name, layer in net.named_modules() if type(layer) is nn.Linear and id(layer) not in gated}
 
 
 def _why_none(net: nn.Module, pattern: str, layers: list[str]) -> str:
