@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser
-from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -48,6 +47,9 @@ def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None
     strategy = strategies.build(run, elements)
     # DeepSpeed's strategies bring their own precision plugin, and fsdp2 one for mixed precision.
     own = run.spec.family == "deepspeed" or (run.spec.casts and "mixed" in config.precision)
+    # From torchrun's variables, which `rank_environment.adopt` sets for any launcher. Otherwise Lightning (2.6.6) reads
+    # SLURM's: in a job with one task, our own ranks would all be rank 0 of 1.
+    environment = [] if rank_environment.by_torchrun() else [LightningEnvironment()]
     options: dict[str, Any] = {
         "accelerator": config.accelerator,
         "devices": config.devices,
@@ -61,7 +63,7 @@ def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None
         "logger": loggers.loggers(run, run_dir),
         "callbacks": _callbacks(run, run_dir) if callbacks is None else [*callbacks],
         "default_root_dir": run_dir,
-        "plugins": [AtomicCheckpointIO(run.consent.trust, config.save_weights), *environment()],
+        "plugins": [AtomicCheckpointIO(run.consent.trust, config.save_weights), *environment],
         "use_distributed_sampler": False,  # the loaders shard by themselves
         "log_every_n_steps": config.log_interval,
         "enable_model_summary": False,
@@ -146,12 +148,6 @@ def _checkpoints(config: Config, run_dir: Path | None) -> list[Callback]:
 def _monitored(config: Config) -> dict[str, str]:
     """Returns Lightning's arguments for the metric that says which validation is the best."""
     return {"monitor": config.monitor, "mode": "min" if config.monitor.endswith(("loss", "error")) else "max"}
-
-
-def environment() -> list[ClusterEnvironment]:
-    """Makes Lightning read the ranks from torchrun's variables, which `rank_environment.adopt` sets for any launcher.
-    Otherwise Lightning (2.6.6) reads SLURM's: in a job with one task, our own ranks would all be rank 0 of 1."""
-    return [] if rank_environment.by_torchrun() else [LightningEnvironment()]
 
 
 def check_trainer_options(config: Config) -> None:

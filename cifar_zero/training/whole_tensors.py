@@ -6,26 +6,24 @@ import torch
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cifar_zero.launch.collectives import gather
 from cifar_zero.strategies import own
 from cifar_zero.training.callbacks.averaging import is_spread
+from cifar_zero.training.callbacks.curves import deepspeed_engine
 
 
 def ends_step(trainer: Trainer) -> bool:
     """Returns whether `on_before_optimizer_step` belongs to a step: DeepSpeed calls it for every micro-batch."""
-    if isinstance(trainer.strategy, DeepSpeedStrategy):
-        engine: Any = trainer.strategy.deepspeed_engine
-        return engine.is_gradient_accumulation_boundary()
-    return True
+    engine = deepspeed_engine(trainer)
+    return engine is None or engine.is_gradient_accumulation_boundary()
 
 
 def gradients(trainer: Trainer, module: LightningModule) -> dict[str, Tensor]:
     """Returns the gradients before clipping, float32 on the CPU, of all that is trained; collective."""
-    optimizer = getattr(getattr(trainer.strategy, "deepspeed_engine", None), "optimizer", None)
+    optimizer = getattr(deepspeed_engine(trainer), "optimizer", None)
     scale = float(getattr(optimizer, "loss_scale", 1.0) or 1.0)
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     return _named(trainer, {name: (parameter, _gradient(parameter) / scale) for name, parameter in trained.items()})

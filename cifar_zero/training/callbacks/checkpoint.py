@@ -31,11 +31,13 @@ class Resume(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         datamodule: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
         data = replace(pl_module.config.data, source=datamodule.source)
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+        state = {"torch": torch.get_rng_state(), "python": random.getstate(), "cuda": cuda}
         checkpoint[RECORD] = {
             "schema": SCHEMA,
             "config": asdict(replace(pl_module.config, data=data)),
             "classes": list(datamodule.classes),
-            "random_states": gather(_random_state()),
+            "random_states": gather(state),
         }
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -104,8 +106,3 @@ def _recount(fit_loop: dict[str, Any], before: int, now: int) -> None:
         progress["completed"] = progress["processed"] - in_hand
     for state in fit_loop["state_dict"].get("combined_loader", []):
         state["given"] = state["given"] * now // before
-
-
-def _random_state() -> dict[str, Any]:
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-    return {"torch": torch.get_rng_state(), "python": random.getstate(), "cuda": cuda}

@@ -3,7 +3,7 @@ parameters, gradients and optimizer state."""
 
 import resource
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -90,9 +90,10 @@ def model_states(module: Module, optimizer: Any) -> tuple[int, int, int]:
     The optimizer is torch's, or DeepSpeed's that wraps it.
     """
     parameters = [tensor for own in module.parameters() for tensor in (own, *_flat(getattr(own, "ds_tensor", None)))]
-    master = [*_of(optimizer, ZERO_MASTER_WEIGHTS)]
+    master = _flat([getattr(optimizer, name, None) for name in ZERO_MASTER_WEIGHTS])
     with_gradient = (tensor for tensor in (*parameters, *master) if tensor.is_leaf and tensor.grad is not None)
-    gradients = [*(cast(Tensor, tensor.grad) for tensor in with_gradient), *_of(optimizer, ZERO_GRADIENTS)]
+    gradients = [cast(Tensor, tensor.grad) for tensor in with_gradient]
+    gradients += _flat([getattr(optimizer, name, None) for name in ZERO_GRADIENTS])
     state = [*master, *_flat(getattr(optimizer, "optimizer", optimizer).state)]
     counted: set[tuple[torch.device, int]] = set()
     return _bytes(parameters, counted), _bytes(gradients, counted), _bytes(state, counted)
@@ -109,10 +110,5 @@ def _bytes(tensors: Iterable[Tensor], counted: set[tuple[torch.device, int]]) ->
     return total
 
 
-def _of(optimizer: Any, names: Iterable[str]) -> Iterator[Tensor]:
-    for name in names:
-        yield from _flat(getattr(optimizer, name, None))
-
-
-def _flat(value: Any) -> Iterator[Tensor]:
-    yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+def _flat(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

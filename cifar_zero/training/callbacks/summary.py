@@ -60,13 +60,12 @@ class Effective(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Counts the optimizer steps that float16 skipped because a gradient overflowed; 0 in other formats."""
-        engine = deepspeed_engine(trainer)
+        engine, skipped = deepspeed_engine(trainer), 0
         if engine is not None:
-            self.totals["skipped_steps"] = engine.skipped_steps
+            skipped = engine.skipped_steps
         elif self._applied_steps is not None:
-            self.totals["skipped_steps"] = trainer.global_step - self._first_step - self._applied_steps
-        else:
-            self.totals["skipped_steps"] = 0
+            skipped = trainer.global_step - self._first_step - self._applied_steps
+        self.totals["skipped_steps"] = skipped
 
     def _count(self, *_: Any) -> None:
         assert self._applied_steps is not None
