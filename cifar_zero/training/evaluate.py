@@ -45,9 +45,7 @@ def main(classes: Callable[[], tuple[Any, Any]]) -> int:
 
         content = together(checkpoint, Path(arguments.delta), consent.trust)
         checkpoint = Path(arguments.delta)
-    if (tree := recorded(checkpoint, consent.trust, content)) is None:
-        raise UsageError(f"{checkpoint} is not in a run folder, and was not written by train.py")
-    config = command_line.parse(overrides, lambda _: tree)  # flags override the run's configuration
+    config = configuration(checkpoint, overrides, consent.trust, content)
     if run_folder.code_has_changed(checkpoint, config.model.name):
         say(f"{config.model.name} has changed since the run, whose folder has a copy of what was trained.")
     trained_cast = bool(config.ds_config) or STRATEGIES[config.strategy].casts
@@ -71,6 +69,16 @@ def for_one_device(config: Config) -> Config:
         model=model,
         optimizer=Choice("sgd", asdict(OPTIMIZERS["sgd"]())),
     )
+
+
+def configuration(
+    checkpoint: Path, overrides: list[str], trust: bool = False, content: dict[str, Any] | None = None
+) -> Config:
+    """Returns the run's configuration, from its folder or from the checkpoint itself, changed by train.py's flags.
+    Raises UsageError: neither has one."""
+    if (tree := recorded(checkpoint, trust, content)) is None:
+        raise UsageError(f"{checkpoint} is not in a run folder, and was not written by train.py")
+    return command_line.parse(overrides, lambda _: tree)
 
 
 def evaluate(
