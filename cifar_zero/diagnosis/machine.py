@@ -145,11 +145,9 @@ def _decoded(options: Options) -> str:
     from cifar_zero.data import load
 
     for source in ("cifar10", "cifar100"):
-        try:
+        with suppress(RunError):
             images = load(DataConfig(source=source, root=options.data_root, cache=options.data_cache), source)
-        except RunError:
-            continue
-        return f"{len(images.train_images):,} training images of {source}, decoded"
+            return f"{len(images.train_images):,} training images of {source}, decoded"
     return ""
 
 

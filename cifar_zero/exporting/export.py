@@ -24,7 +24,12 @@ def main() -> int:
     checkpoint = run_folder.find_checkpoint(arguments.checkpoint)
     suffix = DELTA_SUFFIX if arguments.to == DELTA else FORMATS[arguments.to].suffix
     output = Path(arguments.output or checkpoint.with_suffix(suffix))
-    _check_output(output, Path(f"_{suffix}").suffix, checkpoint)
+    if output.suffix != (ending := Path(f"_{suffix}").suffix):
+        raise UsageError(f"--output {output} must end in {ending}, by which predict.py recognises the format")
+    if output.is_dir() or not os.access(output.parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{output} cannot be written: name a file in a writable folder with --output FILE")
+    if output.resolve() == checkpoint.resolve():
+        raise UsageError(f"{output} is the checkpoint itself: name another file with --output FILE")
     if arguments.to == DELTA:
         export_delta(checkpoint, output, arguments.trust)
     else:
@@ -119,12 +124,3 @@ def _parse() -> Namespace:
         wrong = f"--dtype {arguments.dtype} is not for --to {arguments.to}"
         raise UsageError(f"{wrong}: onnxruntime cannot run it on a CPU")
     return arguments
-
-
-def _check_output(output: Path, suffix: str, checkpoint: Path) -> None:
-    if output.suffix != suffix:
-        raise UsageError(f"--output {output} must end in {suffix}, by which predict.py recognises the format")
-    if output.is_dir() or not os.access(output.parent, os.W_OK | os.X_OK):
-        raise UsageError(f"{output} cannot be written: name a file in a writable folder with --output FILE")
-    if output.resolve() == checkpoint.resolve():
-        raise UsageError(f"{output} is the checkpoint itself: name another file with --output FILE")
