@@ -17,9 +17,6 @@ from cifar_zero.checkpoints.zero_folder import AVERAGE
 from cifar_zero.launch.collectives import average_over_ranks, gather
 from cifar_zero.strategies import own
 
-average_in = get_swa_multi_avg_fn()
-"""Moves a list of averages towards values by 1 / (count + 1) of the difference, in one call."""
-
 
 class BatchNormStatistics(Callback):
     """Averages the running means and variances over the ranks before each validation, test and checkpoint.
@@ -57,6 +54,7 @@ class Averaging(Callback):
     def __init__(self, ema: float, swa_from: float):
         self._kind = "ema" if ema else "swa"
         self._max_count = 1 / (1 - ema) - 1 if ema else math.inf  # weighs the average against new weights
+        self._average_in = get_swa_multi_avg_fn()  # moves averages towards values by 1 / (count + 1) of the difference
         self._swa_from = swa_from
         self._first_step = 0
         self._count = 0
@@ -79,7 +77,7 @@ class Averaging(Callback):
         with torch.no_grad():
             values = [part if part.dtype == torch.float32 else part.float() for part in map(own_part, self._held)]
             if self._count:
-                average_in(self._averages, values, min(self._count, self._max_count))
+                self._average_in(self._averages, values, min(self._count, self._max_count))
             else:
                 self._averages = [value.clone() for value in values]
         self._count += 1
