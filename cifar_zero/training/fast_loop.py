@@ -83,6 +83,7 @@ class EpochLoop(_TrainingEpochLoop):
 
     compile_step: Callable[[Trainer], Any] | None = None  # compiles the step as a whole
     _graph: Callable[[Any, int], Tensor] | None = None
+    _compiled: bool = False
     _step: Callable[[Any, int], dict[str, Any]] | None = None
     _hooks: dict[str, list[Callable[..., Any]]]
 
@@ -93,6 +94,7 @@ class EpochLoop(_TrainingEpochLoop):
         if self.compile_step is not None:
             if self._step is None:
                 raise UsageError("--compile step does without Lightning's own loop: leave --trainer.profiler out")
+            self._graph = self._graph or self.compile_step(self.trainer)
             self._step = self._compiled_step
         if self._step is not None:
             self.trainer.lightning_module._current_fx_name = "training_step"  # self.log asks where it is called
@@ -152,13 +154,15 @@ class EpochLoop(_TrainingEpochLoop):
         trainer, progress = self.trainer, self.automatic_optimization.optim_progress.optimizer
         self._zero_grad(batch_idx, [])
         progress.step.increment_ready()
-        started = time.monotonic()
-        first, self._graph = self._graph is None, self._graph or self.compile_step(trainer)
-        loss = self._graph(batch, batch_idx)
+        graph, started = self._graph, time.monotonic()
+        assert graph is not None
+        loss = graph(batch, batch_idx)
         self._call("on_before_optimizer_step", trainer.optimizers[0])
         progress.step.increment_completed()
-        if first and trainer.is_global_zero:
-            say(f"compiled the step in {time.monotonic() - started:.0f} s")
+        if not self._compiled:
+            self._compiled = True
+            if trainer.is_global_zero:
+                say(f"compiled the step in {time.monotonic() - started:.0f} s")
         return {"loss": loss}
 
     def _deepspeed_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
