@@ -10,7 +10,7 @@ whole time of commands that train nothing.
 data: the loaders alone, against torchvision's datasets with torch's DataLoader, on synthetic images in memory, and with
 --root on a folder too, which ours decodes once and torchvision's ImageFolder in each epoch. With --sizes: our memory
 loader alone on so many images, which are in memory at the start, or on the disk.
-threads: how long a step's threads spin before they sleep (GOMP_SPINCOUNT), and one thread; alone, and beside a busy
+threads: how long a step's threads spin before they sleep (GOMP_SPINCOUNT), and one thread; alone, and next to a busy
 program on each core.
 """
 
@@ -197,15 +197,15 @@ def threads(place: Bench, given: Namespace) -> list[Case]:
         alone = {
             name: partial(place.ours, given.steps or steps, *flags, extra_env=env) for name, env in settings.items()
         }
-        beside = {name: partial(beside_others, run) for name, run in alone.items()}
+        next_to = {name: partial(next_to_others, run) for name, run in alone.items()}
         ratios = [(name, "GOMP_SPINCOUNT=300000") for name in settings]  # libgomp's default
         cases.append(Case(f"{model}, batch {batch_size}, alone", alone, ratios))
-        cases.append(Case(f"{model}, batch {batch_size}, beside a busy program on each core", beside, ratios))
+        cases.append(Case(f"{model}, batch {batch_size}, next to a busy program on each core", next_to, ratios))
     return cases
 
 
-def beside_others(contender: Callable[[], Any]) -> Any:
-    """Returns the figures of a run beside a busy program on each core."""
+def next_to_others(contender: Callable[[], Any]) -> Any:
+    """Returns the figures of a run next to a busy program on each core."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(core_count())]
     try:
         return contender()
