@@ -55,18 +55,8 @@ class Bench:
         """Runs train.py for `steps` timed steps and returns the figures of its metrics.json."""
         data = ["--data.source", "synthetic", "--data.cache", str(self.cache), "--accelerator", self.accelerator]
         with tempfile.TemporaryDirectory(dir=self.directory) as out:
-            run(
-                "train.py",
-                "--devices",
-                "1",
-                *flags,
-                *data,
-                "--bench_steps",
-                str(steps),
-                "--out",
-                out,
-                extra_env=extra_env,
-            )
+            given = ("--devices", "1", *flags, *data, "--bench_steps", str(steps), "--out", out)
+            run("train.py", *given, extra_env=extra_env)
             (file,) = Path(out).glob("*/version_*/metrics.json")
             metrics = json.loads(file.read_text())
         return {figure: metrics[f"perf/{figure}"] for figure in FIGURES}

@@ -33,7 +33,7 @@ def install() -> None:
 
 def interrupt(number: int, frame: object) -> None:
     """Raises KeyboardInterrupt, or ends the process if that could get lost: during an import libraries catch it, and
-    Python prints what is raised in a callback of the import system and goes on."""
+    Python prints what is raised in a callback of the import system and continues."""
     if expected and not _importing():
         raise KeyboardInterrupt
     os.write(2, b"stopped by Ctrl-C\n")

@@ -112,8 +112,8 @@ def print_summary(metrics: Mapping[str, Any], run_dir: Path) -> None:
 
 def curves(folder: Path) -> str:
     """Returns how to look at the curves of all runs in a folder: TensorBoard's command, and its page to open."""
-    beside = Path(sys.executable).with_name("tensorboard")  # of a virtual environment that is not activated
-    program = "tensorboard" if shutil.which("tensorboard") or not beside.exists() else os.path.relpath(beside)
+    installed = Path(sys.executable).with_name("tensorboard")  # of a virtual environment that is not activated
+    program = "tensorboard" if shutil.which("tensorboard") or not installed.exists() else os.path.relpath(installed)
     command = f"{shlex.quote(program)} --logdir {shlex.quote(str(folder))} --host localhost"
     return f"{command}  # then open http://localhost:6006/#custom_scalars"
 

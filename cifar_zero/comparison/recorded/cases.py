@@ -25,7 +25,7 @@ CLIP = 0.5  # norm to which the gradients are clipped; those of all models are l
 OPTIMIZERS = {
     # SGD hides no wrong scale of the gradient, as Adam does.
     "sgd": ["--optimizer", "sgd", "--optimizer.lr", "0.02"],
-    # With two parameter groups: matrices decay, so strongly that a decay of the wrong group shows beside Adam's step.
+    # With two parameter groups: matrices decay, so strongly that a decay of the wrong group shows next to Adam's step.
     "adamw": ["--optimizer", "adamw", "--optimizer.lr", "0.005", "--optimizer.weight_decay", "0.5"],
 }
 
