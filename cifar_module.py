@@ -157,7 +157,8 @@ class CIFARModule(LightningModule):
         parameters = parameter_groups(self.optimizer, dict(self.named_parameters()))
         parameters = strategies.own(strategy).parameter_groups(self, parameters)
         clips = bool(self.trainer.gradient_clip_val)
-        implementation = strategies.optimizer_implementation(strategy, strategy.root_device.type, clips)
+        kind, in_graph = strategy.root_device.type, self.config.compile == "step"
+        implementation = strategies.optimizer_implementation(strategy, kind, clips, in_graph)
         optimizer = self.optimizer.build(parameters, implementation)
         optimizer.register_load_state_dict_pre_hook(keep_own_options)
         optimizer.register_load_state_dict_post_hook(lay_like_parameters)
@@ -197,7 +198,7 @@ def averaged_scores(model: Callable[[Tensor], Tensor], images: Tensor, views: Vi
     confidence, as github.com/hiverge/cifar10-speedrun does for the whole test set, the image alone for the others.
     """
     if views == "uncertain":
-        scores = model(images).float()
+        scores = model(images).float().clone()  # a CUDA graph writes its next scores to the same place
         chosen = scores.softmax(1).amax(1).topk(math.ceil(len(images) / 4), largest=False).indices
         return scores.index_copy(0, chosen, averaged_scores(model, images[chosen], "mirror_translate"))
     if views == "none":

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median, stdev
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -36,6 +37,10 @@ RECIPE = ["--config", "configs/speedrun.yaml", "--logger", "none"]
 
 WHOLE = "the recipe"
 """The recipe's row in the table."""
+
+COMPILING_STEPS = 5
+"""Steps that are not timed with `--compile step`, as each run compiles its own: one as usual, the compilation, the
+recording of a CUDA graph."""
 
 UNUSED = ["ema", "swa_from", "early_stopping", "weights", "delta", "resume", "bench_steps", "find_lr", "plot_schedule"]
 UNUSED += ["save_every_n_steps", "save_every_minutes", "save_weights", "on_nan"]
@@ -87,6 +92,8 @@ class Clock(Callback):
     def __init__(self) -> None:
         self.epochs: list[float] = []
         """Seconds of each epoch."""
+        self.first_steps = 0.0
+        """Seconds of the first steps, with the compilation of a step."""
         self.test = 0.0
         """Seconds of the test."""
         self._begun = 0.0
@@ -96,6 +103,11 @@ class Clock(Callback):
         self._begun = now(pl_module.device)
 
     on_test_start = on_train_start
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
+        """Notes the time of the first steps."""
+        if trainer.global_step == COMPILING_STEPS:
+            self.first_steps = sum(self.epochs) + now(pl_module.device) - self._begun
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Notes an epoch's time and starts the next one's clock."""
@@ -205,14 +217,17 @@ def run(config: Config, more: Sequence[Callback] = ()) -> Result:
         use_distributed_sampler=False,
         **config.trainer,
     )
-    fast_loop.install(trainer)
+    compiles = config.compile == "step"
+    fast_loop.install(trainer, compiles=compiles, cuda_graph=config.cuda_graphs)
     trainer.fit(module, datamodule=images)
     begun = now(module.device)
     module.starting_weights()  # again, to time it: the run computed them before its first hook
-    seconds = now(module.device) - begun + sum(clock.epochs)
+    seconds, training = now(module.device) - begun, sum(clock.epochs)
+    if compiles and trainer.global_step > COMPILING_STEPS:  # as many steps as all, in the time of the others
+        training = (training - clock.first_steps) * trainer.global_step / (trainer.global_step - COMPILING_STEPS)
     trainer.test(module, datamodule=images, verbose=False)
     accuracy = 100 * float(trainer.callback_metrics["test/acc"])
-    return Result(accuracy, seconds + clock.test, clock.epochs, trainer.global_step)
+    return Result(accuracy, seconds + training + clock.test, clock.epochs, trainer.global_step)
 
 
 def loop_of(config: Config) -> list[float]:

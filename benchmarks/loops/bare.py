@@ -41,7 +41,7 @@ def train(
 
     torch.manual_seed(SEED)
     net = Net().to(device)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.001, momentum=0.9, fused=tuned)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.001, momentum=0.9, fused=tuned or None)
     clock = Clock(steps, batch_size, device)
     for rows in clock.over(shuffled(len(images), batch_size, device)):
         inputs = images[rows].float().div_(255).sub_(0.5).div_(0.5)

@@ -1,9 +1,11 @@
-"""Initial weights by Xavier's or He's scheme, instead of those that torch's layers draw."""
+"""Initial weights: the same on every device, and by Xavier's or He's scheme instead of torch's layers' own."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
     # Uniform with variance 2 / (fan_in + fan_out): keeps the variance of activations and gradients about the same
@@ -12,6 +14,23 @@ SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
     # Normal with variance 2 / fan_in: a ReLU halves the variance (He et al. 2015, equation 10).
     "he": lambda weight: nn.init.kaiming_normal_(weight, nonlinearity="relu"),
 }
+
+
+RANDOM = (torch.ops.aten.uniform_.default, torch.ops.aten.normal_.default)
+"""What fills a tensor with random numbers."""
+
+
+class DrawnOnCPU(TorchDispatchMode):
+    """Takes random numbers for tensors on a GPU from the CPU's generator. Otherwise a model that a strategy builds on
+    the GPU would start from other weights than one built on the CPU: fsdp2's, or that of a run without a GPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in RANDOM and args[0].device.type not in ("cpu", "meta"):
+            return args[0].copy_(func(torch.empty_like(args[0], device="cpu"), *args[1:], **kwargs))
+        if func is torch.ops.aten.randn.default and torch.device(kwargs.get("device") or "cpu").type != "meta":
+            return func(*args, **{**kwargs, "device": "cpu"}).to(kwargs.get("device"))
+        return func(*args, **kwargs)
 
 
 def initialize(net: nn.Module, scheme: str, seed: int) -> None:

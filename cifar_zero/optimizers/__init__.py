@@ -63,7 +63,7 @@ class SGD(OptimizerOptions):
     def build(self, parameters: Any, implementation: Implementation) -> Any:
         import torch
 
-        fused = implementation in ("torch_fused", "deepspeed_fused")
+        fused = implementation in ("torch_fused", "deepspeed_fused") or None  # False would switch foreach off too
         return torch.optim.SGD(parameters, **self.torch_options(), fused=fused)
 
 
@@ -93,7 +93,7 @@ class Adam(OptimizerOptions):
         import torch
 
         kind = torch.optim.AdamW if self.decoupled else torch.optim.Adam
-        return kind(parameters, **options, fused=implementation == "torch_fused")
+        return kind(parameters, **options, fused=implementation == "torch_fused" or None)
 
 
 @dataclass

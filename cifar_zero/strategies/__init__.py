@@ -70,19 +70,20 @@ def data_group(strategy: Strategy) -> ProcessGroup | None:
     return None if mesh is None else mesh["data_parallel"].get_group()
 
 
-def optimizer_implementation(strategy: Strategy, device_type: str, clips: bool) -> Implementation:
+def optimizer_implementation(strategy: Strategy, device: str, clips: bool, in_graph: bool = False) -> Implementation:
     """Returns the implementation that a strategy runs: DeepSpeed's CPU optimizer where it is offloaded, DeepSpeed's
     fused one on CUDA where it can be compiled, else torch's.
 
     torch's fused optimizer updates all parameters in one call. It is used on CUDA: on the CPU it rounds an element at
     the end of a tensor differently from one in its middle (torch 2.15), so that sharding would change the weights.
     Under autocast it is used only without a gradient scaler and without clipping: Lightning (2.6.6) does not clip the
-    gradients of a fused optimizer there, in bfloat16 either.
+    gradients of a fused optimizer there, in bfloat16 either. torch.compile (2.15) cannot take it into a graph
+    (--compile step).
     """
     from lightning.pytorch.plugins.precision import MixedPrecision
 
     if isinstance(strategy, OwnStrategy):
-        return strategy.optimizer_implementation(device_type)
+        return strategy.optimizer_implementation(device)
     precision = strategy.precision_plugin
-    refused = isinstance(precision, MixedPrecision) and (clips or precision.scaler is not None)
-    return "torch_fused" if device_type == "cuda" and not refused else "torch"
+    refused = in_graph or (isinstance(precision, MixedPrecision) and (clips or precision.scaler is not None))
+    return "torch_fused" if device == "cuda" and not refused else "torch"

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,6 @@ from cifar_zero.training.callbacks.progress import Progress
 from cifar_zero.training.callbacks.stop import EarlyStop, Interrupt
 from cifar_zero.training.callbacks.summary import Effective
 from cifar_zero.training.callbacks.throughput import Throughput
-from cifar_zero.training.compiled_step import compiled_step
 
 
 def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None = None, elements: int = 0) -> Trainer:
@@ -79,8 +77,7 @@ def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None
         made = Trainer(**{**options, **config.trainer})
     except Exception as error:  # of several types, such as MisconfigurationException
         raise UsageError(f"Lightning's Trainer refuses an option of --trainer: {error}") from error
-    compile_step = partial(compiled_step, cuda_graph=config.cuda_graphs) if config.compile == "step" else None
-    fast_loop.install(made, config.fast_loop, compile_step)
+    fast_loop.install(made, config.fast_loop, config.compile == "step", config.cuda_graphs)
     return made
 
 
@@ -95,7 +92,7 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
     micro_batches = run.replicas * config.accumulate
     mixtures = issubclass(models.MODELS[config.model.name], MixtureOptions)
     made: list[Callback] = [
-        Heartbeat(),
+        Heartbeat(config.compile == "step"),
         BatchNormStatistics(),
         curves,
         LearningRateFinder() if config.find_lr else Divergence(curves),

@@ -29,7 +29,8 @@ ON_CPU: dict[str, Any] = {
 
 def compiled_step(trainer: Trainer, cuda_graph: bool = False) -> Callable[[Any, int], Tensor]:
     """Returns a function that takes a batch and its index, trains and returns the loss, detached. It compiles in the
-    first call. With `cuda_graph` a GPU replays the whole step as one CUDA graph.
+    first call. With `cuda_graph` a GPU replays the whole step as one CUDA graph. The optimizer must have its state: a
+    graph would make it in memory that its next replay overwrites.
 
     After a call each parameter's `grad` is its gradient before clipping. The learning rates of the optimizer become
     tensors, which a schedule can change without another compilation.
@@ -40,16 +41,12 @@ def compiled_step(trainer: Trainer, cuda_graph: bool = False) -> Callable[[Any, 
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     for group in optimizer.param_groups:
-        # torch's fused updates on CUDA read it as float32.
-        rate_type = torch.float64 if device.type == "cpu" else torch.float32
-        group["lr"] = torch.as_tensor(group["lr"], dtype=rate_type, device=device)
-        if isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
-            # SGD begins with a copy of the first gradient, which a graph does not make (torch 2.15): gradient and
-            # momentum would be one tensor. It is the same to begin with zeros.
-            for parameter in group["params"]:
-                optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+        group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float64, device=device)
     optimizer.register_state_dict_post_hook(_with_plain_rates)
     gradients = [parameter.grad for parameter in parameters]
+    for tensor in (*gradients, *(value for state in optimizer.state.values() for value in state.values())):
+        if isinstance(tensor, Tensor):  # otherwise torch leaves the CUDA graph out, as the step changes an input of it
+            torch._dynamo.mark_static_address(tensor)
     update: Any = inspect.unwrap(type(optimizer).step)  # without the profiler, at which a graph ends
 
     def step(batch: Any, batch_idx: int) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import UsageError
 from cifar_zero.data.memory_loader import MemoryLoader
+from cifar_zero.training.compiled_step import compiled_step
 
 HOOKS = (
     "on_train_batch_start",
@@ -42,15 +43,15 @@ STEP_METHODS = (
 """A module that overrides one of these is trained by Lightning's own loop."""
 
 
-def install(trainer: Trainer, fast: bool = True, compile_step: Callable[[Trainer], Any] | None = None) -> None:
+def install(trainer: Trainer, fast: bool = True, compiles: bool = False, cuda_graph: bool = False) -> None:
     """Replaces the loops of a trainer, before `fit`: by `EpochLoop`, or unless `fast` by Lightning's own epoch loop.
-    `compile_step` makes the step of an `EpochLoop`, see compiled_step.py."""
+    With `compiles` an `EpochLoop` trains by compiled_step.py, with `cuda_graph` too as one CUDA graph."""
     theirs = trainer.fit_loop
     trainer.fit_loop = FitLoop(trainer, theirs.min_epochs, theirs.max_epochs)
     loop = EpochLoop if fast else _TrainingEpochLoop
     made = loop(trainer, theirs.epoch_loop.min_steps, theirs.epoch_loop.max_steps)
     if isinstance(made, EpochLoop):
-        made.compile_step = compile_step
+        made.compiles, made.cuda_graph = compiles, cuda_graph
     trainer.fit_loop.epoch_loop = made
 
 
@@ -81,9 +82,9 @@ class EpochLoop(_TrainingEpochLoop):
     """Trains an epoch. Lightning's own code runs instead for a loader whose batches are not yet on the device, a
     profiler, a module with its own step, float16 with a gradient scaler, and a run that resumes at a validation."""
 
-    compile_step: Callable[[Trainer], Any] | None = None  # compiles the step as a whole
+    compiles: bool = False  # the step as a whole
+    cuda_graph: bool = False
     _graph: Callable[[Any, int], Tensor] | None = None
-    _compiled: bool = False
     _step: Callable[[Any, int], dict[str, Any]] | None = None
     _hooks: dict[str, list[Callable[..., Any]]]
 
@@ -91,10 +92,9 @@ class EpochLoop(_TrainingEpochLoop):
         """Looks up the hooks and the step, before the first batch of an epoch."""
         super().on_run_start(data_fetcher)
         self._step = self._kind_of_step()
-        if self.compile_step is not None:
+        if self.compiles:
             if self._step is None:
                 raise UsageError("--compile step does without Lightning's own loop: leave --trainer.profiler out")
-            self._graph = self._graph or self.compile_step(self.trainer)
             self._step = self._compiled_step
         if self._step is not None:
             self.trainer.lightning_module._current_fx_name = "training_step"  # self.log asks where it is called
@@ -149,18 +149,22 @@ class EpochLoop(_TrainingEpochLoop):
         return outputs
 
     def _compiled_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """Runs a step of torch's optimizer as one graph. The hook before the update is called after it: gradients and
-        learning rates are then still those of the step."""
+        """Runs a step of torch's optimizer as one graph; the first one of a training as usual, as it makes the
+        optimizer's state. The hook before the update is called after it: gradients and learning rates are then still
+        those of the step."""
         trainer, progress = self.trainer, self.automatic_optimization.optim_progress.optimizer
+        graph, started = self._graph, time.monotonic()
+        if graph is None:
+            if trainer.global_step == 0:
+                return self._torch_step(batch, batch_idx)
+            graph = compiled_step(trainer, self.cuda_graph)
         self._zero_grad(batch_idx, [])
         progress.step.increment_ready()
-        graph, started = self._graph, time.monotonic()
-        assert graph is not None
         loss = graph(batch, batch_idx)
         self._call("on_before_optimizer_step", trainer.optimizers[0])
         progress.step.increment_completed()
-        if not self._compiled:
-            self._compiled = True
+        if self._graph is None:
+            self._graph = graph
             if trainer.is_global_zero:
                 say(f"compiled the step in {time.monotonic() - started:.0f} s")
         return {"loss": loss}

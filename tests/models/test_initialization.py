@@ -1,4 +1,4 @@
-"""Initial weights have the variances of the papers."""
+"""Initial weights have the variances of the papers, and are the same on every device."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cifar_module import CIFARModule
 from cifar_zero import models
+from cifar_zero.checkpoints.finetuning import network
 from cifar_zero.config.command_line import parse
+from cifar_zero.config.flags import Choice, LoRAConfig
 from cifar_zero.models.initialization import initialize
 from cifar_zero.training.resolve import of_machine
 
@@ -72,3 +76,27 @@ def test_the_seed_decides_the_initial_weights():
     assert torch.equal(start("--init", "he"), start("--init", "he"))
     assert not torch.equal(start("--init", "he"), start("--init", "he", "--seed", "1"))
     assert not torch.equal(start("--init", "he"), start())
+
+
+class Draws(TorchDispatchMode):
+    """Notes where random numbers are drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.devices = set[torch.device]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.devices.add(made.device)
+        return made
+
+
+@pytest.mark.parametrize("model", ["net", "speednet", "resnet18", "vit_tiny"])
+@pytest.mark.parametrize("scheme", ["default", "he"])
+def test_weights_on_a_gpu_are_those_of_a_cpu(model: str, scheme: str):
+    """Baseline, DDP and ZeRO build the model on the GPU, fsdp2 and a machine without one on the CPU."""
+    with FakeTensorMode(), Draws() as draws, torch.device("cuda"):
+        net = network.build(Choice(model), 10, init=scheme, lora=LoRAConfig(rank=2))
+    assert {parameter.device.type for parameter in net.parameters()} == {"cuda"}
+    assert draws.devices == {torch.device("cpu")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from cifar_zero import strategies
 from cifar_zero.config import command_line
 from cifar_zero.strategies import fsdp2
+from cifar_zero.strategies.deepspeed import strategy
 from cifar_zero.strategies.mesh import MeshStrategy
 from cifar_zero.training.resolve import of_machine
 
@@ -21,7 +23,7 @@ PLAIN, BFLOAT16 = Precision(), MixedPrecision("bf16-mixed", "cuda")
 SCALED = MixedPrecision("16-mixed", "cuda", torch.amp.GradScaler("cpu"))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=["baseline", "ddp"])
+@pytest.mark.parametrize("made", STRATEGIES, ids=["baseline", "ddp"])
 @pytest.mark.parametrize(
     ("precision", "clips", "expected"),
     [
@@ -34,11 +36,12 @@ SCALED = MixedPrecision("16-mixed", "cuda", torch.amp.GradScaler("cpu"))
     ],
 )
 def test_the_optimizer_is_fused_where_lightning_takes_it(
-    strategy: Strategy, precision: Precision, clips: bool, expected: str
+    made: Strategy, precision: Precision, clips: bool, expected: str
 ):
-    strategy.precision_plugin = precision
-    assert strategies.optimizer_implementation(strategy, strategy.root_device.type, clips) == expected
-    assert strategies.optimizer_implementation(strategy, "cpu", clips) == "torch"
+    made.precision_plugin = precision
+    assert strategies.optimizer_implementation(made, made.root_device.type, clips) == expected
+    assert strategies.optimizer_implementation(made, "cpu", clips) == "torch"
+    assert strategies.optimizer_implementation(made, "cuda", clips, in_graph=True) == "torch"
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "tensor_parallel", "pipeline", "deepspeed_stage_2"])
@@ -47,6 +50,25 @@ def test_gpus_talk_over_the_backend_that_torch_takes_for_them(name: str):
     runs = [of_machine(command_line.parse([*flags, "--accelerator", accelerator])) for accelerator in ("gpu", "cpu")]
     made, on_cpu = (strategies.build(run) for run in runs)
     assert [each._process_group_backend for each in (made, on_cpu)] == [None, "gloo"]  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("name", "place"), [("", None), ("_superoffload", None), ("_offload", "cpu"), ("_offload_nvme", "nvme")]
+)
+def test_stage_3_keeps_its_shards_on_the_gpu_unless_they_are_offloaded(name: str, place: str | None):
+    flags = ["--strategy", f"deepspeed_stage_3{name}", "--accelerator", "gpu", "--devices", "2"]
+    made = strategies.build(of_machine(command_line.parse([*flags, "--optimizer", "adam", "--nvme_path", "/nvme"])))
+    assert made.remote_device == place  # pyright: ignore
+
+
+@pytest.mark.parametrize(("compiler", "expected"), [("nvcc", "deepspeed_fused"), ("", "torch_fused")])
+def test_deepspeeds_fused_adam_needs_a_compiler(
+    compiler: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A runtime image has the folder of CUDA without it."""
+    (tmp_path / "bin" / compiler).mkdir(parents=True)
+    monkeypatch.setattr(strategy, "CUDA_HOME", str(tmp_path))
+    assert strategy.ZeROStrategy().optimizer_implementation("cuda") == expected
 
 
 def test_fsdp_is_fsdp2():

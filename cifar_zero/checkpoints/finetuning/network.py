@@ -20,7 +20,7 @@ from cifar_zero import models
 from cifar_zero.config.flags import Choice, LoRAConfig
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.usage import nearest_few
-from cifar_zero.models.initialization import initialize
+from cifar_zero.models.initialization import DrawnOnCPU, initialize
 from cifar_zero.models.moe import Gate, whole_names
 
 NO_LORA = LoRAConfig()
@@ -36,9 +36,10 @@ def build(
 ) -> nn.Module:
     """Returns the model with fresh weights (`initialization.initialize`), adapters (`adapt`) and `freeze`. Raises
     UsageError: a target of LoRA is no linear layer."""
-    net = models.build(model.name, num_classes, **model.options)
-    initialize(net, init, seed)
-    adapt(net, lora)
+    with DrawnOnCPU():
+        net = models.build(model.name, num_classes, **model.options)
+        initialize(net, init, seed)
+        adapt(net, lora)
     freeze(net, trainable)
     return net
 

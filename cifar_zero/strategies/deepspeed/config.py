@@ -59,7 +59,7 @@ def build(run: Run, elements: int = 0) -> ZeROStrategy:
     strategy = ZeROStrategy(
         config=engine,
         precision_plugin=precision,
-        remote_device="nvme" if offload == "nvme" else "cpu",
+        remote_device=offload,  # where the shards are
         process_group_backend="gloo" if run.on_cpu else None,
     )
     foreign = issubclass(models.MODELS[run.config.model.name], models.Foreign)

@@ -47,6 +47,11 @@ ENGINE = "_deepspeed_engine"
 """Attribute of a module: the engine that trained it, whose gradient hooks must be removed before a second fit."""
 
 
+def has_nvcc() -> bool:
+    """Whether DeepSpeed can compile for CUDA; torch's CUDA_HOME may be the folder of a runtime without the compiler."""
+    return CUDA_HOME is not None and Path(CUDA_HOME, "bin", "nvcc").exists()
+
+
 class ZeROPrecision(DeepSpeedPrecision):
     """Leaves the division by the accumulated micro-batches to Lightning, and a batch as it is. Lightning (2.6.6)
     divides the loss by accumulate_grad_batches, and `engine.backward` (DeepSpeed 0.19.8) would divide it by
@@ -103,7 +108,7 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
             return "deepspeed_cpu"
         if device_type == "cpu":
             return "torch"
-        return "torch_fused" if CUDA_HOME is None else "deepspeed_fused"
+        return "deepspeed_fused" if has_nvcc() else "torch_fused"
 
     def setup_environment(self) -> None:
         """Starts the process group. A plain Trainer has given Lightning's own plugins, which are replaced."""
@@ -142,8 +147,7 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
         config = {key: value for key, value in self.config.items() if key not in low}
         # The group of --zero.hpz_partition_size, which DeepSpeed (0.19.8, utils/groups.py) makes once in a process.
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-        second_copy = self._zero.get("zero_hpz_partition_size", 1) > 1
-        place = "none" if second_copy else self.remote_device  # the second copy is on the device
+        place = self.remote_device
         with (
             deepspeed.zero.Init(enabled=self._builds_sharded, remote_device=place, config_dict_or_path=config),
             share_of(self.global_rank),

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 
 from cifar_zero.launch.heartbeat import Pulse
 
@@ -12,8 +12,15 @@ class Heartbeat(Callback):
     only between the first and the last batch of an epoch, a validation or a test, and not while a checkpoint is
     written. A rank that fails stays in its state, so that one which hangs while it ends is found too."""
 
-    def __init__(self) -> None:
+    def __init__(self, compiles_step: bool = False) -> None:
         self._pulse = Pulse()
+        self._compiles_step = compiles_step
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """Beats; the second step of a training with --compile step is compiled, which may take minutes."""
+        self._pulse.beat()
+        if self._compiles_step and trainer.global_step == 1:
+            self._pulse.wait()
 
     def _beat(self, *args: Any, **kwargs: Any) -> None:
         self._pulse.beat()
@@ -21,7 +28,7 @@ class Heartbeat(Callback):
     def _wait(self, *args: Any, **kwargs: Any) -> None:
         self._pulse.wait()
 
-    on_train_batch_end = on_validation_batch_end = on_test_batch_end = _beat
+    on_validation_batch_end = on_test_batch_end = _beat
     # Checkpoints, the loader of the next epoch; `on_train_end`, as --max_steps ends a training in mid-epoch.
     on_save_checkpoint = on_train_epoch_end = on_train_end = _wait
     # Another loader and, if the model is compiled, another graph.
