@@ -9,7 +9,7 @@ from cifar_zero.core import exits
 from tests.support.small_vit_runs import main
 
 chosen = strategies.optimizer_implementation
-strategies.optimizer_implementation = lambda strategy, device_type, clips: chosen(strategy, "cuda", clips)
+strategies.optimizer_implementation = lambda strategy, device, *given: chosen(strategy, "cuda", *given)
 
 if __name__ == "__main__":
     sys.exit(exits.guarded(main))
