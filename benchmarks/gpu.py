@@ -260,8 +260,8 @@ def rates(contender: Callable[[], Any], place: Place, seconds: float) -> Row:
 def record(more: Sequence[str], place: Place, seconds: float) -> Row:
     """Returns the accuracy and time of the speed record's recipe, of as many runs as there is time for."""
     data = ["--data.source", "folder", "--data.root", str(place.images)] if place.images else SMALL[:2]
-    small = ["--model.width", "0.125", "--precision", "32-true", "--accelerator", "cpu", "--max_steps", "2"]
-    flags = [*data, *more] if place.on_gpu else [*SMALL[:2], *small]
+    small = ["--model.width", "0.125", "--precision", "32-true", "--accelerator", "cpu", "--max_steps", "8"]
+    flags = [*data, *more] if place.on_gpu else [*SMALL[:2], *small, *more]
     runs = "20" if place.on_gpu else "1"
     said = run("-m", "benchmarks.speedrun", "--runs", runs, *flags, seconds=seconds)
     found = dict(re.findall(r"^(accuracy|time|an epoch) (.*)$", said, re.MULTILINE))
