@@ -115,7 +115,7 @@ class CIFARDataModule(LightningDataModule):
             return MemoryLoader(split, order, self._stored[key], augmentation, self.config.channels_last)
         from cifar_zero.data.torch_loader import TorchLoader  # here: torchvision takes a second to import
 
-        return TorchLoader(split, order, self._data.workers, inputs)
+        return TorchLoader(split, order, self._data.workers, inputs, pin=self._device.type == "cuda")
 
     @property
     def _device(self) -> torch.device:

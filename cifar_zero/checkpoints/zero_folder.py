@@ -244,16 +244,18 @@ def _averaged(averages: list[dict[str, Any]], groups: Iterable[Shapes]) -> dict[
 def _as_torch(
     states: Mapping[str, State], names: Mapping[int, list[str]], groups: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the optimizer's state in torch's form, in DeepSpeed's groups, whose Adams count the steps as a number, or
-    in the group; `names` are those of the parameters in each flat tensor."""
+    """Returns the optimizer's state in torch's form, in DeepSpeed's groups. Its Adams count the steps as a number, the
+    fused one (0.19.8) at a group's last parameter. `names` are those of the parameters in each flat tensor."""
     state: dict[int, State] = {}
     param_groups: list[dict[str, Any]] = []
     first = 0
     for group in groups:
         numbered = dict(enumerate((name for flat in group["params"] for name in names[flat]), first))
         first += len(numbered)
-        for number, entry in ((number, states[name]) for number, name in numbered.items() if name in states):
-            if (step := entry.get("step", group.get("step"))) is not None:
+        entries = {number: states[name] for number, name in numbered.items() if name in states}
+        counted = [entry["step"] for entry in entries.values() if isinstance(entry.get("step"), int)]
+        for number, entry in entries.items():
+            if (step := max(counted) if counted else entry.get("step", group.get("step"))) is not None:
                 has_value = not isinstance(step, Tensor) or not step.is_meta
                 entry["step"] = torch.tensor(float(step)) if has_value else step
             state[number] = entry

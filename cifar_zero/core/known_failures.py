@@ -32,9 +32,7 @@ TABLE = (
         LESS_MEMORY,
     ),
     KnownFailure(
-        r"DefaultCPUAllocator: (can't allocate|not enough) memory",
-        "the machine's memory is full",
-        LESS_MEMORY,
+        r"DefaultCPUAllocator: (can't allocate|not enough) memory", "the machine's memory is full", LESS_MEMORY
     ),
     KnownFailure(r"", "the machine's memory is full", LESS_MEMORY, MemoryError),
     KnownFailure(

@@ -29,9 +29,9 @@ def transforms_of(config: AugmentConfig) -> list[Transform]:
 
 def in_groups(images: Tensor, seeds: Tensor, transforms: list[Transform]) -> Tensor:
     """Returns images uint8 (n, 3, H, W) after the transforms, called once for all images with the same seed, int64 (n,)
-    on the CPU. The CPU's generator, from which torchvision draws, is seeded for each group, and restored."""
+    on the CPU. The generators, from which torchvision draws, are seeded for each group, and restored."""
     result = torch.empty_like(images)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[images.device] if images.is_cuda else []):
         for seed in seeds.unique().tolist():
             members = (seeds == seed).nonzero().flatten().to(images.device, non_blocking=True)
             torch.manual_seed(seed)

@@ -40,10 +40,11 @@ class TorchLoader(Resumable, DataLoader[Any]):
 
     batch_sampler: Order
 
-    def __init__(self, split: Split, order: Order, workers: int, inputs: Inputs = PLAIN) -> None:
+    def __init__(self, split: Split, order: Order, workers: int, inputs: Inputs = PLAIN, pin: bool = False) -> None:
         # Not the global generator: dropout would differ from that with the memory loader.
         options: Any = {"num_workers": workers, "persistent_workers": workers > 0, "generator": torch.Generator()}
-        super().__init__(TransformedImages(split, inputs), batch_sampler=order, **options)
+        # Pinned, so that the host does not wait for the copy to a GPU.
+        super().__init__(TransformedImages(split, inputs), batch_sampler=order, pin_memory=pin, **options)
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Yields an epoch, or its rest if the loader whose state was loaded has begun it."""

@@ -101,7 +101,7 @@ def losses_alone(device: str) -> list[float]:
     net = net.to(device)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     losses = []
-    with torch.backends.cudnn.flags(deterministic=True, benchmark=False, allow_tf32=False):
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False, allow_tf32=False):
         for batch, expected in zip(images.to(device), labels.to(device), strict=True):
             loss = torch.nn.functional.cross_entropy(net(batch), expected)
             optimizer.zero_grad()

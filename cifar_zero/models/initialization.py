@@ -16,8 +16,7 @@ SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-RANDOM = (torch.ops.aten.uniform_.default, torch.ops.aten.normal_.default)
-"""What fills a tensor with random numbers."""
+RANDOM = (torch.ops.aten.uniform_.default, torch.ops.aten.normal_.default)  # they fill a tensor
 
 
 class DrawnOnCPU(TorchDispatchMode):

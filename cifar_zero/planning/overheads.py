@@ -80,14 +80,15 @@ def host_buffers(run: Run, network: Network) -> int:
 
 def built_on_host(run: Run, network: Network) -> int:
     """Returns what the model takes on the host while it is built, before it is cast and sharded. It is built in float32
-    (in bfloat16 with bf16-true), by fsdp2 and at stage 3 on the host. Stage 3 shards each layer right after it is built
-    (deepspeed/strategy.py), but builds models of other packages whole."""
+    (in bfloat16 with bf16-true), by fsdp2 on the host. Stage 3 shards each layer right after it is built
+    (deepspeed/strategy.py), but builds models of other packages whole on the host."""
     if run.spec.family != "fsdp2" and run.spec.stage < 3:
         return 0
     size = network.elements * (2 if run.config.precision == "bf16-true" else FLOAT32)
     if run.spec.family == "fsdp2" or issubclass(MODELS[run.config.model.name], Foreign):
         return size
-    return 0 if run.spec.offload_parameters == "nvme" else math.ceil(size / run.config.world_size)
+    on_host = run.spec.offload_parameters == "cpu" or (run.on_cpu and not run.spec.offload_parameters)
+    return math.ceil(size / run.config.world_size) if on_host else 0
 
 
 def sent_bytes(run: Run, network: Network) -> int:

@@ -209,6 +209,7 @@ def test_one_model_on_several_ranks_takes_the_whole_batch(monkeypatch: pytest.Mo
         ),
         ("--strategy deepspeed_stage_3_superoffload --optimizer adam --optimizer.weight_decay 0.1", "as AdamW does"),
         ("--strategy deepspeed_stage_3_superoffload --optimizer adamw --resume last", "start again with --weights"),
+        ("--strategy deepspeed_stage_3_superoffload --optimizer adamw --precision 16-mixed", "use bf16-mixed"),
         ("--strategy deepspeed_stage_3_offload_nvme --resume last", "use --strategy deepspeed_stage_3_offload"),
     ],
 )

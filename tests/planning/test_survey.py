@@ -141,10 +141,12 @@ def named(strategy: str, *flags: str) -> Need:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "host"), [("deepspeed_stage_2_offload", 0), ("deepspeed_stage_3", 20), ("fsdp2", 40)]
+    ("strategy", "host"),
+    [("deepspeed_stage_2_offload", 0), ("deepspeed_stage_3", 0), ("deepspeed_stage_3_offload", 20), ("fsdp2", 40)],
 )
 def test_the_model_is_built_on_the_host(strategy: str, host: int) -> None:
-    """The model is float32 until it is cast; stage 3 shards it over two ranks while building it."""
+    """The model is float32 until it is cast; stage 3 shards it over two ranks while building it, on the
+    host if its parameters are offloaded."""
     need = named(strategy, "--devices", "2")
     assert need.built_on_host == host * GB
     assert need.host >= host * GB

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.ops.adam import FusedAdam
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
 from cifar_zero import strategies
 from cifar_zero.config import command_line
 from cifar_zero.strategies import fsdp2
-from cifar_zero.strategies.deepspeed import strategy
+from cifar_zero.strategies.deepspeed import checkpoint, strategy
 from cifar_zero.strategies.mesh import MeshStrategy
 from cifar_zero.training.resolve import of_machine
 
@@ -69,6 +70,14 @@ def test_deepspeeds_fused_adam_needs_a_compiler(
     (tmp_path / "bin" / compiler).mkdir(parents=True)
     monkeypatch.setattr(strategy, "CUDA_HOME", str(tmp_path))
     assert strategy.ZeROStrategy().optimizer_implementation("cuda") == expected
+
+
+def test_the_state_of_deepspeeds_fused_adam_has_its_step():
+    """Its update reads it from the state of the tensor (DeepSpeed 0.19.8, ops/adam/fused_adam.py)."""
+    base = object.__new__(FusedAdam)  # it can be made on a GPU only
+    base.state, weight = {}, torch.zeros(2)
+    checkpoint._set_state(base, weight, [{"step": torch.tensor(7.0), "exp_avg": torch.ones(2)}], torch.cat)
+    assert base.state[weight]["step"] == 7
 
 
 def test_fsdp_is_fsdp2():

@@ -38,6 +38,9 @@ def check_optimizer(run: Run) -> None:
     if run.spec.super_offload and name == "adam" and config.optimizer.options["weight_decay"]:
         # Its process makes a DeepSpeedCPUAdam without adamw_mode=False (DeepSpeed 0.19.8, superoffload_utils.py).
         raise UsageError(f"--strategy {config.strategy_name} applies weight decay as AdamW does: use --optimizer adamw")
+    if run.spec.super_offload and config.precision == "16-mixed" and not config.gradient_clip_val:
+        # It updates before it looks for an overflow, and cannot take that back (superoffload_stage3.py).
+        raise UsageError(f"--strategy {config.strategy_name} in 16-mixed needs --gradient_clip_val: use bf16-mixed")
 
 
 def check_averaging(run: Run) -> None:

@@ -168,12 +168,8 @@ def _set_state(base: Any, target: Tensor, entries: list[dict[str, Any]], shard: 
 
 
 def _step(base: Any, target: Tensor, step: float) -> dict[str, Any]:
-    """Returns the number of steps as state: DeepSpeed's fused Adam keeps it in the group, its CPU Adam as an int."""
-    if isinstance(base, FusedAdam):
-        for group in base.param_groups:
-            group["step"] = int(step)
-        return {}
-    if isinstance(base, DeepSpeedCPUAdam):
+    """Returns the number of steps as state, which DeepSpeed's Adams keep as an int."""
+    if isinstance(base, (FusedAdam, DeepSpeedCPUAdam)):
         return {"step": int(step)}
     on_device = any(group.get("fused") or group.get("capturable") for group in base.param_groups)
     return {"step": torch.tensor(step, device=target.device if on_device else "cpu")}

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
@@ -147,11 +148,9 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
         config = {key: value for key, value in self.config.items() if key not in low}
         # The group of --zero.hpz_partition_size, which DeepSpeed (0.19.8, utils/groups.py) makes once in a process.
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-        place = self.remote_device
-        with (
-            deepspeed.zero.Init(enabled=self._builds_sharded, remote_device=place, config_dict_or_path=config),
-            share_of(self.global_rank),
-        ):
+        where, shards = self.remote_device, self._builds_sharded
+        init = deepspeed.zero.Init(enabled=shards, remote_device=where, config_dict_or_path=config)
+        with init, share_of(self.global_rank):
             yield
 
     def setup(self, trainer: Trainer) -> None:
@@ -295,7 +294,12 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
         fp16/unfused_optimizer.py and fused_optimizer.py, `initialize_optimizer_states`; its pull request 5104): Adam
         would count a step too many, so that its first update is 0.74 of the right one, and AdamW's decay would act."""
         step, optimizer.step = optimizer.step, lambda *args, **kwargs: None
+        # SuperOffload's process inherits how Ctrl-C is handled, which must not end it before the run is saved.
+        spawns = self._zero.get("offload_optimizer", {}).get("super_offload")
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if spawns else None
         started = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+        if spawns:
+            signal.signal(signal.SIGINT, handler)
         optimizer.step = step
         return started
 

@@ -31,7 +31,7 @@ class Divergence(Callback):
         if self._curves.losses:
             return
         scale = loss_scale(trainer)
-        if scale is not None and scale < LEAST_SCALE:
+        if scale is not None and scale <= LEAST_SCALE:
             raise RunError(
                 f"float16 overflowed until the loss scale was {scale:g}, at step {trainer.global_step}: "
                 "use --precision bf16-mixed, or lower --optimizer.lr"
@@ -83,5 +83,5 @@ def loss_scale(trainer: Trainer) -> float | None:
     if scaler is not None:
         return scaler.get_scale()
     if trainer.precision == "16-mixed":
-        return getattr(trainer.optimizers[0], "cur_scale", None)
+        return getattr(trainer.optimizers[0], "loss_scale", None)
     return None
