@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,9 +75,10 @@ def test_deepspeeds_fused_adam_needs_a_compiler(
 
 def test_the_state_of_deepspeeds_fused_adam_has_its_step():
     """Its update reads it from the state of the tensor (DeepSpeed 0.19.8, ops/adam/fused_adam.py)."""
-    base = object.__new__(FusedAdam)  # it can be made on a GPU only
+    base: Any = object.__new__(FusedAdam)  # it can be made on a GPU only
     base.state, weight = {}, torch.zeros(2)
-    checkpoint._set_state(base, weight, [{"step": torch.tensor(7.0), "exp_avg": torch.ones(2)}], torch.cat)
+    entry = {"step": torch.tensor(7.0), "exp_avg": torch.ones(2)}
+    checkpoint._set_state(base, weight, [entry], lambda parts: parts[0])
     assert base.state[weight]["step"] == 7
 
 
