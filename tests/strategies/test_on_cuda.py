@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from deepspeed.ops.adam import FusedAdam
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
@@ -16,7 +18,9 @@ from cifar_zero import strategies
 from cifar_zero.config import command_line
 from cifar_zero.strategies import fsdp2
 from cifar_zero.strategies.deepspeed import checkpoint, strategy
+from cifar_zero.strategies.deepspeed.strategy import ZeROPrecision
 from cifar_zero.strategies.mesh import MeshStrategy
+from cifar_zero.training.callbacks.divergence import loss_scale
 from cifar_zero.training.resolve import of_machine
 
 GPU = torch.device("cuda", 0)
@@ -80,6 +84,17 @@ def test_the_state_of_deepspeeds_fused_adam_has_its_step():
     entry = {"step": torch.tensor(7.0), "exp_avg": torch.ones(2)}
     checkpoint._set_state(base, weight, [entry], lambda parts: parts[0])
     assert base.state[weight]["step"] == 7
+
+
+@pytest.mark.parametrize(("dynamic", "expected"), [(True, 1.0), (False, None)])
+def test_the_loss_scale_at_stage_0(dynamic: bool, expected: float | None):
+    """A run ends that overflows at the lowest scale; a scale that is given stays, and is no sign of it."""
+    optimizer: Any = object.__new__(FP16_UnfusedOptimizer)  # made by an engine in float16, on a GPU only
+    settings = {"dynamic_loss_scale": dynamic, "cur_scale": 1.0, "use_grad_scaling": True}
+    optimizer.loss_scale_config, optimizer.custom_loss_scaler = SimpleNamespace(**settings), False
+    plugin = ZeROPrecision("16-mixed")
+    trainer: Any = SimpleNamespace(precision_plugin=plugin, precision="16-mixed", optimizers=[optimizer])
+    assert loss_scale(trainer) == expected
 
 
 def test_fsdp_is_fsdp2():

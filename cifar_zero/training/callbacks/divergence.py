@@ -78,10 +78,12 @@ class Divergence(Callback):
 
 
 def loss_scale(trainer: Trainer) -> float | None:
-    """Returns the factor of float16 losses; None in other formats."""
+    """Returns the factor of float16 losses if it is adapted; None in other formats."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is not None:
         return scaler.get_scale()
     if trainer.precision == "16-mixed":
-        return getattr(trainer.optimizers[0], "loss_scale", None)
+        optimizer: Any = trainer.optimizers[0]  # DeepSpeed's; at stage 0 it keeps the settings apart
+        dynamic = getattr(getattr(optimizer, "loss_scale_config", optimizer), "dynamic_loss_scale", False)
+        return optimizer.loss_scale if dynamic else None
     return None
