@@ -97,6 +97,7 @@ def link(target: str) -> tarfile.TarInfo:
     return member
 
 
+@pytest.mark.skipif(not hasattr(tarfile, "data_filter"), reason="Python 3.11.4: filters of archives")
 @pytest.mark.parametrize("member", [tarfile.TarInfo("../evil"), link("/etc/passwd")], ids=["path", "link"])
 def test_an_archive_with_a_hostile_member_is_refused(tmp_path: Path, member: tarfile.TarInfo) -> None:
     with pytest.raises(RunError, match=r"not a readable \.tar\.gz archive: .*(outside|absolute)"):

@@ -17,7 +17,8 @@ def policies():
     tasks = {int(task): open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")}
     return {(name == "gloo_tcp_loop", os.sched_getscheduler(task)) for task, name in tasks.items()}
 cores = os.sched_getaffinity(0)
-before = policies()
+while len(before := policies()) < 2:  # a thread takes its name after it has started
+    pass
 if len(cores) > 1:
     demote_network_threads()
     assert policies() == before
