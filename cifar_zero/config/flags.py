@@ -202,8 +202,7 @@ class FineTuneConfig:
 
     weights: str = ""
     """Start from existing weights: a run folder, a checkpoint of any strategy, a safetensors file, or a torch state
-    dict. Tensors with another name or shape are initialised and listed. The optimizer and the step count start
-    fresh."""
+    dict. Tensors with another name or shape are initialised and listed. Optimizer and step count start fresh."""
 
     delta: str = ""
     """Delta to apply on top of --weights: a file written by export.py --to delta."""
@@ -344,8 +343,7 @@ class DataConfig:
     source: SourceName = "auto"
     """Dataset. auto: CIFAR-10 from disk or by download; if neither is possible, the embedded digits, with a warning.
     All other sources never fall back. folder: your own images, <root>/train/<class>/*.png|jpg and
-    <root>/test/<class>/*. digits: real handwritten digits in CIFAR-10's shape. synthetic: random images, for
-    benchmarks."""
+    <root>/test/<class>/*. digits: handwritten digits in CIFAR-10's shape. synthetic: random ones, for benchmarks."""
 
     root: str = "data"
     """Directory of the dataset: the download location, and the root of a folder source."""

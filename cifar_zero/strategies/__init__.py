@@ -77,8 +77,7 @@ def optimizer_implementation(strategy: Strategy, device: str, clips: bool, in_gr
     torch's fused optimizer updates all parameters in one call. It is used on CUDA: on the CPU it rounds an element at
     the end of a tensor differently from one in its middle (torch 2.15), so that sharding would change the weights.
     Under autocast it is used only without a gradient scaler and without clipping: Lightning (2.6.6) does not clip the
-    gradients of a fused optimizer there, in bfloat16 either. torch.compile (2.15) cannot take it into a graph
-    (--compile step).
+    gradients of a fused optimizer there, in bfloat16 either. A graph of --compile step cannot have it (torch 2.15).
     """
     from lightning.pytorch.plugins.precision import MixedPrecision
 

@@ -149,9 +149,8 @@ class EpochLoop(_TrainingEpochLoop):
         return outputs
 
     def _compiled_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """Runs a step of torch's optimizer as one graph; the first one of a training as usual, as it makes the
-        optimizer's state. The hook before the update is called after it: gradients and learning rates are then still
-        those of the step."""
+        """Runs a step as one graph; the first one of a training as usual, as it makes the optimizer's state. The hook
+        before the update is called after it: gradients and learning rates are then still those of the step."""
         trainer, progress = self.trainer, self.automatic_optimization.optim_progress.optimizer
         graph, started = self._graph, time.monotonic()
         if graph is None:

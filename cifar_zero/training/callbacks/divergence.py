@@ -15,8 +15,7 @@ from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.core.programs import command
 from cifar_zero.training.callbacks.curves import TrainingCurves
 
-LEAST_SCALE = 1.0
-"""Lowest loss scale: torch's scaler would halve it without end if every step overflows; DeepSpeed stops at 1 too."""
+LEAST_SCALE = 1.0  # of the loss: torch's scaler would halve it without end if every step overflows; DeepSpeed stops
 
 
 class Divergence(Callback):

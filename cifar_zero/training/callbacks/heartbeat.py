@@ -17,10 +17,9 @@ class Heartbeat(Callback):
         self._compiles_step = compiles_step
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Beats; the second step of a training with --compile step is compiled, which may take minutes."""
         self._pulse.beat()
         if self._compiles_step and trainer.global_step == 1:
-            self._pulse.wait()
+            self._pulse.wait()  # the second step is compiled, which may take minutes
 
     def _beat(self, *args: Any, **kwargs: Any) -> None:
         self._pulse.beat()
