@@ -4,11 +4,15 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from tests.support.helpers import ROOT
 
+NAMELESS = 5  # exit code of the program: no thread has the name
+
 PROGRAM = """
 import os
+import time
 import torch.distributed as dist
 from cifar_zero.training.callbacks.cpu_kernels import demote_network_threads
 
@@ -17,8 +21,10 @@ def policies():
     tasks = {int(task): open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")}
     return {(name == "gloo_tcp_loop", os.sched_getscheduler(task)) for task, name in tasks.items()}
 cores = os.sched_getaffinity(0)
+over = time.monotonic() + 10
 while len(before := policies()) < 2:  # a thread takes its name after it has started
-    pass
+    if time.monotonic() > over:
+        raise SystemExit(5)
 if len(cores) > 1:
     demote_network_threads()
     assert policies() == before
@@ -32,4 +38,7 @@ dist.destroy_process_group()
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux's scheduler")
 def test_only_network_threads_of_a_rank_with_one_core_are_demoted() -> None:
-    subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, check=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, timeout=120)
+    if done.returncode == NAMELESS and torch.__version__ < "2.15":
+        pytest.skip("torch 2.11 does not name gloo's thread")
+    assert done.returncode == 0
