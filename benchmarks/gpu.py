@@ -35,7 +35,7 @@ TESTS = (
     "test_memory_on_gpu.py",
     "test_offload_on_gpu.py",
 )
-"""Of tests/gpu; the others compare what the acceptance compares."""
+"""The tests of tests/gpu that run; the others compare what the acceptance compares."""
 
 PLANNED = ("baseline", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3", "deepspeed_stage_3_offload")
 LARGEST = ("baseline", "deepspeed_stage_3_offload", "deepspeed_stage_3_superoffload")

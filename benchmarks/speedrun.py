@@ -89,7 +89,8 @@ class Result:
 class Clock(Callback):
     """Times the epochs and the test; on a GPU it first waits until all queued work is done."""
 
-    def __init__(self) -> None:
+    def __init__(self, compiles: bool = False) -> None:
+        self._compiles = compiles
         self.epochs: list[float] = []
         """Seconds of each epoch."""
         self.first_steps = 0.0
@@ -105,8 +106,8 @@ class Clock(Callback):
     on_test_start = on_train_start
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
-        """Notes the time of the first steps."""
-        if trainer.global_step == COMPILING_STEPS:
+        """Notes the time of the first steps, only if it counts: to read the clock waits for the GPU."""
+        if self._compiles and trainer.global_step == COMPILING_STEPS:
             self.first_steps = sum(self.epochs) + now(pl_module.device) - self._begun
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -195,7 +196,9 @@ def warm_up(configs: list[Config]) -> None:
 def run(config: Config, more: Sequence[Callback] = ()) -> Result:
     """Trains and tests once with train.py's module, images and loop, and writes no files; `more`: other callbacks."""
     resolved = of_machine(config)
-    module, images, clock = CIFARModule(resolved.config, resolved.num_classes), CIFARDataModule(config), Clock()
+    module, images = CIFARModule(resolved.config, resolved.num_classes), CIFARDataModule(config)
+    compiles = config.compile == "step"
+    clock = Clock(compiles)
     callbacks: list[Callback] = [BatchNormStatistics(), clock, *more]
     if config.accelerator == "cpu":
         flops = training_flops(config.model, resolved.num_classes, resolved.micro_batch)
@@ -217,7 +220,6 @@ def run(config: Config, more: Sequence[Callback] = ()) -> Result:
         use_distributed_sampler=False,
         **config.trainer,
     )
-    compiles = config.compile == "step"
     fast_loop.install(trainer, compiles=compiles, cuda_graph=config.cuda_graphs)
     trainer.fit(module, datamodule=images)
     begun = now(module.device)

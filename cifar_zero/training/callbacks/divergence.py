@@ -15,7 +15,7 @@ from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.core.programs import command
 from cifar_zero.training.callbacks.curves import TrainingCurves
 
-LEAST_SCALE = 1.0  # of the loss: torch's scaler would halve it without end if every step overflows; DeepSpeed stops
+LEAST_SCALE = 1.0  # of the loss, DeepSpeed's lowest; torch's scaler would halve it without end if all steps overflow
 
 
 class Divergence(Callback):
