@@ -149,24 +149,28 @@ class EpochLoop(_TrainingEpochLoop):
         return outputs
 
     def _compiled_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """Runs a step as one graph; the first one of a training as usual, as it makes the optimizer's state. The hook
-        before the update is called after it: gradients and learning rates are then still those of the step."""
-        trainer, progress = self.trainer, self.automatic_optimization.optim_progress.optimizer
-        graph, started = self._graph, time.monotonic()
-        if graph is None:
-            if trainer.global_step == 0:
-                return self._torch_step(batch, batch_idx)
-            graph = compiled_step(trainer, self.cuda_graph)
+        """Runs a step as one graph, once there is one. The hook before the update is called after it: gradients and
+        learning rates are then still those of the step."""
+        if self._graph is None:
+            return self._step_without_graph(batch, batch_idx)
+        progress = self.automatic_optimization.optim_progress.optimizer
         self._zero_grad(batch_idx, [])
         progress.step.increment_ready()
-        loss = graph(batch, batch_idx)
-        self._call("on_before_optimizer_step", trainer.optimizers[0])
+        loss = self._graph(batch, batch_idx)
+        self._call("on_before_optimizer_step", self.trainer.optimizers[0])
         progress.step.increment_completed()
-        if self._graph is None:
-            self._graph = graph
-            if trainer.is_global_zero:
-                say(f"compiled the step in {time.monotonic() - started:.0f} s")
         return {"loss": loss}
+
+    def _step_without_graph(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        """Runs the first step of a training as usual, as it makes the optimizer's state; the next one compiles."""
+        if self.trainer.global_step == 0:
+            return self._torch_step(batch, batch_idx)
+        started = time.monotonic()
+        self._graph = compiled_step(self.trainer, self.cuda_graph)
+        outputs = self._compiled_step(batch, batch_idx)
+        if self.trainer.is_global_zero:
+            say(f"compiled the step in {time.monotonic() - started:.0f} s")
+        return outputs
 
     def _deepspeed_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """Runs a step of DeepSpeed's engine, which itself accumulates, clips and zeroes the gradients."""

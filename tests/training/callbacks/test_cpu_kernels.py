@@ -24,7 +24,7 @@ cores = os.sched_getaffinity(0)
 over = time.monotonic() + 10
 while len(before := policies()) < 2:  # a thread takes its name after it has started
     if time.monotonic() > over:
-        raise SystemExit(5)
+        raise SystemExit(NAMELESS)
 if len(cores) > 1:
     demote_network_threads()
     assert policies() == before
@@ -38,7 +38,7 @@ dist.destroy_process_group()
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux's scheduler")
 def test_only_network_threads_of_a_rank_with_one_core_are_demoted() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, timeout=120)
+    done = subprocess.run([sys.executable, "-c", f"NAMELESS = {NAMELESS}{PROGRAM}"], cwd=ROOT, timeout=120)
     if done.returncode == NAMELESS and torch.__version__ < "2.15":
         pytest.skip("torch 2.11 does not name gloo's thread")
     assert done.returncode == 0
