@@ -85,6 +85,6 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
     """Shows the help as it is written, followed by the default."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        text = action.help or ""
+        text = re.sub(r"%(?!\()", "%%", action.help or "")  # "94 %" is text, %(default)s is not
         shown = action.default is not False and action.default not in (argparse.SUPPRESS, None, "", {})
         return f"{text} (default: %(default)s)" if shown and action.option_strings else text

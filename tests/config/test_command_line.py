@@ -10,6 +10,7 @@ import yaml
 
 from cifar_zero.config import command_line
 from cifar_zero.config.flags import AugmentConfig
+from cifar_zero.config.values import REGISTRIES
 from cifar_zero.core.errors import UsageError
 from tests.support.helpers import ROOT, run_program
 
@@ -182,6 +183,16 @@ def test_help_alone_is_one_screen(capsys: pytest.CaptureFixture[str]):
     ):
         assert shown in said[0]
     assert "--zero.sub_group_size" in said[1]
+
+
+@pytest.mark.parametrize(
+    ("registry", "name"),
+    [(registry, name) for registry, entries in REGISTRIES.items() for name in entries],
+)
+def test_every_choice_shows_its_options(registry: str, name: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match="0"):
+        command_line.parse([f"--{registry}", name, "--help", "all"])
+    assert f"--{registry}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
