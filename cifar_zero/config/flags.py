@@ -74,7 +74,7 @@ class DeviceConfig:
     """Directory on a local NVMe disk; required by deepspeed_stage_3_offload_nvme."""
 
     activation_checkpointing: bool = False
-    """Recompute each block's activations in the backward pass: less memory, a third more computation, same result."""
+    """Recompute each block's activations in the backward pass: less memory, a quarter to a third more computation."""
 
     activation_offload: bool = False
     """Store the tensors that the forward pass saves for the backward pass in pinned CPU memory instead of GPU memory.
