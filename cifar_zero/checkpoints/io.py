@@ -54,7 +54,8 @@ class AtomicCheckpointIO(CheckpointIO):
 
         def remove() -> None:
             atomic.discard(Path(path))
-            Path(path).with_suffix(WEIGHTS).unlink(missing_ok=True)
+            if self._save_weights:  # otherwise it is a file of export.py, which the user wanted
+                Path(path).with_suffix(WEIGHTS).unlink(missing_ok=True)
 
         if not self.failure and (failure := failure_of(remove)):
             say(f"{path} could not be removed: {failure}. The training continues.")

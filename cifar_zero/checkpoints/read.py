@@ -22,6 +22,8 @@ def read(checkpoint: Path, trust: bool = False, verify: bool = True, device: str
     DeepSpeed writes; see `safe_load.load` for the arguments. Raises UsageError: it is damaged or would need `trust`."""
     if checkpoint.is_dir():
         return read_folder(checkpoint, trust, verify, device)
+    if checkpoint.suffix == ".safetensors":
+        raise UsageError(f"{checkpoint} is a file of weights only: give the checkpoint that they are from")
     content = load(checkpoint, trust, verify, device)
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
         raise UsageError(f"{checkpoint} is no checkpoint of a run: it has no state_dict")

@@ -16,7 +16,7 @@ from cifar_zero import data
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.safe_load import check_records
 from cifar_zero.config import command_line
-from cifar_zero.config.flags import Config, config_of, flat
+from cifar_zero.config.flags import Config, DataConfig, config_of, flat
 from cifar_zero.config.strategy_specs import AUTO
 from cifar_zero.core import atomic
 from cifar_zero.core.errors import UsageError
@@ -136,13 +136,17 @@ def check_same_run(config: Config, recipe: dict[str, Any]) -> None:
             raise UsageError(f"--resume {config.resume}: that run had --{option} {before[option]}, not {now[option]}")
 
 
+def other_classes(images: DataConfig, record: dict[str, Any]) -> str:
+    """Returns which classes of the images are not those of the run that left the record; empty if all are the same."""
+    names, known = [*data.class_names(images)], record["classes"]
+    return "" if names == known else ", ".join(sorted({*names} ^ {*known})[:6]) or "their order"
+
+
 def source_of(config: Config, record: dict[str, Any]) -> Any:
     """Returns the source of images that a resumed run continues on: the one that it had, also for --data.source auto.
     `record` is the checkpoint's, checked by `check_same_run`. Raises UsageError: the source has other classes."""
     source = record["config"]["data"]["source"]
-    names = [*data.class_names(replace(config.data, source=source))]
-    if names != record["classes"]:
-        differing = ", ".join(sorted({*names} ^ {*record["classes"]})[:6]) or "their order"
+    if differing := other_classes(replace(config.data, source=source), record):
         raise UsageError(
             f"--resume {config.resume}: that run had other classes than --data.source {source} now has ({differing}): "
             f"give the data that it had, or fine-tune it with --weights {config.resume} without --resume"

@@ -91,7 +91,7 @@ def perturb(flags: list[str], train: Callable[..., Any], classes: Callable[[], t
 
 def of_cases(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
     """Trains the cases of the acceptance; returns the folder of the report, and the comparison. --print_cases exits."""
-    if rest or arguments.runs or arguments.accumulate:
+    if rest or arguments.accumulate:
         known = "--strategies, --devices, --seeds, --quick or --junit"
         raise UsageError(f"--acceptance trains cases of its own: give only {known}")
     cases = plan_cases(arguments.strategies or (), _ranks(arguments), arguments.quick, arguments.seeds or 1)
@@ -109,8 +109,8 @@ def of_module(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparis
     """Trains a user's own module; returns the folder of the report, and the comparison."""
     from cifar_zero.comparison.recorded.trials import try_all
 
-    if arguments.runs or arguments.seeds is not None:
-        raise UsageError("--module trains each strategy once: leave out --runs and --seeds")
+    if arguments.seeds is not None:
+        raise UsageError("--module trains each strategy once: leave out --seeds")
     flags = ["--module", arguments.module, *(["--datamodule", arguments.datamodule] if arguments.datamodule else [])]
     cases = own_module.plan(
         arguments.strategies or (), _ranks(arguments) or all_ranks(), arguments.accumulate or (), [*flags, *rest]
@@ -220,11 +220,12 @@ def _parse() -> tuple[Namespace, list[str]]:
     add("--seeds", type=int, metavar="N", help="runs per variant, with seeds counted up from --seed (default: 1)")
     started = "command that starts the ranks of each run, such as 'srun --nodes 2 --ntasks-per-node 8'"
     add("--launcher", metavar="COMMAND", default="", help=started)
-    add("--runs", nargs="+", metavar="RUN", help="compare these run folders; nothing is trained")
-    add("--acceptance", action="store_true", help="train short cases that cover all pairs of settings")
+    mode = parser.add_mutually_exclusive_group().add_argument
+    mode("--runs", nargs="+", metavar="RUN", help="compare these run folders; nothing is trained")
+    mode("--acceptance", action="store_true", help="train short cases that cover all pairs of settings")
     add("--quick", action="store_true", help="with --acceptance: only the most telling cases")
     add("--print_cases", action="store_true", help="with --acceptance: list the cases and exit")
-    add("--module", metavar="NAME", help="compare your own LightningModule: FILE.py:NAME or PACKAGE.MODULE:NAME")
+    mode("--module", metavar="NAME", help="compare your own LightningModule: FILE.py:NAME or PACKAGE.MODULE:NAME")
     add("--datamodule", metavar="NAME", help="its LightningDataModule; default: the module's own loader")
     least = "fail variants with a lower test accuracy (0 to 1): that models agree which learned nothing says little"
     add("--min_accuracy", type=float, default=0.0, metavar="SHARE", help=least)
@@ -236,9 +237,9 @@ def _parse() -> tuple[Namespace, list[str]]:
     check_plain_name(arguments.name)
     if arguments.seeds is not None and arguments.seeds < 1:
         raise UsageError(f"--seeds must be at least 1, not {arguments.seeds}")
-    for option in ("quick", "print_cases"):
-        if getattr(arguments, option) and not arguments.acceptance:
-            raise UsageError(f"--{option} is for --acceptance: add it")
+    for option, needed in {"quick": "acceptance", "print_cases": "acceptance", "datamodule": "module"}.items():
+        if getattr(arguments, option) and not getattr(arguments, needed):
+            raise UsageError(f"--{option} is for --{needed}: add it")
     if not 0 <= arguments.min_accuracy <= 1:
         raise UsageError(f"--min_accuracy {arguments.min_accuracy:g}: give a share from 0 to 1, such as 0.5")
     if arguments.min_accuracy and (arguments.acceptance or arguments.module):

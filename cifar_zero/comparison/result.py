@@ -164,7 +164,8 @@ class Comparison:
         """The outcome in one sentence."""
         kinds = [variant.verdict.kind for variant in self.variants if variant.verdict is not None]
         found = ", ".join(f"{kinds.count(kind)} {kind}" for kind in GOOD[1:] if kind in kinds)
-        others = sum(each.name != self.reference for each in self.variants) - kinds[1:].count("reference")
+        first = self.variants[0].name == self.reference  # otherwise the reference is no variant
+        others = len(self.variants) - max(first, kinds.count("reference"))
         agree = f"{sum(map(kinds.count, GOOD[1:]))} of {others} variants agree with the reference, {self.reference}"
         parts = [agree + (f": {found}" if found else "")]
         for variant in self.variants:

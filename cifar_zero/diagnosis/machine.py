@@ -47,6 +47,8 @@ def gpu(options: Options) -> Finding:
             "there is a GPU driver, but this torch is built for the CPU and trains there",
             "install the torch that https://pytorch.org/get-started/locally names for this machine",
         )
+    if not torch.cuda.device_count() and "CUDA_VISIBLE_DEVICES" in os.environ:
+        return warning("CUDA_VISIBLE_DEVICES hides the GPUs: runs use the CPU", "unset CUDA_VISIBLE_DEVICES")
     try:
         torch.cuda.init()
         for index in range(torch.cuda.device_count()):

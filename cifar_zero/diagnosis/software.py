@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -73,7 +74,9 @@ def package(name: str, options: Options) -> Finding:
         )
         found = "; ".join([f"{version}, but {wanted} is the tested range", *faults])
         return warning(found, f"pip install '{name}{wanted}'")
-    asked = [each.specifier for each in map(Requirement, metadata.requires("lightning") or []) if each.name == name]
+    asked = list[SpecifierSet]()
+    with suppress(metadata.PackageNotFoundError):  # without Lightning, which has a line of its own
+        asked = [each.specifier for each in map(Requirement, metadata.requires("lightning") or []) if each.name == name]
     differs = f"; not the {asked[0]} of Lightning's extras, which is older" if asked and version not in asked[0] else ""
     return ok(f"{version}{differs}")
 

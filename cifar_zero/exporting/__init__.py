@@ -64,10 +64,10 @@ def _encode_safetensors(net: nn.Module, metadata: dict[str, str]) -> bytes:
 
 
 def _load_safetensors(file: Path) -> Classifier:
-    from cifar_zero.checkpoints.safetensors_file import read_safetensors
+    from cifar_zero.checkpoints.finetuning.load import read_whole
     from cifar_zero.exporting.classifier import build
 
-    return build(*read_safetensors(file), file)[1]
+    return build(*read_whole(file), file)[1]
 
 
 def _encode_onnx(net: nn.Module, metadata: dict[str, str]) -> bytes:

@@ -47,7 +47,8 @@ def available(config: Config, device_memory: str | None = None, host_memory: str
         room = Room(host, None, True, disk) if on_cpu else Room(free_gpu_bytes(config.devices), host, disk=disk)
     if host_memory is None:
         return room
-    return replace(room, host=max(0, size_in_bytes(host_memory, "--host_memory") // config.devices - CPU_RANK_BYTES))
+    host = max(0, size_in_bytes(host_memory, "--host_memory") // config.devices - CPU_RANK_BYTES)
+    return replace(room, host=host, device=host if room.shared and device_memory is None else room.device)
 
 
 def size_in_bytes(text: str, flag: str) -> int:

@@ -95,8 +95,9 @@ def _plan(run: Run, arguments: Namespace, flags: list[str], room: Room) -> int:
         for count in (4**power for power in range(8)):  # 1 to 16,384
             batch_size = run.micro_batch * count * run.config.accumulate  # the same micro-batch on each
             config = replace(run.config, devices=count, num_nodes=1, batch_size=batch_size)
-            by_devices[count] = survey(replace(run, config=config), net, room, lines)
-        print_scaling(by_devices, room.device, console)
+            # What this machine lacks does not count for so many devices.
+            by_devices[count] = survey(replace(run, config=config), net, replace(room, elsewhere=True), lines)
+        print_scaling(by_devices, room, console)
     else:
         print_plan(needs, console)
     for line in filter(None, (f"recommended ({RULE}):", reason, start)):
@@ -117,7 +118,7 @@ def _parse() -> tuple[Namespace, list[str]]:
         "memory of one device, such as 80GB or 24GiB (10^9 bytes per GB, 2^30 per GiB; a bare number is GB; default: "
         "free memory of this machine's GPUs or, without a GPU, its free memory divided among the CPU ranks)"
     )
-    host = "CPU memory of one node, for offloading (default: what is free here; not checked with --device_memory)"
+    host = "CPU memory of one node, for offloading or CPU ranks (default: what is free; unchecked with --device_memory)"
     states = "plan the model states of a model of N parameters (100e9) instead of --model"
     add("--device_memory", metavar="SIZE", help=device)
     add("--host_memory", metavar="SIZE", help=host)
@@ -201,11 +202,13 @@ def _notes(needs: Sequence[Need], console: Console) -> list[str]:
     return lines
 
 
-def print_scaling(by_devices: Mapping[int, Sequence[Need]], room: int, console: Console) -> None:
-    """Prints GB on the fullest rank by strategy and number of devices; a star marks what fits `room` bytes."""
+def print_scaling(by_devices: Mapping[int, Sequence[Need]], room: Room, console: Console) -> None:
+    """Prints GB on the fullest rank by strategy and number of devices, or that train.py refuses it; a star marks what
+    fits. On a CPU these are all of a rank's memory."""
     table = _table(map(str, by_devices), console.width >= WIDE)
     for row in zip(*by_devices.values(), strict=True):
-        cells = (f"{gigabytes(need.device)}{'*' if need.device <= room else ' '}" for need in row)
+        sizes = [(need.refused, need.compared(room)) for need in row]
+        cells = ("- " if no else f"{gigabytes(size)}{'*' if size <= room.device else ' '}" for no, size in sizes)
         table.add_row(_short(row[0].strategy, console), *cells)
     console.print(table)
-    console.print("*: fits the device" + ("; stage_*: deepspeed_stage_*" if console.width < WIDE else ""))
+    console.print("*: fits; -: refused" + ("; stage_*: deepspeed_stage_*" if console.width < WIDE else ""))

@@ -47,16 +47,19 @@ def main() -> int:
     if sampler == "grid" and (arguments.trials or not is_grid(space)):
         raise UsageError("a grid is all combinations of values: with --trials or a range use --sampler random or tpe")
     checked = combinations(space) if sampler == "grid" else samples(space)
-    planned = [resolved([*rest, *flags_of(params)], metric) for params in checked]
+    if given := {"out", "name", "hparams"}.intersection(space):
+        raise UsageError(f"--search {given.pop()}: sweep.py sets it itself for each run")
+    names = [name.removesuffix(".name") for name in space if name not in (SEED, "config")]
+    hparams = ["--hparams", *names] if names else []
+    planned = [resolved([*rest, *hparams, *flags_of(params)], metric) for params in checked]
     if arguments.prune and (metric != VALIDATION or "tensorboard" not in planned[0].config.logger):
         raise UsageError(f"--prune reads {VALIDATION} from TensorBoard: leave out --metric and --logger")
     folder = Path(arguments.out) / (arguments.name or planned[0].config.model_name)
     folder.mkdir(parents=True, exist_ok=True)
     recipe = command_line.dump(command_line.parse([*rest, *flags_of(checked[0])]))
     record = "\n".join([metric, *arguments.search, recipe])
-    flags = [*rest, "--out", str(folder), *(["--resume", "auto"] if not any(map(why_not_resumed, planned)) else [])]
-    if names := [name for name in space if name not in (SEED, "config")]:
-        flags += ["--hparams", *names]
+    resumes = [] if any(map(why_not_resumed, planned)) else ["--resume", "auto"]
+    flags = [*rest, *hparams, "--out", str(folder), *resumes]
     try:
         with FileLock(folder / "sweep.lock", timeout=0):
             study = open_study(folder, record, metric)

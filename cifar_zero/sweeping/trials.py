@@ -4,6 +4,7 @@ import re
 import sys
 import threading
 import time
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import product
@@ -22,6 +23,8 @@ from cifar_zero.training import run_process
 Space = dict[str, BaseDistribution]  # the distribution of each option; listed values stay text, as on the command line
 
 SEED = "seed"  # the option that is no part of a setting: each setting is trained with each seed
+
+ENQUEUED = "fixed_params"  # where Optuna keeps the options of a trial that was enqueued, not sampled
 
 NUMBER = r"([-+]?[\d.]+(?:[eE][-+]?\d+)?)"
 RANGE = re.compile(rf"{NUMBER}\.\.{NUMBER}(?::(\S+))?")  # LOW..HIGH, LOW..HIGH:log or LOW..HIGH:STEP
@@ -100,8 +103,12 @@ def enqueue(study: optuna.Study, space: Space, sampler: str, settings: int, seed
         study.enqueue_trial(combination, skip_if_exists=True)
     make = optuna.samplers.TPESampler if sampler == "tpe" else optuna.samplers.RandomSampler
     study.sampler = make(seed=seed + len(study.trials))  # with the same seed it would repeat its first settings
-    known = {str({**options(trial), SEED: None}) for trial in study.trials}
-    return 0 if sampler == "grid" else max(0, settings - len(known))
+    known, count = set[str](), 0
+    for trial in study.trials:  # a setting counts again if it was sampled again
+        setting = str({**options(trial), SEED: None})
+        count += setting not in known or ENQUEUED not in trial.system_attrs
+        known.add(setting)
+    return 0 if sampler == "grid" else max(0, settings - count)
 
 
 def latest(study: optuna.Study) -> list[FrozenTrial]:
@@ -110,7 +117,7 @@ def latest(study: optuna.Study) -> list[FrozenTrial]:
 
 def options(trial: FrozenTrial) -> dict[str, Any]:
     """Returns the options of a trial; one that is enqueued has them before it starts."""
-    return trial.system_attrs.get("fixed_params", trial.params)
+    return trial.system_attrs.get(ENQUEUED, trial.params)
 
 
 @dataclass
@@ -127,6 +134,8 @@ class Trials:
     program: str = str(REPOSITORY / "train.py")
     stopped: bool = False
     asking: threading.Lock = field(default_factory=threading.Lock)
+    training: defaultdict[str, threading.Lock] = field(default_factory=lambda: defaultdict(threading.Lock))
+    """By run: a sampler may draw a setting again before its run has ended, which then waits for the result."""
 
     @property
     def waiting(self) -> int:
@@ -146,7 +155,8 @@ class Trials:
         while (trial := self._ask()) is not None:
             name = runs.name_of(trial.params)
             try:
-                result = runs.result(self.folder, name, self.metric) or self._run(trial, name, slot)
+                with self.training[name]:
+                    result = runs.result(self.folder, name, self.metric) or self._run(trial, name, slot)
                 trial.set_user_attr("run", {SEED: trial.params.get(SEED), **result})
                 self.study.tell(trial, result["value"])
                 outcome = f"{self.metric} {runs.shown(result['value'])}"

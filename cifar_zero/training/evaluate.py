@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.checkpoints.resume import recorded
+from cifar_zero.checkpoints.resume import other_classes, recorded
 from cifar_zero.config import command_line
 from cifar_zero.config.flags import Choice, Config
 from cifar_zero.config.run import Run
@@ -98,7 +98,7 @@ def evaluate(
     import torch
     from lightning.pytorch import Trainer
 
-    from cifar_zero.checkpoints.read import load_weights, network, read
+    from cifar_zero.checkpoints.read import RECORD, load_weights, network, read
     from cifar_zero.models.cast import cast_buffers, compute_with_statistics
     from cifar_zero.reports.summary import print_test_table
     from cifar_zero.training.callbacks.summary import test_metrics
@@ -108,8 +108,10 @@ def evaluate(
     module.configure_model()
     assert module.net is not None
     averaged = bool(run.config.ema or run.config.swa_from)
-    weights = network(content or read(checkpoint, run.consent.trust), averaged)
-    load_weights(module.net, weights, str(checkpoint))
+    content = content or read(checkpoint, run.consent.trust)
+    load_weights(module.net, network(content, averaged), str(checkpoint))
+    if RECORD in content and (differing := other_classes(run.config.data, content[RECORD])):
+        raise UsageError(f"{checkpoint} was trained on other classes than --data.source has ({differing})")
     if cast and "mixed" in precision:
         dtype = torch.bfloat16 if "bf16" in precision else torch.float16
         for parameter in module.net.parameters():

@@ -37,6 +37,15 @@ def test_a_checkpoint_that_cannot_be_removed(tmp_path: Path, capsys: pytest.Capt
     assert not plugin.failure  # what had to be written was written
 
 
+@pytest.mark.parametrize("save_weights", [True, False])
+def test_an_export_next_to_a_checkpoint_stays(save_weights: bool, tmp_path: Path):
+    plugin = AtomicCheckpointIO(save_weights=save_weights)
+    for name in ("best.ckpt", "best.safetensors"):
+        (tmp_path / name).touch()
+    plugin.remove_checkpoint(tmp_path / "best.ckpt")
+    assert [path.name for path in tmp_path.iterdir()] == ([] if save_weights else ["best.safetensors"])
+
+
 def test_a_deepspeed_rank_keeps_its_first_error_for_all_ranks(tmp_path: Path):
     from cifar_zero.strategies.deepspeed.checkpoint import GuardedCheckpointEngine
 

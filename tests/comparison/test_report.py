@@ -113,6 +113,14 @@ def test_unknown_values_are_left_out(tmp_path: Path):
     assert {"Loss", "Speed", "Memory of the fullest rank"}.isdisjoint(shown)
 
 
+def test_headline_of_variants_with_one_that_is_the_reference():
+    """As `compare.py --module` has them in the order of --strategies."""
+    for variants in ([trained("baseline", "reference"), trained("ddp", "bit-identical")],) * 2:
+        variants.reverse()
+        made = Comparison("net", "", {}, {}, "plain PyTorch", variants)
+        assert made.headline.startswith("1 of 1 variants agree with the reference, plain PyTorch")
+
+
 @pytest.mark.parametrize(
     ("others", "sentence"),
     [

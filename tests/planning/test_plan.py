@@ -79,6 +79,23 @@ def test_model_states_over_numbers_of_devices(planned, monkeypatch: pytest.Monke
     assert "deepspeed_stage_1" in out.splitlines()[-1]
 
 
+def test_the_table_counts_activations_wherever_the_strategy_is_possible(planned, monkeypatch) -> None:
+    """On this machine's CPU too, which has no room for so many ranks; in 16-mixed fsdp2 is refused everywhere."""
+    monkeypatch.setenv("COLUMNS", "140")
+    _, out, _ = planned("--model", "vit_tiny", "--batch_size", "64", "--table", "--accelerator", "cpu")
+    (row,) = [line.split()[1:] for line in out.splitlines() if line.split()[:1] == ["ddp"]]
+    assert len(row) == 8
+    assert len({*row}) == 1, "each rank of ddp needs the same"
+    _, out, _ = planned("--model", "vit_tiny", "--device_memory", "4GB", "--table", "--precision", "16-mixed")
+    (row,) = [line.split()[1:] for line in out.splitlines() if line.split()[:1] == ["fsdp2"]]
+    assert {*row} == {"-"}
+
+
+def test_host_memory_is_the_memory_of_a_cpu(planned) -> None:
+    _, out, _ = planned("--model", "net", "--accelerator", "cpu", "--devices", "2", "--host_memory", "4GB", "--json")
+    assert json.loads(out)["room"]["device"] == json.loads(out)["room"]["host"] < 2e9
+
+
 def test_several_nodes_are_started_by_torchrun(planned) -> None:
     code, out, _ = planned("--num_nodes", "2", "--devices", "4", "--device_memory", "80GB", "--batch_size", "8")
     assert code == 0

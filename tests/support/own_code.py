@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from typing import ClassVar
 from weakref import WeakSet
 
@@ -12,7 +13,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.demos.transformer import LightningTransformer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset, random_split
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, random_split
 
 
 class Small(nn.Module):
@@ -102,14 +103,24 @@ class BrokenUnderZeRO(Digits):
         return 2 * loss if hasattr(self.trainer.strategy, "deepspeed_engine") else loss
 
 
+class Stream(IterableDataset):
+    """Images that come without saying how many there are."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.randn(64, 32, generator=torch.Generator().manual_seed(0)))
+
+
 class Alone(BoringModel):
-    """Lightning's smallest demo; refuses to train next to one of an earlier training in the same process."""
+    """Lightning's smallest demo on a stream of images; refuses to train next to one of an earlier training."""
 
     alive: ClassVar[WeakSet[Alone]] = WeakSet()
 
     def __init__(self) -> None:
         super().__init__()
         self.alive.add(self)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Stream())
 
     def on_train_start(self) -> None:
         gc.collect()

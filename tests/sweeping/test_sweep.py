@@ -38,6 +38,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
         ("--search optimizer.lr=0.1..1.0 optimizer=sgd,adm", "did you mean adam"),
         ("--search batch_size=16,32 accumulate=1,32", "accumulate 32 gives no whole micro-batch"),
         ("--search epochs=1.5..2.5", "expected int"),
+        ("--search out=a,b", "--search out: sweep.py sets it itself for each run"),
     ],
 )
 def test_what_it_refuses(
@@ -59,7 +60,16 @@ def test_a_sweep(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_data: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     rates = ["0.01", "0.02"] if WHOLE else ["0.01"]  # a run takes nine seconds of a processor to start and end
-    flags = ["--search", f"optimizer.lr={','.join(rates)}", *small_data, "--batch_size", "16", "--epochs", "1"]
+    flags = [
+        "--search",
+        f"optimizer.lr={','.join(rates)}",
+        "model.name=net",
+        *small_data,
+        "--batch_size",
+        "16",
+        "--epochs",
+        "1",
+    ]
     flags += ["--trainer.limit_train_batches", "2", "--trainer.limit_test_batches", "1"]
     flags += ["--accelerator", "cpu", "--parallel", "2", "--out", str(tmp_path), "--name", "rates"]
     assert run(monkeypatch, *flags) == 0
@@ -73,7 +83,7 @@ def test_a_sweep(
         assert metrics["val/acc"] == setting["mean"]
 
     curves = EventMultiplexer().AddRunsFromDirectory(str(folder)).Reload()
-    assert sorted(curves.Runs()) == [f"optimizer.lr_{lr}/version_0" for lr in rates]
+    assert sorted(curves.Runs()) == [f"optimizer.lr_{lr}-model.name_net/version_0" for lr in rates]
     for name in curves.Runs():
         hparams = curves.SummaryMetadata(name, "_hparams_/session_start_info").plugin_data.content
         assert b"optimizer.lr" in hparams

@@ -39,13 +39,13 @@ def sweep(tmp_path: Path) -> Sweep:
     """Starts the sweep in tmp_path, or starts it again, and returns the result of each setting."""
 
     def carry_out(
-        what: str, search: list[str], parallel: int = 1, prune: bool = False, settings: int = 3, sampler: str = "tpe"
+        what: str, search: list[str], parallel: int = 1, prune: bool = False, settings: int = 3, sampler: str = ""
     ) -> list[dict[str, Any]]:
         program = tmp_path / "program.py"
         program.write_text(PROGRAM.format(what=what))
         space = parse(search)
         study = open_study(tmp_path, "", "val/acc")
-        to_sample = enqueue(study, space, "grid" if is_grid(space) else sampler, settings, seed=0)
+        to_sample = enqueue(study, space, sampler or ("grid" if is_grid(space) else "tpe"), settings, seed=0)
         trials = Trials(tmp_path, study, space, "val/acc", ["--out", str(tmp_path)], prune, to_sample, str(program))
         trials.train([({}, set())] * parallel)
         return results(study, "val/acc")
@@ -96,6 +96,16 @@ def test_a_sampled_setting_is_trained_with_each_seed(sweep: Sweep, sampler: str)
     assert len({row["setting"]["optimizer.lr"] for row in rows}) == 3
     assert all(1e-4 <= row["setting"]["optimizer.lr"] <= 1e-1 for row in rows)
     assert {row["setting"]["batch_size"] for row in rows} <= {16, 32, 48, 64}
+
+
+def test_a_setting_that_is_drawn_again_is_not_trained_again(sweep: Sweep, tmp_path: Path) -> None:
+    """Nor at the same time. It counts as one of the settings, so that the same command adds none."""
+    search = ["optimizer.lr=0.1,0.2"]
+    for _ in range(2):
+        sweep("time.sleep(0.5)", search, parallel=3, settings=6, sampler="random")
+        names = order(tmp_path)
+        assert len(names) == len({*names})
+        assert len(open_study(tmp_path, "", "val/acc").trials) == 6
 
 
 def test_a_run_behind_the_median_is_pruned(sweep: Sweep, tmp_path: Path) -> None:

@@ -55,10 +55,7 @@ def read_plain(file: Path, trust: bool = False) -> dict[str, Tensor]:
     if file.is_dir():
         return plain_network(read(file, trust))
     if file.suffix == ".safetensors":
-        weights, metadata = read_safetensors(file)
-        if BASE in metadata:
-            raise UsageError(f"{file} holds only what was trained: use --weights BASE --delta {file}")
-        return weights
+        return read_whole(file)[0]
     content: Any = load(file, trust)
     if isinstance(content, dict) and RECORD in content:
         return plain_network(content)
@@ -68,6 +65,14 @@ def read_plain(file: Path, trust: bool = False) -> dict[str, Tensor]:
     if not isinstance(content, dict) or not content or not all(isinstance(value, Tensor) for value in content.values()):
         raise UsageError(f"{file} holds no weights: it must be a checkpoint, a safetensors file or a dict of tensors")
     return content
+
+
+def read_whole(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Returns weights and metadata of a safetensors file. Raises UsageError: it is damaged, or a delta."""
+    weights, metadata = read_safetensors(file)
+    if BASE in metadata:
+        raise UsageError(f"{file} holds only what was trained: give its base too, and --delta {file}")
+    return weights, metadata
 
 
 def match(net: nn.Module, weights: Mapping[str, Tensor], file: str) -> Match:

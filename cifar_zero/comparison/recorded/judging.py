@@ -64,6 +64,12 @@ def first_difference(ours: Record, reference: Record) -> int | None:
     return next((step for step, values in steps if any(value.difference for value in values)), None)
 
 
+def first_infinite(reference: Record) -> int | None:
+    """Returns the first step, from 1, whose loss is NaN or infinite, so that nothing can be judged; None if none is.
+    Gradients do not count, as a scaler of float16 skips those that overflow."""
+    return next((step for step, loss in enumerate(reference.losses, 1) if not math.isfinite(loss)), None)
+
+
 def first_fault(ours: Record, reference: Record, drifted: Sequence[Record], precision: str) -> Finding | None:
     """Returns the first value that differs by more than rounding may cause; None if there is none. `drifted` is the
     reference with perturbed initial weights, and perhaps repeated; `precision` is 32-true, bf16-mixed or 16-mixed."""

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cifar_zero.comparison.recorded.cases import Case, Job
-from cifar_zero.comparison.recorded.judging import first_difference, first_fault, learned
+from cifar_zero.comparison.recorded.judging import first_difference, first_fault, first_infinite, learned
 from cifar_zero.comparison.recorded.record import load, record_file
 from cifar_zero.comparison.result import Comparison, Variant, Verdict
 from cifar_zero.core.errors import Stopped
@@ -110,9 +110,11 @@ def _judged(case: Case, jobs: Sequence[Job], folder: Path, errors: Mapping[Job, 
         fault = first_fault(ours, reference, drifted, case.precision)
         parts = first_difference(ours, reference)
         variant.verdict = Verdict("different" if fault else "within rounding" if parts else "bit-identical")
-        failure = learned(ours, reference)
+        failure, infinite = learned(ours, reference), first_infinite(reference)
         if fault is not None:
             variant.verdict.first_parting, variant.verdict.remark = fault.step, str(fault)
+        elif infinite is not None:
+            variant.verdict, variant.unjudged = None, f"the reference's loss is NaN or infinite from step {infinite} on"
         elif failure and case.must_learn:
             variant.verdict = Verdict("different", remark=failure)
         elif failure:

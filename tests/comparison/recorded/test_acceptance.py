@@ -46,6 +46,9 @@ def test_the_pinned_release_passes(tmp_path: Path):
         ("--acceptance --strategies pipeline --devices 2", "--strategies pipeline: "),
         ("--acceptance --strategies nowhere.json", "nowhere.json cannot be read"),
         ("--quick --strategies baseline ddp", "--quick is for --acceptance"),
+        ("--datamodule data.py:Data --strategies baseline ddp", "--datamodule is for --module"),
+        ("--acceptance --runs a b", "argument --runs: not allowed with argument --acceptance"),
+        ("--module module.py:Module --runs a b", "argument --runs: not allowed with argument --module"),
     ],
 )
 def test_a_mistake_is_refused(flags: str, expected: str):

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from cifar_zero.comparison.recorded import trials
+from cifar_zero.comparison.recorded.cases import Case, Job
 from cifar_zero.comparison.recorded.judging import first_difference, first_fault, learned
-from cifar_zero.comparison.recorded.record import Record
-from tests.support.sgd_record import trained
+from cifar_zero.comparison.recorded.record import Record, record_file
+from tests.support.sgd_record import STEPS, trained
 
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "gradients halved": ({"gradient": lambda step, name, value: value / 2}, "step 1: gradient of"),
@@ -48,6 +54,19 @@ def test_a_constant_ratio_is_told_from_missing_gradients():
     mixed = first_fault(trained(gradient=lambda step, name, value: value.flip(0)), reference, [perturbed], "32-true")
     assert mixed is not None
     assert "no common factor" in mixed.pattern
+
+
+@pytest.mark.parametrize("must_learn", [True, False])
+def test_a_reference_that_diverges_judges_nothing(must_learn: bool, tmp_path: Path):
+    """Every comparison with NaN is false."""
+    case = Case("one", "ddp", 1, "32-true", ours=Job(1, ("ours",)), reference=Job(1, ()), must_learn=must_learn)
+    reference, perturbed, ours = trained(), trained(distance=1e-5), trained()
+    reference.losses[2:] = [math.nan] * (STEPS - 2)
+    for number, job in enumerate(case.jobs):
+        record = ours if job == case.ours else reference if job == case.reference else perturbed
+        torch.save(asdict(record), record_file(tmp_path, number))
+    variant = trials._judged(case, case.jobs, tmp_path, {}, [])
+    assert (variant.passed, variant.unjudged) == (False, "the reference's loss is NaN or infinite from step 3 on")
 
 
 def test_a_late_learning_rate_is_found():
