@@ -162,11 +162,25 @@ class CIFARModule(LightningModule):
         optimizer = self.optimizer.build(parameters, implementation)
         optimizer.register_load_state_dict_pre_hook(keep_own_options)
         optimizer.register_load_state_dict_post_hook(lay_like_parameters)
+        self._rates = [group["lr"] for group in optimizer.param_groups]
         if isinstance(self.schedule, Constant):
             return optimizer
         self.schedule = settled(self.schedule, lambda: self.trainer.estimated_stepping_batches)
         scheduler = StepSchedule(optimizer, self.schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def resume_rates(self, scheduled: bool) -> None:
+        """Sets the learning rates of the step at which a run resumes, as its schedule or its length may have changed;
+        `scheduled`: the checkpoint's were not constant. If they were and are, they stay: --reduce_on_plateau may have
+        lowered them."""
+        groups = self.trainer.optimizers[0].param_groups
+        rates = self._rates if scheduled else [group["lr"] for group in groups]
+        for config in self.trainer.lr_scheduler_configs:
+            schedule: Any = config.scheduler
+            schedule.last_epoch = schedule.last_epoch or self.trainer.global_step  # 0: the checkpoint had no schedule
+            rates = schedule.get_lr()
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
 
     def summary(self) -> str:
         """Returns the result of the newest test in one line. Every rank calls it."""

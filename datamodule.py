@@ -10,6 +10,9 @@ from lightning.pytorch import LightningDataModule
 from cifar_zero import data
 from cifar_zero.config.flags import AugmentConfig, Config, SourceName
 from cifar_zero.config.run import micro_batch_size
+from cifar_zero.config.values import of_validation
+from cifar_zero.core.console import say
+from cifar_zero.core.errors import UsageError
 from cifar_zero.data.augment import Augmentation
 from cifar_zero.data.dataset import Dataset, EvalOrder, Order, Split, TrainOrder, stratified_split
 from cifar_zero.data.memory_loader import MemoryLoader, Stored
@@ -56,6 +59,12 @@ class CIFARDataModule(LightningDataModule):
             self.source = data.prepare(config)
         self.dataset = data.load(config, self.source)
         self._train, self._val = stratified_split(self.dataset.train_labels, self._data.val_fraction, self.config.seed)
+        if self._data.val_fraction and not len(self._val):
+            why = f"--data.val_fraction {self._data.val_fraction:g} holds out no image: all classes are too small"
+            if needed := of_validation(self.config):
+                raise UsageError(f"{why}, and --{needed[0]} needs validation images: use a larger one")
+            if self.trainer is None or self.trainer.is_global_zero:
+                say(f"{why}; the run has no validation")
 
     @property
     def classes(self) -> tuple[str, ...]:

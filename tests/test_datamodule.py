@@ -53,6 +53,16 @@ def test_counts_and_the_setup_of_both_stages(config: DataConfig) -> None:
     assert len(datamodule.classes) == 10
 
 
+def test_classes_too_small_to_hold_images_out(config: DataConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    small = replace(config, synthetic_size=30)
+    datamodule = CIFARDataModule(Config(data=small))
+    datamodule.setup()
+    assert (datamodule.num_train, len(datamodule._val)) == (30, 0)
+    assert "--data.val_fraction 0.1 holds out no image" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="and --early_stopping needs validation images"):
+        CIFARDataModule(Config(data=small, early_stopping=2)).setup()
+
+
 def test_batches_are_divided_among_ranks_and_accumulation(config: DataConfig) -> None:
     datamodule = make(config, batch_size=16, accumulate=4, world_size=2)
     assert datamodule.micro_batch_size == 2

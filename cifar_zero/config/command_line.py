@@ -242,7 +242,8 @@ def read_recipe(file: str | Path) -> dict[str, Any]:
         if key in REGISTRIES and not (isinstance(value, dict) and isinstance(value.get("name"), str)):
             raise UsageError(f"--config {file}: {key} must be a mapping with a name, such as {key}: {{name: ...}}")
         if key in (*SECTIONS, *REGISTRIES):
-            for option in (option for option, set_to in value.items() if set_to is None):
+            own = key == "model" and ":" in value.get("name", "")  # whose default may be None
+            for option in (option for option, set_to in value.items() if set_to is None and not own):
                 raise UsageError(f"--config {file}: {key}.{option} has no value")
     return tree
 

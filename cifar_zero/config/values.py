@@ -68,8 +68,7 @@ def check_values(config: Config) -> None:
         raise UsageError("--augment.padding reflect needs --augment.crop: set it to a number of pixels")
     if config.ema and config.swa_from:
         raise UsageError("--ema and --swa_from cannot be combined: leave one of them out")
-    of_validation = ("early_stopping", "reduce_on_plateau", "monitor", "save_top_k")
-    for name in (name for name in of_validation if getattr(config, name) != getattr(Config, name)):
+    for name in of_validation(config):
         if not config.data.val_fraction:
             raise UsageError(f"--{name} needs validation images: set --data.val_fraction above 0")
         if config.trainer.get("limit_val_batches") == 0:
@@ -80,6 +79,12 @@ def check_values(config: Config) -> None:
     options = flat(config)
     for name in (name for name in config.hparams if name not in options):
         raise UsageError(f"--hparams {name} is not an option of this run: {nearest_flag(name, options)}")
+
+
+def of_validation(config: Config) -> list[str]:
+    """Returns the flags that were given and need a validation."""
+    names = ("early_stopping", "reduce_on_plateau", "monitor", "save_top_k")
+    return [name for name in names if getattr(config, name) != getattr(Config, name)]
 
 
 def check_plain_name(name: str) -> None:

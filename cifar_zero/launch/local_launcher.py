@@ -47,7 +47,7 @@ def run(ranks: int, on_cpu: bool, flags: Sequence[str] = ()) -> int:
     started: list[Rank] = []
     with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as temporary:
         # A killed process leaves its temporary files. torch's compilation cache (2.15, cache_dir_utils.py) is to stay.
-        default = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+        default = os.path.join(tempfile.gettempdir(), f"torchinductor_{_user()}")
         cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", default)
         environment = {
             **os.environ,  # and torchrun's variables, which Lightning and DeepSpeed read
@@ -63,6 +63,14 @@ def run(ranks: int, on_cpu: bool, flags: Sequence[str] = ()) -> int:
             return supervise(started, board, received)
         finally:
             _clean_up(started, port, 0.0 if sys.exception() else ORPHAN_SECONDS)
+
+
+def _user() -> str:
+    """Returns the user's name as torch does, also where a container's user has none."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"uid_{os.getuid()}"
 
 
 def _start(

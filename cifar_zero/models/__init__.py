@@ -6,6 +6,7 @@ its network when it builds the model, so that the command line knows every optio
 
 # No postponed annotations here: jsonargparse would execute the TYPE_CHECKING imports, torch, to resolve them.
 import inspect
+import json
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, make_dataclass
@@ -269,10 +270,13 @@ class External(Foreign):
 
 
 class OfUser(Foreign):
-    """A model in the user's own code; its fields are the arguments of what builds it."""
+    """A model in the user's own code; its fields are the arguments of what builds it, without limits."""
 
     make: ClassVar[Callable[..., Any]]
     takes_classes: ClassVar[bool]
+
+    def __post_init__(self) -> None:
+        pass
 
     def build(self, num_classes: int) -> "nn.Module":
         from cifar_zero.models.external import built
@@ -326,9 +330,10 @@ MODELS = Models(
 def add_own(name: str) -> None:
     """Adds the model that FILE.py:NAME or PACKAGE.MODULE:NAME names: a class, or a function that returns a module.
 
-    It maps images (N, 3, H, W) to scores (N, classes). Its arguments are options; it gets the number of classes if it
-    has an argument `num_classes`. Only the command line may name one, since it is code. Raises UsageError: it cannot be
-    imported, or one of its arguments has no default.
+    It maps images (N, 3, H, W) to scores (N, classes). Its arguments are options, but for those whose default is no
+    plain value, such as a class; it gets the number of classes if it has an argument `num_classes`. Only the command
+    line may name one, since it is code. Raises UsageError: it cannot be imported, or one of its arguments has no
+    default or is called `name`.
     """
     make = user_code.load(name, "--model")
     arguments = dict(inspect.signature(make).parameters)
@@ -339,12 +344,24 @@ def add_own(name: str) -> None:
             continue
         if argument.default is argument.empty:
             raise UsageError(f"--model {name}: give its argument {argument.name} a default")
+        if argument.name == "name":
+            raise UsageError(f"--model {name}: call its argument `name` something else, as --model.name is the model's")
+        if not _is_plain(argument.default):
+            continue
         default: Any = field(default_factory=partial(deepcopy, argument.default))
         kind = type(argument.default) if isinstance(argument.annotation, str) else argument.annotation
         options.append((argument.name, Any if kind in (argument.empty, type(None)) else kind, default))
     summary = (make.__doc__ or f"the model {name}").strip()
     space = {"__doc__": summary, "make": staticmethod(make), "takes_classes": takes_classes}
     MODELS[name] = make_dataclass("OfUser", options, bases=(OfUser,), namespace=space)
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def build(name: str, num_classes: int, **options: Any) -> "nn.Module":

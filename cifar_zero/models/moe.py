@@ -39,7 +39,7 @@ class Routing:
 
 
 class Gate(nn.Module):
-    """Chooses the experts of each token, in float32 whatever the precision of the model.
+    """Chooses the experts of each token, in float32 whatever the precision of the model, or in float64.
 
     In training, tokens beyond an expert's capacity are dropped: with one expert per token random ones, with two the
     last of the batch, second choices first. In evaluation nothing is random, and by default nothing is dropped, so that
@@ -57,10 +57,10 @@ class Gate(nn.Module):
     def forward(self, tokens: Tensor) -> Routing:
         """Routes tokens (S, hidden_size)."""
         with torch.autocast("cuda" if tokens.is_cuda else "cpu", enabled=False):
-            tokens = tokens.float()
+            tokens = tokens if tokens.dtype == torch.float64 else tokens.float()
             if self.training and self.options.noisy_gate_policy == "Jitter":
                 tokens = tokens * torch.empty_like(tokens).uniform_(1 - JITTER, 1 + JITTER)
-            logits = F.linear(tokens, self.wg.weight.float())
+            logits = F.linear(tokens, self.wg.weight.to(tokens.dtype))
             self.routing = self._route(logits)
         return self.routing
 

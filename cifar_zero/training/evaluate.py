@@ -11,7 +11,7 @@ from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.resume import other_classes, recorded
 from cifar_zero.config import command_line
 from cifar_zero.config.flags import Choice, Config
-from cifar_zero.config.run import Run
+from cifar_zero.config.run import Run, with_accelerator
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.core.console import quieten, say
 from cifar_zero.core.errors import UsageError
@@ -51,7 +51,8 @@ def main(classes: Callable[[], tuple[Any, Any]]) -> int:
     trained_cast = bool(config.ds_config) or STRATEGIES[config.strategy].casts
     run = of_machine(on_this_machine(for_one_device(config)), consent)
     # A CPU has no float16.
-    precision = "32-true" if config.precision == "16-mixed" and run.on_cpu else config.precision
+    precision = with_accelerator(config, not run.on_cpu).precision
+    precision = "32-true" if precision == "16-mixed" and run.on_cpu else precision
     evaluate(classes(), run, checkpoint, precision, trained_cast, content)
     return 0
 

@@ -7,6 +7,7 @@ profiler's context, implemented or not, and with several ranks it broadcasts a t
 tests/training/test_fast_loop.py compares weights, checkpoints and counters of the two loops.
 """
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -66,6 +67,16 @@ class FitLoop(_FitLoop):
     next epoch, but as if it were in its middle: its start is not counted, and a later checkpoint of that epoch resumes
     at its first image. No upstream issue is known; tests/distributed/test_resume.py shows it.
     """
+
+    def setup_data(self) -> None:
+        """Makes the loader. Raises UsageError: an epoch ends within a step, as its batches are limited or a user's."""
+        super().setup_data()
+        parts, batches = self.trainer.accumulate_grad_batches, self.max_batches
+        if batches != math.inf and batches % parts:  # infinite: an IterableDataset
+            raise UsageError(
+                f"--accumulate {parts} does not divide the {batches} batches of an epoch, and DeepSpeed would add the "
+                f"rest to the next epoch's: add --trainer.limit_train_batches {max(parts, batches // parts * parts)}"
+            )
 
     def reset(self) -> None:
         """Restores the counters; the epoch after a checkpoint of a last batch begins as any other."""

@@ -26,7 +26,8 @@ def check_gradients(run: Run) -> int:
     torch.manual_seed(config.seed)
     net = network.build(config.model, run.num_classes, config.trainable, config.lora, config.init, config.seed)
     net = net.double().eval()
-    images = torch.rand(IMAGES, *IMAGE_SHAPE, dtype=torch.float64) * 2 - 1
+    side = config.data.image_size
+    images = torch.rand(IMAGES, IMAGE_SHAPE[0], side, side, dtype=torch.float64) * 2 - 1
     labels = torch.arange(IMAGES) % run.num_classes
 
     def value() -> Tensor:

@@ -153,7 +153,7 @@ def test_evaluate_prints_the_same_table_again(run: tuple[Path, str], tmp_path: P
     """The checkpoint was copied out of its run folder."""
     metrics = json.loads((run[0] / "metrics.json").read_text())
     shutil.copyfile(run[0] / "checkpoints" / "last.ckpt", tmp_path / "net.ckpt")
-    done = run_program("evaluate.py", str(tmp_path / "net.ckpt"))
+    done = run_program("evaluate.py", str(tmp_path / "net.ckpt"), "--precision", "auto")
     assert_ok(done)
     other = run_program("evaluate.py", str(tmp_path / "net.ckpt"), "--data.source", "digits")
     assert (other.returncode, other.stdout) == (2, "")

@@ -57,6 +57,7 @@ def refused(flags: str) -> str:
         ("--activation_offload", "on the CPU --activation_checkpointing"),
         ("--model net_moe --strategy deepspeed_stage_3", "use deepspeed_stage_2"),
         ("--model vit_moe --strategy deepspeed_stage_3_offload", "use deepspeed_stage_2"),
+        ("--model net_moe --tta uncertain", "use mirror"),
         ("--model net_moe --model.ep_size 2", "add --model.ep_size 1"),
         ("--model net_moe --model.ep_size 2 --devices 2 --strategy ddp", "add --model.ep_size 1"),
         ("--model net_moe --model.ep_size 2 --strategy deepspeed_stage_2", "does not divide the 1 rank of --devices"),
@@ -206,6 +207,10 @@ def test_one_model_on_several_ranks_takes_the_whole_batch(monkeypatch: pytest.Mo
         (
             "--strategy deepspeed_stage_3_offload --optimizer adamw --offload.ratio 0.5 --schedule cosine",
             "use --schedule constant",
+        ),
+        (
+            "--strategy deepspeed_stage_3_offload --optimizer adamw --offload.ratio 0.5 --reduce_on_plateau 1",
+            "without --reduce_on_plateau",
         ),
         ("--strategy deepspeed_stage_3_superoffload --optimizer adam --optimizer.weight_decay 0.1", "as AdamW does"),
         ("--strategy deepspeed_stage_3_superoffload --optimizer adamw --resume last", "start again with --weights"),

@@ -18,6 +18,7 @@ import torch
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.read import read
+from cifar_zero.schedules import SCHEDULES, settled
 from tests.support.helpers import (
     ROOT,
     WHOLE,
@@ -196,6 +197,20 @@ def test_each_group_resumes_with_its_own_learning_rate(strategy: str, folder: Pa
     assert largest_difference(one, other) < 1e-6
     groups = last_checkpoint(run_folder_of(ended))["optimizer_states"][0]["param_groups"]
     assert [group["lr"] for group in groups] == [0.01, 0.002, 0.05]
+
+
+def test_another_schedule_or_length_continues_at_its_own_learning_rate(folder: Path, small_data: list[str]):
+    """A cosine run ends at the rate 0."""
+    same = [*small_data, "--batch_size", "16", "--accelerator", "cpu", "--optimizer.lr", "0.1", "--log_interval", "1"]
+    constant, cosine = folder / "rates-constant", folder / "rates-cosine"
+    train_all({constant: [*same, "--max_steps", "3"], cosine: [*same, "--max_steps", "3", "--schedule", "cosine"]})
+    ways = {"linear": constant, "constant": cosine, "cosine": cosine}
+    more = ["--max_steps", "6", "--resume"]
+    train_all({folder / f"to-{name}": [*same, "--schedule", name, *more, str(run)] for name, run in ways.items()})
+    for name in ways:
+        rates = losses(run_folder_of(folder / f"to-{name}"), "train/learning_rate")
+        schedule = settled(SCHEDULES[name](), lambda: 6)
+        assert rates == pytest.approx({step: schedule.rate(step - 1, 0.1) for step in (4, 5, 6)})
 
 
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (2, 0)])

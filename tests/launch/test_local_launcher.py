@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from cifar_zero.launch import local_launcher
 from tests.support.helpers import ROOT
 
 PROGRAM = """
@@ -50,6 +51,14 @@ def test_every_rank_has_its_place_and_its_share_of_cores(tmp_path: Path, monkeyp
     from cifar_zero.core import hardware
 
     assert {int(place[5]) for place in places} == {max(1, hardware.core_count() // 3)}
+
+
+def test_a_user_without_a_name_may_start_ranks(monkeypatch: pytest.MonkeyPatch):
+    """As in a container that runs as a number."""
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 123456)
+    assert local_launcher._user() == "uid_123456"
 
 
 def test_a_failed_rank_ends_the_run_and_is_named(tmp_path: Path):

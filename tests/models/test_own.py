@@ -59,9 +59,10 @@ def test_zero_3_trains_it_as_ddp_does(small_data: list[str], tmp_path: Path):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("own_code.py:Small --model.broken true", "(own_code.py, line 29: no good)"),
+        ("own_code.py:Small --model.broken true", "(own_code.py, line 38: no good)"),
         ("own_code.py:seven_scores", "has 7 outputs, but the images are of 10 classes: give its last layer 10 outputs"),
         ("own_code.py:Nothing", "has no Nothing"),
+        ("own_code.py:Named", "call its argument `name` something else"),
         ("nowhere.py:Small", "nowhere.py does not exist"),
         ("own_code.py:Small --model.widht 5", "did you mean --model.width?"),
         ("own_code.py", "own_code.py:Small or --model "),

@@ -235,11 +235,11 @@ def weights_of_net(run: Path) -> dict[str, torch.Tensor]:
     return dict(net.state_dict())
 
 
-def losses(run: Path) -> dict[int, float]:
-    """Returns train/loss by optimizer step, as a run has logged it for TensorBoard."""
+def losses(run: Path, curve: str = "train/loss") -> dict[int, float]:
+    """Returns train/loss, or another curve, by optimizer step, as a run has logged it for TensorBoard."""
     events = EventAccumulator(str(run))
     events.Reload()
-    return {event.step: event.value for event in events.Scalars("train/loss")}
+    return {event.step: event.value for event in events.Scalars(curve)}
 
 
 def loss_by_step(run: Path) -> dict[int, float]:

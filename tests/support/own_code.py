@@ -19,16 +19,33 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, random_
 class Small(nn.Module):
     """a convolution and a linear layer"""
 
-    def __init__(self, num_classes: int, width: int = 4, broken: bool = False):
+    def __init__(
+        self,
+        num_classes: int,
+        width: int = 4,
+        broken: bool = False,
+        dim: int = -1,
+        bias: bool | None = None,
+        activation: type[nn.Module] = nn.ReLU,
+    ):
         super().__init__()
-        self.broken = broken
+        self.broken, self.dim, self.activation = broken, dim, activation()
         self.conv = nn.Conv2d(3, width, 3, stride=2)
         self.head = nn.Linear(width * 15 * 15, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
         if self.broken:
             raise RuntimeError("no good")
-        return self.head(F.relu(self.conv(images)).flatten(1))
+        if not images.isfinite().all():  # which torch's meta device does not know
+            raise ValueError("no finite images")
+        return self.head(self.activation(self.conv(images)).flatten(1, self.dim))
+
+
+class Named(Small):
+    """has an argument that every model has already"""
+
+    def __init__(self, num_classes: int, name: str = "small"):
+        super().__init__(num_classes)
 
 
 def seven_scores() -> nn.Module:

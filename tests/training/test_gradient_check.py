@@ -23,6 +23,9 @@ def test_finds_a_wrong_derivative(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     run = resolve(command_line.parse(["--check_gradients", "--loss", "mse", "--accelerator", "cpu"]))
     assert check_gradients(run) == 0
     assert "agree" in capsys.readouterr().out
+    mixture = ["--model", "net_moe", "--check_gradients", "--accelerator", "cpu"]
+    assert check_gradients(resolve(command_line.parse(mixture))) == 0
+    capsys.readouterr()
     right = Net.forward
     monkeypatch.setattr(Net, "forward", lambda self, images: Wrong.apply(right(self, images)))
     assert check_gradients(run) == 1

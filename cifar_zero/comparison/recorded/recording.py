@@ -1,6 +1,5 @@
 """Trains, and records what happens at each optimizer step: loss, learning rates, gradients and weights."""
 
-import math
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -44,12 +43,6 @@ class Recording(Callback):
         """Records the initial weights, as the strategy holds them."""
         if len(trainer.optimizers) > 1:
             raise UsageError("the module has several optimizers: DeepSpeed has one")
-        parts, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
-        if batches != math.inf and batches % parts:  # infinite: an IterableDataset
-            raise UsageError(
-                f"--accumulate {parts} does not divide the {batches} batches of an epoch, and DeepSpeed would add the "
-                f"rest to the next epoch's: add --trainer.limit_train_batches {batches // parts * parts}"
-            )
         start = weights(trainer, pl_module)
         elements = sum(tensor.numel() for tensor in start.values())
         self._steps = min(self._steps, max(LEAST_STEPS, BUDGET // elements))

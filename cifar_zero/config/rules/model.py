@@ -30,6 +30,8 @@ def check_experts(run: Run) -> None:
     """Refuses a mixture of experts that the strategy or the number of ranks does not allow."""
     config, ranks = run.config, run.config.world_size
     ep_size = config.model.options["ep_size"]
+    if config.tta == "uncertain":
+        raise UsageError("--tta uncertain: the last views of a mixture of experts must be of all images, use mirror")
     given = f"--ds_config {config.ds_config}" if config.ds_config else f"--strategy {config.strategy}"
     if run.spec.stage == 3:
         raise UsageError(f"{given}: DeepSpeed has no mixture of experts at ZeRO stage 3, use deepspeed_stage_2")

@@ -216,5 +216,6 @@ def _check_offload(run: Run) -> None:
         )
     if run.config.optimizer.name != "adamw":
         raise UsageError("--offload.ratio below 1 runs only AdamW: add --optimizer adamw")
-    if run.config.schedule.name != "constant":
-        raise UsageError("--offload.ratio below 1 needs a constant learning rate: use --schedule constant")
+    if run.config.schedule.name != "constant" or run.config.reduce_on_plateau:
+        fix = "use --schedule constant without --reduce_on_plateau"
+        raise UsageError(f"--offload.ratio below 1 needs a constant learning rate: {fix}")

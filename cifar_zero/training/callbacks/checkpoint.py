@@ -27,6 +27,7 @@ class Resume(Callback):
     run that begins, or resumes on another number of ranks, gets random states drawn from seed, step and replica."""
 
     _states: Sequence[dict[str, Any]] = ()
+    _schedule: str | None = None  # of the run that left the checkpoint
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         datamodule: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
@@ -43,11 +44,13 @@ class Resume(Callback):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         record = checkpoint.get(RECORD)
         if record is not None:
-            self._states = record["random_states"]
+            self._states, self._schedule = record["random_states"], record["config"]["schedule"]["name"]
             _recount(checkpoint["loops"]["fit_loop"], record["config"]["accumulate"], pl_module.config.accumulate)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Sets the random state, and prints at which step a resumed run continues."""
+        """Sets the random state and the learning rates, and prints at which step a resumed run continues."""
+        if self._schedule is not None:
+            pl_module.resume_rates(self._schedule != "constant")
         here = [pl_module.config.seed, trainer.global_step, replica(trainer.strategy)[1]]
         seed = int(np.random.SeedSequence(here).generate_state(1)[0])
         torch.manual_seed(seed)

@@ -13,6 +13,7 @@ from cifar_zero.checkpoints import run_folder
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.core.programs import command
+from cifar_zero.schedules import Constant
 from cifar_zero.training.callbacks.curves import TrainingCurves
 
 LEAST_SCALE = 1.0  # of the loss, DeepSpeed's lowest; torch's scaler would halve it without end if all steps overflow
@@ -60,6 +61,8 @@ class Divergence(Callback):
 
     def _message(self, trainer: Trainer, module: Any, step: int) -> str:
         rate = module.schedule.rate(step - 1, module.optimizer.lr)
+        if isinstance(module.schedule, Constant):  # unless --reduce_on_plateau has lowered it
+            rate = float(trainer.optimizers[0].param_groups[0]["lr"])
         known = [f"epoch {trainer.current_epoch + 1}", f"learning rate {rate:g}"]
         if self._norm is not None:
             known.append(f"gradient norm {self._norm:.3g} at the last point of the curves")

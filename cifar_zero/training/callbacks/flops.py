@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from lightning.fabric.utilities.throughput import measure_flops
 
-from cifar_zero.checkpoints.finetuning.network import NO_LORA, on_meta
+from cifar_zero.checkpoints.finetuning.network import NO_LORA, build
 from cifar_zero.config.flags import Choice, LoRAConfig
-from cifar_zero.models import IMAGE_SHAPE
+from cifar_zero.models import IMAGE_SHAPE, MODELS, OfUser
 from cifar_zero.models.recomputation import checkpoint_blocks
 
 
@@ -32,13 +32,22 @@ def training_flops(
     """Returns the FLOPs of a forward and backward pass of images of `side` pixels, two for each multiply-add. Counts
     matrix products and convolutions, as torch's FlopCounterMode does. With `activation_checkpointing` the recomputation
     is included. Raises UsageError: activation checkpointing of a model without blocks."""
-    net = on_meta(model, num_classes, trainable, lora)
-    with torch.device("meta"):
+
+    def count() -> int:
+        net = build(model, num_classes, trainable, lora)
         if activation_checkpointing:
             checkpoint_blocks(net)
-        images = torch.empty(batch_size, IMAGE_SHAPE[0], side, side)
-    with torch.autograd.set_detect_anomaly(False):  # it would check values, which do not exist
+        images = torch.zeros(batch_size, IMAGE_SHAPE[0], side, side)
         return measure_flops(net, lambda: net(images), torch.Tensor.sum)
+
+    with torch.autograd.set_detect_anomaly(False):  # it would check values, which do not exist
+        try:
+            with torch.device("meta"):
+                return count()
+        except (RuntimeError, NotImplementedError):
+            if not issubclass(MODELS[model.name], OfUser):
+                raise
+            return count()  # what a user's model computes may depend on values
 
 
 class Peak(NamedTuple):

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor
 
 from cifar_zero.config.flags import Config
@@ -31,6 +32,16 @@ def test_the_step_is_named_at_any_log_interval(fit: Callable[..., Any], log_inte
     curves = TrainingCurves(writes_losses=False)
     with pytest.raises(RunError, match=r"from step 5 on \(epoch 1, learning rate 0.001"):
         fit(config, 48, curves, Divergence(curves), change=Poison(9))
+
+
+def test_the_learning_rate_is_the_one_that_was_lowered(fit: Callable[..., Any]):
+    class Lowered(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            trainer.optimizers[0].param_groups[0]["lr"] = 0.0001
+
+    curves = TrainingCurves(writes_losses=False)
+    with pytest.raises(RunError, match=r"learning rate 0\.0001\b"):
+        fit(Config(epochs=1, batch_size=4), 48, curves, Divergence(curves), Lowered(), change=Poison(9))
 
 
 def test_no_checkpoint_is_written_after_divergence(fit: Callable[..., Any], tmp_path: Path):
