@@ -28,6 +28,8 @@ class OptimizerOptions(Options):
     weight_decay_on: Literal["matrices", "all"] = "matrices"
     """Parameters that decay. matrices: weights of two and more dimensions, no biases and norms. all: all."""
 
+    fuses: ClassVar[bool] = False  # whether torch can update all parameters in one call
+
     def build(self, parameters: Any, implementation: Implementation) -> Any:
         """Returns the optimizer of `parameters`, or of groups of them: the class of `torch_updates` for it, or torch's
         of the same name, where DeepSpeed has none."""
@@ -37,7 +39,8 @@ class OptimizerOptions(Options):
 
         name = type(self).__name__
         kind = getattr(torch_updates, f"Torch{name}", None) or getattr(torch.optim, name)
-        return kind(parameters, **self.torch_options())
+        fused = implementation in ("torch_fused", "deepspeed_fused") or None  # False would switch foreach off too
+        return kind(parameters, **self.torch_options(), **({"fused": fused} if self.fuses else {}))
 
     def torch_options(self) -> dict[str, Any]:
         """The fields as torch's optimizers take them; `weight_decay_on` acts through the groups instead."""
@@ -55,16 +58,12 @@ class SGD(OptimizerOptions):
     nesterov: bool = False
     """Nesterov's form of momentum."""
 
+    fuses = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs a momentum")
-
-    def build(self, parameters: Any, implementation: Implementation) -> Any:
-        import torch
-
-        fused = implementation in ("torch_fused", "deepspeed_fused") or None  # False would switch foreach off too
-        return torch.optim.SGD(parameters, **self.torch_options(), fused=fused)
 
 
 @dataclass
@@ -77,23 +76,20 @@ class Adam(OptimizerOptions):
     eps: float = 1e-8
     """Added to the denominator."""
 
-    decoupled: ClassVar[bool] = False
+    fuses = True
 
     def build(self, parameters: Any, implementation: Implementation) -> Any:
-        options = self.torch_options()
+        options, decouples = self.torch_options(), isinstance(self, AdamW)
         if implementation == "deepspeed_cpu":
             from deepspeed.ops.adam import DeepSpeedCPUAdam
 
             # Without adamw_mode=False both of DeepSpeed's classes decouple the weight decay: their Adam is AdamW.
-            return DeepSpeedCPUAdam(parameters, adamw_mode=self.decoupled, **options)
+            return DeepSpeedCPUAdam(parameters, adamw_mode=decouples, **options)
         if implementation == "deepspeed_fused":
             from deepspeed.ops.adam import FusedAdam
 
-            return FusedAdam(parameters, adam_w_mode=self.decoupled, **options)
-        import torch
-
-        kind = torch.optim.AdamW if self.decoupled else torch.optim.Adam
-        return kind(parameters, **options, fused=implementation == "torch_fused" or None)
+            return FusedAdam(parameters, adam_w_mode=decouples, **options)
+        return super().build(parameters, implementation)
 
 
 @dataclass
@@ -102,8 +98,6 @@ class AdamW(Adam):
 
     weight_decay: float = 0.01
     """Weight decay, subtracted from the weights next to the gradient's update."""
-
-    decoupled: ClassVar[bool] = True
 
 
 @dataclass
@@ -193,11 +187,6 @@ class Muon(OptimizerOptions):
 
     betas: tuple[float, float] = limited((0.9, 0.999), below=1)
     """AdamW's."""
-
-    def build(self, parameters: Any, implementation: Implementation) -> Any:
-        from cifar_zero.optimizers.torch_updates import TorchMuon
-
-        return TorchMuon(parameters, match_adamw=True, **self.torch_options())
 
 
 @dataclass

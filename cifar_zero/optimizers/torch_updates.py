@@ -105,13 +105,13 @@ class TorchMuon(GroupOptimizer):
 
     Groups with `muon` hold weights of two and more dimensions; `fused` makes SGD one call for all parameters of a
     group, on CUDA. The options are lr, weight_decay; momentum and ns_steps (Newton-Schulz iterations) of Muon; betas of
-    AdamW or sgd_momentum of SGD. normalize: scale Muon's weights to the length sqrt(out) before every
-    `normalize_every`-th step. match_adamw: scale Muon's steps to the size of AdamW's.
+    AdamW, whose size Muon's steps then have too, or sgd_momentum of SGD. normalize: scale Muon's weights to the length
+    sqrt(out) before every `normalize_every`-th step.
     """
 
     def __init__(self, params: Any, fused: bool = False, **defaults: Any) -> None:
         self._fused = fused
-        options = {"muon": False, "normalize": False, "normalize_every": 1, "match_adamw": False}
+        options = {"muon": False, "normalize": False, "normalize_every": 1}
         super().__init__(params, **{**options, **defaults})
 
     def update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
@@ -139,7 +139,7 @@ class TorchMuon(GroupOptimizer):
                 matrices *= 1 - group["lr"] * group["weight_decay"]
             # 0.2 sqrt(max(rows, columns)): an update as large as AdamW's (Liu et al. 2025, "Muon is Scalable for LLM
             # Training", section 2.2), so that one learning rate and schedule serve both.
-            scale = 0.2 * max(matrices.shape[1:]) ** 0.5 if group["match_adamw"] else 1.0
+            scale = 0.2 * max(matrices.shape[1:]) ** 0.5 if "betas" in group else 1.0
             matrices.add_(step, alpha=-group["lr"] * scale)
             for number, matrix in zip(numbers, matrices, strict=True):
                 weights[number].copy_(matrix.view_as(weights[number]))
