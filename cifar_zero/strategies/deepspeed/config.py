@@ -1,17 +1,14 @@
 """DeepSpeed's configuration of a run."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cifar_zero import models
+from cifar_zero.checkpoints.finetuning.network import on_meta
 from cifar_zero.config import ds_config
 from cifar_zero.config.deepspeed_examples import Dtype, get_ds_config
-
-if TYPE_CHECKING:
-    from cifar_zero.config.run import Run
-    from cifar_zero.strategies.deepspeed.strategy import ZeROStrategy
+from cifar_zero.config.run import Run
+from cifar_zero.strategies.deepspeed.strategy import ZeROPrecision, ZeROStrategy
 
 
 def run_config(run: Run, num_parameters: int) -> dict[str, Any]:
@@ -50,8 +47,6 @@ def run_config(run: Run, num_parameters: int) -> dict[str, Any]:
 
 def build(run: Run, elements: int = 0) -> ZeROStrategy:
     """Returns the Lightning strategy, for the run's own model or for another one of so many `elements`."""
-    from cifar_zero.strategies.deepspeed.strategy import ZeROPrecision, ZeROStrategy
-
     engine = run_config(run, elements or sum(_sizes(run)))
     offload = engine["zero_optimization"].get("offload_param", {}).get("device")
     precision = ZeROPrecision(run.config.precision)  # pyright: ignore[reportArgumentType]
@@ -95,6 +90,4 @@ def _zero_section(run: Run) -> dict[str, Any]:
 
 def _sizes(run: Run) -> list[int]:
     """Returns the elements of each parameter of the run's model, with its adapters."""
-    from cifar_zero.checkpoints.finetuning.network import on_meta
-
     return [part.numel() for part in on_meta(run.config.model, run.num_classes, lora=run.config.lora).parameters()]
