@@ -58,11 +58,8 @@ class Runner:
         log = self.folder / f"{name}.log"
         say(f"[{self.started}/{self.runs}] {name}: training, see {log}")
         where = ["--out", str(self.folder), "--name", name]
-        child = run_process.start(program, [*flags, *where], log, launcher=launcher)
-        try:
+        with run_process.start(program, [*flags, *where], log, launcher=launcher) as child:
             child.wait()
-        finally:
-            run_process.end([child])
         found = run_process.folders(self.folder, name)
         if child.returncode or not found:
             error = run_process.failure(log, child.returncode)

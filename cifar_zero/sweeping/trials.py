@@ -182,16 +182,13 @@ class Trials:
     def _run(self, trial: Trial, name: str, slot: runs.Slot) -> dict[str, Any]:
         log, epochs = self.folder / f"{name}.log", 0
         flags = [*self.flags, *runs.flags_of(trial.params), "--name", name]
-        process = run_process.start([self.program], flags, log, *slot)
-        try:
+        with run_process.start([self.program], flags, log, *slot) as process:
             while process.poll() is None and not self.stopped:
                 time.sleep(run_process.POLL_SECONDS)
                 for value in runs.validations(self.folder, name)[epochs:] if self.prune else ():
                     trial.report(value, epochs := epochs + 1)
                 if self.prune and trial.should_prune():
                     raise optuna.TrialPruned
-        finally:
-            run_process.end([process])
         result = runs.result(self.folder, name, self.metric) if process.returncode == 0 else None
         if result is None:
             raise RunError(run_process.failure(log, process.returncode))

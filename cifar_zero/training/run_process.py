@@ -4,9 +4,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +19,7 @@ SAVING_SECONDS = 45.0  # time that a run has to end: supervisor.py gives its ran
 Run = subprocess.Popen[bytes]
 
 
+@contextmanager
 def start(
     program: Sequence[str],
     flags: Sequence[str],
@@ -27,14 +27,15 @@ def start(
     extra_env: Mapping[str, str] | None = None,
     cores: Collection[int] = (),
     launcher: Sequence[str] = (),
-) -> Run:
+) -> Iterator[Run]:
     """Starts a run, which prints into `log`. Python starts `program`, the path of train.py: the user's directory may
     have one too. The run and its ranks have the CPU `cores`, on Linux, without any all of this process. `launcher` is a
-    command that starts the ranks (srun ...)."""
+    command that starts the ranks (srun ...). The end of the context asks a live run to end, then kills its process
+    group; a second Ctrl-C kills it at once."""
     # torchrun and DeepSpeed's launcher start Python themselves.
     python = [] if launcher and Path(launcher[0]).name in ("torchrun", "deepspeed") else [sys.executable]
     with log.open("w") as output:
-        return subprocess.Popen(
+        run = subprocess.Popen(
             [*launcher, *python, *program, *flags],
             env={**_environment(), **(extra_env or {})},
             stdout=output,
@@ -42,20 +43,15 @@ def start(
             start_new_session=True,
             preexec_fn=partial(local_launcher.prepare, cores, signal.SIG_DFL),  # also in a shell's background job
         )
-
-
-def end(runs: Sequence[Run]) -> None:
-    """Asks live runs to end, then kills their process groups; a second Ctrl-C kills them at once."""
     try:
-        live = [run for run in runs if run.poll() is None]
-        for run in live:
-            os.killpg(run.pid, signal.SIGINT)  # as Ctrl-C: the launcher and all ranks save a checkpoint and end
-        over = time.monotonic() + SAVING_SECONDS
-        for run in live:
-            with suppress(subprocess.TimeoutExpired):
-                run.wait(max(0.0, over - time.monotonic()))
+        yield run
     finally:
-        for run in runs:
+        try:
+            if run.poll() is None:
+                os.killpg(run.pid, signal.SIGINT)  # as Ctrl-C: the launcher and all ranks save a checkpoint and end
+                with suppress(subprocess.TimeoutExpired):
+                    run.wait(SAVING_SECONDS)
+        finally:
             with suppress(ProcessLookupError):
                 os.killpg(run.pid, signal.SIGKILL)
             run.wait()

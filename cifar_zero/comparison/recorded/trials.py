@@ -74,8 +74,8 @@ def _train(
         log, file = folder / f"{ranks}-ranks-{len(errors)}.log", folder / f"{ranks}-ranks-{len(errors)}.json"
         content = [{"number": jobs.index(job), "flags": job.flags, "perturbed": job.perturbed} for job in todo]
         file.write_text(json.dumps({"ranks": ranks, "jobs": content}))
-        child = run_process.start(program, [str(file)], log, {"PYTHONPATH": os.pathsep.join(filter(None, paths))})
-        try:
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        with run_process.start(program, [str(file)], log, path) as child:
             while todo and todo[0] not in errors:
                 ended = child.poll() is not None
                 if record_file(folder, jobs.index(todo[0])).exists():
@@ -85,8 +85,6 @@ def _train(
                     errors[todo[0]] = run_process.failure(log, child.returncode)
                 else:
                     time.sleep(run_process.POLL_SECONDS)
-        finally:
-            run_process.end([child])
         judged = [case for case in cases if not errors.keys() & {*case.jobs}]
         todo = [job for job in todo if any(job in case.jobs for case in judged)]
     return errors
