@@ -37,7 +37,6 @@ class Recording(Callback):
         self.record = Record()
         self._steps = steps
         self._losses: list[Tensor] = []
-        self._at_step = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Records the initial weights, as the strategy holds them."""
@@ -50,8 +49,7 @@ class Recording(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Records the gradients: summed over micro-batches and ranks, not yet clipped."""
-        self._at_step = ends_step(trainer)
-        if not self._at_step:
+        if not ends_step(trainer):
             return
         self.record.rates.append([float(group["lr"]) for group in optimizer.param_groups])
         if len(self.record.gradients) < self._steps:
@@ -59,10 +57,7 @@ class Recording(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
         self._losses.append(outputs["loss"].float())
-        if not self._at_step:
-            return
-        self._at_step = False
-        if len(self.record.weights) <= self._steps:
+        if len(self.record.weights) <= min(len(self.record.rates), self._steps):  # the initial ones have no rates
             self.record.weights.append(weights(trainer, pl_module))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
