@@ -3,7 +3,7 @@ DeepSpeed's switches of ZeRO (--zero) and of offloading (--offload)."""
 
 from dataclasses import fields
 
-from cifar_zero.config.flags import OffloadConfig, ZeROConfig
+from cifar_zero.config.flags import OffloadConfig, ZeROConfig, flat
 from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.core.errors import UsageError
@@ -73,12 +73,10 @@ def check_compiled_step(run: Run) -> None:
         raise UsageError(f"--compile step is for baseline and ddp: {alone}")
     if config.precision not in ("32-true", "bf16-mixed"):
         raise UsageError(f"--compile step needs --precision 32-true or bf16-mixed, or {alone}")
-    needed = {"accumulate": 1, "on_nan": "stop", "fast_loop": True}
+    needed = {"accumulate": 1, "on_nan": "stop", "fast_loop": True, "data.loader": "memory"}
     for name, value in needed.items():
-        if getattr(config, name) != value:
+        if flat(config)[name] != value:
             raise UsageError(f"--compile step needs --{name} {str(value).lower()}, or {alone}")
-    if config.data.loader != "memory":
-        raise UsageError(f"--compile step needs --data.loader memory, or {alone}")
 
 
 def check_model_parallel(run: Run) -> None:
