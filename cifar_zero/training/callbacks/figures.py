@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
 from matplotlib.figure import Figure
+from PIL import Image
 from torch import Tensor
 
 from cifar_zero.config.inputs import Inputs
@@ -96,8 +97,6 @@ def write_figure(trainer: Trainer, figure: Figure, name: str, tag: str = "") -> 
     figure.savefig(file, dpi=120)
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
-            from PIL import Image
-
             pixels = np.asarray(Image.open(file).convert("RGB"))
             logger.experiment.add_image(tag, pixels, trainer.global_step, dataformats="HWC")
         elif isinstance(logger, WandbLogger):
