@@ -107,18 +107,14 @@ class EarlyStop(EarlyStopping):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ends a resumed training whose patience is already exhausted."""
-        trainer.should_stop = trainer.should_stop or self._over
+        trainer.should_stop = trainer.should_stop or self.wait_count >= self.patience
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prints why the training has ended."""
-        if self._over and trainer.is_global_zero:
+        if self.wait_count >= self.patience and trainer.is_global_zero:
             since = f"{self.wait_count} validation{'s'[: self.wait_count > 1]}"
             best = f"{self.monitor} has not improved on {self.best_score.item():.4g} in {since}"
             say(f"early stopping after epoch {self.stopped_epoch + 1}: {best}")
-
-    @property
-    def _over(self) -> bool:
-        return self.wait_count >= self.patience
 
 
 @contextmanager
