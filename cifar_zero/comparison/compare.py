@@ -12,14 +12,14 @@ from cifar_zero.checkpoints import run_folder
 from cifar_zero.comparison import report
 from cifar_zero.comparison.reading import grouped, load, perturbed_runs
 from cifar_zero.comparison.recorded import own_module
-from cifar_zero.comparison.recorded.cases import RECIPE, all_ranks, plan_cases
+from cifar_zero.comparison.recorded.cases import RECIPE, plan_cases
 from cifar_zero.comparison.result import Comparison, Run
 from cifar_zero.comparison.trainings import PERTURB, PERTURBED, Planned, Runner, plan, prepare
 from cifar_zero.config import command_line
 from cifar_zero.config.values import check_plain_name
 from cifar_zero.core import exits
 from cifar_zero.core.errors import RunError, Stopped, UsageError
-from cifar_zero.core.hardware import this_computer
+from cifar_zero.core.hardware import gpu_count, this_computer
 from cifar_zero.core.programs import command
 from cifar_zero.launch import local_launcher, rank_environment
 from cifar_zero.training.resolve import resolve
@@ -112,9 +112,7 @@ def of_module(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparis
     if arguments.seeds is not None:
         raise UsageError("--module trains each strategy once: leave out --seeds")
     flags = ["--module", arguments.module, *(["--datamodule", arguments.datamodule] if arguments.datamodule else [])]
-    cases = own_module.plan(
-        arguments.strategies or (), _ranks(arguments) or all_ranks(), arguments.accumulate or (), [*flags, *rest]
-    )
+    cases = own_module.plan(arguments.strategies or (), _ranks(arguments), arguments.accumulate or (), [*flags, *rest])
     name = Path(arguments.module).name.replace(":", "-")
     ranks = cases[0].ours.ranks
     title = f"{name} on {ranks} rank{'s'[: ranks > 1]}: {len(cases)} cases"
@@ -124,10 +122,11 @@ def of_module(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparis
 
 
 def _ranks(arguments: Namespace) -> int:
+    """Returns the number of ranks that is given, or one on each GPU, or two on the CPU."""
     devices = arguments.devices or ["0"]
     if len(devices) > 1 or not devices[0].isdecimal():
         raise UsageError(f"--devices {' '.join(devices)}: --acceptance and --module take one number of ranks")
-    return int(devices[0])
+    return int(devices[0]) or gpu_count() or 2
 
 
 def of_runs(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:

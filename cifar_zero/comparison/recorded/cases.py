@@ -88,22 +88,16 @@ class Case:
         return [self.reference, *perturbed, *repeated, self.ours]
 
 
-def all_ranks() -> int:
-    """Returns the number of ranks of a comparison unless one is given: one on each GPU, or two on the CPU."""
-    return gpu_count() or 2
-
-
 def plan_cases(strategies: Sequence[str], ranks: int, quick: bool, seeds: int = 1) -> list[Case]:
     """Returns the cases of this machine, those of one number of ranks and recipe next to each other.
 
     Strategies are names or raw DeepSpeed configurations, by default all that can train here; `ranks` is the largest
-    number of ranks, 0 for one on each GPU, or two on the CPU; `quick` takes only the first QUICK_RECIPES; each case is
-    trained with so many `seeds`. Raises UsageError: a strategy is unknown, or has no case here.
+    number of ranks; `quick` takes only the first QUICK_RECIPES; each case is trained with so many `seeds`. Raises
+    UsageError: a strategy is unknown, or has no case here.
     """
-    gpus, ranks = gpu_count(), ranks or all_ranks()
     for name in strategies:
         command_line.parse(command_line.choosing(name))  # refuses an unknown name, and says which is meant
-    precisions = ("32-true", "bf16-mixed", "16-mixed") if gpus else ("32-true", "bf16-mixed")
+    precisions = ("32-true", "bf16-mixed", "16-mixed") if gpu_count() else ("32-true", "bf16-mixed")
     rows = recipes(ranks, precisions)[: QUICK_RECIPES if quick else None]
     names = strategies or [*(name for name in STRATEGIES if name not in WITHOUT), *RAW]
     cases: dict[Case, None] = {}
