@@ -40,12 +40,10 @@ def guarded(main: Callable[[], int]) -> int:
     try:
         try:
             return main()
-        except KeyboardInterrupt as error:
+        except (KeyboardInterrupt, SystemExit) as error:  # Lightning turns a second Ctrl-C into a plain exit
+            if isinstance(error, SystemExit) and not isinstance(error.__context__, KeyboardInterrupt):
+                raise
             raise Stopped(signal.SIGINT) from error
-        except SystemExit as error:
-            if isinstance(error.__context__, KeyboardInterrupt):  # Lightning turns a second Ctrl-C into a plain exit
-                raise Stopped(signal.SIGINT) from error
-            raise
     except Stopped as stop:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the libraries' exit takes a moment
         print(f"{stop.name}: {stop}" if str(stop) else f"stopped by {stop.name}", file=sys.stderr)
