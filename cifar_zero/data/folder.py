@@ -1,26 +1,16 @@
 """The `folder` source: the user's own images, as <root>/train/<class>/*.png|jpg and <root>/test/<class>/*.png|jpg."""
 
-from __future__ import annotations
-
 import hashlib
 import os
-import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cifar_zero.config.flags import DataConfig
 from cifar_zero.core.errors import UsageError
 from cifar_zero.models import IMAGE_SHAPE
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
 SPLITS = ("train", "test")
 SUFFIXES = (".png", ".jpg", ".jpeg")
-CHUNK = 64  # images that a thread decodes before it reports: enough that reporting costs nothing
 
 _LAYOUT = "a folder source is <root>/train/<class>/*.png|jpg and <root>/test/<class>/*.png|jpg"
 
@@ -64,32 +54,14 @@ def fingerprint(config: DataConfig) -> str:
 def build(config: DataConfig, directory: Path) -> tuple[str, ...]:
     """Decodes every image, on all cores; returns the class names. Raises UsageError for the first unreadable image."""
     from cifar_zero.data import cache
+    from cifar_zero.data.images import decode_all
 
     for split in SPLITS:
         files = _labelled_files(config, split)
         images, labels = cache.allocate(directory, split, len(files), config.image_size)
         labels[:] = [label for _, label in files]
-        _decode_all([path for path, _ in files], images, f"Decoding {split} images")
+        decode_all([path for path, _ in files], images, f"Decoding {split} images")
     return class_names(config)
-
-
-def _decode_all(paths: list[str], images: NDArray[np.uint8], title: str) -> None:
-    from tqdm import tqdm
-
-    from cifar_zero.data.images import decode
-
-    def decode_chunk(start: int) -> int:
-        chunk = paths[start : start + CHUNK]
-        for row, path in enumerate(chunk, start):
-            images[row] = decode(path, images.shape[2])
-        return len(chunk)
-
-    interval_s = 0.1 if sys.stderr.isatty() else 10.0  # not a terminal: a log file, a cluster's job output
-    # Threads, as Pillow decodes outside the interpreter's lock. Not processes: the children of a killed run would
-    # survive it and keep the cache's lock.
-    with ThreadPoolExecutor(os.cpu_count()) as pool, tqdm(None, title, len(paths), mininterval=interval_s) as bar:
-        for count in pool.map(decode_chunk, range(0, len(paths), CHUNK)):
-            bar.update(count)
 
 
 def _labelled_files(config: DataConfig, split: str) -> list[tuple[str, int]]:
