@@ -76,13 +76,11 @@ class TrainingCurves(AtPoints):
         self.losses: list[Tensor] = []  # of each micro-batch since the newest point, on the device
         self._writes_losses = writes_losses
         self._step_ends: list[int] = []
-        self._logged_step = 0
         self._learning_rate: float | None = None
         self._gradient_norm: Tensor | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._logged_step = trainer.global_step
         self.losses, self._step_ends = [], []
         self._write(trainer, "step,loss\n", mode="w")
 
@@ -96,7 +94,7 @@ class TrainingCurves(AtPoints):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         self.losses.append(outputs["loss"])
-        if trainer.global_step > self._logged_step + len(self._step_ends):
+        if trainer.global_step > self._interval.newest + len(self._step_ends):
             self._step_ends.append(len(self.losses))
         super().on_train_batch_end(trainer, pl_module)
 
@@ -108,10 +106,10 @@ class TrainingCurves(AtPoints):
         self.last_loss = sum(losses) / len(losses)
         starts = [0, *self._step_ends]
         steps = [losses[start:end] for start, end in zip(starts, self._step_ends, strict=False)]
-        rows = enumerate((sum(own) / len(own) for own in steps), start=self._logged_step + 1)
+        step = trainer.global_step
+        rows = enumerate((sum(own) / len(own) for own in steps), start=step - len(self._step_ends) + 1)
         self._write(trainer, "".join(f"{step},{loss!r}\n" for step, loss in rows))  # repr: reading gives the same bits
         self.last_epoch = (trainer.fit_loop.total_batch_idx + 1) / trainer.num_training_batches
-        self._logged_step = step = trainer.global_step
         scalars = {"train/loss": self.last_loss, "train/epoch": self.last_epoch, "train/global_step": step}
         if self._learning_rate is not None:  # unknown if the run was stopped at a step that nobody could foresee
             norm = norm_after_step(trainer) if self._gradient_norm is None else self._gradient_norm.item()
@@ -131,17 +129,12 @@ class TrainingCurves(AtPoints):
 class Layers(Callback):
     """`--log_gradients`, `--log_weights`: the norm of each gradient before clipping, and TensorBoard's histograms."""
 
-    _interval: Interval
-
     def __init__(self, config: Config):
         self._config = config
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._interval = Interval(trainer)
-
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Logs a step if a point is due; every rank takes part."""
-        if not self._interval.is_point(trainer.global_step + 1):
+        if not Interval(trainer).is_point(trainer.global_step + 1):
             return
         from cifar_zero.training.whole_tensors import ends_step, gradients, weights  # DeepSpeed takes a second
 
