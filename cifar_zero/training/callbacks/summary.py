@@ -30,8 +30,7 @@ class Effective(Callback):
     Under DeepSpeed rank 0 also writes the engine's configuration. Bucket sizes are in elements, of stages 1 to 3."""
 
     def __init__(self) -> None:
-        self._first_step = 0
-        self._applied_steps: int | None = None
+        self._first_step = self._applied_steps = 0
         self.totals: dict[str, Any] = dict.fromkeys(IN_EFFECT)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -63,12 +62,11 @@ class Effective(Callback):
         engine, skipped = deepspeed_engine(trainer), 0
         if engine is not None:
             skipped = engine.skipped_steps
-        elif self._applied_steps is not None:
+        elif getattr(trainer.precision_plugin, "scaler", None) is not None:
             skipped = trainer.global_step - self._first_step - self._applied_steps
         self.totals["skipped_steps"] = skipped
 
     def _count(self, *_: Any) -> None:
-        assert self._applied_steps is not None
         self._applied_steps += 1
 
 
