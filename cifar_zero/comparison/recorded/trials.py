@@ -68,14 +68,14 @@ def _train(
     """Trains the jobs of one number of ranks in ranks that are started once, and again after each job that failed;
     returns the error lines of the jobs that failed."""
     errors: dict[Job, str] = {}
-    paths = os.environ.get("PYTHONPATH"), str(REPOSITORY)  # python -m finds this package from any directory
+    # python -m finds this package from any directory.
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(REPOSITORY))))
     todo = [job for job in jobs if job.ranks == ranks]
     while todo:
         log, file = folder / f"{ranks}-ranks-{len(errors)}.log", folder / f"{ranks}-ranks-{len(errors)}.json"
         content = [{"number": jobs.index(job), "flags": job.flags, "perturbed": job.perturbed} for job in todo]
         file.write_text(json.dumps({"ranks": ranks, "jobs": content}))
-        path = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        with run_process.start(program, [str(file)], log, path) as child:
+        with run_process.start(program, [str(file)], log, {"PYTHONPATH": path}) as child:
             while todo and todo[0] not in errors:
                 ended = child.poll() is not None
                 if record_file(folder, jobs.index(todo[0])).exists():
