@@ -17,10 +17,8 @@ def parameter_groups(optimizer: OptimizerOptions, parameters: Mapping[str, Any])
     # Of the whole parameters: ZeRO-3 leaves empty ones and notes their shapes.
     dimensions = {name: len(getattr(each, "ds_shape", each.shape)) for name, each in parameters.items()}
     weights = _layer_weights(dimensions)
-    by_muon: set[str] = set()
+    by_muon = hidden_matrices(dimensions) if isinstance(optimizer, Muon) else set[str]()
     first_bias = ""
-    if isinstance(optimizer, Muon):
-        by_muon = hidden_matrices(dimensions)
     if isinstance(optimizer, MuonSGD):
         by_muon = {*weights[:-1]} if optimizer.muon else by_muon
         first_bias = weights[0].removesuffix("weight") + "bias" if weights else ""
