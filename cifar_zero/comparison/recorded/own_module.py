@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jsonargparse import ArgumentError, ArgumentParser
+
 from cifar_zero.comparison.recorded.cases import Case, Job
 from cifar_zero.config import command_line
 from cifar_zero.config.strategy_specs import STRATEGIES
@@ -167,8 +169,6 @@ def _training(flags: Sequence[str]) -> list[str]:
 def _instance(part: str, flags: Sequence[str], build: bool = True) -> Any:
     """Returns the user's module or data, with the arguments of its flags, as LightningCLI does; None without one. Not
     to `build` it only checks the flags, and returns the class or function that they name."""
-    from jsonargparse import ArgumentError, ArgumentParser
-
     mine, _ = command_line.split(flags, rf"--{part}([.=]|$)")
     if f"--{part}" not in mine:
         return None
