@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
@@ -35,12 +35,11 @@ def checkpoint_blocks(net: nn.Module) -> None:
     found = False
     for layers in _outermost_lists(net):
         blocks = [child for child in layers if any(True for _ in child.children())]
+        if not blocks and isinstance(layers, nn.Sequential) and len(pieces := _pieces(layers)) > 1:
+            blocks, layers.forward = pieces, nn.Sequential(*pieces).forward
         for block in blocks:
             block.forward = partial(_checkpointed, block, block.forward)
-        pieces = [] if blocks or not isinstance(layers, nn.Sequential) else _pieces(layers)
-        if len(pieces) > 1:
-            layers.forward = partial(_through, pieces)
-        found = found or bool(blocks) or len(pieces) > 1
+        found = found or bool(blocks)
     if not found:
         raise UsageError(f"--activation_checkpointing: {type(net).__name__} has no list of blocks to recompute")
 
@@ -61,12 +60,6 @@ def _pieces(layers: nn.Sequential) -> list[nn.Sequential]:
             pieces.append([])
         pieces[-1].append(layer)
     return [nn.Sequential(*piece) for piece in pieces]
-
-
-def _through(pieces: list[nn.Sequential], input: Tensor) -> Tensor:
-    for piece in pieces:
-        input = _checkpointed(piece, piece, input)
-    return input
 
 
 def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
