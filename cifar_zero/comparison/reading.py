@@ -55,7 +55,17 @@ def load(folder: Path) -> Run:
         if not (folder / name).is_file():
             raise UsageError(f"{folder} has no {name}: the run has not finished, or it was a benchmark")
     try:
-        return _read(folder)
+        settings = flat(yaml.safe_load((folder / run_folder.CONFIG).read_text()))
+        metrics = json.loads((folder / run_folder.METRICS).read_text())
+        engine = folder / run_folder.DEEPSPEED_CONFIG
+        deepspeed = json.loads(engine.read_text()) if engine.is_file() else {}
+        losses, curves = read_losses(folder / run_folder.LOSSES), read_curves(folder)
+        run = Run(str(folder), metrics["seed"], metrics, settings, deepspeed, losses, curves)
+        run.perturbed = (folder / PERTURBED).is_file()
+        checkpoint = last_checkpoint(run)
+        files = [checkpoint, *checkpoint.rglob("*")]
+        run.checkpoint_bytes = sum(file.stat().st_size for file in files if file.is_file()) or None
+        return run
     except KeyError as error:
         raise UsageError(f"{folder} cannot be read: {error} is missing in its files") from error
     except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
@@ -91,20 +101,6 @@ def read_curves(folder: Path) -> dict[str, Curve]:
         times = [point.wall_time - start for point in points]
         curves[tag] = Curve([point.step for point in points], [point.value for point in points], times)
     return curves
-
-
-def _read(folder: Path) -> Run:
-    settings = flat(yaml.safe_load((folder / run_folder.CONFIG).read_text()))
-    metrics = json.loads((folder / run_folder.METRICS).read_text())
-    engine = folder / run_folder.DEEPSPEED_CONFIG
-    deepspeed = json.loads(engine.read_text()) if engine.is_file() else {}
-    losses, curves = read_losses(folder / run_folder.LOSSES), read_curves(folder)
-    run = Run(str(folder), metrics["seed"], metrics, settings, deepspeed, losses, curves)
-    run.perturbed = (folder / PERTURBED).is_file()
-    checkpoint = last_checkpoint(run)
-    files = [checkpoint, *checkpoint.rglob("*")]
-    run.checkpoint_bytes = sum(file.stat().st_size for file in files if file.is_file()) or None
-    return run
 
 
 def shared(run: Run) -> dict[str, Any]:
