@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.config import command_line
+from cifar_zero.config.ds_config import flags_of as flags_of
 from cifar_zero.config.rules.devices import CPU_RANK_BYTES
 from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import AUTO
@@ -33,10 +34,6 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"  # the GPUs that CUDA shows a process, and torc
 
 Slot = tuple[dict[str, str], set[int]]
 """The devices of one run: extra environment variables, and the cores that it is bound to (none: all)."""
-
-
-def flags_of(options: dict[str, Any]) -> list[str]:
-    return [part for name, value in options.items() for part in (f"--{name}", str(value))]
 
 
 def name_of(options: dict[str, Any]) -> str:
