@@ -1,6 +1,7 @@
 """Figures of a test and of the learning rate; arrays in, matplotlib figures out, drawn without display."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -218,11 +219,10 @@ def draw_schedule(schedule: Choice, optimizer: Choice, steps: int, file: Path) -
     formula = settled(SCHEDULES[schedule.name](**schedule.options), lambda: steps)
     base_lr = OPTIMIZERS[optimizer.name](**optimizer.options).lr
     shown = range(0, steps, max(1, steps // POINTS))
-    figure, axes = _with_grid("optimizer step", "learning rate")
-    axes.plot(shown, [formula.rate(step, base_lr) for step in shown])
-    axes.set_ylim(bottom=0)
-    axes.set_title(f"{schedule.name}, {optimizer.name} with {base_lr:g}, {steps:,} steps")
-    _save(figure, file)
+    with _drawn(file, "optimizer step", "learning rate") as axes:
+        axes.plot(shown, [formula.rate(step, base_lr) for step in shown])
+        axes.set_ylim(bottom=0)
+        axes.set_title(f"{schedule.name}, {optimizer.name} with {base_lr:g}, {steps:,} steps")
 
 
 def draw_range_test(
@@ -230,24 +230,21 @@ def draw_range_test(
 ) -> None:
     """Draws losses, and their running mean, over learning rates into a PNG file. Rates and losses are of each step;
     `smooth` ends where the run diverges. `suggestion` is the rate to mark. Raises UsageError: it cannot be written."""
-    figure, axes = _with_grid("learning rate", "training loss")
-    axes.plot(rates[: len(smooth)], losses[: len(smooth)], alpha=0.3, label="loss")
-    axes.plot(rates[: len(smooth)], smooth, label="running mean")
-    if suggestion is not None:
-        axes.axvline(suggestion, color="black", linestyle=":", label=f"steepest fall: {suggestion:.2g}")
-    axes.set_xscale("log")
-    axes.legend()
-    _save(figure, file)
+    with _drawn(file, "learning rate", "training loss") as axes:
+        axes.plot(rates[: len(smooth)], losses[: len(smooth)], alpha=0.3, label="loss")
+        axes.plot(rates[: len(smooth)], smooth, label="running mean")
+        if suggestion is not None:
+            axes.axvline(suggestion, color="black", linestyle=":", label=f"steepest fall: {suggestion:.2g}")
+        axes.set_xscale("log")
+        axes.legend()
 
 
-def _with_grid(x_label: str, y_label: str) -> tuple[Figure, Axes]:
+@contextmanager
+def _drawn(file: Path, x_label: str, y_label: str) -> Iterator[Axes]:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot(xlabel=x_label, ylabel=y_label)
     axes.grid(alpha=0.3)
-    return figure, axes
-
-
-def _save(figure: Figure, file: Path) -> None:
+    yield axes
     try:
         figure.savefig(file, format="png", dpi=120)
     except OSError as error:
