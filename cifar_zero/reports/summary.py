@@ -193,22 +193,20 @@ def card(command: str, metrics: Mapping[str, Any]) -> str:
 
 def _benchmark_rows(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     spread = " / ".join(f"{metrics[f'perf/step_time_{name}_ms']:.2f}" for name in ("min", "median", "max"))
-    tokens = metrics["perf/tokens_per_second"]
-    rows = [
+    tokens, mfu = metrics["perf/tokens_per_second"], metrics["perf/mfu"]
+    peaks, states = metrics["mem/peak_rank_bytes"], metrics["mem/model_state_rank_bytes"]
+    return [
         ("images per second", f"{metrics['perf/images_per_second']:,.1f}"),
         *([("tokens per second", f"{tokens:,.1f}")] if tokens else []),
         ("step time, mean (ms)", f"{metrics['perf/step_time_ms']:.2f}"),
         ("shortest / median / longest (ms)", spread),
         ("of the mean, waiting for data (ms)", f"{metrics['perf/data_time_ms']:.2f}"),
         ("TFLOP/s", f"{metrics['perf/tflops']:.4g}"),
+        *([("share of the devices' peak (MFU)", f"{mfu:.2%}")] if mfu is not None else []),
+        ("start to first step (s)", f"{metrics['perf/seconds_to_first_step']:.1f}"),
+        ("peak memory of each rank (GB)", ", ".join(f"{peak / 1e9:.2f}" for peak in peaks)),
+        ("model states of each rank (MB)", ", ".join(f"{state / 1e6:,.2f}" for state in states)),
     ]
-    if metrics["perf/mfu"] is not None:
-        rows.append(("share of the devices' peak (MFU)", f"{metrics['perf/mfu']:.2%}"))
-    rows.append(("start to first step (s)", f"{metrics['perf/seconds_to_first_step']:.1f}"))
-    peaks, states = metrics["mem/peak_rank_bytes"], metrics["mem/model_state_rank_bytes"]
-    rows.append(("peak memory of each rank (GB)", ", ".join(f"{peak / 1e9:.2f}" for peak in peaks)))
-    rows.append(("model states of each rank (MB)", ", ".join(f"{state / 1e6:,.2f}" for state in states)))
-    return rows
 
 
 def _finite(value: Any) -> Any:
