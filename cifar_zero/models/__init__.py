@@ -6,7 +6,6 @@ its network when it builds the model, so that the command line knows every optio
 
 # No postponed annotations here: jsonargparse would execute the TYPE_CHECKING imports, torch, to resolve them.
 import inspect
-import json
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, make_dataclass
@@ -346,7 +345,7 @@ def add_own(name: str) -> None:
             raise UsageError(f"--model {name}: give its argument {argument.name} a default")
         if argument.name == "name":
             raise UsageError(f"--model {name}: call its argument `name` something else, as --model.name is the model's")
-        if not _is_plain(argument.default):
+        if not isinstance(argument.default, bool | int | float | str | list | tuple | dict | None):
             continue
         default: Any = field(default_factory=partial(deepcopy, argument.default))
         kind = type(argument.default) if isinstance(argument.annotation, str) else argument.annotation
@@ -354,14 +353,6 @@ def add_own(name: str) -> None:
     summary = (make.__doc__ or f"the model {name}").strip()
     space = {"__doc__": summary, "make": staticmethod(make), "takes_classes": takes_classes}
     MODELS[name] = make_dataclass("OfUser", options, bases=(OfUser,), namespace=space)
-
-
-def _is_plain(value: Any) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def build(name: str, num_classes: int, **options: Any) -> "nn.Module":

@@ -75,13 +75,12 @@ class TrainingCurves(AtPoints):
         self.logged_losses: Tensor | None = None
         self.losses: list[Tensor] = []  # of each micro-batch since the newest point, on the device
         self._writes_losses = writes_losses
-        self._step_ends: list[int] = []
         self._learning_rate: float | None = None
         self._gradient_norm: Tensor | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self.losses, self._step_ends = [], []
+        self.losses = []
         self._write(trainer, "step,loss\n", mode="w")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -94,8 +93,6 @@ class TrainingCurves(AtPoints):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         self.losses.append(outputs["loss"])
-        if trainer.global_step > self._interval.newest + len(self._step_ends):
-            self._step_ends.append(len(self.losses))
         super().on_train_batch_end(trainer, pl_module)
 
     def _log(self, trainer: Trainer) -> None:
@@ -104,11 +101,10 @@ class TrainingCurves(AtPoints):
         # It reduces in place, and this rank's own losses are needed too.
         losses = trainer.strategy.reduce(self.logged_losses.clone(), reduce_op="mean").tolist()
         self.last_loss = sum(losses) / len(losses)
-        starts = [0, *self._step_ends]
-        steps = [losses[start:end] for start, end in zip(starts, self._step_ends, strict=False)]
-        step = trainer.global_step
-        rows = enumerate((sum(own) / len(own) for own in steps), start=step - len(self._step_ends) + 1)
-        self._write(trainer, "".join(f"{step},{loss!r}\n" for step, loss in rows))  # repr: reading gives the same bits
+        step, parts = trainer.global_step, trainer.accumulate_grad_batches
+        steps = [sum(each) / parts for each in zip(*[iter(losses)] * parts, strict=False)]
+        rows = enumerate(steps, start=step - len(steps) + 1)
+        self._write(trainer, "".join(f"{number},{loss!r}\n" for number, loss in rows))  # repr: read as the same bits
         self.last_epoch = (trainer.fit_loop.total_batch_idx + 1) / trainer.num_training_batches
         scalars = {"train/loss": self.last_loss, "train/epoch": self.last_epoch, "train/global_step": step}
         if self._learning_rate is not None:  # unknown if the run was stopped at a step that nobody could foresee
@@ -117,7 +113,7 @@ class TrainingCurves(AtPoints):
             scalars["train/learning_rate"] = self.last_learning_rate = self._learning_rate
             scalars |= {} if norm is None else {"train/grad_norm": norm}
         log_scalars(trainer, scalars)
-        self.losses, self._step_ends = [], []
+        self.losses = []
         self._learning_rate = self._gradient_norm = None
 
     def _write(self, trainer: Trainer, text: str, mode: str = "a") -> None:

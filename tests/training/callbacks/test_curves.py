@@ -81,15 +81,6 @@ def test_a_run_that_is_stopped_early_writes_its_last_point(fit: Fit) -> None:
     assert read_losses(run.folder / "losses.csv").steps == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_step_of_fewer_micro_batches_is_their_mean(fit: Fit) -> None:
-    """It is the last step of an epoch whose micro-batches do not divide into steps."""
-    witness = Witness()
-    run = fit(config(), 40, witness, limit_train_batches=5)
-    losses = witness.losses
-    steps = [sum(part) / len(part) for epoch in (losses[:5], losses[5:]) for part in (epoch[:2], epoch[2:4], epoch[4:])]
-    assert read_losses(run.folder / "losses.csv").values == steps
-
-
 @pytest.mark.distributed
 @pytest.mark.usefixtures("own_process_group")
 def test_every_deepspeed_stage_logs_the_curves_of_the_baseline(fit: Fit) -> None:
