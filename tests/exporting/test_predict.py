@@ -121,7 +121,7 @@ def test_no_lightning_and_no_deepspeed(digits: tuple[Path, Dataset], folder: Pat
         (["MOE.safetensors", "a.png"], 'is of another model: Missing key(s) in state_dict: "fc3.'),
         (["TIMM.safetensors", "a.png"], "timm:resnet18 (kwargs.checkpoint_path must be a number"),
         (["TORCHVISION.safetensors", "a.png"], "torchvision:resnet18 (kwargs.weights must be a number"),
-        (["DELTA.safetensors", "a.png"], "holds only what was trained: give its base too, and --delta "),
+        (["DELTA.safetensors", "a.png"], "holds only what was trained: give its base too, as in train.py --weights "),
         (["CUT.onnx", "a.png"], "damaged or not an ONNX file"),
         (["CUT.safetensors", "a.png"], "damaged or no safetensors file"),
     ],

@@ -22,7 +22,7 @@ from datamodule import CIFARDataModule
         "--batch_size 30 --epochs 3",
         "--batch_size 30 --accumulate 3 --epochs 2",
         "--batch_size 16 --epochs 2 --max_steps 50",
-        "--batch_size 16 --epochs 3 --trainer.limit_train_batches 5 --accumulate 2",
+        "--batch_size 16 --epochs 3 --trainer.limit_train_batches 6 --accumulate 2",
         "--batch_size 16 --epochs 3 --trainer.limit_train_batches 0.5",
         "--batch_size 16 --epochs 7 --trainer.overfit_batches 1",
     ],

@@ -71,7 +71,8 @@ def read_whole(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Returns weights and metadata of a safetensors file. Raises UsageError: it is damaged, or a delta."""
     weights, metadata = read_safetensors(file)
     if BASE in metadata:
-        raise UsageError(f"{file} holds only what was trained: give its base too, and --delta {file}")
+        how = f"give its base too, as in train.py --weights BASE --delta {file}"
+        raise UsageError(f"{file} holds only what was trained: {how}")
     return weights, metadata
 
 
