@@ -1,5 +1,6 @@
 """`compare.py --acceptance`: a few recipes that together cover each pair of settings, under every strategy."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,8 +18,11 @@ from cifar_zero.training.resolve import resolve
 STEPS = 12
 """Optimizer steps of a case: the first ones show a wrong gradient, the later ones a stale state or a lost update."""
 
-BATCH, IMAGES = 32, 64
-"""Images of a step over all ranks, and in all: so few that a model learns them by heart within the steps."""
+PARTS = 4  # micro-batches of a step in the cases that accumulate
+
+BATCH = 32
+"""Least number of images of a step, over all ranks. It is the next multiple of PARTS x ranks, and two steps see all
+images: so few that a model learns them by heart within the steps."""
 
 CLIP = 0.5  # norm to which the gradients are clipped; those of all models are larger
 
@@ -37,8 +41,7 @@ MODELS = {
 }
 
 COMMON = [
-    *("--data.source", "synthetic", "--data.synthetic_size", str(IMAGES), "--data.val_fraction", "0"),
-    *("--batch_size", str(BATCH), "--max_steps", str(STEPS), "--epochs", str(STEPS)),
+    *("--data.source", "synthetic", "--data.val_fraction", "0", "--max_steps", str(STEPS), "--epochs", str(STEPS)),
     # Each step has another learning rate, and the first one moves the weights.
     *("--schedule", "exponential", "--schedule.gamma", "0.85"),
 ]
@@ -52,7 +55,11 @@ WITHOUT = ("baseline", "fsdp", "tensor_parallel", "pipeline")
 
 QUICK_RECIPES = 2  # recipes of --quick: the first ones, which cover the most
 
-RECIPE = {"steps": str(STEPS), "batch_size": str(BATCH), "images": f"{IMAGES} of noise, learnt by heart"}
+RECIPE = {
+    "steps": str(STEPS),
+    "batch_size": f"{BATCH}, or the next multiple of {PARTS} x ranks",
+    "images": "two batches of noise, learnt by heart",
+}
 """What all cases share, for the report."""
 
 
@@ -93,7 +100,7 @@ def plan_cases(strategies: Sequence[str], ranks: int, quick: bool, seeds: int = 
 
     Strategies are names or raw DeepSpeed configurations, by default all that can train here; `ranks` is the largest
     number of ranks; `quick` takes only the first QUICK_RECIPES; each case is trained with so many `seeds`. Raises
-    UsageError: a strategy is unknown, or has no case here.
+    UsageError: a strategy is unknown, or none of its cases can train on `ranks` here.
     """
     for name in strategies:
         command_line.parse(command_line.choosing(name))  # refuses an unknown name, and says which is meant
@@ -108,10 +115,12 @@ def plan_cases(strategies: Sequence[str], ranks: int, quick: bool, seeds: int = 
                 if not (reason := refusal(name, tried)):
                     cases |= {case_of(name, {**tried, "seed": seed}): None for seed in range(seeds)}
                     break
-                refused[name] = reason
-    for name in strategies:
-        if not any(name in case.ours.flags for case in cases):
-            raise UsageError(f"--strategies {name}: {refused[name]}")
+                if row["ranks"] == ranks:
+                    refused[name] = reason
+    here = [name for name in names if any(name in case.ours.flags for case in cases)]
+    for name in strategies or here or names:
+        if not any(name in case.ours.flags and case.ours.ranks == ranks for case in cases):
+            raise UsageError(f"--strategies {name}: no case on {ranks} ranks: {refused[name]}")
     return [*cases]
 
 
@@ -138,6 +147,8 @@ def _recipe(flags: tuple[str, ...]) -> Config:
 def case_of(strategy: str, row: Mapping[str, Any]) -> Case:
     """Returns the case of a recipe, see `recipes`, under a strategy or a raw DeepSpeed configuration. Its reference is
     the same recipe in plain PyTorch: on one rank the baseline, on several DDP; DDP's is the baseline."""
+    pieces = PARTS * row["ranks"]
+    row = {**row, "batch": pieces * math.ceil(BATCH / pieces)}
     name = Path(strategy).stem
     clip = f"clip {row['clip']:g}" if row["clip"] else "no clipping"
     ranks = "1 rank" if row["ranks"] == 1 else f"{row['ranks']} ranks"
@@ -152,6 +163,7 @@ def case_of(strategy: str, row: Mapping[str, Any]) -> Case:
 
 def _job(strategy: str, row: Mapping[str, Any]) -> Job:
     flags = [*COMMON, *command_line.choosing(strategy), "--devices", str(row["ranks"])]
+    flags += ["--batch_size", str(row["batch"]), "--data.synthetic_size", str(2 * row["batch"])]
     flags += ["--accumulate", str(row["accumulate"]), "--gradient_clip_val", str(row["clip"])]
     flags += ["--precision", row["precision"], "--seed", str(row.get("seed", 0))]
     flags += [*OPTIMIZERS[row["optimizer"]], *MODELS[row["model"]]]
@@ -170,7 +182,7 @@ def recipes(ranks: int, precisions: Sequence[str]) -> list[dict[str, Any]]:
     """
     factors: dict[str, Sequence[Any]] = {
         "ranks": sorted({ranks, 1}, reverse=True),
-        "accumulate": (4, 1),
+        "accumulate": (PARTS, 1),
         "precision": precisions,
         "optimizer": [*OPTIMIZERS],
         "clip": (0.0, CLIP),

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cifar_zero.comparison.recorded.cases import recipes
+from cifar_zero.comparison.recorded import cases
+from cifar_zero.comparison.recorded.cases import plan_cases, recipes
+from cifar_zero.core.errors import UsageError
 from tests.support.helpers import assert_ok, of_make_fuzz, run_program
 
 
@@ -55,6 +57,19 @@ def test_a_mistake_is_refused(flags: str, expected: str):
     done = run_program("compare.py", *flags.split())
     assert done.returncode == 2
     assert expected in done.stderr
+
+
+@pytest.mark.parametrize("ranks", range(1, 17))
+def test_every_strategy_has_the_same_cases_on_any_number_of_ranks(ranks: int):
+    some, two = ([case.name for case in plan_cases([], number, False) if case.ours.ranks > 1] for number in (ranks, 2))
+    assert some == [name.replace("2 ranks", f"{ranks} ranks") for name in two if ranks > 1]
+
+
+@pytest.mark.parametrize("strategies", [[], ["deepspeed_stage_2"]])
+def test_no_case_on_the_ranks_that_are_asked_for_is_a_mistake(strategies: list[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cases, "refusal", lambda strategy, row: "8 ranks are too many" if row["ranks"] == 8 else "")
+    with pytest.raises(UsageError, match=r"--strategies \w+: no case on 8 ranks: 8 ranks are too many"):
+        plan_cases(strategies, 8, quick=True)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
