@@ -64,10 +64,13 @@ def first_difference(ours: Record, reference: Record) -> int | None:
     return next((step for step, values in steps if any(value.difference for value in values)), None)
 
 
-def first_infinite(reference: Record) -> int | None:
-    """Returns the first step, from 1, whose loss is NaN or infinite, so that nothing can be judged; None if none is.
-    Gradients do not count, as a scaler of float16 skips those that overflow."""
-    return next((step for step, loss in enumerate(reference.losses, 1) if not math.isfinite(loss)), None)
+def first_infinite(reference: Record, precision: str) -> int | None:
+    """Returns the first step, from 1, whose loss or gradient is NaN or infinite, so that it cannot be judged; None if
+    none is. In 16-mixed gradients do not count, because the loss scaler skips those that overflow."""
+    infinite = [not math.isfinite(loss) for loss in reference.losses]
+    for at, tensors in enumerate(reference.gradients if precision != "16-mixed" else ()):
+        infinite[at] |= not math.isfinite(norm(tensors))
+    return infinite.index(True) + 1 if True in infinite else None
 
 
 def first_fault(ours: Record, reference: Record, drifted: Sequence[Record], precision: str) -> Finding | None:
@@ -79,7 +82,7 @@ def first_fault(ours: Record, reference: Record, drifted: Sequence[Record], prec
     drifts: dict[str, float] = {}
     last, measured = len(reference.losses), 0
     drifting = [compared(other, reference) for other in drifted]
-    for step, values in zip(range(1, last + 1), compared(ours, reference), strict=False):
+    for step, values in enumerate(compared(ours, reference), 1):
         # A jump may hit one run some steps before another: the drift up to twice the step counts, as in agreement.py.
         while measured < min(2 * step, last):
             measured += 1
@@ -109,15 +112,17 @@ def compared(ours: Record, reference: Record) -> Iterator[list[Value]]:
     moves: dict[str, Tensor] = {}  # the farthest that the reference has moved each element of a weight so far
     for at in range(max(len(ours.losses), len(reference.losses))):
         if at >= min(len(ours.losses), len(reference.losses)):
-            yield [Value("loss: one of the trainings ended earlier", math.inf, 1.0)]
+            yield [Value("loss: one of the trainings has fewer steps", math.inf, 1.0)]
             continue
         recorded = at < len(reference.gradients)
         values = [] if at else [*_tensors("initial", ours.weights[0], reference.weights[0], {})]
         values.append(_scalar("loss", ours.losses[at], reference.losses[at]))
         if recorded:
             values += _tensors("gradient of", ours.gradients[at], reference.gradients[at], {})
-        rates = zip(sorted(ours.rates[at]), sorted(reference.rates[at]), strict=False)
-        values += [_scalar("learning rate", one, other) for one, other in rates]
+        rates = [sorted(record.rates[at]) for record in (ours, reference)]
+        if len(rates[0]) != len(rates[1]):
+            values.append(Value("learning rate: another number of parameter groups", math.inf, 1.0))
+        values += [_scalar("learning rate", one, other) for one, other in zip(*rates, strict=False)]
         if recorded:
             updates, theirs, slack = _update(ours, at), _update(reference, at), {}
             for name, weight in ours.weights[at].items():
@@ -187,6 +192,8 @@ def norm(tensors: Mapping[str, Tensor]) -> float:
 
 def _fall(record: Record) -> float:
     """How far the loss has fallen, between the means of the first and of the last quarter of the steps."""
+    if not record.losses:
+        return 0.0
     quarter = max(1, len(record.losses) // 4)
     return statistics.fmean(record.losses[:quarter]) - statistics.fmean(record.losses[-quarter:])
 
@@ -203,7 +210,8 @@ def _update(record: Record, at: int) -> Tensors:
 
 def _tensors(kind: str, ours: Tensors, reference: Tensors, slack: Mapping[str, float]) -> Iterator[Value]:
     """Yields the difference of each tensor; `slack`: see `Value`."""
-    whole = 1e-3 * norm(reference)
+    # A tensor that is NaN in the reference cannot be judged; the others can.
+    whole = 1e-3 * norm({name: tensor for name, tensor in reference.items() if tensor.isfinite().all()})
     for name in dict.fromkeys([*reference, *ours]):
         one, other = ours.get(name), reference.get(name)
         if one is None or other is None or one.shape != other.shape:

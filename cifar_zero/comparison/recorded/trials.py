@@ -101,6 +101,8 @@ def _judged(case: Case, jobs: Sequence[Job], folder: Path, errors: Mapping[Job, 
         variant.verdict = Verdict("not trained")
     elif len(records) < len(case.jobs):
         variant.unjudged = "stopped before it was trained"
+    elif not records[0].losses:
+        variant.unjudged = "the reference made no optimizer step"
     elif case.ours == case.reference:
         variant.verdict = Verdict("reference")
     else:
@@ -108,11 +110,12 @@ def _judged(case: Case, jobs: Sequence[Job], folder: Path, errors: Mapping[Job, 
         fault = first_fault(ours, reference, drifted, case.precision)
         parts = first_difference(ours, reference)
         variant.verdict = Verdict("different" if fault else "within rounding" if parts else "bit-identical")
-        failure, infinite = learned(ours, reference), first_infinite(reference)
+        failure, infinite = learned(ours, reference), first_infinite(reference, case.precision)
         if fault is not None:
             variant.verdict.first_parting, variant.verdict.remark = fault.step, str(fault)
         elif infinite is not None:
-            variant.verdict, variant.unjudged = None, f"the reference's loss is NaN or infinite from step {infinite} on"
+            variant.verdict = None
+            variant.unjudged = f"the reference's loss or gradient is NaN or infinite at step {infinite}"
         elif failure and case.must_learn:
             variant.verdict = Verdict("different", remark=failure)
         elif failure:

@@ -13,7 +13,8 @@ import torch
 from cifar_zero.comparison.recorded import trials
 from cifar_zero.comparison.recorded.cases import Case, Job
 from cifar_zero.comparison.recorded.judging import first_difference, first_fault, learned
-from cifar_zero.comparison.recorded.record import Record, record_file
+from cifar_zero.comparison.recorded.record import Record, load, record_file
+from cifar_zero.comparison.result import Variant
 from tests.support.sgd_record import STEPS, trained
 
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
@@ -59,14 +60,55 @@ def test_a_constant_ratio_is_told_from_missing_gradients():
 @pytest.mark.parametrize("must_learn", [True, False])
 def test_a_reference_that_diverges_judges_nothing(must_learn: bool, tmp_path: Path):
     """Every comparison with NaN is false."""
-    case = Case("one", "ddp", 1, "32-true", ours=Job(1, ("ours",)), reference=Job(1, ()), must_learn=must_learn)
-    reference, perturbed, ours = trained(), trained(distance=1e-5), trained()
+    reference = trained()
     reference.losses[2:] = [math.nan] * (STEPS - 2)
+    variant = judged(tmp_path, trained(), reference, must_learn)
+    assert not variant.passed
+    assert variant.unjudged == "the reference's loss or gradient is NaN or infinite at step 3"
+
+
+def judged(folder: Path, ours: Record, reference: Record, must_learn: bool) -> Variant:
+    """Returns a case with the verdict on its records."""
+    case = Case("one", "ddp", 1, "32-true", ours=Job(1, ("ours",)), reference=Job(1, ()), must_learn=must_learn)
+    perturbed = trained(distance=1e-5) if reference.losses else reference
     for number, job in enumerate(case.jobs):
         record = ours if job == case.ours else reference if job == case.reference else perturbed
-        torch.save(asdict(record), record_file(tmp_path, number))
-    variant = trials._judged(case, case.jobs, tmp_path, {}, [])
-    assert (variant.passed, variant.unjudged) == (False, "the reference's loss is NaN or infinite from step 3 on")
+        torch.save(asdict(record), record_file(folder, number))
+    load.cache_clear()
+    return trials._judged(case, case.jobs, folder, {}, [])
+
+
+@pytest.mark.parametrize("must_learn", [True, False])
+def test_a_training_without_steps_does_not_pass(must_learn: bool, tmp_path: Path):
+    variant = judged(tmp_path, trained(), Record(), must_learn)
+    assert (variant.passed, variant.unjudged) == (False, "the reference made no optimizer step")
+    variant = judged(tmp_path, Record(), trained(), must_learn)
+    assert not variant.passed
+    assert "step 1: loss: one of the trainings has fewer steps" in variant.outcome
+
+
+@pytest.mark.parametrize("must_learn", [True, False])
+def test_a_gradient_that_is_nan_in_the_reference_passes_nothing(must_learn: bool, tmp_path: Path):
+    """At the last step, after which no loss shows it."""
+    reference, ours = trained(), trained()
+    for record in (reference, ours):
+        record.gradients[-1]["a"][0, 0] = math.nan
+    assert not judged(tmp_path, ours, reference, must_learn).passed
+    ours.gradients[-1]["b"] *= 2
+    found = first_fault(ours, reference, [trained(distance=1e-5)], "16-mixed")
+    assert str(found).startswith(f"step {STEPS}: gradient of b off by")
+
+
+def test_a_training_that_is_longer_than_its_reference_is_found():
+    reference, ours = trained(), trained()
+    reference.losses.pop()
+    assert str(first_fault(ours, reference, [], "32-true")).startswith(f"step {STEPS}: loss: one of the trainings has")
+
+
+def test_a_lost_parameter_group_is_found():
+    reference, ours = trained(), trained()
+    reference.rates = [[rate, 2 * rate] for (rate,) in reference.rates]
+    assert str(first_fault(ours, reference, [], "32-true")).startswith("step 1: learning rate: another number of")
 
 
 def test_a_late_learning_rate_is_found():
