@@ -54,7 +54,7 @@ def with_perturbed_constants(optimizer: Any) -> Any:
 def perturb(net: nn.Module, precision: str, accelerator: str, sign: int) -> float:
     """Multiplies each weight at random by 1 + distance or 1 - distance, identically on every rank that has it, and
     returns the distance. The parameters may be sharded by ZeRO-3 or as DTensors."""
-    convolves = any(isinstance(module, _ConvNd) for module in net.modules())
+    convolves = torch.backends.cudnn.allow_tf32 and any(isinstance(module, _ConvNd) for module in net.modules())
     distance = max(eps_of(precision, accelerator, convolves), LEAST_PERTURBATION)
     for seed, parameter in enumerate(net.parameters()):
         part: Any = getattr(parameter, "ds_tensor", parameter)

@@ -56,7 +56,9 @@ def train_jobs(file: Path, train: Train) -> int:
     environment, rank = dict(os.environ), rank_environment.global_rank()
     for job in work["jobs"]:
         os.environ.update(environment)  # Lightning removes WORLD_SIZE at the end of a training
-        record = train(job["flags"], job["perturbed"], file.parent)
+        # With TF32 the bounds of a float32 case would be a thousand times as wide on a GPU (torch, CUDA semantics).
+        with torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False, allow_tf32=False):
+            record = train(job["flags"], job["perturbed"], file.parent)
         if rank == 0:
             target = record_file(file.parent, job["number"])
             torch.save(vars(record), atomic.staged(target))
