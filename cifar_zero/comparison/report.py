@@ -197,7 +197,7 @@ def write_junit(comparison: Comparison, file: Path) -> None:
     root = ET.Element("testsuites")
     suite = ET.SubElement(root, "testsuite", about | counts)
     for variant in comparison.variants:
-        seconds = sum(run.metrics.get("perf/fit_seconds") or 0.0 for run in variant.runs)
+        seconds = variant.seconds + sum(run.metrics.get("perf/fit_seconds") or 0.0 for run in variant.runs)
         case = ET.SubElement(suite, "testcase", classname="compare", name=variant.name, time=f"{seconds:.3f}")
         if variant.passed:
             ET.SubElement(case, "system-out").text = variant.outcome

@@ -1,6 +1,8 @@
 """The result of a comparison, as in comparison.json and in the report; plain Python, no torch."""
 
 import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -18,6 +20,19 @@ SIGNS: dict[VerdictKind, str] = {
     "not trained": "✗",
 }
 """Sign before each verdict, so that colour is not the only difference."""
+
+FLAT = 0.01  # share of a loss by which it must fall before a training counts as learning
+
+
+def fall_of(losses: Sequence[float]) -> float:
+    """Returns how far a loss has fallen, between the means of the first and of the last quarter of the steps."""
+    quarter = max(1, len(losses) // 4)
+    return statistics.fmean(losses[:quarter]) - statistics.fmean(losses[-quarter:]) if losses else 0.0
+
+
+def has_fallen(losses: Sequence[float]) -> bool:
+    """Whether a loss has fallen by more than FLAT: without it agreement says nothing."""
+    return bool(losses) and fall_of(losses) > FLAT * abs(losses[0])
 
 
 @dataclass
@@ -90,6 +105,7 @@ class Variant:
     verdict: Verdict | None = None
     unjudged: str = ""  # why there is no verdict
     too_low: str = ""  # how its accuracy falls short of --min_accuracy
+    seconds: float = 0.0  # of a recorded training; runs have perf/fit_seconds
 
     @property
     def agrees(self) -> bool:
@@ -180,7 +196,11 @@ class Comparison:
 
     @property
     def unlearned(self) -> str:
-        """Says that no variant has learned, if none is more than three standard deviations better than guessing."""
+        """Says that no variant has learned: no loss has fallen, or no accuracy is more than three standard deviations
+        better than guessing."""
+        losses = [run.losses.values for variant in self.variants for run in variant.runs if run.losses.values]
+        if losses and not any(map(has_fallen, losses)):
+            return f"no variant has learned (the loss did not fall by {FLAT:.0%}): agreement is not evidence"
         best = max((each.figures["test/acc"].mean for each in self.variants if "test/acc" in each.figures), default=1.0)
         metrics = next((run.metrics for variant in self.variants for run in variant.runs), {})
         if not metrics.get("test/acc_per_class"):

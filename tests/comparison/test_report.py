@@ -154,6 +154,16 @@ def test_agreement_without_learning_is_said_and_may_fail(accuracy: float, said: 
     assert variants.variants[2].outcome.startswith("≠ different: not tested, as --min_accuracy needs, beyond rounding")
 
 
+def test_a_flat_loss_is_said_whatever_the_accuracy():
+    flat = comparison(trained("ddp"))
+    for variant in flat.variants:
+        variant.figures["test/acc"] = Spread(0.1377, 0.1377, 0.1377)
+        variant.runs[0].losses.values[:] = [2.303 - 0.0001 * step for step in variant.runs[0].losses.steps]
+    assert flat.headline.endswith("; no variant has learned (the loss did not fall by 1%): agreement is not evidence")
+    flat.variants[1].runs[0].losses.values[-1] = 0.1
+    assert "learned" not in flat.headline
+
+
 def test_memory_that_zero_3_does_not_save_is_explained():
     small, large = trained("deepspeed_stage_3"), trained("baseline, larger")
     compared = comparison(small, large)

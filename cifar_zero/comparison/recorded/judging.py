@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cifar_zero.comparison.agreement import EPS, FACTOR, FLOOR
 from cifar_zero.comparison.recorded.record import Record, Tensors
+from cifar_zero.comparison.result import fall_of, has_fallen
 
 SATURATED = 0.5  # share of a value. If rounding may change it by more, it is not judged
 
@@ -177,8 +178,8 @@ def gradient_pattern(ours: Tensors, reference: Tensors) -> str:
 
 def learned(ours: Record, reference: Record) -> str:
     """Returns why a training has not learned; empty if its loss has fallen as the reference's."""
-    fall, theirs = _fall(ours), _fall(reference)
-    if theirs <= 0:
+    fall, theirs = fall_of(ours.losses), fall_of(reference.losses)
+    if not has_fallen(reference.losses):
         return "the reference's loss did not fall: agreement says nothing"
     if not fall >= LEARNS * theirs:
         return f"the loss fell by {fall:.3f}, the reference's by {theirs:.3f}"
@@ -188,14 +189,6 @@ def learned(ours: Record, reference: Record) -> str:
 def norm(tensors: Mapping[str, Tensor]) -> float:
     """Returns the Euclidean norm over all elements."""
     return math.sqrt(sum(float(tensor.double().norm()) ** 2 for tensor in tensors.values()))
-
-
-def _fall(record: Record) -> float:
-    """How far the loss has fallen, between the means of the first and of the last quarter of the steps."""
-    if not record.losses:
-        return 0.0
-    quarter = max(1, len(record.losses) // 4)
-    return statistics.fmean(record.losses[:quarter]) - statistics.fmean(record.losses[-quarter:])
 
 
 def _scalar(name: str, one: float, other: float) -> Value:

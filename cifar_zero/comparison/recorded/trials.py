@@ -29,6 +29,7 @@ def try_all(
     `folder` receives the records and the logs; `program` trains a file of jobs; the rest is for the report."""
     jobs = [*dict.fromkeys(job for case in cases for job in case.jobs)]
     errors: dict[Job, str] = {}
+    seconds: dict[Job, float] = {}
     started = time.monotonic()
     stopped_by = 0
     if not torch.cuda.is_available():
@@ -38,12 +39,15 @@ def try_all(
         task = progress.add_task("trainings", total=len(jobs))
         try:
             for ranks in dict.fromkeys(job.ranks for job in jobs):
-                errors |= _train(ranks, cases, jobs, folder, program, lambda: progress.advance(task))
+                errors |= _train(ranks, cases, jobs, folder, program, seconds, lambda: progress.advance(task))
         except Stopped as stop:
             stopped_by = stop.number
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
     trained = int(progress.tasks[0].completed)
     notes = [f"{trained} of {len(jobs)} trainings in {time.monotonic() - started:.0f} s."]
+    variants = [_judged(case, jobs, folder, errors, notes) for case in cases]
+    for case, variant in zip(cases, variants, strict=True):
+        variant.seconds = seconds.get(case.ours, 0.0)
     return Comparison(
         title=title,
         command=command,
@@ -51,7 +55,7 @@ def try_all(
         | {name: str(version) for name, version in versions().items()},
         recipe=dict(recipe),
         reference="plain PyTorch",
-        variants=[_judged(case, jobs, folder, errors, notes) for case in cases],
+        variants=variants,
         notes=[*dict.fromkeys(notes)],
         stopped_by=stopped_by,
     )
@@ -63,10 +67,11 @@ def _train(
     jobs: Sequence[Job],
     folder: Path,
     program: Sequence[str],
+    seconds: dict[Job, float],
     advance: Callable[[], None],
 ) -> dict[Job, str]:
-    """Trains the jobs of one number of ranks in ranks that are started once, and again after each job that failed;
-    returns the error lines of the jobs that failed."""
+    """Trains the jobs of one number of ranks in ranks that are started once, and again after each job that failed; adds
+    their times to `seconds`, the first with the start. Returns the error lines of the jobs that failed."""
     errors: dict[Job, str] = {}
     # python -m finds this package from any directory.
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(REPOSITORY))))
@@ -75,10 +80,15 @@ def _train(
         log, file = folder / f"{ranks}-ranks-{len(errors)}.log", folder / f"{ranks}-ranks-{len(errors)}.json"
         content = [{"number": jobs.index(job), "flags": job.flags, "perturbed": job.perturbed} for job in todo]
         file.write_text(json.dumps({"ranks": ranks, "jobs": content}))
+        began = time.monotonic()
         with run_process.start(program, [str(file)], log, {"PYTHONPATH": path}) as child:
             while todo and todo[0] not in errors:
                 ended = child.poll() is not None
-                if record_file(folder, jobs.index(todo[0])).exists():
+                finished = record_file(folder, jobs.index(todo[0])).exists()
+                if finished or ended:
+                    now = time.monotonic()
+                    seconds[todo[0]], began = now - began, now
+                if finished:
                     todo = todo[1:]
                     advance()
                 elif ended:

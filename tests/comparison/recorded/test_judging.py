@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from cifar_zero.comparison.recorded import trials
 from cifar_zero.comparison.recorded.cases import Case, Job
 from cifar_zero.comparison.recorded.judging import first_difference, first_fault, learned
 from cifar_zero.comparison.recorded.record import Record, load, record_file
+from cifar_zero.comparison.report import write_junit
 from cifar_zero.comparison.result import Variant
 from tests.support.sgd_record import STEPS, trained
 
@@ -161,3 +164,16 @@ def test_two_broken_trainings_that_agree_do_not_pass():
     falling = Record(losses=[2.0, 1.8, 1.6, 1.4, 1.2, 1.0, 0.8, 0.6])
     assert "the loss fell by 0.000" in learned(flat, falling)
     assert learned(falling, falling) == ""
+
+
+def test_each_case_has_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The time of its own training goes into comparison.json and JUnit."""
+    case = Case("one", "ddp", 1, "32-true", ours=Job(1, ("ours",)), reference=Job(1, ()))
+    for number, _ in enumerate(case.jobs):
+        torch.save(asdict(trained()), record_file(tmp_path, number))
+    monkeypatch.setattr(trials.run_process, "start", lambda *_: nullcontext(SimpleNamespace(poll=lambda: 0)))
+    comparison = trials.try_all([case], tmp_path, [], "", "", {})
+    assert comparison.variants[0].seconds > 0
+    comparison.variants[0].seconds = 1.5
+    write_junit(comparison, tmp_path / "junit.xml")
+    assert 'time="1.500"' in (tmp_path / "junit.xml").read_text()
