@@ -35,9 +35,14 @@ FAULTS = (
     ("deepspeed", ">=0.15.2,<0.19", "deepspeed_stage_2_offload", f"loses micro-batches: {DEEPSPEED}/pull/7967"),
     ("deepspeed", ">=0.18.3,<0.19", "deepspeed_stage_1_fp32_gradients", f"loses an all-reduce: {DEEPSPEED}/pull/7985"),
     ("deepspeed", "<0.19.4", "deepspeed_stage_3_all_reduce", f"mixes padding into weights: {DEEPSPEED}/pull/8158"),
+    ("deepspeed", "<0.19.7", "contiguous_gradients false", f"loses an all-reduce on a CPU: {DEEPSPEED}/pull/8382"),
+    ("deepspeed", ">=0.17.6,<0.19.3", "Muon", f"updates with incomplete gradients: {DEEPSPEED}/pull/8141"),
+    ("deepspeed", ">=0.17.2,<0.19.4", "WarmupLR", f"warms all groups up to the first's rate: {DEEPSPEED}/pull/8171"),
+    ("deepspeed", ">=0.15.3,<0.19", "WarmupCosineLR", f"starts only the first group at 0: {DEEPSPEED}/pull/7969"),
 )
-"""Releases that install and run, but do harm or train wrongly: package, releases (PEP 440), the strategies under
-which compare.py --acceptance shows it, and what is wrong (docs/acceptance.md#proven-on-real-releases)."""
+"""Releases that install and run, but do harm or train wrongly: package, releases (PEP 440), what shows it, and what is
+wrong (docs/acceptance.md#proven-on-real-releases). What shows it are strategies of compare.py --acceptance, or an
+option, optimizer or schedule of DeepSpeed, which no case has."""
 
 NEEDED_BY = "the *_offload strategies with Adam need it to compile one operator"
 LIBAIO_HEADER = Path("/usr/include/libaio.h")

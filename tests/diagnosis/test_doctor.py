@@ -109,7 +109,13 @@ def test_a_taken_port_is_reported():
         ("deepspeed", "0.18.2", "deepspeed_stage_2 loses micro-batches: https://"),
         ("deepspeed", "0.18.3", "deepspeed_* divides gradients by --accumulate twice: https://"),
         ("deepspeed", "0.18.5", "deepspeed_stage_0 is wrong in bfloat16: https://"),
-        ("deepspeed", "0.19.5", "is the tested range: pip install 'deepspeed"),
+        ("deepspeed", "0.19.7", "is the tested range: pip install 'deepspeed"),
+        (
+            "deepspeed",
+            "0.19.3",
+            "WarmupLR warms all groups up to the first's rate: https://github.com/deepspeedai/DeepSpeed/pull/8171",
+        ),
+        ("deepspeed", "0.19.5", "contiguous_gradients false loses an all-reduce on a CPU: https"),
         ("lightning", "2.6.5", "it runs code that a checkpoint's hyperparameters name: CVE-2026-58659"),
         ("lightning", "2.6.3", "it steals credentials: https://github.com/Lightning-AI/"),
     ],
@@ -121,7 +127,7 @@ def test_a_faulty_release_is_named(package: str, release: str, said: str, tmp_pa
     status, text = lines_of(run_program("doctor.py", package, env={"PYTHONPATH": str(tmp_path)}))[package]
     assert status == "warning"
     assert said in text
-    assert ("loses" in text) == (package == "deepspeed" and release < "0.19")
+    assert ("loses" in text) == (package == "deepspeed" and release < "0.19.7")
 
 
 def test_a_missing_compiler_is_reported(tmp_path: Path):
