@@ -47,7 +47,7 @@ def test_ctrl_c_during_a_later_import_does_not_get_lost(
 
 
 def test_where_ctrl_c_is_ignored_it_stays_so(signal_handlers: None):
-    """As in a background job of a script, and in a rank until it trains."""
+    """As in a background job of a script."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     interrupt.install()
     assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
