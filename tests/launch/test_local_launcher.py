@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from cifar_zero.launch import heartbeat, local_launcher, supervisor
-from tests.support.helpers import ROOT
+from tests.support.helpers import HANG_SECONDS, ROOT
 
 PROGRAM = """
 import os, sys, time
@@ -48,9 +48,6 @@ def do_not_end():
 """
 """Starts three ranks that run `body`. They wait for each other by notes, so that the order of events is the same on a
 busy machine."""
-
-HANG_SECONDS = 1800
-"""Time limit of a program that takes a few seconds on an idle machine; ends a test in which nothing else would."""
 
 
 def launched(
