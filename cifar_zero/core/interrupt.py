@@ -25,8 +25,7 @@ def start(module: str, *arguments: Any) -> NoReturn:
 
 
 def install() -> None:
-    """Handles Ctrl-C from now on. A process in which it is ignored stays so: a background job, or a rank of our
-    launcher, which ends its ranks itself."""
+    """Handles Ctrl-C from now on. A process in which it is ignored stays so: a script's background job."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
 

@@ -14,8 +14,6 @@ import time
 from collections.abc import Collection, Sequence
 from typing import IO, NamedTuple
 
-from cifar_zero.core import interrupt
-
 VARIABLE = "CIFAR_ZERO_HEARTBEAT"
 """Environment variable of a rank: its slot, and the file descriptors of the shared memory and of its stack file."""
 
@@ -74,10 +72,10 @@ class Pulse:
 
     def beat(self) -> None:
         """Notes that a batch is done; from now on silence counts. Takes about 0.3 us."""
-        if not self._batches and signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-            signal.signal(signal.SIGINT, interrupt.interrupt)  # from now on the launcher leaves Ctrl-C to the ranks
         self._batches += 1
         _SLOT.pack_into(self._memory, self._offset, RUNNING, self._batches, time.monotonic())
+        if self._batches == 1:  # from now on the launcher leaves Ctrl-C to the ranks
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # one that has come meanwhile arrives now
 
     def wait(self) -> None:
         """Notes that what follows may take minutes; until the next beat silence does not count."""

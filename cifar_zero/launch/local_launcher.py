@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 
+from cifar_zero.core.errors import Stopped
 from cifar_zero.core.hardware import share_of_cores
 from cifar_zero.launch import heartbeat
 from cifar_zero.launch.supervisor import Rank, pass_requests_on, supervise
@@ -39,7 +40,8 @@ SHARED_MEMORY = Path("/dev/shm")  # named shared memory on Linux
 
 def run(ranks: int, on_cpu: bool, flags: Sequence[str] = ()) -> int:
     """Runs this process's own command line again as several ranks on this computer, and waits for them. Ranks `on_cpu`
-    share its cores; `flags` are added. Returns the exit code, see `supervisor.supervise`."""
+    share its cores; `flags` are added. Returns the exit code, see `supervisor.supervise`. Raises
+    Stopped: there, and if a request to end comes while ranks are started."""
     if _LIBC is not None:
         _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
     port = free_port()
@@ -60,6 +62,8 @@ def run(ranks: int, on_cpu: bool, flags: Sequence[str] = ()) -> int:
             for number in range(ranks):
                 cores = share_of_cores(number, ranks) if on_cpu else set()
                 started.append(_start(number, environment, cores, board, flags))
+                if received:  # it was not passed on to a rank that was being started
+                    raise Stopped(received[0])
             return supervise(started, board, received)
         finally:
             _clean_up(started, port, 0.0 if sys.exception() else ORPHAN_SECONDS)
@@ -91,14 +95,18 @@ def _start(
         stdout=output,
         stderr=output,
         pass_fds=descriptors,
-        preexec_fn=partial(prepare, cores, signal.SIG_IGN),  # the launcher ends it at Ctrl-C until it trains
+        preexec_fn=partial(prepare, cores, held=True),  # until its first batch, see heartbeat.Pulse.beat
     )
     return Rank(number, process, log, stack)
 
 
-def prepare(cores: Collection[int], interrupt: signal.Handlers) -> None:
-    """Sets what Ctrl-C does to a new process; Linux binds it to its cores, if any, and kills it with its parent."""
-    signal.signal(signal.SIGINT, interrupt)
+def prepare(cores: Collection[int], held: bool = False) -> None:
+    """Prepares a new process for Ctrl-C: `held` back until it asks for it, or handled as Python does. Linux binds the
+    process to its cores, if any, and kills it with its parent."""
+    if held:  # blocked, not ignored: the kernel keeps a signal that comes before the process asks for it
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    else:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     if _LIBC is not None:
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if cores:

@@ -21,6 +21,7 @@ SAVING_SECONDS = 30.0
 """The same after a rank has ended on request: the others may still write a checkpoint (SLURM's KillWait)."""
 
 POLL_SECONDS, LOOK_SECONDS = 0.05, 1.0  # time between two looks for ended ranks, and for hanging ranks
+STACK_SECONDS = 10.0  # how long ranks may take to write their stacks: one that waits in the kernel never does
 TAIL_LINES, TAIL_BYTES = 15, 2**16  # lines shown of a rank's output, and the bytes of it that are read at most
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -42,7 +43,7 @@ class Rank:
 def supervise(ranks: Sequence[Rank], board: heartbeat.Board, received: Sequence[int]) -> int:
     """Waits until all ranks have ended, and ends them if one fails or hangs; `received`: see `pass_requests_on`.
     Returns the exit code: 0 if all ranks succeeded, else that of the first one that failed; 1 after a hang. Raises
-    Stopped: Ctrl-C came before the first batch, or twice and rank 0 did not end."""
+    Stopped: Ctrl-C came before the first batch of a rank, or twice and rank 0 did not end."""
     failed: Rank | None = None
     hang = ""
     kill_at, look_at, watch = math.inf, 0.0, heartbeat.Watch()
@@ -50,11 +51,12 @@ def supervise(ranks: Sequence[Rank], board: heartbeat.Board, received: Sequence[
     while True:
         running = [rank for rank in ranks if rank.process.poll() is None]
         if not killed and failed is None:  # of several a killed one, because the others failed as a consequence
-            broken = [rank for rank in ranks if _code(rank, received) not in (None, 0, *ON_REQUEST)]
+            # Twice: a rank that was killed before another failed may have ended after its first look.
+            broken = _broken(ranks, received) and _broken(ranks, received)
             failed = min(broken, key=lambda rank: rank.process.returncode > 0, default=None)
         if not running:
             break
-        if signal.SIGINT in received and not any(beat.batches for beat in board.read()):
+        if signal.SIGINT in received and not all(beat.batches for beat in board.read()):  # nothing can be saved
             raise Stopped(signal.SIGINT)
         now = time.monotonic()
         if now >= kill_at:
@@ -91,7 +93,7 @@ def supervise(ranks: Sequence[Rank], board: heartbeat.Board, received: Sequence[
 
 
 def pass_requests_on(ranks: Sequence[Rank]) -> list[int]:
-    """Passes requests to end on to these ranks, and to later ones; returns the list in which they are noted."""
+    """Passes requests to end on to the ranks that are in this list then; returns the list in which they are noted."""
     received: list[int] = []
 
     def pass_on(number: int, frame: object) -> None:
@@ -109,9 +111,13 @@ def pass_requests_on(ranks: Sequence[Rank]) -> list[int]:
     return received
 
 
+def _broken(ranks: Sequence[Rank], received: Collection[int]) -> list[Rank]:
+    return [rank for rank in ranks if _code(rank, received) not in (None, 0, *ON_REQUEST)]
+
+
 def _code(rank: Rank, received: Collection[int]) -> int | None:
     """Returns the exit code so far; for a rank that a request ended before it could answer, the shell's."""
-    code = rank.process.returncode
+    code = rank.process.poll()
     if code is not None and (-code == signal.SIGINT or -code in received):
         return 128 - code
     return code
@@ -138,10 +144,17 @@ def _report_failure(rank: Rank) -> int:
 def _report_hang(hang: str, ranks: Sequence[Rank], board: heartbeat.Board, stopped: Collection[int]) -> None:
     """Prints which ranks hang, and the stack and the last lines of every rank."""
     beats = board.read()
-    for rank in ranks:
-        if rank.number not in stopped and beats[rank.number].state != heartbeat.ABSENT:  # no handler: it would die
-            rank.process.send_signal(heartbeat.STACK_SIGNAL)
-    time.sleep(0.5)  # for the ranks to write their stacks
+    asked = [
+        rank
+        for rank in ranks  # one that is absent has no handler: it would die
+        if rank.number not in stopped and beats[rank.number].state != heartbeat.ABSENT
+    ]
+    for rank in asked:
+        rank.process.send_signal(heartbeat.STACK_SIGNAL)
+    until = time.monotonic() + STACK_SECONDS
+    while not all(os.fstat(rank.stack.fileno()).st_size for rank in asked) and time.monotonic() < until:
+        time.sleep(POLL_SECONDS)
+    time.sleep(0.5)  # to write the rest, once a rank has begun
     say(f"error: {hang}")
     for rank in ranks:
         say(f"rank {rank.number}: {beats[rank.number].batches} batches done")

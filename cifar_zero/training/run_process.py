@@ -41,7 +41,7 @@ def start(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=partial(local_launcher.prepare, cores, signal.SIG_DFL),  # also in a shell's background job
+            preexec_fn=partial(local_launcher.prepare, cores),  # Ctrl-C works also in a shell's background job
         )
     try:
         yield run

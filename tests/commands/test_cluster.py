@@ -19,7 +19,7 @@ import yaml
 from torch.distributed.run import parse_args
 
 from cifar_zero.config import command_line
-from tests.support.helpers import ROOT, WHOLE, run_program
+from tests.support.helpers import HANG_SECONDS, ROOT, WHOLE, run_program
 
 FOLDER = ROOT / "configs" / "cluster"
 
@@ -102,11 +102,11 @@ def test_a_slurm_job_is_requeued_and_resumes(submit: Submit, tmp_path: Path) -> 
     flags = ["--accelerator", "cpu", "--strategy", "ddp", "--save_every_n_steps", "2"]
     first = submit(*flags, "--epochs", "10000")
     runs = tmp_path / "runs" / "cifar-zero-4217"
-    over = time.monotonic() + 240
+    over = time.monotonic() + HANG_SECONDS
     while not [*runs.glob("version_0/checkpoints/*.ckpt")] and first.poll() is None and time.monotonic() < over:
         time.sleep(0.1)
     first.send_signal(signal.SIGUSR1)
-    said = first.communicate(timeout=240)[0]
+    said = first.communicate(timeout=HANG_SECONDS)[0]
     assert first.returncode == 128 + signal.SIGUSR1, said[-3000:]
     assert (tmp_path / "requests").read_text() == "requeue 4217\n"
     assert (runs / "version_0" / "checkpoints" / "last.ckpt").exists()
@@ -118,7 +118,7 @@ def test_a_slurm_job_is_requeued_and_resumes(submit: Submit, tmp_path: Path) -> 
         while not [*runs.glob("version_1/checkpoints/*.ckpt")] and again.poll() is None and time.monotonic() < over:
             time.sleep(0.1)
         again.send_signal(signal.SIGUSR1)
-        said = again.communicate(timeout=240)[0]
+        said = again.communicate(timeout=HANG_SECONDS)[0]
         assert again.returncode == 128 + signal.SIGUSR1, said[-3000:]
         assert str(runs / "version_0") in (runs / "version_1" / "config.yaml").read_text()
 
@@ -195,7 +195,6 @@ def test_torchrun_and_train_py_accept_the_command_of_the_trainjob(monkeypatch: p
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(1200)
 @pytest.mark.skipif("RECIPES" not in os.environ, reason="some minutes, of make recipes")
 def test_commands_of_the_page(small_data: list[str], tmp_path: Path) -> None:
     """Every command runs as written, for a few steps; both nodes of torchrun's commands are this machine."""
@@ -222,5 +221,5 @@ def test_commands_of_the_page(small_data: list[str], tmp_path: Path) -> None:
             for _ in range(2 if program == "torchrun" else 1)
         ]
         for machine in machines:
-            said = machine.communicate(timeout=300)[0]
+            said = machine.communicate(timeout=HANG_SECONDS)[0]
             assert machine.returncode == 0, f"{command}\n{said[-3000:]}"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.helpers import ROOT, of_make_fuzz, run_program
+from tests.support.helpers import HANG_SECONDS, ROOT, of_make_fuzz, run_program
 
 sys.path.append(str(ROOT / "docs"))  # its new processes import it by this name too
 exercises = importlib.import_module("exercises")
@@ -56,10 +56,11 @@ def test_answers_on_two_ranks(tmp_path: Path):
     """All in the same two processes; the last answer waits for something that nobody sends."""
     stuck = tmp_path / "stuck.py"
     stuck.write_text(
-        "from torch import distributed\n\n\ndef average_gradients(model):\n    distributed.recv(model.fc3.bias.data)\n"
+        "from datetime import timedelta\nfrom torch import distributed\n\ndef average_gradients(model):\n"
+        "    distributed.irecv(model.fc3.bias.data).wait(timedelta(seconds=1))\n"
     )
     jobs = [(number, file) for number in (3, 4, 5) for file in (RIGHT, WRONG)]
-    *verdicts, last = exercises.judged([*jobs, (3, str(stuck))], patience=timedelta(seconds=10))
+    *verdicts, last = exercises.judged([*jobs, (3, str(stuck))], HANG_SECONDS, timedelta(seconds=HANG_SECONDS))
     for (number, file), (code, line) in zip(jobs, verdicts, strict=True):
         assert code == int(file == WRONG), line
         assert line.startswith("right: ") if file == RIGHT else EXPECTED[number] in line, line

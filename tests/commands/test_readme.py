@@ -19,7 +19,7 @@ import pytest
 
 from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
-from tests.support.helpers import ROOT, WHOLE, assert_ok, run_program, train_in_ranks
+from tests.support.helpers import HANG_SECONDS, ROOT, WHOLE, assert_ok, run_program, train_in_ranks
 
 TEXT = (ROOT / "README.md").read_text()
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -159,7 +159,7 @@ def test_commands_of_the_course(tmp_path: Path):
     for command in commands:
         arguments = shlex.split(in_folder(command, tmp_path))
         trains = arguments[0] in ("train.py", "compare.py") and "--check_gradients" not in arguments
-        done = run_program(*arguments, *(small if trains else []), timeout=600)
+        done = run_program(*arguments, *(small if trains else []))
         assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
 
 
@@ -191,7 +191,12 @@ def test_scripts_of_the_api_print_what_it_shows(tmp_path: Path):
         (tmp_path / "script.py").write_text(block)
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
-            [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+            [sys.executable, "script.py"],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=HANG_SECONDS,
         )
         assert_ok(done)
         numbers = r"\d+\.\d+"  # which depend on the processor
@@ -211,7 +216,12 @@ def test_cells_of_the_notebook(tmp_path: Path):
     (tmp_path / "script.py").write_text("\n".join(cells))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
     )
     assert_ok(done)
     assert done.stdout.count("the same losses, bit for bit: True") == 2
@@ -227,18 +237,18 @@ def test_tensorboard_command_serves_a_page(tmp_path: Path):
     program = [sys.executable, "-m", "tensorboard.main", *arguments, "--port", port]
     server = subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        page = _get(f"http://localhost:{port}/", seconds=60)
+        page = _get(f"http://localhost:{port}/")
     finally:
         server.terminate()
-        server.wait(timeout=30)
+        server.wait(HANG_SECONDS)
     assert "TensorBoard" in page
 
 
-def _get(address: str, seconds: float) -> str:
-    deadline = time.monotonic() + seconds
+def _get(address: str) -> str:
+    deadline = time.monotonic() + HANG_SECONDS
     while True:
         try:
-            with urlopen(address, timeout=5) as answer:
+            with urlopen(address, timeout=HANG_SECONDS) as answer:
                 return answer.read().decode()
         except OSError:
             if time.monotonic() > deadline:

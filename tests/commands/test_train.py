@@ -25,6 +25,7 @@ from cifar_zero.config.deepspeed_examples import get_ds_config
 from cifar_zero.launch.local_launcher import free_port
 from cifar_zero.reports.summary import MEASURED
 from tests.support.helpers import (
+    HANG_SECONDS,
     ROOT,
     assert_ok,
     of_make_fuzz,
@@ -362,7 +363,7 @@ def test_a_signal_saves_and_says_how_to_resume(
         if "val/acc" in line:  # training has started
             break
     os.killpg(process.pid, number)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=HANG_SECONDS)
     run = run_folder_of(tmp_path / "out")
     assert process.returncode == 128 + number, said
     assert re.search(rf"{name}: stopped at step \d+, saved; resume with: python train.py --resume {run}\n", said)

@@ -6,12 +6,12 @@ import subprocess
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from cifar_zero.comparison.trainings import PERTURB, Runner, plan, prepare
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.core.hardware import core_count
+from tests.support.helpers import has_ended, wait_until
 
 Axes = tuple[list[str], list[str], list[str]]
 """Strategies, devices, micro-batches."""
@@ -124,8 +124,8 @@ def test_a_run_without_an_error_line_is_reported_by_its_signal(tmp_path: Path) -
 
 RANKS = """
 import signal, subprocess, sys, time
-rank = "import time\\ntry: print('ready', flush=True); time.sleep(99)\\nexcept KeyboardInterrupt: print('saved')"
-stubborn = "from signal import *; import time; signal(SIGINT, SIG_IGN); print('ready', flush=True); time.sleep(99)"
+rank = "import time\\ntry: print('ready', flush=True); time.sleep(3600)\\nexcept KeyboardInterrupt: print('saved')"
+stubborn = "from signal import *; import time; signal(SIGINT, SIG_IGN); print('ready', flush=True); time.sleep(3600)"
 signal.signal(signal.SIGINT, lambda *_: None)
 ranks = [subprocess.Popen([sys.executable, "-I", "-S", "-c", code]) for code in (rank, stubborn)]
 print(ranks[1].pid, flush=True)
@@ -153,8 +153,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, folder: Path, impatient: bool =
             runner(folder).run("a", ("-I", "-S", "-c", RANKS), [])
     words = (folder / "a.log").read_text().split()
     pid = next(int(word) for word in words if word.isdigit())
-    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=5)
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    wait_until(lambda: has_ended(pid))
     return words
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -200,12 +199,9 @@ def test_every_choice_shows_its_options(registry: str, name: str, capsys: pytest
     [(["--help"], 0), (["--print_config"], 0), (["--epochs", "x"], 2), (["--batch_size", "6", "--devices", "4"], 2)],
 )
 def test_answers_without_torch(flags: list[str], code: int):
-    started = time.monotonic()
     done = run_program("-X", "importtime", "train.py", *flags)
-    seconds = time.monotonic() - started
     assert done.returncode == code, done.stderr[-500:]
     imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time")}
     assert "jsonargparse" in imported
     assert not imported & {"torch", "lightning", "numpy", "deepspeed"}
-    assert seconds < 30  # finds a hang; it is no benchmark, because the timing is noisy
     assert "Traceback" not in done.stderr

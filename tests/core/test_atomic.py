@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -25,18 +24,21 @@ for number in range(100_000):
     for name in ("checkpoint/one", "checkpoint/two", "latest"):
         (new / name).write_text(str(number))
     atomic.put_in_place(final)
+    print(number, flush=True)
 """
 
 
 def test_a_killed_writer_leaves_a_whole_checkpoint_that_is_found(tmp_path: Path):
     newest = 0
     for kill in range(8):
-        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], cwd=ROOT)
-        while kill == 0 and not (tmp_path / "last.ckpt").exists():
-            time.sleep(0.01)
-        time.sleep(0.3 + 0.013 * kill)
-        writer.send_signal(signal.SIGKILL)
-        writer.wait()
+        with subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE
+        ) as writer:
+            assert writer.stdout is not None
+            for number in range(2):
+                assert int(writer.stdout.readline()) == number
+            time.sleep(0.013 * kill)  # another moment each time
+            writer.kill()
         atomic.recover(tmp_path)
         found = run_folder.find_checkpoint(str(tmp_path))
         assert found == tmp_path / "last.ckpt"

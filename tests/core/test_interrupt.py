@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cifar_zero.core import exits, interrupt
-from tests.support.helpers import ROOT, run_program
+from tests.support.helpers import HANG_SECONDS, ROOT, run_program
 
 DURING_IMPORT = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(5)"
 
@@ -47,7 +47,7 @@ def test_ctrl_c_during_a_later_import_does_not_get_lost(
 
 
 def test_where_ctrl_c_is_ignored_it_stays_so(signal_handlers: None):
-    """As in a background job of a script, and in a rank until it trains."""
+    """As in a background job of a script."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     interrupt.install()
     assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
@@ -65,5 +65,5 @@ def test_threads_soon_sleep_unless_the_user_says_otherwise(given: dict[str, str]
     known = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     environment = {**known, **given, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-c", "from cifar_zero.core.interrupt import start; start('asked')"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.stdout.strip() == str(spins), done.stderr

@@ -28,11 +28,12 @@ from torch.utils.data import DataLoader, Dataset
 from cifar_zero.core import exits
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.core.known_failures import TABLE, explain
-from tests.support.helpers import run_program
+from tests.support.helpers import HANG_SECONDS, run_program
 
 Patch = pytest.MonkeyPatch
 
-SHORT = timedelta(milliseconds=200)
+SHORT = timedelta(milliseconds=200)  # where nothing comes
+LONG = timedelta(seconds=HANG_SECONDS)  # where something does
 HOST = "127.0.0.1"
 
 
@@ -79,7 +80,7 @@ def two_ranks() -> list[Any]:
     groups: list[Any] = [None, None]
 
     def join(rank: int) -> None:
-        groups[rank] = dist.ProcessGroupGloo(store, rank, 2, SHORT)
+        groups[rank] = dist.ProcessGroupGloo(store, rank, 2, LONG)
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
@@ -100,13 +101,21 @@ def lost_rank(path: Path, patch: Patch) -> None:
 def absent_rank(path: Path, patch: Patch) -> None:
     """Gloo's answer where a rank never reaches a collective."""
     groups = two_ranks()
-    groups[0].allreduce([torch.ones(1)]).wait()
+    options = dist.AllreduceOptions()
+    options.timeout = SHORT
+    groups[0].allreduce([torch.ones(1)], options).wait()
+
+
+def unanswered_store(path: Path, patch: Patch) -> None:
+    store = dist.TCPStore(HOST, 0, 1, True, LONG)
+    store.set_timeout(SHORT)
+    store.get("key")
 
 
 def lost_store(path: Path, patch: Patch) -> None:
     """The answer of torch's store where rank 0, which keeps it, ends."""
-    server = dist.TCPStore(HOST, 0, 1, True, SHORT)
-    client = dist.TCPStore(HOST, server.port, 1, False, SHORT)
+    server = dist.TCPStore(HOST, 0, 1, True, LONG)
+    client = dist.TCPStore(HOST, server.port, 1, False, LONG)
     del server
     client.get("key")
 
@@ -181,10 +190,7 @@ PROVOKED: dict[str, tuple[Callable[[Path, Patch], object], str]] = {
     "lost rank": (lost_rank, "another rank has ended"),
     "lost store": (lost_store, "another rank has ended"),
     "absent rank": (absent_rank, "this rank waited for the others too long"),
-    "store": (
-        lambda path, patch: dist.TCPStore(HOST, 0, 1, True, SHORT).get("key"),
-        "this rank waited for the others too long",
-    ),
+    "store": (unanswered_store, "this rank waited for the others too long"),
     "no CUDA_HOME": (no_cuda_home, "DeepSpeed finds no nvcc"),
     "no CUDA_HOME, torch": (no_cuda_home_for_torch, "DeepSpeed finds no nvcc"),
     "no ninja": (no_ninja, "DeepSpeed's C++ code could not be compiled"),
@@ -248,7 +254,7 @@ def test_taken_port_in_train(taken_port: int, small_data: list[str], tmp_path: P
 
 def test_guarded(taken_port: int, capsys: pytest.CaptureFixture[str], monkeypatch: Patch):
     def main() -> int:
-        dist.TCPStore(HOST, taken_port, 1, True, SHORT)
+        dist.TCPStore(HOST, taken_port, 1, True, LONG)
         return 0
 
     monkeypatch.setattr("sys.argv", ["train.py"])

@@ -23,7 +23,7 @@ from cifar_zero.data import cache
 def build(directory):
     cache.allocate(directory, "train", 1000)
     print("writing", flush=True)
-    time.sleep(60)
+    time.sleep(3600)
 
 cache.ensure(Path(sys.argv[1]), "synthetic", "seed 0", build)
 """

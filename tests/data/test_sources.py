@@ -11,6 +11,7 @@ import pytest
 from cifar_zero import data
 from cifar_zero.config.flags import DataConfig
 from cifar_zero.data import digits
+from tests.support.helpers import HANG_SECONDS
 
 ASK_ALL = """
 import sys
@@ -26,7 +27,7 @@ assert not {"torch", "torchvision", "lightning"} & set(sys.modules)
 
 def test_class_names_are_known_without_torch() -> None:
     repository = Path(data.__file__).parents[2]
-    subprocess.run([sys.executable, "-c", ASK_ALL], cwd=repository, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", ASK_ALL], cwd=repository, check=True, timeout=HANG_SECONDS)
 
 
 def test_auto_without_a_connection_falls_back_to_digits_with_a_warning(

@@ -20,7 +20,7 @@ from cifar_zero.diagnosis import CHECKS
 from cifar_zero.diagnosis.check import Check, Finding, Options, examine, ok
 from cifar_zero.diagnosis.ops import blocking
 from cifar_zero.diagnosis.software import PYTHON
-from tests.support.helpers import ROOT, assert_ok, run_program, small_disk
+from tests.support.helpers import HANG_SECONDS, ROOT, assert_ok, has_ended, run_program, small_disk, wait_until
 
 OPTIONS = Options(
     ranks=2,
@@ -31,7 +31,7 @@ OPTIONS = Options(
     timeout=20.0,
 )
 
-CHILD = ["sleep", "60.0625"]
+CHILD = ["sleep", f"3600.{os.getpid()}"]
 """A process that a check starts; no other process sleeps this long."""
 
 
@@ -43,7 +43,7 @@ def lines_of(done: subprocess.CompletedProcess[str]) -> dict[str, tuple[str, str
 
 @pytest.mark.slow
 def test_this_machine_is_fit():
-    done = run_program("doctor.py", "--json")
+    done = run_program("doctor.py", "--json", "--timeout", str(HANG_SECONDS))
     assert_ok(done)
     assert done.stderr == ""
     answer = json.loads(done.stdout)
@@ -185,20 +185,18 @@ def test_a_leftover_lock_file_blocks_only_an_older_torch(tmp_path: Path):
 
 def test_a_rank_that_never_answers_is_named():
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "doctor.py", "all-reduce", "--timeout", "4"]
-    started = time.monotonic()
+    command = [sys.executable, "doctor.py", "all-reduce", "--timeout", "10"]
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as doctor:
         frozen = _rank_of(doctor.pid, "1")
         frozen.suspend()
-        said, _ = doctor.communicate(timeout=120)
+        said, _ = doctor.communicate(timeout=HANG_SECONDS)
     assert doctor.returncode == 1
-    assert "rank 0: error: meeting the others took longer than 4 s: rank 1 did not get this far" in said
-    assert time.monotonic() - started < 60
-    assert not frozen.is_running() or frozen.status() == psutil.STATUS_ZOMBIE
+    assert "rank 0: error: meeting the others took longer than 10 s: rank 1 did not get this far" in said
+    assert has_ended(frozen.pid)
 
 
 def _rank_of(doctor: int, rank: str) -> psutil.Process:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_SECONDS
     while time.monotonic() < deadline:
         for process in psutil.Process(doctor).children(recursive=True):
             try:
@@ -210,7 +208,9 @@ def _rank_of(doctor: int, rank: str) -> psutil.Process:
 
 
 def test_a_rank_that_fails_is_named():
-    done = run_program("doctor.py", "all-reduce", env={"GLOO_SOCKET_IFNAME": "no-such-interface"})
+    done = run_program(
+        "doctor.py", "all-reduce", "--timeout", str(HANG_SECONDS), env={"GLOO_SOCKET_IFNAME": "no-such-interface"}
+    )
     assert done.returncode == 1
     text = lines_of(done)["all-reduce"][1]
     assert re.search(r"rank [01]: error: .*no-such-interface", text)
@@ -223,7 +223,7 @@ def _raises(options: Options) -> Finding:
 def _hangs(options: Options) -> Finding:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest-xdist's workers ignore it
     subprocess.Popen(CHILD)
-    time.sleep(60)
+    time.sleep(3600)
     return ok("")
 
 
@@ -233,20 +233,18 @@ def _crashes(options: Options) -> Finding:
 
 
 @pytest.mark.parametrize(
-    ("answer", "found"),
+    ("answer", "limit", "found"),
     [
-        (_raises, "ValueError: what a library says"),
-        (_hangs, "no answer within 1 s"),
-        (_crashes, "the check crashed with signal SIGKILL"),
+        (_raises, HANG_SECONDS, "ValueError: what a library says"),
+        (_hangs, 1, "no answer within 1 s"),
+        (_crashes, HANG_SECONDS, "the check crashed with signal SIGKILL"),
     ],
 )
-def test_a_check_that_raises_hangs_or_crashes_is_a_finding(answer, found: str):
-    started = time.monotonic()
-    finding = examine(Check("", answer, limit=1.0), OPTIONS)
+def test_a_check_that_raises_hangs_or_crashes_is_a_finding(answer, limit: float, found: str):
+    finding = examine(Check("", answer, limit), OPTIONS)
     assert (finding.status, finding.found) == ("failed", found)
     assert finding.fix
-    assert time.monotonic() - started < 10
-    assert CHILD not in [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
+    wait_until(lambda: CHILD not in [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])])
 
 
 def test_the_tested_python_is_the_one_that_the_package_asks_for():

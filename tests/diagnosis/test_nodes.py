@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from cifar_zero.diagnosis import nodes
-from tests.support.helpers import ROOT, of_make_fuzz, run_program
+from tests.support.helpers import HANG_SECONDS, ROOT, of_make_fuzz, run_program
 from tests.support.namespaces import DEVICE, Host, Hosts, two_hosts
+
+PATIENT = ["--timeout", str(HANG_SECONDS)]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,7 @@ def start(hosts: Hosts, rank: int, *flags: str, cwd: Path = ROOT, ranks: int = 2
     )
 
 
-def lines_of(rank: subprocess.Popen[str], timeout: float = 100) -> tuple[list[str], list[str]]:
+def lines_of(rank: subprocess.Popen[str], timeout: float = HANG_SECONDS) -> tuple[list[str], list[str]]:
     """Returns standard output and error, without torch's warning of a name that it cannot resolve."""
     out, errors = rank.communicate(timeout=timeout)
     return out.splitlines(), [line for line in errors.splitlines() if "socket.cpp" not in line]
@@ -54,7 +56,7 @@ def test_two_hosts_that_do_not_share_a_disk(hosts: Hosts, tmp_path: Path) -> Non
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:
         folder.mkdir()
-    ranks = [start(hosts, rank, "--out", "runs", cwd=folder) for rank, folder in enumerate(folders)]
+    ranks = [start(hosts, rank, *PATIENT, "--out", "runs", cwd=folder) for rank, folder in enumerate(folders)]
     (out, errors), others = map(lines_of, ranks)
     assert [rank.returncode for rank in ranks] == [1, 0], errors
     assert others == ([], [])  # only rank 0 reports
@@ -79,7 +81,7 @@ torch.nn.functional.linear = lambda *args: linear(*args) * (1 + 2**-23)
 def test_a_node_that_computes_wrongly_is_named(hosts: Hosts, tmp_path: Path) -> None:
     """One rounding error in each linear layer of one of three ranks."""
     (tmp_path / "sitecustomize.py").write_text(WRONG)
-    ranks = [start(hosts, rank, ranks=3, PYTHONPATH=str(tmp_path) if rank == 2 else "") for rank in range(3)]
+    ranks = [start(hosts, rank, *PATIENT, ranks=3, PYTHONPATH=str(tmp_path) if rank == 2 else "") for rank in range(3)]
     (out, errors), *_ = map(lines_of, ranks)
     assert [rank.returncode for rank in ranks] == [1, 0, 0], errors
     found = [" ".join(line.split()) for line in out]
@@ -98,8 +100,8 @@ def test_equal_devices_must_compute_the_same() -> None:
 
 
 def test_a_node_that_does_not_come_is_named_in_time(hosts: Hosts) -> None:
-    alone = start(hosts, 0, "--timeout", "2")
-    assert lines_of(alone) == ([], ["error: meeting the others took longer than 2 s: rank 1 did not get this far"])
+    alone = start(hosts, 0, "--timeout", "10")
+    assert lines_of(alone) == ([], ["error: meeting the others took longer than 10 s: rank 1 did not get this far"])
     assert alone.returncode == 1
 
 
@@ -107,12 +109,13 @@ HANGS = """
 import time
 from torch.distributed import HashStore
 from cifar_zero.diagnosis.nodes import Watchdog
-watchdog = Watchdog(HashStore(), 0.2)
+watchdog = Watchdog(HashStore(), 1800)
 watchdog.begin("an all-reduce")
+watchdog._seconds = 0.2
 watchdog.hosts = ["gpu0", "gpu1", "gpu2"]
 watchdog.store.set("comparing the nodes/1", "")
 watchdog.begin("comparing the nodes")
-time.sleep(60)
+time.sleep(3600)
 """
 
 

@@ -18,10 +18,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.helpers import ROOT, last_checkpoint, of_make_fuzz, run_folder_of, train_all
-
-SECONDS = 60
-"""Time within which a run must end."""
+from tests.support.helpers import (
+    HANG_SECONDS,
+    ROOT,
+    last_checkpoint,
+    of_make_fuzz,
+    run_folder_of,
+    train_all,
+    wait_until,
+)
 
 RECIPE = [
     *("--accelerator", "cpu", "--devices", "2", "--batch_size", "64", "--epochs", "100000"),
@@ -99,7 +104,7 @@ def begin(tmp_path: Path, small_data: list[str]) -> Iterator[Callable[..., Run]]
 def test_a_killed_rank_ends_the_run(begin: Callable[..., Run]):
     run = begin(*WITH_WORKERS)
     run.ranks[1].kill()
-    assert run.launcher.wait(SECONDS) == 1
+    assert run.launcher.wait(HANG_SECONDS) == 1
     assert "error: rank 1 ended with signal SIGKILL" in run.said()
     run.assert_nothing_left()
 
@@ -108,7 +113,7 @@ def test_a_killed_rank_ends_the_run(begin: Callable[..., Run]):
 def test_a_suspended_rank_ends_the_run(begin: Callable[..., Run]):
     run = begin()
     run.ranks[1].suspend()
-    assert run.launcher.wait(SECONDS) == 1
+    assert run.launcher.wait(HANG_SECONDS) == 1
     assert "error: rank 1 hangs: stopped by a signal for more than 20 s" in run.said()
     assert "Stack (most recent call first):\n    File" in run.said()  # where rank 0 waits
     run.assert_nothing_left()
@@ -122,7 +127,7 @@ def test_a_terminated_launcher_saves_and_the_run_resumes(
     same = ["--strategy", "deepspeed_stage_2"]
     run = begin(*same)
     run.launcher.terminate()
-    assert run.launcher.wait(SECONDS) == 128 + signal.SIGTERM
+    assert run.launcher.wait(HANG_SECONDS) == 128 + signal.SIGTERM
     folder = run_folder_of(tmp_path)
     assert f", saved; resume with: python train.py --resume {folder}\n" in run.said()
     assert "Traceback" not in run.said()
@@ -140,10 +145,8 @@ def test_all_processes_end_with_a_killed_launcher(begin: Callable[..., Run]):
     run = begin(*WITH_WORKERS)
     assert len(run.processes()) >= 5  # a launcher, two ranks, two workers
     run.launcher.kill()
-    run.launcher.wait(SECONDS)
-    until = time.monotonic() + 15  # torch's workers check every 5 seconds whether their rank is alive
-    while (run.processes() or run.listens()) and time.monotonic() < until:
-        time.sleep(0.1)
+    run.launcher.wait(HANG_SECONDS)
+    wait_until(lambda: not run.processes() and not run.listens())  # torch's workers look for their rank every 5 seconds
     (left,) = run.temporary.glob("ranks-*")
     left.rmdir()  # it is empty
     run.assert_nothing_left()

@@ -7,34 +7,61 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
 
 import psutil
 import pytest
 
-from cifar_zero.launch import local_launcher
-from tests.support.helpers import ROOT
+from cifar_zero.launch import heartbeat, local_launcher, supervisor
+from tests.support.helpers import HANG_SECONDS, ROOT
 
 PROGRAM = """
 import os, sys, time
 sys.path.insert(0, {root!r})
 import signal
+from pathlib import Path
 from cifar_zero.core import exits
 from cifar_zero.launch import heartbeat, local_launcher, rank_environment, supervisor
 if not rank_environment.is_rank():
-    supervisor.GRACE_SECONDS, supervisor.SAVING_SECONDS = 1, 4
-    heartbeat.SILENT_SECONDS = heartbeat.STOPPED_SECONDS = 2
+    for name, seconds in {limits!r}.items():
+        module = next(each for each in (supervisor, heartbeat, local_launcher) if hasattr(each, name))
+        setattr(module, name, seconds)
+    {setup}
     sys.exit(exits.guarded(lambda: local_launcher.run(3, on_cpu=True)))
 rank = rank_environment.global_rank()
+
+def note(name):
+    (Path({folder!r}) / f"{{name}}-{{rank}}").touch()
+
+def await_note(name, *ranks):
+    while not all((Path({folder!r}) / f"{{name}}-{{each}}").exists() for each in ranks):
+        time.sleep(0.01)
+
+def do_not_end():
+    while True:
+        time.sleep(60)
+
 {body}
 """
+"""Starts three ranks that run `body`. They wait for each other by notes, so that the order of events is the same on a
+busy machine."""
 
 
-def launched(tmp_path: Path, body: str, *before: str) -> subprocess.CompletedProcess[str]:
+def launched(
+    tmp_path: Path, body: str, *before: str, setup: str = "", **limits: float
+) -> subprocess.CompletedProcess[str]:
+    """Runs PROGRAM to its end, started by the command `before`. `limits` are constants of the launcher, in seconds;
+    `setup` is a statement that it runs first."""
     program = tmp_path / "program.py"
-    program.write_text(PROGRAM.format(root=str(ROOT), body=textwrap.dedent(body)))
-    return subprocess.run([*before, sys.executable, str(program)], capture_output=True, text=True, timeout=60)
+    body = textwrap.dedent(body)
+    program.write_text(PROGRAM.format(root=str(ROOT), folder=str(tmp_path), limits=limits, setup=setup, body=body))
+    command = [*before, sys.executable, str(program)]
+    # As under a terminal: a shell's background job, and pytest-xdist's workers, ignore Ctrl-C.
+    prepare = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, preexec_fn=prepare)
 
 
 def test_every_rank_has_its_place_and_its_share_of_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -62,23 +89,27 @@ def test_a_user_without_a_name_may_start_ranks(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_failed_rank_ends_the_run_and_is_named(tmp_path: Path):
-    started = time.monotonic()
-    done = launched(tmp_path, "print('about to fail') or sys.exit(7) if rank == 2 else time.sleep(50)")
+    body = "print('about to fail') or sys.exit(7) if rank == 2 else do_not_end()"
+    done = launched(tmp_path, body, GRACE_SECONDS=1)
     assert done.returncode == 7
     assert "rank 2 ended with exit code 7" in done.stderr
     assert "about to fail" in done.stderr
-    assert time.monotonic() - started < 40
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_is_named_with_its_signal(victim: int, tmp_path: Path):
+    """The others fail as a consequence."""
     body = f"""
+    import contextlib, psutil
+    process = Path({str(tmp_path / "process")!r})
     if rank == {victim}:
-        open({str(tmp_path / "dying")!r}, "w").close()
+        process.write_text(str(os.getpid()))
+        note("dying")
         os.kill(os.getpid(), 9)
-    while not os.path.exists({str(tmp_path / "dying")!r}):
-        time.sleep(0.05)
-    time.sleep(0.5)
+    await_note("dying", {victim})
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(int(process.read_text())).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
     sys.exit(1)
     """
     done = launched(tmp_path, body)
@@ -86,27 +117,53 @@ def test_a_killed_rank_is_named_with_its_signal(victim: int, tmp_path: Path):
     assert done.stderr == f"error: rank {victim} ended with signal SIGKILL\n"
 
 
+def test_a_rank_that_is_killed_while_the_launcher_looks_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """It looks at rank 0 just before it is killed, and at rank 1 just after that one has failed as a consequence."""
+
+    class Process:
+        pid = 0
+
+        def __init__(self, *codes: int | None) -> None:
+            self._codes = [*codes]
+            self.returncode: int | None = None
+
+        def poll(self) -> int | None:
+            self.returncode = self._codes.pop(0) if len(self._codes) > 1 else self._codes[0]
+            return self.returncode
+
+    processes: list[Any] = [Process(None, None, -9), Process(None, 1)]
+    with TemporaryFile() as log, TemporaryFile() as stack:
+        ranks = [supervisor.Rank(number, process, log, stack) for number, process in enumerate(processes)]
+        assert supervisor.supervise(ranks, heartbeat.Board(2), []) == 1
+    assert capfd.readouterr().err == "error: rank 0 ended with signal SIGKILL\n"
+
+
 def test_ranks_that_wait_for_each_other_are_ended_and_show_where(tmp_path: Path):
     body = """
     pulse = heartbeat.Pulse()
-    for _ in range(5 - (rank == 1)):
-        pulse.beat()
-    print("last words of rank", rank, flush=True)
     def waits_for_ever():
-        time.sleep(50)
+        if rank == 1:
+            await_note("further", 0, 2)
+        pulse.beat()
+        if rank != 1:
+            pulse.beat()
+            note("further")
+        do_not_end()
+    print("last words of rank", rank, flush=True)
     waits_for_ever()
     """
-    done = launched(tmp_path, body)
+    done = launched(tmp_path, body, SILENT_SECONDS=1)
     assert done.returncode == 1
     assert re.match(
-        r"error: rank 1 hangs: 4 batches so far, nothing for \d+ s, and the others are further", done.stderr
+        r"error: rank 1 hangs: 1 batches so far, nothing for \d+ s, and the others are further", done.stderr
     )
     assert done.stderr.count("in waits_for_ever") == 3
     assert "last words of rank 1" in done.stderr
 
 
 def test_a_stopped_rank_ends_the_run_whatever_it_did(tmp_path: Path):
-    done = launched(tmp_path, "os.kill(os.getpid(), signal.SIGSTOP) if rank == 2 else time.sleep(50)")
+    body = "os.kill(os.getpid(), signal.SIGSTOP) if rank == 2 else do_not_end()"
+    done = launched(tmp_path, body, STOPPED_SECONDS=1)
     assert done.returncode == 1
     assert done.stderr.startswith("error: rank 2 hangs: stopped by a signal")
 
@@ -119,49 +176,94 @@ def test_a_request_to_end_reaches_all_ranks_and_is_no_failure(
     body = f"""
     if rank == 0:  # answers by itself, later than a failure would leave it time to; the others just die of the signal
         signal.signal({request_:d}, lambda *_: time.sleep(2) or print("saved", flush=True) or sys.exit({code}))
-        time.sleep(1)
         os.kill(os.getppid(), {request_:d})
-    time.sleep(50)
+    do_not_end()
     """
-    done = launched(tmp_path, body)
+    done = launched(tmp_path, body, GRACE_SECONDS=1, SAVING_SECONDS=HANG_SECONDS)
     assert (done.returncode, done.stdout, done.stderr) == (code, "saved\n", "")
 
 
-@pytest.mark.parametrize("batches", [0, 1])
-def test_ctrl_c_ends_ranks_that_start_at_once_and_leaves_it_to_those_that_train(batches: int, tmp_path: Path):
+def test_a_request_while_the_ranks_are_started_ends_all(tmp_path: Path):
+    """The ranks ignore it: those that are started later do not get it."""
+    start = "start = local_launcher._start"
+    request = "local_launcher._start = lambda *args: (start(*args), os.kill(os.getpid(), signal.SIGTERM))[0]"
+    body = "signal.signal(signal.SIGTERM, signal.SIG_IGN); do_not_end()"
+    done = launched(tmp_path, body, setup=f"{start}; {request}", SAVING_SECONDS=HANG_SECONDS)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "", "stopped by SIGTERM\n")
+
+
+def test_ctrl_c_ends_ranks_that_start_at_once(tmp_path: Path):
     """As from a terminal, to all processes: while a rank imports, a KeyboardInterrupt could get lost."""
-    body = f"""
-    if {batches}:
-        signal.signal(signal.SIGINT, lambda *_: print("saved", flush=True) or sys.exit(130))
-        heartbeat.Pulse().beat()
+    done = launched(tmp_path, "os.killpg(0, signal.SIGINT) if rank == 0 else None; do_not_end()", "setsid", "--wait")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped by Ctrl-C\n")
+
+
+def test_ctrl_c_is_left_to_ranks_that_train(tmp_path: Path):
+    body = """
+    signal.signal(signal.SIGINT, lambda *_: print("saved", flush=True) or sys.exit(130))
+    heartbeat.Pulse().beat()
+    note("trains")
     if rank == 0:
-        time.sleep(1)
+        await_note("trains", 1, 2)
         os.killpg(0, signal.SIGINT)
-    time.sleep(50)
+    do_not_end()
     """
-    started = time.monotonic()
+    done = launched(tmp_path, body, "setsid", "--wait", SAVING_SECONDS=HANG_SECONDS)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "saved\n", "")
+
+
+def test_ctrl_c_ends_ranks_of_which_one_has_not_begun_to_train(tmp_path: Path):
+    """Rank 0 would wait for the others before it saves."""
+    body = """
+    signal.signal(signal.SIGINT, lambda *_: None)
+    if rank == 0:
+        await_note("starts", 1, 2)
+        heartbeat.Pulse().beat()
+        os.killpg(0, signal.SIGINT)
+    note("starts")
+    do_not_end()
+    """
     done = launched(tmp_path, body, "setsid", "--wait")
-    assert (done.returncode, time.monotonic() - started < 10) == (130, True), (done.stdout, done.stderr)
-    assert (done.stdout, done.stderr) == (("saved\n", "") if batches else ("", "stopped by Ctrl-C\n"))
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped by Ctrl-C\n")
+
+
+def test_ctrl_c_just_before_the_first_batch_does_not_get_lost(tmp_path: Path):
+    """The launcher, here slow, notices it when all ranks train already, and leaves it to them."""
+    body = """
+    from cifar_zero.core import interrupt
+    interrupt.install()
+    note("starts")
+    if rank == 0:
+        await_note("starts", 1, 2)
+        os.killpg(0, signal.SIGINT)
+        note("pressed")
+    await_note("pressed", 0)
+    heartbeat.Pulse().beat()
+    do_not_end()
+    """
+    done = launched(tmp_path, body, "setsid", "--wait", POLL_SECONDS=2, SAVING_SECONDS=HANG_SECONDS)
+    assert (done.returncode, {*done.stderr.splitlines()}) == (130, {"stopped by Ctrl-C"})
 
 
 def test_a_second_ctrl_c_ends_ranks_that_do_not_answer(tmp_path: Path):
     body = """
     heartbeat.Pulse().beat()
+    note("trains")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for _ in range(2 * (rank == 0)):
-        time.sleep(0.5)
+    if rank == 0:
+        await_note("trains", 1, 2)
+    while rank == 0:
         os.kill(os.getppid(), signal.SIGINT)
-    time.sleep(50)
+        time.sleep(0.1)
+    do_not_end()
     """
-    done = launched(tmp_path, body)
+    done = launched(tmp_path, body, GRACE_SECONDS=1)
     assert done.returncode == 130
     assert done.stderr == "Ctrl-C: the second one ended the ranks before they saved a checkpoint\n"
 
 
 def test_a_rank_that_does_not_end_on_request_is_killed(tmp_path: Path):
-    body = "sys.exit(143) if rank == 0 else signal.signal(signal.SIGTERM, signal.SIG_IGN) or time.sleep(50)"
-    done = launched(tmp_path, body)
+    done = launched(tmp_path, "sys.exit(143) if rank == 0 else do_not_end()", SAVING_SECONDS=1)
     assert done.returncode == 1
     assert done.stderr == "error: rank 1, rank 2 did not end on request and had to be killed\n"
 
@@ -172,11 +274,11 @@ def test_nothing_is_left_of_a_killed_rank(tmp_path: Path):
     buffer = f"/dev/shm/deepspeed_allreduce_buffer_{{os.getuid()}}_127.0.0.1_{{os.environ['MASTER_PORT']}}_{{rank}}"
     open(buffer, "w").close()
     if rank == 1:
-        child = subprocess.Popen(["sleep", "50"], start_new_session=True)
+        child = subprocess.Popen(["sleep", "3600"], start_new_session=True)
         open({str(tmp_path / "left.txt")!r}, "w").write(f"{{child.pid}} {{buffer}}")
         os.kill(os.getpid(), 9)
     """
-    launched(tmp_path, body)
+    launched(tmp_path, body, GRACE_SECONDS=1)
     pid, buffer = (tmp_path / "left.txt").read_text().split()
     assert not psutil.pid_exists(int(pid))
     assert not list(Path(buffer).parent.glob(Path(buffer).name[:-1] + "*"))

@@ -15,11 +15,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -36,14 +37,17 @@ WHOLE = "FUZZ" in os.environ
 of_make_fuzz = pytest.mark.skipif(not WHOLE, reason="of make fuzz")
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_SECONDS = 240
+
+HANG_SECONDS = 1800
+"""How long tests wait for the end of a program, or for another event, of a few seconds on an idle machine: longer than
+next to 20 busy processes. It only ends a test that would never end."""
 
 WARM = ("train.py", "evaluate.py", "export.py", "predict.py")
 """Programs whose imports take five seconds. Programs that import little are started as usual."""
 
 
 def run_program(
-    *command: str, cwd: Path = ROOT, timeout: float = TIMEOUT_SECONDS, env: dict[str, str] | None = None
+    *command: str, cwd: Path = ROOT, timeout: float = HANG_SECONDS, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Runs `python <command>` from the repository and returns its output and exit code.
 
@@ -155,7 +159,9 @@ class Ranks:
 _RANKS: dict[tuple[str, int], Ranks] = {}
 
 
-def train_all(runs: Mapping[Path, list[str]], timeout: float = 600, program: str = "tests.support.many_runs") -> str:
+def train_all(
+    runs: Mapping[Path, list[str]], timeout: float = HANG_SECONDS, program: str = "tests.support.many_runs"
+) -> str:
     """Trains several runs that have the same number of ranks; `runs` maps output directories to flags. Returns what
     they printed."""
     flags = [[*own, "--out", str(out)] for out, own in runs.items()]
@@ -164,7 +170,7 @@ def train_all(runs: Mapping[Path, list[str]], timeout: float = 600, program: str
 
 
 def train_in_ranks(
-    runs: list[list[str]], ranks: int, timeout: float = 600, program: str = "tests.support.many_runs"
+    runs: list[list[str]], ranks: int, timeout: float = HANG_SECONDS, program: str = "tests.support.many_runs"
 ) -> str:
     """Trains command lines of `ranks` ranks each, in existing processes or, the first time, in new ones; without the
     figures of the test, which take longer than a short run."""
@@ -173,6 +179,22 @@ def train_in_ranks(
     if key not in _RANKS or _RANKS[key].process.poll() is not None:
         _RANKS[key] = Ranks(program, ranks)
     return _RANKS[key].train(runs, timeout)
+
+
+def wait_until(happens: Callable[[], object]) -> None:
+    """Waits for an event; fails if it does not come."""
+    over = time.monotonic() + HANG_SECONDS
+    while not happens():
+        assert time.monotonic() < over, "what the test waits for has not come"
+        time.sleep(0.02)
+
+
+def has_ended(process: int) -> bool:
+    """Whether a process has ended, also if its parent has not asked for its exit code."""
+    try:
+        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support.helpers import ROOT
+from tests.support.helpers import HANG_SECONDS, ROOT
 from tests.support.namespaces import DEVICE, Host, Hosts, two_hosts
 
 PORT = "29531"
@@ -26,7 +26,7 @@ class TwoRanks:
         self.hosts, self._folder, self._count = hosts, folder, 0
         self._ranks = [self._start(rank, host) for rank, host in enumerate((hosts.a, hosts.b))]
 
-    def train(self, flags: Sequence[str], timeout: float = 200) -> None:
+    def train(self, flags: Sequence[str], timeout: float = HANG_SECONDS) -> None:
         """Trains a command line; shows the end of the output if it fails."""
         for rank in range(2):
             request = self._folder / str(rank) / f"{self._count}.json"

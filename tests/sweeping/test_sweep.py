@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.plugin_event_multiplexer import EventM
 
 from cifar_zero.core.errors import UsageError
 from cifar_zero.sweeping import sweep
-from tests.support.helpers import ROOT, WHOLE, of_make_fuzz, run_program
+from tests.support.helpers import HANG_SECONDS, ROOT, WHOLE, of_make_fuzz, run_program, wait_until
 
 pytestmark = pytest.mark.usefixtures("signal_handlers")
 
@@ -106,10 +106,13 @@ def test_an_ended_sweep_continues(number: int, tmp_path: Path, small_data: list[
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(number)
-    assert process.wait(120) in (128 + number, -number)
-    time.sleep(1.0)
-    lines = [" ".join(each.info["cmdline"] or []) for each in psutil.process_iter(["cmdline"])]
-    assert not [line for line in lines if str(tmp_path / "rates") in line]  # nothing stays behind
+    assert process.wait(HANG_SECONDS) in (128 + number, -number)
+
+    def nothing_is_left() -> bool:
+        lines = [" ".join(each.info["cmdline"] or []) for each in psutil.process_iter(["cmdline"])]
+        return not [line for line in lines if str(tmp_path / "rates") in line]
+
+    wait_until(nothing_is_left)
     assert subprocess.run(command, cwd=ROOT, env=environment).returncode == 0
     content = json.loads((tmp_path / "rates" / "sweep.json").read_text())
     assert [setting["state"] for setting in content["settings"]] == ["complete"] * 2

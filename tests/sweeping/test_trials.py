@@ -113,10 +113,8 @@ def test_a_run_behind_the_median_is_pruned(sweep: Sweep, tmp_path: Path) -> None
     for number in range(7):
         with SummaryWriter(tmp_path / f"optimizer.lr_{number}" / "version_0") as events:
             events.add_scalar("val/acc", 0.2 if number == 5 else 0.6, 10)
-    slow = "time.sleep(60 if flags['--optimizer.lr'] == '5' else 0.5)"
-    began = time.monotonic()
+    slow = "time.sleep(3600 if flags['--optimizer.lr'] == '5' else 0.5)"
     rows = sweep(slow, ["optimizer.lr=0,1,2,3,4,5,6"], prune=True)
-    assert time.monotonic() - began < 50
     assert [row["state"] for row in rows] == ["complete"] * 6 + ["pruned"]
     assert rows[-1]["setting"] == {"optimizer.lr": "5"}
 
@@ -131,7 +129,7 @@ def test_ctrl_c_ends_the_runs_and_keeps_what_has_finished(sweep: Sweep, tmp_path
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
     threading.Thread(target=press, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
-        sweep("if flags['--optimizer.lr'] == '0.2': time.sleep(60)", search)
+        sweep("if flags['--optimizer.lr'] == '0.2': time.sleep(3600)", search)
     rows = results(open_study(tmp_path, "", "val/acc"), "val/acc")
     states = {row["setting"]["optimizer.lr"]: row["state"] for row in rows}
     assert states == {"0.1": "complete", "0.2": "fail", "0.3": "waiting"}

@@ -16,6 +16,7 @@ from cifar_zero import strategies
 from cifar_zero.config import command_line
 from cifar_zero.training.resolve import of_machine
 from datamodule import CIFARDataModule
+from tests.support.helpers import HANG_SECONDS
 
 SIZES = (300, 70)
 """Elements of two sub-groups."""
@@ -31,7 +32,7 @@ def test_its_process_updates_sub_groups_as_adamw_does() -> None:
 
     def update(number: int, gradient: Tensor, rate: float, rollback: bool = False) -> Tensor:
         process.async_step(0, number, weights[number], gradient, rollback, lr=rate)
-        deadline = time.monotonic() + 120  # it compiles CPU Adam, where that has not been done
+        deadline = time.monotonic() + HANG_SECONDS  # it compiles CPU Adam, where that has not been done
         while (result := process.get_result(EventTypes.ROLLBACK if rollback else EventTypes.ADAM_STEP)) is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
