@@ -37,6 +37,11 @@ def resolve(config: Config, consent: Consent = NO_CONSENT, starts: bool = False)
         from cifar_zero.data.policy import check_transform  # here: it imports torch
 
         check_transform(run.config.augment, run.config.data.inputs.side)
+    # For DeepSpeed, which is imported later, here or in the ranks: it takes CUDA wherever there is a GPU (DeepSpeed
+    # 0.19.8, accelerator/real_accelerator.py).
+    os.environ.pop("DS_ACCELERATOR", None)
+    if run.on_cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
     return run
 
 
