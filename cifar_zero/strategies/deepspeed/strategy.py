@@ -18,7 +18,6 @@ from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 from torch.nn import Module
-from torch.utils.cpp_extension import CUDA_HOME
 
 from cifar_zero.checkpoints.io import AtomicCheckpointIO, failure_of
 from cifar_zero.checkpoints.read import read
@@ -46,11 +45,6 @@ for other models too; a fit or a test puts it back at its end."""
 
 ENGINE = "_deepspeed_engine"
 """Attribute of a module: the engine that trained it, whose gradient hooks must be removed before a second fit."""
-
-
-def has_nvcc() -> bool:
-    """Whether DeepSpeed can compile for CUDA; torch's CUDA_HOME may be the folder of a runtime without the compiler."""
-    return CUDA_HOME is not None and Path(CUDA_HOME, "bin", "nvcc").exists()
 
 
 class ZeROPrecision(DeepSpeedPrecision):
@@ -104,12 +98,10 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
         return torch.device("cpu", 0) if self.on_cpu else super().root_device
 
     def optimizer_implementation(self, device_type: str) -> Implementation:
-        """Returns DeepSpeed's C++ one if offloaded, its fused one on CUDA if nvcc can compile it, else torch's."""
+        """Returns DeepSpeed's C++ one if offloaded, else torch's: DeepSpeed's fused one would have to be compiled."""
         if self._offload_device("offload_optimizer") != "none":
             return "deepspeed_cpu"
-        if device_type == "cpu":
-            return "torch"
-        return "deepspeed_fused" if has_nvcc() else "torch_fused"
+        return "torch" if device_type == "cpu" else "torch_fused"
 
     def setup_environment(self) -> None:
         """Starts the process group. A plain Trainer has given Lightning's own plugins, which are replaced."""
@@ -291,8 +283,8 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
 
     def _setup_model_and_optimizer(self, model: Module, optimizer: Any, lr_scheduler: Any = None) -> Any:
         """Starts the engine, which at stage 0 in a low precision would step once with gradients of 0 (DeepSpeed 0.19.8,
-        fp16/unfused_optimizer.py and fused_optimizer.py, `initialize_optimizer_states`; its pull request 5104): Adam
-        would count a step too many, so that its first update is 0.74 of the right one, and AdamW's decay would act."""
+        fp16/unfused_optimizer.py, `initialize_optimizer_states`; its pull request 5104): Adam would count a step too
+        many, so that its first update is 0.74 of the right one, and AdamW's decay would act."""
         step, optimizer.step = optimizer.step, lambda *args, **kwargs: None
         # SuperOffload's process inherits how Ctrl-C is handled, which must not end it before the run is saved.
         spawns = self._zero.get("offload_optimizer", {}).get("super_offload")
