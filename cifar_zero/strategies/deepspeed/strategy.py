@@ -86,6 +86,8 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
         super().__init__(stage=stage, overlap_comm=overlap_comm, **options)
         assert isinstance(self.config, dict)
         self.config.setdefault("zero_force_ds_cpu_optimizer", False)  # any optimizer may be offloaded
+        # It waits for the device twice in each step (DeepSpeed 0.19.8, utils/timer.py).
+        self.config.setdefault("timers", {"throughput": {"enabled": False}})
 
     @property
     def on_cpu(self) -> bool:
@@ -109,14 +111,22 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
             self.checkpoint_io = AtomicCheckpointIO()
         if not isinstance(self.precision_plugin, ZeROPrecision):
             self.precision_plugin = ZeROPrecision(self.precision_plugin.precision)  # pyright: ignore
+        deepspeed.utils.nvtx.enable_nvtx = False  # marks for NVIDIA's profiler, 260 in a step at stage 3
         if self.on_cpu:
             # Set by DeepSpeed's own launcher. Without it the CPU accelerator starts numactl in every step to count
             # the devices (DeepSpeed 0.19.8, accelerator/cpu_accelerator.py).
             os.environ.setdefault("LOCAL_SIZE", str(self.num_processes))
-            deepspeed.utils.nvtx.enable_nvtx = False  # marks for NVIDIA's profiler, 260 in a step at stage 3
             super(DeepSpeedStrategy, self).setup_environment()  # DDP's, without the check for CUDA
         else:
             super().setup_environment()
+
+    def _format_config(self) -> None:
+        """Completes the configuration. In bfloat16 ZeRO 1 and 2 would wait for a check of all gradients in each step,
+        and leave out a step with NaN, as no other strategy does (DeepSpeed 0.19.8, runtime/precision_config.py)."""
+        super()._format_config()
+        assert isinstance(self.config, dict)
+        if "bf16" in self.config:
+            self.config["bf16"].setdefault("check_grad_overflow", False)
 
     def setup_distributed(self) -> None:
         """Starts the process group; on the CPU without Lightning's check of GPU indices."""
