@@ -31,6 +31,10 @@ SHARED_BYTES = 64_000_000
 """Shared memory per rank, for the buffers of NCCL and of the torch loader's worker processes. A Docker container has 64
 MB for all ranks by default (`docker run --shm-size`)."""
 
+NEEDED = "the pinned torch needs driver R580 or newer and a GPU of compute capability 7.5 to 12.0 (no V100)"
+"""What torch 2.15's wheel for CUDA 13.2 runs on: its `torch.cuda.get_arch_list()`, and the oldest driver of CUDA 13
+(docs.nvidia.com/cuda/cuda-toolkit-release-notes, minor version compatibility)."""
+
 NVCC_IS_FOR = "offload to NVMe, or a quantized --zero switch,"
 """What DeepSpeed (0.19.8) compiles against CUDA."""
 
@@ -59,7 +63,7 @@ def gpu(options: Options) -> Finding:
     except (RuntimeError, AssertionError) as error:  # an old driver; a GPU that this torch has no kernels for
         return failed(
             f"torch, built for CUDA {torch.version.cuda}, cannot compute on the GPU ({short(error)})",
-            "update the driver, or install a torch that supports it: https://pytorch.org/get-started/locally",
+            f"{NEEDED}, or install a torch that supports this machine: https://pytorch.org/get-started/locally",
         )
     count = torch.cuda.device_count()
     names = ", ".join(torch.cuda.get_device_name(index) for index in range(count))

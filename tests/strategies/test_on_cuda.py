@@ -87,11 +87,14 @@ def test_the_loss_scale_at_stage_0(dynamic: bool, expected: float | None):
 
 
 def test_fsdp_is_fsdp2():
-    """Both names build torch's fully_shard, whose DTensors torch's fused optimizers refuse."""
+    """Both names build torch's fully_shard, whose DTensors torch's fused SGD refuses."""
     flags = ["--accelerator", "gpu", "--devices", "2", "--precision", "bf16-mixed", "--gradient_clip_val", "1"]
     one, other = (of_machine(command_line.parse([*flags, "--strategy", name])) for name in ("fsdp", "fsdp2"))
     assert replace(one.spec, summary="") == replace(other.spec, summary="")
     for made in (strategies.build(run) for run in (one, other)):
         assert isinstance(made, MeshStrategy)
         assert made._shard.func is fsdp2.shard  # pyright: ignore
-        assert strategies.optimizer_implementation(made, "cuda", clips=True) == "torch"
+        implementation = strategies.optimizer_implementation(made, "cuda", clips=True)
+        weights = [torch.nn.Parameter(torch.ones(2))]
+        fused = {name: OPTIMIZERS[name]().build(weights, implementation).defaults["fused"] for name in ("sgd", "adam")}
+        assert fused == {"sgd": None, "adam": True}
