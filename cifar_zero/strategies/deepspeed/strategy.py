@@ -1,5 +1,6 @@
 """Lightning's DeepSpeedStrategy, extended to CPU ranks, and corrected where it changes the maths or a checkpoint."""
 
+import math
 import os
 import shutil
 import signal
@@ -7,6 +8,7 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
@@ -16,14 +18,17 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 from torch.nn import Module
+from torch.optim import Optimizer
 
 from cifar_zero.checkpoints.io import AtomicCheckpointIO, failure_of
 from cifar_zero.checkpoints.read import read
 from cifar_zero.checkpoints.zero_folder import GROUPS, ON_DISK, PROGRESS, SHAPE, TAG, shape_of
 from cifar_zero.core import atomic
 from cifar_zero.core.console import say
+from cifar_zero.core.errors import UsageError
 from cifar_zero.launch.collectives import gather
 from cifar_zero.models.cast import compute_with_statistics
 from cifar_zero.models.moe import share_of
@@ -165,9 +170,32 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
                 parameter.data = parameter.data.to(dtype)
                 parameter.ds_tensor.data = parameter.ds_tensor.data.to(dtype)
             forget_second_copies(self.model)
+        self._check_parameters(self.model)
         experts.spread(self.model, self.global_rank)
         compute_with_statistics(self.model)
         super().setup(trainer)
+
+    def _check_parameters(self, model: Module) -> None:
+        """Raises UsageError for a parameter that DeepSpeed (0.19.8) cannot broadcast or shard."""
+        for name, parameter in model.named_parameters():
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            if not shape:
+                raise UsageError(f"{name} has no dimensions, which DeepSpeed cannot broadcast: give it the shape (1,)")
+            if self.zero_stage_3 and not math.prod(shape):
+                raise UsageError(f"{name} has no elements, which ZeRO 3 cannot shard: leave it out, or use ZeRO 2")
+
+    def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
+        """Makes the optimizer without empty parameter groups, such as one of a split by weight decay may be. DeepSpeed
+        (0.19.8, engine.py) would drop them after the schedule has counted them."""
+        add = Optimizer.add_param_group
+
+        def add_unless_empty(optimizer: Optimizer, group: dict[str, Any]) -> None:
+            add(optimizer, group)
+            if not optimizer.param_groups[-1]["params"]:
+                optimizer.param_groups.pop()
+
+        with mock.patch.object(Optimizer, "add_param_group", add_unless_empty):
+            return super()._init_optimizers()
 
     def parameter_groups(self, module: Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns an optimizer's groups, the experts in groups of their own."""
