@@ -26,14 +26,13 @@ def train(cache: str, steps: int, stage: int) -> dict[str, float]:
     from deepspeed.accelerator import get_accelerator
 
     from cifar_zero.strategies.deepspeed.config import get_ds_config
-    from cifar_zero.strategies.deepspeed.strategy import has_nvcc
 
     os.environ["LOCAL_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]  # as DeepSpeed's own launcher does
     deepspeed.init_distributed()
     accelerator: Any = get_accelerator()
     accelerator.set_device(int(os.environ["LOCAL_RANK"]))
     ds_config = get_ds_config(stage, "fp32")
-    if accelerator.device_name() == "cuda" and not has_nvcc():  # DeepSpeed's fused Adam for a GPU has to be compiled
+    if accelerator.device_name() == "cuda":  # DeepSpeed's fused Adam for a GPU has to be compiled
         ds_config["optimizer"]["params"]["torch_adam"] = True
     trainset = CIFAR10InMemory(cache)
     net = Net()

@@ -43,7 +43,7 @@ averages by the names of state_dict; `sharded` if these are this rank's parts, c
 PROGRESS = "zero_progress"
 """Key of the names of what Lightning and the run's callbacks have added to the files of the model."""
 
-DEEPSPEED_GROUP_KEYS = {"params", "param_names", "step", "name", "moe"}
+DEEPSPEED_GROUP_KEYS = {"params", "param_names", "name", "moe"}
 """Keys of a parameter group that belong to an engine, or are written again."""
 
 EXPERT = re.compile(r"(.*)\.deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(.*)")
@@ -244,8 +244,8 @@ def _averaged(averages: list[dict[str, Any]], groups: Iterable[Shapes]) -> dict[
 def _as_torch(
     states: Mapping[str, State], names: Mapping[int, list[str]], groups: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the optimizer's state in torch's form, in DeepSpeed's groups. Its Adams count the steps as a number, the
-    fused one (0.19.8) at a group's last parameter. `names` are those of the parameters in each flat tensor."""
+    """Returns the optimizer's state in torch's form, in DeepSpeed's groups; its Adam counts the steps as a number.
+    `names` are those of the parameters in each flat tensor."""
     state: dict[int, State] = {}
     param_groups: list[dict[str, Any]] = []
     first = 0
@@ -253,9 +253,8 @@ def _as_torch(
         numbered = dict(enumerate((name for flat in group["params"] for name in names[flat]), first))
         first += len(numbered)
         entries = {number: states[name] for number, name in numbered.items() if name in states}
-        counted = [entry["step"] for entry in entries.values() if isinstance(entry.get("step"), int)]
         for number, entry in entries.items():
-            if (step := max(counted) if counted else entry.get("step", group.get("step"))) is not None:
+            if (step := entry.get("step")) is not None:
                 has_value = not isinstance(step, Tensor) or not step.is_meta
                 entry["step"] = torch.tensor(float(step)) if has_value else step
             state[number] = entry

@@ -40,8 +40,9 @@ class DeviceConfig:
     plan.py recommends for this machine; a resumed run keeps its own."""
 
     devices: int | Literal["auto"] = limited("auto", at_least=1)
-    """Ranks per node: one per GPU, or processes on the CPU. auto: the largest number of GPUs that divides the batch, or
-    one CPU process. torchrun and SLURM set it by the ranks that they start."""
+    """Ranks per node: one per GPU, or processes on the CPU. auto: the largest number of GPUs that divides the batch
+    into micro-batches of 32 images or more, or one CPU process. torchrun and SLURM set it by the ranks that they
+    start."""
 
     num_nodes: int = limited(1, at_least=1)
     """Number of nodes. For more than one, start the run on each node with torchrun, DeepSpeed's launcher or SLURM."""
@@ -64,7 +65,7 @@ class DeviceConfig:
 
     precision: Precision = "32-true"
     """Number format. *-mixed: DeepSpeed and fsdp2 run a model cast to 16 bits, with float32 master weights; the other
-    strategies use autocast. auto: 16-mixed on a GPU, 32-true on the CPU."""
+    strategies use autocast. auto: on a GPU bf16-mixed, or 16-mixed if it has no bfloat16; 32-true on the CPU."""
 
     ds_config: str = ""
     """Your own DeepSpeed configuration (JSON file) instead of a strategy. Its batch, clipping, precision, optimizer and

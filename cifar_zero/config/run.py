@@ -1,5 +1,6 @@
 """The resolved run: what the user asked for, and what it came to on this computer; no torch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from cifar_zero.config.flags import Config
@@ -75,7 +76,10 @@ def micro_batch_size(batch_size: int, world_size: int, accumulate: int) -> int:
     return batch_size // parts
 
 
-def with_accelerator(config: Config, on_gpu: bool) -> Config:
-    """Returns the configuration for GPUs or for the CPU, with auto precision replaced."""
-    precision = config.precision if config.precision != "auto" else "16-mixed" if on_gpu else "32-true"
+def with_accelerator(config: Config, on_gpu: bool, has_bfloat16: Callable[[], bool] = lambda: True) -> Config:
+    """Returns the configuration for GPUs or for the CPU, with auto precision replaced. `has_bfloat16` is asked only for
+    auto precision on GPUs."""
+    precision = config.precision
+    if precision == "auto":
+        precision = "32-true" if not on_gpu else "bf16-mixed" if has_bfloat16() else "16-mixed"
     return replace(config, accelerator="gpu" if on_gpu else "cpu", precision=precision)

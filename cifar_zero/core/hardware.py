@@ -24,6 +24,13 @@ def gpu_count() -> int:
     return torch.cuda.device_count()
 
 
+def has_bfloat16() -> bool:
+    """Returns whether the first of this computer's GPUs computes in bfloat16: NVIDIA's from compute capability 8.0."""
+    import torch
+
+    return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def free_memory_bytes() -> int:
     """Returns the memory that new processes can use without swapping and within the limits of their control groups."""
     return max(0, min([psutil.virtual_memory().available, *map(_left_in_group, _limiting_groups())]))

@@ -31,6 +31,13 @@ SHARED_BYTES = 64_000_000
 """Shared memory per rank, for the buffers of NCCL and of the torch loader's worker processes. A Docker container has 64
 MB for all ranks by default (`docker run --shm-size`)."""
 
+NEEDED = "the pinned torch needs driver R580 or newer and a GPU of compute capability 7.5 to 12.0 (no V100)"
+"""What torch 2.15's wheel for CUDA 13.2 runs on: its `torch.cuda.get_arch_list()`, and the oldest driver of CUDA 13
+(docs.nvidia.com/cuda/cuda-toolkit-release-notes, minor version compatibility)."""
+
+NVCC_IS_FOR = "offload to NVMe, or a quantized --zero switch,"
+"""What DeepSpeed (0.19.8) compiles against CUDA."""
+
 GRACE_SECONDS = 2.0  # how long rank 0 may take to report after another rank has failed
 
 ARCHIVES = ("cifar-10-python.tar.gz", "cifar-10-batches-py", "cifar-100-python.tar.gz", "cifar-100-python")
@@ -56,7 +63,7 @@ def gpu(options: Options) -> Finding:
     except (RuntimeError, AssertionError) as error:  # an old driver; a GPU that this torch has no kernels for
         return failed(
             f"torch, built for CUDA {torch.version.cuda}, cannot compute on the GPU ({short(error)})",
-            "update the driver, or install a torch that supports it: https://pytorch.org/get-started/locally",
+            f"{NEEDED}, or install a torch that supports this machine: https://pytorch.org/get-started/locally",
         )
     count = torch.cuda.device_count()
     names = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
@@ -66,8 +73,8 @@ def gpu(options: Options) -> Finding:
 
 
 def nvcc(options: Options) -> Finding:
-    """Whether nvcc has the CUDA version that torch is built for; with another major version it cannot compile
-    DeepSpeed's operators for the GPU (DeepSpeed issues 3223 and 6636)."""
+    """Whether nvcc has the CUDA version that torch is built for. With another major version DeepSpeed's operators for
+    the GPU cannot be compiled (DeepSpeed issues 3223 and 6636), which few runs need."""
     if not has_gpu_driver():
         return ok(f"not needed: {NO_GPU}")
     import torch
@@ -78,10 +85,10 @@ def nvcc(options: Options) -> Finding:
     try:
         major, minor = installed_cuda_version()
     except MissingCUDAException:
-        return ok("none: torch's fused Adam is used instead of DeepSpeed's")
+        return warning(f"none, which {NVCC_IS_FOR} needs", f"install the CUDA toolkit {torch.version.cuda}")
     if major != int(torch.version.cuda.split(".")[0]):
-        return failed(
-            f"nvcc has CUDA {major}.{minor}, torch {torch.version.cuda}: DeepSpeed's operators cannot be compiled",
+        return warning(
+            f"nvcc has CUDA {major}.{minor}, torch {torch.version.cuda}: {NVCC_IS_FOR} cannot be compiled",
             f"install the CUDA toolkit {torch.version.cuda} and set CUDA_HOME to it",
         )
     return ok(f"CUDA {major}.{minor}; torch is built for {torch.version.cuda}")

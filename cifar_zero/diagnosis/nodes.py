@@ -64,7 +64,8 @@ def examine(options: Options) -> dict[str, Finding] | None:
     on_gpu = not any(why for _, why in arrivals)
     backend = "nccl" if on_gpu else "gloo"
     group = PrefixStore("group", store)
-    dist.init_process_group(backend, store=group, rank=rank, world_size=ranks, timeout=patience)
+    device = torch.device("cuda", rank_environment.local_rank()) if on_gpu else None
+    dist.init_process_group(backend, store=group, rank=rank, world_size=ranks, timeout=patience, device_id=device)
     watchdog.begin(f"an all-reduce of 1 MiB over {backend}")
     data = torch.full((ELEMENTS,), float(rank), device="cuda" if on_gpu else "cpu")
     dist.all_reduce(data)

@@ -51,16 +51,10 @@ def build_root() -> Path:
 
 def operators(options: Options) -> Finding:
     """Whether the operators that a strategy needs on this machine are built, or can be; --build builds them."""
-    import torch
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
-    from cifar_zero.strategies.deepspeed.strategy import has_nvcc
-
     states: dict[str, str] = {}
-    needed = ["cpu_adam", "async_io"]  # for the *_offload strategies, and for offload to NVMe
-    if torch.cuda.is_available() and has_nvcc():
-        needed.append("fused_adam")  # for ZeRO on CUDA, if there is nvcc
-    for name in needed:
+    for name in ("cpu_adam", "async_io"):  # for the *_offload strategies, and for offload to NVMe
         states[name] = "built" if is_built(name) else "not built" if _compatible(ALL_OPS[name]) else "cannot be built"
         if states[name] != "not built" or not options.build:
             continue

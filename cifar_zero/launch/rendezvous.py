@@ -54,11 +54,13 @@ def meet(run: Run) -> list[Place]:
     )
     if run.config.world_size == 1 or dist.is_initialized():
         return gather(place)
-    if not run.on_cpu:
-        torch.cuda.set_device(local_rank)
+    device = None if run.on_cpu else torch.device(place.device)
+    if device is not None:
+        torch.cuda.set_device(device)
     _warn_of_restarts()
     patience = AFTER_AGENTS if rank_environment.by_torchrun() else START
-    dist.init_process_group("gloo" if run.on_cpu else "nccl", timeout=patience)
+    # Without device_id torch (2.15) guesses the GPU of a barrier from the rank, and warns.
+    dist.init_process_group("gloo" if run.on_cpu else "nccl", timeout=patience, device_id=device)
     places = gather(place)
     _set_timeout(max(timedelta(seconds=run.config.timeout), START))
     return places

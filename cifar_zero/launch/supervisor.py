@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -165,7 +166,8 @@ def _report_hang(hang: str, ranks: Sequence[Rank], board: heartbeat.Board, stopp
 
 
 def _tail(rank: Rank) -> list[str]:
-    return [] if rank.number == 0 else _lines(rank.log)[-TAIL_LINES:]
+    """Returns a rank's last lines, with --debug all that are read; none of rank 0, whose output has been shown."""
+    return [] if rank.number == 0 else _lines(rank.log)[0 if "--debug" in sys.argv else -TAIL_LINES :]
 
 
 def _lines(file: IO[bytes]) -> list[str]:

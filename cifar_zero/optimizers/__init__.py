@@ -1,8 +1,8 @@
 """The registry of optimizers: each a dataclass whose fields are the `--optimizer.<option>` flags, and which builds the
 optimizer when asked.
 
-The strategy chooses the implementation: torch's own, DeepSpeed's on the CPU where the optimizer is offloaded, or
-DeepSpeed's fused Adam on CUDA. Reading the registry imports neither torch nor DeepSpeed.
+The strategy chooses the implementation: torch's own, or DeepSpeed's on the CPU where the optimizer is offloaded.
+Reading the registry imports neither torch nor DeepSpeed.
 """
 
 from dataclasses import dataclass, fields
@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Literal
 
 from cifar_zero.core.usage import Options, limited
 
-Implementation = Literal["torch", "torch_fused", "deepspeed_cpu", "deepspeed_fused"]
+Implementation = Literal["torch", "torch_fused", "torch_fused_dtensor", "deepspeed_cpu"]
 """The code that updates the weights, chosen by the strategy: torch's, torch's in one call for all parameters on CUDA,
-DeepSpeed's for an optimizer offloaded to the CPU, or DeepSpeed's fused one on CUDA."""
+the same for parameters that are DTensors, or DeepSpeed's for an optimizer offloaded to the CPU."""
 
 
 @dataclass
@@ -28,7 +28,7 @@ class OptimizerOptions(Options):
     weight_decay_on: Literal["matrices", "all"] = "matrices"
     """Parameters that decay. matrices: weights of two and more dimensions, no biases and norms. all: all."""
 
-    fuses: ClassVar[bool] = False  # whether torch can update all parameters in one call
+    fused_as: ClassVar[tuple[Implementation, ...]] = ()  # where torch can update all parameters in one call
 
     def build(self, parameters: Any, implementation: Implementation) -> Any:
         """Returns the optimizer of `parameters`, or of groups of them: the class of `torch_updates` for it, or torch's
@@ -39,8 +39,8 @@ class OptimizerOptions(Options):
 
         name = type(self).__name__
         kind = getattr(torch_updates, f"Torch{name}", None) or getattr(torch.optim, name)
-        fused = implementation in ("torch_fused", "deepspeed_fused") or None  # False would switch foreach off too
-        return kind(parameters, **self.torch_options(), **({"fused": fused} if self.fuses else {}))
+        fused = implementation in self.fused_as or None  # False would switch foreach off too
+        return kind(parameters, **self.torch_options(), **({"fused": fused} if self.fused_as else {}))
 
     def torch_options(self) -> dict[str, Any]:
         """The fields as torch's optimizers take them; `weight_decay_on` acts through the groups instead."""
@@ -58,7 +58,7 @@ class SGD(OptimizerOptions):
     nesterov: bool = False
     """Nesterov's form of momentum."""
 
-    fuses = True
+    fused_as = ("torch_fused",)  # `_fused_sgd_` accepts no DTensors (torch 2.15)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,19 +76,14 @@ class Adam(OptimizerOptions):
     eps: float = 1e-8
     """Added to the denominator."""
 
-    fuses = True
+    fused_as = ("torch_fused", "torch_fused_dtensor")
 
     def build(self, parameters: Any, implementation: Implementation) -> Any:
-        options, decouples = self.torch_options(), isinstance(self, AdamW)
         if implementation == "deepspeed_cpu":
             from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-            # Without adamw_mode=False both of DeepSpeed's classes decouple the weight decay: their Adam is AdamW.
-            return DeepSpeedCPUAdam(parameters, adamw_mode=decouples, **options)
-        if implementation == "deepspeed_fused":
-            from deepspeed.ops.adam import FusedAdam
-
-            return FusedAdam(parameters, adam_w_mode=decouples, **options)
+            # By default DeepSpeed's class decouples the weight decay: its Adam is AdamW.
+            return DeepSpeedCPUAdam(parameters, adamw_mode=isinstance(self, AdamW), **self.torch_options())
         return super().build(parameters, implementation)
 
 
@@ -236,7 +231,7 @@ class MuonSGD(OptimizerOptions):
         options = self.torch_options()
         for name in ("muon", "bias_lr", "head_lr", "first_bias_share", "weight_decay"):
             del options[name]
-        fused = implementation in ("torch_fused", "deepspeed_fused")
+        fused = implementation == "torch_fused"
         return TorchMuon(parameters, fused=fused, weight_decay=0.0, schedule_share=1.0, **options)
 
 

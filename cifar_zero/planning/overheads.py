@@ -49,7 +49,7 @@ def update(run: Run, network: Network) -> int:
     ranks, size = run.config.world_size, parameter_size(run.spec, run.config.precision)
     part, is_cast = math.ceil(network.trained / ranks), size < FLOAT32
     if run.spec.stage == 0:
-        # At most float32 gradients, and those again, flat, for the norm (DeepSpeed 0.19.8, fp16/fused_optimizer.py).
+        # At most float32 gradients, and those again, flat, for the norm (DeepSpeed 0.19.8, fp16/unfused_optimizer.py).
         # In float32 only the flat copy that is sent.
         return network.trained * 2 * FLOAT32 if is_cast else network.trained * size * (ranks > 1)
     if run.spec.stage == 3:

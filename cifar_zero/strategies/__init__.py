@@ -71,8 +71,8 @@ def data_group(strategy: Strategy) -> ProcessGroup | None:
 
 
 def optimizer_implementation(strategy: Strategy, device: str, clips: bool, in_graph: bool = False) -> Implementation:
-    """Returns the implementation that a strategy runs: DeepSpeed's CPU optimizer where it is offloaded, DeepSpeed's
-    fused one on CUDA where it can be compiled, else torch's.
+    """Returns the implementation that a strategy runs: DeepSpeed's CPU optimizer where it is offloaded, else
+    torch's.
 
     torch's fused optimizer updates all parameters in one call. It is used on CUDA: on the CPU it rounds an element at
     the end of a tensor differently from one in its middle (torch 2.15), so that sharding would change the weights.

@@ -20,7 +20,7 @@ def build(run: Run) -> MeshStrategy:
     """Returns the strategy that shards parameters, gradients and optimizer state over all ranks."""
     mixed = run.config.precision == "bf16-mixed"
     policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32) if mixed else MixedPrecisionPolicy()
-    return MeshStrategy(run, partial(shard, policy=policy), casts=mixed)
+    return MeshStrategy(run, partial(shard, policy=policy), casts=mixed, fuses=run.ranks_per_model == 1)
 
 
 def shard(net: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:

@@ -28,10 +28,11 @@ class MeshStrategy(OwnStrategy, ModelParallelStrategy):
     that no GPU ever holds the model. Lightning's own strategy (2.6.6) reads only what it wrote itself.
 
     The mesh has two dimensions: `data_parallel` for the ranks that compute different images, and `tensor_parallel`,
-    Lightning's only name for the ranks of one model. With `casts`, `shard` sets the precision.
+    Lightning's only name for the ranks of one model. With `casts`, `shard` sets the precision. With
+    `fuses`, all parameters are DTensors of one mesh, which torch's fused optimizers need.
     """
 
-    def __init__(self, run: Run, shard: Shard, *, casts: bool = False):
+    def __init__(self, run: Run, shard: Shard, *, casts: bool = False, fuses: bool = False):
         super().__init__(
             data_parallel_size=run.replicas,
             tensor_parallel_size=run.ranks_per_model,
@@ -39,6 +40,7 @@ class MeshStrategy(OwnStrategy, ModelParallelStrategy):
             process_group_backend="gloo" if run.on_cpu else None,
         )
         self.casts = casts
+        self._fuses = fuses
         self.parts: Callable[[Any], Sequence[nn.Module]] = lambda module: [module.net]
         """Returns what `shard` cuts of a LightningModule."""
         self._shard = shard
@@ -49,7 +51,7 @@ class MeshStrategy(OwnStrategy, ModelParallelStrategy):
         return True
 
     def optimizer_implementation(self, device_type: str) -> Implementation:
-        return "torch"  # not fused on a GPU either: `_fused_sgd_` does not accept a DTensor (torch 2.15)
+        return "torch_fused_dtensor" if self._fuses and device_type == "cuda" else "torch"
 
     def setup(self, trainer: Trainer) -> None:
         if not self._sharded:  # once for the fit and the test after it

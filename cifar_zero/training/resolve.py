@@ -14,9 +14,13 @@ from cifar_zero.config.run import NO_CONSENT, Consent, Run, with_accelerator
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import UsageError
-from cifar_zero.core.hardware import core_count, gpu_count, has_gpu_driver
+from cifar_zero.core.hardware import core_count, gpu_count, has_bfloat16, has_gpu_driver
 from cifar_zero.launch import heartbeat, rank_environment
 from cifar_zero.schedules import SCHEDULES
+
+LEAST_MICRO_BATCH = 32
+"""Images of a micro-batch from which --devices auto uses a second GPU: with fewer, a GPU waits for its kernels to be
+launched and for the other GPUs, whatever the model."""
 
 
 def resolve(config: Config, consent: Consent = NO_CONSENT, starts: bool = False) -> Run:
@@ -37,6 +41,11 @@ def resolve(config: Config, consent: Consent = NO_CONSENT, starts: bool = False)
         from cifar_zero.data.policy import check_transform  # here: it imports torch
 
         check_transform(run.config.augment, run.config.data.inputs.side)
+    # For DeepSpeed, which is imported later, here or in the ranks: it takes CUDA wherever there is a GPU (DeepSpeed
+    # 0.19.8, accelerator/real_accelerator.py).
+    os.environ.pop("DS_ACCELERATOR", None)
+    if run.on_cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
     return run
 
 
@@ -65,7 +74,7 @@ def on_this_machine(config: Config) -> Config:
     gpus = gpu_count() if config.accelerator != "cpu" else 0
     if config.accelerator == "gpu" and gpus == 0:
         raise UsageError("--accelerator gpu: torch finds no usable GPU; use --accelerator cpu to train on the CPU")
-    config = with_accelerator(config, gpus > 0)
+    config = with_accelerator(config, gpus > 0, has_bfloat16)
     devices, num_nodes = config.devices, config.num_nodes
     if "LOCAL_WORLD_SIZE" in os.environ:  # set by the launcher that started this rank
         devices = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -87,7 +96,10 @@ def _most_devices(config: Config, gpus: int) -> int:
     why_not_all = ""
     for devices in range(gpus, 0, -1):
         try:
-            rules.check(of_machine(replace(config, devices=devices)))
+            run = of_machine(replace(config, devices=devices))
+            rules.check(run)
+            if run.replicas > 1 and run.micro_batch < LEAST_MICRO_BATCH:
+                raise UsageError(f"a micro-batch of {run.micro_batch} is small for a GPU, --devices {devices} takes it")
         except UsageError as error:
             why_not_all = why_not_all or f": {error}"
             continue

@@ -16,6 +16,8 @@ from cifar_zero.launch import local_launcher
 POLL_SECONDS = 0.25  # time between two checks of a run
 SAVING_SECONDS = 45.0  # time that a run has to end: supervisor.py gives its ranks 30 s to write a checkpoint
 
+DEBUG = frozenset(["--debug"])  # which the runs of a program get from its command line, to show their tracebacks
+
 Run = subprocess.Popen[bytes]
 
 
@@ -36,7 +38,7 @@ def start(
     python = [] if launcher and Path(launcher[0]).name in ("torchrun", "deepspeed") else [sys.executable]
     with log.open("w") as output:
         run = subprocess.Popen(
-            [*launcher, *python, *program, *flags],
+            [*launcher, *python, *program, *flags, *DEBUG.intersection(sys.argv)],
             env={**_environment(), **(extra_env or {})},
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -58,8 +60,12 @@ def start(
 
 
 def failure(log: Path, code: int) -> str:
-    """Returns the last line of a log that begins with error:, else how the run ended, and the last line."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    """Returns the last line of a log that begins with error:, else how the run ended, and the last line; with --debug
+    prints the whole log."""
+    text = log.read_text(errors="replace")
+    if DEBUG.intersection(sys.argv):
+        sys.stderr.write(text)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
     return errors[-1] if errors else f"{how}: {lines[-1]}" if lines else how

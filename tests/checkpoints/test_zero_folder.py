@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from cifar_zero.checkpoints import zero_folder
 from cifar_zero.checkpoints.zero_folder import GROUPS, PROGRESS, SHAPE, TAG, read_folder
 from cifar_zero.core.errors import UsageError
 from cifar_zero.optimizers.groups import by_name
@@ -118,11 +117,3 @@ def test_a_missing_file(file: str, tmp_path: Path):
     (folder / TAG / file).unlink()
     with pytest.raises(UsageError, match="is incomplete"):
         read_folder(folder)
-
-
-def test_the_steps_of_deepspeeds_fused_adam():
-    """It counts them at the last parameter of a group (DeepSpeed 0.19.8, ops/adam/fused_adam.py)."""
-    states: Any = {name: {"step": step, "exp_avg": torch.zeros(1)} for name, step in (("a", 0), ("b", 0), ("c", 5))}
-    groups = [{"lr": 0.1, "step": 0, "params": [0, 1, 2]}]
-    found = zero_folder._as_torch(states, {0: ["a"], 1: ["b"], 2: ["c"]}, groups)
-    assert [entry["step"].item() for entry in found["state"].values()] == [5, 5, 5]

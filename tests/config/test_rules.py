@@ -257,6 +257,13 @@ def test_nvme_without_libaio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert "libaio-dev" in refused(f"--strategy deepspeed_stage_3_offload_nvme --nvme_path {tmp_path}")
 
 
+def test_nvme_on_a_gpu_without_the_cuda_toolkit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("cifar_zero.training.resolve.gpu_count", lambda: 1)
+    monkeypatch.setattr("cifar_zero.config.rules.devices.check_nvme", lambda path: None)
+    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", None)
+    assert "set CUDA_HOME" in refused("--strategy deepspeed_stage_3_offload_nvme --nvme_path /nvme")
+
+
 def test_cpu_adam_without_a_compiler(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", "")
     assert "install g++" in refused("--strategy deepspeed_stage_2_offload --optimizer adam")

@@ -21,6 +21,8 @@ RUNS = {
     "net deepspeed_stage_2": (["--strategy", "deepspeed_stage_2", *NET], True),
     "net deepspeed_stage_3": (["--strategy", "deepspeed_stage_3", *NET], True),
     "vit": (["--strategy", "ddp", *VIT], True),
+    "vit fsdp2": (["--strategy", "fsdp2", *VIT], True),
+    "vit fsdp2 bf16": (["--strategy", "fsdp2", *VIT, *BF16], True),
     "vit tensor_parallel": (["--strategy", "tensor_parallel", *VIT], False),
     "vit pipeline bf16": (["--strategy", "pipeline", *VIT, *BF16], False),
 }

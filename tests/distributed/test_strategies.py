@@ -152,3 +152,12 @@ def test_evaluate_repeats_the_accuracy_of_a_bfloat16_run(tmp_path: Path, small_d
     done = run_program("evaluate.py", str(run), "--accelerator", "cpu")
     assert_ok(done)
     assert f"{metrics['test/acc'] * 100:.2f}" in done.stdout
+
+
+def test_the_cpu_where_deepspeed_would_take_a_gpu(tmp_path: Path, small_data: list[str]):
+    """DeepSpeed's own choice on a machine with a GPU is CUDA, as here by the variable."""
+    flags = ["--strategy", "deepspeed_stage_2", "--devices", "2", "--accelerator", "cpu", "--batch_size", "16"]
+    done = run_program(
+        *("train.py", *small_data, *flags, "--max_steps", "2", "--out", str(tmp_path)), env={"DS_ACCELERATOR": "cuda"}
+    )
+    assert_ok(done)

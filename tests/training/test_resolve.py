@@ -38,11 +38,11 @@ def resolved(*flags: str) -> Run:
 @pytest.mark.parametrize(
     ("gpus", "batch_size", "accumulate", "expected"),
     [
-        *((1, batch_size, 1, 1) for batch_size in (4, 6, 16)),
-        *((2, batch_size, 1, 2) for batch_size in (4, 6, 16)),
-        *((3, 4, 1, 2), (3, 6, 1, 3), (3, 16, 1, 2)),
-        *((8, 4, 1, 4), (8, 6, 1, 6), (8, 16, 1, 8)),
-        *((8, 4, 2, 2), (8, 6, 2, 3), (8, 16, 4, 4), (3, 4, 4, 1)),
+        *((1, batch_size, 1, 1) for batch_size in (128, 192, 512)),
+        *((2, batch_size, 1, 2) for batch_size in (128, 192, 512)),
+        *((3, 128, 1, 2), (3, 192, 1, 3), (3, 512, 1, 2)),
+        *((7, 128, 1, 4), (7, 192, 1, 6), (8, 512, 1, 8)),
+        *((7, 128, 2, 2), (5, 192, 2, 3), (8, 1024, 4, 8), (3, 128, 4, 1)),
     ],
 )
 def test_the_largest_number_of_gpus_that_divides_the_batch(
@@ -66,8 +66,7 @@ def test_the_largest_number_of_gpus_that_divides_the_batch(
     [
         ("--strategy tensor_parallel --model vit_tiny", 3),  # 3 heads
         ("--strategy pipeline --model vit_tiny", 8),  # 12 blocks; the batch is not divided
-        ("--strategy deepspeed_stage_2 --model net_moe --model.num_experts [3] --model.ep_size 3 --batch_size 12", 6),
-        ("--model mlp --model.batch_norm true", 2),  # more than one image for each
+        ("--strategy deepspeed_stage_2 --model net_moe --model.num_experts [3] --model.ep_size 3 --batch_size 192", 6),
         ("--accelerator cpu", 1),
         ("--devices 2", 2),
     ],
@@ -84,10 +83,25 @@ def test_a_run_that_no_number_suits_gets_its_own_error(machine, capsys: pytest.C
     assert not capsys.readouterr().err
 
 
-def test_auto_precision(machine):
+@pytest.mark.parametrize(
+    ("batch_size", "accumulate", "expected"), [(4, 1, 1), (32, 1, 1), (64, 1, 2), (128, 1, 4), (64, 2, 1)]
+)
+def test_a_second_gpu_needs_a_micro_batch_that_is_worth_it(
+    batch_size: int, accumulate: int, expected: int, machine, capsys: pytest.CaptureFixture[str]
+):
     machine(4)
+    assert resolved("--batch_size", str(batch_size), "--accumulate", str(accumulate)).config.devices == expected
+    said = capsys.readouterr().err
+    assert said.startswith(f"--devices auto: {expected} of 4 GPUs")
+    assert ("is small for a GPU, --devices 4 takes it" in said) == (expected < 4)
+
+
+@pytest.mark.parametrize(("bfloat16", "precision"), [(True, "bf16-mixed"), (False, "16-mixed")])
+def test_auto_precision(bfloat16: bool, precision: str, machine, monkeypatch: pytest.MonkeyPatch):
+    machine(4)
+    monkeypatch.setattr(resolving, "has_bfloat16", lambda: bfloat16)
     config = resolved("--precision", "auto").config
-    assert (config.accelerator, config.devices, config.precision) == ("gpu", 4, "16-mixed")
+    assert (config.accelerator, config.devices, config.precision) == ("gpu", 1, precision)
     config = resolved("--precision", "auto", "--accelerator", "cpu").config
     assert (config.accelerator, config.devices, config.precision) == ("cpu", 1, "32-true")
 
@@ -105,20 +119,20 @@ def test_train_starts_as_many_ranks(machine, monkeypatch: pytest.MonkeyPatch, ca
     machine(8)
     started: list[tuple[int, bool]] = []
     monkeypatch.setattr(local_launcher, "run", lambda ranks, on_cpu, *_: started.append((ranks, on_cpu)) or 0)
-    monkeypatch.setattr("sys.argv", ["train.py", *DIGITS, "--strategy", "deepspeed_stage_3"])
+    monkeypatch.setattr("sys.argv", ["train.py", *DIGITS, "--strategy", "deepspeed_stage_3", "--batch_size", "128"])
     assert train.main() == 0
     assert started == [(4, False)]
-    assert capsys.readouterr().err.startswith("--devices auto: 4 of 8 GPUs: --batch_size 4 = ")
+    assert capsys.readouterr().err.startswith("--devices auto: 4 of 8 GPUs: a micro-batch of 16 is small for a GPU")
 
 
 def test_compare_follows(machine, capsys: pytest.CaptureFixture[str]):
     machine(8)
-    planned = plan(["ddp", "deepspeed_stage_2"], [], [], 1, DIGITS)
+    planned = plan(["ddp", "deepspeed_stage_2"], [], [], 1, [*DIGITS, "--batch_size", "128"])
     assert [variant.run.config.world_size for variant in planned] == [4, 4]
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-@pytest.mark.parametrize(("flags", "ranks"), [("", 8), ("--batch_size 4", 4), ("--device_memory 80GB", 1)])
+@pytest.mark.parametrize(("flags", "ranks"), [("", 8), ("--batch_size 128", 4), ("--device_memory 80GB", 1)])
 def test_plan_follows(
     flags: str, ranks: int, machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -50,6 +50,14 @@ def check_here(run: Run) -> None:
         raise UsageError(f"{run.config.strategy_name} compiles a CPU {optimizer}: install g++ or use --optimizer sgd")
     if spec.offload_optimizer == "nvme" and spec.raw is None:
         check_nvme(run.config.nvme_path)
+    if "nvme" in (spec.offload_optimizer, spec.offload_parameters) and not run.on_cpu:
+        from torch.utils.cpp_extension import CUDA_HOME  # here: of torch, which has counted the GPUs
+
+        if CUDA_HOME is None:  # DeepSpeed 0.19.8, ops/op_builder/async_io.py
+            raise UsageError(
+                "NVMe offload on a GPU is compiled against CUDA: install the CUDA toolkit of torch's version and set "
+                "CUDA_HOME to it, or use deepspeed_stage_3_offload"
+            )
 
 
 def check_nvme(path: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import deepspeed.comm
 import torch
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from torch import Tensor
 from torch.nn import Parameter
@@ -168,8 +168,8 @@ def _set_state(base: Any, target: Tensor, entries: list[dict[str, Any]], shard: 
 
 
 def _step(base: Any, target: Tensor, step: float) -> dict[str, Any]:
-    """Returns the number of steps as state, which DeepSpeed's Adams keep as an int."""
-    if isinstance(base, (FusedAdam, DeepSpeedCPUAdam)):
+    """Returns the number of steps as state, which DeepSpeed's Adam keeps as an int."""
+    if isinstance(base, DeepSpeedCPUAdam):
         return {"step": int(step)}
     on_device = any(group.get("fused") or group.get("capturable") for group in base.param_groups)
     return {"step": torch.tensor(step, device=target.device if on_device else "cpu")}

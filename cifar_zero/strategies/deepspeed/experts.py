@@ -113,8 +113,8 @@ def fix_clipping(engine: Any) -> None:
     """Makes stage 0 clip by the norm over all experts.
 
     In float32 DeepSpeed 0.19.8 uses the mean of the norms of the ranks, which have different experts (DeepSpeed issue
-    8475); in a lower precision, without its fused Adam, it ignores the experts (DeepSpeed pull request 8613). Can be
-    removed with a release that fixes both. Stages 1 and 2 are correct.
+    8475); in a lower precision it ignores the experts (DeepSpeed pull request 8613). Can be removed with a release that
+    fixes both. Stages 1 and 2 are correct.
     """
     limit = engine.gradient_clipping()
     if not engine.has_moe_layers or engine.zero_optimization() or not limit:

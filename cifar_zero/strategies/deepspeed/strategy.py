@@ -1,5 +1,6 @@
 """Lightning's DeepSpeedStrategy, extended to CPU ranks, and corrected where it changes the maths or a checkpoint."""
 
+import math
 import os
 import shutil
 import signal
@@ -7,6 +8,7 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
@@ -16,15 +18,17 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 from torch.nn import Module
-from torch.utils.cpp_extension import CUDA_HOME
+from torch.optim import Optimizer
 
 from cifar_zero.checkpoints.io import AtomicCheckpointIO, failure_of
 from cifar_zero.checkpoints.read import read
 from cifar_zero.checkpoints.zero_folder import GROUPS, ON_DISK, PROGRESS, SHAPE, TAG, shape_of
 from cifar_zero.core import atomic
 from cifar_zero.core.console import say
+from cifar_zero.core.errors import UsageError
 from cifar_zero.launch.collectives import gather
 from cifar_zero.models.cast import compute_with_statistics
 from cifar_zero.models.moe import share_of
@@ -46,11 +50,6 @@ for other models too; a fit or a test puts it back at its end."""
 
 ENGINE = "_deepspeed_engine"
 """Attribute of a module: the engine that trained it, whose gradient hooks must be removed before a second fit."""
-
-
-def has_nvcc() -> bool:
-    """Whether DeepSpeed can compile for CUDA; torch's CUDA_HOME may be the folder of a runtime without the compiler."""
-    return CUDA_HOME is not None and Path(CUDA_HOME, "bin", "nvcc").exists()
 
 
 class ZeROPrecision(DeepSpeedPrecision):
@@ -92,6 +91,8 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
         super().__init__(stage=stage, overlap_comm=overlap_comm, **options)
         assert isinstance(self.config, dict)
         self.config.setdefault("zero_force_ds_cpu_optimizer", False)  # any optimizer may be offloaded
+        # It waits for the device twice in each step (DeepSpeed 0.19.8, utils/timer.py).
+        self.config.setdefault("timers", {"throughput": {"enabled": False}})
 
     @property
     def on_cpu(self) -> bool:
@@ -104,12 +105,10 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
         return torch.device("cpu", 0) if self.on_cpu else super().root_device
 
     def optimizer_implementation(self, device_type: str) -> Implementation:
-        """Returns DeepSpeed's C++ one if offloaded, its fused one on CUDA if nvcc can compile it, else torch's."""
+        """Returns DeepSpeed's C++ one if offloaded, else torch's: DeepSpeed's fused one would have to be compiled."""
         if self._offload_device("offload_optimizer") != "none":
             return "deepspeed_cpu"
-        if device_type == "cpu":
-            return "torch"
-        return "deepspeed_fused" if has_nvcc() else "torch_fused"
+        return "torch" if device_type == "cpu" else "torch_fused"
 
     def setup_environment(self) -> None:
         """Starts the process group. A plain Trainer has given Lightning's own plugins, which are replaced."""
@@ -117,14 +116,22 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
             self.checkpoint_io = AtomicCheckpointIO()
         if not isinstance(self.precision_plugin, ZeROPrecision):
             self.precision_plugin = ZeROPrecision(self.precision_plugin.precision)  # pyright: ignore
+        deepspeed.utils.nvtx.enable_nvtx = False  # marks for NVIDIA's profiler, 260 in a step at stage 3
         if self.on_cpu:
             # Set by DeepSpeed's own launcher. Without it the CPU accelerator starts numactl in every step to count
             # the devices (DeepSpeed 0.19.8, accelerator/cpu_accelerator.py).
             os.environ.setdefault("LOCAL_SIZE", str(self.num_processes))
-            deepspeed.utils.nvtx.enable_nvtx = False  # marks for NVIDIA's profiler, 260 in a step at stage 3
             super(DeepSpeedStrategy, self).setup_environment()  # DDP's, without the check for CUDA
         else:
             super().setup_environment()
+
+    def _format_config(self) -> None:
+        """Completes the configuration. In bfloat16 ZeRO 1 and 2 would wait for a check of all gradients in each step,
+        and leave out a step with NaN, as no other strategy does (DeepSpeed 0.19.8, runtime/precision_config.py)."""
+        super()._format_config()
+        assert isinstance(self.config, dict)
+        if "bf16" in self.config:
+            self.config["bf16"].setdefault("check_grad_overflow", False)
 
     def setup_distributed(self) -> None:
         """Starts the process group; on the CPU without Lightning's check of GPU indices."""
@@ -163,9 +170,32 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
                 parameter.data = parameter.data.to(dtype)
                 parameter.ds_tensor.data = parameter.ds_tensor.data.to(dtype)
             forget_second_copies(self.model)
+        self._check_parameters(self.model)
         experts.spread(self.model, self.global_rank)
         compute_with_statistics(self.model)
         super().setup(trainer)
+
+    def _check_parameters(self, model: Module) -> None:
+        """Raises UsageError for a parameter that DeepSpeed (0.19.8) cannot broadcast or shard."""
+        for name, parameter in model.named_parameters():
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            if not shape:
+                raise UsageError(f"{name} has no dimensions, which DeepSpeed cannot broadcast: give it the shape (1,)")
+            if self.zero_stage_3 and not math.prod(shape):
+                raise UsageError(f"{name} has no elements, which ZeRO 3 cannot shard: leave it out, or use ZeRO 2")
+
+    def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
+        """Makes the optimizer without empty parameter groups, such as one of a split by weight decay may be. DeepSpeed
+        (0.19.8, engine.py) would drop them after the schedule has counted them."""
+        add = Optimizer.add_param_group
+
+        def add_unless_empty(optimizer: Optimizer, group: dict[str, Any]) -> None:
+            add(optimizer, group)
+            if not optimizer.param_groups[-1]["params"]:
+                optimizer.param_groups.pop()
+
+        with mock.patch.object(Optimizer, "add_param_group", add_unless_empty):
+            return super()._init_optimizers()
 
     def parameter_groups(self, module: Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns an optimizer's groups, the experts in groups of their own."""
@@ -291,8 +321,8 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
 
     def _setup_model_and_optimizer(self, model: Module, optimizer: Any, lr_scheduler: Any = None) -> Any:
         """Starts the engine, which at stage 0 in a low precision would step once with gradients of 0 (DeepSpeed 0.19.8,
-        fp16/unfused_optimizer.py and fused_optimizer.py, `initialize_optimizer_states`; its pull request 5104): Adam
-        would count a step too many, so that its first update is 0.74 of the right one, and AdamW's decay would act."""
+        fp16/unfused_optimizer.py, `initialize_optimizer_states`; its pull request 5104): Adam would count a step too
+        many, so that its first update is 0.74 of the right one, and AdamW's decay would act."""
         step, optimizer.step = optimizer.step, lambda *args, **kwargs: None
         # SuperOffload's process inherits how Ctrl-C is handled, which must not end it before the run is saved.
         spawns = self._zero.get("offload_optimizer", {}).get("super_offload")

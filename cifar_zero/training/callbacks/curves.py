@@ -165,7 +165,7 @@ def norm_before_step(trainer: Trainer, module: LightningModule) -> Tensor | None
 
 def norm_after_step(trainer: Trainer) -> float | None:
     """Returns the norm that DeepSpeed's optimizer computed in the last step; None without DeepSpeed. At stage 0 it
-    (0.19.8) has none in float32 (issue 7255), and in float16 without FusedAdam one not divided by the loss scale."""
+    (0.19.8) has none in float32 (issue 7255), and in float16 one not divided by the loss scale."""
     engine = deepspeed_engine(trainer)
     norm = None if engine is None else engine.get_global_grad_norm()
     return None if norm is None else float(norm)
