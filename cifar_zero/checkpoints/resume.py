@@ -70,6 +70,7 @@ def checkpoint_to_resume(config: Config) -> str:
     recipe = run_folder.recipe_of(checkpoint)
     if recipe is not None:
         check_same_run(replace(config, resume=given), yaml.safe_load(recipe.read_text()))
+        atomic.remove_unfinished(checkpoint.parent)
     return str(checkpoint)
 
 

@@ -144,6 +144,6 @@ def test_all_processes_end_with_a_killed_launcher(begin: Callable[..., Run]):
     until = time.monotonic() + 15  # torch's workers check every 5 seconds whether their rank is alive
     while (run.processes() or run.listens()) and time.monotonic() < until:
         time.sleep(0.1)
-    (left,) = run.temporary.glob("ranks-*")
+    (left,) = run.temporary.glob("cifar-zero-ranks-*")
     left.rmdir()  # it is empty
     run.assert_nothing_left()
