@@ -65,10 +65,10 @@ def train(run: Run, module_class: Callable[..., Any] | None = None, last: bool =
     build.check_trainer_options(run.config)
     places = rendezvous.meet(run)
     run = starting.agree_on_checkpoint(run, places)
-    source = starting.check_checkpoint(run)
+    source, images = starting.check_checkpoint(run)
     weights = starting.pretrained_weights(run)
 
-    datamodule = CIFARDataModule(run.config, source)
+    datamodule = CIFARDataModule(run.config, source, images)
     if rank_environment.local_rank() == 0:
         datamodule.prepare_data()  # before the run is named: auto may fall back to the digits
     is_rank_0 = rank_environment.global_rank() == 0

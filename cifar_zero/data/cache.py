@@ -118,7 +118,9 @@ def _map(directory: Path) -> Dataset:
     arrays = {name: _open(directory, name) for name in ARRAYS}
     for name in ("train_images", "test_images"):
         arrays[name] = arrays[name].transpose(0, 3, 1, 2)  # stored with the channels last
-    return Dataset(name=meta["source"], classes=tuple(meta["classes"]), **arrays)
+    counts = {split: len(arrays[f"{split}_labels"]) for split in ("train", "test")}
+    identity = counts | meta["checksums"]
+    return Dataset(name=meta["source"], classes=tuple(meta["classes"]), **arrays, identity=identity)
 
 
 def _is_ready(directory: Path, fingerprint: str) -> bool:
