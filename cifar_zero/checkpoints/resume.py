@@ -101,7 +101,7 @@ def newest_of(agents: Collection[str], out: str, name: str) -> Path | None:
         if earlier.intersection(agents) - {""}:
             atomic.recover(file.parent)
             found += run_folder.checkpoints(file.parent)
-    return max(found, key=run_folder.written, default=None)
+    return run_folder.newest(found) if found else None
 
 
 def find_recovered(config: Config, given: str, fallback: bool = False) -> Path:
