@@ -1,5 +1,7 @@
 """CIFARDataModule: the images of a source in batches, the same in the same order under every strategy."""
 
+import socket
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -16,6 +18,7 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.data.augment import Augmentation
 from cifar_zero.data.dataset import Dataset, EvalOrder, Order, Split, TrainOrder, stratified_split
 from cifar_zero.data.memory_loader import MemoryLoader, Stored
+from cifar_zero.launch.collectives import gather
 from cifar_zero.strategies import replica
 
 EVAL_BATCH_SIZE = 1000
@@ -25,14 +28,17 @@ busy, and small enough (12 MB of float32 input) for the activations to fit anywh
 
 class CIFARDataModule(LightningDataModule):
     """Training, validation and test loaders of any source. The Trainer must be made with
-    `use_distributed_sampler=False`: the loaders are sharded here. The images are of `source`, if not of --data.source;
-    see `starting.check_checkpoint`."""
+    `use_distributed_sampler=False`: the loaders are sharded here. The images are of `source`, if not of --data.source,
+    and must be `images`, the `Dataset.identity` of the run that is resumed; see `starting.check_checkpoint`."""
 
     dataset: Dataset  # all images, after `setup`
 
-    def __init__(self, config: Config, source: SourceName | None = None) -> None:
+    def __init__(
+        self, config: Config, source: SourceName | None = None, images: Mapping[str, int] | None = None
+    ) -> None:
         super().__init__()
         self.config = config
+        self._images = images
         self._data = replace(config.data, source=source or config.data.source)
         self.source = ""  # name of the source in use, once it is known
         self._train = self._val = np.empty(0, np.int64)
@@ -45,7 +51,8 @@ class CIFARDataModule(LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Maps the images into memory and holds out the validation images, once for all stages. Raises UsageError if
-        the batch cannot be divided among the ranks."""
+        the batch cannot be divided among the ranks, or the images are not the same on all ranks, or not those of the
+        run that is resumed."""
         _ = self.micro_batch_size
         if hasattr(self, "dataset"):
             return
@@ -58,6 +65,7 @@ class CIFARDataModule(LightningDataModule):
         if self.source != chosen:  # else it is already prepared
             self.source = data.prepare(config)
         self.dataset = data.load(config, self.source)
+        self._check_same_images()
         self._train, self._val = stratified_split(self.dataset.train_labels, self._data.val_fraction, self.config.seed)
         if self._data.val_fraction and not len(self._val):
             why = f"--data.val_fraction {self._data.val_fraction:g} holds out no image: all classes are too small"
@@ -65,6 +73,24 @@ class CIFARDataModule(LightningDataModule):
                 raise UsageError(f"{why}, and --{needed[0]} needs validation images: use a larger one")
             if self.trainer is None or self.trainer.is_global_zero:
                 say(f"{why}; the run has no validation")
+
+    def _check_same_images(self) -> None:
+        own = dict(self.dataset.identity)
+        source = f"--data.source {self.source}"
+        of_ranks = gather((socket.gethostname(), own))
+        first_host, first = of_ranks[0]
+        for host, other in of_ranks:
+            if other != first:
+                raise UsageError(
+                    f"{source}: {host} has {_counts(other)}, which are not the {_counts(first)} of {first_host}: "
+                    "give all nodes the same files"
+                )
+        if self._images is not None and self._images != own:
+            resume = self.config.resume
+            raise UsageError(
+                f"--resume {resume}: that run had {_counts(self._images)}, and {source} now has other ones, "
+                f"{_counts(own)}: give the data that it had, or fine-tune it with --weights {resume} without --resume"
+            )
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -134,3 +160,7 @@ class CIFARDataModule(LightningDataModule):
     def _replica(self) -> tuple[int, int]:
         """Number of ranks that train on different images, and this one's index among them."""
         return replica(self.trainer.strategy) if self.trainer is not None else (1, 0)
+
+
+def _counts(identity: Mapping[str, int]) -> str:
+    return f"{identity['train']:,} training and {identity['test']:,} test images"

@@ -16,7 +16,7 @@ from cifar_zero.config import command_line
 from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import AUTO
 from cifar_zero.core import start_time
-from cifar_zero.core.errors import UsageError
+from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.core.programs import torchrun
 from cifar_zero.launch import local_launcher, other_programs, rank_environment
 from cifar_zero.planning import automatic
@@ -53,6 +53,7 @@ def train(run: Run, module_class: Callable[..., Any] | None = None, last: bool =
     before = other_programs.usage()
     # Here, as they import torch and Lightning: --help and errors in the command line come at once.
     from cifar_module import CIFARModule
+    from cifar_zero.checkpoints.io import failure_of
     from cifar_zero.core.console import quieten
     from cifar_zero.launch import rendezvous
     from cifar_zero.reports.summary import print_summary, write_json
@@ -65,10 +66,10 @@ def train(run: Run, module_class: Callable[..., Any] | None = None, last: bool =
     build.check_trainer_options(run.config)
     places = rendezvous.meet(run)
     run = starting.agree_on_checkpoint(run, places)
-    source = starting.check_checkpoint(run)
+    source, images = starting.check_checkpoint(run)
     weights = starting.pretrained_weights(run)
 
-    datamodule = CIFARDataModule(run.config, source)
+    datamodule = CIFARDataModule(run.config, source, images)
     if rank_environment.local_rank() == 0:
         datamodule.prepare_data()  # before the run is named: auto may fall back to the digits
     is_rank_0 = rank_environment.global_rank() == 0
@@ -88,13 +89,18 @@ def train(run: Run, module_class: Callable[..., Any] | None = None, last: bool =
         trainer.test(module, datamodule=datamodule, verbose=False)
 
     metrics = collect(trainer, module, datamodule, run.config)
+    unwritten = ""
     if run_dir is not None:
-        write_json(run_dir / run_folder.METRICS, metrics)
+        file = run_dir / run_folder.METRICS
+        failure = failure_of(lambda: write_json(file, metrics))
+        unwritten = f"{file} could not be written: {failure}" if failure else ""
         log_results(trainer, run.config, metrics)
         if not run.config.find_lr:
             print_summary(metrics, run_dir)
     stop.leave(trainer, last)
     stop.check_saved(trainer)
+    if unwritten:
+        raise RunError(unwritten)
     return metrics
 
 

@@ -1,5 +1,8 @@
 """The data module: exact splits, and loaders that Lightning drives epoch by epoch."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +17,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from cifar_zero.config.flags import AugmentConfig, Config, DataConfig
 from cifar_zero.core.errors import UsageError
 from cifar_zero.data.dataset import IGNORED, stratified_split
+from cifar_zero.launch.local_launcher import free_port
 from datamodule import CIFARDataModule
+from tests.support.helpers import ROOT, TIMEOUT_SECONDS
 
 
 @pytest.fixture
@@ -152,3 +157,31 @@ def test_limits_of_lightning_start_each_epoch_at_its_beginning(config: DataConfi
     whole = record(config, tmp_path)["train"].view(2, -1)
     limited = record(config, tmp_path, limit_train_batches=3)["train"].view(2, -1)
     assert torch.equal(limited, whole[:, : limited.shape[1]])
+
+
+@pytest.mark.distributed
+def test_nodes_with_other_images_are_refused(tmp_path: Path) -> None:
+    """Two ranks, each a node of its own, of which the second has ten images more."""
+    flags = ["--accelerator", "cpu", "--data.source", "synthetic", "--max_steps", "4", "--batch_size", "8"]
+    flags += ["--data.root", str(tmp_path), "--out", str(tmp_path / "out"), "--logger", "none"]
+    nodes = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+    nodes |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "train.py", *flags, "--data.synthetic_size", str(size)],
+            cwd=ROOT,
+            env={**os.environ, **nodes, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, size in enumerate((205, 215))
+    ]
+    try:
+        ends = [rank.communicate(timeout=TIMEOUT_SECONDS)[1].splitlines()[-1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [2, 2], ends
+    for line in ends:
+        assert "has 215 training and 215 test images, which are not the 205 training and 205 test images of" in line
+        assert "give all nodes the same files" in line

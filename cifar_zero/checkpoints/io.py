@@ -83,8 +83,19 @@ def failure_of(write: Callable[[], Any]) -> str:
     it would leave the other ranks waiting for this one."""
     try:
         write()
-    except OSError as error:
-        return error.strerror or str(error) or type(error).__name__
     except Exception as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None and not isinstance(cause, OSError):  # Lightning's loggers (2.6.6) hide it
+            cause = cause.__cause__
+        if isinstance(cause, OSError):
+            return cause.strerror or str(cause) or type(cause).__name__
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def attempt(write: Callable[[], Any], what: object) -> bool:
+    """Runs what writes to the disk and returns whether it succeeded. Reports an error, which does not end the run."""
+    failure = failure_of(write)
+    if failure:
+        say(f"{what} could not be written: {failure}. The training continues.")
+    return not failure

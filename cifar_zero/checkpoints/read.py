@@ -1,6 +1,7 @@
 """Reads a checkpoint of any strategy in the one form that Lightning's plain strategies write, and its weights."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from cifar_zero.checkpoints.finetuning.network import merged
 from cifar_zero.checkpoints.safe_load import load
 from cifar_zero.checkpoints.zero_folder import AVERAGE, read_folder
+from cifar_zero.config.flags import config_of
 from cifar_zero.core.errors import UsageError, short
 
 RECORD = "cifar_zero"
@@ -21,13 +23,56 @@ def read(checkpoint: Path, trust: bool = False, verify: bool = True, device: str
     """Returns state_dict, optimizer_states and the progress of the run from Lightning's file, or the folder that
     DeepSpeed writes; see `safe_load.load` for the arguments. Raises UsageError: it is damaged or would need `trust`."""
     if checkpoint.is_dir():
-        return read_folder(checkpoint, trust, verify, device)
+        return checked(read_folder(checkpoint, trust, verify, device), checkpoint)
     if checkpoint.suffix == ".safetensors":
         raise UsageError(f"{checkpoint} is a file of weights only: give the checkpoint that they are from")
     content = load(checkpoint, trust, verify, device)
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
         raise UsageError(f"{checkpoint} is no checkpoint of a run: it has no state_dict")
-    return content
+    return checked(content, checkpoint)
+
+
+def checked(content: dict[str, Any], name: object) -> dict[str, Any]:
+    """Returns the content of a checkpoint after a check of what callbacks/checkpoint.py has added, if it has; options
+    that are missing there get their defaults. Raises UsageError: another version of the program wrote it."""
+    if RECORD not in content:
+        return content
+    try:
+        record = content[RECORD]
+        config, classes = asdict(config_of(record["config"])), record["classes"]
+        if not isinstance(classes, list) or not all(isinstance(each, str) for each in classes):
+            raise TypeError("classes is not a list of names")
+        return {**content, RECORD: {**record, "config": config}}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise of_another_version(name, error) from error
+
+
+def check_resumable(content: Mapping[str, Any], name: object) -> None:
+    """Raises UsageError if a checkpoint lacks what a run needs to continue."""
+    _check_has(content, ("epoch", "global_step", "loops", "optimizer_states", "lr_schedulers"), name)
+    _check_has(content["loops"], ("fit_loop",), name)
+    optimizer: dict[str, Any] = {}
+    if RECORD in content:
+        _check_has(content[RECORD], ("random_states", "images"), name)
+        optimizer = content[RECORD]["config"]["optimizer"]["options"]
+    states = content["optimizer_states"]
+    stateless = not optimizer.get("momentum", 1) or not content["global_step"]  # SGD, before the first step any other
+    if not states or not (stateless or any(each["state"] for each in states)):
+        raise UsageError(
+            f"{name} has no state of the optimizer: start a run from its weights with --weights {name} without --resume"
+        )
+
+
+def _check_has(content: Mapping[str, Any], keys: Collection[str], name: object) -> None:
+    for key in keys:
+        if key not in content:
+            raise of_another_version(name, KeyError(key))
+
+
+def of_another_version(name: object, error: Exception) -> UsageError:
+    """Returns the error for a file that lacks something or has something unknown."""
+    why = f"it has no {error}" if isinstance(error, KeyError) else short(error)
+    return UsageError(f"{name} is damaged, or another version of train.py wrote it ({why}): use the version that did")
 
 
 def network(checkpoint: Mapping[str, Any], averaged: bool = True) -> dict[str, Tensor]:

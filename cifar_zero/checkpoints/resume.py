@@ -70,6 +70,7 @@ def checkpoint_to_resume(config: Config) -> str:
     recipe = run_folder.recipe_of(checkpoint)
     if recipe is not None:
         check_same_run(replace(config, resume=given), yaml.safe_load(recipe.read_text()))
+        atomic.remove_unfinished(checkpoint.parent)
     return str(checkpoint)
 
 
@@ -100,7 +101,7 @@ def newest_of(agents: Collection[str], out: str, name: str) -> Path | None:
         if earlier.intersection(agents) - {""}:
             atomic.recover(file.parent)
             found += run_folder.checkpoints(file.parent)
-    return max(found, key=run_folder.written, default=None)
+    return run_folder.newest(found) if found else None
 
 
 def find_recovered(config: Config, given: str, fallback: bool = False) -> Path:

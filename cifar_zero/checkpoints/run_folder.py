@@ -2,7 +2,9 @@
 
 import hashlib
 import os
+import pickletools
 import shutil
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,7 +82,46 @@ def newest_checkpoint(folder: Path) -> Path:
     found = checkpoints(folder)
     if not found:
         raise UsageError(f"no checkpoint under {folder}: give a run folder, or a .ckpt file or folder")
-    return max(found, key=written)
+    return newest(found)
+
+
+def newest(found: list[Path]) -> Path:
+    """Returns the newest of some checkpoints: of the name whose checkpoint was written last, the one with the most
+    steps in the last run. Times alone would be those of a copy. If a step cannot be read, the time decides."""
+    last = max(found, key=written)
+    run = _run_of(last)
+    of_name = [path for path in found if _run_of(path)[0] == run[0]]
+    version = max(_run_of(path)[1] for path in of_name)
+    of_run = [path for path in of_name if _run_of(path)[1] == version]
+    steps = {path: step_of(path) for path in of_run}
+    if None in steps.values():
+        return max(of_run, key=written)
+    return max(of_run, key=lambda path: (steps[path], path.name))
+
+
+def _run_of(checkpoint: Path) -> tuple[Path, int]:
+    """Returns the folder of the name of a checkpoint's run, and its version; outside of a run folder -1."""
+    for folder in checkpoint.absolute().parents:
+        if folder.name.startswith("version_") and folder.name[8:].isdecimal():
+            return folder.parent, int(folder.name[8:])
+    return checkpoint.absolute().parent, -1
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """Returns the optimizer steps of a checkpoint, read from its list of values without torch and without running code;
+    None if it cannot be read."""
+    files = checkpoint.glob("checkpoint/*model_states.pt") if checkpoint.is_dir() else [checkpoint]
+    try:
+        with zipfile.ZipFile(min(files)) as archive:
+            (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
+            steps = pickletools.genops(archive.read(name))
+            values = (value for kind, value, _ in steps if "PUT" not in kind.name)  # those number what follows
+            if "global_step" in values:
+                step = next(values)
+                return step if isinstance(step, int) else None
+    except (OSError, ValueError, zipfile.BadZipFile, KeyError, StopIteration):
+        return None
+    return None
 
 
 def checkpoints(folder: Path) -> list[Path]:

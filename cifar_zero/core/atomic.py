@@ -14,10 +14,16 @@ def staged(final: Path) -> Path:
     return final.with_name(final.name + STAGED)
 
 
+def aside(final: Path) -> Path:
+    """Returns the path of the previous folder, for the instant in which the new one gets its name."""
+    return final.with_name(final.name + ASIDE)
+
+
 def discard(path: Path) -> None:
     """Removes a file or a folder if it exists. A folder is renamed first, so that nobody finds half of it."""
     if path.is_dir() and not path.is_symlink():
         if not path.name.endswith(STAGED):
+            discard(staged(path))  # left by a process that was killed while it discarded the folder
             path = path.rename(staged(path))
         shutil.rmtree(path)
     else:
@@ -26,11 +32,13 @@ def discard(path: Path) -> None:
 
 def put_in_place(final: Path) -> None:
     """Flushes what was staged to the disk and renames it to its final name, in place of the previous one."""
-    new, old = staged(final), final.with_name(final.name + ASIDE)
+    new, old = staged(final), aside(final)
     for path in (*new.rglob("*"), new) if new.is_dir() else (new,):
         flush_to_disk(path)
-    if new.is_dir() and final.exists():  # a folder cannot replace another one
-        final.rename(old)
+    if new.is_dir():
+        if final.exists():  # a folder cannot replace another one
+            discard(old)  # left by a writer that was killed after both renames
+            final.rename(old)
         new.rename(final)
         discard(old)
     else:
@@ -45,6 +53,13 @@ def recover(folder: Path) -> None:
         if final.suffix == ".ckpt" and not final.exists():
             with suppress(FileNotFoundError):  # another rank was faster
                 old.rename(final)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Removes what the killed writer of checkpoints has left in a folder; several processes may call it at once."""
+    for left in (*folder.glob(f"*.ckpt*{STAGED}"), *folder.glob(f"*.ckpt{ASIDE}")):
+        with suppress(OSError):  # another process was faster, or the folder is read-only
+            discard(left)
 
 
 def flush_to_disk(path: Path) -> None:

@@ -5,6 +5,8 @@ failures are in docs/troubleshooting.md.
 """
 
 import re
+import sys
+from pathlib import Path
 from pickle import UnpicklingError
 from typing import NamedTuple
 
@@ -12,6 +14,9 @@ LESS_MEMORY = (
     "double --accumulate (the same batch in smaller parts), then take a higher ZeRO stage, then one with _offload; "
     "plan.py with the same options shows which strategies fit"
 )
+OF_ONE_MODEL = "the model is too large for this machine: use one with more memory"
+"""Fix of a full memory in programs that only run a model, whose memory no option of the training lowers."""
+
 FEWER_WORKERS = "take fewer --data.workers, or --data.loader memory"
 OTHER_RANKS = "look for the first error in the other ranks' lines"
 
@@ -113,5 +118,7 @@ def explain(error: BaseException) -> str | None:
     for row in TABLE:
         for link in chain:
             if isinstance(link, row.kind) and (found := re.search(row.message, str(link), re.DOTALL)):
-                return f"{row.cause.format(**found.groupdict())}; {row.fix}"
+                only_runs = Path(sys.argv[0]).stem in ("predict", "export", "evaluate")
+                fix = OF_ONE_MODEL if row.fix is LESS_MEMORY and only_runs else row.fix
+                return f"{row.cause.format(**found.groupdict())}; {fix}"
     return None

@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import shutil
+import time
 import tokenize
 import zlib
 from collections.abc import Callable
@@ -34,6 +35,9 @@ labels reads all: one that is out of range would end a run."""
 
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, tokenize.TokenError)
 """Exceptions of reading a missing or damaged cache; the last one is NumPy's (2.4) for some headers of an array."""
+
+TRIES, PAUSE_SECONDS = 100, 0.01
+"""How often `load` looks for a cache that is replaced right now: its folder has no name between two renames."""
 
 _USERS_MISTAKES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 
@@ -82,15 +86,41 @@ def allocate(
 
 
 def load(directory: Path) -> Dataset:
-    """Maps the cache in `directory`, which `ensure` has prepared; raises RunError if it is missing or damaged."""
+    """Maps the cache in `directory`, which `ensure` has prepared; raises RunError if it is missing or damaged. If
+    another process replaces the cache meanwhile, maps the new one, never files of both."""
+    failure: Exception | None = None
+    for _ in range(TRIES):
+        before, failure = _identity(directory), None
+        try:
+            dataset = _map(directory)
+        except _DAMAGE as error:
+            failure = error
+        else:
+            if before == _identity(directory):
+                return dataset
+        if before == _identity(directory) and not atomic.aside(directory).exists():
+            break
+        time.sleep(PAUSE_SECONDS)
+    raise RunError(f"no decoded images in {directory}: prepare the data first") from failure
+
+
+def _identity(directory: Path) -> tuple[int, int] | None:
+    """Returns what tells a folder from another one of the same name; None if there is none."""
     try:
-        meta = _read_meta(directory)
-        arrays = {name: _open(directory, name) for name in ARRAYS}
-    except _DAMAGE as error:
-        raise RunError(f"no decoded images in {directory}: prepare the data first") from error
+        status = directory.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+def _map(directory: Path) -> Dataset:
+    meta = _read_meta(directory)
+    arrays = {name: _open(directory, name) for name in ARRAYS}
     for name in ("train_images", "test_images"):
         arrays[name] = arrays[name].transpose(0, 3, 1, 2)  # stored with the channels last
-    return Dataset(name=meta["source"], classes=tuple(meta["classes"]), **arrays)
+    counts = {split: len(arrays[f"{split}_labels"]) for split in ("train", "test")}
+    identity = counts | meta["checksums"]
+    return Dataset(name=meta["source"], classes=tuple(meta["classes"]), **arrays, identity=identity)
 
 
 def _is_ready(directory: Path, fingerprint: str) -> bool:

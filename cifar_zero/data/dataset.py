@@ -2,7 +2,7 @@
 
 import math
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +31,7 @@ class Dataset:
     train_labels: NDArray[np.int64]  # (N,)
     test_images: NDArray[np.uint8]  # RGB, (M, 3, H, W)
     test_labels: NDArray[np.int64]  # (M,)
+    identity: Mapping[str, int]  # numbers of images, and checksums: equal only for the same images in the same order
 
 
 def map_beyond_memory(images: NDArray[np.uint8]) -> mmap.mmap | None:

@@ -21,7 +21,7 @@ import psutil
 
 from cifar_zero.core.errors import Stopped
 from cifar_zero.core.hardware import share_of_cores
-from cifar_zero.launch import heartbeat
+from cifar_zero.launch import heartbeat, temporary
 from cifar_zero.launch.supervisor import Rank, pass_requests_on, supervise
 
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: after a fork it is too late
@@ -47,7 +47,7 @@ def run(ranks: int, on_cpu: bool, flags: Sequence[str] = ()) -> int:
     port = free_port()
     board = heartbeat.Board(ranks)
     started: list[Rank] = []
-    with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as temporary:
+    with temporary.folder() as temporary_files:
         # A killed process leaves its temporary files. torch's compilation cache (2.15, cache_dir_utils.py) is to stay.
         default = os.path.join(tempfile.gettempdir(), f"torchinductor_{_user()}")
         cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", default)
@@ -55,7 +55,7 @@ def run(ranks: int, on_cpu: bool, flags: Sequence[str] = ()) -> int:
             **os.environ,  # and torchrun's variables, which Lightning and DeepSpeed read
             **{"MASTER_ADDR": ADDRESS, "MASTER_PORT": str(port), "NODE_RANK": "0"},
             **{"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)},
-            **{"TORCHINDUCTOR_CACHE_DIR": cache, "TMPDIR": temporary},
+            **{"TORCHINDUCTOR_CACHE_DIR": cache, "TMPDIR": temporary_files},
         }
         received = pass_requests_on(started)
         try:

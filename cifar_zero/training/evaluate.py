@@ -105,14 +105,14 @@ def evaluate(
     from cifar_zero.training.callbacks.summary import test_metrics
 
     quieten()
+    content = content or read(checkpoint, run.consent.trust)
+    if RECORD in content and (differing := other_classes(run.config.data, content[RECORD])):
+        raise UsageError(f"{checkpoint} was trained on other classes than --data.source has ({differing})")
     module, datamodule = classes[0](run.config, run.num_classes), classes[1](run.config)
     module.configure_model()
     assert module.net is not None
     averaged = bool(run.config.ema or run.config.swa_from)
-    content = content or read(checkpoint, run.consent.trust)
     load_weights(module.net, network(content, averaged), str(checkpoint))
-    if RECORD in content and (differing := other_classes(run.config.data, content[RECORD])):
-        raise UsageError(f"{checkpoint} was trained on other classes than --data.source has ({differing})")
     if cast and "mixed" in precision:
         dtype = torch.bfloat16 if "bf16" in precision else torch.float16
         for parameter in module.net.parameters():

@@ -14,6 +14,7 @@ from torch.utils.tensorboard.summary import hparams
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.finetuning import network
+from cifar_zero.checkpoints.io import attempt, failure_of
 from cifar_zero.config.flags import Config, flat
 from cifar_zero.config.run import Run
 from cifar_zero.core.errors import RunError, UsageError, short
@@ -48,7 +49,27 @@ def loggers(run: Run, run_dir: Path | None) -> list[Logger]:
         "wandb": lambda run, folder: wandb_logger(run.config, folder),
         "mlflow": _mlflow,
     }
-    return [chosen[name](run, run_dir) for name in run.config.logger if name != "none" and run_dir is not None]
+    names = [name for name in run.config.logger if name != "none"]
+    return [guarded(chosen[name](run, run_dir)) for name in names if run_dir is not None]
+
+
+def guarded(logger: Logger) -> Logger:
+    """Returns the logger, of which an error of writing does not end the training; see `write_to`."""
+
+    def guard(method: Callable[..., None]) -> Callable[..., None]:
+        return lambda *arguments, **options: write_to(logger, lambda: method(*arguments, **options))
+
+    for name in ("log_metrics", "save", "finalize"):  # what Lightning (2.6.6) calls during a run
+        setattr(logger, name, guard(getattr(logger, name)))
+    return logger
+
+
+def write_to(logger: Any, write: Callable[[], Any]) -> None:
+    """Runs what writes to a logger. Its first error is reported, and none ends the training."""
+    if getattr(logger, "has_failed", False):
+        failure_of(write)
+    elif not attempt(write, f"what {type(logger).__name__} logs"):
+        logger.has_failed = True
 
 
 def _tensorboard(run: Run, run_dir: Path) -> Logger:

@@ -1,7 +1,7 @@
 """The start of a run on all ranks: its checkpoint or weights, its folder, and what the nodes must agree on."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import cast
@@ -9,7 +9,7 @@ from typing import cast
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.finetuning.load import Match, match, read_plain, together
 from cifar_zero.checkpoints.finetuning.network import check_patterns, on_meta
-from cifar_zero.checkpoints.read import RECORD, load_weights, network, plain_network, read
+from cifar_zero.checkpoints.read import RECORD, check_resumable, load_weights, network, plain_network, read
 from cifar_zero.checkpoints.resume import check_same_run, checkpoint_to_resume, newest_of, source_of
 from cifar_zero.config import command_line, ds_config
 from cifar_zero.config.flags import SourceName
@@ -42,22 +42,24 @@ def agree_on_checkpoint(run: Run, places: Sequence[Place]) -> Run:
     return with_checkpoint(run, by_rank_0(found))
 
 
-def check_checkpoint(run: Run) -> SourceName | None:
-    """Refuses a checkpoint that cannot be resumed, and returns the source of its images; None for a run that begins.
-    Every rank must call it. Only rank 0 reads: it compares the checksums, and reads names and shapes without the
-    tensors' values. Raises UsageError: it is damaged, of another model or other images, or cannot be trusted."""
+def check_checkpoint(run: Run) -> tuple[SourceName | None, Mapping[str, int] | None]:
+    """Refuses a checkpoint that cannot be resumed, and returns the source of its images and their `Dataset.identity`;
+    None for a run that begins. Every rank must call it. Only rank 0 reads: it compares the checksums, and reads names
+    and shapes without the tensors' values. Raises UsageError: it is damaged, incomplete, of another version, another
+    model or other images, or cannot be trusted."""
     config = run.config
 
-    def source() -> SourceName | None:
+    def images() -> tuple[SourceName | None, Mapping[str, int] | None]:
         model = on_meta(config.model, run.num_classes, config.trainable, config.lora)
         checkpoint = read(Path(config.resume), run.consent.trust, device="meta")
+        check_resumable(checkpoint, config.resume)
         load_weights(model, network(checkpoint), config.resume)
         if RECORD in checkpoint:
             check_same_run(config, checkpoint[RECORD]["config"])
-            return source_of(config, checkpoint[RECORD])
-        return None
+            return source_of(config, checkpoint[RECORD]), checkpoint[RECORD]["images"]
+        return None, None
 
-    return by_rank_0(source) if config.resume else None
+    return by_rank_0(images) if config.resume else (None, None)
 
 
 def pretrained_weights(run: Run) -> Match | None:

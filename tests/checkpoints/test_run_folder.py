@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.core.errors import UsageError
@@ -74,3 +75,19 @@ def test_a_file_named_latest_above_a_checkpoint_is_no_checkpoint(tmp_path: Path)
     (tmp_path / "latest").write_text("of another program")
     checkpoint = make(tmp_path / "models" / "net.ckpt", 100)
     assert run_folder.find_checkpoint(str(checkpoint)) == checkpoint
+
+
+def test_the_newest_checkpoint_has_the_most_steps_whatever_a_copy_did_to_the_times(tmp_path: Path):
+    """In the last run of a name, which may have begun at an earlier checkpoint than the end of the one before."""
+    for run, name, step, when in (
+        ("version_0", "last.ckpt", 90, 400),
+        ("version_1", "best-epoch01-step000030.ckpt", 30, 300),
+        ("version_1", "last.ckpt", 40, 200),
+        ("version_1", "best-epoch00-step000020.ckpt", 20, 100),
+    ):
+        file = make(tmp_path / "net" / run / "checkpoints" / name, when)
+        torch.save({"state_dict": {"w": torch.zeros(300)}, "global_step": step, "epoch": 1}, file)
+        os.utime(file, (when, when))
+    newest = tmp_path / "net" / "version_1" / "checkpoints" / "last.ckpt"
+    assert run_folder.newest_checkpoint(tmp_path / "net" / "version_1") == newest
+    assert run_folder.newest_checkpoint(tmp_path / "net") == newest

@@ -58,3 +58,13 @@ def test_a_file_takes_the_place_of_another(tmp_path: Path):
     atomic.discard(final)
     atomic.discard(final)
     assert not os.listdir(tmp_path)
+
+
+def test_what_a_killed_writer_leaves_is_removed(tmp_path: Path):
+    """Only of checkpoints: other files in the folder are the user's."""
+    for name in ("last.ckpt.tmp", "last.ckpt.old", "last.ckpt.old.tmp"):
+        (tmp_path / name / "checkpoint").mkdir(parents=True)
+    for name in ("best.ckpt.tmp", "last.ckpt", "notes.tmp", "best.safetensors"):
+        (tmp_path / name).touch()
+    atomic.remove_unfinished(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["best.safetensors", "last.ckpt", "notes.tmp"]

@@ -28,6 +28,25 @@ def build(directory):
 cache.ensure(Path(sys.argv[1]), "synthetic", "seed 0", build)
 """
 
+REPLACING_WRITER = """
+import itertools, sys
+from pathlib import Path
+from cifar_zero.core import atomic
+from cifar_zero.data import cache
+
+atomic.flush_to_disk = lambda path: None  # more replacements in the same time
+for version in itertools.count():
+    def build(directory):
+        for split in ("train", "test"):
+            images, labels = cache.allocate(directory, split, 1)
+            images[:], labels[:] = version % 256, version % 256
+        return ("one",)
+
+    cache.ensure(Path(sys.argv[1]), "synthetic", str(version), build)
+    if version == 0:
+        print("ready", flush=True)
+"""
+
 
 @pytest.fixture
 def config(tmp_path: Path) -> DataConfig:
@@ -102,3 +121,35 @@ def test_a_place_that_cannot_be_written_is_the_users_to_fix(tmp_path: Path) -> N
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"--data\.cache DIR"):
         data.prepare(DataConfig("synthetic", cache=str(tmp_path / "file")))
+
+
+def test_a_reader_never_mixes_two_versions(tmp_path: Path) -> None:
+    """While another run replaces the cache again and again, all files of each load are of one version."""
+    command = [sys.executable, "-c", REPLACING_WRITER, str(tmp_path / "key")]
+    with subprocess.Popen(command, cwd=Path(data.__file__).parents[2], stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        try:
+            assert writer.stdout.readline() == "ready\n"
+            loaded = [cache.load(tmp_path / "key") for _ in range(1000)]
+        finally:
+            writer.kill()
+    versions = [
+        {dataset.train_images[0, 0, 0, 0], dataset.train_labels[0], dataset.test_images[0, 0, 0, 0]}
+        for dataset in loaded
+    ]
+    assert len({*map(tuple, versions)}) > 1, "the writer has not replaced the cache"
+    assert [version for version in versions if len(version) > 1] == []
+
+
+@pytest.mark.parametrize("left", ["key.old", "key.old.tmp"])
+def test_a_folder_that_a_killed_writer_has_put_aside_does_not_block_the_cache(tmp_path: Path, left: str) -> None:
+    def build(directory: Path) -> tuple[str, ...]:
+        for split in ("train", "test"):
+            cache.allocate(directory, split, 1)
+        return ("one",)
+
+    cache.ensure(tmp_path / "key", "synthetic", "first", build)
+    (tmp_path / left).mkdir()
+    (tmp_path / left / "meta.json").touch()
+    cache.ensure(tmp_path / "key", "synthetic", "second", build)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["key", "key.lock"]

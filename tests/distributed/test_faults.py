@@ -147,6 +147,6 @@ def test_all_processes_end_with_a_killed_launcher(begin: Callable[..., Run]):
     run.launcher.kill()
     run.launcher.wait(HANG_SECONDS)
     wait_until(lambda: not run.processes() and not run.listens())  # torch's workers look for their rank every 5 seconds
-    (left,) = run.temporary.glob("ranks-*")
+    (left,) = run.temporary.glob("cifar-zero-ranks-*")
     left.rmdir()  # it is empty
     run.assert_nothing_left()

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from cifar_zero.launch import heartbeat, local_launcher, supervisor
+from cifar_zero.launch import heartbeat, local_launcher, supervisor, temporary
 from tests.support.helpers import HANG_SECONDS, ROOT
 
 PROGRAM = """
@@ -292,3 +293,36 @@ def test_only_rank_0_is_heard(tmp_path: Path):
 def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path):
     done = launched(tmp_path, "os.kill(os.getppid(), 1) if rank == 0 else None; time.sleep(1)", "nohup")
     assert done.returncode == 0, done.stderr
+
+
+def test_the_next_run_removes_the_temporary_files_of_a_killed_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A launcher that lives keeps its folder."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    lives = [sys.executable, "-c", LAUNCHER]
+    with (
+        subprocess.Popen(lives, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as killed,
+        subprocess.Popen(lives, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as alive,
+    ):
+        try:
+            folders = [Path(launcher.stdout.readline().strip()) for launcher in (killed, alive) if launcher.stdout]
+            killed.kill()
+            killed.wait()
+            with temporary.folder() as own:
+                assert sorted(tmp_path.iterdir()) == sorted([folders[1], Path(own)])
+        finally:
+            killed.kill()
+            alive.kill()
+    with temporary.folder() as own:
+        assert [*tmp_path.iterdir()] == [Path(own)]
+    assert [*tmp_path.iterdir()] == []
+
+
+LAUNCHER = """
+import sys
+import tempfile
+from cifar_zero.launch import temporary
+with temporary.folder() as made:
+    print(made, flush=True)
+    sys.stdin.read()
+"""

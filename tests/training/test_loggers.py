@@ -22,7 +22,7 @@ from cifar_zero.config.flags import Config
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.training.loggers import loggers, wandb_logger
 from cifar_zero.training.resolve import resolve
-from tests.support.helpers import assert_ok, run_folder_of, run_program, train_all
+from tests.support.helpers import assert_ok, run_folder_of, run_program, small_disk, train_all
 
 FLAGS = ["--batch_size", "16", "--accelerator", "cpu", "--max_steps", "20", "--log_interval", "10"]
 BLOCK = 32_768
@@ -161,3 +161,19 @@ def test_mlflow_has_curves_configuration_and_figures(small_data: list[str], tmp_
     points = client.get_metric_history(run.info.run_id, "train/loss")
     assert [point.step for point in points] == [10, 20]
     assert "figures/roc.png" in {artifact.path for artifact in client.list_artifacts(run.info.run_id, "figures")}
+
+
+def test_a_full_disk_does_not_end_the_training(small_data: list[str], tmp_path: Path):
+    """Neither losses.csv nor a logger, each of which is reported once; the results are printed."""
+    flags = ["--batch_size", "2", "--max_steps", "280", "--log_interval", "1", "--accelerator", "cpu"]
+    flags += ["--logger", "tensorboard", "csv", "--test_figures", "true"]
+    with small_disk(tmp_path, "64k") as disk:
+        done = run_program("train.py", *small_data, *flags, "--out", str(disk))
+        kept = (run_folder_of(disk) / run_folder.LOSSES).read_text().splitlines()
+    assert done.returncode == 1, done.stderr[-2000:]
+    assert "Traceback" not in done.stderr
+    for what in ("losses.csv", "what TensorBoardLogger logs", "what CSVLogger logs"):
+        assert done.stderr.count(f"{what} could not be written: No space left on device. The training continues") == 1
+    assert "last.ckpt could not be written: No space left on device" in done.stderr.splitlines()[-1]
+    assert kept[1].startswith("1,")
+    assert "280 of 2 images" in done.stdout

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cifar_zero.checkpoints.finetuning.network import on_meta, trained_names
-from cifar_zero.checkpoints.read import PREFIX, RECORD, network, plain_network, read
+from cifar_zero.checkpoints.read import PREFIX, RECORD, checked, network, of_another_version, plain_network, read
 from cifar_zero.checkpoints.safe_load import load
 from cifar_zero.checkpoints.safetensors_file import metadata_of, read_safetensors, write_safetensors
 from cifar_zero.config.flags import config_of
@@ -58,7 +58,7 @@ def read_plain(file: Path, trust: bool = False) -> dict[str, Tensor]:
         return read_whole(file)[0]
     content: Any = load(file, trust)
     if isinstance(content, dict) and RECORD in content:
-        return plain_network(content)
+        return plain_network(checked(content, file))
     for wrapper in ("state_dict", "model"):  # of Lightning and timm; of torchvision's references and DeiT
         if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
             content = content[wrapper]
@@ -122,10 +122,7 @@ def write_delta(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[
     the checkpoint is not of train.py. Raises OSError: it cannot be written."""
     metadata = metadata_of(checkpoint, name)
     record = checkpoint[RECORD]
-    try:
-        config = config_of(record["config"])
-    except TypeError as error:
-        raise UsageError(f"{name} was written by another version of train.py: {error}") from error
+    config = config_of(record["config"])
     trained = trained_names(on_meta(config.model, len(record["classes"]), config.trainable, config.lora))
     weights = network(checkpoint)
     base = {key: value for key, value in weights.items() if key not in trained}
@@ -147,19 +144,23 @@ def together(base: Path, delta: Path, trust: bool = False) -> dict[str, Any]:
     trained, metadata = read_safetensors(delta)
     if BASE not in metadata:
         raise UsageError(f"--delta {delta} was not written by export.py --to delta")
-    dtypes = json.loads(metadata[DTYPES])
+    try:
+        dtypes = {name: getattr(torch, dtype) for name, dtype in json.loads(metadata[DTYPES]).items()}
+        if not all(isinstance(dtype, torch.dtype) for dtype in dtypes.values()):
+            raise TypeError(f"{DTYPES} names something else than a dtype")
+        record = {"config": json.loads(metadata[RECIPE]), "classes": json.loads(metadata["classes"])}
+        step = int(metadata["step"])
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise of_another_version(f"--delta {delta}", error) from error
     weights = read_plain(base, trust)
     missing = [name for name in dtypes if name not in weights]
     if missing:
         raise UsageError(f"--delta {delta} has another base than {base}, which has no {missing[0]}")
-    frozen = {name: weights[name].to(getattr(torch, dtype)) for name, dtype in dtypes.items()}
+    frozen = {name: weights[name].to(dtype) for name, dtype in dtypes.items()}
     if checksum(frozen) != metadata[BASE]:
         raise UsageError(f"--delta {delta} has another base than {base}: the checksums of their weights differ")
-    return {
-        "state_dict": {PREFIX + name: value for name, value in {**frozen, **trained}.items()},
-        "global_step": int(metadata["step"]),
-        RECORD: {"config": json.loads(metadata[RECIPE]), "classes": json.loads(metadata["classes"])},
-    }
+    state = {PREFIX + name: value for name, value in {**frozen, **trained}.items()}
+    return checked({"state_dict": state, "global_step": step, RECORD: record}, f"--delta {delta}")
 
 
 def checksum(weights: Mapping[str, Tensor]) -> str:

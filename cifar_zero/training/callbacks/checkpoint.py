@@ -19,7 +19,7 @@ from cifar_zero.launch.collectives import gather
 from cifar_zero.strategies import replica
 from cifar_zero.training.callbacks.stop import Agreement
 
-SCHEMA = 1  # version of the record
+SCHEMA = 2  # version of the record, 2 with the identity of the images
 
 
 class Resume(Callback):
@@ -38,6 +38,7 @@ class Resume(Callback):
             "schema": SCHEMA,
             "config": asdict(replace(pl_module.config, data=data)),
             "classes": list(datamodule.classes),
+            "images": dict(datamodule.dataset.identity),
             "random_states": gather(state),
         }
 

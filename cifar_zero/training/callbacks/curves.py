@@ -1,6 +1,7 @@
 """The training curves: loss, epoch, learning rate and gradient norm over the optimizer steps; when a point is due."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from cifar_zero.checkpoints import run_folder
+from cifar_zero.checkpoints.io import attempt
 from cifar_zero.config.flags import Config
 from cifar_zero.strategies.norm import global_norm
+from cifar_zero.training.loggers import write_to
 
 
 class Interval:
@@ -117,9 +120,16 @@ class TrainingCurves(AtPoints):
         self._learning_rate = self._gradient_norm = None
 
     def _write(self, trainer: Trainer, text: str, mode: str = "a") -> None:
-        if self._writes_losses and trainer.is_global_zero:
-            with open(Path(trainer.default_root_dir) / run_folder.LOSSES, mode) as file:
+        """Adds to losses.csv. After the first error it stays as it is, without a gap."""
+        if not self._writes_losses or not trainer.is_global_zero:
+            return
+        path = Path(trainer.default_root_dir) / run_folder.LOSSES
+
+        def write() -> None:
+            with path.open(mode) as file:
                 file.write(text)
+
+        self._writes_losses = attempt(write, path)
 
 
 class Layers(Callback):
@@ -148,7 +158,8 @@ class Layers(Callback):
     def _histograms(trainer: Trainer, kind: str, tensors: dict[str, Any]) -> None:
         for logger in (logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)):
             for name, tensor in tensors.items():
-                logger.experiment.add_histogram(f"{kind}/{name.removeprefix('net.')}", tensor, trainer.global_step)
+                point = f"{kind}/{name.removeprefix('net.')}", tensor, trainer.global_step
+                write_to(logger, partial(logger.experiment.add_histogram, *point))
 
 
 def norm_before_step(trainer: Trainer, module: LightningModule) -> Tensor | None:

@@ -21,6 +21,7 @@ LEAST_SCALE = 1.0  # of the loss, DeepSpeed's lowest; torch's scaler would halve
 
 class Divergence(Callback):
     """Checks the losses at each point of the curves, where they are on the host already, and before each checkpoint.
+    No training loss shows what the last update did: the losses of the validation and the test are checked too.
     The callback of the curves must come before it."""
 
     def __init__(self, curves: TrainingCurves):
@@ -49,6 +50,18 @@ class Divergence(Callback):
             losses = torch.stack(self._curves.losses)
             self._check(trainer, pl_module, losses, trainer.strategy.reduce(losses.sum(), reduce_op="sum").item())
 
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self._check_split(trainer, pl_module, "val", "validation")
+
+    def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self._check_split(trainer, pl_module, "test", "test")
+
+    def _check_split(self, trainer: Trainer, module: Any, split: str, name: str) -> None:
+        """Raises RunError if the loss of a split is not finite; it is the same on every rank."""
+        if not math.isfinite(trainer.callback_metrics.get(f"{split}/loss", 0.0)):
+            what = f"the loss of the {name} after step {trainer.global_step} is NaN or infinite"
+            raise RunError(self._message(trainer, module, trainer.global_step, what))
+
     def _check(self, trainer: Trainer, module: Any, losses: Tensor | None, total: float | None) -> None:
         """Raises RunError if `total`, the same on every rank, is not finite; `losses`: this rank's micro-batches'."""
         if total is None or losses is None or math.isfinite(total):
@@ -57,9 +70,10 @@ class Divergence(Callback):
         if trainer.world_size > 1:
             torch.distributed.all_reduce(first, torch.distributed.ReduceOp.MIN)
         behind = (len(losses) - 1 - int(first.item())) // trainer.accumulate_grad_batches
-        raise RunError(self._message(trainer, module, trainer.global_step - behind))
+        step = trainer.global_step - behind
+        raise RunError(self._message(trainer, module, step, f"the loss is NaN or infinite from step {step} on"))
 
-    def _message(self, trainer: Trainer, module: Any, step: int) -> str:
+    def _message(self, trainer: Trainer, module: Any, step: int, what: str) -> str:
         rate = module.schedule.rate(step - 1, module.optimizer.lr)
         if isinstance(module.schedule, Constant):  # unless --reduce_on_plateau has lowered it
             rate = float(trainer.optimizers[0].param_groups[0]["lr"])
@@ -69,7 +83,7 @@ class Divergence(Callback):
         if (scale := loss_scale(trainer)) is not None:
             known.append(f"loss scale {scale:g}")
         fixes = "lower --optimizer.lr or set --gradient_clip_val 1; --on_nan skip leaves such batches out"
-        message = f"the loss is NaN or infinite from step {step} on ({', '.join(known)}): {fixes}"
+        message = f"{what} ({', '.join(known)}): {fixes}"
         if not trainer.is_global_zero:
             return message
         run_dir = Path(trainer.default_root_dir)

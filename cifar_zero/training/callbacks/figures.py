@@ -1,5 +1,6 @@
 """The figures of a test: confusion matrix, most confident mistakes, ROC and precision-recall curves, calibration."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
+from cifar_zero.checkpoints.io import attempt
 from cifar_zero.config.inputs import Inputs
 from cifar_zero.data.augment import spread
 from cifar_zero.launch.collectives import gather
@@ -24,6 +26,7 @@ from cifar_zero.reports.figures import (
     roc_figure,
 )
 from cifar_zero.strategies import data_group
+from cifar_zero.training.loggers import write_to
 from cifar_zero.training.metrics import calibration_error
 
 SHOWN = MISTAKE_ROWS * MISTAKE_COLUMNS  # mistakes that the figure has room for, and that are kept
@@ -94,12 +97,17 @@ def as_pixels(images: Tensor, inputs: Inputs) -> np.ndarray:
 def write_figure(trainer: Trainer, figure: Figure, name: str, tag: str = "") -> None:
     """Saves <name>.png in the run folder, and adds it to the loggers that can show images as figures/<tag or name>."""
     file, tag = Path(trainer.default_root_dir) / f"{name}.png", f"figures/{tag or name}"
-    figure.savefig(file, dpi=120)
+    if not attempt(lambda: figure.savefig(file, dpi=120), file):
+        return
     for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger):
-            pixels = np.asarray(Image.open(file).convert("RGB"))
-            logger.experiment.add_image(tag, pixels, trainer.global_step, dataformats="HWC")
-        elif isinstance(logger, WandbLogger):
-            logger.log_image(tag, [str(file)], trainer.global_step)
-        elif isinstance(logger, MLFlowLogger):
-            logger.experiment.log_artifact(logger.run_id, str(file), "figures")
+        write_to(logger, partial(_log_image, logger, file, tag, trainer.global_step))
+
+
+def _log_image(logger: Any, file: Path, tag: str, step: int) -> None:
+    if isinstance(logger, TensorBoardLogger):
+        pixels = np.asarray(Image.open(file).convert("RGB"))
+        logger.experiment.add_image(tag, pixels, step, dataformats="HWC")
+    elif isinstance(logger, WandbLogger):
+        logger.log_image(tag, [str(file)], step)
+    elif isinstance(logger, MLFlowLogger):
+        logger.experiment.log_artifact(logger.run_id, str(file), "figures")

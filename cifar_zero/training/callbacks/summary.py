@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.finetuning.network import on_meta
+from cifar_zero.checkpoints.io import attempt
 from cifar_zero.config.flags import Config, flat
 from cifar_zero.core.console import say
 from cifar_zero.core.hardware import cpu_name
@@ -20,7 +22,7 @@ from cifar_zero.strategies.mesh import MeshStrategy
 from cifar_zero.training.callbacks.curves import TrainingCurves, deepspeed_engine
 from cifar_zero.training.callbacks.memory import Memory
 from cifar_zero.training.callbacks.throughput import Throughput
-from cifar_zero.training.loggers import show_result
+from cifar_zero.training.loggers import show_result, write_to
 
 Observer = TypeVar("Observer", bound=Callback)
 
@@ -52,7 +54,8 @@ class Effective(Callback):
                 given = {**config._param_dict, "zero_optimization": config.zero_config.model_dump(mode="json")}
                 given["communication_data_type"] = _name(engine.communication_data_type)
                 text = json.dumps(given, indent=1, default=str)
-                (Path(trainer.default_root_dir) / run_folder.DEEPSPEED_CONFIG).write_text(text + "\n")
+                file = Path(trainer.default_root_dir) / run_folder.DEEPSPEED_CONFIG
+                attempt(lambda: file.write_text(text + "\n"), file)
         elif getattr(trainer.precision_plugin, "scaler", None) is not None:
             self._first_step, self._applied_steps = trainer.global_step, 0
             trainer.optimizers[0].register_step_post_hook(self._count)
@@ -131,9 +134,10 @@ def log_results(trainer: Trainer, config: Config, metrics: dict[str, Any]) -> No
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
             logger.log_metrics(known, trainer.global_step)
-            show_result(logger, card(command(Path(sys.argv[0]).stem, *sys.argv[1:]), metrics), settings, known)
+            text = card(command(Path(sys.argv[0]).stem, *sys.argv[1:]), metrics)
+            write_to(logger, partial(show_result, logger, text, settings, known))
         elif isinstance(logger, WandbLogger):
-            logger.experiment.summary.update(metrics)
+            write_to(logger, partial(logger.experiment.summary.update, metrics))
 
 
 def _persistence(engine: Any, prefix: str) -> str:

@@ -40,7 +40,8 @@ def test_adapters_in_a_checkpoint_are_merged(net: nn.Module, tmp_path: Path):
     put(adapted, net.state_dict())
     nn.init.ones_(adapted.get_parameter("fc1.lora_b"))
     state = {f"net.{name}": value for name, value in adapted.state_dict().items()}
-    torch.save({"state_dict": state, RECORD: {"config": asdict(Config(lora=lora))}}, tmp_path / "last.ckpt")
+    record = {"config": asdict(Config(lora=lora)), "classes": []}
+    torch.save({"state_dict": state, RECORD: record}, tmp_path / "last.ckpt")
     found = read_plain(tmp_path / "last.ckpt")
     assert found.keys() == net.state_dict().keys()
     added = 2.0 * torch.ones(120, 2) @ adapted.get_parameter("fc1.lora_a")

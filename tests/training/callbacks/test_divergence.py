@@ -11,6 +11,7 @@ from cifar_zero.config.flags import Config
 from cifar_zero.core.errors import RunError
 from cifar_zero.training.callbacks.curves import TrainingCurves
 from cifar_zero.training.callbacks.divergence import Divergence
+from tests.support.helpers import run_folder_of, run_program
 
 
 class Poison:
@@ -64,3 +65,24 @@ def test_skip_skips_the_micro_batch(fit: Callable[..., Any], capsys: pytest.Capt
     losses = {event.step: event.value for event in run.events.Scalars("train/loss")}
     assert losses[3] == 0
     assert losses[4] > 1
+
+
+@pytest.mark.parametrize(
+    ("rate", "held_out", "message", "saved"),
+    [
+        ("1e30", "0.1", "error: the loss of the validation after step 1 is NaN or infinite (", []),
+        ("1e30", "0", "error: the loss of the test after step 1 is NaN or infinite (", ["last.ckpt"]),
+    ],
+)
+def test_the_last_update_diverges(
+    rate: str, held_out: str, message: str, saved: list[str], small_data: list[str], tmp_path: Path
+):
+    """No training loss shows it; without a validation, only the test does."""
+    flags = [*small_data, "--data.val_fraction", held_out, "--epochs", "1", "--logger", "none"]
+    flags += ["--optimizer.lr", rate]
+    flags += ["--batch_size", "576" if held_out == "0.1" else "640", "--accelerator", "cpu", "--out", str(tmp_path)]
+    done = run_program("train.py", *flags)
+    assert done.returncode == 1, done.stderr[-2000:]
+    assert message in done.stderr
+    assert "lower --optimizer.lr" in done.stderr
+    assert [path.name for path in run_folder_of(tmp_path).glob("checkpoints/*")] == saved

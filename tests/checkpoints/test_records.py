@@ -1,0 +1,121 @@
+"""A checkpoint or delta that lacks something, or is of another version, is refused in one line by every program."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from cifar_zero.checkpoints.finetuning.load import together
+from cifar_zero.core.errors import UsageError
+from cifar_zero.training import evaluate
+from tests.support.helpers import run_folder_of, run_program, train_all
+
+FLAGS = ["--batch_size", "64", "--max_steps", "2", "--accelerator", "cpu", "--logger", "none", "--optimizer", "adam"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(small_data: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs")
+    train_all({out: [*small_data, *FLAGS]})
+    return run_folder_of(out) / "checkpoints" / "last.ckpt"
+
+
+Change = Callable[[dict[str, Any]], Any]
+
+CHANGES: dict[str, tuple[Change, str]] = {
+    "no config": (lambda content: content["cifar_zero"].pop("config"), "it has no 'config'"),
+    "no classes": (lambda content: content["cifar_zero"].pop("classes"), "it has no 'classes'"),
+    "other classes": (lambda content: content["cifar_zero"].update(classes=5), "classes is not a list of names"),
+    "no images": (lambda content: content["cifar_zero"].pop("images"), "it has no 'images'"),
+    "no random states": (lambda content: content["cifar_zero"].pop("random_states"), "it has no 'random_states'"),
+    "no loops": (lambda content: content.pop("loops"), "it has no 'loops'"),
+    "an unknown option": (lambda content: content["cifar_zero"]["config"].update(new=1), "keyword argument 'new'"),
+    "no record": (lambda content: content.update(cifar_zero=None), "NoneType"),
+    "no optimizer": (lambda content: content.pop("optimizer_states"), "it has no 'optimizer_states'"),
+    "an empty list": (lambda content: content.update(optimizer_states=[]), "has no state of the optimizer"),
+    "an empty state": (
+        lambda content: content["optimizer_states"][0].update(state={}),
+        "has no state of the optimizer: start a run from its weights with --weights",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_checkpoint_that_cannot_be_resumed(change: str, checkpoint: Path, small_data: list[str], tmp_path: Path):
+    content = torch.load(checkpoint, weights_only=False)
+    edit, message = CHANGES[change]
+    edit(content)
+    torch.save(content, tmp_path / "last.ckpt")
+    flags = ["--resume", str(tmp_path / "last.ckpt"), "--max_steps", "3", "--out", str(tmp_path / "out")]
+    done = run_program("train.py", *small_data, *FLAGS, *flags)
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert message in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_resumed_run_must_have_the_images_that_it_had(checkpoint: Path, tmp_path: Path):
+    """As many classes, and one image more: other images would be held out."""
+    images = ["--data.source", "synthetic", "--data.synthetic_size", "650", "--data.root", str(tmp_path)]
+    flags = ["--resume", str(checkpoint), "--max_steps", "3", "--out", str(tmp_path / "out"), "--test_figures", "false"]
+    done = run_program("train.py", *images, *FLAGS, *flags)
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert "that run had 640 training and 640 test images, and --data.source synthetic now has other ones, 650 " in (
+        done.stderr
+    )
+    assert "give the data that it had" in done.stderr
+
+
+def test_the_classes_are_compared_before_the_weights(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    from cifar_module import CIFARModule
+    from datamodule import CIFARDataModule
+
+    flags = ["--data.source", "cifar100", "--data.root", str(tmp_path), "--accelerator", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", str(checkpoint), *flags])
+    with pytest.raises(UsageError, match=r"was trained on other classes than --data.source has \(apple"):
+        evaluate.main(lambda: (CIFARModule, CIFARDataModule))
+
+
+DELTA = {"base": "0", "base_dtypes": '{"fc1.weight": "float32"}', "recipe": "{}", "classes": '["a"]', "step": "1"}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"base_dtypes": None}, "it has no 'base_dtypes'"),
+        ({"recipe": None}, "it has no 'recipe'"),
+        ({"classes": None}, "it has no 'classes'"),
+        ({"step": None}, "it has no 'step'"),
+        ({"step": "one"}, "invalid literal"),
+        ({"recipe": "{"}, "Expecting property name"),
+        ({"base_dtypes": "[]"}, "'list' object"),
+        ({"base_dtypes": '{"fc1.weight": "float33"}'}, "float33"),
+        ({"base_dtypes": '{"fc1.weight": "nn"}'}, "names something else than a dtype"),
+    ],
+)
+def test_a_delta_that_is_damaged(metadata: dict[str, str | None], message: str, tmp_path: Path):
+    given = {name: text for name, text in {**DELTA, **metadata}.items() if text is not None}
+    save_file({"fc3.bias": torch.zeros(10)}, tmp_path / "d.safetensors", given)
+    torch.save({"fc1.weight": torch.zeros(1)}, tmp_path / "base.pt")
+    with pytest.raises(UsageError, match=rf"--delta .*d.safetensors is damaged, or another version .*{message}"):
+        together(tmp_path / "base.pt", tmp_path / "d.safetensors")
+
+
+def test_a_model_that_is_too_large_to_predict_with_needs_a_larger_machine(tmp_path: Path):
+    """Not --accumulate, which is an option of the training."""
+    weights = {"1.weight": torch.zeros(1)}
+    description = {"model": "mlp", "options": json.dumps({"hidden": [10**14]}), "classes": '["a", "b"]'}
+    save_file(weights, tmp_path / "large.safetensors", description)
+    done = run_program("predict.py", str(tmp_path / "large.safetensors"), str(tmp_path / "image.png"))
+    assert done.returncode == 1, done.stderr
+    assert "the model is too large for this machine: use one with more memory" in done.stderr
+    assert "--accumulate" not in done.stderr
