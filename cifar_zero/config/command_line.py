@@ -34,7 +34,7 @@ from cifar_zero.config.run import Consent
 from cifar_zero.config.strategy_specs import AUTO
 from cifar_zero.config.suggestions import choices, chosen, one_line, refuse_unknown, with_meant
 from cifar_zero.config.values import REGISTRIES, check_values
-from cifar_zero.core import user_code
+from cifar_zero.core import plain_data, user_code
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.programs import command
 from cifar_zero.models import MODELS, add_own
@@ -214,7 +214,7 @@ def _parser(names: dict[str, str], with_help: bool) -> ArgumentParser:
         group.add_class_arguments(entry, key, as_group=False)
     parser.add_argument_group("Lightning").add_argument(
         "--trainer",
-        type=dict[str, Any],
+        type=dict[str, plain_data.Plain],
         default={},
         help="Any other option of Lightning's Trainer, such as --trainer.limit_test_batches 10.",
     )
@@ -223,14 +223,7 @@ def _parser(names: dict[str, str], with_help: bool) -> ArgumentParser:
 
 def read_recipe(file: str | Path) -> dict[str, Any]:
     """Returns the content of a recipe or of a run's config.yaml. Raises UsageError: it cannot be one."""
-    try:
-        tree = yaml.safe_load(Path(file).read_text())
-    except OSError as error:
-        raise UsageError(f"--config {file} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"--config {file} is not a text file") from error
-    except yaml.YAMLError as error:
-        raise UsageError(f"--config {file} is not YAML: {one_line(error)}") from error
+    tree = plain_data.read_yaml(Path(file), f"--config {file}")
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise UsageError(f"--config {file} has no options: it must be a mapping such as 'epochs: 2'")
     check_no_consent(tree, f"--config {file}")

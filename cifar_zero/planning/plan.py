@@ -6,9 +6,7 @@ import shlex
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 
-import yaml
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -141,7 +139,7 @@ def _names_batch_size(flags: list[str]) -> bool:
     parser.add_argument("--batch_size")
     parser.add_argument("--config", action="extend", nargs="+", default=[])
     given, _ = parser.parse_known_args(flags)
-    recipes = (yaml.safe_load(Path(file).read_text()) for file in given.config)  # already checked by command_line.parse
+    recipes = map(command_line.read_recipe, given.config)
     return given.batch_size is not None or any("batch_size" in recipe for recipe in recipes)
 
 
