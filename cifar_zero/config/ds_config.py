@@ -3,7 +3,6 @@
 Names, defaults and meanings are DeepSpeed's (0.19.8); "auto" leaves a value to the flags, as in Hugging Face's Trainer.
 """
 
-import argparse
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from cifar_zero.config.strategy_specs import Spec
 from cifar_zero.core import plain_data
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import gpu_count
+from cifar_zero.core.usage import FlagParser
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -190,7 +190,7 @@ def _batch(said: Mapping[str, Any], recipe: Mapping[str, Any], flags: Sequence[s
     batch, micro, parts = map(said.get, BATCH)
     if not micro:
         return {"batch_size": batch, "accumulate": parts}
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = FlagParser()
     for option in ("devices", "num_nodes", "accelerator", "accumulate"):
         parser.add_argument(f"--{option}", type=yaml.safe_load, default=recipe.get(option, getattr(Config, option)))
     asked = parser.parse_known_args(flags)[0]
