@@ -18,7 +18,7 @@ from cifar_zero.checkpoints.safe_load import check_records
 from cifar_zero.config import command_line
 from cifar_zero.config.flags import Config, DataConfig, config_of, flat
 from cifar_zero.config.strategy_specs import AUTO
-from cifar_zero.core import atomic
+from cifar_zero.core import atomic, plain_data
 from cifar_zero.core.errors import UsageError
 
 KEPT = ("model", "optimizer", "batch_size", "seed", "data.val_fraction", "data.image_size", "data.normalize")
@@ -54,7 +54,10 @@ def recorded(checkpoint: Path, trust: bool = False, content: dict[str, Any] | No
     from cifar_zero.checkpoints.read import RECORD, read  # which imports torch
 
     record = (content or read(checkpoint, trust, device="meta")).get(RECORD)
-    return None if record is None else yaml.safe_load(command_line.dump(config_of(record["config"])))
+    if record is None:
+        return None
+    plain_data.check(record["config"], f"the configuration in {checkpoint}")
+    return yaml.safe_load(command_line.dump(config_of(record["config"])))
 
 
 def checkpoint_to_resume(config: Config) -> str:
@@ -69,7 +72,7 @@ def checkpoint_to_resume(config: Config) -> str:
         check_records(file, checksums=False)
     recipe = run_folder.recipe_of(checkpoint)
     if recipe is not None:
-        check_same_run(replace(config, resume=given), yaml.safe_load(recipe.read_text()))
+        check_same_run(replace(config, resume=given), command_line.read_recipe(recipe))
         atomic.remove_unfinished(checkpoint.parent)
     return str(checkpoint)
 

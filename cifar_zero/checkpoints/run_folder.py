@@ -4,6 +4,7 @@ import hashlib
 import os
 import pickletools
 import shutil
+import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,12 +24,23 @@ FALLBACK_SUFFIX = "-digits-fallback"
 
 
 def check_writable(out: str, name: str) -> None:
-    """Raises UsageError if a run's folder cannot be made, as far as permissions show; makes nothing."""
-    folder = Path(out, name)
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"--out {out}: {folder} cannot be written: name another directory")
+    """Raises UsageError if a run's folder cannot be made. Leaves nothing, and no later time on the folder of the run's
+    name, by which `last_checkpoint` finds the newest."""
+    place, folder = (_existing(path) for path in (Path(out), Path(out, name)))
+    try:
+        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError
+        with tempfile.TemporaryDirectory(prefix=".writable-", dir=place):  # root may write anywhere, but not in /proc
+            pass
+    except OSError as error:
+        raise UsageError(f"--out {out}: {folder} cannot be written: name another directory") from error
+
+
+def _existing(path: Path) -> Path:
+    """Returns the path, or the innermost folder above it that exists."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
 
 
 def claim(out: str, name: str) -> Path:

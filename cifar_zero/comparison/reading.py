@@ -8,12 +8,11 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.comparison.result import Curve, Difference, Run, Variant
 from cifar_zero.config.flags import flat
 from cifar_zero.core.errors import UsageError
+from cifar_zero.core.plain_data import read_json, read_yaml
 from cifar_zero.core.programs import command
 
 PERTURBED = "perturbed.json"  # file that marks the run folder of a perturbed run; written by comparison.perturbed
@@ -55,10 +54,10 @@ def load(folder: Path) -> Run:
         if not (folder / name).is_file():
             raise UsageError(f"{folder} has no {name}: the run has not finished, or it was a benchmark")
     try:
-        settings = flat(yaml.safe_load((folder / run_folder.CONFIG).read_text()))
-        metrics = json.loads((folder / run_folder.METRICS).read_text())
+        settings = flat(read_yaml(folder / run_folder.CONFIG, str(folder / run_folder.CONFIG)))
+        metrics = read_json(folder / run_folder.METRICS, str(folder / run_folder.METRICS))
         engine = folder / run_folder.DEEPSPEED_CONFIG
-        deepspeed = json.loads(engine.read_text()) if engine.is_file() else {}
+        deepspeed = read_json(engine, str(engine)) if engine.is_file() else {}
         losses, curves = read_losses(folder / run_folder.LOSSES), read_curves(folder)
         run = Run(str(folder), metrics["seed"], metrics, settings, deepspeed, losses, curves)
         run.perturbed = (folder / PERTURBED).is_file()
@@ -68,7 +67,7 @@ def load(folder: Path) -> Run:
         return run
     except KeyError as error:
         raise UsageError(f"{folder} cannot be read: {error} is missing in its files") from error
-    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UsageError(f"{folder} cannot be read: {' '.join(str(error).split())}") from error
 
 

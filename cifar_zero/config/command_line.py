@@ -34,9 +34,10 @@ from cifar_zero.config.run import Consent
 from cifar_zero.config.strategy_specs import AUTO
 from cifar_zero.config.suggestions import choices, chosen, one_line, refuse_unknown, with_meant
 from cifar_zero.config.values import REGISTRIES, check_values
-from cifar_zero.core import user_code
+from cifar_zero.core import plain_data, user_code
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.programs import command
+from cifar_zero.core.usage import FlagParser
 from cifar_zero.models import MODELS, add_own
 
 SWITCHES = ("trust", *(field.name for field in fields(Config) if field.default is False))  # flags that need no value
@@ -120,7 +121,7 @@ def _collected(
 
 def _asked(tree: dict[str, Any], flags: Sequence[str]) -> Config:
     """Returns what a command line says of an earlier run; its other options are not looked at yet."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = FlagParser()
     for option in ("resume", "out", "name"):
         parser.add_argument(f"--{option}", default=tree.get(option, getattr(Config, option)))
     parser.add_argument("--bench_steps", type=yaml.safe_load, default=tree.get("bench_steps", 0))
@@ -153,7 +154,7 @@ def dump(config: Config) -> str:
 
 def _short_forms() -> argparse.ArgumentParser:
     """Parses what jsonargparse cannot: names of choices, lists without brackets, switches without a value."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = FlagParser()
     parser.add_argument("--config", action="extend", nargs="+", default=[])
     for key in REGISTRIES:
         parser.add_argument(f"--{key}", f"--{key}.name", dest=key)
@@ -214,7 +215,7 @@ def _parser(names: dict[str, str], with_help: bool) -> ArgumentParser:
         group.add_class_arguments(entry, key, as_group=False)
     parser.add_argument_group("Lightning").add_argument(
         "--trainer",
-        type=dict[str, Any],
+        type=dict[str, plain_data.Plain],
         default={},
         help="Any other option of Lightning's Trainer, such as --trainer.limit_test_batches 10.",
     )
@@ -223,18 +224,13 @@ def _parser(names: dict[str, str], with_help: bool) -> ArgumentParser:
 
 def read_recipe(file: str | Path) -> dict[str, Any]:
     """Returns the content of a recipe or of a run's config.yaml. Raises UsageError: it cannot be one."""
-    try:
-        tree = yaml.safe_load(Path(file).read_text())
-    except OSError as error:
-        raise UsageError(f"--config {file} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"--config {file} is not a text file") from error
-    except yaml.YAMLError as error:
-        raise UsageError(f"--config {file} is not YAML: {one_line(error)}") from error
+    tree = plain_data.read_yaml(Path(file), f"--config {file}")
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise UsageError(f"--config {file} has no options: it must be a mapping such as 'epochs: 2'")
     check_no_consent(tree, f"--config {file}")
     for key, value in tree.items():
+        if key in ("config", "print_config", "help"):
+            raise UsageError(f"--config {file}: {key} is of the command line only: leave it out")
         if value is None:
             raise UsageError(f"--config {file}: {key} has no value")
         if key in (*SECTIONS, "trainer") and not isinstance(value, dict):
@@ -245,6 +241,9 @@ def read_recipe(file: str | Path) -> dict[str, Any]:
             own = key == "model" and ":" in value.get("name", "")  # whose default may be None
             for option in (option for option, set_to in value.items() if set_to is None and not own):
                 raise UsageError(f"--config {file}: {key}.{option} has no value")
+    texts = {field.name for field in fields(Config) if field.type is str}
+    for key in (key for key in texts.intersection(tree) if not isinstance(tree[key], str)):
+        raise UsageError(f"--config {file}: {key} must be a text, not {tree[key]}")
     return tree
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cifar_zero.config import ds_config
+from cifar_zero.core.usage import FlagParser
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 
@@ -30,7 +31,7 @@ def take(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     the program's, unless a DeepSpeed configuration is given; without --deepspeed all stays as it is."""
     if "--deepspeed" not in argv:
         return {}, [*argv]
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser = FlagParser(argument_default=argparse.SUPPRESS)
     parser.add_argument("--deepspeed", dest="ds_config", nargs="?")  # with a file as for Hugging Face's Trainer
     parser.add_argument("--moe-param-group", action="store_const", const=None)  # experts always have their own groups
     parser.add_argument("--moe", dest="model", action="store_const", const="net_moe")

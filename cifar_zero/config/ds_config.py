@@ -3,8 +3,6 @@
 Names, defaults and meanings are DeepSpeed's (0.19.8); "auto" leaves a value to the flags, as in Hugging Face's Trainer.
 """
 
-import argparse
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,8 +12,10 @@ import yaml
 
 from cifar_zero.config.flags import Config, flat
 from cifar_zero.config.strategy_specs import Spec
+from cifar_zero.core import plain_data
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import gpu_count
+from cifar_zero.core.usage import FlagParser
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -32,6 +32,18 @@ REFUSED = {
 }
 """Keys that are refused, and what to use instead."""
 
+REFUSED_IF_ENABLED = {
+    # These write files or send the run's figures elsewhere: a file says only how a run computes.
+    **dict.fromkeys(("tensorboard", "csv_monitor", "wandb", "comet"), "--logger"),
+    "autotuning": "sweep.py",
+}
+"""Sections that are refused unless their `enabled` is false, and what to use instead."""
+
+NAMES_FILE = ("_file", "_path", "_dir")
+"""Ends of the keys that name a file or a folder to write or read: flops_profiler.output_file, data_cluster_path."""
+
+DEVICES = ("none", "cpu", "nvme")  # of offloading: DeepSpeed's OffloadDeviceEnum
+
 OURS: dict[str, dict[str, Any]] = {
     "adam": {"name": "adamw", "weight_decay": 0.0},  # engine._configure_basic_optimizer; adam_w_mode false is Adam
     "adamw": {"name": "adamw", "weight_decay": 0.0},
@@ -47,21 +59,29 @@ OURS: dict[str, dict[str, Any]] = {
 
 def read(file: str) -> dict[str, Any]:
     """Returns the content of a file; raises UsageError if it is no DeepSpeed configuration, or sets what is refused."""
-    try:
-        raw: Any = json.loads(Path(file).read_text())
-    except OSError as error:
-        raise UsageError(f"--ds_config {file} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise UsageError(f"--ds_config {file} is not JSON: {error}") from error
+    raw = plain_data.read_json(Path(file), f"--ds_config {file}")
     if not isinstance(raw, dict):
         raise UsageError(f"--ds_config {file} must hold a JSON object")
     zero = raw.get("zero_optimization")
     inside = [item for section in (raw, *raw.values()) if isinstance(section, dict) for item in section.items()]
     wrong = [f"use {instead}, not {key}" for key, instead in REFUSED.items() if key in raw]
+    sections = {key: value for key, value in raw.items() if value is not None and key in REFUSED_IF_ENABLED}
+    wrong += [
+        f"use {REFUSED_IF_ENABLED[key]}, not {key}"
+        for key, section in sections.items()
+        if not isinstance(section, dict) or section.get("enabled")
+    ]
+    wrong += [f"leave {name} out, which names a file" for name in _names_of_files(raw)]
     wrong += [f"{key} must be a whole number" for key in BATCH if not isinstance(_settled(raw).get(key, 1), int)]
     wrong += [f"{key} must be an object" for key, value in inside if key in SECTIONS and not isinstance(value, dict)]
     if isinstance(zero, dict) and zero.get("stage", 0) not in (0, 1, 2, 3):
         wrong.append("zero_optimization must have a stage from 0 to 3")
+    offloads = {key: value for key, value in inside if key in DEPRECATED.values() and isinstance(value, dict)}
+    wrong += [
+        f"{key}.device must be one of {', '.join(DEVICES)}"
+        for key, offload in offloads.items()
+        if _settled(offload).get("device", "none") not in DEVICES
+    ]
     if wrong:
         raise UsageError(f"--ds_config {file}: {'; '.join(wrong)}")
     return raw
@@ -139,6 +159,17 @@ def spec_of(file: str) -> Spec:
     )
 
 
+def _names_of_files(section: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Returns the names of all options that name a file, apart from the disk to offload to."""
+    found = []
+    for key, value in section.items():
+        if isinstance(value, dict):
+            found += _names_of_files(value, f"{prefix}{key}.")
+        elif value and key.endswith(NAMES_FILE) and key != "nvme_path":
+            found.append(prefix + key)
+    return found
+
+
 def _settled(value: Any) -> Any:
     """Returns a section without the values that are "auto" or null."""
     if not isinstance(value, dict):
@@ -159,7 +190,7 @@ def _batch(said: Mapping[str, Any], recipe: Mapping[str, Any], flags: Sequence[s
     batch, micro, parts = map(said.get, BATCH)
     if not micro:
         return {"batch_size": batch, "accumulate": parts}
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = FlagParser()
     for option in ("devices", "num_nodes", "accelerator", "accumulate"):
         parser.add_argument(f"--{option}", type=yaml.safe_load, default=recipe.get(option, getattr(Config, option)))
     asked = parser.parse_known_args(flags)[0]

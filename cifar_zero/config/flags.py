@@ -106,7 +106,7 @@ class TrainingConfig:
     max_steps: int = limited(-1, at_least=-1)
     """Maximum number of optimizer steps; training stops at whichever of this and --epochs comes first. -1: no limit."""
 
-    batch_size: int = limited(4, at_least=1)
+    batch_size: int = limited(4, at_least=1, at_most=2**31 - 1)  # far above a data set: sizes fit torch's int64
     """Global batch size: images per optimizer step, over all ranks and accumulated micro-batches (DeepSpeed's
     train_batch_size). The micro-batch of a rank is batch_size / (ranks x accumulate), where ranks that share one model
     (tensor_parallel, pipeline) count as one."""

@@ -1,5 +1,6 @@
 """Refuses values of the right type that make no sense on any machine; no torch, no Lightning."""
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import fields
@@ -8,7 +9,7 @@ from typing import Any
 
 from cifar_zero.config.flags import SECTIONS, AugmentConfig, Choice, Config, LoRAConfig, flat
 from cifar_zero.config.strategy_specs import AUTO, STRATEGIES
-from cifar_zero.core.errors import UsageError
+from cifar_zero.core.errors import UsageError, short
 from cifar_zero.core.usage import check_numbers, nearest, nearest_flag
 from cifar_zero.models import IMAGE_SHAPE, MODELS
 from cifar_zero.optimizers import OPTIMIZERS
@@ -16,6 +17,8 @@ from cifar_zero.schedules import SCHEDULES
 
 REGISTRIES: dict[str, Mapping[str, Any]] = {"model": MODELS, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
 """Registry of each `Choice` of the configuration."""
+
+MOST_NAME_BYTES = 200  # file systems end at 255, and a suffix may follow
 
 
 def check_values(config: Config) -> None:
@@ -88,6 +91,8 @@ def of_validation(config: Config) -> list[str]:
 
 
 def check_plain_name(name: str) -> None:
-    """Raises UsageError for a --name with a directory in it; an empty one is fine."""
+    """Raises UsageError for a --name with a directory in it, or that cannot be a folder's; an empty one is fine."""
+    if not name.isprintable() or len(os.fsencode(name)) > MOST_NAME_BYTES:
+        raise UsageError(f"--name {short(repr(name), 60)} must be one line of at most {MOST_NAME_BYTES} bytes")
     if name and (Path(name).name != name or name in (".", "..")):
         raise UsageError(f"--name {name} must be a plain name: give the directory with --out")

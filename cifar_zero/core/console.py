@@ -56,6 +56,11 @@ def say(message: str, *details: str) -> None:
     print(message, *details, sep="\n  ", file=sys.stderr, flush=True)
 
 
+def printable(text: str) -> str:
+    """Returns a text with its control characters as escapes: names from files could forge lines, or colour them."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
 def quieten() -> None:
     """Installs the filters; to be called before the Trainer is made."""
     for message in WARNINGS:

@@ -1,11 +1,14 @@
 """For errors in the command line: limits of numbers, and names that the user may have meant; plain Python."""
 
+import argparse
 import difflib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from operator import ge, gt, le, lt
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
+
+from cifar_zero.core.errors import UsageError
 
 Value = TypeVar("Value")
 
@@ -74,6 +77,16 @@ def limited(default: Value, **limits: float) -> Value:
     """Returns a field with other limits of its numbers than at least 0. Limits are inclusive (`at_least`, `at_most`) or
     exclusive (`over`, `below`); `over` replaces `at_least`."""
     return field(default=default, metadata=limits)
+
+
+class FlagParser(argparse.ArgumentParser):
+    """Reads some flags of a command line, of which another parser reads the rest; raises UsageError."""
+
+    def __init__(self, **options: Any):
+        super().__init__(add_help=False, allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (--help all lists all options)")
 
 
 @dataclass

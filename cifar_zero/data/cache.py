@@ -22,12 +22,13 @@ from numpy.typing import NDArray
 
 from cifar_zero.core import atomic
 from cifar_zero.core.console import say
-from cifar_zero.core.errors import RunError, UsageError
+from cifar_zero.core.errors import RunError, UsageError, short
 from cifar_zero.data.dataset import Dataset
 from cifar_zero.models import IMAGE_SHAPE
 
 SCHEMA = 2  # version of this layout, 2 with the channels last; a cache of another version is replaced
 
+META = "meta.json"
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 PAGE_BYTES = 4096
 """The checksum of images reads one byte in each block of this size, in 6 ms: disks are damaged by whole blocks. That of
@@ -133,12 +134,15 @@ def _is_ready(directory: Path, fingerprint: str) -> bool:
 
 
 def _read_meta(directory: Path) -> dict[str, Any]:
-    return json.loads((directory / "meta.json").read_text(encoding="utf-8"))
+    return json.loads((directory / META).read_text(encoding="utf-8"))
 
 
 def _write(directory: Path, source: str, fingerprint: str, build: Callable[[Path], tuple[str, ...]]) -> None:
-    """Builds a new cache and replaces the old one. The caller holds the lock."""
+    """Builds a new cache and replaces the old one. The caller holds the lock. Raises UsageError: the folder, which this
+    would remove, is not a cache."""
     temporary = atomic.staged(directory)
+    for folder in (directory, temporary):
+        _check_ours(folder)
     atomic.discard(temporary)  # left by a killed writer: the holder of the lock is the only one
     why = "the existing ones are out of date or damaged" if directory.exists() else "only once"
     say(f"Preparing the images of {source} in {directory} ({why}).")
@@ -152,10 +156,21 @@ def _write(directory: Path, source: str, fingerprint: str, build: Callable[[Path
             "classes": classes,
             "checksums": {name: _checksum(temporary, name) for name in ARRAYS},
         }
-        (temporary / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+        (temporary / META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
         atomic.put_in_place(directory)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _check_ours(folder: Path) -> None:
+    """Raises UsageError if a folder holds anything but the files of a cache; it may be missing or empty."""
+    ours = {META, *(f"{name}.npy" for name in ARRAYS)}
+    foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in ours) if folder.is_dir() else []
+    if foreign:
+        raise UsageError(
+            f"{folder} would be replaced by decoded images, but it holds {short(', '.join(foreign))}: choose another "
+            "place with --data.cache DIR, or move that folder"
+        )
 
 
 def _create(path: Path, shape: tuple[int, ...], dtype: type[np.generic]) -> np.memmap[Any, Any]:

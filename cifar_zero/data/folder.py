@@ -17,7 +17,8 @@ _LAYOUT = "a folder source is <root>/train/<class>/*.png|jpg and <root>/test/<cl
 
 def class_names(config: DataConfig) -> tuple[str, ...]:
     """Returns the names of the directories under train/, sorted. Raises UsageError if a directory is missing or
-    unreadable, there are fewer than two classes, a class has no images, or test/ has other classes than train/."""
+    unreadable or has control characters in its name, there are fewer than two classes, a class has no images, or test/
+    has other classes than train/."""
     entries = (_entries(Path(config.root) / split) for split in SPLITS)
     train, test = (tuple(sorted(entry.name for entry in each if entry.is_dir())) for each in entries)
     if len(train) < 2:
@@ -26,6 +27,8 @@ def class_names(config: DataConfig) -> tuple[str, ...]:
     if train != test:
         differing = ", ".join(sorted({*train} ^ {*test}))
         raise UsageError(f"{config.root}/train and test must have the same classes; in one only: {differing}")
+    for name in (name for name in train if not name.isprintable()):
+        raise UsageError(f"{config.root}/train has the class {name!r}: give its folder a name that can be printed")
     for directory in (Path(config.root) / split / name for split in SPLITS for name in train):
         if next(_image_files(directory), None) is None:
             raise UsageError(f"no {', '.join(SUFFIXES)} images in {directory}: {_LAYOUT}")

@@ -19,6 +19,7 @@ FORMATS = ("PNG", "JPEG")
 MAX_PIXELS = 8192 * 8192
 """Most pixels of an image: 200 MB as RGB for each core that decodes, and more than a camera's 50 megapixels."""
 
+TILE = 1024  # side in pixels of the parts in which a 16-bit image is converted
 CHUNK = 64  # images that a thread decodes before it reports: enough that reporting costs nothing
 
 Image.MAX_IMAGE_PIXELS = None  # Pillow would warn from 89 million pixels on, and refuse twice as many
@@ -36,8 +37,8 @@ def decode(path: str | Path, side: int = IMAGE_SHAPE[1]) -> NDArray[np.uint8]:
             if file.width * file.height > MAX_PIXELS:
                 raise ValueError(f"it has {file.width} x {file.height} pixels, more than {MAX_PIXELS:,}")
             image = ImageOps.exif_transpose(file)
-            if image.mode.startswith("I"):  # 16-bit grey (I;16 and I, where 65,535 is white), which Pillow (13.0) clips
-                image = Image.fromarray((np.asarray(image) / 257).round().clip(0, 255).astype(np.uint8))
+            if image.mode.startswith("I"):
+                image = _eight_bits(image)
             image = image.convert("RGB")
     except UnidentifiedImageError as error:
         raise UsageError(f"cannot read the image {path}: it is not PNG or JPEG; convert or remove it") from error
@@ -47,6 +48,18 @@ def decode(path: str | Path, side: int = IMAGE_SHAPE[1]) -> NDArray[np.uint8]:
     if image.size != (side, side):
         image = ImageOps.fit(image, (side, side), Image.Resampling.BILINEAR)
     return np.asarray(image).transpose(2, 0, 1)
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """Returns a 16-bit grey image (I;16 and I, where 65,535 is white) with 8 bits, to which Pillow (13.0) would clip
+    it. By tiles: at once, the quotients of the largest image take over 1 GB."""
+    grey = Image.new("L", image.size)
+    for top in range(0, image.height, TILE):
+        for left in range(0, image.width, TILE):
+            box = (left, top, min(left + TILE, image.width), min(top + TILE, image.height))
+            pixels = np.asarray(image.crop(box)) / 257
+            grey.paste(Image.fromarray(pixels.round().clip(0, 255).astype(np.uint8)), box)
+    return grey
 
 
 def decode_all(paths: list[str], images: NDArray[np.uint8], title: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cifar_zero.core import exits
-from cifar_zero.core.console import quieten
+from cifar_zero.core.console import printable, quieten
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.programs import command
 from cifar_zero.data.folder import SUFFIXES
@@ -37,12 +37,13 @@ def main() -> int:
     for file, found in predict(classifier, files, arguments.top):
         if isinstance(found, UsageError):
             unreadable += 1
-            print(f"error: {found}", file=sys.stderr)
+            print(printable(f"error: {found}"), file=sys.stderr)
         elif arguments.json:
             predictions = [{"class": name, "probability": probability} for name, probability in found]
             print(json.dumps({"file": str(file), "predictions": predictions}))
         else:
-            print(f"{file}: {', '.join(f'{name} {100 * probability:.1f} %' for name, probability in found)}")
+            named = ", ".join(f"{name} {100 * probability:.1f} %" for name, probability in found)
+            print(printable(f"{file}: {named}"))
     return UsageError.exit_code if unreadable else 0
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from cifar_zero.core import user_code
 from cifar_zero.core.errors import UsageError
+from cifar_zero.core.plain_data import Plain, is_plain
 from cifar_zero.core.usage import Options, limited
 from cifar_zero.models.mixture_options import MixtureOptions
 
@@ -246,7 +247,7 @@ class External(Foreign):
     package: ClassVar[str]
     architecture: ClassVar[str]
 
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: dict[str, Plain] = field(default_factory=dict)
     """Options of the function that builds it, for instance --model.kwargs.dropout 0.1: numbers, true or false, lists of
     them, and a few names of layers, but nothing that could name a file."""
 
@@ -329,10 +330,10 @@ MODELS = Models(
 def add_own(name: str) -> None:
     """Adds the model that FILE.py:NAME or PACKAGE.MODULE:NAME names: a class, or a function that returns a module.
 
-    It maps images (N, 3, H, W) to scores (N, classes). Its arguments are options, but for those whose default is no
-    plain value, such as a class; it gets the number of classes if it has an argument `num_classes`. Only the command
-    line may name one, since it is code. Raises UsageError: it cannot be imported, or one of its arguments has no
-    default or is called `name`.
+    It maps images (N, 3, H, W) to scores (N, classes). Its arguments are options with plain values, but for those whose
+    default is no plain value, such as a class; it gets the number of classes if it has an argument `num_classes`. Only
+    the command line may name one, since it is code. Raises UsageError: it cannot be imported, or one of its arguments
+    has no default or is called `name`.
     """
     make = user_code.load(name, "--model")
     arguments = dict(inspect.signature(make).parameters)
@@ -348,8 +349,9 @@ def add_own(name: str) -> None:
         if not isinstance(argument.default, bool | int | float | str | list | tuple | dict | None):
             continue
         default: Any = field(default_factory=partial(deepcopy, argument.default))
-        kind = type(argument.default) if isinstance(argument.annotation, str) else argument.annotation
-        options.append((argument.name, Any if kind in (argument.empty, type(None)) else kind, default))
+        # Not of another type, such as Callable: jsonargparse would import what a recipe names.
+        kind = argument.annotation if is_plain(argument.annotation) else type(argument.default)
+        options.append((argument.name, Plain if kind is type(None) else kind, default))
     summary = (make.__doc__ or f"the model {name}").strip()
     space = {"__doc__": summary, "make": staticmethod(make), "takes_classes": takes_classes}
     MODELS[name] = make_dataclass("OfUser", options, bases=(OfUser,), namespace=space)

@@ -1,14 +1,11 @@
 """Predicts the memory that a run needs under each strategy, before anything is launched, and recommends one."""
 
-import argparse
 import json
 import shlex
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 
-import yaml
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -20,6 +17,7 @@ from cifar_zero.core import exits
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import gpu_count
 from cifar_zero.core.programs import command, torchrun
+from cifar_zero.core.usage import FlagParser
 from cifar_zero.planning.machine import Room, available
 from cifar_zero.planning.model_states import Network, network_of, network_of_size
 from cifar_zero.planning.survey import RULE, Need, gigabytes, recommended, survey
@@ -137,11 +135,11 @@ def _parse() -> tuple[Namespace, list[str]]:
 
 def _names_batch_size(flags: list[str]) -> bool:
     """Whether a flag or a recipe sets the batch size, even to its default."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = FlagParser()
     parser.add_argument("--batch_size")
     parser.add_argument("--config", action="extend", nargs="+", default=[])
     given, _ = parser.parse_known_args(flags)
-    recipes = (yaml.safe_load(Path(file).read_text()) for file in given.config)  # already checked by command_line.parse
+    recipes = map(command_line.read_recipe, given.config)
     return given.batch_size is not None or any("batch_size" in recipe for recipe in recipes)
 
 

@@ -44,8 +44,8 @@ def test_a_run_is_read_with_its_perturbed_mark(tmp_path: Path) -> None:
         ({"losses__csv": "time,loss\n1,2.5\n"}, "'step' is missing"),
         ({"config__yaml": ""}, "cannot be read"),
         ({"metrics__json": "{}"}, "'seed' is missing"),
-        ({"metrics__json": '{"seed"'}, "cannot be read"),
-        ({"deepspeed__json": "{"}, "cannot be read"),
+        ({"metrics__json": '{"seed"'}, "is not JSON"),
+        ({"deepspeed__json": "{"}, "is not JSON"),
         ({"events__out__tfevents__1": ""}, "cannot be read"),
     ],
 )

@@ -105,6 +105,10 @@ def test_printed_configuration_is_the_same_run_again(recipe: Path, tmp_path: Pat
         ("--hparams optimizer.lrr", "did you mean --optimizer.lr?"),
         ("--name a/b", "must be a plain name"),
         ("--name ..", "must be a plain name"),
+        ("--name " + 300 * "x", "must be one line of at most 200 bytes"),
+        ("--batch_size 100000000000000000000000", "--batch_size must be at least 1 and at most 2147483647"),
+        ("--config", "argument --config: expected at least one argument (--help all lists all options)"),
+        ("--resume", "argument --resume: expected one argument"),
         ("--max_steps 0", "--max_steps must be at least 1"),
         ("--seed -1", "--seed must be at least 0"),
         ("--timeout 0", "--timeout must be over 0"),
@@ -153,6 +157,11 @@ def test_mistakes_are_one_clear_line(flags: str, expected: str, monkeypatch: pyt
         ("optimizer: {name: [a]}", "must be a mapping with a name"),
         ("optimizer: adam", "must be a mapping with a name"),
         ("epochs: many", "--epochs: expected int"),
+        ("ds_config: 5", "ds_config must be a text, not 5"),
+        ("resume: [last]", "resume must be a text, not ['last']"),
+        ("name: 'two\n\n  lines'", "--name 'two\\nlines' must be one line of at most 200 bytes"),
+        ("config: other.yaml", "config is of the command line only: leave it out"),
+        ("print_config: true", "print_config is of the command line only: leave it out"),
     ],
 )
 def test_mistakes_in_a_recipe_are_refused(text: str, expected: str, tmp_path: Path):

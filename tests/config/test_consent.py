@@ -1,9 +1,11 @@
-"""No file makes a program load code: only --trust on the command line does."""
+"""No file makes a program load code: only the command line does."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,3 +67,85 @@ def test_no_recipe_names_a_callback(tmp_path: Path):
     assert command_line.consent(flags).callbacks == ("--trainer.callbacks", "a.B", "--trainer.callbacks.patience=3")
     assert command_line.parse(flags).trainer == {}
     assert command_line.parse(flags).epochs == 3
+
+
+PLANTED = "open({!r}, 'w')\ndef act(x): return x\nclass Act: pass\n"
+
+NETWORK = """
+from collections.abc import Callable
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, num_classes=10, act: Callable | None = None, free=None, layers: list[Callable] | None = None):
+        super().__init__()
+"""
+
+
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that appears when the module `planted_code`, which can be imported, is."""
+    proof = tmp_path / "imported"
+    (tmp_path / "planted_code.py").write_text(PLANTED.format(str(proof)))
+    (tmp_path / "my_net.py").write_text(NETWORK)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "planted_code", raising=False)
+    return proof
+
+
+CLASS = {"class_path": "planted_code.Act"}
+REFUSED_CLASS = "has class_path, which names code: only the command line may"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "flags", "refused"),
+    [
+        ({"trainer": {"profiler": CLASS}}, "", REFUSED_CLASS),
+        ({"trainer": {"profiler": [{**CLASS, "init_args": {}}]}}, "", REFUSED_CLASS),
+        ({"trainer": {"profiler": "{class_path: planted_code.Act}"}}, "", REFUSED_CLASS),
+        ({"model": {"name": "timm:vit", "kwargs": {"a": CLASS}}}, "", REFUSED_CLASS),
+        ({"model": {"name": "{own}", "free": CLASS}}, "--model {own}", REFUSED_CLASS),
+        ({"model": {"name": "{own}", "act": CLASS}}, "--model {own}", REFUSED_CLASS),
+        ({"model": {"name": "{own}", "act": "planted_code.act"}}, "--model {own}", None),
+        ({"model": {"name": "{own}", "layers": ["planted_code.Act"]}}, "--model {own}", None),
+        ({"model": {"name": "{own}", "free": "planted_code.act"}}, "--model {own}", None),
+    ],
+)
+def test_no_option_of_a_recipe_is_imported(
+    planted: Path, tmp_path: Path, recipe: dict[str, Any], flags: str, refused: str | None
+):
+    file, own = tmp_path / "recipe.yaml", f"{tmp_path / 'my_net.py'}:Net"
+    file.write_text(yaml.safe_dump(recipe).replace("{own}", own))
+    command = ["--config", str(file), *flags.replace("{own}", own).split()]
+    if refused:
+        with pytest.raises(UsageError, match=refused):
+            command_line.parse(command)
+    else:
+        given = {option: value for option, value in recipe["model"].items() if option != "name"}
+        assert command_line.parse(command).model.options.items() >= given.items()
+    assert not planted.exists()
+
+
+def test_no_command_imports_what_a_run_folder_names(planted: Path, tmp_path: Path):
+    """In processes of their own; the record in a checkpoint outside of a run folder names it too."""
+    run, alone = tmp_path / "run", tmp_path / "alone.ckpt"
+    (run / "checkpoints").mkdir(parents=True)
+    tree = yaml.safe_load(command_line.dump(Config()))
+    recipe = str(run / "config.yaml")
+    Path(recipe).write_text(yaml.safe_dump({**tree, "trainer": {"profiler": CLASS}}))
+    record = {"config": {**asdict(Config()), "trainer": {"profiler": CLASS}}, "classes": [*"0123456789"]}
+    torch.save({"state_dict": {}, "cifar_zero": record}, run / "checkpoints" / "last.ckpt")
+    torch.save({"state_dict": {}, "cifar_zero": record}, alone)
+    for command in (
+        ["train.py", "--config", recipe],
+        ["train.py", "--resume", str(run)],
+        ["train.py", "--resume", str(alone)],
+        ["plan.py", "--config", recipe],
+        ["compare.py", "--config", recipe, "--devices", "1", "2"],
+        ["sweep.py", "--config", recipe, "--search", "seed=0,1"],
+        ["evaluate.py", str(run)],
+        ["evaluate.py", str(alone)],
+    ):
+        done = run_program(*command, env={"PYTHONPATH": str(tmp_path)})
+        assert not planted.exists(), command
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        assert f"trainer.profiler {REFUSED_CLASS}" in done.stderr

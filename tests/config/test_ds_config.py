@@ -121,6 +121,23 @@ def test_what_becomes_an_option(content: dict[str, Any], flags: str, expected: d
         ({"optimizer": {"type": "Adam", "params": {"max_coeff": 1}}}, "", "unknown option --optimizer.max_coeff"),
         ({"optimizer": "Adam", "fp16": True}, "", "optimizer must be an object; fp16 must be an object"),
         ({"zero_optimization": {"offload_param": "cpu"}}, "", "offload_param must be an object"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": 5}}},
+            "",
+            "offload_optimizer.device must be one of none, cpu, nvme",
+        ),
+        (
+            {"flops_profiler": {"enabled": True, "output_file": "notes.txt"}},
+            "",
+            "leave flops_profiler.output_file out, which names a file",
+        ),
+        ({"csv_monitor": {"enabled": True, "job_name": "../x"}}, "", "use --logger, not csv_monitor"),
+        ({"autotuning": {"enabled": True}}, "", "use sweep.py, not autotuning"),
+        (
+            {"data_efficiency": {"data_sampling": {"curriculum_learning": {"data_cluster_path": "/etc"}}}},
+            "",
+            "leave data_efficiency.data_sampling.curriculum_learning.data_cluster_path out",
+        ),
     ],
 )
 def test_what_is_refused(content: dict[str, Any], flags: str, expected: str, tmp_path: Path):
@@ -128,6 +145,13 @@ def test_what_is_refused(content: dict[str, Any], flags: str, expected: str, tmp
         parsed(tmp_path, content, flags)
     assert expected in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_sections_that_write_files_may_be_there_switched_off(tmp_path: Path):
+    off = {"enabled": False, "output_path": "", "job_name": "x"}
+    raw = {"tensorboard": off, "csv_monitor": off, "wandb": None, "flops_profiler": {"output_file": None}}
+    raw["zero_optimization"] = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/nvme"}}
+    assert parsed(tmp_path, raw).ds_config
 
 
 def test_an_old_switch_offloads(tmp_path: Path):

@@ -105,6 +105,22 @@ def test_a_ready_cache_is_kept_and_its_replacement_does_not_affect_readers(confi
     np.testing.assert_array_equal(dataset.train_images, before)
 
 
+@pytest.mark.parametrize("name", ["synthetic-1000", "synthetic-1000.tmp"])
+def test_a_folder_of_the_users_is_not_replaced(config: DataConfig, name: str) -> None:
+    photo = image_file(config).parents[1] / name / "train" / "cat" / "photo.png"
+    photo.parent.mkdir(parents=True)
+    photo.write_bytes(b"mine")
+    with pytest.raises(UsageError, match=r"it holds train: choose another place with --data\.cache DIR"):
+        data.prepare(config)
+    assert photo.read_bytes() == b"mine"
+
+
+def test_an_empty_folder_is_filled(config: DataConfig) -> None:
+    image_file(config).parent.mkdir(parents=True)
+    data.prepare(config)
+    assert image_file(config).is_file()
+
+
 def test_a_builder_that_fails_leaves_no_cache(tmp_path: Path) -> None:
     def build(directory: Path) -> tuple[str, ...]:
         cache.allocate(directory, "train", 10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
 from pathlib import Path
 from zlib import crc32
 
@@ -36,6 +37,20 @@ def test_modes_and_orientation_change_no_pixel(tmp_path: Path):
     assert expected.std() > 10
     for name in (*stored, "turned.png"):
         assert np.array_equal(decode(tmp_path / name), expected), name
+
+
+def test_a_large_16_bit_image_takes_no_more_memory_than_others(tmp_path: Path):
+    """numpy's arrays count, which held 16 bytes for each pixel; it has several tiles, also incomplete ones."""
+    grey = np.random.default_rng(0).integers(0, 256, (2500, 3000), dtype=np.uint8)
+    Image.fromarray(grey).save(tmp_path / "grey.png", compress_level=0)
+    Image.fromarray(grey.astype(np.uint16) * 257).save(tmp_path / "grey16.png", compress_level=0)
+    expected = decode(tmp_path / "grey.png")
+    tracemalloc.start()
+    try:
+        assert np.array_equal(decode(tmp_path / "grey16.png"), expected)
+        assert tracemalloc.get_traced_memory()[1] < 5 * grey.size
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_file_of_another_kind_is_refused_whatever_its_name(tmp_path: Path):

@@ -82,6 +82,18 @@ def test_a_folder_by_a_checkpoint_and_every_export(digits: tuple[Path, Dataset],
             assert values == pytest.approx(probabilities[number].tolist(), abs=1e-5)
 
 
+def test_names_forge_no_line(digits: tuple[Path, Dataset], folder: Path, tmp_path: Path):
+    """Class names come with a model, and names of images with an archive."""
+    image, broken, network = (tmp_path / name for name in ("a\nb.png", "c\x1b[2K.png", "net.safetensors"))
+    image.write_bytes((folder / "00.png").read_bytes())
+    broken.write_text("")
+    about = {"model": "net", "options": "{}", "classes": json.dumps(["x\r\x1b[31m\nsafe.png: é"] * 10)}
+    write_safetensors(read_weights(models.build("net", 10), digits[0]), network, about)
+    done = run_program("predict.py", str(network), str(image), str(broken))
+    assert re.fullmatch(r".*a\\nb\.png: x\\r\\x1b\[31m\\nsafe\.png: é \d+\.\d %\n", done.stdout)
+    assert re.fullmatch(r"error: cannot read the image .*c\\x1b\[2K\.png: it is not PNG or JPEG.*\n", done.stderr)
+
+
 def test_lines_and_unreadable_images(digits: tuple[Path, Dataset], folder: Path, tmp_path: Path):
     checkpoint, dataset = digits
     cut = tmp_path / "cut.jpg"

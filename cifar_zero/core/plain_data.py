@@ -1,0 +1,100 @@
+"""Reads YAML and JSON as plain data: None, bool, numbers, str, and lists and mappings of them.
+
+Nothing in such a file can name code: jsonargparse (4.53) imports the `class_path` of any mapping that it parses.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import yaml
+
+from cifar_zero.core.errors import UsageError, short
+
+Plain = bool | int | float | str | list | dict | None
+"""The type of an option that takes any plain data. Not Any, for which jsonargparse imports what a value names."""
+
+NAMES_CODE = ("class_path", "init_args")  # keys by which jsonargparse knows a class and its arguments
+MOST_VALUES, MOST_LEVELS = 100_000, 20
+"""Values in one tree, and lists or mappings inside each other: far more than a recipe has."""
+
+
+class _Loader(yaml.SafeLoader):
+    """A SafeLoader without aliases: a few lines with them stand for more values than memory holds, or for
+    themselves."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise yaml.YAMLError(f"line {event.start_mark.line + 1} has the alias *{event.anchor}: repeat the value")
+        return super().compose_node(parent, index)
+
+
+def load_yaml(text: str) -> Any:
+    """Returns the content of a YAML text. Raises yaml.YAMLError: it is not YAML, or has an alias."""
+    try:
+        return yaml.load(text, _Loader)
+    except RecursionError as error:
+        raise yaml.YAMLError("its lists or mappings are nested too deeply") from error
+    except ValueError as error:  # of a number or date that does not exist
+        raise yaml.YAMLError(str(error)) from error
+
+
+def read_yaml(file: Path, what: str) -> Any:
+    """Returns the content of a YAML file as plain data; `what` names it in errors. Raises UsageError: it cannot be
+    read, is not YAML, or is refused by `check`."""
+    return _read(file, what, load_yaml, "YAML")
+
+
+def read_json(file: Path, what: str) -> Any:
+    """Returns the content of a JSON file as `read_yaml` does."""
+    return _read(file, what, json.loads, "JSON")
+
+
+def _read(file: Path, what: str, load: Callable[[str], Any], language: str) -> Any:
+    try:
+        tree = load(file.read_text())
+    except OSError as error:
+        raise UsageError(f"{what} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{what} is not a text file") from error
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UsageError(f"{what} is not {language}: {short(error)}") from error
+    check(tree, what)
+    return tree
+
+
+def check(tree: Any, what: str) -> None:
+    """Raises UsageError unless a tree that was read from a file is plain data that names no code. `what` names the file
+    in errors. A text counts as what it is in YAML, because jsonargparse parses it."""
+    left, seen = [("", tree, 0)], 0
+    while left:
+        name, value, level = left.pop()
+        seen += 1
+        if seen > MOST_VALUES or level > MOST_LEVELS:
+            raise UsageError(f"{what} has more than {MOST_VALUES:,} values, or {MOST_LEVELS} levels of them")
+        if isinstance(value, str):
+            try:
+                value = load_yaml(value)
+            except yaml.YAMLError as error:
+                if "&" in value and "*" in value:
+                    raise UsageError(f"{what}: {name} is a text with an alias: write the values out") from error
+            if not isinstance(value, (list, dict)):
+                continue
+        if isinstance(value, dict):
+            if refused := [key for key in NAMES_CODE if key in value]:
+                raise UsageError(f"{what}: {name} has {refused[0]}, which names code: only the command line may")
+            left += [(f"{name}.{key}".lstrip("."), inner, level + 1) for key, inner in value.items()]
+        elif isinstance(value, (list, tuple)):
+            left += [(name, inner, level + 1) for inner in value]
+        elif value is not None and not isinstance(value, (bool, int, float)):
+            raise UsageError(f"{what}: {name} is a {type(value).__name__}: write a number, a text, a list or a mapping")
+
+
+def is_plain(kind: Any) -> bool:
+    """Returns whether all values of a type are plain data, so that jsonargparse imports nothing to parse one."""
+    if get_origin(kind) in (Union, UnionType, list, tuple, dict):
+        return all(map(is_plain, get_args(kind)))
+    return get_origin(kind) is Literal or kind in (bool, int, float, str, list, tuple, dict, None, NoneType, ...)
