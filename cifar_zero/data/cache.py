@@ -140,8 +140,8 @@ def _read_meta(directory: Path) -> dict[str, Any]:
 def _write(directory: Path, source: str, fingerprint: str, build: Callable[[Path], tuple[str, ...]]) -> None:
     """Builds a new cache and replaces the old one. The caller holds the lock. Raises UsageError: the folder, which this
     would remove, is not a cache."""
-    temporary = atomic.staged(directory)
-    for folder in (directory, temporary):
+    temporary, aside = atomic.staged(directory), atomic.aside(directory)
+    for folder in (directory, temporary, aside, atomic.staged(aside)):
         _check_ours(folder)
     atomic.discard(temporary)  # left by a killed writer: the holder of the lock is the only one
     why = "the existing ones are out of date or damaged" if directory.exists() else "only once"
