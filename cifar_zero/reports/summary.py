@@ -201,12 +201,20 @@ def _benchmark_rows(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("step time, mean (ms)", f"{metrics['perf/step_time_ms']:.2f}"),
         ("shortest / median / longest (ms)", spread),
         ("of the mean, waiting for data (ms)", f"{metrics['perf/data_time_ms']:.2f}"),
-        ("TFLOP/s", f"{metrics['perf/tflops']:.4g}"),
+        ("computation", flops_per_second(metrics["perf/tflops"])),
         *([("share of the devices' peak (MFU)", f"{mfu:.2%}")] if mfu is not None else []),
         ("start to first step (s)", f"{metrics['perf/seconds_to_first_step']:.1f}"),
         ("peak memory of each rank (GB)", ", ".join(f"{peak / 1e9:.2f}" for peak in peaks)),
         ("model states of each rank (MB)", ", ".join(f"{state / 1e6:,.2f}" for state in states)),
     ]
+
+
+def flops_per_second(tflops: float) -> str:
+    """Returns the rate in the largest unit, down to MFLOP/s, in which it is at least 1."""
+    rate, units = tflops, ["MFLOP/s", "GFLOP/s", "TFLOP/s"]
+    while rate < 1 and len(units) > 1:
+        rate, units = 1000 * rate, units[:-1]
+    return f"{rate:.1f} {units[-1]}"
 
 
 def _finite(value: Any) -> Any:
