@@ -2,12 +2,9 @@
 
 import json
 import math
-import os
 import platform
 import shlex
-import shutil
 import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
@@ -20,6 +17,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from cifar_zero.core import atomic
+from cifar_zero.core.programs import next_to_python
 
 SCHEMA = 1  # version of metrics.json's keys; raised when a key changes its meaning
 
@@ -112,9 +110,7 @@ def print_summary(metrics: Mapping[str, Any], run_dir: Path) -> None:
 
 def curves(folder: Path) -> str:
     """Returns how to look at the curves of all runs in a folder: TensorBoard's command, and its page to open."""
-    installed = Path(sys.executable).with_name("tensorboard")  # of a virtual environment that is not activated
-    program = "tensorboard" if shutil.which("tensorboard") or not installed.exists() else os.path.relpath(installed)
-    command = f"{shlex.quote(program)} --logdir {shlex.quote(str(folder))} --host localhost"
+    command = f"{shlex.quote(next_to_python('tensorboard'))} --logdir {shlex.quote(str(folder))} --host localhost"
     return f"{command}  # then open http://localhost:6006/#custom_scalars"
 
 
