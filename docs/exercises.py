@@ -1,6 +1,7 @@
 """Checks an answer to exercises.md: `python docs/exercises.py N answers.py` prints one line and exits with 0 if the
 answer is right, 1 if it is wrong, 2 for wrong usage. Answers run in processes of their own, which can be ended."""
 
+import ast
 import itertools
 import json
 import logging
@@ -93,12 +94,24 @@ def judge(exercise: int, file: str) -> Verdict:
     check = CHECKS[exercise - 1]
     name = "Broken" if check is broken else check.__name__
     try:
-        return 0, f"right: {check(user_code.load(f'{file}:{name}', f'exercise {exercise}:'))}"
+        answer = user_code.load(f"{file}:{name}", f"exercise {exercise}:")
+        if _is_open(Path(file), name):
+            raise UsageError(
+                f"exercise {exercise}: {name} in {Path(file).name} is still `...`: write your answer there"
+            )
+        return 0, f"right: {check(answer)}"
     except UsageError as error:
         return error.exit_code, str(error)
     except (Exception, SystemExit) as error:
         line = "" if isinstance(error, Wrong) else f"{user_code.where(error)}{type(error).__name__}: "
         return 1, f"wrong: {line}{short(error, 400)}"
+
+
+def _is_open(file: Path, name: str) -> bool:
+    """Returns whether the function or class of a file has nothing but `...` or a docstring in its body."""
+    parts = [part for part in ast.parse(file.read_bytes()).body if isinstance(part, ast.FunctionDef | ast.ClassDef)]
+    body = next((part.body for part in parts if part.name == name), [])
+    return bool(body) and all(isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant) for line in body)
 
 
 def training_step(answer: Callable[..., Tensor]) -> str:

@@ -8,6 +8,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 
 from cifar_zero.core.errors import UsageError
@@ -161,11 +162,21 @@ def find_checkpoint(path: str) -> Path:
     something in it, or the newest one under a folder. Raises UsageError: there is none."""
     given = Path(path)
     if not given.exists():
-        raise UsageError(f"{path} does not exist: give a run folder, or a .ckpt file or folder")
+        raise UsageError(f"{path} does not exist: {_similar(given) or 'give a run folder, or a .ckpt file or folder'}")
     for folder in (given, *given.absolute().parents[:2]):  # Lightning issues 20453 and 17763: which one is it?
         if is_checkpoint_folder(folder):
             return folder
     return given if given.is_file() else newest_checkpoint(given)
+
+
+def _similar(missing: Path) -> str:
+    """Returns a question with the path that differs in the first missing folder: its name is longer, or misspelt; empty
+    if there is no such path."""
+    absent = next(path for path in (*reversed(missing.parents), missing) if not path.exists())
+    names = sorted(os.listdir(absent.parent)) if absent.parent.is_dir() else []
+    close = [name for name in names if name.startswith(absent.name)] or get_close_matches(absent.name, names)
+    paths = (absent.with_name(name) / missing.relative_to(absent) for name in close)
+    return next((f"did you mean {path}?" for path in paths if path.exists()), "")
 
 
 def is_checkpoint_folder(path: Path) -> bool:

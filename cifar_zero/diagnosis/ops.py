@@ -1,7 +1,5 @@
 """Checks DeepSpeed's operators, which are compiled at their first use: each in a folder of torch's, under a lock."""
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ from filelock import FileLock, Timeout
 from cifar_zero.core.errors import short
 from cifar_zero.core.programs import command
 from cifar_zero.diagnosis.check import Finding, Options, failed, ok, warning
+from cifar_zero.strategies.operators import build_root, is_built
 
 
 def locks(options: Options) -> Finding:
@@ -35,18 +34,6 @@ def waits_for_existence() -> bool:
     import torch.utils.cpp_extension
 
     return hasattr(torch.utils.cpp_extension, "FileBaton")
-
-
-def build_root() -> Path:
-    """Returns where torch keeps a folder per operator (cpp_extension._get_build_directory would create it)."""
-    import torch
-    from torch.utils.cpp_extension import get_default_build_root
-
-    if named := os.environ.get("TORCH_EXTENSIONS_DIR"):
-        return Path(named)
-    cuda = torch.version.cuda
-    python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
-    return Path(get_default_build_root(), f"{python}_cpu" if cuda is None else f"{python}_cu{cuda.replace('.', '')}")
 
 
 def operators(options: Options) -> Finding:
@@ -78,20 +65,6 @@ def _compatible(builder: Any) -> bool:
         return bool(builder.is_compatible(verbose=False))
     except Exception:  # each builder raises its own errors on a machine that it does not support
         return False
-
-
-def is_built(name: str) -> bool:
-    """Whether a DeepSpeed operator is compiled, so that a run that needs it starts at once. All environments of a
-    Python version share one folder per operator, but each compiles it again: ninja does so if the command changes, and
-    the command contains the path of torch's headers."""
-    from deepspeed.git_version_info import installed_ops
-    from torch.utils.cpp_extension import include_paths
-
-    if installed_ops.get(name):
-        return True
-    folder = build_root() / name
-    commands = folder / "build.ninja"
-    return (folder / f"{name}.so").exists() and commands.exists() and include_paths()[0] in commands.read_text()
 
 
 def _held(file: Path) -> bool:

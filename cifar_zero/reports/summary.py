@@ -2,12 +2,9 @@
 
 import json
 import math
-import os
 import platform
 import shlex
-import shutil
 import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
@@ -20,6 +17,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from cifar_zero.core import atomic
+from cifar_zero.core.programs import next_to_python
 
 SCHEMA = 1  # version of metrics.json's keys; raised when a key changes its meaning
 
@@ -112,9 +110,7 @@ def print_summary(metrics: Mapping[str, Any], run_dir: Path) -> None:
 
 def curves(folder: Path) -> str:
     """Returns how to look at the curves of all runs in a folder: TensorBoard's command, and its page to open."""
-    installed = Path(sys.executable).with_name("tensorboard")  # of a virtual environment that is not activated
-    program = "tensorboard" if shutil.which("tensorboard") or not installed.exists() else os.path.relpath(installed)
-    command = f"{shlex.quote(program)} --logdir {shlex.quote(str(folder))} --host localhost"
+    command = f"{shlex.quote(next_to_python('tensorboard'))} --logdir {shlex.quote(str(folder))} --host localhost"
     return f"{command}  # then open http://localhost:6006/#custom_scalars"
 
 
@@ -201,12 +197,20 @@ def _benchmark_rows(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("step time, mean (ms)", f"{metrics['perf/step_time_ms']:.2f}"),
         ("shortest / median / longest (ms)", spread),
         ("of the mean, waiting for data (ms)", f"{metrics['perf/data_time_ms']:.2f}"),
-        ("TFLOP/s", f"{metrics['perf/tflops']:.4g}"),
+        ("computation", flops_per_second(metrics["perf/tflops"])),
         *([("share of the devices' peak (MFU)", f"{mfu:.2%}")] if mfu is not None else []),
         ("start to first step (s)", f"{metrics['perf/seconds_to_first_step']:.1f}"),
         ("peak memory of each rank (GB)", ", ".join(f"{peak / 1e9:.2f}" for peak in peaks)),
         ("model states of each rank (MB)", ", ".join(f"{state / 1e6:,.2f}" for state in states)),
     ]
+
+
+def flops_per_second(tflops: float) -> str:
+    """Returns the rate in the largest unit, down to MFLOP/s, in which it is at least 1."""
+    rate, units = tflops, ["MFLOP/s", "GFLOP/s", "TFLOP/s"]
+    while rate < 1 and len(units) > 1:
+        rate, units = 1000 * rate, units[:-1]
+    return f"{rate:.1f} {units[-1]}"
 
 
 def _finite(value: Any) -> Any:

@@ -65,6 +65,24 @@ def test_checkpoints_are_found_by_run_by_name_and_by_path(tmp_path: Path):
         run_folder.last_checkpoint(out, "other")
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("net-ddp/version_0", "did you mean {}/net-ddp-digits-fallback/version_0?"),
+        ("net-dpp-digits-fallback", "did you mean {}/net-ddp-digits-fallback?"),
+        ("net-ddp/version_1", "give a run folder"),
+        ("net-ddp-digits-fallback/version_0/checkpoints/last.ckpt/x/y", "give a run folder"),
+    ],
+)
+def test_a_path_that_does_not_exist(tmp_path: Path, given: str, meant: str):
+    """The error names a similar path, such as the folder of a run that fell back to the digits."""
+    make(tmp_path / "net-ddp-digits-fallback" / "version_0" / "checkpoints" / "last.ckpt", 100)
+    (tmp_path / "net-ddp_offload").mkdir()
+    with pytest.raises(UsageError) as error:
+        run_folder.find_checkpoint(str(tmp_path / given))
+    assert str(error.value).startswith(f"{tmp_path / given} does not exist: {meant.format(tmp_path)}")
+
+
 def test_a_recipe_is_found_only_in_the_run_folder(tmp_path: Path):
     """A config.yaml further up, or next to a copy of a checkpoint, is another program's."""
     (tmp_path / "config.yaml").write_text("of another program")

@@ -19,6 +19,7 @@ import yaml
 from torch.distributed.run import parse_args
 
 from cifar_zero.config import command_line
+from cifar_zero.core.programs import command
 from tests.support.helpers import HANG_SECONDS, ROOT, WHOLE, run_program
 
 FOLDER = ROOT / "configs" / "cluster"
@@ -110,7 +111,7 @@ def test_a_slurm_job_is_requeued_and_resumes(submit: Submit, tmp_path: Path) -> 
     assert first.returncode == 128 + signal.SIGUSR1, said[-3000:]
     assert (tmp_path / "requests").read_text() == "requeue 4217\n"
     assert (runs / "version_0" / "checkpoints" / "last.ckpt").exists()
-    assert f"saved; resume with: python train.py --resume {runs}" in said
+    assert f"saved; resume with: {command('train')} --resume {runs}" in said
     flags_of_srun = json.loads((tmp_path / "flags.json").read_text())
     assert flags_of_srun == ["--kill-on-bad-exit=1", "--cpus-per-task=8"]
     if WHOLE:
@@ -200,18 +201,18 @@ def test_commands_of_the_page(small_data: list[str], tmp_path: Path) -> None:
     """Every command runs as written, for a few steps; both nodes of torchrun's commands are this machine."""
     page = (ROOT / "docs" / "cluster.md").read_text()
     commands = re.findall(r"^\.venv/bin/(.+)$", page, re.MULTILINE)
-    assert {command.split()[0] for command in commands} == {"torchrun", "python", "deepspeed"}
+    assert {line.split()[0] for line in commands} == {"torchrun", "python", "deepspeed"}
     small = ["--accelerator", "cpu", "--max_steps", "4", "--out", str(tmp_path), *small_data]
-    for command in commands:
-        program, *arguments = shlex.split(command)
+    for line in commands:
+        program, *arguments = shlex.split(line)
         if program == "python":
             assert run_program(*arguments).returncode in (0, 1)  # 1: nothing fits this machine
             continue
         trains = "train.py" in arguments
-        line = [str(Path(sys.executable).parent / program), *arguments, *(small if trains else [])]
+        started = [str(Path(sys.executable).parent / program), *arguments, *(small if trains else [])]
         machines = [
             subprocess.Popen(
-                line,
+                started,
                 cwd=ROOT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdout=subprocess.PIPE,
@@ -222,4 +223,4 @@ def test_commands_of_the_page(small_data: list[str], tmp_path: Path) -> None:
         ]
         for machine in machines:
             said = machine.communicate(timeout=HANG_SECONDS)[0]
-            assert machine.returncode == 0, f"{command}\n{said[-3000:]}"
+            assert machine.returncode == 0, f"{line}\n{said[-3000:]}"

@@ -99,7 +99,7 @@ def test_mistakes_of_usage_are_one_line(tmp_path: Path):
     assert (code, line[-20:]) == (2, "has no training_step")
 
 
-def test_the_page_names_what_the_checker_asks_for():
+def test_the_page_names_what_the_checker_asks_for(tmp_path: Path):
     page = (ROOT / "docs" / "exercises.md").read_text()
     asked = [check.__name__ for check in exercises.CHECKS[:-1]]
     assert re.findall(r"^def (\w+)\(.*\.\.\.  # \d$", page, re.MULTILINE) == asked
@@ -108,3 +108,7 @@ def test_the_page_names_what_the_checker_asks_for():
     names: dict[str, object] = {}
     exec(code[1], names)
     assert {*asked, "Broken"} <= {*names}
+    (tmp_path / "answers.py").write_text(code[1])
+    for number, name in enumerate([*asked, "Broken"], start=1):
+        line = f"exercise {number}: {name} in answers.py is still `...`: write your answer there"
+        assert exercises.judge(number, str(tmp_path / "answers.py")) == (2, line)

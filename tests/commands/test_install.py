@@ -95,7 +95,7 @@ def test_a_wheel_trains_and_compares_in_an_empty_directory(tmp_path: Path):
         return done.stdout
 
     for command in COMMANDS:
-        assert f"usage: cifar-zero {command} " in run("cifar-zero", command, "--help")
+        assert f"usage: ../env/bin/cifar-zero {command} " in run("cifar-zero", command, "--help")
     assert "deepspeed" in run("cifar-zero", "doctor", "deepspeed", "torch")
     small = ["--accelerator", "cpu", "--data.source", "synthetic", "--data.synthetic_size", "640", "--batch_size", "16"]
     short = [*small, "--max_steps", "4", "--devices", "2"]

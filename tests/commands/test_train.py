@@ -22,6 +22,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # pyr
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.read import read
 from cifar_zero.config.deepspeed_examples import get_ds_config
+from cifar_zero.core.programs import command
 from cifar_zero.launch.local_launcher import free_port
 from cifar_zero.reports.summary import MEASURED
 from tests.support.helpers import (
@@ -78,7 +79,7 @@ def test_tensorboard_has_every_curve_and_figure(run: tuple[Path, str]):
     for tag in (tag for section in layout.category for chart in section.chart for tag in chart.multiline.tag):
         assert any(re.match(tag, curve) for curve in events.Tags()["scalars"]), tag
     card = events.Tensors("run/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert "`python train.py --data.source" in card
+    assert f"`{command('train')} --data.source" in card
     assert f"**{json.loads((run[0] / 'metrics.json').read_text())['test/acc']:.2%}** correct" in card
 
 
@@ -223,7 +224,7 @@ def test_deepspeeds_launcher_and_the_sources_own_configuration(small_data: list[
     flags = ["--deepspeed", "--deepspeed_config", file, "--log-interval", "4"]
     done = run_program(*launcher, "train.py", *flags, *small_data, "--max_steps", "8", "--out", str(tmp_path))
     assert_ok(done)
-    said = f"{file} stands for python train.py --gradient_clip_val 1.0 --batch_size 16"
+    said = f"{file} stands for {command('train')} --gradient_clip_val 1.0 --batch_size 16"
     assert (done.stdout + done.stderr).count(said) == 1
     assert "cpu_offload" not in done.stdout + done.stderr
     run, source = run_folder_of(tmp_path), json.loads((ROOT / file).read_text())
@@ -313,7 +314,7 @@ def test_a_run_that_diverges_reports_the_step_and_how_to_repeat_it(small_data: l
     assert "learning rate 1e+10" in line
     assert "Traceback" not in done.stderr
     step = int(line.split("from step ")[1].split()[0])
-    again = line.split("to repeat that batch: python train.py ")[1].split()
+    again = line.split(f"to repeat that batch: {command('train')} ")[1].split()
     kept = torch.load(again[-1], weights_only=True)  # the newest checkpoint is older
     assert kept["global_step"] < step
     assert all(weights.isfinite().all() for weights in kept["state_dict"].values())
@@ -348,9 +349,9 @@ def test_a_signal_saves_and_says_how_to_resume(
     slurm.chmod(0o755)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{slurm.parent}:{os.environ['PATH']}"}
     flags = ["--devices", devices, "--accelerator", "cpu", "--batch_size", "16", "--epochs", "5000"]
-    command = [sys.executable, "train.py", *small_data, *flags, "--log_interval", "10", "--out", str(tmp_path / "out")]
+    started = [sys.executable, "train.py", *small_data, *flags, "--log_interval", "10", "--out", str(tmp_path / "out")]
     process = subprocess.Popen(
-        command,
+        started,
         cwd=ROOT,
         env={**env, "SLURM_JOB_ID": "7"} if number == signal.SIGUSR1 else env,
         stderr=subprocess.PIPE,
@@ -366,7 +367,8 @@ def test_a_signal_saves_and_says_how_to_resume(
     _, said = process.communicate(timeout=HANG_SECONDS)
     run = run_folder_of(tmp_path / "out")
     assert process.returncode == 128 + number, said
-    assert re.search(rf"{name}: stopped at step \d+, saved; resume with: python train.py --resume {run}\n", said)
+    assert re.search(rf"{name}: stopped at step \d+, saved; resume with: ", said)
+    assert f" {command('train', '--resume', run)}\n" in said
     assert "Traceback" not in said
     assert read(run_folder.newest_checkpoint(run))["global_step"] > 36
     assert (requeued.read_text() if requeued.exists() else "") == ("requeue 7\n" if number == signal.SIGUSR1 else "")

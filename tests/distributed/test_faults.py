@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from cifar_zero.core.programs import command
 from tests.support.helpers import (
     HANG_SECONDS,
     ROOT,
@@ -129,7 +130,7 @@ def test_a_terminated_launcher_saves_and_the_run_resumes(
     run.launcher.terminate()
     assert run.launcher.wait(HANG_SECONDS) == 128 + signal.SIGTERM
     folder = run_folder_of(tmp_path)
-    assert f", saved; resume with: python train.py --resume {folder}\n" in run.said()
+    assert f", saved; resume with: {command('train')} --resume {folder}\n" in run.said()
     assert "Traceback" not in run.said()
     run.assert_nothing_left()
     step = last_checkpoint(folder)["global_step"]

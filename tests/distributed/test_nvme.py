@@ -7,7 +7,7 @@ import torch
 
 from cifar_zero.config.rules.devices import check_nvme
 from cifar_zero.core.errors import UsageError
-from cifar_zero.diagnosis.ops import is_built
+from cifar_zero.strategies.operators import is_built
 from tests.support.helpers import WHOLE, largest_difference, last_weights, run_folder_of, train_all
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from cifar_zero.core import exits
+from cifar_zero.core.programs import command, torchrun
 from cifar_zero.planning import plan
 from tests.support.helpers import ROOT, run_program
 
@@ -62,7 +63,7 @@ def test_the_table_of_strategies(planned, monkeypatch: pytest.MonkeyPatch) -> No
         assert "vit_tiny, 5,362,378 parameters, sgd, 32-true, 2 ranks, micro-batches of 32 images" in out
         assert out.endswith(
             "baseline needs 0.38 of the 72.0 GB available to a rank\n"
-            "python train.py --model vit_tiny --devices 2 --batch_size 64 --strategy baseline\n"
+            f"{command('train')} --model vit_tiny --devices 2 --batch_size 64 --strategy baseline\n"
         )
         table = out.split("device, host: the peak")[0]
         assert "…" not in table
@@ -99,7 +100,7 @@ def test_host_memory_is_the_memory_of_a_cpu(planned) -> None:
 def test_several_nodes_are_started_by_torchrun(planned) -> None:
     code, out, _ = planned("--num_nodes", "2", "--devices", "4", "--device_memory", "80GB", "--batch_size", "8")
     assert code == 0
-    assert out.splitlines()[-1].startswith("torchrun --nnodes 2 --nproc_per_node 4 --rdzv_backend c10d")
+    assert out.splitlines()[-1].startswith(torchrun("train", 2, 4))
 
 
 def test_bytes_sent_between_nodes(planned) -> None:

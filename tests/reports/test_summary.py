@@ -117,7 +117,7 @@ def test_the_table_of_a_benchmark() -> None:
         "step time, mean (ms)": "1.20",
         "shortest / median / longest (ms)": "1.00 / 1.15 / 3.50",
         "of the mean, waiting for data (ms)": "0.05",
-        "TFLOP/s": "0.0123",
+        "computation": "12.3 GFLOP/s",
         "share of the devices' peak (MFU)": "43.21%",
         "start to first step (s)": "1.0",
         "peak memory of each rank (GB)": "1.00, 2.00",

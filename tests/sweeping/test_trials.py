@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from torch.utils.tensorboard.writer import SummaryWriter
 
 from cifar_zero.core.errors import UsageError
+from cifar_zero.core.programs import command
 from cifar_zero.sweeping import runs
 from cifar_zero.sweeping.report import report, results
 from cifar_zero.sweeping.trials import Trials, enqueue, is_grid, open_study, parse
@@ -167,7 +168,7 @@ def test_the_report(
     assert report(study, parse(search), "val/acc", ["--epochs", "3"], tmp_path) == 1
     content = json.loads((tmp_path / "sweep.json").read_text())
     setting = content["settings"][0]["setting"]
-    best = f"python train.py --epochs 3 --optimizer.lr {setting['optimizer.lr']} --model.hidden '[128]'"
+    best = f"{command('train')} --epochs 3 --optimizer.lr {setting['optimizer.lr']} --model.hidden '[128]'"
     assert content["best_command"] == best
     assert content["settings"][0]["mean"] == 0.6
     assert content["settings"][-1]["state"] == "fail"

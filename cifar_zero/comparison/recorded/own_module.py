@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -176,11 +177,15 @@ def _instance(part: str, flags: Sequence[str], build: bool = True) -> Any:
     _, name = mine.pop(place), mine.pop(place)
     user_class = user_code.load(name, f"--{part}")
     parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
-    parser.add_class_arguments(user_class, part, fail_untyped=False)
+    known = [key.removeprefix(f"{part}.") for key in parser.add_class_arguments(user_class, part, fail_untyped=False)]
     try:
         parsed = parser.parse_args(mine)
     except (ArgumentError, TypeError, ValueError) as error:
-        raise UsageError(one_line(error)) from error
+        message = one_line(error)
+        if unknown := re.match(rf"unrecognized arguments: --{part}\.([^ =]+)", message):
+            meant = nearest(unknown[1], known, otherwise="" if known else "it takes none")
+            message = f"--{part}.{unknown[1]} is not an argument of {name}: {meant}"
+        raise UsageError(message) from error
     return parser.instantiate_classes(parsed)[part] if build else user_class
 
 

@@ -8,6 +8,7 @@ from cifar_zero.checkpoints.finetuning.network import on_meta
 from cifar_zero.config import ds_config
 from cifar_zero.config.deepspeed_examples import Dtype, get_ds_config
 from cifar_zero.config.run import Run
+from cifar_zero.optimizers import BY_DEEPSPEED, OFFLOADED_BY
 from cifar_zero.strategies.deepspeed.strategy import ZeROPrecision, ZeROStrategy
 
 
@@ -59,7 +60,15 @@ def build(run: Run, elements: int = 0) -> ZeROStrategy:
     )
     foreign = issubclass(models.MODELS[run.config.model.name], models.Foreign)
     strategy.shards_while_building = not foreign and not elements
+    strategy.operators = _operators(run, engine["zero_optimization"], of_user=elements > 0)
     return strategy
+
+
+def _operators(run: Run, zero: dict[str, Any], of_user: bool) -> tuple[str, ...]:
+    """Returns the operators that offloading needs; a user's own module makes its optimizer itself."""
+    devices = [zero.get(part, {}).get("device", "none") for part in ("offload_optimizer", "offload_param")]
+    adam = devices[0] != "none" and OFFLOADED_BY.get(run.config.optimizer.name) == BY_DEEPSPEED and not of_user
+    return ("cpu_adam",) * adam + ("async_io",) * ("nvme" in devices)
 
 
 def _zero_section(run: Run) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from cifar_zero.launch.collectives import gather
 from cifar_zero.models.cast import compute_with_statistics
 from cifar_zero.models.moe import share_of
 from cifar_zero.optimizers import Implementation
-from cifar_zero.strategies import OwnStrategy
+from cifar_zero.strategies import OwnStrategy, operators
 from cifar_zero.strategies.deepspeed import experts
 from cifar_zero.strategies.deepspeed.checkpoint import (
     GuardedCheckpointEngine,
@@ -83,6 +83,9 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
     """Whether stage 3 shards each layer as it is made; else the engine shards the whole model. Models of other packages
     initialise their layers again at the end, which has no effect on weights that zero.Init has sharded."""
 
+    operators: tuple[str, ...] = ()
+    """DeepSpeed's operators that the run needs; they are compiled at their first use."""
+
     cut = staticmethod(cut)
 
     _trained: Any = None
@@ -124,6 +127,8 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
             super(DeepSpeedStrategy, self).setup_environment()  # DDP's, without the check for CUDA
         else:
             super().setup_environment()
+        for name in self.operators:  # before the fit's clock starts, which is in Lightning's next call
+            operators.load(name, announces=self.local_rank == 0)
 
     def _format_config(self) -> None:
         """Completes the configuration. In bfloat16 ZeRO 1 and 2 would wait for a check of all gradients in each step,

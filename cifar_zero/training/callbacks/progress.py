@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -10,18 +10,19 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from rich import progress as bars
 from rich.console import Console
 
+from cifar_zero.reports.summary import flops_per_second
 from cifar_zero.training.callbacks.curves import TrainingCurves
 from cifar_zero.training.callbacks.throughput import RATES
 
 BAR_INTERVAL_S = 0.25  # seconds between two updates of the bar on a terminal
 
-LINE = {
-    "loss": "Loss: {:.4f}",
-    "learning_rate": "Learning rate: {:.4g}",
-    "step_time_ms": "Time: {:.4g}ms",
-    "tflops": "TFLOPS: {:.4g}",
-    "images_per_second": "Images/s: {:.0f}",
-    "tokens_per_second": "Tokens/s: {:.0f}",
+LINE: dict[str, Callable[[float], str]] = {
+    "loss": "Loss: {:.4f}".format,
+    "learning_rate": "Learning rate: {:.4g}".format,
+    "step_time_ms": "Time: {:.4g}ms".format,
+    "tflops": flops_per_second,
+    "images_per_second": "Images/s: {:.0f}".format,
+    "tokens_per_second": "Tokens/s: {:.0f}".format,
 }
 """The parts of a line, by the names of the values."""
 
@@ -93,11 +94,12 @@ class Progress(Callback):
         of DeepSpeedExamples (training/DeepSpeed-SuperOffload/finetune_zero3.py)."""
         if self._console.is_terminal or not self._bar.tasks:
             return
+        self._update(trainer)
         task, curves = self._bar.tasks[0], self._curves
         total = "" if task.total is None else f"/{task.total:.0f}"
         values = {name: rates.get(f"perf/{name}") for name in RATES}
         values |= {"loss": curves.last_loss, "learning_rate": curves.last_learning_rate}
-        shown = (form.format(values[name]) for name, form in LINE.items() if values[name] is not None)
+        shown = (form(value) for name, form in LINE.items() if (value := values[name]) is not None)
         left = [] if task.time_remaining is None else [f"{timedelta(seconds=int(task.time_remaining))} left"]
         self._print(" | ".join([f"Step {trainer.global_step}{total}", _epoch(trainer), *shown, *left]))
 
@@ -119,7 +121,6 @@ def _new_bar(console: Console) -> bars.Progress:
 
 
 def _epoch(trainer: Trainer) -> str:
-    epoch, total = trainer.current_epoch + 1, trainer.max_epochs
-    if total is None or total < 1:
-        return f"epoch {epoch}"
-    return f"epoch {min(epoch, total)}/{total}"  # after the last epoch Lightning counts one more
+    # `current_epoch` counts an epoch that was stopped in its middle as done. Before the first one begins, ready is 0.
+    epoch, total = max(trainer.fit_loop.epoch_progress.current.ready, 1), trainer.max_epochs
+    return f"epoch {epoch}" if total is None or total < 1 else f"epoch {epoch}/{total}"

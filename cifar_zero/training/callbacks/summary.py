@@ -144,10 +144,13 @@ def _persistence(engine: Any, prefix: str) -> str:
     """Returns how many parameters ZeRO 3 shards, in elements; most models under its threshold are not sharded."""
     whole = sum(parameter.ds_numel for parameter in engine.optimizer.persistent_parameters)
     every = [*engine.module.parameters()]
-    of = f"{sum(parameter.ds_numel for parameter in every):,} parameters"
+    total = sum(parameter.ds_numel for parameter in every)
+    of = f"{total:,} parameters"
+    remedy = f"{prefix}param_persistence_threshold 0 shards them"
+    if whole == total:
+        return f"warning: ZeRO 3 shards nothing, all {of} stay whole on every rank: {remedy}"
     if whole:
-        flag = f"{prefix}param_persistence_threshold"
-        return f"{whole:,} of {of} stay whole on every rank: {flag} 0 shards them"
+        return f"{whole:,} of {of} stay whole on every rank: {remedy}"
     return f"all {of} are sharded: {sum(parameter.ds_tensor.numel() for parameter in every):,} on each rank"
 
 

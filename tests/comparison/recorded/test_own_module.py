@@ -56,7 +56,8 @@ OWN = ["--module", f"{FILE}:Digits", "--datamodule", f"{FILE}:DigitsData"]
     ("flags", "expected"),
     [
         ("--module.lr fast", "--module.lr: expected float, not fast"),
-        ("--module.rate 1", "--module.rate"),
+        ("--module.foo 3", f"--module.foo is not an argument of {FILE}:Digits: choose from lr, "),
+        ("--datamodule.foo=3", f"--datamodule.foo is not an argument of {FILE}:DigitsData: "),
         ("--batch_size 4", "--batch_size is not for --module"),
         ("--max_step 4", "did you mean --max_steps?"),
         ("--strategies pipeline", "splits only the vision transformers"),

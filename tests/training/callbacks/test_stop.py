@@ -16,6 +16,7 @@ from cifar_zero.config import command_line
 from cifar_zero.config.flags import Choice, Config
 from cifar_zero.config.run import Consent
 from cifar_zero.core.errors import Stopped
+from cifar_zero.core.programs import command
 from cifar_zero.training.callbacks.checkpoint import LastCheckpoint
 from cifar_zero.training.callbacks.stop import EarlyStop, Interrupt, reported
 from cifar_zero.training.resolve import resolve
@@ -104,5 +105,5 @@ def test_ctrl_c_twice_says_that_nothing_was_saved_and_what_can_be_resumed(
     end.__context__ = KeyboardInterrupt()  # as Lightning ends it
     with pytest.raises(Stopped) as stop, reported(trainer, run, run_dir, last=False):
         raise end
-    earlier = f"; resume an earlier step with: python train.py --resume {run_dir} --trainer.callbacks a.B --trust"
+    earlier = f"; resume an earlier step with: {command('train')} --resume {run_dir} --trainer.callbacks a.B --trust"
     assert str(stop.value) == "stopped at step 2, NOT saved, because Ctrl-C came twice" + earlier * saved
