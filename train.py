@@ -82,18 +82,19 @@ def train(run: Run, module_class: Callable[..., Any] | None = None, last: bool =
     if is_rank_0 and run.on_cpu:
         other_programs.warn(before, other_programs.usage())
 
-    with stop.reported(trainer, run, run_dir, last):
+    with stop.reported(trainer, run, run_dir):
         trainer.fit(module, datamodule=datamodule, ckpt_path=run.config.resume or None)
-    if not run.config.only_measures:
-        trainer.test(module, datamodule=datamodule, verbose=False)
+        stop.check_stopped(trainer, run, run_dir, last)
+        if not run.config.only_measures:
+            trainer.test(module, datamodule=datamodule, verbose=False)
 
-    metrics = collect(trainer, module, datamodule, run.config)
-    if run_dir is not None:
-        write_json(run_dir / run_folder.METRICS, metrics)
-        log_results(trainer, run.config, metrics)
-        if not run.config.find_lr:
-            print_summary(metrics, run_dir)
-    stop.leave(trainer, last)
+        metrics = collect(trainer, module, datamodule, run.config)
+        if run_dir is not None:
+            write_json(run_dir / run_folder.METRICS, metrics)
+            log_results(trainer, run.config, metrics)
+            if not run.config.find_lr:
+                print_summary(metrics, run_dir)
+        stop.leave(trainer, last)
     stop.check_saved(trainer)
     return metrics
 
