@@ -20,6 +20,7 @@ from cifar_zero.config.flags import Config, DataConfig, config_of, flat
 from cifar_zero.config.strategy_specs import AUTO
 from cifar_zero.core import atomic
 from cifar_zero.core.errors import UsageError
+from cifar_zero.launch.rank_environment import whole_number
 
 KEPT = ("model", "optimizer", "batch_size", "seed", "data.val_fraction", "data.image_size", "data.normalize")
 KEPT += ("trainable", "lora.rank", "lora.alpha", "lora.target", "lora.dropout")
@@ -77,7 +78,8 @@ def restarted(config: Config) -> str:
     """Replaces `auto` by the newest checkpoint of the run's name; after a SLURM requeue, replaces any --resume value. A
     requeued job resumes its own checkpoint, on the digits too if it fell back to them. Before it has written one,
     `auto` becomes empty and any other value stays."""
-    requeued = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0 and not config.only_measures
+    restarts = whole_number("SLURM_RESTART_COUNT", os.environ.get("SLURM_RESTART_COUNT", "0"))
+    requeued = restarts > 0 and not config.only_measures
     if not requeued and config.resume != IF_ANY:
         return config.resume
     try:
