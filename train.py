@@ -42,7 +42,8 @@ def main() -> int:
     if run.config.world_size > 1 and not rank_environment.is_rank():
         if run.config.num_nodes > 1:
             raise UsageError(f"--num_nodes {config.num_nodes}: start it on each node with {torchrun('train')} ...")
-        return local_launcher.run(run.config.world_size, run.on_cpu, chosen)
+        how_to_resume = partial(resume.from_newest, run)
+        return local_launcher.run(run.config.world_size, run.on_cpu, chosen, how_to_resume)
     train(run)
     return 0
 

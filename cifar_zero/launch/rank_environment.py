@@ -17,6 +17,9 @@ SLURM = ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID")
 SLURM += ("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
 """Set by srun for each task (slurm.schedmd.com/srun.html). The shell of a batch script has none of the step's."""
 
+RUN_FILE = "CIFAR_ZERO_RUN_FILE"
+"""Environment variable of a rank of our own launcher: the file in which rank 0 notes the run's folder for it."""
+
 
 def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Returns torchrun's variables for this rank; empty if no launcher has started this process. Raises UsageError if

@@ -13,16 +13,13 @@ import torch.distributed
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 
-from cifar_zero.checkpoints import run_folder
+from cifar_zero.checkpoints import resume
 from cifar_zero.checkpoints.io import AtomicCheckpointIO
 from cifar_zero.config.run import Run
 from cifar_zero.core import interrupt
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError, Stopped
-from cifar_zero.core.programs import command
-from cifar_zero.launch import heartbeat, rank_environment
 from cifar_zero.launch.collectives import gather
-from cifar_zero.models import MODELS, OfUser
 
 SLURM_REQUEUE = signal.SIGUSR1  # sent by `sbatch --signal=USR1@90` before the time limit
 
@@ -170,25 +167,15 @@ def _outcome(trainer: Trainer, run: Run, run_dir: Path | None) -> str:
         return step
     if observer.has_ended:
         check_saved(trainer)
-        return f"{step}, saved; resume with: {resuming(run, run_dir)}"
+        return f"{step}, saved; resume with: {resume.resuming(run, run_dir)}"
     step += ", NOT saved, because Ctrl-C came twice"
-    earlier = run_dir if run_folder.checkpoints(run_dir) else run.config.resume
-    return f"{step}; resume an earlier step with: {resuming(run, earlier)}" if earlier else step
+    resuming = resume.from_newest(run, run_dir)
+    return f"{step}; resume an earlier step with: {resuming}" if resuming else step
 
 
 def _observer(trainer: Trainer) -> Interrupt | None:
     callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     return next((callback for callback in callbacks if isinstance(callback, Interrupt)), None)
-
-
-def resuming(run: Run, checkpoint: Path | str | None) -> str:
-    """Returns the command that resumes a run; consent to run its code must be on the command line."""
-    model, transform, flags = run.config.model.name, run.config.augment.transform, [*run.consent.callbacks]
-    flags += ["--model", model] if issubclass(MODELS[model], OfUser) else []
-    flags += ["--augment.transform", transform] if transform else []
-    flags += ["--trust"] if run.consent.trust else []
-    launched = rank_environment.is_rank() and heartbeat.VARIABLE not in os.environ  # and not by this program
-    return command("train", "--resume", checkpoint, *flags) + ", started by the same launcher" * launched
 
 
 def check_saved(trainer: Trainer) -> None:
