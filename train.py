@@ -42,7 +42,8 @@ def main() -> int:
     if run.config.world_size > 1 and not rank_environment.is_rank():
         if run.config.num_nodes > 1:
             raise UsageError(f"--num_nodes {config.num_nodes}: start it on each node with {torchrun('train')} ...")
-        return local_launcher.run(run.config.world_size, run.on_cpu, chosen)
+        how_to_resume = partial(resume.from_newest, run)
+        return local_launcher.run(run.config.world_size, run.on_cpu, chosen, how_to_resume)
     train(run)
     return 0
 
@@ -83,21 +84,22 @@ def train(run: Run, module_class: Callable[..., Any] | None = None, last: bool =
     if is_rank_0 and run.on_cpu:
         other_programs.warn(before, other_programs.usage())
 
-    with stop.reported(trainer, run, run_dir, last):
+    with stop.reported(trainer, run, run_dir):
         trainer.fit(module, datamodule=datamodule, ckpt_path=run.config.resume or None)
-    if not run.config.only_measures:
-        trainer.test(module, datamodule=datamodule, verbose=False)
+        stop.check_stopped(trainer, run, run_dir, last)
+        if not run.config.only_measures:
+            trainer.test(module, datamodule=datamodule, verbose=False)
 
-    metrics = collect(trainer, module, datamodule, run.config)
-    unwritten = ""
-    if run_dir is not None:
-        file = run_dir / run_folder.METRICS
-        failure = failure_of(lambda: write_json(file, metrics))
-        unwritten = f"{file} could not be written: {failure}" if failure else ""
-        log_results(trainer, run.config, metrics)
-        if not run.config.find_lr:
-            print_summary(metrics, run_dir)
-    stop.leave(trainer, last)
+        metrics = collect(trainer, module, datamodule, run.config)
+        unwritten = ""
+        if run_dir is not None:
+            file = run_dir / run_folder.METRICS
+            failure = failure_of(lambda: write_json(file, metrics))
+            unwritten = f"{file} could not be written: {failure}" if failure else ""
+            log_results(trainer, run.config, metrics)
+            if not run.config.find_lr:
+                print_summary(metrics, run_dir)
+        stop.leave(trainer, last)
     stop.check_saved(trainer)
     if unwritten:
         raise RunError(unwritten)

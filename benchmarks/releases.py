@@ -19,7 +19,7 @@ from packaging.specifiers import SpecifierSet
 
 from benchmarks.runs import ROOT
 from cifar_zero.comparison.result import GOOD
-from cifar_zero.core import exits
+from cifar_zero.core import exits, interrupt
 from cifar_zero.diagnosis.software import FAULTS
 from cifar_zero.reports.summary import write_json
 
@@ -39,7 +39,7 @@ def main() -> int:
     add("--strategies", nargs="+", metavar="NAME", default=[], help="default: all")
     add("--quick", action="store_true", help="only the most telling cases")
     given = parser.parse_args()
-    exits.stop_at_signals()
+    interrupt.install()
     given.folder.mkdir(parents=True, exist_ok=True)
     results = given.folder / "results.json"
     known: dict[str, dict[str, Rows]] = json.loads(results.read_text()) if results.exists() else {}

@@ -17,9 +17,13 @@ from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.safe_load import check_records
 from cifar_zero.config import command_line
 from cifar_zero.config.flags import Config, DataConfig, config_of, flat
+from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import AUTO
 from cifar_zero.core import atomic, plain_data
 from cifar_zero.core.errors import UsageError
+from cifar_zero.core.programs import command
+from cifar_zero.launch import heartbeat, rank_environment
+from cifar_zero.models import MODELS, OfUser
 
 KEPT = ("model", "optimizer", "batch_size", "seed", "data.val_fraction", "data.image_size", "data.normalize")
 KEPT += ("trainable", "lora.rank", "lora.alpha", "lora.target", "lora.dropout")
@@ -81,7 +85,8 @@ def restarted(config: Config) -> str:
     """Replaces `auto` by the newest checkpoint of the run's name; after a SLURM requeue, replaces any --resume value. A
     requeued job resumes its own checkpoint, on the digits too if it fell back to them. Before it has written one,
     `auto` becomes empty and any other value stays."""
-    requeued = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0 and not config.only_measures
+    restarts = rank_environment.whole_number("SLURM_RESTART_COUNT", os.environ.get("SLURM_RESTART_COUNT", "0"))
+    requeued = restarts > 0 and not config.only_measures
     if not requeued and config.resume != IF_ANY:
         return config.resume
     try:
@@ -105,6 +110,23 @@ def newest_of(agents: Collection[str], out: str, name: str) -> Path | None:
             atomic.recover(file.parent)
             found += run_folder.checkpoints(file.parent)
     return run_folder.newest(found) if found else None
+
+
+def resuming(run: Run, checkpoint: Path | str) -> str:
+    """Returns the command that resumes a run; consent to run its code must be on the command line."""
+    model, transform, flags = run.config.model.name, run.config.augment.transform, [*run.consent.callbacks]
+    flags += ["--model", model] if issubclass(MODELS[model], OfUser) else []
+    flags += ["--augment.transform", transform] if transform else []
+    flags += ["--trust"] if run.consent.trust else []
+    launched = rank_environment.is_rank() and heartbeat.VARIABLE not in os.environ  # and not by this program
+    return command("train", "--resume", checkpoint, *flags) + ", started by the same launcher" * launched
+
+
+def from_newest(run: Run, run_dir: Path) -> str:
+    """Returns the command that resumes a run from its newest checkpoint, or from the one that it resumed itself; empty
+    if there is none."""
+    checkpoint = run_dir if run_folder.checkpoints(run_dir) else run.config.resume
+    return resuming(run, checkpoint) if checkpoint else ""
 
 
 def find_recovered(config: Config, given: str, fallback: bool = False) -> Path:

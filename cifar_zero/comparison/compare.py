@@ -60,7 +60,6 @@ def main(train: Callable[..., Any], classes: Callable[[], tuple[Any, Any]]) -> i
         raise UsageError("compare.py starts the ranks itself: start it once, without torchrun or srun")
     # After a SLURM requeue the comparison starts again: its runs must not resume.
     os.environ.pop("SLURM_RESTART_COUNT", None)
-    exits.stop_at_signals()
     compare = of_trainings
     for mode, given in ((of_cases, arguments.acceptance), (of_module, arguments.module), (of_runs, arguments.runs)):
         compare = mode if given else compare

@@ -16,9 +16,9 @@ class RunError(Exception):
     exit_code = 1
 
 
-class Stopped(Exception):
+class Stopped(BaseException):
     """The user or the cluster stopped the run; the message says in one line how to resume it. The exit code is a
-    shell's, 128 + the number of the signal."""
+    shell's, 128 + the number of the signal. It is not an Exception, which libraries catch and continue after."""
 
     def __init__(self, number: int, message: str = ""):
         super().__init__(message)

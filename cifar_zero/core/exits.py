@@ -1,7 +1,6 @@
 """How the programs end: one clear line and an exit code; a traceback only with --debug."""
 
 import argparse
-import signal
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -23,29 +22,13 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (--help lists all options)")
 
 
-def stop_at_signals() -> None:
-    """Makes Ctrl-C, SIGTERM and SIGHUP raise Stopped."""
-
-    def stop(number: int, frame: Any) -> None:
-        raise Stopped(number)
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-            signal.signal(number, stop)
-
-
 def guarded(main: Callable[[], int]) -> int:
     """Runs a program's `main` and returns its exit code: 2 for a user's mistake, 1 for a failure while running."""
     interrupt.expected = True
     try:
-        try:
-            return main()
-        except (KeyboardInterrupt, SystemExit) as error:  # Lightning turns a second Ctrl-C into a plain exit
-            if isinstance(error, SystemExit) and not isinstance(error.__context__, KeyboardInterrupt):
-                raise
-            raise Stopped(signal.SIGINT) from error
+        return main()
     except Stopped as stop:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the libraries' exit takes a moment
+        interrupt.ignore()  # the libraries' exit takes a moment
         print(f"{stop.name}: {stop}" if str(stop) else f"stopped by {stop.name}", file=sys.stderr)
         return stop.exit_code
     except Exception as error:

@@ -1,4 +1,5 @@
-"""The start of a program, from whose first moment Ctrl-C is one line and exit code 130; imports nothing slow."""
+"""The start of a program, from whose first moment Ctrl-C, SIGTERM and SIGHUP are one line and exit code 128 + the
+signal's number; imports nothing slow."""
 
 import os
 import signal
@@ -6,12 +7,17 @@ import sys
 from importlib import import_module
 from typing import Any, NoReturn
 
+from cifar_zero.core.errors import Stopped
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What ends a program: Ctrl-C, a cluster or container, a closed terminal."""
+
 SPINS = "10000"
 """How often a thread of a parallel loop looks for the others before it sleeps: libgomp's GOMP_SPINCOUNT, which it reads
 when torch is imported. While another program runs, its default, 300,000, keeps a core from the thread that the others
 wait for: steps took up to twice as long. A smaller number costs more on an idle machine (docs/performance.md)."""
 
-expected = False  # whether `exits.guarded` is there to catch a KeyboardInterrupt
+expected = False  # whether `exits.guarded` is there to catch Stopped
 
 
 def start(module: str, *arguments: Any) -> NoReturn:
@@ -25,18 +31,27 @@ def start(module: str, *arguments: Any) -> NoReturn:
 
 
 def install() -> None:
-    """Handles Ctrl-C from now on. A process in which it is ignored stays so: a script's background job."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, interrupt)
+    """Handles the signals from now on. A process that ignores one of them continues to: a background
+    job ignores Ctrl-C, and nohup SIGHUP."""
+    for number in SIGNALS:
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, interrupt)
+
+
+def ignore() -> None:
+    """Ignores the signals from now on, because the program already ends."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def interrupt(number: int, frame: object) -> None:
-    """Raises KeyboardInterrupt, or ends the process if that could get lost: during an import libraries catch it, and
-    Python prints what is raised in a callback of the import system and continues."""
+    """Raises Stopped, or ends the process if that could get lost: Python prints what is raised in a callback of the
+    import system and continues."""
+    stop = Stopped(number)
     if expected and not _importing():
-        raise KeyboardInterrupt
-    os.write(2, b"stopped by Ctrl-C\n")
-    os._exit(128 + number)
+        raise stop
+    os.write(2, f"stopped by {stop.name}\n".encode())
+    os._exit(stop.exit_code)
 
 
 def _importing() -> bool:

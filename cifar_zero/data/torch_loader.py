@@ -10,6 +10,8 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import Compose, Normalize, ToTensor
 
 from cifar_zero.config.inputs import PLAIN, Inputs
+from cifar_zero.core.errors import RunError
+from cifar_zero.core.known_failures import FEWER_WORKERS
 from cifar_zero.data.dataset import Order, Split, map_beyond_memory
 from cifar_zero.data.memory_loader import Resumable
 
@@ -49,6 +51,11 @@ class TorchLoader(Resumable, DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Yields an epoch, or its rest if the loader whose state was loaded has begun it."""
         self.batch_sampler.skipped = self._begin()
-        for batch in super().__iter__():
-            self._count()
-            yield batch
+        try:
+            for batch in super().__iter__():
+                self._count()
+                yield batch
+        except ConnectionError as error:
+            # A batch's tensors come from its worker; torch (2.15) does not say that the worker was killed meanwhile.
+            cause = "a worker of the loader was killed, most often because memory or shared memory (/dev/shm) is full"
+            raise RunError(f"{cause}; {FEWER_WORKERS}") from error

@@ -12,16 +12,17 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import psutil
 
-from cifar_zero.core.errors import Stopped
+from cifar_zero.core.console import say
+from cifar_zero.core.errors import RunError, Stopped
 from cifar_zero.core.hardware import share_of_cores
-from cifar_zero.launch import heartbeat, temporary
+from cifar_zero.launch import heartbeat, rank_environment, temporary
 from cifar_zero.launch.supervisor import Rank, pass_requests_on, supervise
 
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: after a fork it is too late
@@ -38,10 +39,13 @@ parent every 5 s (torch 2.15, torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL).
 SHARED_MEMORY = Path("/dev/shm")  # named shared memory on Linux
 
 
-def run(ranks: int, on_cpu: bool, flags: Sequence[str] = ()) -> int:
+def run(
+    ranks: int, on_cpu: bool, flags: Sequence[str] = (), how_to_resume: Callable[[Path], str] = lambda _: ""
+) -> int:
     """Runs this process's own command line again as several ranks on this computer, and waits for them. Ranks `on_cpu`
-    share its cores; `flags` are added. Returns the exit code, see `supervisor.supervise`. Raises
-    Stopped: there, and if a request to end comes while ranks are started."""
+    share its cores; `flags` are added; `how_to_resume` returns the command that resumes a run from its folder, empty
+    without a checkpoint. Returns the exit code, see `supervisor.supervise`. Raises Stopped: there, and if a request to
+    end comes while ranks are started."""
     if _LIBC is not None:
         _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
     port = free_port()
@@ -51,11 +55,13 @@ def run(ranks: int, on_cpu: bool, flags: Sequence[str] = ()) -> int:
         # A killed process leaves its temporary files. torch's compilation cache (2.15, cache_dir_utils.py) is to stay.
         default = os.path.join(tempfile.gettempdir(), f"torchinductor_{_user()}")
         cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", default)
+        run_file = Path(temporary_files, "run-folder")
         environment = {
             **os.environ,  # and torchrun's variables, which Lightning and DeepSpeed read
             **{"MASTER_ADDR": ADDRESS, "MASTER_PORT": str(port), "NODE_RANK": "0"},
             **{"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)},
             **{"TORCHINDUCTOR_CACHE_DIR": cache, "TMPDIR": temporary_files},
+            rank_environment.RUN_FILE: str(run_file),
         }
         received = pass_requests_on(started)
         try:
@@ -64,7 +70,12 @@ def run(ranks: int, on_cpu: bool, flags: Sequence[str] = ()) -> int:
                 started.append(_start(number, environment, cores, board, flags))
                 if received:  # it was not passed on to a rank that was being started
                     raise Stopped(received[0])
-            return supervise(started, board, received)
+            code = supervise(started, board, received)
+            was_killed = any(rank.process.returncode < 0 for rank in started)  # from outside, or because it hung
+            lost = code == RunError.exit_code and was_killed and run_file.exists()
+            if lost and (command := how_to_resume(Path(run_file.read_text()))):
+                say(f"resume with: {command}")
+            return code
         finally:
             _clean_up(started, port, 0.0 if sys.exception() else ORPHAN_SECONDS)
 

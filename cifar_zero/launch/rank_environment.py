@@ -17,21 +17,40 @@ SLURM = ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID")
 SLURM += ("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
 """Set by srun for each task (slurm.schedmd.com/srun.html). The shell of a batch script has none of the step's."""
 
+RUN_FILE = "CIFAR_ZERO_RUN_FILE"
+"""Environment variable of a rank of our own launcher: the file in which rank 0 notes the run's folder for it."""
+
 
 def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Returns torchrun's variables for this rank; empty if no launcher has started this process. Raises UsageError if
-    the nodes have different numbers of ranks."""
-    if all(name in environment for name in TORCHRUN):
-        # Without NODE_RANK or torchrun's GROUP_RANK Lightning takes every node for the first one.
-        node = int(environment["RANK"]) // max(1, int(environment["LOCAL_WORLD_SIZE"]))
-        return {name: environment[name] for name in TORCHRUN} | {"NODE_RANK": str(node)}
-    if all(name in environment for name in DEEPSPEED):
-        found = {name: environment[name] for name in DEEPSPEED[:3]}
-        return found | {"LOCAL_WORLD_SIZE": environment["LOCAL_SIZE"], "NODE_RANK": environment["CROSS_RANK"]}
+    they are not the place of a rank, or the nodes have different numbers of ranks."""
     # The shell of salloc is a step with one task: only a step with several tasks starts ranks.
-    if all(name in environment for name in SLURM) and int(environment["SLURM_STEP_NUM_TASKS"]) > 1:
+    several = "SLURM_STEP_NUM_TASKS"
+    if all(name in environment for name in TORCHRUN):
+        found = {name: environment[name] for name in TORCHRUN}
+    elif all(name in environment for name in DEEPSPEED):
+        found = {name: environment[name] for name in DEEPSPEED[:3]} | {"LOCAL_WORLD_SIZE": environment["LOCAL_SIZE"]}
+    elif all(name in environment for name in SLURM) and whole_number(several, environment[several]) > 1:
         return _of_slurm(environment)
-    return {}
+    else:
+        return {}
+    rank, _ = (whole_number(name, found[name]) for name in TORCHRUN[:2])
+    ranks, ranks_here = (whole_number(name, found[name], least=1) for name in TORCHRUN[2:])
+    if rank >= ranks:
+        raise UsageError(
+            f"the environment variable RANK is {rank}, and WORLD_SIZE {ranks}: ranks count from 0; start them with "
+            "torchrun, or unset both"
+        )
+    # Without NODE_RANK or torchrun's GROUP_RANK Lightning takes every node for the first one.
+    return found | {"NODE_RANK": str(rank // ranks_here)}
+
+
+def whole_number(name: str, value: str, least: int = 0) -> int:
+    """Returns the number that an environment variable holds. Raises UsageError: it is another text, or too small."""
+    if not value.isdecimal() or int(value) < least:
+        fix = f"set it to a number from {least} on, or unset it"
+        raise UsageError(f"the environment variable {name} is {value!r}: {fix}")
+    return int(value)
 
 
 def is_rank() -> bool:
@@ -68,8 +87,8 @@ def torchrun_agent() -> str:
 
 
 def _of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    nodes, tasks = int(environment["SLURM_STEP_NUM_NODES"]), int(environment["SLURM_STEP_NUM_TASKS"])
-    node, local_rank = int(environment["SLURM_NODEID"]), int(environment["SLURM_LOCALID"])
+    names = ("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_NODEID", "SLURM_LOCALID")
+    nodes, tasks, node, local_rank = (whole_number(name, environment[name], "NUM" in name) for name in names)
     each = tasks // nodes
     per_node = environment["SLURM_STEP_TASKS_PER_NODE"]  # "2(x4)", or "2(x3),1"
     if tasks % nodes or "," in per_node or local_rank >= each:

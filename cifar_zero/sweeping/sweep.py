@@ -35,7 +35,6 @@ def main() -> int:
         raise UsageError("--trials and --parallel must be at least 1")
     if rank_environment.is_rank():
         raise UsageError("sweep.py starts the ranks itself: start it once, without torchrun or srun")
-    exits.stop_at_signals()
     os.environ.pop("SLURM_RESTART_COUNT", None)  # the sweep resumes its runs itself
     from filelock import FileLock, Timeout
 

@@ -33,7 +33,7 @@ from cifar_zero.training.callbacks.heartbeat import Heartbeat
 from cifar_zero.training.callbacks.learning_rate import FIND_LR_STEPS, LearningRateFinder, ReduceOnPlateau
 from cifar_zero.training.callbacks.memory import Memory
 from cifar_zero.training.callbacks.progress import Progress
-from cifar_zero.training.callbacks.stop import EarlyStop, Interrupt
+from cifar_zero.training.callbacks.stop import EarlyStop, Interrupt, keep_handlers
 from cifar_zero.training.callbacks.summary import Effective
 from cifar_zero.training.callbacks.throughput import Throughput
 
@@ -77,6 +77,7 @@ def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None
         made = Trainer(**{**options, **config.trainer})
     except Exception as error:  # of several types, such as MisconfigurationException
         raise UsageError(f"Lightning's Trainer refuses an option of --trainer: {error}") from error
+    keep_handlers(made)
     fast_loop.install(made, config.fast_loop, config.compile == "step", config.cuda_graphs)
     return made
 

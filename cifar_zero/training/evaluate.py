@@ -102,6 +102,7 @@ def evaluate(
     from cifar_zero.checkpoints.read import RECORD, load_weights, network, read
     from cifar_zero.models.cast import cast_buffers, compute_with_statistics
     from cifar_zero.reports.summary import print_test_table
+    from cifar_zero.training.callbacks.stop import keep_handlers
     from cifar_zero.training.callbacks.summary import test_metrics
 
     quieten()
@@ -130,6 +131,7 @@ def evaluate(
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
+    keep_handlers(trainer)
     trainer.test(module, datamodule=datamodule, verbose=False)
     metrics = test_metrics(module, datamodule)
     print(f"{checkpoint}: {datamodule.num_test:,} test images of {datamodule.dataset.name}")

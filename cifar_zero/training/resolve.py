@@ -76,12 +76,12 @@ def on_this_machine(config: Config) -> Config:
         raise UsageError("--accelerator gpu: torch finds no usable GPU; use --accelerator cpu to train on the CPU")
     config = with_accelerator(config, gpus > 0, has_bfloat16)
     devices, num_nodes = config.devices, config.num_nodes
-    if "LOCAL_WORLD_SIZE" in os.environ:  # set by the launcher that started this rank
-        devices = int(os.environ["LOCAL_WORLD_SIZE"])
-        num_nodes, left = divmod(int(os.environ["WORLD_SIZE"]), devices)
+    if place := rank_environment.variables():
+        devices = int(place["LOCAL_WORLD_SIZE"])
+        num_nodes, left = divmod(int(place["WORLD_SIZE"]), devices)
         if left:
             raise UsageError(
-                f"the launcher started {os.environ['WORLD_SIZE']} ranks, {devices} of them on this node: start the "
+                f"the launcher started {place['WORLD_SIZE']} ranks, {devices} of them on this node: start the "
                 "same number on each node"
             )
     elif devices == "auto":

@@ -17,6 +17,7 @@ from cifar_zero.config.run import Run
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.programs import command
+from cifar_zero.launch import rank_environment
 from cifar_zero.launch.collectives import by_rank_0, ranks_on_another_disk
 from cifar_zero.launch.rendezvous import Place
 from cifar_zero.models import MODELS, External
@@ -89,6 +90,8 @@ def open_run(run: Run, source: str, weights: Match | None) -> Path:
     config = run.config
     fell_back = config.data.source == "auto" and source == "digits"
     folder = run_folder.claim(config.out, config.run_name + run_folder.FALLBACK_SUFFIX * fell_back)
+    if file := os.environ.get(rank_environment.RUN_FILE):
+        Path(file).write_text(str(folder))
     # Absolute paths: the recipe repeats the run from any directory.
     cache = config.data.cache and os.path.abspath(config.data.cache)
     data = replace(config.data, source=cast(SourceName, source), root=os.path.abspath(config.data.root), cache=cache)

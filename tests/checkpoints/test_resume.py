@@ -81,6 +81,9 @@ def test_a_requeued_slurm_job_keeps_its_configuration(tmp_path: Path, monkeypatc
     assert continued(*same).strategy == "auto"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert continued(*same).strategy == "deepspeed_stage_2"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "abc")
+    with pytest.raises(UsageError, match="SLURM_RESTART_COUNT is 'abc': set it to a number from 0 on, or unset it"):
+        continued(*same)
 
 
 def test_a_run_that_fell_back_to_the_digits_continues_as_one(tmp_path: Path):

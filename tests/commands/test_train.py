@@ -331,12 +331,15 @@ def test_a_mistake_that_the_ranks_find_is_reported_once(small_data: list[str], t
     assert "Traceback" not in done.stderr
 
 
+FUZZ_RANKS = [pytest.mark.distributed, of_make_fuzz]
+
+
 @pytest.mark.parametrize(
     ("devices", "number", "name"),
     [
         ("1", signal.SIGUSR1, "SIGUSR1"),
         pytest.param("2", signal.SIGINT, "Ctrl-C", marks=pytest.mark.distributed),
-        pytest.param("2", signal.SIGTERM, "SIGTERM", marks=[pytest.mark.distributed, of_make_fuzz]),
+        pytest.param("2", signal.SIGTERM, "SIGTERM", marks=FUZZ_RANKS),
     ],
 )
 def test_a_signal_saves_and_says_how_to_resume(
@@ -372,6 +375,42 @@ def test_a_signal_saves_and_says_how_to_resume(
     assert "Traceback" not in said
     assert read(run_folder.newest_checkpoint(run))["global_step"] > 36
     assert (requeued.read_text() if requeued.exists() else "") == ("requeue 7\n" if number == signal.SIGUSR1 else "")
+
+
+@pytest.mark.parametrize(
+    ("hook", "number", "to", "devices"),
+    [
+        ("on_train_epoch_end", signal.SIGTERM, "self", 1),
+        ("on_test_batch_start", signal.SIGTERM, "self", 1),
+        pytest.param("on_train_batch_end", signal.SIGHUP, "self", 1, marks=of_make_fuzz),
+        pytest.param("on_test_batch_start", signal.SIGHUP, "self", 1, marks=of_make_fuzz),
+        pytest.param("on_test_batch_start", signal.SIGINT, "group", 2, marks=pytest.mark.distributed),
+        pytest.param("on_train_epoch_end", signal.SIGTERM, "launcher", 2, marks=pytest.mark.distributed),
+        pytest.param("on_test_batch_start", signal.SIGTERM, "launcher", 2, marks=FUZZ_RANKS),
+    ],
+)
+def test_a_signal_during_or_after_the_last_step_is_answered(
+    hook: str, number: signal.Signals, to: str, devices: int, small_data: list[str], tmp_path: Path
+):
+    sends = ["--trainer.callbacks", "tests.support.sends_signal.SendsSignal", "--trainer.callbacks.hook", hook]
+    sends += ["--trainer.callbacks.number", str(number.value), "--trainer.callbacks.to", to]
+    flags = ["--devices", str(devices), "--accelerator", "cpu", "--batch_size", "16", "--max_steps", "1"]
+    done = run_program("train.py", *small_data, *flags, *sends, "--out", str(tmp_path))
+    name = "Ctrl-C" if number == signal.SIGINT else number.name
+    run = run_folder_of(tmp_path)
+    assert f"{name}: stopped at step 1, saved; resume with: {command('train')} --resume {run} " in done.stderr
+    assert done.returncode == 128 + number
+    assert "Traceback" not in done.stderr
+    assert read(run_folder.newest_checkpoint(run))["global_step"] == 1
+    assert not (run / run_folder.METRICS).exists()
+
+
+def test_a_signal_ends_an_evaluation(small_data: list[str], tmp_path: Path):
+    own = ["--model", "tests.support.sends_signal:Model", "--accelerator", "cpu", "--out", str(tmp_path)]
+    assert_ok(run_program("train.py", *small_data, *own, "--batch_size", "16", "--max_steps", "1"))
+    done = run_program("evaluate.py", str(run_folder_of(tmp_path)), *own, "--model.number", "15")
+    assert (done.returncode, done.stdout) == (143, ""), done.stderr
+    assert done.stderr.endswith("stopped by SIGTERM\n")
 
 
 def test_a_full_disk_is_reported_without_a_traceback(small_data: list[str], tmp_path: Path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from cifar_module import CIFARModule
 from cifar_zero.comparison import compare, trainings
 from cifar_zero.comparison.result import Run
 from cifar_zero.comparison.trainings import Planned, Runner, plan, prepare
-from cifar_zero.core.errors import RunError, Stopped, UsageError
+from cifar_zero.core.errors import RunError, UsageError
 from datamodule import CIFARDataModule
 from tests.comparison.made_up import made_up
 
@@ -99,8 +98,8 @@ def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
 
 
 def test_a_launcher_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "1")
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match="start it once"):
         run(monkeypatch, "--strategies", "baseline", "ddp")
 
@@ -110,15 +109,6 @@ def test_a_minimum_of_the_accuracy_is_a_share_of_tests(monkeypatch: pytest.Monke
         run(monkeypatch, "--strategies", "baseline", "ddp", "--min_accuracy", "50")
     with pytest.raises(UsageError, match="leave it out with --acceptance"):
         run(monkeypatch, "--acceptance", "--min_accuracy", "0.5")
-
-
-def test_nohup_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with pytest.raises(UsageError):
-        run(monkeypatch, "--runs", "one")
-    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    with pytest.raises(Stopped):
-        signal.raise_signal(signal.SIGTERM)
 
 
 def test_a_directory_as_junit_file_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def test_ctrl_c_during_the_imports_is_one_line(program: list[str], tmp_path: Pat
 def test_ctrl_c_during_a_later_import_does_not_get_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], signal_handlers: None
 ):
-    """Libraries try imports; elsewhere a KeyboardInterrupt is raised, so that what is open is closed."""
+    """Libraries try imports; elsewhere Stopped is raised, so that what is open is closed."""
     (tmp_path / "late_import.py").write_text("from cifar_zero.core import interrupt\ninterrupt.interrupt(2, None)")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setattr("os._exit", sys.exit)
@@ -54,6 +54,14 @@ def test_where_ctrl_c_is_ignored_it_stays_so(signal_handlers: None):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupt.install()
     assert signal.getsignal(signal.SIGINT) is interrupt.interrupt
+
+
+def test_nohup_is_respected(signal_handlers: None):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    interrupt.install()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    assert exits.guarded(lambda: signal.raise_signal(signal.SIGTERM)) == 143  # type: ignore[func-returns-value]
 
 
 @pytest.mark.parametrize(

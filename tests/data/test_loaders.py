@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch.utils.data import DistributedSampler, TensorDataset
 
 from cifar_zero import data
 from cifar_zero.config.flags import DataConfig
-from cifar_zero.core.errors import UsageError
+from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.data.augment import memory_format, normalize
 from cifar_zero.data.dataset import IGNORED, EvalOrder, Split, TrainOrder
 from cifar_zero.data.memory_loader import MemoryLoader, Stored
@@ -104,6 +105,17 @@ def test_an_epoch_draws_nothing_from_the_global_generator() -> None:
 def test_fewer_images_than_a_batch_are_refused() -> None:
     with pytest.raises(UsageError, match="batch_size 64 is more than the 53 training images"):
         TrainOrder(COUNT, 64, 1, 1, 0, seed=0)
+
+
+def test_a_worker_that_is_killed_while_its_batch_is_fetched_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(loader: TorchLoader) -> Iterator[None]:
+        raise ConnectionResetError(104, "Connection reset by peer")
+        yield
+
+    monkeypatch.setattr("torch.utils.data.DataLoader.__iter__", fetch)
+    split = make_split()
+    with pytest.raises(RunError, match=r"a worker of the loader was killed, .*; take fewer --data.workers"):
+        next(iter(TorchLoader(split, EvalOrder(split.count, 8, 1, 0), 1)))
 
 
 @pytest.mark.parametrize("onednn", [True, False])

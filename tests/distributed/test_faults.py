@@ -102,11 +102,12 @@ def begin(tmp_path: Path, small_data: list[str]) -> Iterator[Callable[..., Run]]
 
 
 @pytest.mark.distributed
-def test_a_killed_rank_ends_the_run(begin: Callable[..., Run]):
+def test_a_killed_rank_ends_the_run(begin: Callable[..., Run], tmp_path: Path):
     run = begin(*WITH_WORKERS)
     run.ranks[1].kill()
     assert run.launcher.wait(HANG_SECONDS) == 1
     assert "error: rank 1 ended with signal SIGKILL" in run.said()
+    assert f"resume with: {command('train')} --resume {run_folder_of(tmp_path)}\n" in run.said()
     run.assert_nothing_left()
 
 

@@ -62,6 +62,21 @@ def test_slurm_with_another_number_of_tasks_on_each_node_is_refused(more: dict[s
         rank_environment.variables({**SRUN, **more})
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"RANK": "x"}, "RANK is 'x': set it to a number from 0 on, or unset it"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is '0': set it to a number from 1 on"),
+        ({"RANK": "5"}, "RANK is 5, and WORLD_SIZE 2: ranks count from 0"),
+        ({"LOCAL_RANK": ""}, "LOCAL_RANK is ''"),
+    ],
+)
+def test_variables_that_are_not_the_place_of_a_rank_are_refused(wrong: dict[str, str], message: str):
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    with pytest.raises(UsageError, match=message):
+        rank_environment.variables({**place, **wrong})
+
+
 def test_a_shell_in_an_allocation_is_no_rank():
     batch = {name: value for name, value in SRUN.items() if "STEP" not in name}
     assert rank_environment.variables({**batch, "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == {}

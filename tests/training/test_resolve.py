@@ -108,8 +108,8 @@ def test_auto_precision(bfloat16: bool, precision: str, machine, monkeypatch: py
 
 def test_a_launcher_has_decided(machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     machine(8)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("WORLD_SIZE", "4")
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
     config = resolved().config
     assert (config.devices, config.num_nodes) == (2, 2)
     assert not capsys.readouterr().err

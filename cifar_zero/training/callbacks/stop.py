@@ -13,15 +13,13 @@ import torch.distributed
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 
-from cifar_zero.checkpoints import run_folder
+from cifar_zero.checkpoints import resume
 from cifar_zero.checkpoints.io import AtomicCheckpointIO
 from cifar_zero.config.run import Run
 from cifar_zero.core import interrupt
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError, Stopped
-from cifar_zero.core.programs import command
-from cifar_zero.launch import heartbeat, rank_environment
-from cifar_zero.models import MODELS, OfUser
+from cifar_zero.launch.collectives import gather
 
 SLURM_REQUEUE = signal.SIGUSR1  # sent by `sbatch --signal=USR1@90` before the time limit
 
@@ -56,20 +54,22 @@ class Agreement:
 class Interrupt(Callback):
     """Stops the training after such a signal, without a validation in mid-epoch, so that a checkpoint can be written. A
     second Ctrl-C ends the process at once, unless the checkpoint is written by then. A second request of the cluster
-    changes nothing, since it arrives both directly and through the launcher."""
+    changes nothing, since it arrives both directly and through the launcher. Before and after the training a signal
+    raises Stopped at once, see `core.interrupt`."""
 
     def __init__(self) -> None:
         self.signal: int | None = None  # what ended the training; None if nothing did
+        self.has_started = self.has_ended = False
         self._agreement = Agreement()
         self._requested: int | None = None
         self._previous: dict[int, Any] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Installs the signal handlers."""
-        wanted = [signal.SIGINT, signal.SIGTERM, *([SLURM_REQUEUE] if "SLURM_JOB_ID" in os.environ else [])]
+        wanted = [*interrupt.SIGNALS, *([SLURM_REQUEUE] if "SLURM_JOB_ID" in os.environ else [])]
+        wanted = [number for number in wanted if signal.getsignal(number) != signal.SIG_IGN]  # as under nohup
         self._previous = {number: signal.signal(number, self._request) for number in wanted}
-        if self._previous[signal.SIGINT] == signal.SIG_IGN:  # by our launcher, until a rank trains
-            self._previous[signal.SIGINT] = interrupt.interrupt
+        self.has_started = True
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Stops after a step, as soon as any rank has got a signal."""
@@ -83,12 +83,17 @@ class Interrupt(Callback):
                 trainer.limit_val_batches = 0
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restores the signal handlers."""
-        for number, handler in self._previous.items():
-            signal.signal(number, signal.SIG_IGN if self.signal and number == signal.SIGINT else handler)
+        """Restores the signal handlers, and then asks for signals since the last step, which no step has answered."""
+        self.has_ended = True
+        if self.signal is None:
+            for number, handler in self._previous.items():
+                signal.signal(number, handler)
+            self.signal = next(filter(None, gather(self._requested)), None)
+        if self.signal is not None:
+            interrupt.ignore()
 
     def _request(self, number: int, frame: Any) -> None:
-        self._requested = number
+        self._requested = self._requested or number
         if number == signal.SIGINT:
             signal.signal(number, self._previous[number])
 
@@ -117,48 +122,57 @@ class EarlyStop(EarlyStopping):
             say(f"early stopping after epoch {self.stopped_epoch + 1}: {best}")
 
 
+def keep_handlers(trainer: Trainer) -> None:
+    """Keeps Lightning (2.6.6) from replacing the signal handlers, for which it has no option. Its handler of SIGTERM
+    makes the exit code 0 (issue 19916), and broadcasts to ranks that may be in another collective. After `fit` it
+    restores the handlers that it found before, and a rank would ignore Ctrl-C again."""
+    connector: Any = trainer._signal_connector
+    connector.register_signal_handlers = lambda: None
+
+
 @contextmanager
-def reported(trainer: Trainer, run: Run, run_dir: Path | None, last: bool) -> Iterator[None]:
-    """Ends a run whose training, within the context, a signal has stopped; see `leave` for `last`. Raises Stopped: says
-    whether it was saved and how to resume it. Raises RunError: the checkpoint could not be written."""
+def reported(trainer: Trainer, run: Run, run_dir: Path | None) -> Iterator[None]:
+    """Adds to a Stopped of the training or of what follows it whether the run was saved and how to resume it. Raises
+    RunError: the checkpoint could not be written."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit) as error:  # Lightning makes a plain exit of a KeyboardInterrupt
-        if isinstance(error, SystemExit) and not isinstance(error.__context__, KeyboardInterrupt):
-            raise
-        raise Stopped(signal.SIGINT, _at_once(trainer, run, run_dir)) from error
-    observers: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    number = next((callback.signal for callback in observers if isinstance(callback, Interrupt)), None)
-    if number is None:
+    except Stopped as stop:
+        raise Stopped(stop.number, _outcome(trainer, run, run_dir)) from stop
+
+
+def check_stopped(trainer: Trainer, run: Run, run_dir: Path | None, last: bool) -> None:
+    """Ends a run whose training a signal has stopped; see `leave` for `last`. Raises Stopped."""
+    observer = _observer(trainer)
+    if observer is None or observer.signal is None:
         return
     trainer.strategy.barrier()
     check_saved(trainer)
-    saved = run_dir is not None and not run.config.only_measures
-    if saved and number == SLURM_REQUEUE:
+    if run_dir is not None and not run.config.only_measures and observer.signal == SLURM_REQUEUE:
         # While the others wait: srun --kill-on-bad-exit ends the step with the first rank that leaves.
         subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False)
     leave(trainer, last)
-    step = f"stopped at step {trainer.global_step}"
-    raise Stopped(number, f"{step}, saved; resume with: {resuming(run, run_dir)}" if saved else step)
+    raise Stopped(observer.signal)
 
 
-def _at_once(trainer: Trainer, run: Run, run_dir: Path | None) -> str:
-    """Returns what became of a run that Ctrl-C has ended without saving it, for the user."""
-    if not trainer.global_step or run.config.only_measures or run_dir is None:
+def _outcome(trainer: Trainer, run: Run, run_dir: Path | None) -> str:
+    """Returns what became of a run that a signal has ended, for the user; empty before the training."""
+    observer = _observer(trainer)
+    if run_dir is None or observer is None or not observer.has_started or not trainer.global_step:
         return ""
-    step = f"stopped at step {trainer.global_step}, NOT saved, because Ctrl-C came twice"
-    earlier = run_dir if run_folder.checkpoints(run_dir) else run.config.resume
-    return f"{step}; resume an earlier step with: {resuming(run, earlier)}" if earlier else step
+    step = f"stopped at step {trainer.global_step}"
+    if run.config.only_measures:
+        return step
+    if observer.has_ended:
+        check_saved(trainer)
+        return f"{step}, saved; resume with: {resume.resuming(run, run_dir)}"
+    step += ", NOT saved, because Ctrl-C came twice"
+    resuming = resume.from_newest(run, run_dir)
+    return f"{step}; resume an earlier step with: {resuming}" if resuming else step
 
 
-def resuming(run: Run, checkpoint: Path | str | None) -> str:
-    """Returns the command that resumes a run; consent to run its code must be on the command line."""
-    model, transform, flags = run.config.model.name, run.config.augment.transform, [*run.consent.callbacks]
-    flags += ["--model", model] if issubclass(MODELS[model], OfUser) else []
-    flags += ["--augment.transform", transform] if transform else []
-    flags += ["--trust"] if run.consent.trust else []
-    launched = rank_environment.is_rank() and heartbeat.VARIABLE not in os.environ  # and not by this program
-    return command("train", "--resume", checkpoint, *flags) + ", started by the same launcher" * launched
+def _observer(trainer: Trainer) -> Interrupt | None:
+    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    return next((callback for callback in callbacks if isinstance(callback, Interrupt)), None)
 
 
 def check_saved(trainer: Trainer) -> None:

@@ -100,10 +100,9 @@ def test_ctrl_c_twice_says_that_nothing_was_saved_and_what_can_be_resumed(
         (run_dir / "checkpoints").mkdir(parents=True)
         (run_dir / "checkpoints" / "last.ckpt").touch()
     run = resolve(command_line.parse(["--data.source", "digits", "--accelerator", "cpu"]), Consent(True, tuple(flags)))
-    trainer = fit(replace(CONFIG, max_steps=2), 16).trainer
-    end = SystemExit(1)
-    end.__context__ = KeyboardInterrupt()  # as Lightning ends it
-    with pytest.raises(Stopped) as stop, reported(trainer, run, run_dir, last=False):
-        raise end
+    done = fit(replace(CONFIG, max_steps=2), 16, Interrupt())
+    done.observer(Interrupt).has_ended = False  # as in a step
+    with pytest.raises(Stopped) as stop, reported(done.trainer, run, run_dir):
+        raise Stopped(signal.SIGINT)
     earlier = f"; resume an earlier step with: {command('train')} --resume {run_dir} --trainer.callbacks a.B --trust"
     assert str(stop.value) == "stopped at step 2, NOT saved, because Ctrl-C came twice" + earlier * saved

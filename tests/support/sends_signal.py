@@ -1,0 +1,36 @@
+"""A callback and a model that send a signal at a known moment of a training, a test or an evaluation."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+
+
+class SendsSignal(Callback):
+    """Sends the signal once, from rank 0 in a hook of this name: to itself, or to its process group with the launcher,
+    as a terminal does, or to the launcher alone, as a cluster does."""
+
+    def __init__(self, hook: str, number: int, to: str):
+        def send(trainer: Any, *args: Any, **kwargs: Any) -> None:
+            if trainer.is_global_zero and not self._sent:
+                self._sent = True
+                os.kill({"self": os.getpid(), "launcher": os.getppid(), "group": 0}[to], number)
+
+        self._sent = False
+        setattr(self, hook, send)
+
+
+class Model(nn.Module):
+    """a linear layer that sends its own process a signal when it is evaluated, if the number is not 0"""
+
+    def __init__(self, num_classes: int, number: int = 0):
+        super().__init__()
+        self.number, self.head = number, nn.Linear(3 * 32 * 32, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.number and not self.training:
+            os.kill(os.getpid(), self.number)
+        return self.head(images.flatten(1))
