@@ -19,7 +19,7 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.data.dataset import IGNORED, stratified_split
 from cifar_zero.launch.local_launcher import free_port
 from datamodule import CIFARDataModule
-from tests.support.helpers import ROOT, TIMEOUT_SECONDS
+from tests.support.helpers import ROOT, HANG_SECONDS
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def test_nodes_with_other_images_are_refused(tmp_path: Path) -> None:
         for rank, size in enumerate((205, 215))
     ]
     try:
-        ends = [rank.communicate(timeout=TIMEOUT_SECONDS)[1].splitlines()[-1] for rank in ranks]
+        ends = [rank.communicate(timeout=HANG_SECONDS)[1].splitlines()[-1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
