@@ -19,7 +19,7 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.data.dataset import IGNORED, stratified_split
 from cifar_zero.launch.local_launcher import free_port
 from datamodule import CIFARDataModule
-from tests.support.helpers import ROOT, HANG_SECONDS
+from tests.support.helpers import HANG_SECONDS, ROOT
 
 
 @pytest.fixture

@@ -62,6 +62,8 @@ def run_program(
         capture_output=True,
         text=True,
         timeout=timeout,
+        # As under a terminal: pytest-xdist's workers, and a shell's background jobs, ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 

@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import runpy
+import signal
 import socket
 import sys
 import threading
@@ -61,6 +62,7 @@ def main() -> None:
 
 def become(command: list[str], output: int, errors: int) -> None:
     """Runs a program as `python <command>` does, and ends with it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as under a terminal, also if the tests ignore Ctrl-C
     os.setpgrp()  # no new session, which would not yield the CPU to others: tests/conftest.py
     os.dup2(output, sys.stdout.fileno())
     os.dup2(errors, sys.stderr.fileno())
