@@ -115,6 +115,8 @@ def plot_schedule(run: Run) -> int:
     config = run.config
     if rank_environment.global_rank() == 0:
         steps = build.run_steps(config, CIFARDataModule(config))
-        draw_schedule(config.schedule, config.optimizer, steps, Path(config.plot_schedule))
+        file = Path(config.plot_schedule)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        draw_schedule(config.schedule, config.optimizer, steps, file)
         print(f"the learning rate of {config.schedule.name} is drawn in {config.plot_schedule}")
     return 0

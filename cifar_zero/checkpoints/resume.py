@@ -3,7 +3,6 @@
 `config/rules/strategy.py` refuses strategies that cannot resume, `training/starting.py` other weights and damage.
 """
 
-import json
 import os
 from collections.abc import Collection
 from dataclasses import replace
@@ -103,8 +102,8 @@ def newest_of(agents: Collection[str], out: str, name: str) -> Path | None:
     folders = (Path(out, name + suffix) for suffix in ("", run_folder.FALLBACK_SUFFIX))
     for file in (file for folder in folders for file in folder.glob(f"version_*/{run_folder.RANKS}")):
         try:
-            earlier = {place["agent"] for place in json.loads(file.read_text())}
-        except (OSError, ValueError, TypeError, KeyError):  # damaged, by a full disk for example
+            earlier = {place["agent"] for place in plain_data.read_json(file, str(file))}
+        except (UsageError, TypeError, KeyError):  # damaged, by a full disk for example
             continue
         if earlier.intersection(agents) - {""}:
             atomic.recover(file.parent)

@@ -36,9 +36,9 @@ for wrong usage
 examples:
   %(prog)s --strategies baseline deepspeed_stage_1 deepspeed_stage_3_offload --devices 2 --max_steps 500
   %(prog)s --accumulate 1 4 --devices 1 2 --config configs/deepspeed.yaml --seeds 3
-  %(prog)s --acceptance --junit acceptance.xml
+  %(prog)s --acceptance --junit comparisons/acceptance.xml
   %(prog)s --module my_module.py:MyModule --datamodule my_data.py:MyData --module.lr 0.1 --devices 2
-  %(prog)s --strategies baseline my_deepspeed.json --junit compare.xml
+  %(prog)s --strategies baseline my_deepspeed.json --junit comparisons/compare.xml
   %(prog)s perturb --config runs/net-baseline/version_0/config.yaml
   %(prog)s --runs runs/net-baseline/version_0 runs/net-baseline/version_1 runs/net-deepspeed_stage_2/version_3
 """
@@ -244,7 +244,8 @@ def _parse() -> tuple[Namespace, list[str]]:
         raise UsageError("--min_accuracy is for runs of train.py: leave it out with --acceptance and --module")
     if arguments.launcher and (arguments.acceptance or arguments.module or arguments.runs):
         raise UsageError("--launcher is for runs of train.py: leave it out with --acceptance, --module and --runs")
-    if arguments.junit and not Path(arguments.junit).absolute().parent.is_dir():
+    junit_folder = Path(arguments.junit or "").absolute().parent
+    if arguments.junit and not junit_folder.is_dir() and junit_folder != Path(arguments.out).absolute():
         raise UsageError(f"--junit {arguments.junit}: its directory does not exist")
     if arguments.junit and Path(arguments.junit).is_dir():
         raise UsageError(f"--junit {arguments.junit} is a directory: name a file")

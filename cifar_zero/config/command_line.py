@@ -9,7 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ from cifar_zero.models import MODELS, add_own
 SWITCHES = ("trust", *(field.name for field in fields(Config) if field.default is False))  # flags that need no value
 CALLBACKS = r"--trainer\.callbacks([.+=]|$)"  # flags of the callbacks, in all forms of LightningCLI
 LISTS = ("logger", "hparams", "trainable", "wandb_tags", "lora.target")  # flags that take several values
+PLOT = "OUT/schedule.png"  # what --plot_schedule without a value names, with the folder --out
 NAMED = ("strategy", "ds_config", "plot_schedule")  # flags that name something, and are read before the others
 
 OF_STRATEGY = (
@@ -92,6 +93,8 @@ def parse(argv: Sequence[str] | None = None, before: Before | None = None) -> Co
     except (ArgumentError, argparse.ArgumentError, TypeError, ValueError) as error:
         raise UsageError(with_meant(one_line(error))) from error
     config = _config(namespace, names)
+    if config.plot_schedule == PLOT:
+        config = replace(config, plot_schedule=str(Path(config.out, Path(PLOT).name)))
     ds_config.check(config, said)
     check_values(config)
     if short.print_config:
@@ -164,7 +167,7 @@ def _short_forms() -> argparse.ArgumentParser:
     parser.add_argument("-h", "--help", nargs="?", const="")
     parser.add_argument("--strategy")
     parser.add_argument("--ds_config", "--deepspeed_config")
-    parser.add_argument("--plot_schedule", nargs="?", const="schedule.png")
+    parser.add_argument("--plot_schedule", nargs="?", const=PLOT)
     parser.add_argument("--local_rank")  # given by DeepSpeed's launcher, which sets LOCAL_RANK too
     for switch in SWITCHES:
         parser.add_argument(f"--{switch}", nargs="?", const="true", type=yaml.safe_load)

@@ -72,6 +72,11 @@ def read(file: str) -> dict[str, Any]:
         if not isinstance(section, dict) or section.get("enabled")
     ]
     wrong += [f"leave {name} out, which names a file" for name in _names_of_files(raw)]
+    if str(raw.get("gradient_allreduce_op")).lower() == "sum":
+        wrong.append(
+            "leave gradient_allreduce_op sum out, which multiplies the gradients by the number of ranks, "
+            "and choose the learning rate"
+        )
     wrong += [f"{key} must be a whole number" for key in BATCH if not isinstance(_settled(raw).get(key, 1), int)]
     wrong += [f"{key} must be an object" for key, value in inside if key in SECTIONS and not isinstance(value, dict)]
     if isinstance(zero, dict) and zero.get("stage", 0) not in (0, 1, 2, 3):

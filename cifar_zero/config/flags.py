@@ -328,7 +328,8 @@ class OutputConfig:
     """Optimizer steps between two logged points of the training metrics."""
 
     plot_schedule: str = ""
-    """Plot the learning rate of each step of the run to this PNG file, and exit. Without a value: schedule.png."""
+    """Plot the learning rate of each step of the run to this PNG file, and exit. Without a value: schedule.png in
+    the folder --out."""
 
     check_gradients: bool = False
     """Compare autograd's derivatives with finite differences, one of each parameter, print the table, and exit."""

@@ -53,13 +53,24 @@ def read_json(file: Path, what: str) -> Any:
     return _read(file, what, json.loads, "JSON")
 
 
+def parse_json(text: str, what: str) -> Any:
+    """Returns the content of a JSON text from a file as `read_json` does."""
+    return _parsed(text, what, json.loads, "JSON")
+
+
 def _read(file: Path, what: str, load: Callable[[str], Any], language: str) -> Any:
     try:
-        tree = load(file.read_text())
+        text = file.read_text()
     except OSError as error:
         raise UsageError(f"{what} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{what} is not a text file") from error
+    return _parsed(text, what, load, language)
+
+
+def _parsed(text: str, what: str, load: Callable[[str], Any], language: str) -> Any:
+    try:
+        tree = load(text)
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"{what} is not {language}: {short(error)}") from error
     check(tree, what)

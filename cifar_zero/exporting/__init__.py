@@ -5,13 +5,13 @@ To add a format, write functions like those of the others, and add a line to FOR
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cifar_zero.checkpoints.run_folder import find_checkpoint
+from cifar_zero.core import plain_data
 from cifar_zero.core.errors import UsageError, short
 from cifar_zero.models import IMAGE_SHAPE
 
@@ -101,7 +101,7 @@ def _load_onnx(file: Path) -> Classifier:
     try:
         session = onnxruntime.InferenceSession(file.read_bytes(), providers=["CPUExecutionProvider"])
         about = session.get_modelmeta().custom_metadata_map
-        classes, inputs = tuple(json.loads(about["classes"])), inputs_of(about)
+        classes, inputs = tuple(plain_data.parse_json(about["classes"], "classes")), inputs_of(about)
     except KeyError as error:
         raise UsageError(f"{file} was not written by export.py: it does not name its classes") from error
     except Exception as error:  # onnxruntime's errors have no common base class

@@ -1,7 +1,6 @@
 """A trained model with the names of its classes, from plain weights or a checkpoint of any strategy; checks that an
 export computes the same as its checkpoint."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from cifar_zero.checkpoints.read import load_weights
 from cifar_zero.config import command_line
 from cifar_zero.config.flags import DataConfig
 from cifar_zero.config.inputs import Inputs, inputs
+from cifar_zero.core import plain_data
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.data.augment import memory_format, normalize
 from cifar_zero.data.dataset import Dataset
@@ -45,8 +45,8 @@ def build(weights: Mapping[str, Tensor], metadata: Mapping[str, str], file: Path
     if "model" not in metadata:
         raise UsageError(f"{file} does not say which model it is of: give a checkpoint of train.py, or an export of it")
     try:
-        classes = json.loads(metadata["classes"])
-        net = models.build(metadata["model"], len(classes), **json.loads(metadata["options"])).eval()
+        classes, options = (plain_data.parse_json(metadata[key], f"{file}: {key}") for key in ("classes", "options"))
+        net = models.build(metadata["model"], len(classes), **options).eval()
         seen = inputs_of(metadata)
     except (KeyError, TypeError, ValueError) as error:
         name = metadata["model"]

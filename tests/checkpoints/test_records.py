@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from cifar_zero import exporting
 from cifar_zero.checkpoints.finetuning.load import together
 from cifar_zero.core.errors import UsageError
 from cifar_zero.training import evaluate
@@ -97,6 +98,8 @@ DELTA = {"base": "0", "base_dtypes": '{"fc1.weight": "float32"}', "recipe": "{}"
         ({"step": None}, "it has no 'step'"),
         ({"step": "one"}, "invalid literal"),
         ({"recipe": "{"}, "Expecting property name"),
+        ({"recipe": '{"model": {"class_path": "os.system"}}'}, "model has class_path, which names code"),
+        ({"classes": "[" * 100_000}, "classes is not JSON: maximum recursion depth"),
         ({"base_dtypes": "[]"}, "'list' object"),
         ({"base_dtypes": '{"fc1.weight": "float33"}'}, "float33"),
         ({"base_dtypes": '{"fc1.weight": "nn"}'}, "names something else than a dtype"),
@@ -108,6 +111,13 @@ def test_a_delta_that_is_damaged(metadata: dict[str, str | None], message: str, 
     torch.save({"fc1.weight": torch.zeros(1)}, tmp_path / "base.pt")
     with pytest.raises(UsageError, match=rf"--delta .*d.safetensors is damaged, or another version .*{message}"):
         together(tmp_path / "base.pt", tmp_path / "d.safetensors")
+
+
+def test_an_export_whose_classes_are_damaged(tmp_path: Path):
+    description = {"model": "net", "options": "{}", "classes": "[" * 100_000}
+    save_file({"fc1.weight": torch.zeros(1)}, tmp_path / "net.safetensors", description)
+    with pytest.raises(UsageError, match=r"net\.safetensors: classes is not JSON"):
+        exporting.load(str(tmp_path / "net.safetensors"))
 
 
 def test_a_model_that_is_too_large_to_predict_with_needs_a_larger_machine(tmp_path: Path):

@@ -42,8 +42,7 @@ COMMANDS = [
 
 def in_folder(command: str, folder: Path) -> str:
     """Returns a command of a document that reads and writes in `folder` instead of runs/."""
-    drawn = command.replace("--plot_schedule", f"--plot_schedule {folder}/schedule.png")
-    return drawn.replace("runs/", f"{folder}/")
+    return command.replace("runs/", f"{folder}/")
 
 
 def test_the_readme_is_short():

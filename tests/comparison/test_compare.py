@@ -114,6 +114,8 @@ def test_a_minimum_of_the_accuracy_is_a_share_of_tests(monkeypatch: pytest.Monke
 def test_a_directory_as_junit_file_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is a directory"):
         run(monkeypatch, "--runs", "one", "two", "--junit", str(tmp_path))
+    with pytest.raises(UsageError, match="one"):  # that it is no run: --out is made later, and the file may be in it
+        run(monkeypatch, "--runs", "one", "two", "--out", str(tmp_path / "new"), "--junit", str(tmp_path / "new" / "x"))
 
 
 def test_runs_of_one_variant_or_given_twice_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

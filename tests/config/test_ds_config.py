@@ -132,6 +132,7 @@ def test_what_becomes_an_option(content: dict[str, Any], flags: str, expected: d
             "leave flops_profiler.output_file out, which names a file",
         ),
         ({"csv_monitor": {"enabled": True, "job_name": "../x"}}, "", "use --logger, not csv_monitor"),
+        ({"gradient_allreduce_op": "sum"}, "", "sum out, which multiplies the gradients by the number of ranks"),
         ({"autotuning": {"enabled": True}}, "", "use sweep.py, not autotuning"),
         (
             {"data_efficiency": {"data_sampling": {"curriculum_learning": {"data_cluster_path": "/etc"}}}},

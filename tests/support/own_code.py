@@ -55,7 +55,7 @@ def seven_scores() -> nn.Module:
 class Digits(LightningModule):
     """Lightning's MNIST example with dropout, batch norm, an LSTM over the rows, and a frozen layer."""
 
-    def __init__(self, lr: float = 0.01, manual: bool = False):
+    def __init__(self, lr: float = 0.01, manual: bool = False, optimizers: int = 1):
         super().__init__()
         self.save_hyperparameters()
         self.automatic_optimization = not manual
@@ -76,6 +76,8 @@ class Digits(LightningModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=self.hparams["lr"])
+        if (count := self.hparams["optimizers"]) > 1:
+            return [optimizer] * count
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
 
 

@@ -17,6 +17,7 @@ from cifar_zero.checkpoints.read import PREFIX, RECORD, checked, network, of_ano
 from cifar_zero.checkpoints.safe_load import load
 from cifar_zero.checkpoints.safetensors_file import metadata_of, read_safetensors, write_safetensors
 from cifar_zero.config.flags import config_of
+from cifar_zero.core import plain_data
 from cifar_zero.core.errors import UsageError
 from cifar_zero.models.moe import whole_names
 
@@ -145,12 +146,13 @@ def together(base: Path, delta: Path, trust: bool = False) -> dict[str, Any]:
     if BASE not in metadata:
         raise UsageError(f"--delta {delta} was not written by export.py --to delta")
     try:
-        dtypes = {name: getattr(torch, dtype) for name, dtype in json.loads(metadata[DTYPES]).items()}
+        said = {key: plain_data.parse_json(metadata[key], key) for key in (DTYPES, RECIPE, "classes")}
+        dtypes = {name: getattr(torch, dtype) for name, dtype in said[DTYPES].items()}
         if not all(isinstance(dtype, torch.dtype) for dtype in dtypes.values()):
             raise TypeError(f"{DTYPES} names something else than a dtype")
-        record = {"config": json.loads(metadata[RECIPE]), "classes": json.loads(metadata["classes"])}
+        record = {"config": said[RECIPE], "classes": said["classes"]}
         step = int(metadata["step"])
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, UsageError, ValueError) as error:
         raise of_another_version(f"--delta {delta}", error) from error
     weights = read_plain(base, trust)
     missing = [name for name in dtypes if name not in weights]

@@ -44,6 +44,11 @@ OURS = ("precision", "gradient_clip_val", "max_steps", "seed", "accelerator", "t
 DEFAULT = [name for name, spec in STRATEGIES.items() if spec.family == "deepspeed" and not spec.super_offload]
 """Strategies that are compared unless some are named, as far as this machine can train them."""
 
+ONE_OPTIMIZER = (
+    "DeepSpeed has one optimizer, which it steps itself: leave automatic_optimization on, and give all parameters to "
+    "one optimizer, in parameter groups"
+)
+
 PROGRAM = ("-m", "cifar_zero.comparison.recorded.own_module")  # what Python starts to train a file of jobs
 
 
@@ -101,7 +106,7 @@ def train(flags: list[str], sign: int, folder: Path) -> Record:
     seed_everything(run.config.seed, verbose=False)
     module, datamodule = (_instance(part, flags) for part in PARTS)
     if not module.automatic_optimization:
-        raise UsageError("--module uses manual optimization: DeepSpeed steps its optimizer itself")
+        raise UsageError(f"--module uses manual optimization: {ONE_OPTIMIZER}")
     build = module.configure_model
 
     def configure_model() -> None:
@@ -118,7 +123,13 @@ def train(flags: list[str], sign: int, folder: Path) -> Record:
     if run.spec.family == "fsdp2":
         strategy.parts = lambda module: [*module.children()]
     torch.manual_seed(run.config.seed)
-    trainer.fit(module, datamodule=datamodule)
+    try:
+        trainer.fit(module, datamodule=datamodule)
+    except RuntimeError as error:
+        if "only supported with manual optimization" not in str(error):
+            raise
+        # Lightning (2.6.6) advises to use it, in optimizer._validate_multiple_optimizers_support.
+        raise UsageError(f"--module has several optimizers: {ONE_OPTIMIZER}") from error
     return recording.record
 
 

@@ -16,7 +16,6 @@ from cifar_zero.comparison.perturbed import perturbed
 from cifar_zero.comparison.recorded.record import Record
 from cifar_zero.config import command_line
 from cifar_zero.config.run import Run
-from cifar_zero.core.errors import UsageError
 from cifar_zero.training import build
 from cifar_zero.training.callbacks.averaging import BatchNormStatistics
 from cifar_zero.training.callbacks.heartbeat import Heartbeat
@@ -40,8 +39,6 @@ class Recording(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Records the initial weights, as the strategy holds them."""
-        if len(trainer.optimizers) > 1:
-            raise UsageError("the module has several optimizers: DeepSpeed has one")
         start = weights(trainer, pl_module)
         elements = sum(tensor.numel() for tensor in start.values())
         self._steps = min(self._steps, max(LEAST_STEPS, BUDGET // elements))

@@ -1,4 +1,4 @@
-"""Ends a run whose loss is NaN or infinite, before such weights reach a checkpoint, and names the step."""
+"""Ends a run whose loss or weights are NaN or infinite, before they reach a checkpoint, and names the step."""
 
 import math
 from contextlib import suppress
@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.core.programs import command
 from cifar_zero.schedules import Constant
+from cifar_zero.training.callbacks.averaging import own_part
 from cifar_zero.training.callbacks.curves import TrainingCurves
 
 LEAST_SCALE = 1.0  # of the loss, DeepSpeed's lowest; torch's scaler would halve it without end if all steps overflow
@@ -21,7 +23,8 @@ LEAST_SCALE = 1.0  # of the loss, DeepSpeed's lowest; torch's scaler would halve
 
 class Divergence(Callback):
     """Checks the losses at each point of the curves, where they are on the host already, and before each checkpoint.
-    No training loss shows what the last update did: the losses of the validation and the test are checked too.
+    No training loss shows what the last update did: the losses of the validation and the test are checked too, and the
+    weights before each checkpoint.
     The callback of the curves must come before it."""
 
     def __init__(self, curves: TrainingCurves):
@@ -49,6 +52,11 @@ class Divergence(Callback):
         if self._curves.losses:
             losses = torch.stack(self._curves.losses)
             self._check(trainer, pl_module, losses, trainer.strategy.reduce(losses.sum(), reduce_op="sum").item())
+        parts = [own_part(weight) for weight in pl_module.parameters() if weight.requires_grad]
+        finite = all(bool((part.to_local() if isinstance(part, DTensor) else part).isfinite().all()) for part in parts)
+        if not trainer.strategy.reduce_boolean_decision(finite):  # each rank has checked its own shards
+            what = f"weights are NaN or infinite after step {trainer.global_step}"
+            raise RunError(self._message(trainer, pl_module, trainer.global_step, what))
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         self._check_split(trainer, pl_module, "val", "validation")

@@ -82,6 +82,12 @@ def test_what_the_data_cannot_do_is_one_line(tmp_path: Path):
     assert "--trainer.limit_train_batches 15" in " ".join((done.stdout + done.stderr).split())
 
 
-def test_options_reach_the_classes():
-    with pytest.raises(AssertionError, match="manual optimization"):
-        assert_agrees(Digits, DigitsData, strategies=["deepspeed_stage_1"], module_options={"manual": True})
+@pytest.mark.parametrize(
+    ("options", "refused"), [({"manual": True}, "uses manual optimization"), ({"optimizers": 2}, "several optimizers")]
+)
+def test_what_deepspeed_cannot_step_is_refused_with_the_same_advice(options: dict[str, int], refused: str):
+    """Lightning advises manual optimization for several optimizers, which is refused too."""
+    with pytest.raises(AssertionError) as error:
+        assert_agrees(Digits, DigitsData, strategies=["deepspeed_stage_1"], module_options=options)
+    assert re.search(rf"--module (has )?{refused}: DeepSpeed has one optimizer.*leave automatic_opt", str(error.value))
+    assert "self.automatic_optimization = False" not in str(error.value)

@@ -86,3 +86,15 @@ def test_the_last_update_diverges(
     assert message in done.stderr
     assert "lower --optimizer.lr" in done.stderr
     assert [path.name for path in run_folder_of(tmp_path).glob("checkpoints/*")] == saved
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("strategy", "ranks"), [("baseline", 1), ("deepspeed_stage_3", 2), ("fsdp2", 2)])
+def test_infinite_weights_are_not_saved(strategy: str, ranks: int, small_data: list[str], tmp_path: Path):
+    """The loss of the only step was finite, and no validation follows. Each rank holds a shard of the weights."""
+    flags = [*small_data, "--data.val_fraction", "0", "--epochs", "1", "--batch_size", "640", "--logger", "none"]
+    flags += ["--optimizer.lr", "1e38", "--optimizer.weight_decay", "1e30", "--out", str(tmp_path)]
+    done = run_program("train.py", *flags, "--strategy", strategy, "--devices", str(ranks), "--accelerator", "cpu")
+    assert done.returncode == 1, done.stderr[-2000:]
+    assert "error: weights are NaN or infinite after step 1 (" in done.stderr
+    assert [*run_folder_of(tmp_path).glob("checkpoints/*")] == []
