@@ -1,30 +1,47 @@
 """The first minutes on a GPU: does every strategy train as the baseline does, is the memory as planned, how fast is it,
-and what is the largest model? Results are written as they come; a second call continues with what is missing.
+and what is the largest model? With 2 or 8 GPUs also: do their ranks agree, share the memory, end together and resume on
+one? Results are written as they come; a second call continues with what is missing.
 """
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks import harness, speed
-from benchmarks.runs import ROOT, Bench, RunFailed, bench, run
+from benchmarks.runs import NOT_INHERITED, ROOT, Bench, RunFailed, bench, run
+from cifar_zero.checkpoints.read import read
+from cifar_zero.checkpoints.run_folder import checkpoints, newest_checkpoint
 from cifar_zero.comparison.result import GOOD
 from cifar_zero.core import exits
+from cifar_zero.core.hardware import gpu_count
 from cifar_zero.reports.summary import write_json
 
 Row = dict[str, Any]  # what a cell measured, by column; "failed" says why it counts as a failure
 
 SMALL = ["--data.source", "synthetic", "--devices", "1", "--logger", "none", "--test_figures", "false"]
 STEPS = ["--max_steps", "20", "--optimizer", "adam", "--batch_size", "64", "--precision", "32-true"]
+
+RANKS = (2, 8)
+"""Numbers of ranks that are measured on top of one, as far as there are GPUs; a rehearsal has the first."""
+
+NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}  # TF32 rounds a thousand times more than float32
+
+LOSS_DIFFERENCE = 1e-3
+"""Largest difference of a resumed run's loss from that of the uninterrupted run, both in float32."""
 
 STATES_SHARE, PEAK_SHARE = 0.05, 0.15  # largest differences of the planned from the measured model states and peak
 
@@ -38,6 +55,7 @@ TESTS = (
 """The tests of tests/gpu that run; the others compare what the acceptance compares."""
 
 PLANNED = ("baseline", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3", "deepspeed_stage_3_offload")
+SEVERAL = ("ddp", "deepspeed_stage_3", "fsdp2")  # strategies on several ranks
 LARGEST = ("baseline", "deepspeed_stage_3_offload", "deepspeed_stage_3_superoffload")
 DEPTHS = tuple(2**power for power in range(2, 11))  # blocks of a vit_1b, 50 million parameters each
 
@@ -49,11 +67,17 @@ class Place:
     bench: Bench
     out: Path  # of results, comparisons and run folders
     images: Path | None  # a folder of real images
+    ranks: int  # the most that a run has, each on a GPU of its own, or in a rehearsal on the CPU
 
     @property
     def on_gpu(self) -> bool:
         """Whether this is the real thing; on the CPU it is a rehearsal with less of everything."""
         return self.bench.accelerator == "gpu"
+
+    @property
+    def several(self) -> list[int]:
+        """The numbers of ranks to measure, other than one."""
+        return [ranks for ranks in RANKS if ranks <= self.ranks]
 
     def flags(self, folder: str) -> list[str]:
         """Returns the flags of a short run, whose folder is under `out`."""
@@ -73,19 +97,35 @@ class Cell:
 def cells(place: Place) -> Iterator[Cell]:
     """Yields the measurements, the most important first."""
     yield Cell("machine", "doctor", 120, doctor)
-    yield Cell("agreement with the baseline", "acceptance", 420, acceptance)
+    yield Cell("agreement with the baseline", "acceptance", 420, partial(acceptance, 1))
+    for ranks in place.several:
+        yield Cell("agreement with the baseline", f"acceptance, {ranks} ranks", 600, partial(acceptance, ranks))
+        yield Cell("a killed rank", f"of {ranks}", 240, partial(killed, ranks))
     yield Cell("agreement with the CPU", "20 steps", 240, across_devices)
-    yield Cell("resume", "CPU, GPU, CPU", 150, resumed)
+    here, three, two = place.bench.accelerator, "deepspeed_stage_3", "deepspeed_stage_2"
+    relay = [("cpu", two, 1), (here, three, 1), ("cpu", "baseline", 1)]
+    yield Cell("resume", "CPU, GPU, CPU", 150, partial(resumed, relay))
+    for ranks in place.several:
+        relay = [(here, three, ranks), (here, "baseline", 1)]
+        yield Cell("resume", f"{ranks} ranks, 1 rank", 150, partial(resumed, relay))
     for group in TESTS:
         yield Cell("tests", group, 420, partial(tests, group))
     for model in ("vit_tiny", "vit_large") if place.on_gpu else ("vit_tiny",):
         for strategy in PLANNED:
-            yield Cell("memory, bytes", f"{model}, {strategy}", 120, partial(memory, model, strategy))
+            yield Cell("memory, bytes", f"{model}, {strategy}", 120, partial(memory, model, strategy, 1))
+        for ranks, strategy in product(place.several, SEVERAL):
+            name = f"{model}, {strategy}, {ranks} ranks"
+            yield Cell("memory, bytes", name, 180, partial(memory, model, strategy, ranks))
     for batch_size, steps in speed.STEPS.items():
         case = speed.limit_at(place.bench, batch_size, steps if place.on_gpu else 20)
         compiled = partial(place.bench.ours, steps, "--batch_size", str(batch_size), "--compile")
         for name, contender in {**case.contenders, **({"ours, compiled": compiled} if place.on_gpu else {})}.items():
             yield Cell("images per second", f"batch {batch_size}, {name}", 120, partial(rates, contender))
+    for ranks, strategy in product([1, *place.several] if place.several else [], SEVERAL):
+        flags = ["--model", "vit_large" if place.on_gpu else "net", "--strategy", strategy, "--devices", str(ranks)]
+        flags += ["--batch_size", str(128 * ranks), "--precision", "bf16-mixed"]
+        contender = partial(place.bench.ours, 50 if place.on_gpu else 5, *flags)
+        yield Cell("images per second, 128 a rank", f"{strategy}, {ranks}", 180, partial(rates, contender))
     for stage in range(4):
         case = speed.at_stage(place.bench, stage, 1, 300 if place.on_gpu else 20)
         for name, contender in case.contenders.items():
@@ -117,7 +157,8 @@ def main() -> int:
     }
     title = harness.heading("gpu", 1, given.accelerator)
     with bench(given.accelerator) as made:
-        place = Place(made, given.out.absolute(), given.images and given.images.absolute())
+        ranks = gpu_count() if given.accelerator == "gpu" else RANKS[0]
+        place = Place(made, given.out.absolute(), given.images and given.images.absolute(), ranks)
         for cell in cells(place):
             rows = results.setdefault(cell.part, {})
             left = over - time.monotonic()
@@ -164,11 +205,12 @@ def doctor(place: Place, seconds: float) -> Row:
     return row
 
 
-def acceptance(place: Place, seconds: float) -> Row:
+def acceptance(ranks: int, place: Place, seconds: float) -> Row:
     """Returns how many cases of compare.py --acceptance pass, and what the others say."""
-    out = ["--out", str(place.out), "--name", "acceptance", "--devices", "1"]
+    name = f"acceptance-{ranks}"
+    out = ["--out", str(place.out), "--name", name, "--devices", str(ranks)]
     quick = [] if place.on_gpu else ["--quick", "--strategies", "deepspeed_stage_2"]
-    variants = compared(["--acceptance", *quick, *out], place.out / "acceptance", seconds)
+    variants = compared(["--acceptance", *quick, *out], place.out / name, seconds)
     bad = [f"{each['name']}: {each['error'] or each['verdict']['remark']}" for each in variants if not good(each)]
     return {"cases": len(variants), "pass": len(variants) - len(bad)} | ({"failed": "; ".join(bad)} if bad else {})
 
@@ -180,9 +222,8 @@ def across_devices(place: Place, seconds: float) -> Row:
     run("train.py", *recipe, "--accelerator", "cpu", "--name", "cpu", seconds=over - time.monotonic())
     run("compare.py", "perturb", *recipe, "--accelerator", "cpu", "--name", "moved", seconds=over - time.monotonic())
     for strategy in names:
-        for tf32, override in (("TF32", ""), ("no TF32", "0")):
+        for tf32, environment in (("TF32", {}), ("no TF32", NO_TF32)):
             flags = ["--strategy", strategy, "--accelerator", place.bench.accelerator, "--name", f"{strategy}, {tf32}"]
-            environment = {"NVIDIA_TF32_OVERRIDE": override} if override else {}
             run("train.py", *recipe, *flags, extra_env=environment, seconds=over - time.monotonic())
     row, bad = dict[str, Any](), list[str]()
     for folder in sorted((place.out / "runs" / "across").glob("*, *TF32")):
@@ -191,22 +232,70 @@ def across_devices(place: Place, seconds: float) -> Row:
         variants = compared(["--runs", *runs, *out], place.out / "across", over - time.monotonic())
         verdicts = [each["verdict"] for each in variants if each["verdict"]["kind"] != "reference"]
         row[folder.name] = ", ".join(f"{each['kind']} ({each['loss_difference']:.1e})" for each in verdicts)
-        if "no TF32" in folder.name and not all(good(each) for each in variants):  # TF32 rounds a thousand times more
+        if "no TF32" in folder.name and not all(good(each) for each in variants):
             bad.append(folder.name)
     return row | ({"failed": ", ".join(bad)} if bad else {})
 
 
-def resumed(place: Place, seconds: float) -> Row:
-    """Returns the losses of a run that began on the CPU, continued on the GPU and ended on the CPU."""
-    over, row = time.monotonic() + seconds, {}
-    flags, resume = [*place.flags("resumed"), *STEPS[2:], "--name", "relay"], []
-    places = (("cpu", "deepspeed_stage_2"), (place.bench.accelerator, "deepspeed_stage_3"), ("cpu", "baseline"))
-    for number, (accelerator, strategy) in enumerate(places, 1):
-        there = ["--accelerator", accelerator, "--strategy", strategy, "--max_steps", str(10 * number)]
-        run("train.py", *flags, *there, *resume, seconds=over - time.monotonic())
-        folder = newest(place.out / "runs" / "resumed" / "relay")
-        resume = ["--resume", str(folder)]
-        row[f"loss on the {accelerator}, {strategy}"] = json.loads((folder / "metrics.json").read_text())["train/loss"]
+def resumed(relay: Sequence[tuple[str, str, int]], place: Place, seconds: float) -> Row:
+    """Returns the losses of a run that each place of `relay` (accelerator, strategy, ranks) continues for ten steps,
+    and how far the last one is from the loss of a run that the last place has trained alone."""
+    over, row, name = time.monotonic() + seconds, dict[str, Any](), f"{len(relay)}-{relay[0][2]}"
+    flags = [*place.flags("resumed"), *STEPS[2:], "--log_interval", "1", "--max_steps"]
+
+    def loss(number: int, *more: str) -> float:
+        accelerator, strategy, ranks = relay[number - 1]
+        there = ["--accelerator", accelerator, "--strategy", strategy, "--devices", str(ranks)]
+        left = over - time.monotonic()
+        run("train.py", *flags, str(10 * number), *there, *more, extra_env=NO_TF32, seconds=left)
+        folder = newest(place.out / "runs" / "resumed" / more[1])
+        return json.loads((folder / "metrics.json").read_text())["train/loss"]
+
+    resume = list[str]()
+    for number, (accelerator, strategy, ranks) in enumerate(relay, 1):
+        column = f"loss on the {accelerator}, {strategy}" + f", {ranks} ranks" * (ranks > 1)
+        row[column] = loss(number, "--name", name, *resume)
+        resume = ["--resume", str(newest(place.out / "runs" / "resumed" / name))]
+    row["uninterrupted"] = loss(len(relay), "--name", f"{name}-whole")
+    off = abs(row["uninterrupted"] - row[column])
+    return row | ({} if off < LOSS_DIFFERENCE else {"failed": f"the loss is {off:.1e} off"})
+
+
+def killed(ranks: int, place: Place, seconds: float) -> Row:
+    """Returns how a run ends whose last rank is killed; it then resumes from its newest checkpoint."""
+    over, output = time.monotonic() + seconds, place.out / f"killed-{ranks}.txt"
+    out = Path(tempfile.mkdtemp(dir=place.bench.directory))
+    flags = [*place.flags(""), "--out", str(out), "--accelerator", place.bench.accelerator, "--devices", str(ranks)]
+    flags += ["--strategy", "deepspeed_stage_3", "--batch_size", str(32 * ranks), "--epochs", "100000"]
+    environment = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
+    command = [sys.executable, "train.py", *flags, "--save_every_n_steps", "5"]
+    with output.open("w") as file:
+        launcher = psutil.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
+    try:
+        while not checkpoints(out):
+            if launcher.poll() is not None or time.monotonic() > over:
+                raise RunFailed(f"wrote no checkpoint, see {output}")
+            time.sleep(0.1)
+        processes = launcher.children(recursive=True)
+        (last,) = [rank for rank in launcher.children() if rank.environ().get("RANK") == str(ranks - 1)]
+        last.kill()
+        started = time.monotonic()
+        launcher.wait(max(1.0, over - started))
+        row: Row = {"seconds to the end": round(time.monotonic() - started, 1)}
+    except psutil.TimeoutExpired as error:
+        raise RunFailed(f"did not end after rank {ranks - 1} was killed, see {output}") from error
+    finally:
+        if launcher.poll() is None:
+            launcher.kill()  # its ranks end with it
+            launcher.wait()
+    row |= {"exit code": launcher.returncode, "processes left": sum(process.is_running() for process in processes)}
+    if f"error: rank {ranks - 1} ended with signal SIGKILL" not in output.read_text():
+        row["failed"] = f"does not name the rank, see {output}"
+    if (row["exit code"], row["processes left"]) != (1, 0):
+        row["failed"] = f"did not end properly, see {output}"
+    row["saved step"] = read(newest_checkpoint(out))["global_step"]
+    resume = ["--resume", str(out), "--max_steps", str(row["saved step"] + 1)]
+    run("train.py", *flags, *resume, seconds=over - time.monotonic())
     return row
 
 
@@ -230,17 +319,19 @@ def tests(group: str, place: Place, seconds: float) -> Row:
     return counts | ({"failed": ", ".join(failed)} if failed else {})
 
 
-def memory(model: str, strategy: str, place: Place, seconds: float) -> Row:
+def memory(model: str, strategy: str, ranks: int, place: Place, seconds: float) -> Row:
     """Returns the planned and the measured bytes of a rank's model states and peak."""
     over = time.monotonic() + seconds
-    recipe = ["--model", model, "--optimizer", "adamw", "--precision", "bf16-mixed", "--batch_size", "16"]
-    recipe += ["--accelerator", place.bench.accelerator, "--devices", "1"]
+    recipe = ["--model", model, "--optimizer", "adamw", "--precision", "bf16-mixed", "--batch_size", str(16 * ranks)]
+    recipe += ["--accelerator", place.bench.accelerator, "--devices", str(ranks)]
     plan = json.loads(run("plan.py", *recipe, "--device_memory", "130GB", "--json", seconds=seconds, exit_code=None))
     (planned,) = [row for row in plan["strategies"] if row["strategy"] == strategy]
-    flags = [*place.flags("memory"), *recipe, "--strategy", strategy, "--name", f"{model}-{strategy}"]
+    flags = [*place.flags("memory"), *recipe, "--strategy", strategy, "--name", f"{model}-{strategy}-{ranks}"]
     few_images = ["--data.synthetic_size", "640"]  # they are on the GPU too
     run("train.py", *flags, *few_images, "--bench_steps", "6", seconds=over - time.monotonic())
-    metrics = json.loads((newest(place.out / "runs" / "memory" / f"{model}-{strategy}") / "metrics.json").read_text())
+    metrics = json.loads(
+        (newest(place.out / "runs" / "memory" / f"{model}-{strategy}-{ranks}") / "metrics.json").read_text()
+    )
     states, peak = metrics["mem/model_state_rank_bytes"][0], metrics["mem/peak_rank_bytes"][0]
     expected = sum(sum(planned["states"][where].values()) for where in ("device", "host"))
     row = {"states planned": expected, "states": states, "peak planned": planned["device"], "peak": peak}
