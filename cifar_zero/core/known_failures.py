@@ -17,6 +17,7 @@ LESS_MEMORY = (
 OF_ONE_MODEL = "the model is too large for this machine: use one with more memory"
 """Fix of a full memory in programs that only run a model, whose memory no option of the training lowers."""
 
+KILLED_WORKER = "a worker of the loader was killed, most often because memory or shared memory (/dev/shm) is full"
 FEWER_WORKERS = "take fewer --data.workers, or --data.loader memory"
 OTHER_RANKS = "look for the first error in the other ranks' lines"
 
@@ -47,7 +48,7 @@ TABLE = (
     ),
     KnownFailure(
         r"DataLoader worker .* (is killed by signal: Killed|exited unexpectedly)",
-        "a worker of the loader was killed, most often because memory or shared memory (/dev/shm) is full",
+        KILLED_WORKER,
         FEWER_WORKERS,
     ),
     KnownFailure(

@@ -11,7 +11,7 @@ from torchvision.transforms import Compose, Normalize, ToTensor
 
 from cifar_zero.config.inputs import PLAIN, Inputs
 from cifar_zero.core.errors import RunError
-from cifar_zero.core.known_failures import FEWER_WORKERS
+from cifar_zero.core.known_failures import FEWER_WORKERS, KILLED_WORKER
 from cifar_zero.data.dataset import Order, Split, map_beyond_memory
 from cifar_zero.data.memory_loader import Resumable
 
@@ -57,5 +57,4 @@ class TorchLoader(Resumable, DataLoader[Any]):
                 yield batch
         except ConnectionError as error:
             # A batch's tensors come from its worker; torch (2.15) does not say that the worker was killed meanwhile.
-            cause = "a worker of the loader was killed, most often because memory or shared memory (/dev/shm) is full"
-            raise RunError(f"{cause}; {FEWER_WORKERS}") from error
+            raise RunError(f"{KILLED_WORKER}; {FEWER_WORKERS}") from error
