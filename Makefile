@@ -12,12 +12,13 @@ PARALLEL := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
 
-setup: .venv/installed  ## make .venv and install what training needs (requirements.txt)
+setup: .venv/installed  ## make .venv and install what training needs (requirements.txt) and the command cifar-zero
 
-.venv/installed: requirements.txt
+.venv/installed: requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --disable-pip-version-check -r requirements.txt
+	$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
 
 train: setup  ## train and test the tutorial's network on CIFAR-10, or on the embedded digits where that cannot be had

@@ -1,6 +1,5 @@
 """The LightningModule: a model with its loss, optimizer, learning-rate schedule and metrics."""
 
-import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -13,17 +12,18 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.optim.lr_scheduler import LRScheduler
 
-from cifar_zero import strategies
 from cifar_zero.checkpoints.finetuning import network
-from cifar_zero.checkpoints.finetuning.load import put
-from cifar_zero.checkpoints.finetuning.network import rest_statistics
-from cifar_zero.config.flags import Config, Views
+from cifar_zero.checkpoints.finetuning.load import load_full_weights
+from cifar_zero.checkpoints.finetuning.network import freeze_statistics
+from cifar_zero.config.recipe import Views
+from cifar_zero.config.settings import Settings
 from cifar_zero.data.augment import memory_format, normalize
+from cifar_zero.models.activation_checkpointing import checkpoint_blocks
 from cifar_zero.models.moe import Gate, gates
-from cifar_zero.models.recomputation import checkpoint_blocks
 from cifar_zero.optimizers import OPTIMIZERS
 from cifar_zero.optimizers.groups import keep_own_options, lay_like_parameters, parameter_groups
-from cifar_zero.schedules import SCHEDULES, Constant, Schedule, settled
+from cifar_zero.schedules import SCHEDULES, Constant, Schedule, with_total_steps
+from cifar_zero.strategies import hooks_of
 from cifar_zero.training.metrics import CurveMetrics, SplitMetrics, loss
 
 
@@ -35,39 +35,40 @@ class CIFARModule(LightningModule):
     `weights`, by the plain model's names; missing ones are drawn.
     """
 
-    def __init__(self, config: Config, num_classes: int, weights: Mapping[str, Tensor] | None = None):
+    def __init__(self, settings: Settings, num_classes: int, weights: Mapping[str, Tensor] | None = None):
         super().__init__()
-        self.config = config
+        self.settings = settings
         self.num_classes = num_classes
-        self.optimizer = OPTIMIZERS[config.optimizer.name](**config.optimizer.options)
-        self.schedule = SCHEDULES[config.schedule.name](**config.schedule.options)
-        self.inputs = config.data.inputs
-        self.skip_nan = config.on_nan == "skip" and not config.find_lr
+        self.optimizer = OPTIMIZERS[settings.recipe.optimizer.name](**settings.recipe.optimizer.options)
+        self.schedule = SCHEDULES[settings.recipe.schedule.name](**settings.recipe.schedule.options)
+        self.inputs = settings.data.inputs
+        self.skip_nan = settings.recipe.on_nan == "skip"
         self._weights = weights or {}
         self.skipped = 0  # micro-batches left out by `skip_nan`
         self.net: nn.Module | None = None
         self.gates: tuple[Gate, ...] = ()  # of the mixtures of experts, during a fit
-        self.val_metrics = SplitMetrics(num_classes, config.loss)
-        self.test_metrics = CurveMetrics(num_classes, config.loss)
+        self.val_metrics = SplitMetrics(num_classes, settings.recipe.loss)
+        self.test_metrics = CurveMetrics(num_classes, settings.recipe.loss)
 
     def configure_model(self) -> None:
         """Builds the model where the strategy needs it; ZeRO-3 shards each layer as it is made. The seed is set here,
         so that every strategy and world size starts from the same weights."""
         if self.net is not None:
             return
-        config = self.config
-        torch.manual_seed(config.seed)
-        model = config.model, self.num_classes, config.trainable, config.lora
-        self.net = network.build(*model, config.init, config.seed)
-        put(self.net, {**self.starting_weights(), **self._weights})
+        settings = self.settings
+        torch.manual_seed(settings.recipe.seed)
+        model = settings.recipe.model, self.num_classes, settings.recipe.trainable, settings.recipe.lora
+        self.net = network.build(*model, settings.recipe.init, settings.recipe.seed)
+        strategy = None if self._trainer is None else self._trainer.strategy
+        load_full_weights(self.net, {**self.starting_weights(), **self._weights}, hooks_of(strategy).write)
         self._weights = {}
-        if config.channels_last and self._trainer is not None:
-            lay_channels_last(self.net, self._trainer.strategy)
-        if config.activation_checkpointing:
+        if settings.placement.channels_last and strategy is not None:
+            lay_channels_last(self.net, strategy)
+        if settings.placement.activation_checkpointing:
             checkpoint_blocks(self.net)
-        if config.compile != "step" and (config.compile or config.cuda_graphs):
+        if settings.placement.compile or settings.placement.cuda_graphs:
             # dynamic=False: a micro-batch has one size, an evaluation batch another, and both are known.
-            self.net.compile(dynamic=False, mode="reduce-overhead" if config.cuda_graphs else None)
+            self.net.compile(dynamic=False, mode="reduce-overhead" if settings.placement.cuda_graphs else None)
 
     def starting_weights(self) -> Mapping[str, Tensor]:
         """Returns weights that the model computes from training images, if it does; none outside a training."""
@@ -84,7 +85,7 @@ class CIFARModule(LightningModule):
         """Looks up the gates of the model as the strategy has made it; keeps the statistics of frozen batch norms."""
         assert self.net is not None
         self.gates = gates(self.net)
-        rest_statistics(self.net)
+        freeze_statistics(self.net)
 
     def forward(self, images: Tensor) -> Tensor:
         """Returns class scores (N, classes) of images (N, 3, H, W), uint8 or normalised.
@@ -94,7 +95,9 @@ class CIFARModule(LightningModule):
         """
         assert self.net is not None
         images = normalize(images, self.inputs, next(self.net.parameters()).dtype)
-        return self.net(images.contiguous(memory_format=memory_format(images.device, self.config.channels_last)))
+        return self.net(
+            images.contiguous(memory_format=memory_format(images.device, self.settings.placement.channels_last))
+        )
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Returns the mean loss of a micro-batch plus the weighted load-balancing losses, a float32 scalar."""
@@ -113,8 +116,10 @@ class CIFARModule(LightningModule):
         return loss
 
     def _loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        with save_on_cpu(pin_memory=True) if self.config.activation_offload else nullcontext():
-            total = loss(self.config.loss, self.forward(images).float(), labels, self.config.label_smoothing)
+        with save_on_cpu(pin_memory=True) if self.settings.placement.activation_offload else nullcontext():
+            total = loss(
+                self.settings.recipe.loss, self.forward(images).float(), labels, self.settings.recipe.label_smoothing
+            )
         for gate in self.gates:
             if gate.options.load_balance and gate.routing is not None:
                 total = total + gate.options.load_balance * gate.routing.load_balance_loss
@@ -133,7 +138,7 @@ class CIFARModule(LightningModule):
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Counts one batch of test images; returns the class scores (N, classes) for the callbacks."""
-        return self._evaluate(self.test_metrics, batch, self.config.tta)
+        return self._evaluate(self.test_metrics, batch, self.settings.recipe.tta)
 
     def on_validation_epoch_end(self) -> None:
         """Logs val/loss, val/acc and the other metrics, overall and per class."""
@@ -145,27 +150,27 @@ class CIFARModule(LightningModule):
 
     def on_test_epoch_start(self) -> None:
         """Resets the test metrics."""
-        self.test_metrics.reset(self.device, strategies.data_group(self.trainer.strategy))
+        self.test_metrics.reset(self.device, hooks_of(self.trainer.strategy).data_group())
 
     def on_validation_epoch_start(self) -> None:
         """Resets the validation metrics."""
-        self.val_metrics.reset(self.device, strategies.data_group(self.trainer.strategy))
+        self.val_metrics.reset(self.device, hooks_of(self.trainer.strategy).data_group())
 
     def configure_optimizers(self) -> Any:
         """Returns the optimizer in the strategy's implementation, and a schedule per step unless it is constant."""
         strategy = self.trainer.strategy
-        parameters = parameter_groups(self.optimizer, dict(self.named_parameters()))
-        parameters = strategies.own(strategy).parameter_groups(self, parameters)
+        hooks = hooks_of(strategy)
+        parameters = parameter_groups(self.optimizer, dict(self.named_parameters()), hooks.shape)
+        parameters = hooks.parameter_groups(self, parameters)
         clips = bool(self.trainer.gradient_clip_val)
-        kind, in_graph = strategy.root_device.type, self.config.compile == "step"
-        implementation = strategies.optimizer_implementation(strategy, kind, clips, in_graph)
+        implementation = hooks.optimizer_implementation(strategy.root_device.type, clips)
         optimizer = self.optimizer.build(parameters, implementation)
         optimizer.register_load_state_dict_pre_hook(keep_own_options)
         optimizer.register_load_state_dict_post_hook(lay_like_parameters)
         self._rates = [group["lr"] for group in optimizer.param_groups]
         if isinstance(self.schedule, Constant):
             return optimizer
-        self.schedule = settled(self.schedule, lambda: self.trainer.estimated_stepping_batches)
+        self.schedule = with_total_steps(self.schedule, lambda: self.trainer.estimated_stepping_batches)
         scheduler = StepSchedule(optimizer, self.schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -185,8 +190,9 @@ class CIFARModule(LightningModule):
     def summary(self) -> str:
         """Returns the result of the newest test in one line. Every rank calls it."""
         found, ranks = self.test_metrics.overall(), self.trainer.world_size
-        trained = f"{self.config.model.name}, {self.config.strategy_name} on {ranks} rank{'s'[: ranks > 1]}"
-        return f"{trained}: {found['acc']:.2%} of the test images correct, loss {found['loss']:.4f}"
+        model, strategy = self.settings.recipe.model.name, self.settings.placement.strategy_name
+        on = "1 rank" if ranks == 1 else f"{ranks} ranks"
+        return f"{model}, {strategy} on {on}: {found['acc']:.2%} of the test images correct, loss {found['loss']:.4f}"
 
     def _evaluate(self, metrics: SplitMetrics, batch: tuple[Tensor, Tensor], tta: Views = "none") -> Tensor:
         images, labels = batch
@@ -208,13 +214,8 @@ def averaged_scores(model: Callable[[Tensor], Tensor], images: Tensor, views: Vi
     The images (N, 3, H, W) are normalised. The views are those of airbench (Jordan 2024, arXiv 2404.00498;
     github.com/KellerJordan/cifar10-airbench, `infer`). none: the image alone. mirror: with its mirror image.
     mirror_translate: these two with weight 1/4 each, and each of them moved by a pixel up and left, and down and right,
-    with weight 1/8 each, padded by reflection. uncertain: mirror_translate for the quarter of the batch with the lowest
-    confidence, as github.com/hiverge/cifar10-speedrun does for the whole test set, the image alone for the others.
+    with weight 1/8 each, padded by reflection.
     """
-    if views == "uncertain":
-        scores = model(images).float().clone()  # a CUDA graph writes its next scores to the same place
-        chosen = scores.softmax(1).amax(1).topk(math.ceil(len(images) / 4), largest=False).indices
-        return scores.index_copy(0, chosen, averaged_scores(model, images[chosen], "mirror_translate"))
     if views == "none":
         return model(images).float()
     scores = _mirrored(model, images)
@@ -247,9 +248,7 @@ class StepSchedule(LRScheduler):
 
     def get_lr(self) -> list[float]:
         """Returns the learning rate of each parameter group at the coming step."""
-        # optimizers/groups.py: a group may go through the whole schedule in a share of the training.
-        steps = [self.last_epoch / group.get("schedule_share", 1) for group in self.optimizer.param_groups]
-        return [self.schedule.rate(step, float(lr)) for step, lr in zip(steps, self.base_lrs, strict=True)]
+        return [self.schedule.rate(self.last_epoch, float(lr)) for lr in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns only the step: the formula is in the configuration, and the groups are the strategy's."""

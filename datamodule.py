@@ -2,24 +2,26 @@
 
 import socket
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 
 from cifar_zero import data
-from cifar_zero.config.flags import AugmentConfig, Config, SourceName
+from cifar_zero.config.recipe import AugmentConfig
+from cifar_zero.config.rules import of_validation
 from cifar_zero.config.run import micro_batch_size
-from cifar_zero.config.values import of_validation
+from cifar_zero.config.settings import Settings
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import UsageError
 from cifar_zero.data.augment import Augmentation
-from cifar_zero.data.dataset import Dataset, EvalOrder, Order, Split, TrainOrder, stratified_split
+from cifar_zero.data.cache import Dataset
+from cifar_zero.data.dataset import EvalOrder, Order, Split, TrainOrder, stratified_split
 from cifar_zero.data.memory_loader import MemoryLoader, Stored
+from cifar_zero.data.torch_loader import TorchLoader
 from cifar_zero.launch.collectives import gather
-from cifar_zero.strategies import replica
+from cifar_zero.strategies import hooks_of
 
 EVAL_BATCH_SIZE = 1000
 """Most images per rank in an evaluation batch: CIFAR-10's test set in ten equal batches, large enough to keep a GPU
@@ -28,19 +30,17 @@ busy, and small enough (12 MB of float32 input) for the activations to fit anywh
 
 class CIFARDataModule(LightningDataModule):
     """Training, validation and test loaders of any source. The Trainer must be made with
-    `use_distributed_sampler=False`: the loaders are sharded here. The images are of `source`, if not of --data.source,
-    and must be `images`, the `Dataset.identity` of the run that is resumed; see `starting.check_checkpoint`."""
+    `use_distributed_sampler=False`: the loaders are sharded here. `images` is the `Dataset.identity` of the run that is
+    resumed, see `starting.check_checkpoint`: other ones are refused."""
 
     dataset: Dataset  # all images, after `setup`
 
-    def __init__(
-        self, config: Config, source: SourceName | None = None, images: Mapping[str, int] | None = None
-    ) -> None:
+    def __init__(self, settings: Settings, images: Mapping[str, int] | None = None) -> None:
         super().__init__()
-        self.config = config
+        self.settings = settings
         self._images = images
-        self._data = replace(config.data, source=source or config.data.source)
-        self.source = ""  # name of the source in use, once it is known
+        self._data = settings.data
+        self.source = ""  # name of the source in use, once it is prepared
         self._train = self._val = np.empty(0, np.int64)
         self._stored: dict[tuple[int, torch.device], Stored] = {}
 
@@ -56,20 +56,17 @@ class CIFARDataModule(LightningDataModule):
         _ = self.micro_batch_size
         if hasattr(self, "dataset"):
             return
-        if self.trainer is None:
+        if self.trainer is None or self._data.source == "auto":
             self.prepare_data()
-            chosen = self.source
-        else:  # rank 0's choice counts: `auto` may have chosen another on another node
-            chosen = self.trainer.strategy.broadcast(self.source)
-        config = replace(self._data, source=cast(SourceName, chosen))
-        if self.source != chosen:  # else it is already prepared
-            self.source = data.prepare(config)
-        self.dataset = data.load(config, self.source)
+        self.source = self.source or self._data.source  # prepared by another rank
+        self.dataset = data.load(self._data, self.source)
         self._check_same_images()
-        self._train, self._val = stratified_split(self.dataset.train_labels, self._data.val_fraction, self.config.seed)
+        self._train, self._val = stratified_split(
+            self.dataset.train_labels, self._data.val_fraction, self.settings.recipe.seed
+        )
         if self._data.val_fraction and not len(self._val):
             why = f"--data.val_fraction {self._data.val_fraction:g} holds out no image: all classes are too small"
-            if needed := of_validation(self.config):
+            if needed := of_validation(self.settings):
                 raise UsageError(f"{why}, and --{needed[0]} needs validation images: use a larger one")
             if self.trainer is None or self.trainer.is_global_zero:
                 say(f"{why}; the run has no validation")
@@ -86,7 +83,7 @@ class CIFARDataModule(LightningDataModule):
                     "give all nodes the same files"
                 )
         if self._images is not None and self._images != own:
-            resume = self.config.resume
+            resume = self.settings.output.resume
             raise UsageError(
                 f"--resume {resume}: that run had {_counts(self._images)}, and {source} now has other ones, "
                 f"{_counts(own)}: give the data that it had, or fine-tune it with --weights {resume} without --resume"
@@ -110,7 +107,7 @@ class CIFARDataModule(LightningDataModule):
     @property
     def micro_batch_size(self) -> int:
         """Images in one forward of this rank."""
-        return micro_batch_size(self.config.batch_size, self._replica[0], self.config.accumulate)
+        return micro_batch_size(self.settings.recipe.batch_size, self._replica[0], self.settings.placement.accumulate)
 
     def sample(self, count: int) -> torch.Tensor:
         """Returns evenly spaced training images, so of all classes: uint8 (n, 3, H, W), n <= count."""
@@ -122,9 +119,16 @@ class CIFARDataModule(LightningDataModule):
         split = Split(self.dataset.train_images, self.dataset.train_labels, self._train)
         # Lightning's overfit_batches trains on the first batches of an epoch: they must be the same in every epoch.
         shuffle = not getattr(self.trainer, "overfit_batches", 0)
-        config = self.config
-        order = TrainOrder(split.count, config.batch_size, config.accumulate, *self._replica, config.seed, shuffle)
-        return self._loader(split, order, config.augment)
+        settings = self.settings
+        order = TrainOrder(
+            split.count,
+            settings.recipe.batch_size,
+            settings.placement.accumulate,
+            *self._replica,
+            settings.recipe.seed,
+            shuffle,
+        )
+        return self._loader(split, order, settings.recipe.augment)
 
     def val_dataloader(self) -> Any:
         """Returns every validation image once; without any an empty list, with which Lightning skips validation."""
@@ -146,10 +150,8 @@ class CIFARDataModule(LightningDataModule):
             key = id(split.images), self._device  # training and validation images share one array, and so one copy
             if key not in self._stored:
                 self._stored[key] = Stored(split.images, self._device)
-            augmentation = Augmentation(augment, split.count, len(self.classes), self.config.seed, inputs)
-            return MemoryLoader(split, order, self._stored[key], augmentation, self.config.channels_last)
-        from cifar_zero.data.torch_loader import TorchLoader  # here: torchvision takes a second to import
-
+            augmentation = Augmentation(augment, split.count, len(self.classes), self.settings.recipe.seed, inputs)
+            return MemoryLoader(split, order, self._stored[key], augmentation, self.settings.placement.channels_last)
         return TorchLoader(split, order, self._data.workers, inputs, pin=self._device.type == "cuda")
 
     @property
@@ -159,7 +161,7 @@ class CIFARDataModule(LightningDataModule):
     @property
     def _replica(self) -> tuple[int, int]:
         """Number of ranks that train on different images, and this one's index among them."""
-        return replica(self.trainer.strategy) if self.trainer is not None else (1, 0)
+        return hooks_of(self.trainer.strategy).replica() if self.trainer is not None else (1, 0)
 
 
 def _counts(identity: Mapping[str, int]) -> str:

@@ -130,8 +130,7 @@ def cells(place: Place) -> Iterator[Cell]:
         case = speed.at_stage(place.bench, stage, 1, 300 if place.on_gpu else 20)
         for name, contender in case.contenders.items():
             yield Cell("DeepSpeedExamples' recipe", f"ZeRO {stage}, {name}", 240, partial(rates, contender))
-    graph = ["--compile", "step", *["--cuda_graphs"] * place.on_gpu]
-    for name, more in {"eager": [], "compiled": ["--compile"], "one graph per step": graph}.items():
+    for name, more in {"eager": [], "compiled": ["--compile"]}.items():
         yield Cell("speed record", name, 400, partial(record, more))
     for strategy in LARGEST:
         yield Cell("largest model", strategy, 400, partial(largest, strategy))
@@ -196,9 +195,9 @@ def tables(results: dict[str, dict[str, Row]]) -> str:
 
 def doctor(place: Place, seconds: float) -> Row:
     """Returns the versions, and what the doctor warns of."""
-    answer = json.loads(run("doctor.py", "--json", exit_code=None, seconds=seconds))
+    answer = json.loads(run("-m", "cifar_zero", "doctor", "--json", exit_code=None, seconds=seconds))
     found = {check["name"]: check["found"] for check in answer["checks"] if check["status"] == "ok"}
-    row = {key: found.get(key, "") for key in ("gpu", "torch", "deepspeed", "nvcc")}
+    row = {key: found.get(key, "") for key in ("gpu", "torch", "deepspeed")}
     for status in ("warning", "failed"):
         said = [f"{check['name']}: {check['found']}" for check in answer["checks"] if check["status"] == status]
         row |= {status: "; ".join(said)} if said else {}
@@ -206,7 +205,7 @@ def doctor(place: Place, seconds: float) -> Row:
 
 
 def acceptance(ranks: int, place: Place, seconds: float) -> Row:
-    """Returns how many cases of compare.py --acceptance pass, and what the others say."""
+    """Returns how many cases of cifar-zero compare --acceptance pass, and what the others say."""
     name = f"acceptance-{ranks}"
     out = ["--out", str(place.out), "--name", name, "--devices", str(ranks)]
     quick = [] if place.on_gpu else ["--quick", "--strategies", "deepspeed_stage_2"]
@@ -220,7 +219,8 @@ def across_devices(place: Place, seconds: float) -> Row:
     over = time.monotonic() + seconds
     recipe, names = [*place.flags("across"), *STEPS], ("baseline", "deepspeed_stage_2", "deepspeed_stage_3")
     run("train.py", *recipe, "--accelerator", "cpu", "--name", "cpu", seconds=over - time.monotonic())
-    run("compare.py", "perturb", *recipe, "--accelerator", "cpu", "--name", "moved", seconds=over - time.monotonic())
+    perturb = ("-m", "cifar_zero", "compare", "perturb")
+    run(*perturb, *recipe, "--accelerator", "cpu", "--name", "moved", seconds=over - time.monotonic())
     for strategy in names:
         for tf32, environment in (("TF32", {}), ("no TF32", NO_TF32)):
             flags = ["--strategy", strategy, "--accelerator", place.bench.accelerator, "--name", f"{strategy}, {tf32}"]
@@ -324,7 +324,8 @@ def memory(model: str, strategy: str, ranks: int, place: Place, seconds: float) 
     over = time.monotonic() + seconds
     recipe = ["--model", model, "--optimizer", "adamw", "--precision", "bf16-mixed", "--batch_size", str(16 * ranks)]
     recipe += ["--accelerator", place.bench.accelerator, "--devices", str(ranks)]
-    plan = json.loads(run("plan.py", *recipe, "--device_memory", "130GB", "--json", seconds=seconds, exit_code=None))
+    command = ["-m", "cifar_zero", "plan", *recipe, "--device_memory", "130GB", "--json"]
+    plan = json.loads(run(*command, seconds=seconds, exit_code=None))
     (planned,) = [row for row in plan["strategies"] if row["strategy"] == strategy]
     flags = [*place.flags("memory"), *recipe, "--strategy", strategy, "--name", f"{model}-{strategy}-{ranks}"]
     few_images = ["--data.synthetic_size", "640"]  # they are on the GPU too
@@ -380,8 +381,11 @@ def largest(strategy: str, place: Place, seconds: float) -> Row:
 
 
 def compared(flags: Sequence[str], folder: Path, seconds: float) -> list[Row]:
-    """Runs compare.py, which Ctrl-C ends with a report of what is finished; returns the variants of comparison.json."""
-    process = subprocess.Popen([sys.executable, "compare.py", *flags], cwd=ROOT, stdout=subprocess.DEVNULL)
+    """Runs `cifar-zero compare`, which Ctrl-C ends with a report of what is finished; returns the variants of
+    comparison.json."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cifar_zero", "compare", *flags], cwd=ROOT, stdout=subprocess.DEVNULL
+    )
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -389,7 +393,7 @@ def compared(flags: Sequence[str], folder: Path, seconds: float) -> list[Row]:
         process.wait(60)
     reports = sorted(folder.glob("*/comparison.json"), key=lambda file: file.stat().st_mtime)
     if not reports:
-        raise RunFailed(f"compare.py ended with exit code {process.returncode} and wrote no report")
+        raise RunFailed(f"cifar-zero compare ended with exit code {process.returncode} and wrote no report")
     return json.loads(reports[-1].read_text())["variants"]
 
 

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.runs import ROOT, RunFailed
-from cifar_zero.core import exits, interrupt
+from cifar_zero.core import exits
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import core_count, cpu_name, gpu_count
 from cifar_zero.reports.summary import git_commit, versions
@@ -56,7 +56,7 @@ def parse(parser: exits.Parser) -> Namespace:
     if given.accelerator == "gpu" and not gpus:
         raise UsageError("--accelerator gpu: torch finds no GPU on this machine")
     given.accelerator = "gpu" if gpus else "cpu"
-    interrupt.install()
+    exits.install()
     return given
 
 

@@ -1,4 +1,5 @@
-"""Which releases of DeepSpeed train as plain PyTorch does: `compare.py --acceptance` with each, as one Markdown table.
+"""Which releases of DeepSpeed train as plain PyTorch does: `cifar-zero compare --acceptance` with each, as one
+Markdown table.
 
 Each release is installed in a folder of its own, which is put in front of the environment's packages; the environment
 does not change. What is finished is in the same folder, and is not run again.
@@ -19,7 +20,7 @@ from packaging.specifiers import SpecifierSet
 
 from benchmarks.runs import ROOT
 from cifar_zero.comparison.result import GOOD
-from cifar_zero.core import exits, interrupt
+from cifar_zero.core import exits
 from cifar_zero.diagnosis.software import FAULTS
 from cifar_zero.reports.summary import write_json
 
@@ -39,7 +40,7 @@ def main() -> int:
     add("--strategies", nargs="+", metavar="NAME", default=[], help="default: all")
     add("--quick", action="store_true", help="only the most telling cases")
     given = parser.parse_args()
-    interrupt.install()
+    exits.install()
     given.folder.mkdir(parents=True, exist_ok=True)
     results = given.folder / "results.json"
     known: dict[str, dict[str, Rows]] = json.loads(results.read_text()) if results.exists() else {}
@@ -61,7 +62,7 @@ def verdicts(release: str, folder: Path, flags: Sequence[str]) -> Rows:
     """Installs a release, trains the cases with it, and returns the verdicts."""
     if not (place := folder / release).exists() and (failure := installed(release, place)):
         return {"all": ("cannot run", failure)}
-    command = [sys.executable, "compare.py", "--acceptance", *flags]
+    command = [sys.executable, "-m", "cifar_zero", "compare", "--acceptance", *flags]
     command += ["--out", str(folder / "reports"), "--name", release]
     # Operators that DeepSpeed compiles are the release's too.
     environment = {"PYTHONPATH": str(place), "TORCH_EXTENSIONS_DIR": str(place / "torch_extensions")}

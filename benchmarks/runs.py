@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from cifar_zero import data as sources
-from cifar_zero.config.flags import DataConfig
-from cifar_zero.core import start_time
+from cifar_zero.config.settings import DataConfig
+from cifar_zero.core import exits
 from cifar_zero.core.errors import RunError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -89,7 +89,7 @@ def run(
     process = subprocess.Popen(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env={**inherited, start_time.VARIABLE: str(time.time()), **(extra_env or {})},
+        env={**inherited, exits.STARTED: str(time.time()), **(extra_env or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

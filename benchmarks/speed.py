@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks import harness
 from benchmarks.harness import Case
 from benchmarks.runs import Bench, bench, last_json, run
-from cifar_zero.config.flags import DataConfig
+from cifar_zero.config.settings import DataConfig
 from cifar_zero.core import exits
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import core_count, gpu_count
@@ -91,9 +91,6 @@ def limit_at(place: Bench, batch_size: int, steps: int) -> Case:
         "bare loop, tuned": partial(place.reference, "bare", steps, *batch, "--tuned"),
     }
     ratios = [("ours", "bare loop"), ("ours", "bare loop, tuned")]
-    if place.accelerator == "cpu":
-        contenders["ours, --compile step"] = partial(contenders["ours"], "--compile", "step")
-        ratios.append(("ours, --compile step", "bare loop"))
     return Case(f"batch {batch_size}, {place.accelerator}", contenders, ratios)
 
 

@@ -1,27 +1,51 @@
-"""`cifar-zero COMMAND ...` of an installed package, which is `python COMMAND.py ...` of the repository."""
+"""`cifar-zero COMMAND ...`, also `python -m cifar_zero COMMAND ...`: runs a command and imports only what it needs."""
 
 import argparse
 import os
-import runpy
 import sys
+from importlib import import_module
 from pathlib import Path
+from typing import NoReturn
 
-from cifar_zero.core import interrupt
-from cifar_zero.core.programs import INSTALLED
+from cifar_zero.core import exits
 
-COMMANDS = ("train", "evaluate", "predict", "export", "compare", "plan", "sweep", "doctor")
+COMMANDS = {
+    "train": "cifar_zero.train",
+    "evaluate": "cifar_zero.training.evaluate",
+    "predict": "cifar_zero.exporting.predict",
+    "export": "cifar_zero.exporting.export",
+    "compare": "cifar_zero.comparison.compare",
+    "plan": "cifar_zero.planning.plan",
+    "sweep": "cifar_zero.sweeping.sweep",
+    "doctor": "cifar_zero.diagnosis.doctor",
+}
+"""The module of each command, whose `main` returns the exit code."""
+
+SPINS = "10000"
+"""How often a thread of a parallel loop looks for the others before it sleeps: libgomp's GOMP_SPINCOUNT, which it reads
+when torch is imported. While another program runs, its default, 300,000, keeps a core from the thread that the others
+wait for: steps took up to twice as long. A smaller number costs more on an idle machine (docs/performance.md)."""
 
 
-def main() -> None:
-    """Runs the script of a command, which is installed next to this package, as Python runs a script."""
-    interrupt.install()
+def main() -> NoReturn:
+    """Runs the command that the first argument names."""
+    exits.install()
+    if sys.argv[1:2] and sys.argv[1].startswith("--local_rank"):  # DeepSpeed's launcher puts it before the command
+        sys.argv.append(sys.argv.pop(1))
     parser = argparse.ArgumentParser("cifar-zero", usage="%(prog)s COMMAND ... (COMMAND --help lists its options)")
     parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help=", ".join(COMMANDS))
-    script = Path(__file__).parents[1] / f"{parser.parse_args(sys.argv[1:2]).command}.py"
-    os.environ[INSTALLED] = "1"
-    sys.argv[:2] = [str(script)]
-    sys.path.insert(0, str(script.parent))
-    runpy.run_path(str(script), run_name="__main__")
+    name = parser.parse_args(sys.argv[1:2]).command
+    sys.argv[:2] = [name]
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # the classes next to this package, not the current directory's
+    run(name)
+
+
+def run(name: str) -> NoReturn:
+    """Runs a command and ends the process with its exit code; its arguments are those of the process."""
+    exits.install()  # before the imports, which take a second
+    if "OMP_WAIT_POLICY" not in os.environ:  # the user's choice, which has its own number
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+    sys.exit(exits.guarded(lambda: import_module(COMMANDS[name]).main()))
 
 
 if __name__ == "__main__":

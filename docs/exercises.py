@@ -200,20 +200,20 @@ def bytes_per_rank(answer: Callable[..., float]) -> str:
 
 
 def batch_for_zero(answer: Callable[[], int]) -> str:
-    """Exercise 7: compares the global batch with the largest micro-batches that fit by plan.py."""
+    """Exercise 7: compares the global batch with the largest micro-batches that fit by cifar-zero plan."""
     flags = "--model vit_base --optimizer adamw --precision 32-true --devices 8 --device_memory 16GB --json"
-    plan = subprocess.check_output([sys.executable, str(ROOT / "plan.py"), *flags.split()])
+    plan = subprocess.check_output([sys.executable, "-m", "cifar_zero", "plan", *flags.split()], cwd=ROOT)
     most = {need["strategy"]: need["most_images"] for need in json.loads(plan)["strategies"]}
     batch = answer()
     ddp, zero = ("fits" if batch / 8 <= most[name] else "does not fit" for name in ("ddp", "deepspeed_stage_2"))
-    said = f"{batch:,} images are {batch / 8:g} on each rank: plan.py says that DDP {ddp}, ZeRO 2 {zero}"
+    said = f"{batch:,} images are {batch / 8:g} on each rank: cifar-zero plan says that DDP {ddp}, ZeRO 2 {zero}"
     if batch / 8 != most["ddp"] + 1:
         raise Wrong(f"{said}: try a {'larger' if ddp == 'fits' else 'smaller'} batch")
     return said
 
 
 def broken(answer: Any) -> str:
-    """Exercise 8: lets the judge of compare.py --module look for the first step and tensor that ZeRO 2 changes."""
+    """Exercise 8: lets the judge of `compare --module` look for the first step and tensor that ZeRO 2 changes."""
     from cifar_zero.comparison import assert_agrees
 
     losses = _losses(answer())

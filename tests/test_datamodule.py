@@ -14,7 +14,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
-from cifar_zero.config.flags import AugmentConfig, Config, DataConfig
+from cifar_zero.config.recipe import AugmentConfig
+from cifar_zero.config.settings import DataConfig, make_settings
 from cifar_zero.core.errors import UsageError
 from cifar_zero.data.dataset import IGNORED, stratified_split
 from cifar_zero.launch.local_launcher import free_port
@@ -29,7 +30,7 @@ def config(tmp_path: Path) -> DataConfig:
 
 def make(config: DataConfig, batch_size: int = 8, accumulate: int = 1, world_size: int = 1) -> CIFARDataModule:
     """Returns a data module after `setup`, as rank 0 of a trainer of `world_size` ranks sees it."""
-    datamodule = CIFARDataModule(Config(data=config, batch_size=batch_size, accumulate=accumulate, seed=7))
+    datamodule = CIFARDataModule(make_settings(data=config, batch_size=batch_size, accumulate=accumulate, seed=7))
     strategy = DDPStrategy(parallel_devices=[torch.device("cpu")] * world_size)
     datamodule.trainer = cast(Any, SimpleNamespace(strategy=strategy))
     datamodule.prepare_data()
@@ -60,12 +61,12 @@ def test_counts_and_the_setup_of_both_stages(config: DataConfig) -> None:
 
 def test_classes_too_small_to_hold_images_out(config: DataConfig, capsys: pytest.CaptureFixture[str]) -> None:
     small = replace(config, synthetic_size=30)
-    datamodule = CIFARDataModule(Config(data=small))
+    datamodule = CIFARDataModule(make_settings(data=small))
     datamodule.setup()
     assert (datamodule.num_train, len(datamodule._val)) == (30, 0)
     assert "--data.val_fraction 0.1 holds out no image" in capsys.readouterr().err
     with pytest.raises(UsageError, match="and --early_stopping needs validation images"):
-        CIFARDataModule(Config(data=small, early_stopping=2)).setup()
+        CIFARDataModule(make_settings(data=small, early_stopping=2)).setup()
 
 
 def test_batches_are_divided_among_ranks_and_accumulation(config: DataConfig) -> None:
@@ -119,7 +120,7 @@ def record(
         enable_model_summary=False, use_distributed_sampler=False, default_root_dir=tmp_path, num_sanity_val_steps=0,
         **options,
     )  # fmt: skip
-    datamodule = CIFARDataModule(Config(data=config, augment=augment or AugmentConfig(), batch_size=8, seed=7))
+    datamodule = CIFARDataModule(make_settings(data=config, augment=augment or AugmentConfig(), batch_size=8, seed=7))
     recorder = Recorder()
     trainer.fit(recorder, datamodule=datamodule)
     trainer.test(recorder, datamodule=datamodule, verbose=False)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from cifar_module import averaged_scores
-from cifar_zero.config.flags import Views
+from cifar_zero.config.recipe import Views
 
 
 def network(images: Tensor) -> Tensor:
@@ -27,16 +27,3 @@ def test_averages():
     for kind in kinds:
         expected = torch.stack([weight * network(view) for view, weight in views[kind]]).sum(0).float()
         assert torch.allclose(averaged_scores(network, seen, kind), expected, atol=1e-6), kind
-
-
-def test_views_of_the_least_certain_quarter():
-    """Of ten images three, rounded up; the scores of the others are those of the image alone."""
-    seen = torch.rand(10, 3, 32, 32, generator=torch.Generator().manual_seed(1)) * 2 - 1
-    alone, averaged = network(seen).float(), averaged_scores(network, seen, "mirror_translate")
-    certain = alone.softmax(1).amax(1)
-    limit = certain.sort().values[2]
-    found = averaged_scores(network, seen, "uncertain")
-    for image in range(10):
-        expected = averaged if certain[image] <= limit else alone
-        assert torch.allclose(found[image], expected[image], atol=1e-6), image
-    assert averaged_scores(network, seen[:1], "uncertain").shape == (1, 10)

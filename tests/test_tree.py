@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,23 +12,20 @@ from pathlib import Path
 import pytest
 
 from cifar_module import CIFARModule
+from cifar_zero.__main__ import COMMANDS
 from cifar_zero.config import command_line
 from cifar_zero.training import build
 from cifar_zero.training.resolve import resolve
 from tests.support.helpers import ROOT, on_a_small_cpu
 
 PACKAGE = ROOT / "cifar_zero"
-COMMANDS = ["train", "evaluate", "export", "predict", "doctor", "plan", "compare", "sweep"]
 MODULES = sorted(
     path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
     for path in [*ROOT.glob("*.py"), *PACKAGE.rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
 )
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
-WITHOUT_TORCH = [*COMMANDS, "benchmarks.speed"]  # wrong usage is answered at once
+WITHOUT_TORCH = [*COMMANDS.values(), "benchmarks.speed"]  # wrong usage is answered at once
 WITHOUT_TORCH += [f"cifar_zero.{name}" for name in ("core", "config", "launch", "models", "data", "strategies")]
-WITHOUT_TORCH += [f"cifar_zero.{name}" for name in ("training.evaluate", "exporting.export", "exporting.predict")]
-WITHOUT_TORCH += [f"cifar_zero.{name}" for name in ("diagnosis.doctor", "planning.plan", "comparison.compare")]
-WITHOUT_TORCH += ["cifar_zero.sweeping.sweep"]
 WITHOUT_TORCH += ["cifar_zero.config.rules", "cifar_zero.checkpoints.run_folder", "cifar_zero.planning.model_states"]
 
 FLOORS = (
@@ -39,9 +37,23 @@ FLOORS = (
     ("strategies", "reports"),
     ("training",),
     ("planning",),
+    ("train",),
     ("comparison", "diagnosis", "sweeping", "exporting"),
 )
-"""The packages of cifar_zero: each imports only packages of the floors before its own."""
+"""The packages of cifar_zero, and its module train: each imports only from the floors before its own."""
+
+OF_DEEPSPEED = (
+    "ds_tensor",
+    "ds_id",
+    "ds_shape",
+    "ds_numel",
+    "fp32_partitioned_groups_flat",
+    "deepspeed_engine",
+    "_hp_grad",
+)
+OF_DEEPSPEED += ("safe_get_full_\\w+", "GatheredParameters", "loss_scale_config")
+OF_DEEPSPEED += ("persistent_parameters", "group_name", "_get_expert_parallel_group", "get_global_grad_norm")
+"""Names in an engine, a ZeRO optimizer or a sharded parameter."""
 
 
 def imports(path: Path) -> set[str]:
@@ -67,12 +79,12 @@ def test_models_and_data_know_no_lightning():
 
 
 def test_imports_go_one_way():
-    """A package imports only packages of the floors before its own, no other one of its floor, and no root file."""
+    """A package imports only from the floors before its own, no other one of its floor, and no root file."""
     floor = {name: number for number, names in enumerate(FLOORS) for name in names}
-    assert set(floor) == {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert set(floor) == {path.parent.name for path in PACKAGE.glob("*/__init__.py")} | {"train"}
     wrong = []
     for path in PACKAGE.rglob("*.py"):
-        own = path.relative_to(PACKAGE).parts[0]
+        own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.ImportFrom) or not node.module:
                 continue
@@ -83,9 +95,16 @@ def test_imports_go_one_way():
                 lower = (
                     first != "cifar_zero" or other == own or floor[other] < floor.get(own, len(FLOORS))
                 )  # __main__.py is above all
-                if not lower or first in ("cifar_module", "datamodule", *COMMANDS):
+                if not lower or first in ("cifar_module", "datamodule", "train"):
                     wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} imports {module}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_only_one_folder_knows_the_attributes_of_deepspeed():
+    """Everything else calls strategies/hooks.py."""
+    known = re.compile(rf"\b({'|'.join(OF_DEEPSPEED)})\b")
+    for path in sorted({*PACKAGE.rglob("*.py"), *ROOT.glob("*.py")} - {*PACKAGE.glob("strategies/deepspeed/*.py")}):
+        assert not known.findall(path.read_text()), path
 
 
 @pytest.mark.parametrize("module", WITHOUT_TORCH)
@@ -114,7 +133,7 @@ def test_recipes_build(recipe: Path, monkeypatch: pytest.MonkeyPatch):
     config = command_line.parse(["--config", str(recipe), "--accelerator", "cpu", *on_a_small_cpu(recipe)])
     run = resolve(config)
     assert config.data.source != "auto"  # a recipe names its source
-    module, trainer = CIFARModule(run.config, run.num_classes), build.trainer(run, None)
+    module, trainer = CIFARModule(run, run.num_classes), build.trainer(run, None)
     module.configure_model()
     assert module.net is not None
-    assert trainer.max_epochs == config.epochs
+    assert trainer.max_epochs == config.recipe.epochs

@@ -16,7 +16,8 @@ from torch import Tensor
 from benchmarks.loops import common
 from benchmarks.loops.common import Clock
 from cifar_zero import data as sources
-from cifar_zero.config.flags import Choice, DataConfig
+from cifar_zero.config.recipe import Choice
+from cifar_zero.config.settings import DataConfig
 from cifar_zero.data.augment import memory_format
 from cifar_zero.data.dataset import TrainOrder
 from cifar_zero.models.net import Net

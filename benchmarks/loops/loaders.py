@@ -17,7 +17,7 @@ import torchvision
 from torch.utils.data import DataLoader
 
 from benchmarks.loops.common import CIFAR10InMemory, to_normalised_tensor
-from cifar_zero.config.flags import Config, DataConfig
+from cifar_zero.config.settings import DataConfig, make_settings
 from datamodule import CIFARDataModule
 
 BATCH_SIZE = 64
@@ -29,7 +29,7 @@ WORKERS = 2  # worker processes of torch's DataLoader, as in the tutorial
 
 def ours(config: DataConfig) -> Iterable[Any]:
     """Returns our loader of the training images, which are decoded first if the cache is empty."""
-    images = CIFARDataModule(Config(data=config, batch_size=BATCH_SIZE))
+    images = CIFARDataModule(make_settings(data=config, batch_size=BATCH_SIZE))
     images.prepare_data()
     images.setup()
     return images.train_dataloader()

@@ -15,31 +15,35 @@ from torch import Tensor
 
 from benchmarks.loops.common import now
 from cifar_zero import models
-from cifar_zero.config.flags import Config
+from cifar_zero.config.settings import Settings
 from cifar_zero.data.augment import normalize
-from cifar_zero.data.dataset import Dataset
+from cifar_zero.data.cache import Dataset
 from cifar_zero.data.memory_loader import Stored
 
 
-def train(config: Config, dataset: Dataset, device: torch.device) -> list[float]:
+def train(settings: Settings, dataset: Dataset, device: torch.device) -> list[float]:
     """Trains on one device with a configuration of configs/speedrun.yaml; returns the seconds of each epoch."""
-    torch.manual_seed(config.seed)
-    memory = torch.channels_last if device.type == "cpu" or config.channels_last else torch.contiguous_format
-    net = models.build(config.model.name, len(dataset.classes), **config.model.options).to(device)
+    torch.manual_seed(settings.recipe.seed)
+    memory = (
+        torch.channels_last if device.type == "cpu" or settings.placement.channels_last else torch.contiguous_format
+    )
+    net = models.build(settings.recipe.model.name, len(dataset.classes), **settings.recipe.model.options).to(device)
     net.to(memory_format=memory)
     stored = Stored(dataset.train_images, device)
     images = stored.take(torch.arange(len(dataset.train_labels), device=stored.rows_device))
-    images = normalize(images.permute(0, 3, 1, 2).to(device), config.data.inputs).contiguous(memory_format=memory)
-    if device.type == "cuda" and config.precision == "bf16-mixed":
+    images = normalize(images.permute(0, 3, 1, 2).to(device), settings.data.inputs).contiguous(memory_format=memory)
+    if device.type == "cuda" and settings.placement.precision == "bf16-mixed":
         images = images.bfloat16()  # as the references keep them, in half the memory
     labels = torch.tensor(dataset.train_labels, device=device)
     flip = torch.rand(len(images), device=device) < 0.5
     images = torch.where(flip[:, None, None, None], images.flip(3), images)
     padded = F.pad(
-        images, (config.augment.crop,) * 4, mode="reflect" if config.augment.padding == "reflect" else "constant"
+        images,
+        (settings.recipe.augment.crop,) * 4,
+        mode="reflect" if settings.recipe.augment.padding == "reflect" else "constant",
     )
 
-    rates = config.optimizer.options
+    rates = settings.recipe.optimizer.options
     filters = [weight for weight in net.parameters() if weight.dim() == 4 and weight.requires_grad]
     biases = [bias for bias in net.parameters() if bias.dim() == 1 and bias.requires_grad]
     head = [weight for weight in net.parameters() if weight.dim() == 2]
@@ -48,15 +52,15 @@ def train(config: Config, dataset: Dataset, device: torch.device) -> list[float]
         group["weight_decay"] = rates["weight_decay"] / group["lr"]
     sgd = torch.optim.SGD(groups, momentum=rates["sgd_momentum"], nesterov=True)
     muon = muon_step(filters, rates["momentum"], rates["ns_steps"])
-    total, done, seconds = config.epochs * (len(images) // config.batch_size), 0, list[float]()
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16-mixed")
-    for epoch in range(config.epochs):
+    total, done, seconds = settings.recipe.epochs * (len(images) // settings.recipe.batch_size), 0, list[float]()
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=settings.placement.precision == "bf16-mixed")
+    for epoch in range(settings.recipe.epochs):
         begun = now(device)
         turned = padded.flip(3) if epoch % 2 else padded
-        for inputs, targets in batches(cropped(turned, images.shape[2]), labels, config.batch_size):
+        for inputs, targets in batches(cropped(turned, images.shape[2]), labels, settings.recipe.batch_size):
             with autocast:
                 scores = net(inputs.contiguous(memory_format=memory))
-            loss = F.cross_entropy(scores.float(), targets, label_smoothing=config.label_smoothing)
+            loss = F.cross_entropy(scores.float(), targets, label_smoothing=settings.recipe.label_smoothing)
             net.zero_grad(set_to_none=True)
             loss.backward()
             for group in sgd.param_groups:

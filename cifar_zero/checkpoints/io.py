@@ -54,7 +54,7 @@ class AtomicCheckpointIO(CheckpointIO):
 
         def remove() -> None:
             atomic.discard(Path(path))
-            if self._save_weights:  # otherwise it is a file of export.py, which the user wanted
+            if self._save_weights:  # otherwise it is a file of cifar-zero export, which the user wanted
                 Path(path).with_suffix(WEIGHTS).unlink(missing_ok=True)
 
         if not self.failure and (failure := failure_of(remove)):

@@ -1,7 +1,6 @@
 """Reads a checkpoint of any strategy in the one form that Lightning's plain strategies write, and its weights."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from cifar_zero.checkpoints.finetuning.network import merged
 from cifar_zero.checkpoints.safe_load import load
 from cifar_zero.checkpoints.zero_folder import AVERAGE, read_folder
-from cifar_zero.config.flags import config_of
+from cifar_zero.config.settings import settings_of, tree_of
 from cifar_zero.core.errors import UsageError, short
 
 RECORD = "cifar_zero"
@@ -39,7 +38,7 @@ def checked(content: dict[str, Any], name: object) -> dict[str, Any]:
         return content
     try:
         record = content[RECORD]
-        config, classes = asdict(config_of(record["config"])), record["classes"]
+        config, classes = tree_of(settings_of(record["config"])), record["classes"]
         if not isinstance(classes, list) or not all(isinstance(each, str) for each in classes):
             raise TypeError("classes is not a list of names")
         return {**content, RECORD: {**record, "config": config}}
@@ -72,7 +71,9 @@ def _check_has(content: Mapping[str, Any], keys: Collection[str], name: object) 
 def of_another_version(name: object, error: Exception) -> UsageError:
     """Returns the error for a file that lacks something or has something unknown."""
     why = f"it has no {error}" if isinstance(error, KeyError) else short(error)
-    return UsageError(f"{name} is damaged, or another version of train.py wrote it ({why}): use the version that did")
+    return UsageError(
+        f"{name} is damaged, or another version of cifar-zero train wrote it ({why}): use the version that did"
+    )
 
 
 def network(checkpoint: Mapping[str, Any], averaged: bool = True) -> dict[str, Tensor]:

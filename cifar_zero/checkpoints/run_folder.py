@@ -2,15 +2,15 @@
 
 import hashlib
 import os
-import pickletools
 import shutil
 import tempfile
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
+from cifar_zero.checkpoints.safe_load import load
+from cifar_zero.config.settings import FALLBACK_SUFFIX
 from cifar_zero.core.errors import UsageError
 
 CHECKPOINTS = "checkpoints"
@@ -19,9 +19,6 @@ METRICS = "metrics.json"
 LOSSES = "losses.csv"
 DEEPSPEED_CONFIG = "deepspeed.json"
 RANKS = "ranks.json"
-
-FALLBACK_SUFFIX = "-digits-fallback"
-"""Suffix of the name of a run on the embedded digits because CIFAR-10 was not available."""
 
 
 def check_writable(out: str, name: str) -> None:
@@ -121,20 +118,13 @@ def _run_of(checkpoint: Path) -> tuple[Path, int]:
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """Returns the optimizer steps of a checkpoint, read from its list of values without torch and without running code;
-    None if it cannot be read."""
-    files = checkpoint.glob("checkpoint/*model_states.pt") if checkpoint.is_dir() else [checkpoint]
+    """Returns the optimizer steps of a checkpoint, without reading values of its tensors; None if it cannot be read, or
+    would need trust."""
+    files = sorted(checkpoint.glob("checkpoint/*model_states.pt")) if checkpoint.is_dir() else [checkpoint]
     try:
-        with zipfile.ZipFile(min(files)) as archive:
-            (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
-            steps = pickletools.genops(archive.read(name))
-            values = (value for kind, value, _ in steps if "PUT" not in kind.name)  # those number what follows
-            if "global_step" in values:
-                step = next(values)
-                return step if isinstance(step, int) else None
-    except (OSError, ValueError, zipfile.BadZipFile, KeyError, StopIteration):
+        return load(files[0], verify=False, device="meta")["global_step"]
+    except (UsageError, IndexError, KeyError, TypeError):
         return None
-    return None
 
 
 def checkpoints(folder: Path) -> list[Path]:

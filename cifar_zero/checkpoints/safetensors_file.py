@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cifar_zero.checkpoints.read import RECORD
-from cifar_zero.config.flags import DataConfig
+from cifar_zero.config.settings import DataConfig
 from cifar_zero.core import atomic
 from cifar_zero.core.errors import UsageError
 
@@ -21,10 +21,10 @@ def metadata_of(checkpoint: Mapping[str, Any], name: str, dtype: str = "float32"
     `model`, `options` (JSON object) and `classes` (JSON list) build the model; `image_size` is the side of its images
     in pixels, `mean` and `std` normalise them, for pixels from 0 to 1, as numbers for red, green and blue; `dtype`;
     `checkpoint` and `step` are the origin of the weights. `format` is what transformers and others require in a
-    safetensors file of torch. Raises UsageError: the checkpoint was not written by train.py.
+    safetensors file of torch. Raises UsageError: the checkpoint was not written by cifar-zero train.
     """
     if RECORD not in checkpoint:
-        raise UsageError(f"{name} does not say which model it is of: it was not written by train.py")
+        raise UsageError(f"{name} does not say which model it is of: it was not written by cifar-zero train")
     record = checkpoint[RECORD]
     side, mean, std = DataConfig(**record["config"]["data"]).inputs
     return {

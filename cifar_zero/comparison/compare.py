@@ -4,9 +4,8 @@ import os
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.comparison import report
@@ -16,16 +15,20 @@ from cifar_zero.comparison.recorded.cases import RECIPE, plan_cases
 from cifar_zero.comparison.result import Comparison, Run
 from cifar_zero.comparison.trainings import PERTURB, PERTURBED, Planned, Runner, plan, prepare
 from cifar_zero.config import command_line
-from cifar_zero.config.values import check_plain_name
+from cifar_zero.config.rules import check_plain_name
 from cifar_zero.core import exits
+from cifar_zero.core.console import command
 from cifar_zero.core.errors import RunError, Stopped, UsageError
 from cifar_zero.core.hardware import gpu_count, this_computer
-from cifar_zero.core.programs import command
 from cifar_zero.launch import local_launcher, rank_environment
+from cifar_zero.train import train
 from cifar_zero.training.resolve import resolve
 
 TRAIN_JOBS = "train-jobs"
 """First argument of the ranks that --acceptance starts; the second is the file of their trainings."""
+
+JOBS = ("cifar_zero", "compare", TRAIN_JOBS)
+"""The program of these ranks, see `run_process.start`."""
 
 EPILOG = """\
 exit code: 0 if every variant trained and agrees with the reference (and reaches --min_accuracy), 1 if one did not, 2
@@ -44,20 +47,18 @@ examples:
 """
 
 
-def main(train: Callable[..., Any], classes: Callable[[], tuple[Any, Any]]) -> int:
-    """Compares and prints the verdicts; returns the exit code, 1 if a variant did not train or does not agree.
-    `train(run, module)` trains a run as one rank; `classes()` imports and returns the LightningModule and the
-    LightningDataModule of the runs."""
+def main() -> int:
+    """Compares and prints the verdicts; returns the exit code, 1 if a variant did not train or does not agree."""
     if sys.argv[1:2] == ["perturb"]:
-        return perturb(sys.argv[2:], train, classes)
+        return perturb(sys.argv[2:])
     if sys.argv[1:2] == [TRAIN_JOBS]:
         from cifar_zero.comparison.recorded.record import train_jobs
         from cifar_zero.comparison.recorded.recording import train_recipe
 
-        return train_jobs(Path(sys.argv[2]), lambda flags, sign, folder: train_recipe(flags, sign, folder, *classes()))
+        return train_jobs(Path(sys.argv[2]), train_recipe)
     arguments, rest = _parse()
     if rank_environment.is_rank():
-        raise UsageError("compare.py starts the ranks itself: start it once, without torchrun or srun")
+        raise UsageError("cifar-zero compare starts the ranks itself: start it once, without torchrun or srun")
     # After a SLURM requeue the comparison starts again: its runs must not resume.
     os.environ.pop("SLURM_RESTART_COUNT", None)
     compare = of_trainings
@@ -77,14 +78,14 @@ def main(train: Callable[..., Any], classes: Callable[[], tuple[Any, Any]]) -> i
     return 0 if comparison.passed else 1
 
 
-def perturb(flags: list[str], train: Callable[..., Any], classes: Callable[[], tuple[Any, Any]]) -> int:
+def perturb(flags: list[str]) -> int:
     """Trains one perturbed run, in this process or in ranks that it starts; returns the exit code."""
-    run = resolve(command_line.parse(flags), command_line.consent(flags))
-    if run.config.world_size > 1 and not rank_environment.is_rank():
-        return local_launcher.run(run.config.world_size, run.on_cpu)
+    run = resolve(command_line.parse(flags))
+    if run.placement.world_size > 1 and not rank_environment.is_rank():
+        return local_launcher.run(run.placement.world_size, run.on_cpu)
     from cifar_zero.comparison.perturbed import perturbed
 
-    train(run, perturbed(classes()[0], run.config.precision, run.config.accelerator))
+    train(run, perturbed(run.placement.precision, run.placement.accelerator))
     return 0
 
 
@@ -100,8 +101,7 @@ def of_cases(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compariso
     from cifar_zero.comparison.recorded.trials import try_all
 
     folder = run_folder.claim(arguments.out, arguments.name or "acceptance")
-    program = [os.path.abspath(sys.argv[0]), TRAIN_JOBS]
-    return folder, try_all(cases, folder, program, _command(), f"acceptance: {len(cases)} cases", RECIPE)
+    return folder, try_all(cases, folder, JOBS, _command(), f"acceptance: {len(cases)} cases", RECIPE)
 
 
 def of_module(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
@@ -152,7 +152,7 @@ def of_trainings(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compa
     rest = [*rest, *["--trust"] * arguments.trust]
     planned = plan(*axes, arguments.seeds or 1, rest, shlex.split(arguments.launcher))
     prepare(planned)
-    folder = run_folder.claim(arguments.out, arguments.name or planned[0].run.config.model_name)
+    folder = run_folder.claim(arguments.out, arguments.name or planned[0].run.recipe.model_name)
     runner = Runner(folder, sum(len(variant.seeds) for variant in planned))
     try:
         return folder, trained(planned, runner, arguments.trust)
@@ -204,16 +204,16 @@ def _parse() -> tuple[Namespace, list[str]]:
         description="Trains one recipe under several strategies, numbers of ranks or micro-batches, or reads existing "
         "runs, and says whether they agree: bit by bit, within rounding, or not.",
         epilog=EPILOG,
-        usage="%(prog)s --strategies NAME ... [--devices N ...] [--<option of train.py> VALUE ...]\n"
+        usage="%(prog)s --strategies NAME ... [--devices N ...] [--<option of train> VALUE ...]\n"
         "       %(prog)s --runs RUN ...\n"
         "       %(prog)s --acceptance [--quick] [--strategies NAME ...] [--devices N]\n"
         "       %(prog)s --module FILE.py:NAME [--datamodule FILE.py:NAME] [--module.ARGUMENT VALUE ...]\n"
-        "       %(prog)s perturb [--<option of train.py> VALUE ...]",
+        "       %(prog)s perturb [--<option of train> VALUE ...]",
     )
     add = parser.add_argument
-    strategies = "strategies of train.py, or raw DeepSpeed configurations (*.json)"
+    strategies = "strategies of train, or raw DeepSpeed configurations (*.json)"
     add("--strategies", nargs="+", metavar="NAME", help=strategies)
-    add("--devices", nargs="+", metavar="N", help="numbers of ranks, or NODESxRANKS (default: as train.py)")
+    add("--devices", nargs="+", metavar="N", help="numbers of ranks, or NODESxRANKS (default: as train)")
     add("--accumulate", nargs="+", metavar="N", help="numbers of micro-batches per optimizer step")
     add("--seeds", type=int, metavar="N", help="runs per variant, with seeds counted up from --seed (default: 1)")
     started = "command that starts the ranks of each run, such as 'srun --nodes 2 --ntasks-per-node 8'"
@@ -241,9 +241,9 @@ def _parse() -> tuple[Namespace, list[str]]:
     if not 0 <= arguments.min_accuracy <= 1:
         raise UsageError(f"--min_accuracy {arguments.min_accuracy:g}: give a share from 0 to 1, such as 0.5")
     if arguments.min_accuracy and (arguments.acceptance or arguments.module):
-        raise UsageError("--min_accuracy is for runs of train.py: leave it out with --acceptance and --module")
+        raise UsageError("--min_accuracy is for runs of train: leave it out with --acceptance and --module")
     if arguments.launcher and (arguments.acceptance or arguments.module or arguments.runs):
-        raise UsageError("--launcher is for runs of train.py: leave it out with --acceptance, --module and --runs")
+        raise UsageError("--launcher is for runs of train: leave it out with --acceptance, --module and --runs")
     junit_folder = Path(arguments.junit or "").absolute().parent
     if arguments.junit and not junit_folder.is_dir() and junit_folder != Path(arguments.out).absolute():
         raise UsageError(f"--junit {arguments.junit}: its directory does not exist")

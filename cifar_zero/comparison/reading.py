@@ -10,40 +10,21 @@ from typing import Any
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.comparison.result import Curve, Difference, Run, Variant
-from cifar_zero.config.flags import flat
+from cifar_zero.config.settings import flat, owner_of
+from cifar_zero.core.console import command
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.plain_data import read_json, read_yaml
-from cifar_zero.core.programs import command
 
 PERTURBED = "perturbed.json"  # file that marks the run folder of a perturbed run; written by comparison.perturbed
 
-MAY_DIFFER = (
-    # What is compared, and where it runs: none of these may change the maths.
-    *("strategy", "ds_config", "nvme_path", "devices", "num_nodes", "timeout", "accumulate"),
-    *("tensor_parallel_size", "pipeline_parallel_size"),
-    *("activation_checkpointing", "activation_offload", "compile", "cuda_graphs", "model.ep_size"),
-    *("zero.overlap_comm", "zero.reduce_bucket_size", "zero.round_robin_gradients", "zero.prefetch_bucket_size"),
-    *("zero.max_live_parameters", "zero.param_persistence_threshold"),
-    "channels_last",
-    # Runs are compared seed by seed.
-    "seed",
-    # How images are read, and what a run leaves behind.
-    *("out", "name", "logger", "hparams", "test_figures", "log_interval", "log_gradients", "log_weights", "log_graph"),
-    *("plot_schedule", "check_gradients", "warmup_steps", "debug", "resume", "monitor", "save_top_k"),
-    *("wandb_project", "wandb_run_name", "wandb_group", "wandb_tags"),
-    *("save_every_n_steps", "save_every_minutes", "save_weights", "on_nan"),
-    *("data.root", "data.cache", "data.loader", "data.workers", "data.url"),
-)
-"""Options of config.yaml that compared runs need not share; a difference in any other is reported."""
+MEASURED = ("dataset", "num_train")
+"""Keys of metrics.json that say what was trained, as the recipe does."""
 
-MEASURED = ("dataset", "num_train", "device_name", "git_commit", "versions")
-"""Keys of metrics.json that they should share too."""
-
-HARMLESS = ("precision", "accelerator", "device_name", "git_commit", "versions")
-"""Settings that do not prevent a verdict: the bound accounts for them, or they are what is tested."""
+ENVIRONMENT = ("precision", "accelerator", "device_name", "git_commit", "versions")
+"""Keys of metrics.json whose differences are shown, but do not prevent a verdict: its bound accounts for rounding, and
+the rest is what is tested."""
 
 SHAPE = ("strategy", "world_size", "num_nodes", "accumulate")  # keys of metrics.json that define a variant
-NO_DIFFERENCE = ("out", "name", "logger", "hparams", "seed")  # options in which the runs of one variant may differ
 
 
 def load(folder: Path) -> Run:
@@ -55,6 +36,8 @@ def load(folder: Path) -> Run:
             raise UsageError(f"{folder} has no {name}: the run has not finished, or it was a benchmark")
     try:
         settings = flat(read_yaml(folder / run_folder.CONFIG, str(folder / run_folder.CONFIG)))
+        for key in settings:
+            owner_of(key)  # raises KeyError for an option of another version of the program
         metrics = read_json(folder / run_folder.METRICS, str(folder / run_folder.METRICS))
         engine = folder / run_folder.DEEPSPEED_CONFIG
         deepspeed = read_json(engine, str(engine)) if engine.is_file() else {}
@@ -66,7 +49,7 @@ def load(folder: Path) -> Run:
         run.checkpoint_bytes = sum(file.stat().st_size for file in files if file.is_file()) or None
         return run
     except KeyError as error:
-        raise UsageError(f"{folder} cannot be read: {error} is missing in its files") from error
+        raise UsageError(f"{folder} cannot be read: {error} is missing in its files, or unknown") from error
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UsageError(f"{folder} cannot be read: {' '.join(str(error).split())}") from error
 
@@ -103,9 +86,10 @@ def read_curves(folder: Path) -> dict[str, Curve]:
 
 
 def shared(run: Run) -> dict[str, Any]:
-    """Returns all settings that a run should share with the runs that it is compared to, by dotted names."""
-    settings = {key: value for key, value in run.settings.items() if key not in MAY_DIFFER}
-    return {**settings, **flat({key: run.metrics.get(key) for key in MEASURED})}
+    """Returns what a run should share with the runs that it is compared to, by dotted names: its recipe, but for the
+    seed, as runs are compared seed by seed, and where it ran."""
+    recipe = {key: value for key, value in run.settings.items() if owner_of(key) == "recipe" and key != "seed"}
+    return {**recipe, **flat({key: run.metrics.get(key) for key in (*MEASURED, *ENVIRONMENT)})}
 
 
 def differences(variants: Sequence[Variant]) -> list[Difference]:
@@ -121,8 +105,8 @@ def differences(variants: Sequence[Variant]) -> list[Difference]:
 
 def hinders(difference: Difference, reference: str, other: str) -> bool:
     """Whether a difference makes a verdict on a variant meaningless."""
-    harmless = difference.setting.split(".")[0] in HARMLESS
-    return not harmless and difference.values.get(reference) != difference.values.get(other)
+    shown = difference.setting.split(".")[0] in ENVIRONMENT
+    return not shown and difference.values.get(reference) != difference.values.get(other)
 
 
 def variant_names(shapes: Sequence[Sequence[Any]]) -> list[str]:
@@ -144,7 +128,7 @@ def grouped(runs: Sequence[Run]) -> list[Variant]:
     groups: dict[tuple[str, int], list[Run]] = {}
     repeats: Counter[tuple[str, int]] = Counter()
     for run in (run for run in runs if not run.perturbed):
-        asked = {key: value for key, value in run.settings.items() if key not in NO_DIFFERENCE}
+        asked = {key: value for key, value in run.settings.items() if owner_of(key) == "placement"}
         same = json.dumps({**asked, **_recipe(run)}, sort_keys=True, default=str)
         groups.setdefault((same, repeats[same, run.seed]), []).append(run)
         repeats[same, run.seed] += 1

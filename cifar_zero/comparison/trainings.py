@@ -1,4 +1,4 @@
-"""The variants that compare.py trains: each is checked before the first run starts, and trained; no torch."""
+"""The variants that cifar-zero compare trains: each is checked before the first run starts, and trained; no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,16 +10,13 @@ from cifar_zero.comparison.result import Variant
 from cifar_zero.config import command_line, ds_config
 from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import AUTO, STRATEGIES
-from cifar_zero.core.console import quieten, say
+from cifar_zero.core.console import command, quieten, say
 from cifar_zero.core.errors import RunError, UsageError
-from cifar_zero.core.programs import command
-from cifar_zero.reports.summary import REPOSITORY
 from cifar_zero.training import run_process
 from cifar_zero.training.resolve import resolve, warn_of_few_cores
 
-TRAIN = (str(REPOSITORY / "train.py"),)
-PERTURB = (str(REPOSITORY / "compare.py"), "perturb")
-"""Programs that train a run and a perturbed run, with their first arguments."""
+PERTURB = ("cifar_zero", "compare", "perturb")
+"""The module that trains a perturbed run, and its first arguments; see `run_process.start`."""
 
 PERTURBED = "perturbed-"  # prefix of the names of perturbed runs
 
@@ -29,13 +26,13 @@ class Planned:
     """A variant to train, with a run for each seed."""
 
     run: Run  # the run of its first seed
-    flags: list[str]  # flags of train.py, without --seed, --out and --name
+    flags: list[str]  # flags of train, without --seed, --out and --name
     seeds: range
     name: str = ""
     launcher: Sequence[str] = ()  # see `run_process.start`
 
     def flags_of(self, seed: int) -> list[str]:
-        """Returns the flags of train.py, without --out and --name."""
+        """Returns the flags of train, without --out and --name."""
         return [*self.flags, "--seed", str(seed)]
 
     def run_name(self, seed: int) -> str:
@@ -52,7 +49,7 @@ class Runner:
     started: int = 0
 
     def run(self, name: str, program: Sequence[str], flags: Sequence[str], launcher: Sequence[str] = ()) -> Path:
-        """Trains one run, with TRAIN or PERTURB and flags of train.py, and returns its folder. Raises RunError with its
+        """Trains one run, with `run_process.TRAIN` or PERTURB, and returns its folder. Raises RunError with its
         last error line if it failed; KeyboardInterrupt and Stopped only after the run has ended."""
         self.started += 1
         log = self.folder / f"{name}.log"
@@ -69,12 +66,16 @@ class Runner:
 
     def train(self, planned: Planned) -> Variant:
         """Trains a variant; a run that failed or cannot be read is left out, and named in `error`."""
-        config = planned.run.config
+        config = planned.run
         line = command("train", *planned.flags_of(planned.seeds[0]))
-        variant = Variant(planned.name, config.strategy_name, config.world_size, config.accumulate, line)
+        variant = Variant(
+            planned.name, config.placement.strategy_name, config.placement.world_size, config.placement.accumulate, line
+        )
         for seed in planned.seeds:
             try:
-                run = load(self.run(planned.run_name(seed), TRAIN, planned.flags_of(seed), planned.launcher))
+                run = load(
+                    self.run(planned.run_name(seed), run_process.TRAIN, planned.flags_of(seed), planned.launcher)
+                )
                 if planned.launcher and run.metrics["world_size"] != variant.world_size:
                     raise UsageError(f"--launcher started {run.metrics['world_size']} ranks, not {variant.world_size}")
                 variant.runs.append(run)
@@ -93,8 +94,8 @@ def plan(
 ) -> list[Planned]:
     """Returns the variants to train. The reference is first: baseline, or without it the first value of each axis.
 
-    Strategies, devices (a number of ranks, or NODESxRANKS) and accumulate are the axes; an empty one has train.py's
-    default. `rest` are flags of train.py for all variants; `launcher` starts the ranks of all variants, or if some are
+    Strategies, devices (a number of ranks, or NODESxRANKS) and accumulate are the axes; an empty one has train's
+    default. `rest` are flags of train for all variants; `launcher` starts the ranks of all variants, or if some are
     on several nodes, of those. Raises UsageError if a variant cannot run here, or there is nothing to compare.
     """
     given = {flag.split("=")[0].removeprefix("--") for flag in rest}
@@ -107,7 +108,7 @@ def plan(
     ordered = sorted(strategies, key=lambda name: name != "baseline")
     planned: list[Planned] = []
     for strategy, ranks, parts in product(ordered or [""], devices or [""], accumulate or [""]):
-        flags = [*rest, *(command_line.choosing(strategy) if strategy else [])]
+        flags = [*rest, *(command_line.strategy_flags(strategy) if strategy else [])]
         for size in {*sizes.values()} & given - {sizes.get(strategy)}:
             flags += [f"--{size}", "0"]
         nodes, _, each = ranks.rpartition("x")
@@ -115,18 +116,23 @@ def plan(
         flags += ["--devices", each] if each else []
         flags += ["--accumulate", parts] if parts else []
         for file in (name for name in strategies if name.endswith(".json")):  # all variants train its recipe
-            flags = [*ds_config.flags_of(ds_config.options(ds_config.read(file), {}, flags)), *flags]
+            flags = [*ds_config.flags_of(ds_config.options_of(file)), *flags]
         run = _resolved(flags, launcher)
-        planned.append(Planned(run, flags, range(run.config.seed, run.config.seed + seeds)))
+        planned.append(Planned(run, flags, range(run.recipe.seed, run.recipe.seed + seeds)))
         _resolved(planned[-1].flags_of(planned[-1].seeds[-1]), launcher)
     shapes = [
-        (config.strategy_name, config.world_size, config.num_nodes, config.accumulate)
-        for config in (variant.run.config for variant in planned)
+        (
+            config.placement.strategy_name,
+            config.placement.world_size,
+            config.placement.num_nodes,
+            config.placement.accumulate,
+        )
+        for config in (variant.run for variant in planned)
     ]
     several = any(nodes > 1 for _, _, nodes, _ in shapes)
     for variant, name in zip(planned, variant_names(shapes), strict=True):
         variant.name = name
-        variant.launcher = launcher if variant.run.config.num_nodes > 1 or not several else ()
+        variant.launcher = launcher if variant.run.placement.num_nodes > 1 or not several else ()
     folders = [variant.run_name(variant.seeds[0]) for variant in planned]
     if len({*folders, PERTURBED + folders[0]}) <= len(folders):
         names = ", ".join(variant.name for variant in planned)
@@ -140,22 +146,22 @@ def prepare(planned: Sequence[Planned]) -> None:
     from cifar_zero.training import build, starting
 
     quieten()
-    warn_of_few_cores(max(int(variant.run.config.devices) if variant.run.on_cpu else 1 for variant in planned))
+    warn_of_few_cores(max(int(variant.run.placement.devices) if variant.run.on_cpu else 1 for variant in planned))
     for run in (variant.run for variant in planned):
-        build.check_trainer_options(run.config)
+        build.check_trainer_options(run)
         starting.pretrained_weights(run)
-    data.prepare(planned[0].run.config.data)
+    data.prepare(planned[0].run.data)
 
 
 def _resolved(flags: list[str], launcher: Sequence[str]) -> Run:
     config = command_line.parse(flags)
-    if config.only_measures or config.plot_schedule or config.check_gradients:
-        raise UsageError("leave out --bench_steps, --find_lr, --plot_schedule and --check_gradients: compare.py trains")
-    if config.strategy == AUTO:
-        raise UsageError("--strategies auto cannot be compared: name the strategy that plan.py recommends")
-    if config.resume:
-        raise UsageError("compare.py trains from the start: leave out --resume")
-    run = resolve(config, command_line.consent(flags))
-    if run.config.num_nodes > 1 and not launcher:
-        raise UsageError("compare.py starts ranks on one node only: leave out --num_nodes, or add --launcher")
+    if config.recipe.only_measures or config.output.plot_schedule or config.output.check_gradients:
+        raise UsageError("leave out --bench_steps, --plot_schedule and --check_gradients: cifar-zero compare trains")
+    if config.placement.strategy == AUTO:
+        raise UsageError("--strategies auto cannot be compared: name the strategy that cifar-zero plan recommends")
+    if config.output.resume:
+        raise UsageError("cifar-zero compare trains from the start: leave out --resume")
+    run = resolve(config)
+    if run.placement.num_nodes > 1 and not launcher:
+        raise UsageError("cifar-zero compare starts ranks on one node only: leave out --num_nodes, or add --launcher")
     return run

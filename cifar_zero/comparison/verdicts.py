@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from numbers import Real
 from pathlib import Path
 
@@ -16,11 +15,11 @@ from cifar_zero.comparison.causes import causes
 from cifar_zero.comparison.reading import differences, hinders, last_checkpoint, shared
 from cifar_zero.comparison.result import Comparison, Curve, Run, Spread, Variant, Verdict
 from cifar_zero.config import command_line
+from cifar_zero.core.console import command
 from cifar_zero.core.errors import UsageError
-from cifar_zero.core.programs import command
 from cifar_zero.planning.model_states import network_of, predicted
 from cifar_zero.reports.summary import FALLBACK
-from cifar_zero.training.resolve import of_machine
+from cifar_zero.training.resolve import make_run
 
 RECIPE = ("dataset", "model", "optimizer", "schedule", "precision", "batch_size", "epochs", "max_steps")
 """Shared settings at the top of a report."""
@@ -198,11 +197,18 @@ def _predicted_bytes(run: Run) -> int | None:
     """Returns the predicted model states of the fullest rank; None if there is no formula."""
     try:
         config = command_line.parse(["--config", str(Path(run.folder, run_folder.CONFIG))])
-        if config.ds_config:
+        if config.placement.ds_config:
             return None
         ranks = run.metrics["world_size"]
-        weights = network_of(of_machine(replace(config, devices=ranks, num_nodes=1))).weights
+        weights = network_of(make_run(config.changed(devices=ranks, num_nodes=1))).weights
     except UsageError:
         return None
-    found = predicted(config.strategy, weights, ranks, config.precision, config.optimizer, config.zero)
+    found = predicted(
+        config.placement.strategy,
+        weights,
+        ranks,
+        config.placement.precision,
+        config.recipe.optimizer,
+        config.placement.zero,
+    )
     return found and found.in_memory.total

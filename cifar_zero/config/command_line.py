@@ -1,189 +1,194 @@
-"""Parses the command line and YAML recipes into a checked `Config`, with jsonargparse; no torch, no Lightning.
+"""Parses the command line and YAML recipes into a checked `Settings`, with jsonargparse; no torch, no Lightning.
 
 The options of the chosen model, optimizer and schedule are typed flags like all others (`--optimizer adam
---optimizer.betas '[0.8, 0.999]'`), so their names are read first, and then the parser is built for them.
+--optimizer.betas '[0.8, 0.999]'`), so their names are read first, and then the parser is built for them. Until then
+options are texts by flag, in one flat mapping, which recipes, a DeepSpeed configuration and flags override in turn.
 """
 
-import argparse
 import json
-import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
-from cifar_zero.config import deepspeed_examples, ds_config, help
-from cifar_zero.config.flags import (
-    SECTIONS,
-    Choice,
-    Config,
+from cifar_zero.config import ds_config, help
+from cifar_zero.config.arguments import PLOT, Arguments, read_arguments
+from cifar_zero.config.output import Output
+from cifar_zero.config.placement import ComputeOptions, DeviceOptions, Placement, StrategyOptions
+from cifar_zero.config.recipe import Choice, DataRecipe, FineTuning, Regularization, Training
+from cifar_zero.config.rules import check_values
+from cifar_zero.config.settings import (
+    CHOICES,
+    OWNERS,
+    Consent,
     DataConfig,
-    DeviceConfig,
-    FineTuneConfig,
-    OutputConfig,
-    RegularizationConfig,
-    TrainingConfig,
+    Settings,
     check_no_consent,
-    config_of,
+    flat,
+    make_settings,
+    sections,
+    settings_of,
+    tree_of,
 )
-from cifar_zero.config.run import Consent
 from cifar_zero.config.strategy_specs import AUTO
-from cifar_zero.config.suggestions import choices, chosen, one_line, refuse_unknown, with_meant
-from cifar_zero.config.values import REGISTRIES, check_values
+from cifar_zero.config.suggestions import REGISTRIES, choices, chosen, refuse_mistyped, refuse_unknown
 from cifar_zero.core import plain_data, user_code
-from cifar_zero.core.errors import UsageError
-from cifar_zero.core.programs import command
-from cifar_zero.core.usage import FlagParser
-from cifar_zero.models import MODELS, add_own
+from cifar_zero.core.console import command
+from cifar_zero.core.errors import UsageError, short
+from cifar_zero.models import MODELS, register_user_model
 
-SWITCHES = ("trust", *(field.name for field in fields(Config) if field.default is False))  # flags that need no value
-CALLBACKS = r"--trainer\.callbacks([.+=]|$)"  # flags of the callbacks, in all forms of LightningCLI
-LISTS = ("logger", "hparams", "trainable", "wandb_tags", "lora.target")  # flags that take several values
-PLOT = "OUT/schedule.png"  # what --plot_schedule without a value names, with the folder --out
-NAMED = ("strategy", "ds_config", "plot_schedule")  # flags that name something, and are read before the others
+Before = Callable[[Settings], dict[str, Any] | None]
+"""Returns the options, by flag, of the run that a command line continues; gets what it says of that run."""
 
-OF_STRATEGY = (
-    "strategy",
-    "ds_config",
-    "nvme_path",
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "zero",
-    "offload",
-)
-"""Options that another strategy may refuse."""
-
-Before = Callable[[Config], dict[str, Any] | None]
-"""Returns the configuration of the run that a command line continues; gets what it says of that run."""
+ONLY_FLAGS = ("config", "print_config", "help")
+"""Options that no recipe has."""
 
 
-def parse(argv: Sequence[str] | None = None, before: Before | None = None) -> Config:
-    """Returns the configuration of a command line. Recipes (`--config`) override the defaults in their order, and flags
+def parse(argv: Sequence[str] | None = None, before: Before | None = None) -> Settings:
+    """Returns the settings of a command line, by default this process's; see `settings_of_arguments`."""
+    return settings_of_arguments(read_arguments(sys.argv[1:] if argv is None else argv), before)
+
+
+def settings_of_arguments(arguments: Arguments, before: Before | None = None) -> Settings:
+    """Returns the settings of a command line. Recipes (`--config`) override the defaults in their order, and flags
     override the recipes. `--help` and `--print_config` print and exit.
 
     Recipes and flags override what `before` returns: the configuration of an earlier run, as `read_recipe` does. That
     run's options of its strategy do not count under another one, and `--strategy auto` is its own. Raises UsageError
     for an unknown key, a value of the wrong type, or an unreadable recipe.
     """
-    examples, argv = deepspeed_examples.take(sys.argv[1:] if argv is None else argv)
-    short, rest = _short_forms().parse_known_args(argv)
-    rest = split(rest, CALLBACKS)[1]
-    if transform := vars(short)["augment.transform"]:
-        user_code.allow(transform, "--augment.transform")
-    if ":" in (short.model or "") and short.model not in MODELS:
-        add_own(short.model)
-    recipes = [*map(read_recipe, short.config)]
-    tree, said = _collected(examples, recipes, short, rest)
-    if before is not None and (earlier := before(_asked(tree, rest))) is not None:
-        tree, said = _collected(examples, [_under(earlier, short), *recipes], short, rest)
-    names = {key: chosen(tree, key) for key in REGISTRIES}
+    given = {**arguments.options}
+    asked_help, prints = given.pop("help", None), given.pop("print_config", False)
+    given.pop("trust", None)
+    _allow_code(given)
+    recipes = [*map(read_recipe, arguments.recipes)]
+    options, said = _merged(recipes, given)
+    if before is not None and (earlier := before(_early_arguments(options, arguments.consent))) is not None:
+        options, said = _merged([_inherited(earlier, given), *recipes], given)
+    names = {key: chosen(options, key) for key in CHOICES}
 
-    parser = _parser(names, with_help=short.help is not None)
-    if short.help is not None:
-        print(parser.format_help() if short.help == "all" else help.short(parser), end="")
+    parser = _parser(names, with_help=asked_help is not None)
+    if asked_help is not None:
+        print(parser.format_help() if asked_help == "all" else help.short(parser), end="")
         raise SystemExit(0)
-    refuse_unknown(parser, rest, tree)
+    refuse_unknown(parser, options)
     try:
-        parser.set_defaults(parser.parse_object(tree, defaults=False).as_flat().__dict__)
-        namespace = parser.parse_args(rest)
-    except (ArgumentError, argparse.ArgumentError, TypeError, ValueError) as error:
-        raise UsageError(with_meant(one_line(error))) from error
-    config = _config(namespace, names)
-    if config.plot_schedule == PLOT:
-        config = replace(config, plot_schedule=str(Path(config.out, Path(PLOT).name)))
-    ds_config.check(config, said)
-    check_values(config)
-    if short.print_config:
-        print(dump(config), end="")
+        tree = parser.parse_object(_nested(options)).as_dict()
+    except (ArgumentError, TypeError, ValueError) as error:
+        refuse_mistyped(parser, options)
+        raise UsageError(short(error, 300)) from error
+    for key in CHOICES:
+        tree[key] = {"name": tree[key].pop("name"), "options": tree[key]}
+    known = {option.name for part in OWNERS.values() for option in fields(part)}
+    settings = settings_of({name: value for name, value in tree.items() if name in known})
+    settings = replace(settings, consent=arguments.consent, named=frozenset(options))
+    if settings.output.plot_schedule == PLOT:
+        settings = settings.changed(plot_schedule=str(Path(settings.output.out, Path(PLOT).name)))
+    ds_config.check_flags(settings, said)
+    check_values(settings)
+    if prints:
+        print(dump(settings), end="")
         raise SystemExit(0)
-    return config
+    return settings
 
 
-def _collected(
-    examples: dict[str, Any], recipes: Sequence[dict[str, Any]], short: argparse.Namespace, flags: Sequence[str]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns all recipes and short forms as one recipe, and what --ds_config says; `flags` are the other flags."""
-    tree = {**examples}
-    for recipe in recipes:
-        if Path(theirs := recipe.get("ds_config") or "").is_file():  # what a finished run needs no more
-            _overlay(tree, ds_config.options(ds_config.read(theirs), recipe, flags))
-        _overlay(tree, recipe)
-    said = ds_config.options(ds_config.read(short.ds_config), tree, flags) if short.ds_config else {}
-    _overlay(tree, said)
-    given = {key: value for key, value in vars(short).items() if value is not None}
-    for section, option in (("augment", "transform"), ("lora", "target")):
-        if (key := f"{section}.{option}") in given:
-            _overlay(tree, {section: {option: given[key]}})
-    _overlay(tree, {key: {"name": given[key]} for key in REGISTRIES if key in given})
-    return tree | {key: given[key] for key in (*LISTS[:-1], *NAMED, *SWITCHES) if key in given}, said
-
-
-def _asked(tree: dict[str, Any], flags: Sequence[str]) -> Config:
-    """Returns what a command line says of an earlier run; its other options are not looked at yet."""
-    parser = FlagParser()
-    for option in ("resume", "out", "name"):
-        parser.add_argument(f"--{option}", default=tree.get(option, getattr(Config, option)))
-    parser.add_argument("--bench_steps", type=yaml.safe_load, default=tree.get("bench_steps", 0))
-    parser.add_argument("--data.source", dest="data", default=tree.get("data", {}).get("source", "auto"))
-    given = vars(parser.parse_known_args(flags)[0])
-    named = {key: tree[key] for key in ("strategy", "ds_config", "find_lr") if key in tree}
-    return Config(**{**given, **named, "data": DataConfig(given["data"]), "model": Choice(chosen(tree, "model"))})
-
-
-def choosing(strategy: str) -> list[str]:
+def strategy_flags(strategy: str) -> list[str]:
     """Returns the flags that choose a strategy, or a raw DeepSpeed configuration (*.json)."""
-    raw = ["--strategy", Config.strategy, "--ds_config", strategy]
+    raw = ["--strategy", Placement.strategy, "--ds_config", strategy]
     return raw if strategy.endswith(".json") else ["--strategy", strategy]
 
 
-def consent(argv: list[str] | None = None) -> Consent:
-    """Returns the consent to run code that a command line gives; see `parse` for errors in it."""
-    short, rest = _short_forms().parse_known_args(sys.argv[1:] if argv is None else argv)
-    return Consent(short.trust is True, tuple(split(rest, CALLBACKS)[0]))
-
-
-def dump(config: Config) -> str:
-    """Returns the configuration as a YAML recipe, from which `--config` repeats the run."""
-    tree = asdict(config)
-    for key in REGISTRIES:
-        choice: Choice = getattr(config, key)
-        tree[key] = {"name": choice.name, **choice.options}
+def dump(given: Settings) -> str:
+    """Returns the settings as a YAML recipe, from which `--config` repeats the run."""
+    tree = tree_of(given)
+    for key in CHOICES:
+        tree[key] = {"name": tree[key]["name"], **tree[key]["options"]}
     return yaml.safe_dump(json.loads(json.dumps(tree)), sort_keys=False)  # by JSON, because YAML has no tuples
 
 
-def _short_forms() -> argparse.ArgumentParser:
-    """Parses what jsonargparse cannot: names of choices, lists without brackets, switches without a value."""
-    parser = FlagParser()
-    parser.add_argument("--config", action="extend", nargs="+", default=[])
-    for key in REGISTRIES:
-        parser.add_argument(f"--{key}", f"--{key}.name", dest=key)
-    for key in LISTS:
-        parser.add_argument(f"--{key}", nargs="+")
-    parser.add_argument("--augment.transform")
-    parser.add_argument("-h", "--help", nargs="?", const="")
-    parser.add_argument("--strategy")
-    parser.add_argument("--ds_config", "--deepspeed_config")
-    parser.add_argument("--plot_schedule", nargs="?", const=PLOT)
-    parser.add_argument("--local_rank")  # given by DeepSpeed's launcher, which sets LOCAL_RANK too
-    for switch in SWITCHES:
-        parser.add_argument(f"--{switch}", nargs="?", const="true", type=yaml.safe_load)
-    parser.add_argument("--print_config", action="store_true")
-    return parser
+def read_recipe(file: str | Path) -> dict[str, Any]:
+    """Returns the options, by flag, of a recipe or of a run's config.yaml. Raises UsageError: it cannot be one."""
+    tree = plain_data.read_yaml(Path(file), f"--config {file}")
+    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
+        raise UsageError(f"--config {file} has no options: it must be a mapping such as 'epochs: 2'")
+    check_no_consent(tree, f"--config {file}")
+    options = flat(tree)
+    own_model = ":" in str(options.get("model"))  # an argument's default may be None
+    for option, value in options.items():
+        if option in ONLY_FLAGS:
+            raise UsageError(f"--config {file}: {option} is of the command line only: leave it out")
+        may_be_empty = option.startswith("trainer.") or (own_model and option.startswith("model."))
+        if value is None and not may_be_empty:  # which jsonargparse (4.53) would take for any type
+            raise UsageError(f"--config {file}: {option} has no value")
+    return options
 
 
-def split(flags: Sequence[str], pattern: str) -> tuple[list[str], list[str]]:
-    """Returns the flags of which a regular expression matches the beginning, with their values, and the others."""
-    found: list[str] = []
-    others: list[str] = []
-    matches = False
-    for flag in flags:
-        matches = re.match(pattern, flag) is not None if flag.startswith(("--", "-h")) else matches
-        (found if matches else others).append(flag)
-    return found, others
+def _allow_code(given: Mapping[str, Any]) -> None:
+    """Allows the code of the user that the command line itself names: a model, a transform of the images."""
+    if transform := given.get("augment.transform"):
+        user_code.allow(transform, "--augment.transform")
+    model = given.get("model", "")
+    if ":" in model and model not in MODELS:
+        register_user_model(model)
+
+
+def _merged(recipes: Sequence[dict[str, Any]], given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the options of recipes and flags, of which the later ones count, and what --ds_config says."""
+    options: dict[str, Any] = {}
+    for recipe in recipes:
+        theirs = str(recipe.get("ds_config", ""))
+        if Path(theirs).is_file():  # a finished run has no more need of it
+            options = _overridden(options, ds_config.options_of(theirs))
+        options = _overridden(options, recipe)
+    said = ds_config.options_of(given["ds_config"]) if given.get("ds_config") else {}
+    return _overridden(_overridden(options, said), given), said
+
+
+def _overridden(options: dict[str, Any], by: dict[str, Any]) -> dict[str, Any]:
+    """Returns options overridden by others; a new model, optimizer or schedule drops the old one's options."""
+    for key in CHOICES:
+        if key in by and by[key] != options.get(key, by[key]):
+            options = {option: value for option, value in options.items() if not option.startswith(f"{key}.")}
+    return {**options, **by}
+
+
+def _early_arguments(options: Mapping[str, Any], consent: Consent) -> Settings:
+    """Returns what a command line says of an earlier run; its other options are not looked at yet."""
+    named = ("resume", "out", "name", "strategy", "ds_config")
+    early = make_settings(
+        **{option: str(options[option]) for option in named if option in options},
+        bench_steps=int(str(options.get("bench_steps", 0)) != "0"),
+        data=DataConfig(source=options.get("data.source", DataRecipe.source)),
+        model=Choice(chosen(options, "model")),
+    )
+    return replace(early, consent=consent)
+
+
+def _inherited(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Returns an earlier run's configuration as far as it holds under the strategy that is given."""
+    if given.get("strategy") == AUTO:
+        del given["strategy"]
+    changed = any(given.get(key, base.get(key)) != base.get(key) for key in ("strategy", "ds_config"))
+    of_strategy = {option.name for option in fields(StrategyOptions)} if changed else set()
+    return {option: value for option, value in base.items() if option.split(".")[0] not in of_strategy}
+
+
+def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options as jsonargparse takes them: optimizer.lr within optimizer, whose own value is its `name`."""
+    tree: dict[str, Any] = {}
+    for option, value in options.items():
+        *outer, last = (f"{option}.name" if option in CHOICES else option).split(".")
+        inner = tree
+        for section in outer:
+            inner = inner.setdefault(section, {})
+            if not isinstance(inner, dict):
+                raise UsageError(f"--{section} and --{option} cannot be combined: leave one of them out")
+        inner[last] = value
+    return tree
 
 
 def _parser(names: dict[str, str], with_help: bool) -> ArgumentParser:
@@ -206,9 +211,9 @@ def _parser(names: dict[str, str], with_help: bool) -> ArgumentParser:
         default=False,
         help="Load checkpoints that could run code. Only if you trust their author.",
     )
-    for section in (DeviceConfig, TrainingConfig, RegularizationConfig, FineTuneConfig, OutputConfig):
-        parser.add_class_arguments(section)
-    for key, section in SECTIONS.items():
+    for group in (StrategyOptions, DeviceOptions, ComputeOptions, Training, Regularization, FineTuning, Output):
+        parser.add_class_arguments(group, skip={*sections(group)})
+    for key, section in (item for part in OWNERS.values() for item in sections(part).items()):
         parser.add_argument_group(section.__doc__).add_class_arguments(section, key, as_group=False)
     for key, registry in REGISTRIES.items():
         entry = registry[names[key]]
@@ -223,52 +228,3 @@ def _parser(names: dict[str, str], with_help: bool) -> ArgumentParser:
         help="Any other option of Lightning's Trainer, such as --trainer.limit_test_batches 10.",
     )
     return parser
-
-
-def read_recipe(file: str | Path) -> dict[str, Any]:
-    """Returns the content of a recipe or of a run's config.yaml. Raises UsageError: it cannot be one."""
-    tree = plain_data.read_yaml(Path(file), f"--config {file}")
-    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
-        raise UsageError(f"--config {file} has no options: it must be a mapping such as 'epochs: 2'")
-    check_no_consent(tree, f"--config {file}")
-    for key, value in tree.items():
-        if key in ("config", "print_config", "help"):
-            raise UsageError(f"--config {file}: {key} is of the command line only: leave it out")
-        if value is None:
-            raise UsageError(f"--config {file}: {key} has no value")
-        if key in (*SECTIONS, "trainer") and not isinstance(value, dict):
-            raise UsageError(f"--config {file}: {key} must be a mapping of options")
-        if key in REGISTRIES and not (isinstance(value, dict) and isinstance(value.get("name"), str)):
-            raise UsageError(f"--config {file}: {key} must be a mapping with a name, such as {key}: {{name: ...}}")
-        if key in (*SECTIONS, *REGISTRIES):
-            own = key == "model" and ":" in value.get("name", "")  # whose default may be None
-            for option in (option for option, set_to in value.items() if set_to is None and not own):
-                raise UsageError(f"--config {file}: {key}.{option} has no value")
-    texts = {field.name for field in fields(Config) if field.type is str}
-    for key in (key for key in texts.intersection(tree) if not isinstance(tree[key], str)):
-        raise UsageError(f"--config {file}: {key} must be a text, not {tree[key]}")
-    return tree
-
-
-def _under(base: dict[str, Any], given: argparse.Namespace) -> dict[str, Any]:
-    """Returns an earlier run's configuration as far as it holds under the strategy that is given."""
-    if given.strategy == AUTO:
-        given.strategy = None
-    changed = any(named not in (None, base.get(key)) for key, named in vars(given).items() if key in OF_STRATEGY[:2])
-    return {key: value for key, value in base.items() if not (changed and key in OF_STRATEGY)}
-
-
-def _overlay(tree: dict[str, Any], over: dict[str, Any]) -> None:
-    """Overrides a recipe by another; a new model, optimizer or schedule drops the old one's options."""
-    for key, value in over.items():
-        old = tree.get(key)
-        another = key in REGISTRIES and len({each["name"] for each in (old or {}, value) if "name" in each}) > 1
-        tree[key] = {**old, **value} if isinstance(value, dict) and isinstance(old, dict) and not another else value
-
-
-def _config(namespace: Namespace, names: dict[str, str]) -> Config:
-    values = namespace.as_dict()
-    for key, name in names.items():
-        options = {option: value for option, value in values[key].items() if option != "name"}
-        values[key] = {"name": name, "options": options}
-    return config_of({field.name: values[field.name] for field in fields(Config)})

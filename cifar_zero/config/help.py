@@ -8,8 +8,7 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from cifar_zero.config.strategy_specs import AUTO, STRATEGIES
-from cifar_zero.config.suggestions import choices
-from cifar_zero.config.values import REGISTRIES
+from cifar_zero.config.suggestions import REGISTRIES, choices
 from cifar_zero.optimizers import OFFLOADED_BY, OPTIMIZERS
 
 COMMON = {
@@ -18,7 +17,7 @@ COMMON = {
     "for how long": ("epochs", "max_steps", "early_stopping", "resume"),
     "where": ("strategy", "devices", "precision", "compile", "seed"),
     "what is left": ("out", "name", "logger", "log_interval"),
-    "instead": ("config", "print_config", "bench_steps", "find_lr"),
+    "instead": ("config", "print_config", "bench_steps"),
 }
 """The flags of the short help, by title."""
 
@@ -31,7 +30,6 @@ examples:
   %(prog)s --optimizer adam --help all              lists the options of another optimizer
   %(prog)s --model torchvision:resnet50 --model.image_size 64     a model of torchvision, or timm:NAME
   %(prog)s --model my_net.py:MyNet --model.width 64               a model of your own
-  deepspeed train.py --deepspeed --stage 2     with the flags of DeepSpeedExamples' program (docs/migration.md)
 
 optimizers:
 {optimizers}

@@ -76,4 +76,4 @@ STRATEGIES: dict[str, Spec] = {
     ),
 }
 
-AUTO = "auto"  # train.py replaces this name by the strategy that plan.py recommends, before it starts the ranks
+AUTO = "auto"  # `train` replaces this name by the strategy that `plan` recommends, before it starts the ranks

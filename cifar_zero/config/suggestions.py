@@ -1,20 +1,24 @@
-"""What a command line with an unknown name may have meant."""
+"""Refuses unknown names and values of the wrong type, and names what was probably meant."""
 
-import re
+from collections.abc import Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
-import yaml
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentError, ArgumentParser
 
-from cifar_zero.config.flags import Config
-from cifar_zero.config.values import REGISTRIES
+from cifar_zero.config.recipe import Recipe
 from cifar_zero.core import user_code
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.usage import nearest, nearest_flag
-from cifar_zero.models import PACKAGES
+from cifar_zero.models import MODELS, PACKAGES
+from cifar_zero.optimizers import OPTIMIZERS
+from cifar_zero.schedules import SCHEDULES
+
+REGISTRIES: dict[str, Mapping[str, Any]] = {"model": MODELS, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
+"""Registry of each `Choice` of the recipe."""
 
 # Options of Lightning's Trainer that have their own flag here, so that there is only one owner of each setting.
 SAME = ("accelerator", "devices", "gradient_clip_val", "logger", "max_steps", "num_nodes", "precision", "strategy")
@@ -32,76 +36,80 @@ OWNED = {name: f"--{name}" for name in SAME} | {
     "use_distributed_sampler": "--data.loader (it shards the data itself)",
 }
 
-PRECISIONS = {
-    **dict.fromkeys(("16", "fp16", "float16", "half"), "16-mixed"),
-    **dict.fromkeys(("bf16", "bfloat16", "amp"), "bf16-mixed"),
-    **dict.fromkeys(("32", "fp32", "float32", "full"), "32-true"),
-}
-"""Other names of the formats of --precision."""
-
 
 def choices(key: str) -> list[str]:
     """Returns the names of all models, optimizers or schedules."""
-    return [*REGISTRIES[key], *(f"{source}:NAME" for source in (*PACKAGES, "FILE.py") if key == "model")]
+    others = [f"{source}:NAME" for source in (*PACKAGES, "FILE.py")]
+    return [*REGISTRIES[key], *(others if key == "model" else [])]
 
 
-def chosen(tree: dict[str, Any], key: str) -> str:
-    """Returns the name of the model, optimizer or schedule of a recipe. Raises UsageError: it is unknown."""
-    name = tree.get(key, {}).get("name", getattr(Config(), key).name)
-    if name not in REGISTRIES[key]:
-        if key == "model" and str(name).endswith(".py"):
-            found = user_code.names_in(Path(name)) or ["NAME"]
-            raise UsageError(f"--model {name}: did you mean {' or '.join(f'--model {name}:{own}' for own in found)}?")
-        if key == "model" and ":" in str(name):
-            raise UsageError(f"the recipe's model is your own code: name it on the command line too, --model {name}")
-        raise UsageError(f"unknown {key} {name!r}: {nearest(str(name), choices(key))}")
-    return name
+def chosen(options: Mapping[str, Any], key: str) -> str:
+    """Returns the name of the model, optimizer or schedule among options. Raises UsageError: it is unknown."""
+    name = str(options.get(key, getattr(Recipe(), key).name))
+    if name in REGISTRIES[key]:
+        return name
+    if key == "model" and name.endswith(".py"):
+        found = user_code.names_in(Path(name)) or ["NAME"]
+        raise UsageError(f"--model {name}: did you mean {' or '.join(f'--model {name}:{own}' for own in found)}?")
+    if key == "model" and ":" in name:
+        raise UsageError(f"the recipe's model is your own code: name it on the command line too, --model {name}")
+    raise UsageError(f"unknown {key} {name!r}: {nearest(name, choices(key))}")
 
 
-def refuse_unknown(parser: ArgumentParser, flags: list[str], tree: dict[str, Any]) -> None:
-    """Raises UsageError for the first unknown option of flags and recipe."""
+def refuse_unknown(parser: ArgumentParser, options: Mapping[str, Any]) -> None:
+    """Raises UsageError for the first unknown option."""
     known = {flag.lstrip("-") for action in parser._actions for flag in action.option_strings} | {*REGISTRIES}
-    given = [flag[2:].split("=")[0] for flag in flags if flag.startswith("--")]
-    for key, value in tree.items():
-        given += [f"{key}.{inner}" for inner in value] if isinstance(value, dict) else [key]
-    for key in given:
-        if key.startswith("trainer.") or key in known or ("model.kwargs" in known and key.startswith("model.kwargs.")):
-            if (option := key.removeprefix("trainer.")) != key and option in OWNED:
-                raise UsageError(f"--{key} is not passed on to the Trainer: use {OWNED[option]}")
-            continue
-        raise UsageError(f"unknown option --{key}: {_of_another(key, tree) or nearest_flag(key, known)}")
+    for option in options:
+        section, _, name = option.partition(".")
+        if section == "trainer" and name in OWNED:
+            raise UsageError(f"--{option} is not passed on to the Trainer: use {OWNED[name]}")
+        is_free = section == "trainer" or (option.startswith("model.kwargs.") and "model.kwargs" in known)
+        if option not in known and not is_free:
+            meant = _of_another(section, name, options) or nearest_flag(option, known)
+            raise UsageError(f"unknown option --{option}: {meant}")
 
 
-def _of_another(key: str, tree: dict[str, Any]) -> str:
+def _of_another(section: str, option: str, options: Mapping[str, Any]) -> str:
     """Returns half a sentence with the option of another model, optimizer or schedule that was meant; empty if the
     chosen one has an option like it, or none has."""
-    section, _, option = key.partition(".")
-    if section not in REGISTRIES or not option:
+    if section not in REGISTRIES:
         return ""
-    name, options = chosen(tree, section), {}
-    for other, entry in REGISTRIES[section].items():
-        for known in get_close_matches(option, [field.name for field in fields(entry)], 1, 0.7):
-            options.setdefault(known, []).append(other)
-    if not options or any(name in others for others in options.values()):
+    registry, name = REGISTRIES[section], chosen(options, section)
+    having: dict[str, list[str]] = {}  # the entries that have an option, by the option
+    for other, entry in registry.items():
+        for field in fields(entry):
+            having.setdefault(field.name, []).append(other)
+    close = get_close_matches(option, having, 1, 0.7)
+    if not close or name in having[close[0]]:
         return ""
-    (meant,) = get_close_matches(option, options, 1, 0.7)
-    return f"--{section}.{meant} is an option of {', '.join(options[meant])}, not of {name}"
+    return f"--{section}.{close[0]} is an option of {', '.join(having[close[0]])}, not of {name}"
 
 
-def with_meant(message: str) -> str:
-    """Returns jsonargparse's message, with the choice that was meant if it refuses one."""
-    refused = re.search(r"expected one of (\[.*\]), not (.+)", message)
-    known = yaml.safe_load(refused[1]) if refused else []
-    meant = PRECISIONS.get(refused[2], refused[2]) if refused else ""
-    close = get_close_matches(meant, map(str, known), 1, 0.65)
-    return f"{message}: did you mean {close[0]}?" if close else message
+def refuse_mistyped(parser: ArgumentParser, options: Mapping[str, Any]) -> None:
+    """Raises UsageError for the first value that is not of its option's type. jsonargparse (4.53) says which one only
+    in the text of its error, so each value is parsed alone."""
+    for action in parser._actions:
+        hint = getattr(action, "_typehint", None)
+        if hint is None or action.dest not in options:
+            continue
+        value = options[action.dest]
+        alone = ArgumentParser(exit_on_error=False)
+        alone.add_argument("--value", type=hint)
+        try:
+            alone.parse_object({"value": value})
+        except (ArgumentError, TypeError, ValueError) as error:
+            raise UsageError(f"--{action.dest}: expected {_described(hint)}, not {value}") from error
 
 
-def one_line(error: Exception) -> str:
-    """Returns jsonargparse's message without the names of Python types."""
-    text = " ".join(str(error).split())
-    text = re.sub(r'^Parser key "(.*?)": ', r"--\1: ", text)
-    text = re.sub(r"Does not validate .* Errors: - (.*) Given value type: .* Given value: ", r"\1. Got value: ", text)
-    text = re.sub(r"Expected an? (?:<class '(\w+)'>|typing.Literal)", lambda m: f"expected {m[1] or 'one of '}", text)
-    text = text.replace("expected list", "expected a list such as [1, 2]")
-    return text.replace(" - expected", " or").replace(". Got value:", ", not")
+def _described(hint: Any) -> str:
+    """Returns a type in words: int or one of ['auto']."""
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind is Literal:
+        return f"one of {[*inner]}"
+    if kind in (Union, UnionType):
+        return " or ".join(map(_described, inner))
+    if kind is list:
+        return f"a list of {_described(inner[0])}"
+    if kind is tuple:
+        return f"a list [{', '.join(map(_described, inner))}]"
+    return getattr(hint, "__name__", str(hint))

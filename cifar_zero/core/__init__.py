@@ -1,1 +1,1 @@
-"""Errors, exit codes, Ctrl-C, console, atomic file writes, hardware, start-up time; nothing imports torch early."""
+"""Errors, exit codes, Ctrl-C, console, atomic file writes, hardware, plain data; nothing imports torch early."""

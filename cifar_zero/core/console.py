@@ -1,9 +1,17 @@
-"""What the user reads on the standard error: single lines, without known messages of the libraries."""
+"""What the user reads: single lines on the standard error without known messages of the libraries, and commands to run,
+which work where and how this program was started."""
 
 import logging
+import os
+import shlex
+import shutil
 import sys
 import threading
 import warnings
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "train.py"
+"""The script of a clone that trains, as `cifar-zero train` does."""
 
 WARNINGS = (
     # Lightning 2.6.6 with torch 2.15 (lightning/pytorch/utilities/_pytree.py); can go with the next Lightning.
@@ -22,7 +30,7 @@ WARNINGS = (
     "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be provided.*",
     # A resumed run has its own folder.
     "The dirpath has changed from .*",
-    # evaluate.py reads a stage 3 checkpoint as it is.
+    # cifar-zero evaluate reads a stage 3 checkpoint as it is.
     "When saving the DeepSpeed Stage 3 checkpoint.*",
     # torchmetrics 1.9.0, for a class without test images; its metrics are null in metrics.json.
     "No (positive|negative) samples (found )?in targets?.*",
@@ -73,6 +81,34 @@ def quieten() -> None:
     threading.excepthook = _thread_failed
 
 
+def command(name: str, *arguments: object) -> str:
+    """Returns the line for a shell that starts a command: `cifar-zero compare ...`, or `python train.py ...` if this
+    process was started so. The paths are those of the running interpreter, seen from the current directory."""
+    installed, python = Path(sys.executable).with_name("cifar-zero"), next_to_python(Path(sys.executable).name)
+    if name == "train" and _is_script():
+        start = [python, _short(SCRIPT)]
+    elif installed.exists():
+        start = [next_to_python(installed.name), name]
+    else:
+        start = [python, "-m", "cifar_zero", name]
+    return shlex.join([*start, *map(str, arguments)])
+
+
+def torchrun(name: str, nodes: object = "N", ranks: object = "M") -> str:
+    """Returns the command that starts a program on several nodes, with so many ranks each; to be run on each node."""
+    program = shlex.quote(_short(SCRIPT)) if name == "train" and _is_script() else f"-m cifar_zero {name}"
+    start = f"{shlex.quote(next_to_python('torchrun'))} --nnodes {nodes} --nproc_per_node {ranks}"
+    return f"{start} --rdzv_backend c10d --rdzv_endpoint HOST:PORT {program}"
+
+
+def next_to_python(name: str) -> str:
+    """Returns how a shell starts a program of the running interpreter's environment, which may not be activated: its
+    name if PATH leads to it or it does not exist there, otherwise its path."""
+    program, found = Path(sys.executable).with_name(name), shutil.which(name)
+    known = found is not None and os.path.samefile(os.path.dirname(found), program.parent)
+    return name if known or not program.exists() else _short(program)
+
+
 def _thread_failed(failed: threading.ExceptHookArgs) -> None:
     """Shows a thread's exception, except a disk error: TensorBoard's writer raises that in the main thread too."""
     if not isinstance(failed.exc_value, OSError):
@@ -82,3 +118,13 @@ def _thread_failed(failed: threading.ExceptHookArgs) -> None:
 def _is_news(record: logging.LogRecord) -> bool:
     message = record.getMessage()
     return not any(known in message for known in LOG_MESSAGES)
+
+
+def _is_script() -> bool:
+    """Whether this process is `python train.py`."""
+    return Path(sys.argv[0]).resolve() == SCRIPT.resolve()
+
+
+def _short(path: Path) -> str:
+    """Returns the relative or the absolute path, whichever is shorter."""
+    return min(os.path.relpath(path), str(path), key=len)

@@ -1,7 +1,10 @@
-"""The ways in which a run can end early, each with one line and one exit code."""
+"""The ways in which a run can end early, each with one line and one exit code; what failures of the libraries mean."""
 
 import signal
+import sys
 import textwrap
+from pathlib import Path
+from typing import NamedTuple
 
 
 class UsageError(Exception):
@@ -30,3 +33,86 @@ class Stopped(BaseException):
 def short(message: object, characters: int = 120) -> str:
     """Returns the message of a library's error as one shortened line."""
     return textwrap.shorten(str(message), characters, placeholder=" ...")
+
+
+LESS_MEMORY = (
+    "double --accumulate (the same batch in smaller parts), then take a higher ZeRO stage, then one with _offload; "
+    "cifar-zero plan with the same options shows which strategies fit"
+)
+OF_ONE_MODEL = "the model is too large for this machine: use one with more memory"
+"""Fix of a full memory in programs that only run a model, whose memory no option of the training lowers."""
+
+KILLED_WORKER = "a worker of the loader was killed, most often because memory or shared memory (/dev/shm) is full"
+FEWER_WORKERS = "take fewer --data.workers, or --data.loader memory; docker run --shm-size 8g enlarges /dev/shm"
+
+
+class KnownFailure(NamedTuple):
+    """A frequent failure of torch or DeepSpeed, recognised by the messages of torch 2.15 and DeepSpeed 0.19.8."""
+
+    messages: tuple[str, ...]  # an exception's type and message, as Python prints them, contain one of these
+    cause: str  # what happened
+    fix: str  # what to do
+
+
+KNOWN_FAILURES = (
+    KnownFailure(
+        ("CUDA out of memory", "HIP out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"),
+        "the GPU's memory is full",
+        LESS_MEMORY,
+    ),
+    KnownFailure(
+        ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory", "MemoryError"),
+        "the machine's memory is full",
+        LESS_MEMORY,
+    ),
+    KnownFailure(
+        ("is killed by signal: Bus error", "is killed by signal: Killed", "exited unexpectedly"),
+        KILLED_WORKER,
+        FEWER_WORKERS,
+    ),
+    KnownFailure(
+        (
+            "waiting for clients",
+            "trying to connect to",
+            "Connection closed by peer",
+            "Connection reset by peer",
+            "Application timeout caused pair closure",
+            "Connection was likely closed",
+            "remote process exit",
+            "Timed out waiting",
+            "wait timeout after",
+            "Watchdog caught collective operation timeout",
+        ),
+        "another rank has ended, hangs or cannot be reached",
+        "look for the first error in the other ranks' lines; all need the same MASTER_ADDR and MASTER_PORT",
+    ),
+    KnownFailure(
+        (
+            "Error building extension",
+            "ninja not being installed",
+            "Ninja is required to load C++ extensions",
+            "CUDA_HOME does not exist",
+            "CUDA_HOME environment variable is not set",
+            "bin/nvcc",
+        ),
+        "DeepSpeed's code could not be compiled",
+        "install g++ and ninja, for CUDA kernels also the CUDA toolkit of torch's version, and set CUDA_HOME to its "
+        "directory; --debug shows the compiler's output, and cifar-zero doctor ops what is missing",
+    ),
+)
+"""The failures that users meet most; rarer ones are in docs/troubleshooting.md. The first row that matches is taken, so
+causes come before their consequences."""
+
+
+def explain(error: BaseException) -> str | None:
+    """Returns `<cause>; <fix>` if the exception or one that Python would print before it is known; else None."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:  # a chain may lead back to itself
+        chain.append(link)
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    for row in KNOWN_FAILURES:
+        if any(message in f"{type(link).__name__}: {link}" for message in row.messages for link in chain):
+            only_runs = Path(sys.argv[0]).stem in ("predict", "export", "evaluate")
+            return f"{row.cause}; {OF_ONE_MODEL if row.fix is LESS_MEMORY and only_runs else row.fix}"
+    return None

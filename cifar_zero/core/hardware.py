@@ -1,7 +1,8 @@
-"""What this computer has; torch is imported only where there is a GPU driver."""
+"""What this computer has; torch is imported only where there is a GPU driver, because that takes seconds."""
 
 import os
 import platform
+import re
 from pathlib import Path
 
 import psutil
@@ -39,11 +40,11 @@ def free_memory_bytes() -> int:
 def _limiting_groups() -> list[Path]:
     """Returns the folders of this process's control groups that limit its memory (a container's, for example)."""
     own = Path("/proc/self/cgroup")
-    lines = own.read_text().splitlines() if own.exists() else []
-    names = [line.removeprefix("0::/") for line in lines if line.startswith("0::/")]
-    folders = {folder for name in names for folder in (CGROUPS / name, *(CGROUPS / name).parents)}
-    limited = (folder for folder in folders if folder.is_relative_to(CGROUPS) and (folder / "memory.max").exists())
-    return [folder for folder in limited if (folder / "memory.max").read_text().strip() != "max"]
+    if not own.exists():
+        return []
+    group = CGROUPS / own.read_text().rpartition("0::/")[2].strip()  # the line of version 2 is the last one
+    limits = [folder / "memory.max" for folder in (group, *group.parents)]
+    return [limit.parent for limit in limits if limit.exists() and limit.read_text().strip() != "max"]
 
 
 def _left_in_group(folder: Path) -> int:
@@ -53,9 +54,9 @@ def _left_in_group(folder: Path) -> int:
     return limit - current + int(counts.get("inactive_file", 0))
 
 
-def cores() -> list[int]:
-    """Returns the numbers of the cores that this process may run on."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
+def cores(process: int = 0) -> list[int]:
+    """Returns the numbers of the cores that a process, by default this one, may run on."""
+    return sorted(os.sched_getaffinity(process)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
 
 
 def core_count() -> int:
@@ -74,24 +75,17 @@ def share_of_cores(rank: int, ranks: int) -> set[int]:
 
 def cpu_name() -> str:
     """Returns the name of this computer's processor."""
-    return _cpuinfo().get("model name") or platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
 
 
 def this_computer() -> dict[str, str]:
     """Returns host, operating system, processor, cores and memory, as a report names them."""
-    # A virtual machine may hide all of the processor's name but its maker's; the numbers still tell which it is.
-    numbers = [f"{name} {value}" for name, value in _cpuinfo().items() if name in ("cpu family", "model", "stepping")]
     return {
         "host": platform.node(),
         "system": platform.platform(),
-        "processor": ", ".join([cpu_name(), *numbers]),
+        "processor": cpu_name(),
         "cores": str(core_count()),
         "memory": f"{psutil.virtual_memory().total / 1e9:.1f} GB",
     }
-
-
-def _cpuinfo() -> dict[str, str]:
-    """Returns what Linux says of the first core; elsewhere nothing."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().split("\n\n")[0].splitlines() if cpuinfo.exists() else []
-    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}

@@ -45,12 +45,12 @@ def load_yaml(text: str) -> Any:
 def read_yaml(file: Path, what: str) -> Any:
     """Returns the content of a YAML file as plain data; `what` names it in errors. Raises UsageError: it cannot be
     read, is not YAML, or is refused by `check`."""
-    return _read(file, what, load_yaml, "YAML")
+    return _parsed(_text(file, what), what, load_yaml, "YAML")
 
 
 def read_json(file: Path, what: str) -> Any:
     """Returns the content of a JSON file as `read_yaml` does."""
-    return _read(file, what, json.loads, "JSON")
+    return parse_json(_text(file, what), what)
 
 
 def parse_json(text: str, what: str) -> Any:
@@ -58,14 +58,13 @@ def parse_json(text: str, what: str) -> Any:
     return _parsed(text, what, json.loads, "JSON")
 
 
-def _read(file: Path, what: str, load: Callable[[str], Any], language: str) -> Any:
+def _text(file: Path, what: str) -> str:
     try:
-        text = file.read_text()
+        return file.read_text()
     except OSError as error:
         raise UsageError(f"{what} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{what} is not a text file") from error
-    return _parsed(text, what, load, language)
 
 
 def _parsed(text: str, what: str, load: Callable[[str], Any], language: str) -> Any:

@@ -1,34 +1,38 @@
 """For errors in the command line: limits of numbers, and names that the user may have meant; plain Python."""
 
-import argparse
 import difflib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from operator import ge, gt, le, lt
-from typing import Any, NoReturn, TypeVar
-
-from cifar_zero.core.errors import UsageError
+from typing import Any, TypeVar
 
 Value = TypeVar("Value")
 
-MEANT = {
-    **dict.fromkeys(("lr", "learning_rate"), "optimizer.lr"),
-    **dict.fromkeys(("bs", "batch", "train_batch_size"), "batch_size"),
-    **dict.fromkeys(("gpus", "num_gpus", "nproc_per_node", "world_size"), "devices"),
-    **dict.fromkeys(("nnodes", "nodes"), "num_nodes"),
-    **dict.fromkeys(("max_epochs", "num_epochs", "num_train_epochs"), "epochs"),
-    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches"), "accumulate"),
-    **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clipping"), "gradient_clip_val"),
-    **dict.fromkeys(("amp", "fp16", "bf16", "dtype"), "precision"),
-    **dict.fromkeys(("stage", "zero_stage"), "strategy"),
-    **dict.fromkeys(("scheduler", "lr_scheduler"), "schedule"),
-    **dict.fromkeys(("checkpoint", "ckpt", "ckpt_path", "resume_from_checkpoint"), "resume"),
-    **dict.fromkeys(("pretrained", "finetune"), "weights"),
-    **dict.fromkeys(("dataset", "data"), "data.source"),
-    **{"data_dir": "data.root", "num_workers": "data.workers", "output_dir": "out", "arch": "model"},
+OF_OTHERS = {
+    "optimizer.lr": "lr learning_rate",
+    "batch_size": "bs batch train_batch_size",
+    "devices": "gpus num_gpus nproc_per_node world_size",
+    "num_nodes": "nnodes nodes",
+    "epochs": "max_epochs num_epochs num_train_epochs",
+    "accumulate": "gradient_accumulation_steps accumulate_grad_batches",
+    "gradient_clip_val": "max_grad_norm grad_clip gradient_clipping",
+    "precision": "amp fp16 bf16 dtype",
+    "strategy": "stage zero_stage",
+    "ds_config": "deepspeed deepspeed_config",
+    "schedule": "scheduler lr_scheduler",
+    "resume": "checkpoint ckpt ckpt_path resume_from_checkpoint",
+    "weights": "pretrained finetune",
+    "data.source": "dataset data",
+    "data.root": "data_dir",
+    "data.workers": "num_workers",
+    "out": "output_dir",
+    "model": "arch",
 }
-"""Flags of other programs, and ours; a flag that ends in .NAME is found without this table."""
+"""Our flags, and what other programs call them; a flag that ends in .NAME is found without this table."""
+
+MAY_CHANGE = {"may_change_on_resume": True}
+"""Metadata of a field of the recipe that a resumed run may have another value of."""
 
 SHOWN = 3  # number of names that an error shows of a long list
 
@@ -47,9 +51,10 @@ def nearest(word: str, words: Iterable[str], most: int = 1, cutoff: float = 0.5,
 def nearest_flag(key: str, known: Iterable[str]) -> str:
     """Returns the same for a flag; both arguments are without dashes."""
     flags = sorted(known)
-    within = [flag for flag in flags if flag.endswith(f".{key}")]
-    if meant := MEANT.get(key) or (within[0] if len(within) == 1 else ""):
-        return f"did you mean --{meant}?"
+    meant = [flag for flag, others in OF_OTHERS.items() if key in others.split()]
+    meant = meant or [flag for flag in flags if flag.endswith(f".{key}")]
+    if len(meant) == 1:
+        return f"did you mean --{meant[0]}?"
     return nearest(f"--{key}", (f"--{flag}" for flag in flags), cutoff=0.65, otherwise="--help all lists all options")
 
 
@@ -62,31 +67,25 @@ def nearest_few(pattern: str, names: Sequence[str]) -> str:
 def check_numbers(options: Any) -> None:
     """Raises ValueError unless each number in a dataclass's fields is finite and within its limits, see `limited`."""
     for option in fields(options):
-        value, given = getattr(options, option.name), option.metadata
-        limits = given if "over" in given else {"at_least": 0, **given}
+        value = getattr(options, option.name)
+        limits = {name: option.metadata[name] for name in LIMITS if name in option.metadata}
+        if "over" not in limits:
+            limits.setdefault("at_least", 0)
+        wanted = " and ".join(f"{LIMITS[name][0]} {limits[name]}" for name in LIMITS if name in limits)
         for number in value if isinstance(value, (tuple, list)) else [value]:
             if not isinstance(number, (int, float)):
                 continue
-            finite = math.isfinite(number)
-            if not (finite and all(LIMITS[name][1](number, limit) for name, limit in limits.items())):
-                wanted = [f"{LIMITS[name][0]} {limit}" for name, limit in limits.items()] + ["finite"] * (not finite)
-                raise ValueError(f"{option.name} must be {' and '.join(wanted)}, not {number}")
+            if not math.isfinite(number):
+                raise ValueError(f"{option.name} must be {wanted} and finite, not {number}")
+            if not all(LIMITS[name][1](number, limit) for name, limit in limits.items()):
+                raise ValueError(f"{option.name} must be {wanted}, not {number}")
 
 
-def limited(default: Value, **limits: float) -> Value:
+def limited(default: Value, may_change_on_resume: bool = False, **limits: float) -> Value:
     """Returns a field with other limits of its numbers than at least 0. Limits are inclusive (`at_least`, `at_most`) or
-    exclusive (`over`, `below`); `over` replaces `at_least`."""
-    return field(default=default, metadata=limits)
-
-
-class FlagParser(argparse.ArgumentParser):
-    """Reads some flags of a command line, of which another parser reads the rest; raises UsageError."""
-
-    def __init__(self, **options: Any):
-        super().__init__(add_help=False, allow_abbrev=False, **options)
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (--help all lists all options)")
+    exclusive (`over`, `below`); `over` replaces `at_least`. A resumed run keeps its recipe, unless a field says that it
+    `may_change_on_resume`."""
+    return field(default=default, metadata={"may_change_on_resume": may_change_on_resume, **limits})
 
 
 @dataclass

@@ -6,8 +6,7 @@ To add a source, write a module with four functions of its configuration, and on
 - `fingerprint(config)`: what the decoded images depend on; a cache with another one is out of date and replaced;
 - `build(config, directory)` fills the arrays of `cache.allocate(directory, ...)` for train and test; returns the class
   names.
-Neither this package nor a source's module imports torch at its top: the command line asks for class names before
-anything starts.
+A source's module imports no torch at its top, because the command line reads class names before anything starts.
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from cifar_zero.config.flags import DataConfig, SourceName
+from cifar_zero.config.recipe import SourceName
+from cifar_zero.config.settings import DataConfig
 
 if TYPE_CHECKING:
-    from cifar_zero.data.dataset import Dataset
+    from cifar_zero.data.cache import Dataset
 
 _MODULES = {
     "cifar10": "cifar_zero.data.cifar",
@@ -39,7 +39,7 @@ def class_names(config: DataConfig) -> tuple[str, ...]:
     return _module(config).class_names(config)
 
 
-def prepare(config: DataConfig) -> str:
+def prepare(config: DataConfig) -> SourceName:
     """Prepares the decoded images and returns the name of the source that is used (`auto` is resolved). Any number of
     ranks, nodes and runs may call this at once: one works, the others wait. Raises UsageError for what the user can fix
     in the configuration or the data, RunError if the network, the archive or the disk fails."""

@@ -6,11 +6,9 @@ operation here lets a processor fuse a multiplication with an addition (lerp and
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from cifar_zero.config.flags import AugmentConfig, Padding
-from cifar_zero.config.inputs import PLAIN, Inputs
+from cifar_zero.config.recipe import PLAIN, AugmentConfig, Inputs, Padding
 from cifar_zero.data.draws import Draws, draw
 from cifar_zero.data.policy import in_groups, transforms_of
 
@@ -29,14 +27,6 @@ class Augmentation:
         """Draws what happens to each image in an epoch, by position in the split."""
         return draw(self._config, self._count, self._seed, epoch, self.inputs.side)
 
-    def resized(self, images: Tensor, epoch: int) -> Tensor:
-        """Scales float images (n, H, W, 3) down in the first epochs: bilinear with antialiasing."""
-        if epoch >= self._config.low_epochs:
-            return images
-        size = (self._config.low_resolution, self._config.low_resolution)
-        scaled = F.interpolate(images.permute(0, 3, 1, 2), size=size, mode="bilinear", antialias=True)
-        return scaled.permute(0, 2, 3, 1)
-
     def apply(self, images: Tensor, labels: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         """Returns a block of stored images as the model sees it: normalised float32 images, and labels.
 
@@ -48,11 +38,6 @@ class Augmentation:
         if draws.group is not None:
             images = in_groups(images.permute(0, 3, 1, 2), draws.group, self._transforms).permute(0, 2, 3, 1)
         images = normalize(images.permute(0, 3, 1, 2), self.inputs).permute(0, 2, 3, 1)
-        # In this order, as github.com/hiverge/cifar10-speedrun (batch_color_jitter).
-        if draws.brightness is not None:
-            images.add_(draws.brightness[:, None, None, None])
-        if draws.contrast is not None:
-            images.mul_(draws.contrast[:, None, None, None])
         for boxes in (boxes for boxes in (draws.cutout, draws.erasing) if boxes is not None):
             blank_out(images, boxes)
         if draws.box is None or draws.weight is None:

@@ -9,10 +9,10 @@ import errno
 import json
 import os
 import shutil
-import time
 import tokenize
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from cifar_zero.core import atomic
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError, UsageError, short
-from cifar_zero.data.dataset import Dataset
 from cifar_zero.models import IMAGE_SHAPE
 
 SCHEMA = 2  # version of this layout, 2 with the channels last; a cache of another version is replaced
@@ -37,10 +36,22 @@ labels reads all: one that is out of range would end a run."""
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, tokenize.TokenError)
 """Exceptions of reading a missing or damaged cache; the last one is NumPy's (2.4) for some headers of an array."""
 
-TRIES, PAUSE_SECONDS = 100, 0.01
-"""How often `load` looks for a cache that is replaced right now: its folder has no name between two renames."""
-
 _USERS_MISTAKES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Decoded images and labels, as read-only memory maps: ranks on one node share the same pages of memory. In memory
+    the three bytes of a pixel are adjacent, as in torch's channels_last: a line of an image is contiguous, and batches
+    in that format, which is faster on a CPU, need no copy."""
+
+    name: str  # the source that the images come from (never `auto`)
+    classes: tuple[str, ...]  # name of each class; a label is an index into it
+    train_images: NDArray[np.uint8]  # RGB, (N, 3, H, W), H and W 32 but for a folder source
+    train_labels: NDArray[np.int64]  # (N,)
+    test_images: NDArray[np.uint8]  # RGB, (M, 3, H, W)
+    test_labels: NDArray[np.int64]  # (M,)
+    identity: Mapping[str, int]  # numbers of images, and checksums: equal only for the same images in the same order
 
 
 def ensure(directory: Path, source: str, fingerprint: str, build: Callable[[Path], tuple[str, ...]]) -> None:
@@ -87,36 +98,15 @@ def allocate(
 
 
 def load(directory: Path) -> Dataset:
-    """Maps the cache in `directory`, which `ensure` has prepared; raises RunError if it is missing or damaged. If
-    another process replaces the cache meanwhile, maps the new one, never files of both."""
-    failure: Exception | None = None
-    for _ in range(TRIES):
-        before, failure = _identity(directory), None
-        try:
-            dataset = _map(directory)
-        except _DAMAGE as error:
-            failure = error
-        else:
-            if before == _identity(directory):
-                return dataset
-        if before == _identity(directory) and not atomic.aside(directory).exists():
-            break
-        time.sleep(PAUSE_SECONDS)
-    raise RunError(f"no decoded images in {directory}: prepare the data first") from failure
-
-
-def _identity(directory: Path) -> tuple[int, int] | None:
-    """Returns what tells a folder from another one of the same name; None if there is none."""
+    """Maps the cache in `directory`, which `ensure` has prepared. Raises RunError if it is missing or damaged, or if
+    another process replaces it meanwhile, so that the files may be of two caches."""
     try:
-        status = directory.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns
-
-
-def _map(directory: Path) -> Dataset:
-    meta = _read_meta(directory)
-    arrays = {name: _open(directory, name) for name in ARRAYS}
+        meta = _read_meta(directory)
+        arrays = {name: _open(directory, name) for name in ARRAYS}
+        if _read_meta(directory) != meta:
+            raise RunError(f"another run has just replaced the decoded images in {directory}: start again")
+    except _DAMAGE as error:
+        raise RunError(f"no decoded images in {directory}: prepare the data first") from error
     for name in ("train_images", "test_images"):
         arrays[name] = arrays[name].transpose(0, 3, 1, 2)  # stored with the channels last
     counts = {split: len(arrays[f"{split}_labels"]) for split in ("train", "test")}
@@ -140,8 +130,8 @@ def _read_meta(directory: Path) -> dict[str, Any]:
 def _write(directory: Path, source: str, fingerprint: str, build: Callable[[Path], tuple[str, ...]]) -> None:
     """Builds a new cache and replaces the old one. The caller holds the lock. Raises UsageError: the folder, which this
     would remove, is not a cache."""
-    temporary, aside = atomic.staged(directory), atomic.aside(directory)
-    for folder in (directory, temporary, aside, atomic.staged(aside)):
+    temporary = atomic.staged(directory)
+    for folder in (directory, temporary):
         _check_ours(folder)
     atomic.discard(temporary)  # left by a killed writer: the holder of the lock is the only one
     why = "the existing ones are out of date or damaged" if directory.exists() else "only once"

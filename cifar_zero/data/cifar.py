@@ -6,20 +6,16 @@ code. Only building the cache imports torchvision, which takes a second.
 
 from __future__ import annotations
 
-import gzip
 import socket
-import tarfile
-import time
-import zlib
 from http.client import HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
-from urllib.error import HTTPError, URLError
+from urllib.error import URLError
 
-from cifar_zero.config.flags import DataConfig
-from cifar_zero.core.console import say
-from cifar_zero.core.errors import RunError
+from cifar_zero.config.settings import DataConfig
+from cifar_zero.core.errors import RunError, short
+from cifar_zero.data import cache
 
 if TYPE_CHECKING:
     from torchvision.datasets import CIFAR10
@@ -37,9 +33,6 @@ _CIFAR100_NAMES = """
 CIFAR100_CLASSES = tuple(_CIFAR100_NAMES.split())
 
 TIMEOUT_S = 10.0  # time limit of connecting, and of each read
-
-TRIES = 3
-BACKOFF_S = 0.5  # seconds before the second try; twice that before the third
 
 
 def class_names(config: DataConfig) -> tuple[str, ...]:
@@ -60,19 +53,12 @@ def build(config: DataConfig, directory: Path) -> tuple[str, ...]:
     from torchvision.datasets import CIFAR10, CIFAR100
     from torchvision.datasets.utils import extract_archive
 
-    from cifar_zero.data import cache
-
     published = CIFAR10 if config.source == "cifar10" else CIFAR100
     splits = _read(published, config.root)
     if splits is None:
         archive = _obtain(config, published)
         with TemporaryDirectory(dir=directory) as extracted:  # the root may be read-only
-            if hasattr(tarfile, "data_filter"):  # Python 3.11.4; torchvision 0.26 does not ask for it
-                tarfile.TarFile.extraction_filter = staticmethod(tarfile.data_filter)
-            try:
-                extract_archive(str(archive), extracted)
-            except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError) as error:
-                raise RunError(f"{archive} is not a readable .tar.gz archive: {error}") from error
+            extract_archive(str(archive), extracted)
             splits = _read(published, extracted)
         if splits is None:
             raise RunError(f"{archive} does not hold {published.__name__}'s published files: remove it")
@@ -92,27 +78,27 @@ def _read(published: type[CIFAR10], root: str) -> list[CIFAR10] | None:
 
 
 def _obtain(config: DataConfig, published: type[CIFAR10]) -> Path:
-    """Returns the archive in the root, downloaded if it is missing or damaged."""
-    from torchvision.datasets.utils import check_integrity
-
-    from cifar_zero.data.cache import locked
-
+    """Returns the archive in the root, downloaded if it is missing or damaged. Several runs with caches of their own
+    may call this at once: one downloads."""
     root = Path(config.root)
-    archive, md5 = root / published.filename, published.tgz_md5
-    if check_integrity(archive, md5):
-        return archive
-    if archive.exists():
-        say(f"{archive} is not used: its MD5 is not {md5}.")
     root.mkdir(parents=True, exist_ok=True)
-    with locked(archive.with_name(f"{archive.name}.lock"), f"downloads {archive.name}"):
-        if not check_integrity(archive, md5):  # another run, with another cache, may have downloaded it by now
-            fix = f"put {archive.name} into {root}, name a mirror with --data.url URL, or use --data.source digits"
-            download(config.url or published.url, archive, md5, fix)
+    archive = root / published.filename
+    fix = f"put {archive.name} into {root}, name a mirror with --data.url URL, or use --data.source digits"
+    if not _is_published(archive, published):
+        with cache.locked(archive.with_name(f"{archive.name}.lock"), f"downloads {archive.name}"):
+            if not _is_published(archive, published):
+                download(config.url or published.url, archive, published.tgz_md5, fix)
     return archive
 
 
+def _is_published(archive: Path, published: type[CIFAR10]) -> bool:
+    from torchvision.datasets.utils import check_integrity
+
+    return check_integrity(archive, published.tgz_md5)
+
+
 class DownloadError(RunError):
-    """The file cannot be downloaded: no connection, a connection that breaks repeatedly, or the wrong content."""
+    """The file cannot be downloaded: no connection, a connection that breaks, or the wrong content."""
 
 
 def download(url: str, target: Path, md5: str, fix: str) -> None:
@@ -124,29 +110,10 @@ def download(url: str, target: Path, md5: str, fix: str) -> None:
     default_timeout_s = socket.getdefaulttimeout()
     socket.setdefaulttimeout(TIMEOUT_S)  # torchvision sets none, and a server that does not answer would block the run
     try:
-        for attempt in range(1, TRIES + 1):
-            try:
-                download_url(url, str(part.parent), part.name, md5)
-                part.replace(target)
-                return
-            except (URLError, HTTPException, ConnectionError, TimeoutError, ValueError, RuntimeError) as error:
-                failure = _reason(error, md5)
-                # Without a connection or a valid address, another try only delays the fallback.
-                final = isinstance(error, URLError | ValueError) and getattr(error, "code", 0) < 500
-                if final or attempt == TRIES:
-                    raise DownloadError(f"cannot download {url}: {failure}; {fix}") from error
-            say(f"{url}: {failure}; trying again.")
-            time.sleep(BACKOFF_S * 2 ** (attempt - 1))
+        download_url(url, str(part.parent), part.name, md5)
+        part.replace(target)
+    except (URLError, HTTPException, ConnectionError, TimeoutError, ValueError, RuntimeError) as error:
+        raise DownloadError(f"cannot download {url}: {short(error)}; {fix}") from error
     finally:
         socket.setdefaulttimeout(default_timeout_s)
         part.unlink(missing_ok=True)
-
-
-def _reason(error: Exception, md5: str) -> str:
-    if isinstance(error, HTTPError):
-        return f"HTTP status {error.code} {error.reason}"
-    if isinstance(error, URLError):
-        return str(error.reason)
-    if type(error) is RuntimeError:  # torchvision's for a wrong checksum
-        return f"the content is incomplete or wrong: its MD5 is not {md5}"
-    return str(error) or type(error).__name__

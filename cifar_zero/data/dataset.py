@@ -1,9 +1,8 @@
-"""The memory-mapped images of a source, the split that a loader reads, and its order on every rank."""
+"""The split that a loader reads, and its order on every rank."""
 
 import math
 import mmap
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -17,21 +16,6 @@ from cifar_zero.core.hardware import free_memory_bytes
 IGNORED = -1  # label of an entry that only pads a batch: no loss and no metric counts it
 
 MAPPED_SHARE = 0.9  # share of the free memory that mapped images may take and still stay there: a model needs some too
-
-
-@dataclass(frozen=True)
-class Dataset:
-    """Decoded images and labels, as read-only memory maps: ranks on one node share the same pages of memory. In memory
-    the three bytes of a pixel are adjacent, as in torch's channels_last: a line of an image is contiguous, and batches
-    in that format, which is faster on a CPU, need no copy."""
-
-    name: str  # the source that the images come from (never `auto`)
-    classes: tuple[str, ...]  # name of each class; a label is an index into it
-    train_images: NDArray[np.uint8]  # RGB, (N, 3, H, W), H and W 32 but for a folder source
-    train_labels: NDArray[np.int64]  # (N,)
-    test_images: NDArray[np.uint8]  # RGB, (M, 3, H, W)
-    test_labels: NDArray[np.int64]  # (M,)
-    identity: Mapping[str, int]  # numbers of images, and checksums: equal only for the same images in the same order
 
 
 def map_beyond_memory(images: NDArray[np.uint8]) -> mmap.mmap | None:

@@ -7,7 +7,10 @@ different originals, so the test accuracy measures generalisation.
 
 from pathlib import Path
 
-from cifar_zero.config.flags import DataConfig
+import numpy as np
+
+from cifar_zero.config.settings import DataConfig
+from cifar_zero.data import cache
 
 CLASSES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 TRAIN_PER_CLASS = 5_000
@@ -32,10 +35,9 @@ def fingerprint(config: DataConfig) -> str:
 
 def build(config: DataConfig, directory: Path) -> tuple[str, ...]:
     """Renders both splits into `directory` (about 5 s on one core); returns the class names."""
-    import numpy as np
     from sklearn.datasets import load_digits
 
-    from cifar_zero.data import cache, digits_render
+    from cifar_zero.data import digits_render
     from cifar_zero.data.dataset import stratified_split
 
     pixels, targets = load_digits(return_X_y=True)  # (1797, 64) with 17 levels of ink, (1797,)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cifar_zero.config.flags import AugmentConfig
+from cifar_zero.config.recipe import AugmentConfig
 from cifar_zero.models import IMAGE_SHAPE
 
 GROUPS = 64
@@ -30,8 +30,6 @@ class Draws(NamedTuple):
     partner: Tensor | None = None  # int64 (n,): position of the image that is mixed in, a permutation of the split
     box: Tensor | None = None  # int64 (n, 4): box in which the partner is mixed in, the whole image for mixup
     weight: Tensor | None = None  # float32 (n,): share of the partner in that box, 1 for cutmix
-    brightness: Tensor | None = None  # float32 (n,): number added to all normalised pixels
-    contrast: Tensor | None = None  # float32 (n,): factor of all normalised pixels
     erasing: Tensor | None = None  # int64 (n, 4): box that is set to the mean
     group: Tensor | None = None  # int64 (n,), on the CPU: seed of policy and user's transform, one of GROUPS an epoch
 
@@ -58,10 +56,6 @@ def draw(config: AugmentConfig, count: int, seed: int, epoch: int, side: int = I
     if config.mixup or config.cutmix:
         drawn["partner"] = rng.permutation(count)
         drawn["box"], drawn["weight"] = _mixing(config, rng, count, side)
-    if config.brightness:  # newer options are drawn last, so that the draws of older recipes stay the same
-        drawn["brightness"] = rng.uniform(-config.brightness, config.brightness, count).astype(np.float32)
-    if config.contrast:
-        drawn["contrast"] = rng.uniform(1 - config.contrast, 1 + config.contrast, count).astype(np.float32)
     if config.erasing:
         drawn["erasing"] = _rectangles(rng, count, side) * (rng.random((count, 1)) < config.erasing)
     if config.policy != "none" or config.transform:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from cifar_zero.config.flags import DataConfig
+from cifar_zero.config.settings import DataConfig
 from cifar_zero.core.errors import UsageError
 from cifar_zero.models import IMAGE_SHAPE
 
@@ -56,6 +56,7 @@ def fingerprint(config: DataConfig) -> str:
 
 def build(config: DataConfig, directory: Path) -> tuple[str, ...]:
     """Decodes every image, on all cores; returns the class names. Raises UsageError for the first unreadable image."""
+    # Here, as `cifar-zero predict` needs SUFFIXES for an error in its command line.
     from cifar_zero.data import cache
     from cifar_zero.data.images import decode_all
 

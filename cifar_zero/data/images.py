@@ -2,7 +2,7 @@
 
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +19,7 @@ FORMATS = ("PNG", "JPEG")
 MAX_PIXELS = 8192 * 8192
 """Most pixels of an image: 200 MB as RGB for each core that decodes, and more than a camera's 50 megapixels."""
 
-TILE = 1024  # side in pixels of the parts in which a 16-bit image is converted
-CHUNK = 64  # images that a thread decodes before it reports: enough that reporting costs nothing
+CHUNK = 64  # images that a thread takes at a time: enough that handing them out costs nothing
 
 Image.MAX_IMAGE_PIXELS = None  # Pillow would warn from 89 million pixels on, and refuse twice as many
 
@@ -37,8 +36,8 @@ def decode(path: str | Path, side: int = IMAGE_SHAPE[1]) -> NDArray[np.uint8]:
             if file.width * file.height > MAX_PIXELS:
                 raise ValueError(f"it has {file.width} x {file.height} pixels, more than {MAX_PIXELS:,}")
             image = ImageOps.exif_transpose(file)
-            if image.mode.startswith("I"):
-                image = _eight_bits(image)
+            if image.mode.startswith("I"):  # 16 bits, which Pillow (13.0) would clip to 8
+                image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
             image = image.convert("RGB")
     except UnidentifiedImageError as error:
         raise UsageError(f"cannot read the image {path}: it is not PNG or JPEG; convert or remove it") from error
@@ -50,31 +49,17 @@ def decode(path: str | Path, side: int = IMAGE_SHAPE[1]) -> NDArray[np.uint8]:
     return np.asarray(image).transpose(2, 0, 1)
 
 
-def _eight_bits(image: Image.Image) -> Image.Image:
-    """Returns a 16-bit grey image (I;16 and I, where 65,535 is white) with 8 bits, to which Pillow (13.0) would clip
-    it. By tiles: at once, the quotients of the largest image take over 1 GB."""
-    grey = Image.new("L", image.size)
-    for top in range(0, image.height, TILE):
-        for left in range(0, image.width, TILE):
-            box = (left, top, min(left + TILE, image.width), min(top + TILE, image.height))
-            pixels = np.asarray(image.crop(box)) / 257
-            grey.paste(Image.fromarray(pixels.round().clip(0, 255).astype(np.uint8)), box)
-    return grey
-
-
 def decode_all(paths: list[str], images: NDArray[np.uint8], title: str) -> None:
     """Decodes image files into the rows of `images` (N, 3, side, side), on all cores; `title` is the progress bar's.
     Raises UsageError for the first unreadable image."""
 
-    def decode_chunk(start: int) -> int:
-        chunk = paths[start : start + CHUNK]
-        for row, path in enumerate(chunk, start):
-            images[row] = decode(path, images.shape[2])
-        return len(chunk)
+    def decode_row(row: int) -> None:
+        images[row] = decode(paths[row], images.shape[2])
 
     interval_s = 0.1 if sys.stderr.isatty() else 10.0  # not a terminal: a log file, a cluster's job output
     # Threads, as Pillow decodes outside the interpreter's lock. Not processes: the children of a killed run would
     # survive it and keep the cache's lock.
-    with ThreadPoolExecutor(os.cpu_count()) as pool, tqdm(None, title, len(paths), mininterval=interval_s) as bar:
-        for count in pool.map(decode_chunk, range(0, len(paths), CHUNK)):
-            bar.update(count)
+    with ThreadPool(os.cpu_count()) as pool:
+        decoded = pool.imap(decode_row, range(len(paths)), CHUNK)
+        for _ in tqdm(decoded, title, len(paths), mininterval=interval_s):
+            pass

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cifar_zero.config.flags import AugmentConfig
+from cifar_zero.config.recipe import AugmentConfig
 from cifar_zero.data.augment import Augmentation, memory_format
 from cifar_zero.data.dataset import Order, Split, map_beyond_memory
 from cifar_zero.data.draws import Draws
@@ -131,7 +131,6 @@ class MemoryLoader(Resumable):
         size = self.batch_sampler.batch_size
         for rows, labels, draws in self._plan():
             images, labels = self._augmentation.apply(self._stored.take(rows), labels, draws)
-            images = self._augmentation.resized(images, self.batch_sampler.epoch)
             images = images.permute(0, 3, 1, 2).contiguous(memory_format=self._format)
             for batch in zip(images.split(size), labels.split(size), strict=True):
                 self._count()

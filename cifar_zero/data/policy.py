@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torchvision.transforms import v2
 
-from cifar_zero.config.flags import AugmentConfig
+from cifar_zero.config.recipe import AugmentConfig
 from cifar_zero.core import user_code
 from cifar_zero.core.errors import UsageError, short
 
@@ -17,8 +18,6 @@ def transforms_of(config: AugmentConfig) -> list[Transform]:
     """Returns the transforms of --augment. Raises UsageError: the command line does not name the user's."""
     transforms: list[Transform] = []
     if config.policy != "none":
-        from torchvision.transforms import v2  # here: it takes a second to import
-
         cifar = v2.AutoAugmentPolicy.CIFAR10
         policies = {"randaugment": v2.RandAugment, "trivialaugment": v2.TrivialAugmentWide}
         transforms.append(v2.AutoAugment(cifar) if config.policy == "autoaugment" else policies[config.policy]())

@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
-from cifar_zero.config.flags import DataConfig
+import numpy as np
+
+from cifar_zero.config.settings import DataConfig
+from cifar_zero.data import cache
 
 CLASSES = tuple(f"class {label}" for label in range(10))
 SEED = 0
@@ -23,10 +26,6 @@ def fingerprint(config: DataConfig) -> str:
 
 def build(config: DataConfig, directory: Path) -> tuple[str, ...]:
     """Writes uniformly random pixels, with labels 0, 1, ..., 9, 0, ...; returns the class names."""
-    import numpy as np  # not needed for the class names
-
-    from cifar_zero.data import cache
-
     rng = np.random.default_rng(SEED)
     for split, count in (("train", config.synthetic_size), ("test", min(10_000, config.synthetic_size))):
         images, labels = cache.allocate(directory, split, count)

@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import Compose, Normalize, ToTensor
 
-from cifar_zero.config.inputs import PLAIN, Inputs
-from cifar_zero.core.errors import RunError
-from cifar_zero.core.known_failures import FEWER_WORKERS, KILLED_WORKER
+from cifar_zero.config.recipe import PLAIN, Inputs
+from cifar_zero.core.errors import FEWER_WORKERS, KILLED_WORKER, RunError
 from cifar_zero.data.dataset import Order, Split, map_beyond_memory
 from cifar_zero.data.memory_loader import Resumable
 

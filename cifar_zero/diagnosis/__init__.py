@@ -1,4 +1,4 @@
-"""The checks of doctor.py, in the order in which they run.
+"""The checks of cifar-zero doctor, in the order in which they run.
 
 To add a check, write a function from `Options` to `Finding` (`check.py`) in the file of its family, and a line here.
 It imports torch itself if it needs it: each check runs in a process of its own, and the doctor must start quickly.
@@ -6,7 +6,7 @@ It imports torch itself if it needs it: each check runs in a process of its own,
 
 from functools import partial
 
-from cifar_zero.diagnosis import machine, ops, software
+from cifar_zero.diagnosis import machine, software
 from cifar_zero.diagnosis.check import Check
 
 IMPORT_SECONDS = 180.0  # time limit of a check that imports torch, which takes minutes from a busy network disk
@@ -20,13 +20,8 @@ CHECKS: dict[str, Check] = {
     "deepspeed": Check("version of DeepSpeed", partial(software.package, "deepspeed")),
     "torchmetrics": Check("version of TorchMetrics", partial(software.package, "torchmetrics")),
     "gpu": Check("torch can compute on each GPU", machine.gpu, IMPORT_SECONDS),
-    "nvcc": Check("nvcc has the same CUDA version as torch", machine.nvcc, IMPORT_SECONDS),
-    "compiler": Check("a C++ compiler and Python's header files", software.compiler),
-    "ninja": Check("ninja, which runs the compiler", software.ninja),
-    "libaio": Check("libaio, for offload to NVMe", software.libaio),
-    "locks": Check("no lock file blocks the build of an operator", ops.locks, IMPORT_SECONDS),
-    "ops": Check("DeepSpeed's operators are built, or can be", ops.operators, LONG_SECONDS),
-    "port": Check("a free port for the rendezvous of the ranks", machine.port),
+    "compiler": Check("a C++ compiler, Python's header files, ninja and libaio", software.compiler),
+    "ops": Check("DeepSpeed's operators are built, or can be", software.operators, LONG_SECONDS),
     "all-reduce": Check("real ranks meet and sum a tensor", machine.all_reduce, LONG_SECONDS),
     "cores": Check("one CPU core per rank", machine.cores),
     "memory": Check("memory for each rank", machine.memory),

@@ -13,7 +13,6 @@ from typing import Literal
 from cifar_zero.core.errors import short
 
 INSTALL = "pip install -r requirements.txt"  # fixes a missing or broken package
-GRACE_SECONDS = 5.0  # how long a check may take to end after SIGINT, before it is killed
 
 _FORK = multiprocessing.get_context("fork")  # nothing is imported again, and the doctor has no threads and no torch
 
@@ -69,17 +68,11 @@ def examine(check: Check, options: Options) -> Finding:
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return failed(f"the check crashed with {how}", INSTALL)
     finally:
-        _signal_group(process.pid, signal.SIGINT)  # a build removes its lock file
-        process.join(GRACE_SECONDS)
         process.kill()
-        _signal_group(process.pid, signal.SIGKILL)
+        assert process.pid is not None
+        with suppress(ProcessLookupError, PermissionError):  # macOS raises the latter for processes that have ended
+            os.killpg(process.pid, signal.SIGKILL)  # its own group: what it has started
         process.join()
-
-
-def _signal_group(group: int | None, number: signal.Signals) -> None:
-    assert group is not None
-    with suppress(ProcessLookupError, PermissionError):  # macOS raises the latter for processes that have ended
-        os.killpg(group, number)
 
 
 def _answer(check: Check, options: Options, sender: Connection) -> None:

@@ -10,21 +10,17 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, fields
 
-from rich.console import Console
-from rich.markup import escape
-
-from cifar_zero.config.flags import DataConfig, OutputConfig
+from cifar_zero.config.output import Output
+from cifar_zero.config.settings import DataConfig
 from cifar_zero.core import exits
+from cifar_zero.core.console import command, torchrun
 from cifar_zero.core.errors import UsageError
-from cifar_zero.core.programs import command, torchrun
 from cifar_zero.core.usage import nearest
 from cifar_zero.diagnosis import CHECKS
 from cifar_zero.diagnosis.check import Finding, Options, examine
 from cifar_zero.launch import rank_environment
 
 SCHEMA = 1  # version of the output of `--json`; goes up when a key changes its meaning or its name
-
-COLORS = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
 EPILOG = """\
 exit code: 0 if no check failed (a warning says what some runs cannot do), 1 if one failed, 2 for wrong usage
@@ -34,7 +30,7 @@ examples:
   %(prog)s all-reduce --ranks 8     one check, for eight ranks
   %(prog)s ops --build              compile DeepSpeed's operators now instead of in the first run
 
-  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29400 doctor.py --nodes
+  torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29400 -m cifar_zero doctor --nodes
                                             run on each of two nodes: checks that they can train together
 
 checks:
@@ -60,20 +56,19 @@ def main() -> int:
             return 0
         names, closing, answers = [*found], f" {nodes.BANDWIDTH}", found.items()
     findings: dict[str, Finding] = {}
-    console, width = Console(highlight=False), max(map(len, names))
+    width = max(map(len, names))
     for name, finding in answers:
         findings[name] = finding
         if not arguments.json:
             text = ": ".join(filter(None, [finding.found, finding.fix]))
-            status = f"[{COLORS[finding.status]}]{finding.status:<7}[/]"
-            console.print(f"{status}  {name:<{width}}  {escape(text)}", soft_wrap=True)
+            print(f"{finding.status:<7}  {name:<{width}}  {text}", flush=True)
     if arguments.json:
         checks = [{"name": name, **asdict(finding)} for name, finding in findings.items()]
         print(json.dumps({"schema": SCHEMA, "checks": checks}, indent=2))
     else:
         count = Counter(finding.status for finding in findings.values())
         result = f"Not fit to train: {count['failed']} failed" if count["failed"] else "Nothing failed"
-        print(f"{result}, {count['warning']} warning{'s'[: count['warning'] != 1]}.{closing}")
+        print(f"{result}; warnings: {count['warning']}.{closing}")
     return int(any(finding.status == "failed" for finding in findings.values()))
 
 
@@ -89,7 +84,7 @@ def _parse() -> Namespace:
     add = parser.add_argument
     add("checks", metavar="CHECK", nargs="*", help="run only these checks (listed below; default: all)")
     add("--ranks", metavar="N", type=int, default=2, help="ranks of a run on this machine (default: %(default)s)")
-    add("--out", metavar="DIR", default=OutputConfig.out, help="directory for run folders (default: %(default)s)")
+    add("--out", metavar="DIR", default=Output.out, help="directory for run folders (default: %(default)s)")
     root = "directory of the dataset (default: %(default)s)"
     cache = "directory for the decoded images (default: <data.root>/.cifar-zero)"
     add("--data.root", dest="data_root", metavar="DIR", default=DataConfig.root, help=root)

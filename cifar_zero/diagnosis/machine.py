@@ -4,7 +4,6 @@ that the ranks of a run on it find each other."""
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,11 +13,10 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from cifar_zero.config.flags import DataConfig
-from cifar_zero.config.rules.devices import CPU_RANK_BYTES
-from cifar_zero.core.errors import RunError, short
+from cifar_zero.config.rules import CPU_RANK_BYTES
+from cifar_zero.core.console import command
+from cifar_zero.core.errors import short
 from cifar_zero.core.hardware import core_count, cpu_name, free_memory_bytes, has_gpu_driver
-from cifar_zero.core.programs import command
 from cifar_zero.diagnosis.check import Finding, Options, failed, ok, warning
 from cifar_zero.launch import local_launcher
 
@@ -27,6 +25,8 @@ NO_GPU = "no GPU, ranks run on the CPU"
 FREE_BYTES = 1_000_000_000
 """Free space that a disk needs: CIFAR's archive and its decoded images take 0.36 GB, and a run writes checkpoints."""
 
+SHARED_MEMORY = Path("/dev/shm")  # named shared memory on Linux
+
 SHARED_BYTES = 64_000_000
 """Shared memory per rank, for the buffers of NCCL and of the torch loader's worker processes. A Docker container has 64
 MB for all ranks by default (`docker run --shm-size`)."""
@@ -34,9 +34,6 @@ MB for all ranks by default (`docker run --shm-size`)."""
 NEEDED = "the pinned torch needs driver R580 or newer and a GPU of compute capability 7.5 to 12.0 (no V100)"
 """What torch 2.15's wheel for CUDA 13.2 runs on: its `torch.cuda.get_arch_list()`, and the oldest driver of CUDA 13
 (docs.nvidia.com/cuda/cuda-toolkit-release-notes, minor version compatibility)."""
-
-NVCC_IS_FOR = "offload to NVMe, or a quantized --zero switch,"
-"""What DeepSpeed (0.19.8) compiles against CUDA."""
 
 GRACE_SECONDS = 2.0  # how long rank 0 may take to report after another rank has failed
 
@@ -72,28 +69,6 @@ def gpu(options: Options) -> Finding:
     return ok(f"{names}; torch is built for CUDA {torch.version.cuda}")
 
 
-def nvcc(options: Options) -> Finding:
-    """Whether nvcc has the CUDA version that torch is built for. With another major version DeepSpeed's operators for
-    the GPU cannot be compiled (DeepSpeed issues 3223 and 6636), which few runs need."""
-    if not has_gpu_driver():
-        return ok(f"not needed: {NO_GPU}")
-    import torch
-    from deepspeed.ops.op_builder.builder import MissingCUDAException, installed_cuda_version
-
-    if torch.version.cuda is None:
-        return ok("not needed: torch is not built for CUDA")
-    try:
-        major, minor = installed_cuda_version()
-    except MissingCUDAException:
-        return warning(f"none, which {NVCC_IS_FOR} needs", f"install the CUDA toolkit {torch.version.cuda}")
-    if major != int(torch.version.cuda.split(".")[0]):
-        return warning(
-            f"nvcc has CUDA {major}.{minor}, torch {torch.version.cuda}: {NVCC_IS_FOR} cannot be compiled",
-            f"install the CUDA toolkit {torch.version.cuda} and set CUDA_HOME to it",
-        )
-    return ok(f"CUDA {major}.{minor}; torch is built for {torch.version.cuda}")
-
-
 def cores(options: Options) -> Finding:
     count = core_count()
     if count < options.ranks:
@@ -116,9 +91,9 @@ def ranks_in_memory() -> int:
 
 
 def shared_memory(options: Options) -> Finding:
-    if not local_launcher.SHARED_MEMORY.is_dir():
-        return ok(f"no {local_launcher.SHARED_MEMORY} on this system")
-    free, needed = shutil.disk_usage(local_launcher.SHARED_MEMORY).free, options.ranks * SHARED_BYTES
+    if not SHARED_MEMORY.is_dir():
+        return ok(f"no {SHARED_MEMORY} on this system")
+    free, needed = shutil.disk_usage(SHARED_MEMORY).free, options.ranks * SHARED_BYTES
     if free < needed:
         fix = "docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm"
         return warning(f"{decimal(free)} are free, but {options.ranks} ranks may need {decimal(needed)}", fix)
@@ -131,33 +106,20 @@ def out(options: Options) -> Finding:
 
 def data(options: Options) -> Finding:
     """Whether there are images; if they still have to be downloaded or decoded, whether they can be written."""
-    if decoded := _decoded(options):
-        return ok(decoded)
     root = Path(options.data_root)
-    found = next((str(root / name) for name in ARCHIVES if (root / name).exists()), "")
-    if not found and (root / "train").is_dir() and (root / "test").is_dir():
-        found = f"{root}/train and {root}/test"
-    written = [Path(options.data_cache or root / ".cifar-zero"), *([] if found else [root])]
-    disk = _disk(written, "choose another directory with --data.root DIR or --data.cache DIR")
+    decoded = Path(options.data_cache or root / ".cifar-zero")
+    if decoded.exists():
+        return ok(f"decoded images in {decoded}")
+    disk = _disk([decoded, root], "choose another directory with --data.root DIR or --data.cache DIR")
     if disk.status == "failed":
         return disk
-    if found:
-        return ok(f"{found}; the first run decodes it; {disk.found}")
+    for name in (*ARCHIVES, "train"):
+        if (root / name).exists():
+            return ok(f"{root / name}; the first run decodes it; {disk.found}")
     return warning(
         f"no images in {root}: a run downloads CIFAR-10 (170 MB), or trains on digits if it cannot",
         f"put {ARCHIVES[0]} into {root}, or name its directory with --data.root DIR",
     )
-
-
-def _decoded(options: Options) -> str:
-    """Describes the decoded images that a run can use; empty if there are none."""
-    from cifar_zero.data import load
-
-    for source in ("cifar10", "cifar100"):
-        with suppress(RunError):
-            images = load(DataConfig(source=source, root=options.data_root, cache=options.data_cache), source)
-            return f"{len(images.train_images):,} training images of {source}, decoded"
-    return ""
 
 
 def _disk(folders: list[Path], elsewhere: str) -> Finding:
@@ -178,25 +140,8 @@ def _disk(folders: list[Path], elsewhere: str) -> Finding:
     return ok(f"{decimal(min(sizes))} are free in {', '.join(map(str, folders))}")
 
 
-def port(options: Options) -> Finding:
-    named = os.environ.get("MASTER_PORT")
-    if named is None:
-        return ok(f"MASTER_PORT is not set, {local_launcher.free_port()} is free")
-    fix = f"unset MASTER_PORT, or export MASTER_PORT={local_launcher.free_port()}"
-    if not named.isdecimal() or not 0 < int(named) < 2**16:
-        return failed(f"MASTER_PORT={named} is not a port", fix)
-    try:
-        with socket.socket() as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does
-            listener.bind(("", int(named)))
-            listener.listen()
-    except OSError as error:
-        return failed(f"MASTER_PORT={named}: {error.strerror}", fix)
-    return ok(f"MASTER_PORT={named} is free")
-
-
 def all_reduce(options: Options) -> Finding:
-    """Whether real ranks on this machine meet and sum a tensor: starts `doctor.py --nodes` as each of them."""
+    """Whether real ranks on this machine meet and sum a tensor: starts `cifar-zero doctor --nodes` as each of them."""
     if options.ranks == 1:
         return ok("not needed: a single rank has no others to meet")
     if (fit := ranks_in_memory()) < options.ranks:
@@ -227,8 +172,10 @@ def all_reduce(options: Options) -> Finding:
 def _start(rank: int, options: Options, master: int) -> subprocess.Popen[str]:
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": options.ranks, "LOCAL_WORLD_SIZE": options.ranks}
     places |= {"MASTER_ADDR": local_launcher.ADDRESS, "MASTER_PORT": master, "OMP_NUM_THREADS": 1}
+    doctor = [sys.executable, "-m", "cifar_zero", "doctor", "--nodes", "--json", "--timeout", str(options.timeout)]
     return subprocess.Popen(
-        [sys.executable, sys.argv[0], "--nodes", "--json", "--timeout", str(options.timeout), "--out", options.out],
+        [*doctor, "--out", os.path.abspath(options.out)],
+        cwd=Path(__file__).parents[2],  # where Python finds this package, installed or not
         env={**os.environ, **{name: str(value) for name, value in places.items()}},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

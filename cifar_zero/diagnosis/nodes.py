@@ -1,4 +1,4 @@
-"""doctor.py --nodes: checks that the ranks of all nodes meet, compute the right sum, and run the same software.
+"""cifar-zero doctor --nodes: checks that the ranks of all nodes meet, compute the right sum, and run the same software.
 
 A launcher starts it on every node, as it will start the run. Each rank runs `examine`, and rank 0 reports.
 """
@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -19,11 +18,10 @@ from torch.cuda import nccl
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from cifar_zero import models
-from cifar_zero.core.console import say
+from cifar_zero.core.console import command, say
 from cifar_zero.core.errors import short
 from cifar_zero.core.hardware import cpu_name
-from cifar_zero.core.programs import command
-from cifar_zero.diagnosis.check import Finding, Options, failed, ok, warning
+from cifar_zero.diagnosis.check import Finding, Options, failed, ok
 from cifar_zero.launch import rank_environment
 from cifar_zero.launch.collectives import gather, ranks_on_another_disk
 from cifar_zero.models import IMAGE_SHAPE
@@ -35,9 +33,6 @@ ELEMENTS = 2**18
 """Size of the all-reduce in float32, 1 MiB: with a wrong MTU small packets arrive and large ones get lost."""
 
 STEPS = 10  # steps that each rank trains alone
-
-CLOCK_SECONDS = 1.0
-"""Largest difference between clocks without a warning: --resume last compares the times of checkpoints."""
 
 DRIVER = Path("/sys/module/nvidia/version")  # file in which Linux shows the version of NVIDIA's driver, if it is loaded
 
@@ -70,11 +65,10 @@ def examine(options: Options) -> dict[str, Finding] | None:
     data = torch.full((ELEMENTS,), float(rank), device="cuda" if on_gpu else "cpu")
     dist.all_reduce(data)
     right = bool((data == sum(range(ranks))).all())
-    clock = time.time()  # here, because the all-reduce ends on all ranks at nearly the same time
     watchdog.begin("training alone")
     alone = gather((torch.cuda.get_device_name() if on_gpu else cpu_name(), losses_alone("cuda" if on_gpu else "cpu")))
     watchdog.begin("comparing the nodes")
-    sums, clocks, software = gather(right), gather(clock), gather(versions())
+    sums, software = gather(right), gather(versions())
     out = Path(options.out)
     existing = next(parent for parent in (out, *out.parents) if parent.exists())  # a relative path stays relative
     apart = ranks_on_another_disk(existing if rank == 0 else None)
@@ -88,7 +82,6 @@ def examine(options: Options) -> dict[str, Finding] | None:
         "all-reduce": check_sums(hosts, sums, backend),
         "training": check_losses(hosts, alone),
         "versions": check_versions(hosts, software),
-        "clock": check_clocks(hosts, clocks),
         "out": check_out(hosts, options.out, apart),
     }
 
@@ -187,40 +180,26 @@ def check_sums(hosts: Sequence[str], right: Sequence[bool], backend: str) -> Fin
 
 def check_losses(hosts: Sequence[str], alone: Sequence[tuple[str, list[float]]]) -> Finding:
     """Whether devices of a kind compute the same; `alone` holds each rank's device and losses."""
-    wrong, unlike = [], []
+    wrong: list[str] = []
     for device in dict.fromkeys(device for device, _ in alone):
-        ranks = [rank for rank, (own, _) in enumerate(alone) if own == device]
-        (most, count), *_ = Counter(tuple(alone[rank][1]) for rank in ranks).most_common(1)
-        others = [f"rank {rank} ({hosts[rank]})" for rank in ranks if tuple(alone[rank][1]) != most]
-        (wrong if count > len(ranks) / 2 else unlike).extend(others)
+        losses = {rank: tuple(own) for rank, (kind, own) in enumerate(alone) if kind == device}
+        ((most, _),) = Counter(losses.values()).most_common(1)
+        wrong += [f"rank {rank} ({hosts[rank]})" for rank, own in losses.items() if own != most]
     if wrong:
-        return failed(f"other losses than most on {', '.join(wrong)}", "replace that node: it computes wrongly")
-    if unlike:
-        return failed(f"equal devices compute other losses: {', '.join(unlike)} than the others", "add a third node")
+        fix = "replace that node: it computes wrongly (of two equal devices either may)"
+        return failed(f"other losses than most devices of the kind on {', '.join(wrong)}", fix)
     return ok(f"{STEPS} steps alone, the same losses on all devices of a kind")
 
 
 def check_versions(hosts: Sequence[str], software: Sequence[Mapping[str, str]]) -> Finding:
     differ: list[str] = []
-    for name in {name: None for found in software for name in found}:
-        where: dict[str, dict[str, None]] = {}
-        for host, found in zip(hosts, software, strict=True):
-            where.setdefault(found.get(name, "none"), {})[host] = None
-        if len(where) > 1:
-            listed = "; ".join(f"{version} on {', '.join(named)}" for version, named in where.items())
-            differ.append(f"{name} {listed}")
+    for name in sorted({name for found in software for name in found}):
+        versions = {host: found.get(name, "none") for host, found in zip(hosts, software, strict=True)}
+        if len({*versions.values()}) > 1:
+            differ.append(f"{name} {', '.join(f'{version} on {host}' for host, version in versions.items())}")
     if differ:
         return failed(f"not the same on all nodes: {' | '.join(differ)}", "install the same on each, from one checkout")
     return ok(f"the same on all nodes: {', '.join(f'{name} {version}' for name, version in software[0].items())}")
-
-
-def check_clocks(hosts: Sequence[str], clocks: Sequence[float]) -> Finding:
-    first, last = clocks.index(min(clocks)), clocks.index(max(clocks))
-    apart = clocks[last] - clocks[first]
-    if apart > CLOCK_SECONDS:
-        found = f"the clock of {hosts[first]} is {apart:.1f} s behind that of {hosts[last]}"
-        return warning(found, "let chrony or systemd-timesyncd set the clocks")
-    return ok(f"{apart * 1e3:.0f} ms apart at most")
 
 
 def check_out(hosts: Sequence[str], out: str, apart: Sequence[int]) -> Finding:

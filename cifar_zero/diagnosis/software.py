@@ -1,23 +1,24 @@
 """Checks Python, the packages that a run needs, and what DeepSpeed needs to compile its operators."""
 
-import ctypes.util
 import os
 import platform
 import shlex
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tomllib
-from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from cifar_zero.core.console import command
+from cifar_zero.core.errors import short
 from cifar_zero.diagnosis.check import INSTALL, Finding, Options, failed, ok, warning
+from cifar_zero.strategies.operators import is_built
 
 PYTHON = (3, 11)  # oldest supported Python (pyproject.toml)
 
@@ -41,10 +42,10 @@ FAULTS = (
     ("deepspeed", ">=0.15.3,<0.19", "WarmupCosineLR", f"starts only the first group at 0: {DEEPSPEED}/pull/7969"),
 )
 """Releases that install and run, but do harm or train wrongly: package, releases (PEP 440), what shows it, and what is
-wrong (docs/acceptance.md#proven-on-real-releases). What shows it are strategies of compare.py --acceptance, or an
+wrong (docs/acceptance.md#proven-on-real-releases). What shows it are strategies of `compare --acceptance`, or an
 option, optimizer or schedule of DeepSpeed, which no case has."""
 
-NEEDED_BY = "the *_offload strategies with Adam need it to compile one operator"
+NEEDED_BY = "the *_offload strategies need it, to compile an operator"
 LIBAIO_HEADER = Path("/usr/include/libaio.h")
 
 
@@ -79,11 +80,7 @@ def package(name: str, options: Options) -> Finding:
         )
         found = "; ".join([f"{version}, but {wanted} is the tested range", *faults])
         return warning(found, f"pip install '{name}{wanted}'")
-    asked = list[SpecifierSet]()
-    with suppress(metadata.PackageNotFoundError):  # without Lightning, which has a line of its own
-        asked = [each.specifier for each in map(Requirement, metadata.requires("lightning") or []) if each.name == name]
-    differs = f"; not the {asked[0]} of Lightning's extras, which is older" if asked and version not in asked[0] else ""
-    return ok(f"{version}{differs}")
+    return ok(str(version))
 
 
 def tested(name: str) -> SpecifierSet:
@@ -97,36 +94,53 @@ def tested(name: str) -> SpecifierSet:
 
 
 def compiler(options: Options) -> Finding:
-    """Whether the compiler that torch calls ($CXX or c++) and the header files of this Python are installed."""
-    name = shlex.split(os.environ.get("CXX", "c++"))[0]
-    program = shutil.which(name)
-    if program is None:
-        other = shutil.which("g++") or shutil.which("clang++")
-        fix = f"export CXX={other}" if other else "apt-get install g++ (Debian), dnf install gcc-c++ (Fedora)"
-        return warning(f"no {name} on PATH; {NEEDED_BY}", fix)
+    """Whether all is installed that torch compiles DeepSpeed's operators with: the compiler that it calls ($CXX or
+    c++), Python's header files, ninja on PATH, and libaio (DeepSpeed issues 6972 and 7346)."""
+    program = shlex.split(os.environ.get("CXX", "c++"))[0]
     header = Path(sysconfig.get_path("include"), "Python.h")
-    if not header.exists():
-        return warning(f"no {header}; {NEEDED_BY}", "apt-get install python3-dev")
-    said = subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout
-    return ok(f"{program}: {said.splitlines()[0]}")
-
-
-def ninja(options: Options) -> Finding:
-    """Whether ninja is on PATH, where torch looks; it may be installed next to a Python that is not."""
-    if (program := shutil.which("ninja")) is not None:
-        return ok(program)
     folder = Path(sys.executable).parent
-    fix = f"export PATH={shlex.quote(str(folder))}:$PATH" if (folder / "ninja").exists() else "pip install ninja"
-    return warning(f"no ninja on PATH; {NEEDED_BY}", fix)
-
-
-def libaio(options: Options) -> Finding:
-    """Whether libaio and its header file are installed (DeepSpeed issues 6972 and 7346)."""
-    missing = [] if ctypes.util.find_library("aio") else ["no libaio"]
-    missing += [] if LIBAIO_HEADER.exists() else [f"no {LIBAIO_HEADER}"]
+    on_path = f"export PATH={shlex.quote(str(folder))}:$PATH" if (folder / "ninja").exists() else "pip install ninja"
+    parts = (
+        (shutil.which(program), f"{program} on PATH", "apt-get install g++"),
+        (header.exists(), str(header), "apt-get install python3-dev"),
+        (shutil.which("ninja"), "ninja on PATH", on_path),
+        (LIBAIO_HEADER.exists(), str(LIBAIO_HEADER), "apt-get install libaio-dev"),
+    )
+    missing = [(name, fix) for found, name, fix in parts if not found]
     if missing:
-        return warning(
-            f"{' and '.join(missing)}; only deepspeed_stage_3_offload_nvme needs it",
-            "apt-get install libaio-dev (Debian), dnf install libaio-devel (Fedora)",
-        )
-    return ok("installed, for deepspeed_stage_3_offload_nvme")
+        names, fixes = zip(*missing, strict=True)
+        return warning(f"no {', no '.join(names)}; {NEEDED_BY}", "; ".join(fixes))
+    return ok(f"{shutil.which(program)}, ninja and libaio")
+
+
+def operators(options: Options) -> Finding:
+    """Whether the operators that a strategy needs on this machine are built, or can be; --build builds them."""
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+    states: dict[str, str] = {}
+    for name in ("cpu_adam", "async_io"):  # for the *_offload strategies, and for offload to NVMe
+        if is_built(name):
+            states[name] = "built"
+        elif not _compatible(ALL_OPS[name]):
+            states[name] = "cannot be built"
+        elif options.build:
+            try:
+                ALL_OPS[name].load(verbose=False)
+            except (RuntimeError, OSError, ImportError) as error:
+                lines = str(error).splitlines() or [type(error).__name__]  # torch's report of the whole build
+                first = next((line for line in lines if "error:" in line), lines[0])
+                return failed(f"{name} cannot be built ({short(first)})", "fix what the compiler names")
+            states[name] = "built"
+        else:
+            states[name] = "not built"
+    found = ", ".join(f"{name} {state}" for name, state in states.items())
+    if "not built" in states.values():
+        return warning(f"{found}; the first run that needs it stalls for a minute", command("doctor", "ops", "--build"))
+    return ok(found)
+
+
+def _compatible(builder: Any) -> bool:
+    try:
+        return bool(builder.is_compatible(verbose=False))
+    except Exception:  # each builder raises its own errors on a machine that it does not support
+        return False

@@ -26,9 +26,9 @@ INPUT, OUTPUT = "images", "scores"
 
 @dataclass(frozen=True)
 class Format:
-    """A file format that export.py writes."""
+    """A file format that cifar-zero export writes."""
 
-    suffix: str  # of the file name, by which predict.py recognises the format
+    suffix: str  # of the file name, by which cifar-zero predict recognises the format
 
     encode: Callable[[nn.Module, dict[str, str]], bytes]
     """Returns the content of the file, from the model and `safetensors_file.metadata_of`."""
@@ -41,18 +41,18 @@ class Format:
 
 
 def load(path: str, trust: bool = False, delta: str = "") -> Classifier:
-    """Returns a classifier from any export, or what `run_folder.find_checkpoint` accepts; `delta`: a file of export.py
-    --to delta. Raises UsageError: it is missing, damaged, or needs `trust`."""
+    """Returns a classifier from any export, or what `run_folder.find_checkpoint` accepts; `delta`: a file of `export
+    --to delta`. Raises UsageError: it is missing, damaged, or needs `trust`."""
     file = find_checkpoint(path)
     for format in FORMATS.values():
         if file.suffix == format.suffix and not delta:
             return format.load(file)
-    from cifar_zero.checkpoints.finetuning.load import together
+    from cifar_zero.checkpoints.finetuning.load import apply_delta
     from cifar_zero.checkpoints.read import RECORD, plain_network, read
     from cifar_zero.checkpoints.safetensors_file import metadata_of
     from cifar_zero.exporting.classifier import build
 
-    content = together(file, Path(delta), trust) if delta else read(file, trust)
+    content = apply_delta(file, Path(delta), trust) if delta else read(file, trust)
     metadata = metadata_of(content, file.name) if RECORD in content else {}
     return build(plain_network(content), metadata, Path(delta) if delta else file)[1]
 
@@ -103,7 +103,7 @@ def _load_onnx(file: Path) -> Classifier:
         about = session.get_modelmeta().custom_metadata_map
         classes, inputs = tuple(plain_data.parse_json(about["classes"], "classes")), inputs_of(about)
     except KeyError as error:
-        raise UsageError(f"{file} was not written by export.py: it does not name its classes") from error
+        raise UsageError(f"{file} was not written by cifar-zero export: it does not name its classes") from error
     except Exception as error:  # onnxruntime's errors have no common base class
         raise UsageError(f"{file} cannot be read, it is damaged or not an ONNX file: {short(error)}") from error
 

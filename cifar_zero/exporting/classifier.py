@@ -12,12 +12,12 @@ from cifar_zero import data, models
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.read import load_weights
 from cifar_zero.config import command_line
-from cifar_zero.config.flags import DataConfig
-from cifar_zero.config.inputs import Inputs, inputs
+from cifar_zero.config.recipe import Inputs, inputs
+from cifar_zero.config.settings import DataConfig
 from cifar_zero.core import plain_data
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.data.augment import memory_format, normalize
-from cifar_zero.data.dataset import Dataset
+from cifar_zero.data.cache import Dataset
 from cifar_zero.models import IMAGE_SHAPE
 
 BATCH_SIZE = 1000  # test images of 32 x 32 pixels per forward pass, as in a run's own test
@@ -43,7 +43,9 @@ def build(weights: Mapping[str, Tensor], metadata: Mapping[str, str], file: Path
     """Returns the model with these weights in float32, in evaluation mode, and the classifier that runs it on the CPU.
     `metadata` are those of `safetensors_file.metadata_of`. Raises UsageError: they do not fit."""
     if "model" not in metadata:
-        raise UsageError(f"{file} does not say which model it is of: give a checkpoint of train.py, or an export of it")
+        raise UsageError(
+            f"{file} does not say which model it is of: give a checkpoint of cifar-zero train, or an export of it"
+        )
     try:
         classes, options = (plain_data.parse_json(metadata[key], f"{file}: {key}") for key in ("classes", "options"))
         net = models.build(metadata["model"], len(classes), **options).eval()

@@ -6,13 +6,12 @@ from copy import deepcopy
 from pathlib import Path
 
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.config.flags import DataConfig
+from cifar_zero.config.settings import DataConfig
 from cifar_zero.core import atomic, exits
-from cifar_zero.core.console import quieten
+from cifar_zero.core.console import command, quieten
 from cifar_zero.core.errors import RunError, UsageError
-from cifar_zero.core.programs import command
 from cifar_zero.exporting import FORMATS
-from cifar_zero.models import add_own
+from cifar_zero.models import register_user_model
 
 DELTA, DELTA_SUFFIX = "delta", ".delta.safetensors"  # a format that is not in FORMATS: its file is not a complete model
 
@@ -25,7 +24,7 @@ def main() -> int:
     suffix = DELTA_SUFFIX if arguments.to == DELTA else FORMATS[arguments.to].suffix
     output = Path(arguments.output or checkpoint.with_suffix(suffix))
     if output.suffix != (ending := Path(f"_{suffix}").suffix):
-        raise UsageError(f"--output {output} must end in {ending}, by which predict.py recognises the format")
+        raise UsageError(f"--output {output} must end in {ending}, by which cifar-zero predict recognises the format")
     if output.is_dir() or not os.access(output.parent, os.W_OK | os.X_OK):
         raise UsageError(f"{output} cannot be written: name a file in a writable folder with --output FILE")
     if output.resolve() == checkpoint.resolve():
@@ -60,12 +59,12 @@ def export(
     """
     import torch
 
-    from cifar_zero.checkpoints.finetuning.load import together
+    from cifar_zero.checkpoints.finetuning.load import apply_delta
     from cifar_zero.checkpoints.read import RECORD, plain_network, read
     from cifar_zero.checkpoints.safetensors_file import metadata_of
     from cifar_zero.exporting.classifier import build, on_random_images, on_test_images, test_images
 
-    content = together(checkpoint, Path(delta), trust) if delta else read(checkpoint, trust)
+    content = apply_delta(checkpoint, Path(delta), trust) if delta else read(checkpoint, trust)
     metadata = metadata_of(content, checkpoint.name, dtype)
     net, original = build(plain_network(content), metadata, checkpoint)
     format = FORMATS[to]
@@ -92,11 +91,11 @@ def export(
 
 
 def add_weight_options(parser: exits.Parser) -> None:
-    """Adds the options that export.py and predict.py share."""
+    """Adds the options that export and predict share."""
     add = parser.add_argument
-    add("--delta", metavar="FILE", default="", help="file of export.py --to delta to apply to the weights")
+    add("--delta", metavar="FILE", default="", help="file of cifar-zero export --to delta to apply to the weights")
     add("--trust", action="store_true", help="load a checkpoint that could run code; only if you trust its author")
-    add("--model", metavar="FILE.py:NAME", type=add_own, help="the code of the model, if it is your own")
+    add("--model", metavar="FILE.py:NAME", type=register_user_model, help="the code of the model, if it is your own")
 
 
 def _parse() -> Namespace:

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cifar_zero.core import exits
-from cifar_zero.core.console import printable, quieten
+from cifar_zero.core.console import command, printable, quieten
 from cifar_zero.core.errors import UsageError
-from cifar_zero.core.programs import command
 from cifar_zero.data.folder import SUFFIXES
 from cifar_zero.exporting import load
 from cifar_zero.exporting.export import add_weight_options
@@ -92,7 +91,7 @@ def find_images(paths: Sequence[str]) -> list[Path]:
 def _parse() -> Namespace:
     parser = exits.Parser(prog=command("predict"), description="Classifies image files with any checkpoint or export.")
     add_weight_options(parser)
-    add, network = parser.add_argument, "a run folder, a checkpoint, or a file that export.py wrote"
+    add, network = parser.add_argument, "a run folder, a checkpoint, or a file that cifar-zero export wrote"
     add("network", metavar="CHECKPOINT_OR_EXPORT", help=network)
     add("images", metavar="IMAGE", nargs="+", help="an image file, or a folder of images")
     add("--top", metavar="K", type=int, default=1, help="classes to print (default: %(default)s)")

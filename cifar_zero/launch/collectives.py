@@ -22,26 +22,25 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Returns the `value` of each rank of the group (default: all), in order. Each must call it; values are pickled."""
     if not _has_others():
         return [value]
-    values: list[T | None] = [None] * dist.get_world_size(group)
+    values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
-    return values  # pyright: ignore[reportReturnType]
+    return values
 
 
 def by_rank_0(ask: Callable[[], T]) -> T:
     """Returns on every rank what rank 0 finds. Each rank must call it. A UsageError of rank 0 is raised on every rank;
     any other error on rank 0, and as a RunError on the others."""
-    if not _has_others():
-        return ask()
     answer: list[Any] = [None]
     failure: Exception | None = None
-    if dist.get_rank() == 0:
+    if not _has_others() or dist.get_rank() == 0:
         try:
             answer = [ask()]
+        except UsageError as error:
+            failure, answer = error, [error]
         except Exception as error:  # raised here, it would leave the other ranks waiting
-            failure = error
-            expected = isinstance(error, UsageError)
-            answer = [error if expected else RunError(f"rank 0: {type(error).__name__}: {error}")]
-    dist.broadcast_object_list(answer)
+            failure, answer = error, [RunError(f"rank 0: {type(error).__name__}: {error}")]
+    if _has_others():
+        dist.broadcast_object_list(answer)
     if isinstance(answer[0], (UsageError, RunError)):
         raise failure or answer[0]
     return answer[0]
@@ -49,14 +48,9 @@ def by_rank_0(ask: Callable[[], T]) -> T:
 
 def ranks_on_another_disk(folder: Path | None) -> list[int]:
     """Returns the ranks that cannot see what rank 0 writes into `folder`, None on the others. All ranks call it."""
-
-    def write() -> Path:
-        assert folder is not None
-        file = folder / f".shared-{uuid.uuid4().hex}"
-        file.touch()
-        return file
-
-    file = by_rank_0(write)
+    file = by_rank_0(lambda: folder and folder / f".shared-{uuid.uuid4().hex}")
+    assert file is not None
+    by_rank_0(file.touch)
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not (seen := file.exists()) and time.monotonic() < deadline:
         time.sleep(0.1)

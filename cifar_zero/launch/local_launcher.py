@@ -1,42 +1,53 @@
-"""Starts the ranks of a run on this computer and watches them; no torch.
+"""Starts the ranks of a run on this computer, watches them, and ends all when one fails; imports no torch.
 
-All ranks start at once (Lightning's own launcher starts the second one when the first has imported everything), each
-with its share of cores. When the run ends, no process, port or shared memory of it remains.
+All ranks start at once, each with its share of cores. A rank that hangs is found by the ranks that wait for it, when a
+collective takes longer than --timeout. torch's elastic launcher is not used: it takes 3 s and 500 MB to import (torch
+2.15) while the ranks need the cores, and its ranks are in sessions of their own, which Ctrl-C does not reach.
 """
 
 import ctypes
-import getpass
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import psutil
-
 from cifar_zero.core.console import say
-from cifar_zero.core.errors import RunError, Stopped
+from cifar_zero.core.errors import RunError, Stopped, UsageError
 from cifar_zero.core.hardware import share_of_cores
-from cifar_zero.launch import heartbeat, rank_environment, temporary
-from cifar_zero.launch.supervisor import Rank, pass_requests_on, supervise
+from cifar_zero.launch import rank_environment
 
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: after a fork it is too late
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-"""Linux's prctl: be killed with the parent; adopt all descendants whose parent has died (linux/prctl.h)."""
+PR_SET_PDEATHSIG = 1  # Linux's prctl: be killed with the parent (linux/prctl.h)
 
 ADDRESS = "127.0.0.1"
 
-ORPHAN_SECONDS = 8.0
-"""Time for processes that a rank has left (loaders, compilers) to end on their own: a DataLoader's worker looks for its
-parent every 5 s (torch 2.15, torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL)."""
+POLL_SECONDS = 0.05  # time between two looks for ended ranks
+GRACE_SECONDS = 10.0  # time for the other ranks to end on their own after one has failed
+SAVING_SECONDS = 30.0  # the same after a rank has ended on request: others may still write (SLURM's KillWait)
+TAIL_LINES = 15  # lines shown of a failed rank's output; with --debug all
 
-SHARED_MEMORY = Path("/dev/shm")  # named shared memory on Linux
+REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that end a run on purpose: Ctrl-C, a supervisor, a closed terminal, SLURM before the job's time is over."""
+
+ON_REQUEST = frozenset(128 + number for number in REQUESTS)  # exit codes of ranks that ended on request
+
+
+@dataclass
+class Rank:
+    """A rank's process, and the file for its output, which stays empty for rank 0."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    log: Path
 
 
 def run(
@@ -44,77 +55,58 @@ def run(
 ) -> int:
     """Runs this process's own command line again as several ranks on this computer, and waits for them. Ranks `on_cpu`
     share its cores; `flags` are added; `how_to_resume` returns the command that resumes a run from its folder, empty
-    without a checkpoint. Returns the exit code, see `supervisor.supervise`. Raises Stopped: there, and if a request to
-    end comes while ranks are started."""
-    if _LIBC is not None:
-        _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
-    port = free_port()
-    board = heartbeat.Board(ranks)
+    without a checkpoint. Returns 0 if all ranks succeeded, else the exit code of the first one that failed. Raises
+    Stopped: a request came while ranks were started, or Ctrl-C twice and rank 0 did not end."""
     started: list[Rank] = []
-    with temporary.folder() as temporary_files:
-        # A killed process leaves its temporary files. torch's compilation cache (2.15, cache_dir_utils.py) is to stay.
-        default = os.path.join(tempfile.gettempdir(), f"torchinductor_{_user()}")
-        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", default)
-        run_file = Path(temporary_files, "run-folder")
+    received = _pass_requests_on(started)
+    with tempfile.TemporaryDirectory(prefix="cifar-zero-run-") as folder:
+        run_file = Path(folder, "run-folder")
         environment = {
             **os.environ,  # and torchrun's variables, which Lightning and DeepSpeed read
-            **{"MASTER_ADDR": ADDRESS, "MASTER_PORT": str(port), "NODE_RANK": "0"},
-            **{"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)},
-            **{"TORCHINDUCTOR_CACHE_DIR": cache, "TMPDIR": temporary_files},
-            rank_environment.RUN_FILE: str(run_file),
+            **{"MASTER_ADDR": ADDRESS, "MASTER_PORT": str(free_port()), "NODE_RANK": "0"},
+            **{"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), rank_environment.RUN_FILE: str(run_file)},
         }
-        received = pass_requests_on(started)
         try:
             for number in range(ranks):
                 cores = share_of_cores(number, ranks) if on_cpu else set()
-                started.append(_start(number, environment, cores, board, flags))
+                started.append(_start(number, environment, cores, Path(folder, f"rank-{number}.log"), flags))
                 if received:  # it was not passed on to a rank that was being started
                     raise Stopped(received[0])
-            code = supervise(started, board, received)
-            was_killed = any(rank.process.returncode < 0 for rank in started)  # from outside, or because it hung
-            lost = code == RunError.exit_code and was_killed and run_file.exists()
-            if lost and (command := how_to_resume(Path(run_file.read_text()))):
-                say(f"resume with: {command}")
-            return code
+            code = _supervise(started, received)
         finally:
-            _clean_up(started, port, 0.0 if sys.exception() else ORPHAN_SECONDS)
+            for rank in started:
+                rank.process.kill()  # no effect on an ended process
+                rank.process.wait()
+        was_killed = any(rank.process.returncode < 0 for rank in started)  # from outside, or because it hung
+        lost = code == RunError.exit_code and was_killed and run_file.exists()
+        if lost and (command := how_to_resume(Path(run_file.read_text()))):
+            say(f"resume with: {command}")
+        return code
 
 
-def _user() -> str:
-    """Returns the user's name as torch does, also where a container's user has none."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return f"uid_{os.getuid()}"
-
-
-def _start(
-    number: int, environment: Mapping[str, str], cores: set[int], board: heartbeat.Board, flags: Sequence[str]
-) -> Rank:
-    log, stack = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - until _clean_up
-    ticket, descriptors = board.ticket(number, stack)
-    environment = {**environment, "RANK": str(number), "LOCAL_RANK": str(number), heartbeat.VARIABLE: ticket}
+def _start(number: int, environment: Mapping[str, str], cores: set[int], log: Path, flags: Sequence[str]) -> Rank:
+    environment = {**environment, "RANK": str(number), "LOCAL_RANK": str(number)}
     if "OMP_NUM_THREADS" in os.environ:  # the user has shared the cores out
         cores = set()
     elif cores:
         # Two ranks that each use all cores were measured 5 times slower than two with a share each.
         environment["OMP_NUM_THREADS"] = str(len(cores))
-    output = None if number == 0 else log  # only rank 0 prints
-    process = subprocess.Popen(
-        [sys.executable, *sys.orig_argv[1:], *flags],
-        env=environment,
-        stdout=output,
-        stderr=output,
-        pass_fds=descriptors,
-        preexec_fn=partial(prepare, cores, held=True),  # until its first batch, see heartbeat.Pulse.beat
-    )
-    return Rank(number, process, log, stack)
+    with log.open("wb") as file:
+        output = None if number == 0 else file  # only rank 0 prints
+        process = subprocess.Popen(
+            [sys.executable, *sys.orig_argv[1:], *flags],
+            env=environment,
+            stdout=output,
+            stderr=output,
+            preexec_fn=partial(prepare, cores, held=True),
+        )
+    return Rank(number, process, log)
 
 
 def prepare(cores: Collection[int], held: bool = False) -> None:
-    """Prepares a new process for Ctrl-C: `held` back until it asks for it, or handled as Python does. Linux binds the
-    process to its cores, if any, and kills it with its parent."""
-    if held:  # blocked, not ignored: the kernel keeps a signal that comes before the process asks for it
+    """Prepares a new process for Ctrl-C: `held` back until `exits.install` handles it, or handled as Python does. Linux
+    binds the process to its cores, if any, and kills it with its parent."""
+    if held:  # blocked, not ignored: the kernel keeps a signal that comes before
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     else:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -125,24 +117,89 @@ def prepare(cores: Collection[int], held: bool = False) -> None:
 
 
 def free_port() -> int:
-    """Returns a TCP port of this computer that is free now."""
+    """Returns a port that no process uses at the moment."""
     with socket.socket() as listener:
         listener.bind((ADDRESS, 0))
         return listener.getsockname()[1]
 
 
-def _clean_up(ranks: Sequence[Rank], port: int, patience: float) -> None:
-    """Ends whatever is left of the run; what the ranks have started has so many seconds to end by itself."""
-    for rank in ranks:
-        rank.process.kill()  # no effect on an ended process
-        rank.process.wait()
-        rank.log.close()
-        rank.stack.close()
-    _, orphans = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=patience)
-    for orphan in orphans:
-        with suppress(psutil.NoSuchProcess):
-            orphan.kill()
-    psutil.wait_procs(orphans, timeout=ORPHAN_SECONDS)
-    # DeepSpeed (0.19.8) never removes the buffers of its all-reduce on the CPU (csrc/cpu/comm/shm.cpp).
-    for buffer in SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_{os.getuid()}_{ADDRESS}_{port}_*"):
-        buffer.unlink(missing_ok=True)
+def _pass_requests_on(ranks: Sequence[Rank]) -> list[int]:
+    """Passes requests to end on to the ranks that are in this list then; returns the list in which they are noted."""
+    received: list[int] = []
+
+    def pass_on(number: int, frame: object) -> None:
+        received.append(number)
+        if number != signal.SIGINT:  # the terminal sends that to the ranks directly
+            for rank in ranks:
+                rank.process.send_signal(number)
+
+    for number in REQUESTS:
+        ignored = signal.getsignal(number) == signal.SIG_IGN  # as under nohup, whose run outlives its terminal
+        if not ignored and (number != signal.SIGUSR1 or "SLURM_JOB_ID" in os.environ):
+            signal.signal(number, pass_on)
+    return received
+
+
+def _supervise(ranks: Sequence[Rank], received: Sequence[int]) -> int:
+    """Waits until all ranks have ended, and kills those that do not end soon after one has failed or ended on request.
+    Returns and raises as `run`."""
+    failed: Rank | None = None
+    killed: list[Rank] = []
+    kill_at = math.inf
+    while True:
+        running = [rank for rank in ranks if rank.process.poll() is None]
+        if not killed and failed is None:
+            # Twice: a rank that was killed before another failed may have ended after its first look.
+            broken = _broken(ranks, received) and _broken(ranks, received)
+            # Of several a killed one, because the others failed as a consequence.
+            failed = min(broken, key=lambda rank: rank.process.returncode > 0, default=None)
+        if not running:
+            break
+        now = time.monotonic()
+        if now >= kill_at:
+            killed = killed or running
+            for rank in running:
+                rank.process.kill()
+        elif failed or received.count(signal.SIGINT) > 1:
+            kill_at = min(kill_at, now + GRACE_SECONDS)
+        elif any(_code(rank, received) in ON_REQUEST for rank in ranks):
+            kill_at = min(kill_at, now + SAVING_SECONDS)
+        time.sleep(POLL_SECONDS)
+    codes = [_code(rank, received) or 0 for rank in ranks]
+    if codes[0] == UsageError.exit_code:  # all ranks have found it, rank 0 has reported it
+        return UsageError.exit_code
+    names = ", ".join(f"rank {rank.number}" for rank in killed)
+    if failed is not None and not (received and codes[0] in ON_REQUEST):  # else a rank failed because rank 0 ended
+        _report(failed)
+        if killed:
+            say(f"{names} did not end within {GRACE_SECONDS:g} s of that: hung, or waited for it; killed")
+        return max(failed.process.returncode, 1)
+    if ranks[0] in killed and received.count(signal.SIGINT) > 1:
+        raise Stopped(signal.SIGINT, "the second one ended the ranks before they saved a checkpoint")
+    if killed:
+        say(f"error: {names} did not end on request and had to be killed")
+        return RunError.exit_code
+    return next(filter(None, codes), 0)
+
+
+def _broken(ranks: Sequence[Rank], received: Collection[int]) -> list[Rank]:
+    return [rank for rank in ranks if _code(rank, received) not in (None, 0, *ON_REQUEST)]
+
+
+def _code(rank: Rank, received: Collection[int]) -> int | None:
+    """Returns the exit code so far; for a rank that a request ended before it could answer, the shell's."""
+    code = rank.process.poll()
+    if code is not None and (-code == signal.SIGINT or -code in received):
+        return 128 - code
+    return code
+
+
+def _report(rank: Rank) -> None:
+    """Names a failed rank with its last lines, unless it was rank 0, which has printed its own error."""
+    code = rank.process.returncode
+    if rank.number == 0 and code > 0:
+        return
+    how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+    lines = [line.rstrip() for line in rank.log.read_text(errors="replace").splitlines() if line.strip()]
+    shown = lines if "--debug" in sys.argv else lines[-TAIL_LINES:]
+    say(f"error: rank {rank.number} ended with {how}" + "; its last lines:" * bool(shown), *shown)

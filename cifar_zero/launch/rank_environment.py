@@ -1,4 +1,4 @@
-"""The environment variables of a rank as torchrun sets them, whichever launcher has started it; no torch."""
+"""The environment variables of a rank as torchrun sets them, whichever launcher has started it."""
 
 import os
 import re
@@ -11,7 +11,7 @@ TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 """Set by torchrun, and by our own launcher (docs.pytorch.org, elastic/run)."""
 
 DEEPSPEED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK")
-"""Set by DeepSpeed's launcher (0.19.8, deepspeed/launcher/launch.py)."""
+"""Set by DeepSpeed's launcher (0.19.8, deepspeed/launcher/launch.py), the first four with torchrun's meanings."""
 
 SLURM = ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID")
 SLURM += ("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
@@ -24,16 +24,14 @@ RUN_FILE = "CIFAR_ZERO_RUN_FILE"
 def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Returns torchrun's variables for this rank; empty if no launcher has started this process. Raises UsageError if
     they are not the place of a rank, or the nodes have different numbers of ranks."""
-    # The shell of salloc is a step with one task: only a step with several tasks starts ranks.
-    several = "SLURM_STEP_NUM_TASKS"
-    if all(name in environment for name in TORCHRUN):
-        found = {name: environment[name] for name in TORCHRUN}
-    elif all(name in environment for name in DEEPSPEED):
-        found = {name: environment[name] for name in DEEPSPEED[:3]} | {"LOCAL_WORLD_SIZE": environment["LOCAL_SIZE"]}
-    elif all(name in environment for name in SLURM) and whole_number(several, environment[several]) > 1:
-        return _of_slurm(environment)
-    else:
+    names = next((names for names in (TORCHRUN, DEEPSPEED) if all(name in environment for name in names)), None)
+    if names is None:
+        # The shell of salloc is a step with one task: only a step with several tasks starts ranks.
+        several = "SLURM_STEP_NUM_TASKS"
+        if all(name in environment for name in SLURM) and whole_number(several, environment[several]) > 1:
+            return _of_slurm(environment)
         return {}
+    found = {name: environment[given] for name, given in zip(TORCHRUN, names, strict=False)}
     rank, _ = (whole_number(name, found[name]) for name in TORCHRUN[:2])
     ranks, ranks_here = (whole_number(name, found[name], least=1) for name in TORCHRUN[2:])
     if rank >= ranks:

@@ -39,50 +39,40 @@ class Place:
     agent: str  # see `rank_environment.torchrun_agent`
 
 
-def meet(run: Run) -> list[Place]:
-    """Starts the process group and returns the place of every rank, in order of rank. One time limit then holds for the
-    groups of Lightning and of DeepSpeed, which the strategies' own `timeout` does not reach (DeepSpeed 0.19.8 passes
-    none to torch.distributed.new_group)."""
-    local_rank = rank_environment.local_rank()
+def init_process_group(run: Run) -> list[Place]:
+    """Starts the process group and returns the place of every rank, in order of rank."""
+    rank, local_rank = rank_environment.global_rank(), rank_environment.local_rank()
+    device = "cpu" if run.on_cpu else f"cuda:{local_rank}"
     place = Place(
-        rank=rank_environment.global_rank(),
-        host=socket.gethostname(),
-        local_rank=local_rank,
-        device="cpu" if run.on_cpu else f"cuda:{local_rank}",
-        threads=torch.get_num_threads(),
-        agent=rank_environment.torchrun_agent(),
+        rank, socket.gethostname(), local_rank, device, torch.get_num_threads(), rank_environment.torchrun_agent()
     )
-    if run.config.world_size == 1 or dist.is_initialized():
+    if run.placement.world_size == 1 or dist.is_initialized():
         return gather(place)
-    device = None if run.on_cpu else torch.device(place.device)
-    if device is not None:
-        torch.cuda.set_device(device)
-    _warn_of_restarts()
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if rank == 0 and shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        say(f"warning: ranks that torchrun restarts may fail to connect: start torchrun with {OWN_STORE}=1")
+    gpu = None if run.on_cpu else torch.device(device)
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
     patience = AFTER_AGENTS if rank_environment.by_torchrun() else START
     # Without device_id torch (2.15) guesses the GPU of a barrier from the rank, and warns.
-    dist.init_process_group("gloo" if run.on_cpu else "nccl", timeout=patience, device_id=device)
+    dist.init_process_group("gloo" if run.on_cpu else "nccl", timeout=patience, device_id=gpu)
     places = gather(place)
-    _set_timeout(max(timedelta(seconds=run.config.timeout), START))
+    _set_timeout(max(timedelta(seconds=run.placement.timeout), START))
     return places
 
 
-def limit(run: Run) -> None:
+def set_timeout(run: Run) -> None:
     """Waits for all ranks to be ready to train; from then on the time limit of a collective is --timeout."""
-    if run.config.world_size > 1:
+    if run.placement.world_size > 1:
         dist.barrier()
-        _set_timeout(timedelta(seconds=run.config.timeout))
-
-
-def _warn_of_restarts() -> None:
-    """Warns if torchrun may restart the ranks but was started without what its restarts need."""
-    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and rank_environment.global_rank() == 0:
-        say(f"warning: ranks that torchrun restarts may fail to connect: start torchrun with {OWN_STORE}=1")
+        _set_timeout(timedelta(seconds=run.placement.timeout))
 
 
 def _set_timeout(limit: timedelta) -> None:
-    """Sets the time limit of the group of all ranks, and the default of later groups (not public in torch 2.15)."""
-    set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # before torch 2.15
-    set_timeout(limit)
-    for default in ("default_pg_timeout", "default_pg_nccl_timeout"):
+    """Sets the time limit of the group of all ranks, and the default of later groups: those of Lightning and DeepSpeed,
+    which the strategies' own `timeout` does not reach (DeepSpeed 0.19.8 passes none to torch.distributed.new_group)."""
+    set_pg_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # before torch 2.15
+    set_pg_timeout(limit)
+    for default in ("default_pg_timeout", "default_pg_nccl_timeout"):  # not public in torch 2.15
         setattr(distributed_c10d, default, limit)

@@ -17,7 +17,6 @@ from cifar_zero.core import user_code
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.plain_data import Plain, is_plain
 from cifar_zero.core.usage import Options, limited
-from cifar_zero.models.mixture_options import MixtureOptions
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,6 +50,52 @@ SHAPES: dict[Size, Shape] = {
 def scaled(channels: int, width: float) -> int:
     """Returns the channels of a layer in a model `width` times as wide as the paper's, at least one."""
     return max(1, round(channels * width))
+
+
+@dataclass
+class MixtureOptions(Options):
+    """The options of all mixtures of a model."""
+
+    num_experts: list[int] = field(default_factory=lambda: [2])
+    """Experts of each mixture, a number for each; different ones make a pyramid (PR-MoE with mlp_type residual)."""
+
+    ep_size: int = limited(1, at_least=1)
+    """Ranks over which the experts of a mixture are distributed; needs DeepSpeed's stages 0 to 2. 1: every rank holds
+    all experts."""
+
+    mlp_type: Literal["standard", "residual"] = "standard"
+    """residual: a dense network next to the experts processes every token, and the shares of both are learnt."""
+
+    top_k: Literal[1, 2] = 1
+    """Experts per token."""
+
+    capacity_factor: float = limited(1.0, over=0)
+    """Most tokens of a micro-batch for an expert in training, as a multiple of its even share; others are dropped."""
+
+    eval_capacity_factor: float = 0.0
+    """The same in evaluation, where the last are dropped; 0: none are, so that images do not affect each other."""
+
+    min_capacity: int = 0
+    """Lower bound of an expert's capacity, in tokens."""
+
+    noisy_gate_policy: Literal["none", "RSample", "Jitter"] = "none"
+    """Noise of the gate in training. RSample: experts are drawn with the gate's probabilities (top_k 1 only). Jitter:
+    the gate's input is multiplied by random numbers close to 1."""
+
+    load_balance: float = 0.01
+    """Weight of the load-balancing loss, 1 for a mixture with even load; 0: no such loss, as in DeepSpeedExamples."""
+
+    def __post_init__(self) -> None:
+        if not self.num_experts or min(self.num_experts) < 1:
+            raise ValueError(f"num_experts must be numbers from 1, one for each mixture, not {self.num_experts}")
+        super().__post_init__()
+        for number in self.num_experts:
+            if number % self.ep_size:
+                raise ValueError(f"ep_size {self.ep_size} does not divide num_experts {number}")
+            if number < self.top_k:
+                raise ValueError(f"top_k {self.top_k} needs at least as many experts: num_experts has {number}")
+        if self.top_k == 2 and self.noisy_gate_policy == "RSample":
+            raise ValueError("noisy_gate_policy RSample is for top_k 1 only: use Jitter with top_k 2")
 
 
 @dataclass
@@ -128,32 +173,15 @@ class SpeedNet(Model):
 
     network = "speednet.SpeedNet"
 
-    size: Literal["small", "large"] = "small"
-    """small: blocks of two convolutions, with 64, 256 and 256 channels, for 94 %. large: blocks of three, the last two
-    with a residual connection, and 128, 384 and 512 channels, for 96 %: 9.9 million parameters."""
-
     width: float = limited(1.0, over=0)
     """Width of the blocks, as a multiple of the reference's: 0.25 suits a CPU."""
 
-    whitening: bool = True
-    """The first layer whitens patches of the images: its weights are computed from 1,000 training images before the
-    first step and stay fixed; only its bias is trained. false: a convolution like all others."""
-
-    identity_init: bool = True
-    """Initialise each convolution to pass its input through, as far as it has channels for it (Dirac)."""
-
-    norm_momentum: float = limited(0.4, over=0, at_most=1)
-    """Weight of the newest micro-batch in the running statistics of batch normalisation; torch's is 0.1."""
-
-    activation: Literal["gelu", "silu"] = "gelu"
-    """Non-linearity after the first layer and each norm; silu is that of github.com/hiverge/cifar10-speedrun."""
-
 
 @dataclass
-class Torture(Model):
+class EdgeCases(Model):
     """a small model of what has broken strategies before: tied, reused, frozen and unused parameters"""
 
-    network = "torture.Torture"
+    network = "edge_cases.EdgeCases"
 
     unused: bool = False
     """Leave a branch out of every fourth forward pass in training, so that it gets no gradient from it."""
@@ -235,12 +263,12 @@ def _harmless(name: str, value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float)) or (isinstance(value, str) and name in WORDS)
 
 
-class Foreign(Model):
+class ThirdParty(Model):
     """A model that is not written for this program: it is built whole, and tried out on shapes before a run."""
 
 
 @dataclass
-class External(Foreign):
+class External(ThirdParty):
     """an image classifier of another package"""
 
     network = "external.external"
@@ -269,7 +297,7 @@ class External(Foreign):
             )
 
 
-class OfUser(Foreign):
+class UserModel(ThirdParty):
     """A model in the user's own code; its fields are the arguments of what builds it, without limits."""
 
     make: ClassVar[Callable[..., Any]]
@@ -312,7 +340,7 @@ MODELS = Models(
         "net_moe": NetMoE,
         "vgg16": VGG16,
         "speednet": SpeedNet,
-        "torture": Torture,
+        "torture": EdgeCases,
         "resnet18": _resnet(18, "11.2 million"),
         "resnet34": _resnet(34, "21.3 million"),
         "resnet50": _resnet(50, "23.5 million"),
@@ -327,7 +355,7 @@ MODELS = Models(
 )
 
 
-def add_own(name: str) -> None:
+def register_user_model(name: str) -> None:
     """Adds the model that FILE.py:NAME or PACKAGE.MODULE:NAME names: a class, or a function that returns a module.
 
     It maps images (N, 3, H, W) to scores (N, classes). Its arguments are options with plain values, but for those whose
@@ -354,7 +382,7 @@ def add_own(name: str) -> None:
         options.append((argument.name, Plain if kind is type(None) else kind, default))
     summary = (make.__doc__ or f"the model {name}").strip()
     space = {"__doc__": summary, "make": staticmethod(make), "takes_classes": takes_classes}
-    MODELS[name] = make_dataclass("OfUser", options, bases=(OfUser,), namespace=space)
+    MODELS[name] = make_dataclass("UserModel", options, bases=(UserModel,), namespace=space)
 
 
 def build(name: str, num_classes: int, **options: Any) -> "nn.Module":

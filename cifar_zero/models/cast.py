@@ -20,7 +20,7 @@ def cast_buffers(net: nn.Module, dtype: torch.dtype) -> None:
             buffer.data = buffer.data.to(dtype)
 
 
-def compute_with_statistics(net: nn.Module) -> None:
+def keep_batch_norm_float32(net: nn.Module) -> None:
     """Makes each batch norm cast its weights to the dtype of its statistics for its forward pass, in place."""
     for norm in net.modules():
         if isinstance(norm, _BatchNorm) and norm.running_mean is not None and "forward" not in vars(norm):

@@ -3,11 +3,11 @@
 import re
 from collections import OrderedDict
 from collections.abc import Callable
-from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torchvision.models
 from torch import Tensor, nn
 
 from cifar_zero import models
@@ -15,8 +15,8 @@ from cifar_zero.core.errors import UsageError, short
 from cifar_zero.core.usage import nearest
 from cifar_zero.core.user_code import where
 
-WITH_AUXILIARY_SCORES = ("googlenet", "inception_v3")
-"""torchvision's models that also return auxiliary scores in training by default (torchvision 0.29)."""
+Shape = tuple[int, int, int, int]
+"""Shape (N, 3, H, W) of a micro-batch."""
 
 
 def external(num_classes: int, options: models.External) -> nn.Module:
@@ -38,8 +38,6 @@ def pretrained(options: models.External) -> dict[str, Tensor]:
     """Returns torchvision's weights by the model's own names: from torch's cache, or else downloaded into it. torch
     compares a download with the hash in its name (not what is cached already), and loads nothing but tensors. Raises
     UsageError: there are none of that name, the download fails, or the file is damaged."""
-    import torchvision.models
-
     known = torchvision.models.get_model_weights(options.architecture).__members__
     if options.weights not in known:
         raise UsageError(f"--model.weights {options.weights}: {nearest(options.weights, known)}")
@@ -66,21 +64,21 @@ def built(build: Callable[[], nn.Module]) -> nn.Module:
         return net.to(torch.get_default_device())
 
 
-def check(entry: models.Model, num_classes: int, images: tuple[int, int, int, int]) -> None:
+def check(entry: models.Model, num_classes: int, images: Shape) -> None:
     """Builds a model and runs it on training images, without values (torch's meta device) if that is possible.
 
-    `images` is the shape (N, 3, H, W) of a micro-batch. Raises ValueError: it cannot be built, does not accept such
+    Raises ValueError: it cannot be built, does not accept such
     images, or does not return (N, num_classes) scores.
     """
     try:
         _try_out(entry, num_classes, images, "meta")
     except ValueError:
-        if not isinstance(entry, models.OfUser):
+        if not isinstance(entry, models.UserModel):
             raise
         _try_out(entry, num_classes, images, "cpu")  # what a user's model computes may depend on values
 
 
-def _try_out(entry: models.Model, num_classes: int, images: tuple[int, int, int, int], device: str) -> None:
+def _try_out(entry: models.Model, num_classes: int, images: Shape, device: str) -> None:
     count, _, *size = images
     # Models raise errors of any kind for what they do not accept.
     with torch.device(device):
@@ -95,27 +93,22 @@ def _try_out(entry: models.Model, num_classes: int, images: tuple[int, int, int,
         except Exception as error:
             hint = ": scale them with --model.image_size" if isinstance(entry, models.External) else ""
             raise ValueError(
-                f"cannot train on {count} image{'s'[: count > 1]} of {size[0]} x {size[1]} pixels at a time "
+                f"cannot train on micro-batches of {count} x {size[0]} x {size[1]} pixels "
                 f"({where(error)}{short(error)}){hint}"
             ) from error
-    if isinstance(scores, Tensor) and scores.ndim == 2 and len(scores) == count and scores.shape[1] != num_classes:
+    shape = getattr(scores, "shape", type(scores).__name__)
+    if shape != (count, num_classes):
         raise ValueError(
-            f"has {scores.shape[1]} outputs, but the images are of {num_classes} classes: give its last layer "
+            f"returns {shape} instead of ({count}, {num_classes}), a score per class: give its last layer "
             f"{num_classes} outputs, or the model an argument num_classes, which is set to that number"
         )
-    if not isinstance(scores, Tensor) or scores.shape != (count, num_classes):
-        found = f"a tensor of shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
-        raise ValueError(f"returns {found} for {count} images: it must be ({count}, {num_classes}), a score per class")
 
 
 def _of_package(options: models.External) -> tuple[Callable[..., nn.Module], dict[str, Any]]:
     """Returns what builds a classifier of the package, and the options that are not the user's."""
     if options.package == "torchvision":
-        import torchvision.models
-
         known = torchvision.models.list_models(module=torchvision.models)
-        without = {"aux_logits": False} if options.architecture in WITH_AUXILIARY_SCORES else {}
-        make, fixed = torchvision.models.get_model, {"weights": None, **without}
+        make, fixed = torchvision.models.get_model, {"weights": None}
     else:
         if find_spec("timm") is None:
             raise ValueError("needs the package timm: pip install timm")
@@ -123,6 +116,6 @@ def _of_package(options: models.External) -> tuple[Callable[..., nn.Module], dic
 
         known, make, fixed = timm.list_models(), timm.create_model, {"pretrained": False}
     if options.architecture not in known:
-        closest = get_close_matches(options.architecture, known, cutoff=0)
-        raise ValueError(f"{options.package} has no classifier of that name, did you mean {', '.join(closest)}?")
+        closest = nearest(options.architecture, known, most=3, cutoff=0)
+        raise ValueError(f"{options.package} has no classifier of that name, {closest}")
     return make, fixed

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cifar_zero.models.mixture_options import MixtureOptions
+from cifar_zero.models import MixtureOptions
 
 _rank: ContextVar[int | None] = ContextVar("rank", default=None)
 """The rank whose experts a new mixture keeps; None: it keeps all."""

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cifar_zero import models
-from cifar_zero.models.mixture_options import MixtureOptions
+from cifar_zero.models import MixtureOptions
 from cifar_zero.models.moe import MixtureOfExperts
 
 TOKEN_WIDTH = 84  # width of the tokens of NetMoE's mixtures
@@ -37,7 +37,7 @@ class Net(nn.Module):
         return self.fc3(x)  # (N, num_classes)
 
     def pooled(self, convolution: nn.Conv2d, x: Tensor) -> Tensor:
-        """One of the two convolutional blocks; `models.recomputation` replaces this method."""
+        """One of the two convolutional blocks; `models.activation_checkpointing` replaces this method."""
         return self.pool(F.relu(convolution(x)))
 
 

@@ -1,8 +1,7 @@
 """The small model of the CIFAR-10 speed records: VGG-like, after a first layer that whitens patches of the images.
 
 After Keller Jordan's airbench94 (Jordan 2024, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", arXiv 2404.00498;
-github.com/KellerJordan/cifar10-airbench, airbench94_muon.py), whose constants these are; the large size is that of its
-legacy/airbench96.py.
+github.com/KellerJordan/cifar10-airbench, airbench94_muon.py), whose constants these are.
 """
 
 from itertools import pairwise
@@ -16,12 +15,15 @@ from cifar_zero.models import scaled
 
 PATCH = 2  # side in pixels of the patches that the first layer whitens
 WHITENED = 2 * 3 * PATCH**2  # channels after it: each principal direction of a patch of 3 colours, and its negative
-CHANNELS = {"small": (64, 256, 256), "large": (128, 384, 512)}  # of the three blocks, at width 1
-ACTIVATIONS = {"gelu": nn.GELU, "silu": nn.SiLU}
+CHANNELS = (64, 256, 256)  # of the three blocks, at width 1
 
 SCORE_SCALE = 16
 """Scores are divided by this and the root of the number of channels: by 256 at the reference's 256 channels, where its
 learning rates are from. So these fit every width: a step of the head changes the scores by the same amount."""
+
+NORM_MOMENTUM = 0.4
+"""Weight of the newest micro-batch in the running statistics of batch norms (torch's default is 0.1). In a training of
+200 steps the weights behind older statistics are outdated."""
 
 WHITENING_EPS = 5e-4
 """Added to the variance of each principal direction, as a share of the mean variance: the last ones are noise and must
@@ -29,52 +31,42 @@ not be amplified. The reference adds it to patches that have variance 1; as a sh
 
 
 class SpeedNet(nn.Module):
-    """A whitening convolution, three blocks of two or three convolutions, and a linear layer without bias."""
+    """A whitening convolution, three blocks of two convolutions, and a linear layer without bias."""
 
     def __init__(self, num_classes: int, options: models.SpeedNet):
         super().__init__()
-        self.whitening = options.whitening
         self.whiten = nn.Conv2d(3, WHITENED, PATCH)
-        self.activation = ACTIVATIONS[options.activation]()
-        self.whiten.weight.requires_grad_(not self.whitening)
-        sizes = [WHITENED, *(scaled(channels, options.width) for channels in CHANNELS[options.size])]
-        self.blocks = nn.Sequential(*(Block(before, after, options) for before, after in pairwise(sizes)))
+        self.whiten.weight.requires_grad_(False)
+        sizes = [WHITENED, *(scaled(channels, options.width) for channels in CHANNELS)]
+        self.blocks = nn.Sequential(*(Block(before, after) for before, after in pairwise(sizes)))
         self.head = Head(sizes[-1], num_classes, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class scores (N, num_classes) of images (N, 3, H, W) in [-1, 1], H and W from 12; here of 32 x 32 pixels."""
-        x = self.activation(self.whiten(x))  # (N, 24, 31, 31)
+        """Class scores (N, num_classes) of images (N, 3, H, W) in [-1, 1], here of 32 x 32 pixels."""
+        x = F.gelu(self.whiten(x))  # (N, 24, 31, 31)
         x = self.blocks(x)  # (N, 256, 3, 3)
         x = F.max_pool2d(x, (x.shape[2], x.shape[3])).flatten(1)  # (N, 256)
         return self.head(x) / (SCORE_SCALE * x.shape[1] ** 0.5)
 
     def starting_weights(self, images: Tensor) -> dict[str, Tensor]:
         """Returns the weights, by name, that are computed from training images (N, 3, 32, 32) in [-1, 1]."""
-        return {"whiten.weight": whitening_filters(images)} if self.whitening else {}
+        return {"whiten.weight": whitening_filters(images)}
 
 
 class Block(nn.Module):
-    """Convolutions of 3 x 3, each with a batch norm and an activation; a max-pool halves the side after the first. If
-    there are three, the last two have a residual connection around them."""
+    """Two convolutions of 3 x 3, each with a batch norm and GELU; a max-pool halves the side after the first."""
 
-    def __init__(self, before: int, after: int, options: models.SpeedNet):
+    def __init__(self, before: int, after: int):
         super().__init__()
-        conv = IdentityConv if options.identity_init else nn.Conv2d
-        self.conv1 = conv(before, after, 3, padding=1, bias=False)
-        self.norm1 = norm(after, options.norm_momentum)
-        self.conv2 = conv(after, after, 3, padding=1, bias=False)
-        self.norm2 = norm(after, options.norm_momentum)
-        self.conv3 = conv(after, after, 3, padding=1, bias=False) if options.size == "large" else None
-        self.norm3 = norm(after, options.norm_momentum) if options.size == "large" else None
-        self.activation = ACTIVATIONS[options.activation]()
+        self.conv1 = IdentityConv(before, after, 3, padding=1, bias=False)
+        self.norm1 = norm(after)
+        self.conv2 = IdentityConv(after, after, 3, padding=1, bias=False)
+        self.norm2 = norm(after)
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, before, H, W) -> (N, after, H // 2, W // 2)."""
-        first = self.activation(self.norm1(F.max_pool2d(self.conv1(x), 2)))
-        x = self.activation(self.norm2(self.conv2(first)))
-        if self.conv3 is None or self.norm3 is None:
-            return x
-        return self.activation(self.norm3(self.conv3(x)) + first)
+        x = F.gelu(self.norm1(F.max_pool2d(self.conv1(x), 2)))
+        return F.gelu(self.norm2(self.conv2(x)))
 
 
 class IdentityConv(nn.Conv2d):
@@ -94,9 +86,9 @@ class Head(nn.Linear):
             self.weight.div_(self.weight.std())
 
 
-def norm(channels: int, momentum: float) -> nn.BatchNorm2d:
+def norm(channels: int) -> nn.BatchNorm2d:
     """Returns a batch norm that learns a bias and no scale."""
-    made = nn.BatchNorm2d(channels, eps=1e-12, momentum=momentum)
+    made = nn.BatchNorm2d(channels, eps=1e-12, momentum=NORM_MOMENTUM)
     made.weight.requires_grad_(False)
     return made
 

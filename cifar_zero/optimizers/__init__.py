@@ -39,8 +39,10 @@ class OptimizerOptions(Options):
 
         name = type(self).__name__
         kind = getattr(torch_updates, f"Torch{name}", None) or getattr(torch.optim, name)
-        fused = implementation in self.fused_as or None  # False would switch foreach off too
-        return kind(parameters, **self.torch_options(), **({"fused": fused} if self.fused_as else {}))
+        options = self.torch_options()
+        if implementation in self.fused_as:
+            options["fused"] = True
+        return kind(parameters, **options)
 
     def torch_options(self) -> dict[str, Any]:
         """The fields as torch's optimizers take them; `weight_decay_on` acts through the groups instead."""
@@ -191,9 +193,6 @@ class MuonSGD(OptimizerOptions):
     lr: float = 0.24
     """Learning rate of Muon: length of a step, where each filter has length 1 on average."""
 
-    muon: bool = True
-    """false: SGD for filters and matrices too, at --optimizer.lr, as in airbench96."""
-
     weight_decay: float = 0.0
     """What SGD adds to the gradient, as a share of the weights, times the learning rate that the group begins with:
     other learning rates do not change it. Muon's weights do not decay."""
@@ -201,15 +200,9 @@ class MuonSGD(OptimizerOptions):
     momentum: float = limited(0.6, below=1)
     """Muon's momentum, in Nesterov's form: share of the sum of gradients that is kept."""
 
-    ns_steps: int = limited(3, below=100)  # torch.optim.Muon's limit
-    """Newton-Schulz iterations that orthogonalise Muon's steps; 0: none, the steps are only scaled to the same
-    length."""
-
-    normalize: bool = True
-    """Scale Muon's weights to the length sqrt(filters) before each step, so that --optimizer.lr is an angle."""
-
-    normalize_every: int = limited(1, at_least=1)
-    """With normalize: do so before the first step and every N steps from then on."""
+    ns_steps: int = limited(3, at_least=1, below=100)  # torch.optim.Muon's limit
+    """Newton-Schulz iterations that orthogonalise Muon's steps. Before each step Muon's weights are scaled to the
+    length sqrt(filters), so that --optimizer.lr is an angle."""
 
     bias_lr: float = 100.0
     """Learning rate of SGD for biases, norms and embeddings. It applies to the mean of the loss over a batch: the
@@ -221,18 +214,14 @@ class MuonSGD(OptimizerOptions):
     sgd_momentum: float = limited(0.85, below=1)
     """SGD's momentum, in Nesterov's form."""
 
-    first_bias_share: float = limited(1.0, over=0, at_most=1)
-    """Share of the training in which the first layer's bias is trained; its learning rate goes through the whole
-    --schedule in that time. Below 1 it needs a schedule that ends at 0."""
-
     def build(self, parameters: Any, implementation: Implementation) -> Any:
         from cifar_zero.optimizers.torch_updates import TorchMuon
 
         options = self.torch_options()
-        for name in ("muon", "bias_lr", "head_lr", "first_bias_share", "weight_decay"):
+        for name in ("bias_lr", "head_lr", "weight_decay"):
             del options[name]
         fused = implementation == "torch_fused"
-        return TorchMuon(parameters, fused=fused, weight_decay=0.0, schedule_share=1.0, **options)
+        return TorchMuon(parameters, fused=fused, weight_decay=0.0, **options)
 
 
 OPTIMIZERS: dict[str, type[OptimizerOptions]] = {

@@ -1,29 +1,27 @@
 """The parameter groups of an optimizer: which parameters decay, are Muon's, or have their own learning rate; and how
 the state of other groups, those of a checkpoint, fits them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
-from cifar_zero.core.errors import UsageError
 from cifar_zero.optimizers import Muon, MuonSGD, OptimizerOptions
 
 
-def parameter_groups(optimizer: OptimizerOptions, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
+def parameter_groups(
+    optimizer: OptimizerOptions, parameters: Mapping[str, Any], shape: Callable[[Any], Sequence[int]] = Tensor.size
+) -> list[dict[str, Any]]:
     """Returns the groups for an optimizer, in the model's order, those with a learning rate of their own last. Each has
     `param_names`, as torch's optimizers call them: a checkpoint then says which numbers belong to which parameter.
-    `parameters` are the model's, by name and in its order; frozen ones are in no group."""
-    # Of the whole parameters: ZeRO-3 leaves empty ones and notes their shapes.
-    dimensions = {name: len(getattr(each, "ds_shape", each.shape)) for name, each in parameters.items()}
+    `parameters` are the model's, by name and in its order; frozen ones are in no group. `shape` returns the shape of a
+    parameter, which the strategy may have sharded."""
+    dimensions = {name: len(shape(each)) for name, each in parameters.items()}
     weights = _layer_weights(dimensions)
     by_muon = hidden_matrices(dimensions) if isinstance(optimizer, Muon) else set[str]()
-    first_bias = ""
     if isinstance(optimizer, MuonSGD):
-        by_muon = {*weights[:-1]} if optimizer.muon else by_muon
-        first_bias = weights[0].removesuffix("weight") + "bias" if weights else ""
-        if optimizer.first_bias_share < 1 and first_bias not in dimensions:
-            raise UsageError("--optimizer.first_bias_share: the model's first layer has no bias, leave it out")
+        by_muon = {*weights[:-1]}
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, parameter in parameters.items():
         if not parameter.requires_grad:
@@ -31,13 +29,9 @@ def parameter_groups(optimizer: OptimizerOptions, parameters: Mapping[str, Any])
         decays = optimizer.weight_decay > 0 and (optimizer.weight_decay_on == "all" or dimensions[name] >= 2)
         options: dict[str, Any] = {"muon": True} if name in by_muon else {}
         if isinstance(optimizer, MuonSGD) and name not in by_muon:
-            rate = optimizer.lr
-            if name not in weights[:-1]:
-                options["lr"] = rate = optimizer.head_lr if name in weights else optimizer.bias_lr
+            options["lr"] = rate = optimizer.head_lr if name in weights else optimizer.bias_lr
             if decays and rate:
                 options["weight_decay"] = optimizer.weight_decay / rate
-            if name == first_bias and optimizer.first_bias_share < 1:
-                options["schedule_share"] = optimizer.first_bias_share
         elif optimizer.weight_decay and not decays:
             options["weight_decay"] = 0.0
         group = groups.setdefault((*options.items(),), {**options, "params": [], "param_names": []})
@@ -62,8 +56,9 @@ def keep_own_options(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, A
     """Returns the state of another implementation, device or grouping with this optimizer's options and groups. Only
     the learning rate, which a schedule has moved, is the checkpoint's. All groups have `param_names`."""
     own_groups = optimizer.param_groups
-    if [group.get("param_names") for group in state["param_groups"]] != [group["param_names"] for group in own_groups]:
-        state = _regrouped(state, own_groups)
+    wanted = [group["param_names"] for group in own_groups]
+    if [group["param_names"] for group in state["param_groups"]] != wanted:  # else they may be ZeRO's flat ones
+        state = _regrouped(state, wanted)
     groups = [
         {**own, **{key: saved[key] for key in ("lr", "initial_lr", "params") if key in saved}}
         for own, saved in zip(own_groups, state["param_groups"], strict=True)
@@ -80,10 +75,7 @@ def lay_like_parameters(optimizer: Optimizer) -> None:
 
 
 def by_name(state: dict[str, Any]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Returns for each parameter its group in a checkpoint's optimizer, and its state, empty before the first step.
-    Raises UsageError: an earlier version wrote it, without names."""
-    if not all("param_names" in group for group in state["param_groups"]):
-        raise UsageError("--resume: the checkpoint is of an earlier version, use --weights instead of --resume")
+    """Returns for each parameter its group in a checkpoint's optimizer, and its state, empty before the first step."""
     return {
         name: (group, state["state"].get(number, {}))
         for group in state["param_groups"]
@@ -91,11 +83,12 @@ def by_name(state: dict[str, Any]) -> dict[str, tuple[dict[str, Any], dict[str, 
     }
 
 
-def _regrouped(state: dict[str, Any], wanted: list[dict[str, Any]]) -> dict[str, Any]:
+def _regrouped(state: dict[str, Any], wanted: list[list[str]]) -> dict[str, Any]:
+    """Returns the state with the groups of these names."""
     saved = by_name(state)
     groups: list[dict[str, Any]] = []
     entries: list[dict[str, Any]] = []
-    for names in (group["param_names"] for group in wanted):
+    for names in wanted:
         group, _ = saved[names[0]]
         groups.append({**group, "params": [*range(len(entries), len(entries) + len(names))]})
         entries += [saved[name][1] for name in names]

@@ -105,14 +105,13 @@ class TorchMuon(GroupOptimizer):
 
     Groups with `muon` hold weights of two and more dimensions; `fused` makes SGD one call for all parameters of a
     group, on CUDA. The options are lr, weight_decay; momentum and ns_steps (Newton-Schulz iterations) of Muon; betas of
-    AdamW, whose size Muon's steps then have too, or sgd_momentum of SGD. normalize: scale Muon's weights to the length
-    sqrt(out) before every `normalize_every`-th step.
+    AdamW, whose size Muon's steps then have too, or sgd_momentum of SGD, with which Muon's weights are scaled to the
+    length sqrt(out) before each step.
     """
 
     def __init__(self, params: Any, fused: bool = False, **defaults: Any) -> None:
         self._fused = fused
-        options = {"muon": False, "normalize": False, "normalize_every": 1}
-        super().__init__(params, **{**options, **defaults})
+        super().__init__(params, **{"muon": False, **defaults})
 
     def update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
         update = self._muon if group["muon"] else self._adamw if "betas" in group else self._sgd
@@ -123,23 +122,20 @@ class TorchMuon(GroupOptimizer):
         _foreach_mul_(sums, group["momentum"])
         _foreach_add_(sums, gradients)
         steps = _foreach_add(gradients, sums, alpha=group["momentum"])  # Nesterov's form
-        normalizes = group["normalize"]
-        if normalizes and group["normalize_every"] > 1:
-            counts = self.counts(weights)  # a resumed run continues to count
-            normalizes = int(counts[0]) % group["normalize_every"] == 0
-            _foreach_add_(counts, 1)
         for numbers in _stacks(weights):
             matrices = torch.stack([weights[number].flatten(1) for number in numbers])  # (weights, out, all else)
             stacked = torch.stack([steps[number].flatten(1) for number in numbers])
             step = orthogonalized(stacked, group["ns_steps"], stacked.device.type)
-            if normalizes:
+            scale = 1.0
+            if "betas" in group:
+                # An update as large as AdamW's (Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2), so
+                # that one learning rate and schedule serve both.
+                scale = 0.2 * max(matrices.shape[1:]) ** 0.5
+            else:
                 lengths = torch.linalg.matrix_norm(matrices, keepdim=True)
                 matrices *= matrices.shape[1] ** 0.5 / lengths
             if group["weight_decay"]:
                 matrices *= 1 - group["lr"] * group["weight_decay"]
-            # 0.2 sqrt(max(rows, columns)): an update as large as AdamW's (Liu et al. 2025, "Muon is Scalable for LLM
-            # Training", section 2.2), so that one learning rate and schedule serve both.
-            scale = 0.2 * max(matrices.shape[1:]) ** 0.5 if "betas" in group else 1.0
             matrices.add_(step, alpha=-group["lr"] * scale)
             for number, matrix in zip(numbers, matrices, strict=True):
                 weights[number].copy_(matrix.view_as(weights[number]))
@@ -181,15 +177,12 @@ def orthogonalized(matrices: Tensor, steps: int, device_type: str) -> Tensor:
 
     By Newton-Schulz iterations with the coefficients that torch.optim.Muon takes from Jordan et al. 2024
     (kellerjordan.github.io/posts/muon): most of the values lie between 0.7 and 1.2 after five steps. On CUDA in
-    bfloat16, as there; on the CPU in the matrices' own type, as few CPUs multiply in bfloat16. Without iterations a
-    matrix is only scaled to the length that it would have if all of its singular values were 1.
+    bfloat16, as there; on the CPU in the matrices' own type, as few CPUs multiply in bfloat16.
     """
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
     x = x.bfloat16() if device_type == "cuda" else x
     x = x / (torch.linalg.matrix_norm(x, keepdim=True) + EPS)  # then no singular value is over 1
-    if not steps:
-        x = x * x.shape[1] ** 0.5
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=DEFAULT_B, alpha=DEFAULT_C), x, beta=DEFAULT_A)

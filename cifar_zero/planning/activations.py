@@ -9,7 +9,6 @@ operation: it takes 24 seconds for one size of vit_large, this file 2.
 
 import weakref
 from collections.abc import MutableMapping
-from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -28,8 +27,8 @@ from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import Spec
 from cifar_zero.core.errors import UsageError, short
 from cifar_zero.models import IMAGE_SHAPE
+from cifar_zero.models.activation_checkpointing import checkpoint_blocks
 from cifar_zero.models.moe import gates
-from cifar_zero.models.recomputation import checkpoint_blocks
 
 Computes = Literal["float32", "autocast", "cast"]
 """How a model computes: in float32, in bfloat16 under autocast, or cast to bfloat16; float16 takes as much."""
@@ -40,7 +39,7 @@ FAKE = partial(FakeTensorMode, allow_non_fake_inputs=True)
 
 
 @dataclass(frozen=True)
-class Line:
+class LinearFit:
     """Bytes at the peak as a linear function of the number of images, measured at two sizes of the micro-batch."""
 
     base: float
@@ -50,32 +49,30 @@ class Line:
         return max(0, round(self.base + self.per_image * images))
 
 
-class Held(TorchDispatchMode):
-    """Counts the memory that operations allocate and tensors still use, without that of the model itself."""
+class ActivationTracker(TorchDispatchMode):
+    """Counts the memory that operations allocate and tensors still use, without that of the model and its gradients."""
 
     def __init__(self, net: nn.Module):
         super().__init__()
-        own = (tensor.untyped_storage() for tensor in (*net.parameters(), *net.buffers()))
-        self._known: MutableMapping[UntypedStorage, weakref.finalize | None] = WeakIdKeyDictionary(
-            dict.fromkeys(own, None)
-        )
+        tensors = [*net.parameters(), *net.buffers()]
+        for parameter in net.parameters():
+            if parameter.requires_grad:  # the backward pass then adds to it, and what it adds is temporary
+                parameter.grad = torch.zeros_like(parameter)
+                tensors.append(parameter.grad)
+        self._known: MutableMapping[UntypedStorage, None] = WeakIdKeyDictionary()
+        for tensor in tensors:
+            self._known[tensor.untyped_storage()] = None
         self.now = self.peak = 0  # bytes of activations that are allocated now, and their peak so far
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self._known:
+                self._known[storage] = None
                 self.now += storage.nbytes()
-                self._known[storage] = weakref.finalize(storage, self._free, storage.nbytes())
+                weakref.finalize(storage, self._free, storage.nbytes())
         self.peak = max(self.peak, self.now)
         return made
-
-    def leave_out_gradient(self, parameter: Tensor) -> None:
-        """Stops counting a gradient as an activation; a hook that runs when the parameter has its gradient."""
-        assert parameter.grad is not None
-        free = self._known[parameter.grad.untyped_storage()]
-        if free is not None:
-            free()  # a finalizer runs once: now, and not when the tensor is freed
 
     def _free(self, size: int) -> None:
         self.now -= size
@@ -85,49 +82,43 @@ def counted(net: nn.Module, images: int, computes: Computes, side: int = IMAGE_S
     """Returns the bytes at the peak of one forward and backward pass of a micro-batch of images of side x side pixels,
     with temporary tensors of operations, without parameters and gradients. The model is built in the FakeTensorMode in
     which this is called, and already cast for "cast"."""
-    held = Held(net)
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(held.leave_out_gradient)
-        for parameter in net.parameters()
-        if parameter.requires_grad
-    ]
+    tracker = ActivationTracker(net)
     batch, labels = torch.empty(images, IMAGE_SHAPE[0], side, side), torch.zeros(images, dtype=torch.int64)
-    with held:
-        with torch.autocast("cpu", torch.bfloat16) if computes == "autocast" else nullcontext():
-            scores = net(batch.bfloat16() if computes == "cast" else batch)
+    if computes == "cast":
+        batch = batch.bfloat16()
+    with tracker:
+        with torch.autocast("cpu", torch.bfloat16, enabled=computes == "autocast"):
+            scores = net(batch)
         loss = F.cross_entropy(scores.float(), labels)
         for gate in gates(net):
             assert gate.routing is not None
             loss = loss + gate.routing.load_balance_loss
         loss.backward()
-    for hook in hooks:
-        hook.remove()
     net.zero_grad()
-    return held.peak
+    return tracker.peak
 
 
-def measure(run: Run, computes: Computes) -> Line:
+def measure(run: Run, computes: Computes) -> LinearFit:
     """Returns the activations of a run, counted with its micro-batch and with one of twice this size. Raises UsageError
     if activation checkpointing finds no blocks, or a model of another package cannot be counted."""
-    config = run.config
     few = max(2, run.micro_batch)  # batch normalisation cannot take a single image
     # Some models of other packages read values while they are built, which FakeTensorMode refuses (torch 2.15).
-    net = on_meta(config.model, run.num_classes, config.trainable, config.lora)
+    net = on_meta(run.recipe.model, run.num_classes, run.recipe.trainable, run.recipe.lora)
     net.to(torch.bfloat16 if computes == "cast" else torch.float32)
     with FAKE():
         net = _fake(net)
-        if config.activation_checkpointing:
+        if run.placement.activation_checkpointing:
             checkpoint_blocks(net)
         try:
-            small, large = (_of_all_blocks(net, images, computes, config.data.image_size) for images in (few, 2 * few))
+            small, large = (_of_all_blocks(net, images, computes, run.data.image_size) for images in (few, 2 * few))
         except Exception as error:  # of any kind: models of other packages may fail on tensors without values
-            if ":" not in config.model.name:
+            if ":" not in run.recipe.model.name:
                 raise
             raise UsageError(
-                f"--model {config.model.name}: its activations cannot be counted without values "
+                f"--model {run.recipe.model.name}: its activations cannot be counted without values "
                 f"({short(error)}): choose a strategy and train"
             ) from error
-    return Line(2 * small - large, (large - small) / few)
+    return LinearFit(2 * small - large, (large - small) / few)
 
 
 def _fake(net: nn.Module) -> nn.Module:

@@ -14,11 +14,12 @@ follow DeepSpeed 0.19.8 and torch 2.15 where these differ from the paper:
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from cifar_zero.config.flags import Choice, ZeROConfig
+from cifar_zero.config.placement import ZeROConfig
+from cifar_zero.config.recipe import Choice
 from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import STRATEGIES, Spec
 
@@ -76,10 +77,9 @@ def network_of(run: Run) -> Network:
     from cifar_zero.models.moe import MixtureOfExperts
     from cifar_zero.optimizers.groups import hidden_matrices
 
-    config = run.config
-    net = on_meta(config.model, run.num_classes, config.trainable, config.lora)
-    ep_size = config.model.options.get("ep_size", 1)
-    check_patterns(net, config.trainable, ep_size)
+    net = on_meta(run.recipe.model, run.num_classes, run.recipe.trainable, run.recipe.lora)
+    ep_size = run.recipe.model.options.get("ep_size", 1)
+    check_patterns(net, run.recipe.trainable, ep_size)
     mixtures = [module for module in net.modules() if isinstance(module, MixtureOfExperts)]
     experts = {id(parameter) for mixture in mixtures for parameter in mixture.experts.parameters()}
     by_muon = hidden_matrices({name: parameter.dim() for name, parameter in net.named_parameters()})
@@ -133,7 +133,7 @@ class Prediction:
 
 def predicted(
     strategy: str,
-    weights: Iterable[Weight],
+    weights: Sequence[Weight],
     ranks: int,
     precision: str,
     optimizer: Choice,
@@ -141,35 +141,47 @@ def predicted(
 ) -> Prediction | None:
     """Returns the model states of the fullest of all `ranks`; None for a strategy that splits layers, which has no
     formula. `precision` is settled: not "auto"."""
-    spec, weights = STRATEGIES[strategy], [*weights]
-    size = parameter_size(spec, precision)
+    spec = STRATEGIES[strategy]
     if spec.one_replica:
         return None
-    if spec.family == "fsdp2":
-        # Each parameter is sharded along its first dimension; the first ranks have more rows.
-        mine = [(weight, weight.elements // weight.rows * math.ceil(weight.rows / ranks)) for weight in weights]
-        return Prediction(_held(mine, size, _state_size(optimizer, size)))
-    # The engine updates float32 copies of the weights (zero/stage_1_and_2.py, zero/stage3.py). Stage 0 (fp16/) has them
+    size = parameter_size(spec, precision)
+    # DeepSpeed updates float32 copies of the weights (zero/stage_1_and_2.py, zero/stage3.py). Stage 0 (fp16/) has them
     # only if the model itself is not float32.
-    state = _state_size(optimizer, FLOAT32)
+    masters = spec.family == "deepspeed" and (spec.stage > 0 or size < FLOAT32)
+    state = _state_size(optimizer, FLOAT32 if masters else size)
+    resting = whole = trained = optimizer_bytes = 0  # elements of a rank's shards, kept whole, and trained; bytes
+    for weight in weights:
+        shard = _shard(spec, weight, ranks)
+        kept = weight.elements // weight.ranks_that_share
+        if spec.stage == 3 and weight.elements <= zero.param_persistence_threshold:
+            whole += kept
+        resting += kept if spec.stage in (1, 2) else shard
+        if weight.trained:
+            trained += shard
+            optimizer_bytes += shard * (state(weight) + FLOAT32 * masters)
+    whole, resting, gradients = whole * size, resting * size, trained * size
+    if not spec.offload_optimizer:
+        return Prediction(States(whole + resting, gradients, optimizer_bytes))
+    if spec.offload_optimizer == "nvme":
+        swapped = States(resting, trained * FLOAT32, optimizer_bytes)
+        return Prediction(States(whole), States(0, gradients), swapped)
+    # At stage 3 gradients arrive in the model's format and are copied to float32 for the update.
+    on_host = States(
+        resting if spec.offload_parameters else 0,
+        trained * FLOAT32 + (gradients if spec.stage == 3 else 0),
+        optimizer_bytes,
+    )
+    return Prediction(States(whole + resting - on_host.parameters), on_host)
 
-    def updated(weight: Weight) -> int:
-        return FLOAT32 + state(weight)
 
+def _shard(spec: Spec, weight: Weight, ranks: int) -> int:
+    """Returns the elements of a weight whose gradient and optimizer state the fullest rank holds."""
+    if spec.family == "fsdp2":  # sharded along the first dimension; the first ranks have more rows
+        return weight.elements // weight.rows * math.ceil(weight.rows / ranks)
     if spec.stage == 0:
-        has_masters = spec.family == "deepspeed" and size < FLOAT32
-        mine = [(weight, weight.elements // weight.ranks_that_share) for weight in weights]
-        return Prediction(_held(mine, size, updated if has_masters else _state_size(optimizer, size)))
-    if spec.stage == 3:
-        return _stage_3(spec, weights, ranks, size, updated, zero.param_persistence_threshold)
-    held = sum(weight.elements // weight.ranks_that_share for weight in weights) * size
-    trained = [weight for weight in weights if weight.trained]
-    # One flat tensor, sharded evenly; experts among the ranks that have the same ones, which takes as much.
-    part = math.ceil(sum(weight.elements for weight in trained) / ranks)
-    optimizer_bytes = math.ceil(sum(weight.elements * updated(weight) for weight in trained) / ranks)
-    if spec.offload_optimizer:
-        return Prediction(States(held), host=States(0, part * FLOAT32, optimizer_bytes))
-    return Prediction(States(held, part * size, optimizer_bytes))
+        return weight.elements // weight.ranks_that_share
+    # Experts are sharded among the ranks that have the same ones, which takes as much.
+    return math.ceil(weight.elements / ranks)
 
 
 def parameter_size(spec: Spec, precision: str) -> int:
@@ -184,33 +196,3 @@ def _state_size(optimizer: Choice, size: int) -> Callable[[Weight], int]:
         return lambda weight: 2
     tensors = STATE_TENSORS[optimizer.name](optimizer.options)
     return lambda weight: (1 if weight.muon and optimizer.name == "muon" else tensors) * size
-
-
-def _held(mine: list[tuple[Weight, int]], size: int, state: Callable[[Weight], int]) -> States:
-    """The states of a rank that has so many elements of each weight."""
-    trained = [(weight, elements) for weight, elements in mine if weight.trained]
-    return States(
-        sum(elements for _, elements in mine) * size,
-        sum(elements for _, elements in trained) * size,
-        sum(elements * state(weight) for weight, elements in trained),
-    )
-
-
-def _stage_3(
-    spec: Spec, weights: list[Weight], ranks: int, size: int, updated: Callable[[Weight], int], persistent: int
-) -> Prediction:
-    """Each parameter is sharded separately; the first ranks have one element more if it does not divide."""
-    parts = [(weight, math.ceil(weight.elements / ranks)) for weight in weights]
-    whole = sum(weight.elements for weight in weights if weight.elements <= persistent) * size
-    resting = sum(part for _, part in parts) * size
-    gradients = sum(part for weight, part in parts if weight.trained)
-    optimizer = sum(part * updated(weight) for weight, part in parts if weight.trained)
-    if not spec.offload_optimizer:
-        return Prediction(States(whole + resting, gradients * size, optimizer))
-    if spec.offload_optimizer == "nvme":
-        swapped = States(resting, gradients * FLOAT32, optimizer)
-        return Prediction(States(whole), States(0, gradients * size), swapped)
-    on_host = resting if spec.offload_parameters else 0
-    # Gradients arrive in the model's format and are copied to float32 for the update.
-    host = States(on_host, gradients * (size + FLOAT32), optimizer)
-    return Prediction(States(whole + resting - on_host), host)

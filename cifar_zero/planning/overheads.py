@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 
 from cifar_zero.config.run import Run
-from cifar_zero.models import MODELS, Foreign
+from cifar_zero.models import MODELS, ThirdParty
 from cifar_zero.planning.model_states import FLOAT32, Network, Weight, parameter_size
 
 REUSE_ELEMENTS = 10**9
@@ -18,17 +18,17 @@ def buckets(run: Run, network: Network) -> int:
     """Returns what the backward pass holds in addition to activations: buckets and temporarily gathered parameters.
     Stage 1 also holds whole gradients, which it reduces at the end of the last backward pass (zero/stage_1_and_2.py,
     without overlap_comm). They are counted in addition to all activations, which is more than it ever holds."""
-    size = parameter_size(run.spec, run.config.precision)
+    size = parameter_size(run.spec, run.placement.precision)
     if run.spec.family == "fsdp2":
         # A block, the block gathered ahead, and the gradients of one block. In mixed precision these have a float32
         # copy, in which they are reduced (reduce_dtype in strategies/fsdp2.py; foreach_reduce in torch 2.15's
         # _fsdp_collectives.py). A model without blocks is one block.
-        computed_in = FLOAT32 if run.config.precision == "32-true" else 2
-        copy = FLOAT32 if run.config.precision == "bf16-mixed" else 0
+        computed_in = FLOAT32 if run.placement.precision == "32-true" else 2
+        copy = FLOAT32 if run.placement.precision == "bf16-mixed" else 0
         return network.largest_block * (3 * computed_in + copy)
     if run.spec.stage == 0:
         return 0
-    zero = run.config.zero
+    zero = run.placement.zero
     bucket = min(zero.reduce_bucket_size, network.elements) * size
     if run.spec.stage < 3 and zero.overlap_comm:
         bucket *= 2  # one is filled while the other is sent (zero/stage_1_and_2.py)
@@ -36,45 +36,46 @@ def buckets(run: Run, network: Network) -> int:
         return bucket + network.trained * size
     if run.spec.stage == 2:
         return bucket
-    ranks_with_a_copy = zero.hpz_partition_size
-    copy = math.ceil(network.elements / ranks_with_a_copy) * size if ranks_with_a_copy > 1 else 0
-    ahead = max(0, min(zero.prefetch_bucket_size, zero.max_live_parameters - REUSE_ELEMENTS // 2))
-    return bucket + copy + min(REUSE_ELEMENTS // 2 + ahead, network.elements) * size
+    if zero.hpz_partition_size > 1:  # the ranks of a group hold a second copy of the parameters
+        bucket += math.ceil(network.elements / zero.hpz_partition_size) * size
+    return bucket + min(REUSE_ELEMENTS // 2 + zero.prefetch_bucket_size, network.elements) * size
 
 
 def update(run: Run, network: Network) -> int:
     """Returns the copies of the gradients that the update makes on the device, after the activations are freed."""
     if run.spec.family != "deepspeed" or run.spec.offload_optimizer:
         return 0
-    ranks, size = run.config.world_size, parameter_size(run.spec, run.config.precision)
-    part, is_cast = math.ceil(network.trained / ranks), size < FLOAT32
-    if run.spec.stage == 0:
-        # At most float32 gradients, and those again, flat, for the norm (DeepSpeed 0.19.8, fp16/unfused_optimizer.py).
-        # In float32 only the flat copy that is sent.
-        return network.trained * 2 * FLOAT32 if is_cast else network.trained * size * (ranks > 1)
+    size = parameter_size(run.spec, run.placement.precision)
+    part = math.ceil(network.trained / run.placement.world_size)
     if run.spec.stage == 3:
-        return min(part, run.config.zero.sub_group_size) * FLOAT32
-    return part * (size + FLOAT32 if is_cast else size)  # flat, then in float32 (zero/stage_1_and_2.py, step)
+        return min(part, run.placement.zero.sub_group_size) * FLOAT32
+    if size == FLOAT32:  # the flat copy that is sent
+        return part * size if run.spec.stage > 0 else network.trained * size
+    if run.spec.stage > 0:  # flat, then in float32 (zero/stage_1_and_2.py, step)
+        return part * (size + FLOAT32)
+    # At most float32 gradients, and those again, flat, for the norm (DeepSpeed 0.19.8, fp16/unfused_optimizer.py).
+    return network.trained * 2 * FLOAT32
 
 
 def average(run: Run, network: Network) -> int:
     """Returns the average of the weights (callbacks/averaging.py): float32, with a float32 copy of cast weights."""
-    if not (run.config.ema or run.config.swa_from):
+    if not (run.recipe.ema or run.recipe.swa_from):
         return 0
-    ranks = run.config.world_size if run.spec.stage == 3 else 1
-    copies = 2 if parameter_size(run.spec, run.config.precision) < FLOAT32 else 1
+    ranks = run.placement.world_size if run.spec.stage == 3 else 1
+    copies = 2 if parameter_size(run.spec, run.placement.precision) < FLOAT32 else 1
     return network.trained // ranks * FLOAT32 * copies
 
 
 def host_buffers(run: Run, network: Network) -> int:
     """Returns what offloading needs on the host in addition to the offloaded tensors."""
-    part, size = math.ceil(network.trained / run.config.world_size), parameter_size(run.spec, run.config.precision)
+    part = math.ceil(network.trained / run.placement.world_size)
     if run.spec.offload_optimizer == "nvme":  # the sub-group that is updated
-        return min(part, run.config.zero.sub_group_size) * 4 * FLOAT32
+        return min(part, run.placement.zero.sub_group_size) * 4 * FLOAT32
     if run.spec.offload_optimizer and run.spec.stage < 3:
         # Updated weights on their way back (param_buffer_of_bit16_for_cpu_offload_groups), and the gradients of several
         # micro-batches (accumulated_grads_in_cpu, zero/stage_1_and_2.py).
-        return part * size * (2 if run.config.accumulate > 1 else 1)
+        copies = 2 if run.placement.accumulate > 1 else 1
+        return part * parameter_size(run.spec, run.placement.precision) * copies
     return 0
 
 
@@ -84,11 +85,11 @@ def built_on_host(run: Run, network: Network) -> int:
     (deepspeed/strategy.py), but builds models of other packages whole on the host."""
     if run.spec.family != "fsdp2" and run.spec.stage < 3:
         return 0
-    size = network.elements * (2 if run.config.precision == "bf16-true" else FLOAT32)
-    if run.spec.family == "fsdp2" or issubclass(MODELS[run.config.model.name], Foreign):
+    size = network.elements * (2 if run.placement.precision == "bf16-true" else FLOAT32)
+    if run.spec.family == "fsdp2" or issubclass(MODELS[run.recipe.model.name], ThirdParty):
         return size
     on_host = run.spec.offload_parameters == "cpu" or (run.on_cpu and not run.spec.offload_parameters)
-    return math.ceil(size / run.config.world_size) if on_host else 0
+    return math.ceil(size / run.placement.world_size) if on_host else 0
 
 
 def sent_bytes(run: Run, network: Network) -> int:
@@ -99,21 +100,21 @@ def sent_bytes(run: Run, network: Network) -> int:
     DeepSpeed 0.19.8 and torch 2.15 differ from this in places, and the formulas follow them. docs/planning.md has the
     measurements, and what is not counted.
     """
-    config, spec = run.config, run.spec
-    ranks, micro_batches = config.world_size, config.accumulate
-    size = parameter_size(spec, config.precision)
+    spec = run.spec
+    ranks, micro_batches = run.placement.world_size, run.placement.accumulate
+    size = parameter_size(spec, run.placement.precision)
     trained = _sent(network, ranks, lambda weight: weight.trained)
     scattered = trained * (2 if run.on_cpu else 1)  # gloo runs a reduce-scatter as an all-reduce
     if spec.family == "fsdp2":
         # Gathered in the compute format, reduced in float32 if the precision is mixed (strategies/fsdp2.py).
-        gathered = FLOAT32 if config.precision == "32-true" else 2
-        reduced = 2 if config.precision == "bf16-true" else FLOAT32
+        gathered = FLOAT32 if run.placement.precision == "32-true" else 2
+        reduced = 2 if run.placement.precision == "bf16-true" else FLOAT32
         # A model without blocks is gathered once for both passes (reshard_after_forward of the root).
         gathers = 1 if network.largest_block == network.elements else 2
         whole = _sent(network, ranks, lambda weight: True)
         return round(micro_batches * (gathers * whole * gathered + scattered * reduced))
     if spec.stage == 3:
-        threshold = config.zero.param_persistence_threshold
+        threshold = run.placement.zero.param_persistence_threshold
         persistent = _sent(network, ranks, lambda weight: weight.elements <= threshold)
         sharded = _sent(network, ranks, lambda weight: weight.elements > threshold)
         # Kept whole: gathered once in a step, after their update. Other parameters stay gathered if their next use is
@@ -123,9 +124,8 @@ def sent_bytes(run: Run, network: Network) -> int:
     # Stages 1 and 2 all-reduce a bucket over all ranks, of which each then keeps its part
     # (use_multi_rank_bucket_allreduce in zero/config.py), and gather the updated weights: three numbers, not two. Stage
     # 1 reduces once in a step, stage 2 with every micro-batch (allreduce_gradients in engine.py).
-    all_reduces = micro_batches if spec.stage == 2 else 1
-    gathers = 1 if spec.stage else 0
-    return round((2 * all_reduces + gathers) * trained * size)
+    numbers = {0: 2, 1: 3, 2: 2 * micro_batches + 1}[spec.stage]
+    return round(numbers * trained * size)
 
 
 def _sent(network: Network, ranks: int, chosen: Callable[[Weight], bool]) -> float:

@@ -11,17 +11,15 @@ from rich.console import Console
 from rich.table import Table
 
 from cifar_zero.config import command_line, rules
-from cifar_zero.config.flags import Config
+from cifar_zero.config.placement import Placement
 from cifar_zero.config.run import Run, with_accelerator
 from cifar_zero.core import exits
+from cifar_zero.core.console import command, torchrun
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import gpu_count
-from cifar_zero.core.programs import command, torchrun
-from cifar_zero.core.usage import FlagParser
-from cifar_zero.planning.machine import Room, available
 from cifar_zero.planning.model_states import Network, network_of, network_of_size
-from cifar_zero.planning.survey import RULE, Need, gigabytes, recommended, survey
-from cifar_zero.training.resolve import of_machine, on_this_machine
+from cifar_zero.planning.survey import RULE, MemoryBudget, MemoryEstimate, available, gigabytes, recommended, survey
+from cifar_zero.training.resolve import make_run, resolve_devices
 
 EPILOG = """\
 exit code: 0 if a strategy fits, 1 if none does, 2 for wrong usage
@@ -31,7 +29,7 @@ examples:
   %(prog)s --model vit_13b --devices 8 --num_nodes 4 --device_memory 80GB --host_memory 1TB --batch_size 256
   %(prog)s --parameters 100e9 --optimizer adamw --precision bf16-mixed --device_memory 80GB --table
 
-All other options are those of train.py (train.py --help all).
+All other options are those of train (cifar-zero train --help all).
 """
 
 IMAGES = 32  # micro-batch per rank if no batch size is given
@@ -42,21 +40,21 @@ def main() -> int:
     """Prints the plan; returns the exit code, 1 if nothing fits."""
     arguments, flags = _parse()
     config = command_line.parse(flags)
-    if config.ds_config:
-        raise UsageError("--ds_config cannot be planned: leave it out, plan.py plans all named strategies")
-    config = replace(config, strategy=Config.strategy)  # all strategies are planned
-    any_batch_size, here = not _names_batch_size(flags), arguments.device_memory is None
-    if config.devices == "auto" and (any_batch_size or not here):
-        config = replace(config, devices=max(1, gpu_count()) if here and config.accelerator != "cpu" else 1)
-    config = on_this_machine(config) if here else with_accelerator(config, config.accelerator != "cpu")
+    if config.placement.ds_config:
+        raise UsageError("--ds_config cannot be planned: leave it out, all named strategies are planned")
+    config = config.changed(strategy=Placement.strategy)  # all strategies are planned
+    any_batch_size, here = "batch_size" not in config.named, arguments.device_memory is None
+    if config.placement.devices == "auto" and (any_batch_size or not here):
+        config = config.changed(devices=max(1, gpu_count()) if here and config.placement.accelerator != "cpu" else 1)
+    config = resolve_devices(config) if here else with_accelerator(config, config.placement.accelerator != "cpu")
     room = available(config, arguments.device_memory, arguments.host_memory)
     if any_batch_size:
-        config = replace(config, batch_size=IMAGES * config.world_size * config.accumulate)
-        flags += ["--batch_size", str(config.batch_size)]
-    return _plan(of_machine(config), arguments, flags, room)
+        config = config.changed(batch_size=IMAGES * config.placement.world_size * config.placement.accumulate)
+        flags += ["--batch_size", str(config.recipe.batch_size)]
+    return _plan(make_run(config), arguments, flags, room)
 
 
-def _plan(run: Run, arguments: Namespace, flags: list[str], room: Room) -> int:
+def _plan(run: Run, arguments: Namespace, flags: list[str], room: MemoryBudget) -> int:
     of_size = arguments.parameters is not None
     if not of_size:
         rules.check_model(run)
@@ -66,15 +64,15 @@ def _plan(run: Run, arguments: Namespace, flags: list[str], room: Room) -> int:
     choice, reason = recommended(needs, room)
     start = ""
     if choice is not None and not of_size:
-        nodes, chosen = run.config.num_nodes, [*flags, "--strategy", choice.strategy]
-        several = f"{torchrun('train', nodes, run.config.devices)} {shlex.join(chosen)}"
+        nodes, chosen = run.placement.num_nodes, [*flags, "--strategy", choice.strategy]
+        several = f"{torchrun('train', nodes, run.placement.devices)} {shlex.join(chosen)}"
         start = several if nodes > 1 else command("train", *chosen)
     if arguments.json:
         plan = {
             "schema": 1,
             "parameters": net.elements,
             "trained_parameters": net.trained,
-            "ranks": run.config.world_size,
+            "ranks": run.placement.world_size,
             "micro_batch": None if of_size else run.micro_batch,
             "room": {"device": room.device, "host": room.host, "disk": room.disk},
             "recommended": choice and choice.strategy,
@@ -91,10 +89,10 @@ def _plan(run: Run, arguments: Namespace, flags: list[str], room: Room) -> int:
     if arguments.table:
         by_devices = {}
         for count in (4**power for power in range(8)):  # 1 to 16,384
-            batch_size = run.micro_batch * count * run.config.accumulate  # the same micro-batch on each
-            config = replace(run.config, devices=count, num_nodes=1, batch_size=batch_size)
+            batch_size = run.micro_batch * count * run.placement.accumulate  # the same micro-batch on each
+            config = run.changed(devices=count, num_nodes=1, batch_size=batch_size)
             # What this machine lacks does not count for so many devices.
-            by_devices[count] = survey(replace(run, config=config), net, replace(room, elsewhere=True), lines)
+            by_devices[count] = survey(config, net, replace(room, elsewhere=True), lines)
         print_scaling(by_devices, room, console)
     else:
         print_plan(needs, console)
@@ -133,30 +131,19 @@ def _parse() -> tuple[Namespace, list[str]]:
     return arguments, [*flags, *(["--debug"] if arguments.debug else [])]
 
 
-def _names_batch_size(flags: list[str]) -> bool:
-    """Whether a flag or a recipe sets the batch size, even to its default."""
-    parser = FlagParser()
-    parser.add_argument("--batch_size")
-    parser.add_argument("--config", action="extend", nargs="+", default=[])
-    given, _ = parser.parse_known_args(flags)
-    recipes = map(command_line.read_recipe, given.config)
-    return given.batch_size is not None or any("batch_size" in recipe for recipe in recipes)
-
-
-def _heading(run: Run, net: Network, of_size: bool, room: Room) -> str:
-    config = run.config
-    model = "a model" if of_size else config.model.name
+def _heading(run: Run, net: Network, of_size: bool, room: MemoryBudget) -> str:
+    model = "a model" if of_size else run.recipe.model.name
     trained = "" if net.trained == net.elements else f" ({net.trained:,} trained)"
-    ranks = f"{config.world_size} rank{'s'[: config.world_size > 1]}"
+    ranks = f"{run.placement.world_size} rank{'s'[: run.placement.world_size > 1]}"
     images = "model states only" if of_size else f"micro-batches of {run.micro_batch} images"
     where = "" if room.elsewhere else " of this machine's " + ("free memory" if room.shared else "GPU memory")
     return (
-        f"{model}, {net.elements:,} parameters{trained}, {config.optimizer.name}, {config.precision}, {ranks}, "
-        f"{images}; {gigabytes(room.device)} GB{where} available to a rank"
+        f"{model}, {net.elements:,} parameters{trained}, {run.recipe.optimizer.name}, {run.placement.precision}, "
+        f"{ranks}, {images}; {gigabytes(room.device)} GB{where} available to a rank"
     )
 
 
-def print_plan(needs: Sequence[Need], console: Console) -> None:
+def print_plan(needs: Sequence[MemoryEstimate], console: Console) -> None:
     """Prints a row for each strategy, in GB on the fullest rank, and notes; a narrow console sums model states."""
     wide = console.width >= WIDE
     has_disk = any(need.disk for need in needs if not need.refused)
@@ -186,7 +173,7 @@ def _short(strategy: str, console: Console) -> str:
     return strategy if console.width >= WIDE else strategy.removeprefix("deepspeed_")
 
 
-def _notes(needs: Sequence[Need], console: Console) -> list[str]:
+def _notes(needs: Sequence[MemoryEstimate], console: Console) -> list[str]:
     """Returns what the columns mean, and why strategies are refused."""
     lines = ["device, host: the peak; sent: to other ranks in a step; images: the largest micro-batch that fits"]
     if console.width < WIDE:
@@ -200,8 +187,8 @@ def _notes(needs: Sequence[Need], console: Console) -> list[str]:
     return lines
 
 
-def print_scaling(by_devices: Mapping[int, Sequence[Need]], room: Room, console: Console) -> None:
-    """Prints GB on the fullest rank by strategy and number of devices, or that train.py refuses it; a star marks what
+def print_scaling(by_devices: Mapping[int, Sequence[MemoryEstimate]], room: MemoryBudget, console: Console) -> None:
+    """Prints GB on the fullest rank by strategy and number of devices, or that `train` refuses it; a star marks what
     fits. On a CPU these are all of a rank's memory."""
     table = _table(map(str, by_devices), console.width >= WIDE)
     for row in zip(*by_devices.values(), strict=True):

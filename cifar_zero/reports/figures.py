@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from numpy.typing import NDArray
 
-from cifar_zero.config.flags import Choice
+from cifar_zero.config.recipe import Choice
 from cifar_zero.core.errors import UsageError
 from cifar_zero.optimizers import OPTIMIZERS
-from cifar_zero.schedules import SCHEDULES, settled
+from cifar_zero.schedules import SCHEDULES, with_total_steps
 
 Curve = tuple[NDArray[np.float64], NDArray[np.float64]]  # abscissae and ordinates, both (points,)
 
@@ -216,27 +216,13 @@ def _mean(figures: NDArray[np.float64]) -> float:
 
 def draw_schedule(schedule: Choice, optimizer: Choice, steps: int, file: Path) -> None:
     """Draws the learning rate of each optimizer step into a PNG file. Raises UsageError: it cannot be written."""
-    formula = settled(SCHEDULES[schedule.name](**schedule.options), lambda: steps)
+    formula = with_total_steps(SCHEDULES[schedule.name](**schedule.options), lambda: steps)
     base_lr = OPTIMIZERS[optimizer.name](**optimizer.options).lr
     shown = range(0, steps, max(1, steps // POINTS))
     with _drawn(file, "optimizer step", "learning rate") as axes:
         axes.plot(shown, [formula.rate(step, base_lr) for step in shown])
         axes.set_ylim(bottom=0)
         axes.set_title(f"{schedule.name}, {optimizer.name} with {base_lr:g}, {steps:,} steps")
-
-
-def draw_range_test(
-    rates: Sequence[float], losses: Sequence[float], smooth: Sequence[float], suggestion: float | None, file: Path
-) -> None:
-    """Draws losses, and their running mean, over learning rates into a PNG file. Rates and losses are of each step;
-    `smooth` ends where the run diverges. `suggestion` is the rate to mark. Raises UsageError: it cannot be written."""
-    with _drawn(file, "learning rate", "training loss") as axes:
-        axes.plot(rates[: len(smooth)], losses[: len(smooth)], alpha=0.3, label="loss")
-        axes.plot(rates[: len(smooth)], smooth, label="running mean")
-        if suggestion is not None:
-            axes.axvline(suggestion, color="black", linestyle=":", label=f"steepest fall: {suggestion:.2g}")
-        axes.set_xscale("log")
-        axes.legend()
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from cifar_zero.core import atomic
-from cifar_zero.core.programs import next_to_python
+from cifar_zero.core.console import next_to_python
 
 SCHEMA = 1  # version of metrics.json's keys; raised when a key changes its meaning
 

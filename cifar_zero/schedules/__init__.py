@@ -1,6 +1,6 @@
 """The registry of learning-rate schedules: each a dataclass whose fields are the `--schedule.<option>` flags.
 
-torch's and transformers' schedules, that of --find_lr, and DeepSpeed's with a warm-up. A schedule is a closed formula,
+torch's and transformers' schedules, a range test, and DeepSpeed's with a warm-up. A schedule is a closed formula,
 the learning rate of optimizer step k (from 0): a resumed run needs no more than k.
 """
 
@@ -155,7 +155,11 @@ class WarmupLinear(FiniteSchedule):
     def rate(self, step: float, base_lr: float) -> float:  # transformers' get_linear_schedule_with_warmup
         if step < self.warmup_steps:
             return base_lr * step / self.warmup_steps
-        return base_lr * (1 - share_done(step - self.warmup_steps, self.total_steps - self.warmup_steps))
+        return self.fall(base_lr, share_done(step - self.warmup_steps, self.total_steps - self.warmup_steps))
+
+    def fall(self, base_lr: float, share: float) -> float:
+        """Returns the learning rate when a share of the steps after the rise is done."""
+        return base_lr * (1 - share)
 
 
 @dataclass
@@ -165,15 +169,13 @@ class WarmupCosine(WarmupLinear):
     min_lr: float = 0.0
     """Learning rate after total_steps, and from then on."""
 
-    def rate(self, step: float, base_lr: float) -> float:  # transformers' get_cosine_schedule_with_warmup
-        if step < self.warmup_steps:
-            return base_lr * step / self.warmup_steps
-        return cosine(base_lr, self.min_lr, share_done(step - self.warmup_steps, self.total_steps - self.warmup_steps))
+    def fall(self, base_lr: float, share: float) -> float:  # transformers' get_cosine_schedule_with_warmup
+        return cosine(base_lr, self.min_lr, share)
 
 
 @dataclass
 class RangeTest(FiniteSchedule):
-    """exponentially from a very small learning rate to a large one, the schedule of --find_lr (Smith 2017)"""
+    """exponentially from a very small learning rate to a large one, for a learning-rate range test (Smith 2017)"""
 
     min_lr: float = limited(1e-6, over=0)
     """Learning rate of the first step, whatever the optimizer's."""
@@ -217,19 +219,22 @@ class WarmupLR(_Warmup):
 
     def rate(self, step: float, base_lr: float) -> float:
         gamma = self._gamma(step)
-        return self.warmup_min_lr + (base_lr - self.warmup_min_lr) * (1.0 if gamma is None else gamma)
+        if gamma is None:
+            gamma = self._after(step)
+        return self.warmup_min_lr + (base_lr - self.warmup_min_lr) * gamma
+
+    def _after(self, step: float) -> float:
+        """Returns the share of the learning rate after the rise."""
+        return 1.0
 
 
 @dataclass
 class WarmupDecayLR(FiniteSchedule, WarmupLR):
     """DeepSpeed's WarmupDecayLR: like its WarmupLR, then in a straight line down to warmup_min_lr"""
 
-    def rate(self, step: float, base_lr: float) -> float:
-        gamma = self._gamma(step)
-        if gamma is None:
-            falling = float(max(1.0, self.total_steps - max(2, self.warmup_num_steps)))
-            gamma = max(0.0, float(self.total_steps - (step - 1)) / falling)
-        return self.warmup_min_lr + (base_lr - self.warmup_min_lr) * gamma
+    def _after(self, step: float) -> float:
+        falling = max(1, self.total_steps - max(2, self.warmup_num_steps))
+        return max(0.0, (self.total_steps - (step - 1)) / falling)
 
 
 @dataclass
@@ -271,7 +276,7 @@ SCHEDULES: dict[str, type[Schedule]] = {
 }
 
 
-def settled(schedule: Schedule, steps: Callable[[], float]) -> Schedule:
+def with_total_steps(schedule: Schedule, steps: Callable[[], float]) -> Schedule:
     """Returns the schedule with its end known; `steps` returns the optimizer steps of the run, if they matter. Raises
     ValueError if the run has no end."""
     if not isinstance(schedule, FiniteSchedule) or schedule.total_steps:

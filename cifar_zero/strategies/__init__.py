@@ -1,88 +1,52 @@
-"""Builds Lightning's strategy of a run, one file per family; `build` imports only the family that the run needs.
-
-The other functions take any of Lightning's strategies, so that the modules work with a plain Trainer too. `own` returns
-what this project's strategies decide themselves, and the defaults for other strategies.
-"""
+"""Builds Lightning's strategy, one file or folder per family; only the family that a run needs is imported. What else a
+strategy decides or knows, and other packages read, is in hooks.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from cifar_zero.config import ds_config
+from cifar_zero.config.placement import Placement
+from cifar_zero.config.strategy_specs import STRATEGIES
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
-    from torch.distributed import ProcessGroup
-    from torch.nn import Module
 
-    from cifar_zero.config.run import Run
-    from cifar_zero.optimizers import Implementation
+    from cifar_zero.strategies.hooks import Hooks
 
 
-class OwnStrategy:
-    """What a strategy of this project decides in addition to Lightning's interface; here the defaults."""
+def build(placement: Placement, num_parameters: int, largest_parameter: int = 0) -> Strategy | str:
+    """Returns the strategy for Lightning's Trainer and any LightningModule with so many parameters.
 
-    def optimizer_implementation(self, device_type: str) -> Implementation:
-        """Returns which implementation of the optimizer runs on devices of a type, cuda or cpu."""
-        raise NotImplementedError
+    Nothing of the placement may be open: devices is a number, accelerator cpu or gpu, precision a format. Clipping and
+    accumulation are the Trainer's.
 
-    def parameter_groups(self, module: Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns an optimizer's parameter groups, split further where the strategy must tell parameters apart."""
-        return groups
+    Args:
+        placement: Where and how to train.
+        num_parameters: Elements of all parameters; DeepSpeed's communication buckets are no larger.
+        largest_parameter: Elements of the largest parameter, for NVMe offload's buffers; 0: unknown.
 
-    def rewriting(self) -> AbstractContextManager[None]:
-        """Returns a context in which the weights that a rank holds may be overwritten; all ranks enter it."""
-        return nullcontext()
-
-    def plain_names(self, names: Iterable[str]) -> dict[str, str]:
-        """Returns the plain model's name for each name of a weight."""
-        return {name: name for name in names}
-
-
-def build(run: Run, elements: int = 0) -> Strategy | str:
-    """Returns Lightning's strategy for a run with CIFARModule, or for another module of so many `elements`."""
-    family = import_module(f"cifar_zero.strategies.{run.spec.family}")
-    return family.build(run, elements) if run.spec.family == "deepspeed" else family.build(run)
-
-
-def own(strategy: Strategy) -> OwnStrategy:
-    """Returns a strategy of this project itself, and the defaults for any other."""
-    return strategy if isinstance(strategy, OwnStrategy) else OwnStrategy()
-
-
-def replica(strategy: Strategy) -> tuple[int, int]:
-    """Returns the number of replicas that train on different images, and the number of this rank's replica. To be
-    called after the rendezvous of the ranks."""
-    from lightning.pytorch.strategies import ParallelStrategy
-
-    if not isinstance(strategy, ParallelStrategy):
-        return 1, 0
-    kwargs = strategy.distributed_sampler_kwargs
-    return kwargs["num_replicas"], kwargs["rank"]
-
-
-def data_group(strategy: Strategy) -> ProcessGroup | None:
-    """Returns the ranks, one of each replica, that with this one see each image once; None for all ranks."""
-    from lightning.pytorch.strategies import ModelParallelStrategy
-
-    mesh = strategy.device_mesh if isinstance(strategy, ModelParallelStrategy) else None
-    return None if mesh is None else mesh["data_parallel"].get_group()
-
-
-def optimizer_implementation(strategy: Strategy, device: str, clips: bool, in_graph: bool = False) -> Implementation:
-    """Returns the implementation that a strategy runs: DeepSpeed's CPU optimizer where it is offloaded, else
-    torch's.
-
-    torch's fused optimizer updates all parameters in one call. It is used on CUDA: on the CPU it rounds an element at
-    the end of a tensor differently from one in its middle (torch 2.15), so that sharding would change the weights.
-    Under autocast it is used only without a gradient scaler and without clipping: Lightning (2.6.6) does not clip the
-    gradients of a fused optimizer there, in bfloat16 either. A graph of --compile step cannot have it (torch 2.15).
+    Raises:
+        UsageError: The ranks cannot be divided as the placement says, or its DeepSpeed configuration cannot be used.
     """
-    from lightning.pytorch.plugins.precision import MixedPrecision
+    spec = ds_config.spec_of(placement.ds_config) if placement.ds_config else STRATEGIES[placement.strategy]
+    family = import_module(f"cifar_zero.strategies.{spec.family}")
+    if spec.family == "deepspeed":
+        return family.build(placement, spec, num_parameters, largest_parameter)
+    return family.build(placement)
 
-    if isinstance(strategy, OwnStrategy):
-        return strategy.optimizer_implementation(device)
-    precision = strategy.precision_plugin
-    refused = in_graph or (isinstance(precision, MixedPrecision) and (clips or precision.scaler is not None))
-    return "torch_fused" if device == "cuda" and not refused else "torch"
+
+def hooks_of(strategy: Strategy | None) -> Hooks:
+    """Returns the hooks of a strategy's family: DeepSpeed's engine under Lightning's own strategy too, `hooks` of a
+    strategy that names them, and the defaults for any other."""
+    # Imported here, because the doctor imports this package without torch, and a training without DeepSpeed has none.
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+
+    from cifar_zero.strategies.hooks import Hooks
+
+    if isinstance(strategy, DeepSpeedStrategy):
+        from cifar_zero.strategies.deepspeed.hooks import EngineHooks
+
+        return EngineHooks(strategy)
+    return getattr(strategy, "hooks", Hooks)(strategy)

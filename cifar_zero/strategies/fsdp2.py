@@ -10,17 +10,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from cifar_zero.config.run import Run
-from cifar_zero.models.cast import cast_buffers, compute_with_statistics
+from cifar_zero.config.placement import Placement
+from cifar_zero.models.cast import cast_buffers, keep_batch_norm_float32
 from cifar_zero.strategies import tensor_parallel
 from cifar_zero.strategies.mesh import MeshStrategy, by_block
 
 
-def build(run: Run) -> MeshStrategy:
+def build(placement: Placement) -> MeshStrategy:
     """Returns the strategy that shards parameters, gradients and optimizer state over all ranks."""
-    mixed = run.config.precision == "bf16-mixed"
+    mixed = placement.precision == "bf16-mixed"
     policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32) if mixed else MixedPrecisionPolicy()
-    return MeshStrategy(run, partial(shard, policy=policy), casts=mixed, fuses=run.ranks_per_model == 1)
+    return MeshStrategy(placement, partial(shard, policy=policy), casts=mixed, fuses=placement.ranks_per_model == 1)
 
 
 def shard(net: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
@@ -29,7 +29,7 @@ def shard(net: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> Non
     the low precision, and sums gradients and updates weights in float32."""
     if policy.param_dtype is not None:
         cast_buffers(net, policy.param_dtype)
-        compute_with_statistics(net)
+        keep_batch_norm_float32(net)
     if mesh["tensor_parallel"].size() > 1:
         tensor_parallel.split_layers(net, mesh)
     along = tensor_parallel.data_dimension

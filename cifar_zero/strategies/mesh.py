@@ -7,21 +7,28 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from cifar_zero.config.run import Run
+from cifar_zero.config.placement import Placement
 from cifar_zero.optimizers import Implementation
 from cifar_zero.optimizers.groups import keep_own_options
-from cifar_zero.strategies import OwnStrategy
-from cifar_zero.strategies.norm import clip_by_global_norm
+from cifar_zero.strategies.hooks import Hooks, cut
 
 Shard = Callable[[nn.Module, DeviceMesh], None]
 """Cuts the parameters of a whole model, the same on every rank, into this rank's shards."""
 
 
-class MeshStrategy(OwnStrategy, ModelParallelStrategy):
+class MeshHooks(Hooks):
+    """The hooks of the strategies that cut the model themselves."""
+
+    def optimizer_implementation(self, device_type: str, clips: bool) -> Implementation:
+        fuses = device_type == "cuda" and self.strategy.fuses
+        return "torch_fused_dtensor" if fuses else "torch"
+
+
+class MeshStrategy(ModelParallelStrategy):
     """Lightning's ModelParallelStrategy, except that `shard` cuts the model and checkpoints are plain files.
 
     `shard` cuts it just before the optimizer is made. For a checkpoint rank 0 gets each tensor whole, one at a time, so
@@ -32,15 +39,17 @@ class MeshStrategy(OwnStrategy, ModelParallelStrategy):
     `fuses`, all parameters are DTensors of one mesh, which torch's fused optimizers need.
     """
 
-    def __init__(self, run: Run, shard: Shard, *, casts: bool = False, fuses: bool = False):
+    hooks = MeshHooks
+
+    def __init__(self, placement: Placement, shard: Shard, *, casts: bool = False, fuses: bool = False):
         super().__init__(
-            data_parallel_size=run.replicas,
-            tensor_parallel_size=run.ranks_per_model,
+            data_parallel_size=placement.replicas,
+            tensor_parallel_size=placement.ranks_per_model,
             save_distributed_checkpoint=False,
-            process_group_backend="gloo" if run.on_cpu else None,
+            process_group_backend="gloo" if placement.on_cpu else None,
         )
         self.casts = casts
-        self._fuses = fuses
+        self.fuses = fuses
         self.parts: Callable[[Any], Sequence[nn.Module]] = lambda module: [module.net]
         """Returns what `shard` cuts of a LightningModule."""
         self._shard = shard
@@ -50,9 +59,6 @@ class MeshStrategy(OwnStrategy, ModelParallelStrategy):
     def lightning_restore_optimizer(self) -> bool:
         return True
 
-    def optimizer_implementation(self, device_type: str) -> Implementation:
-        return "torch_fused_dtensor" if self._fuses and device_type == "cuda" else "torch"
-
     def setup(self, trainer: Trainer) -> None:
         if not self._sharded:  # once for the fit and the test after it
             for part in self.parts(self.model):
@@ -60,9 +66,8 @@ class MeshStrategy(OwnStrategy, ModelParallelStrategy):
             self._sharded = True
         super().setup(trainer)
         precision = self.precision_plugin
-        precision.clip_grad_by_norm = lambda optimizer, clip_val: clip_by_global_norm(
-            [*precision.main_params(optimizer)], clip_val
-        )
+        hooks = self.hooks(self)
+        precision.clip_grad_by_norm = lambda optimizer, clip_val: hooks.clip(precision.main_params(optimizer), clip_val)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return self.gathered(Strategy.lightning_module_state_dict(self))
@@ -111,14 +116,3 @@ def on_host(states: Mapping[Any, Any], keep: bool) -> dict[Any, Any]:
 
     found = tree_map_only(Tensor, whole, dict(states))
     return found if keep else {}
-
-
-def cut(whole: Any, like: Any) -> Any:
-    """Returns this rank's shard of a whole tensor, cut as `like` is; a value of another shape (an optimizer's number of
-    steps) as it is. Nothing is communicated."""
-    if not like.numel():  # a block of another rank of the pipeline
-        return like
-    if not isinstance(like, DTensor) or not isinstance(whole, Tensor) or whole.shape != like.shape:
-        return whole
-    whole = whole.to(like.device)
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

@@ -18,17 +18,18 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 
-from cifar_zero.config.run import Run
-from cifar_zero.strategies.mesh import MeshStrategy, on_host
+from cifar_zero.config.placement import Placement
+from cifar_zero.launch.collectives import gather
+from cifar_zero.strategies.mesh import MeshHooks, MeshStrategy, on_host
 
 CHUNKS_PER_RANK = 4
 """Chunks of a micro-batch, if it has as many images: ranks wait for (ranks - 1) / (chunks + ranks - 1) of a step, which
 is little from four chunks per rank on (GPipe, section 2.3)."""
 
 
-def build(run: Run) -> "PipelineStrategy":
+def build(placement: Placement) -> "PipelineStrategy":
     """Returns the strategy in which several ranks hold one model, each at least one block, and the others replicas."""
-    return PipelineStrategy(run, shard)
+    return PipelineStrategy(placement, shard)
 
 
 def shard(net: nn.Module, mesh: DeviceMesh) -> None:
@@ -98,16 +99,39 @@ def _on_gradient(tokens: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Non
         tokens.register_hook(hook)
 
 
+class PipelineHooks(MeshHooks):
+    """Finds the tensors of a block on the rank that computes it. The strategy marks the parameters of all blocks with
+    `stage`, the ranks that divide them."""
+
+    def full(self, parameter: Any) -> Tensor:
+        return self._from_its_rank(parameter, super().full(parameter))
+
+    def full_gradient(self, parameter: Any) -> Tensor:
+        return self._from_its_rank(parameter, super().full_gradient(parameter))
+
+    def ranks_of(self, parameter: Any) -> int:
+        return parameter.stage.size() if hasattr(parameter, "stage") else super().ranks_of(parameter)
+
+    @staticmethod
+    def _from_its_rank(parameter: Any, tensor: Tensor) -> Tensor:
+        """Returns a tensor of a parameter's size; ranks without its block have an empty one."""
+        if not hasattr(parameter, "stage"):
+            return tensor
+        return max(gather(tensor.cpu(), parameter.stage), key=Tensor.numel).to(tensor.device)
+
+
 class PipelineStrategy(MeshStrategy):
     """Each rank trains its own blocks; a checkpoint is one plain file with all of them."""
 
+    hooks = PipelineHooks
+
     def setup(self, trainer: Trainer) -> None:
-        """Cuts the model, and marks what only some ranks hold for strategies/norm.py; moving it would lose the mark."""
+        """Cuts the model, and marks what only some ranks hold; moving it would lose the mark."""
         super().setup(trainer)
         self._hosts: Any = dist.new_group(backend="gloo")
         for stage in (module for module in trainer.lightning_module.modules() if isinstance(module, Stage)):
             for parameter in stage.parameters():
-                parameter.norm_group = stage.group  # pyright: ignore[reportAttributeAccessIssue]
+                parameter.stage = stage.group  # pyright: ignore[reportAttributeAccessIssue]
 
     def gathered(self, states: Mapping[Any, Any]) -> dict[Any, Any]:
         parts: list[Any] | None = [None] * self.world_size if self.is_global_zero else None

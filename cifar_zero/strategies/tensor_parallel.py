@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from cifar_zero.config.run import Run
+from cifar_zero.config.placement import Placement
 from cifar_zero.models.vit import Block
 from cifar_zero.strategies.mesh import MeshStrategy, by_block
 
 
-def build(run: Run) -> MeshStrategy:
+def build(placement: Placement) -> MeshStrategy:
     """Returns the strategy in which several ranks hold one model, whose heads they divide, and the others replicas."""
-    return MeshStrategy(run, shard)
+    return MeshStrategy(placement, shard)
 
 
 def shard(net: nn.Module, mesh: DeviceMesh) -> None:

@@ -1,1 +1,1 @@
-"""What sweep.py is made of: the search space, Optuna's study, the runs of a setting, the report."""
+"""Searches the best settings of a recipe with Optuna."""

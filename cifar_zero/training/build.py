@@ -3,24 +3,29 @@
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 
 from cifar_zero import models, strategies
 from cifar_zero.checkpoints import run_folder
+from cifar_zero.checkpoints.finetuning.network import on_meta
 from cifar_zero.checkpoints.io import AtomicCheckpointIO
-from cifar_zero.config.flags import Config
 from cifar_zero.config.run import Run
+from cifar_zero.config.settings import Settings
 from cifar_zero.config.suggestions import OWNED
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.usage import nearest
 from cifar_zero.launch import rank_environment
-from cifar_zero.models.mixture_options import MixtureOptions
-from cifar_zero.training import fast_loop, loggers
+from cifar_zero.models import MixtureOptions
+from cifar_zero.optimizers import BY_DEEPSPEED, OFFLOADED_BY
+from cifar_zero.reports.figures import draw_schedule
+from cifar_zero.training import DATAMODULE, fast_loop, loggers
 from cifar_zero.training.callbacks.averaging import Averaging, BatchNormStatistics
 from cifar_zero.training.callbacks.checkpoint import LastCheckpoint, Resume
 from cifar_zero.training.callbacks.cpu_kernels import CPUKernels
@@ -29,92 +34,108 @@ from cifar_zero.training.callbacks.divergence import Divergence
 from cifar_zero.training.callbacks.experts import Experts
 from cifar_zero.training.callbacks.figures import TestFigures
 from cifar_zero.training.callbacks.flops import training_flops
-from cifar_zero.training.callbacks.heartbeat import Heartbeat
-from cifar_zero.training.callbacks.learning_rate import FIND_LR_STEPS, LearningRateFinder, ReduceOnPlateau
+from cifar_zero.training.callbacks.learning_rate import ReduceOnPlateau
 from cifar_zero.training.callbacks.memory import Memory
 from cifar_zero.training.callbacks.progress import Progress
 from cifar_zero.training.callbacks.stop import EarlyStop, Interrupt, keep_handlers
-from cifar_zero.training.callbacks.summary import Effective
+from cifar_zero.training.callbacks.summary import EngineInfo
 from cifar_zero.training.callbacks.throughput import Throughput
 
 
 def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None = None, elements: int = 0) -> Trainer:
     """Returns Lightning's Trainer for a run, whose callbacks write into `run_dir` on rank 0; or with other callbacks,
     or for another model of so many elements. Raises UsageError: Lightning refuses an option of --trainer."""
-    config = run.config
-    strategy = strategies.build(run, elements)
+    strategy = strategies.build(run.placement, elements) if elements else strategy_of(run)
     # DeepSpeed's strategies bring their own precision plugin, and fsdp2 one for mixed precision.
-    own = run.spec.family == "deepspeed" or (run.spec.casts and "mixed" in config.precision)
+    own = run.spec.family == "deepspeed" or (run.spec.casts and "mixed" in run.placement.precision)
     # From torchrun's variables, which `rank_environment.adopt` sets for any launcher. Otherwise Lightning (2.6.6) reads
     # SLURM's: in a job with one task, our own ranks would all be rank 0 of 1.
     environment = [] if rank_environment.by_torchrun() else [LightningEnvironment()]
     options: dict[str, Any] = {
-        "accelerator": config.accelerator,
-        "devices": config.devices,
-        "num_nodes": config.num_nodes,
+        "accelerator": run.placement.accelerator,
+        "devices": run.placement.devices,
+        "num_nodes": run.placement.num_nodes,
         "strategy": strategy,
-        "precision": None if own else config.precision,
-        "max_epochs": config.epochs,
-        "max_steps": config.max_steps,
-        "accumulate_grad_batches": config.accumulate,
-        "gradient_clip_val": config.gradient_clip_val or None,
+        "precision": None if own else run.placement.precision,
+        "max_epochs": run.recipe.epochs,
+        "max_steps": run.recipe.max_steps,
+        "accumulate_grad_batches": run.placement.accumulate,
+        "gradient_clip_val": run.recipe.gradient_clip_val or None,
         "logger": loggers.loggers(run, run_dir),
         "callbacks": _callbacks(run, run_dir) if callbacks is None else [*callbacks],
         "default_root_dir": run_dir,
-        "plugins": [AtomicCheckpointIO(run.consent.trust, config.save_weights), *environment],
+        "plugins": [AtomicCheckpointIO(run.consent.trust, run.output.save_weights), *environment],
         "use_distributed_sampler": False,  # the loaders shard by themselves
-        "log_every_n_steps": config.log_interval,
+        "log_every_n_steps": run.output.log_interval,
         "enable_model_summary": False,
         "enable_progress_bar": False,  # callbacks/progress.py has its own
         "num_sanity_val_steps": 0,
     }
-    if config.only_measures:
-        steps = config.warmup_steps + config.bench_steps
-        if config.find_lr:
-            steps = FIND_LR_STEPS if config.max_steps == -1 else config.max_steps
+    if run.recipe.only_measures:
+        steps = run.output.warmup_steps + run.recipe.bench_steps
         options |= {"max_epochs": -1, "max_steps": steps, "limit_val_batches": 0, "enable_checkpointing": False}
     try:
-        made = Trainer(**{**options, **config.trainer})
+        made = Trainer(**{**options, **run.recipe.trainer})
     except Exception as error:  # of several types, such as MisconfigurationException
         raise UsageError(f"Lightning's Trainer refuses an option of --trainer: {error}") from error
     keep_handlers(made)
-    fast_loop.install(made, config.fast_loop, config.compile == "step", config.cuda_graphs)
+    fast_loop.install(made, run.placement.fast_loop)
     return made
+
+
+def strategy_of(run: Run) -> Strategy | str:
+    """Returns the strategy of a run with its own model and optimizer."""
+    model, choice = models.MODELS[run.recipe.model.name], run.recipe.model
+    sizes = [part.numel() for part in on_meta(choice, run.num_classes, lora=run.recipe.lora).parameters()]
+    strategy = strategies.build(run.placement, sum(sizes), max(sizes))
+    if isinstance(strategy, DeepSpeedStrategy):
+        engine: Any = strategy
+        engine.config["train_micro_batch_size_per_gpu"] = run.micro_batch  # DeepSpeed (0.19.8) only reports it
+        engine.precision_plugin.casts_batches = False  # the module does
+        engine.shards_while_building = not issubclass(model, models.ThirdParty)
+        if run.spec.offload_optimizer and OFFLOADED_BY.get(run.recipe.optimizer.name) == BY_DEEPSPEED:
+            engine.operators = ("cpu_adam", *engine.operators)
+    return strategy
 
 
 def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
     """Returns the callbacks of a run. Raises UsageError: one of --trainer.callbacks cannot be made."""
-    config = run.config
-    curves = TrainingCurves(writes_losses=not config.only_measures)
-    progress = Progress(config.batch_size, curves)
-    counted = config.model, run.num_classes, run.micro_batch, config.trainable, config.lora, config.data.image_size
+    curves = TrainingCurves(writes_losses=not run.recipe.only_measures)
+    progress = Progress(run.recipe.batch_size, curves)
+    counted = (
+        run.recipe.model,
+        run.num_classes,
+        run.micro_batch,
+        run.recipe.trainable,
+        run.recipe.lora,
+        run.data.image_size,
+    )
     flops = training_flops(*counted)
-    recomputed = training_flops(*counted, True) - flops if config.activation_checkpointing else 0
-    micro_batches = run.replicas * config.accumulate
-    mixtures = issubclass(models.MODELS[config.model.name], MixtureOptions)
+    recomputed = training_flops(*counted, True) - flops if run.placement.activation_checkpointing else 0
+    micro_batches = run.placement.replicas * run.placement.accumulate
+    mixtures = issubclass(models.MODELS[run.recipe.model.name], MixtureOptions)
     made: list[Callback] = [
-        Heartbeat(config.compile == "step"),
         BatchNormStatistics(),
         curves,
-        LearningRateFinder() if config.find_lr else Divergence(curves),
+        Divergence(curves),
         *([Experts()] if mixtures else []),
-        *([Layers(config)] if config.log_gradients or config.log_weights else []),
-        *([ReduceOnPlateau(config.reduce_on_plateau)] if config.reduce_on_plateau else []),
+        *([Layers(run)] if run.output.log_gradients or run.output.log_weights else []),
+        *([ReduceOnPlateau(run.recipe.reduce_on_plateau)] if run.recipe.reduce_on_plateau else []),
         Memory(),
-        Effective(),
+        EngineInfo(),
         progress,
         Interrupt(),
         Resume(),
-        *([Averaging(config.ema, config.swa_from)] if config.ema or config.swa_from else []),
+        *([Averaging(run.recipe.ema, run.recipe.swa_from)] if run.recipe.ema or run.recipe.swa_from else []),
         *_given(run.consent.callbacks),
         # After the others: it would count their work as waiting.
-        Throughput(config, flops * micro_batches, recomputed * micro_batches, progress.line),
+        Throughput(run, flops * micro_batches, recomputed * micro_batches, progress.line),
     ]
     if run.on_cpu:
-        made.append(CPUKernels(flops, config.precision))
-    if not config.only_measures:
-        made += [*([TestFigures()] if config.test_figures else []), *_checkpoints(config, run_dir)]
-        made += [EarlyStop(config.early_stopping, **_monitored(config))] if config.early_stopping else []
+        made.append(CPUKernels(flops, run.placement.precision))
+    if not run.recipe.only_measures:
+        made += [*([TestFigures()] if run.output.test_figures else []), *_checkpoints(run, run_dir)]
+        made += [EarlyStop(run.recipe.early_stopping, **_monitored(run))] if run.recipe.early_stopping else []
     return made
 
 
@@ -131,38 +152,53 @@ def _given(flags: tuple[str, ...]) -> list[Callback]:
     return made if isinstance(made, list) else [made]
 
 
-def _checkpoints(config: Config, run_dir: Path | None) -> list[Callback]:
+def _checkpoints(settings: Settings, run_dir: Path | None) -> list[Callback]:
     """Returns what writes the last checkpoint, and the best by --monitor if there are validation images. Rank 0's
     directory is broadcast to the others."""
     folder = run_dir / run_folder.CHECKPOINTS if run_dir is not None else None
     last = folder / "last.ckpt" if folder is not None else None
-    saved: list[Callback] = [LastCheckpoint(last, config.save_every_n_steps, config.save_every_minutes)]
-    if config.data.val_fraction:
-        kept = {"save_top_k": config.save_top_k, "auto_insert_metric_name": False}
-        saved.append(ModelCheckpoint(folder, "best-epoch{epoch:02d}-step{step:06d}", **_monitored(config), **kept))
+    saved: list[Callback] = [
+        LastCheckpoint(last, settings.output.save_every_n_steps, settings.output.save_every_minutes)
+    ]
+    if settings.data.val_fraction:
+        kept = {"save_top_k": settings.output.save_top_k, "auto_insert_metric_name": False}
+        saved.append(ModelCheckpoint(folder, "best-epoch{epoch:02d}-step{step:06d}", **_monitored(settings), **kept))
     return saved
 
 
-def _monitored(config: Config) -> dict[str, str]:
+def _monitored(settings: Settings) -> dict[str, str]:
     """Returns Lightning's arguments for the metric that says which validation is the best."""
-    return {"monitor": config.monitor, "mode": "min" if config.monitor.endswith(("loss", "error")) else "max"}
+    return {
+        "monitor": settings.recipe.monitor,
+        "mode": "min" if settings.recipe.monitor.endswith(("loss", "error")) else "max",
+    }
 
 
-def check_trainer_options(config: Config) -> None:
+def check_trainer_options(settings: Settings) -> None:
     """Raises UsageError for options of --trainer that Lightning's Trainer does not know; it names the nearest one."""
     known = sorted(set(inspect.signature(Trainer.__init__).parameters) - {"self", *OWNED})
-    for name in config.trainer:
+    for name in settings.recipe.trainer:
         if name not in known:
             raise UsageError(f"--trainer.{name} is not an option of Lightning's Trainer: {nearest(name, known)}")
 
 
-def run_steps(config: Config, datamodule: Any) -> int:
+def plot_schedule(run: Run) -> int:
+    """Draws the learning rate over the steps of the run, on rank 0; returns the exit code."""
+    if rank_environment.global_rank() == 0:
+        file, schedule = Path(run.output.plot_schedule), run.recipe.schedule
+        file.parent.mkdir(parents=True, exist_ok=True)
+        draw_schedule(schedule, run.recipe.optimizer, run_steps(run, resolve_name(DATAMODULE)(run)), file)
+        print(f"the learning rate of {schedule.name} is drawn in {file}")
+    return 0
+
+
+def run_steps(settings: Settings, datamodule: Any) -> int:
     """Returns the optimizer steps of a run that is not started: of all epochs, or --max_steps; as Lightning counts
     them (`Trainer.estimated_stepping_batches`). Decodes the images if that has not been done, to learn their number.
     """
     datamodule.setup()
     batches = len(datamodule.train_dataloader())
-    limit = config.trainer.get("overfit_batches") or config.trainer.get("limit_train_batches", 1.0)
+    limit = settings.recipe.trainer.get("overfit_batches") or settings.recipe.trainer.get("limit_train_batches", 1.0)
     batches = int(batches * limit) if isinstance(limit, float) else min(batches, limit)
-    steps = config.epochs * -(-batches // config.accumulate)
-    return steps if config.max_steps == -1 else min(steps, config.max_steps)
+    steps = settings.recipe.epochs * -(-batches // settings.placement.accumulate)
+    return steps if settings.recipe.max_steps == -1 else min(steps, settings.recipe.max_steps)

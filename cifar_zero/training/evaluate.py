@@ -2,31 +2,34 @@
 
 import argparse
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.checkpoints.resume import other_classes, recorded
+from cifar_zero.checkpoints.resume import config_of_checkpoint, other_classes
 from cifar_zero.config import command_line
-from cifar_zero.config.flags import Choice, Config
+from cifar_zero.config.arguments import Arguments, read_arguments
+from cifar_zero.config.placement import Placement
+from cifar_zero.config.recipe import Choice
 from cifar_zero.config.run import Run, with_accelerator
+from cifar_zero.config.settings import Settings
 from cifar_zero.config.strategy_specs import STRATEGIES
-from cifar_zero.core.console import quieten, say
+from cifar_zero.core.console import command, quieten, say
 from cifar_zero.core.errors import UsageError
-from cifar_zero.core.programs import command
 from cifar_zero.optimizers import OPTIMIZERS
-from cifar_zero.training.resolve import of_machine, on_this_machine
+from cifar_zero.training import DATAMODULE, MODULE
+from cifar_zero.training.resolve import make_run, resolve_devices
 
 
-def main(classes: Callable[[], tuple[Any, Any]]) -> int:
-    """Prints the test table of a checkpoint; `classes` imports and returns the LightningModule and DataModule."""
+def main() -> int:
+    """Prints the test table of a checkpoint; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog=command("evaluate"),
-        usage="%(prog)s RUN_OR_CHECKPOINT [--<option of train.py> VALUE ...]",
+        usage="%(prog)s RUN_OR_CHECKPOINT [--<option of train> VALUE ...]",
         description="Tests a checkpoint of any strategy on one device.",
-        epilog="Data, model and precision are those of the run; options of train.py override them, "
+        epilog="Data, model and precision are those of the run; options of train override them, "
         "for example --data.root DIR or --accelerator cpu. If the run averaged its weights, the averages are tested; "
         "--ema 0 --swa_from 0 tests the newest weights.",
         allow_abbrev=False,
@@ -35,94 +38,91 @@ def main(classes: Callable[[], tuple[Any, Any]]) -> int:
     if len(sys.argv) < 2 or (sys.argv[1].startswith("-") and sys.argv[1] not in ("-h", "--help")):
         usage = command("evaluate", "RUN_OR_CHECKPOINT")
         raise UsageError(f"the first argument must be a run folder or a checkpoint: {usage} ...")
-    parser.add_argument("--delta", metavar="FILE", help="delta of a run that started from it (export.py --to delta)")
+    parser.add_argument(
+        "--delta", metavar="FILE", help="delta of a run that started from it (cifar-zero export --to delta)"
+    )
     arguments, overrides = parser.parse_known_args()
     checkpoint = run_folder.find_checkpoint(arguments.checkpoint)
-    consent = command_line.consent(overrides)
+    given = read_arguments(overrides)
+    trust = given.consent.trust
     content: dict[str, Any] | None = None
     if arguments.delta:
-        from cifar_zero.checkpoints.finetuning.load import together
+        from cifar_zero.checkpoints.finetuning.load import apply_delta
 
-        content = together(checkpoint, Path(arguments.delta), consent.trust)
+        content = apply_delta(checkpoint, Path(arguments.delta), trust)
         checkpoint = Path(arguments.delta)
-    config = configuration(checkpoint, overrides, consent.trust, content)
-    if run_folder.code_has_changed(checkpoint, config.model.name):
-        say(f"{config.model.name} has changed since the run, whose folder has a copy of what was trained.")
-    trained_cast = bool(config.ds_config) or STRATEGIES[config.strategy].casts
-    run = of_machine(on_this_machine(for_one_device(config)), consent)
+    config = configuration(checkpoint, given, content)
+    if run_folder.code_has_changed(checkpoint, config.recipe.model.name):
+        say(f"{config.recipe.model.name} has changed since the run, whose folder has a copy of what was trained.")
+    trained_cast = bool(config.placement.ds_config) or STRATEGIES[config.placement.strategy].casts
+    run = make_run(resolve_devices(on_one_device(config)))
     # A CPU has no float16.
-    precision = with_accelerator(config, not run.on_cpu).precision
+    precision = with_accelerator(config, not run.on_cpu).placement.precision
     precision = "32-true" if precision == "16-mixed" and run.on_cpu else precision
-    evaluate(classes(), run, checkpoint, precision, trained_cast, content)
+    evaluate(run, checkpoint, precision, trained_cast, content)
     return 0
 
 
-def for_one_device(config: Config) -> Config:
-    """Returns a run's configuration without its options of the training, and without its strategy."""
-    model = config.model
-    if "ep_size" in model.options:
-        model = replace(model, options={**model.options, "ep_size": 1})
-    return replace(
-        config,
-        **{"strategy": "baseline", "ds_config": "", "devices": 1, "num_nodes": 1, "precision": "32-true"},
-        **{"accumulate": 1, "logger": ["none"], "resume": "", "weights": "", "delta": ""},
-        **{"activation_offload": False, "activation_checkpointing": False, "cuda_graphs": False},
-        model=model,
+def on_one_device(settings: Settings) -> Settings:
+    """Returns the recipe of a run on the default placement: one device, float32. Nothing of it trains: the optimizer is
+    replaced, and neither a checkpoint nor weights to start from are looked for."""
+    model = settings.recipe.model
+    ranks = {"ep_size": 1} if "ep_size" in model.options else {}
+    recipe = replace(
+        settings.recipe,
+        model=replace(model, options={**model.options, **ranks}),
         optimizer=Choice("sgd", asdict(OPTIMIZERS["sgd"]())),
+        weights="",
+        delta="",
     )
+    placement = Placement(devices=1, accelerator=settings.placement.accelerator, data=settings.placement.data)
+    return Settings(recipe, placement, replace(settings.output, logger=["none"], resume=""), settings.consent)
 
 
-def configuration(
-    checkpoint: Path, overrides: list[str], trust: bool = False, content: dict[str, Any] | None = None
-) -> Config:
-    """Returns the run's configuration, from its folder or from the checkpoint itself, changed by train.py's flags.
+def configuration(checkpoint: Path, given: Arguments, content: dict[str, Any] | None = None) -> Settings:
+    """Returns the run's configuration, from its folder or from the checkpoint itself, changed by train's flags.
     Raises UsageError: neither has one."""
-    if (tree := recorded(checkpoint, trust, content)) is None:
-        raise UsageError(f"{checkpoint} is not in a run folder, and was not written by train.py")
-    return command_line.parse(overrides, lambda _: tree)
+    if (tree := config_of_checkpoint(checkpoint, given.consent.trust, content)) is None:
+        raise UsageError(f"{checkpoint} is not in a run folder, and was not written by cifar-zero train")
+    return command_line.settings_of_arguments(given, lambda _: tree)
 
 
 def evaluate(
-    classes: tuple[Any, Any],
-    run: Run,
-    checkpoint: Path,
-    precision: str,
-    cast: bool,
-    content: dict[str, Any] | None = None,
+    run: Run, checkpoint: Path, precision: str, cast: bool, content: dict[str, Any] | None = None
 ) -> dict[str, object]:
     """Tests a checkpoint, prints its table and returns the test/* of metrics.json.
 
-    `classes` are the LightningModule and the LightningDataModule; `run` is resolved for one device; `precision` is in
-    Lightning's terms, and `cast` says whether mixed precision means a model cast to the format, as in DeepSpeed and
-    fsdp2, and not autocast; `content` is that of the checkpoint, if it was read already.
+    `run` is resolved for one device; `precision` is in Lightning's terms, and `cast` says whether mixed precision means
+    a model cast to the format, as in DeepSpeed and fsdp2, and not autocast; `content` is that of the checkpoint, if it
+    was read already.
     """
     import torch
     from lightning.pytorch import Trainer
 
     from cifar_zero.checkpoints.read import RECORD, load_weights, network, read
-    from cifar_zero.models.cast import cast_buffers, compute_with_statistics
+    from cifar_zero.models.cast import cast_buffers, keep_batch_norm_float32
     from cifar_zero.reports.summary import print_test_table
     from cifar_zero.training.callbacks.stop import keep_handlers
     from cifar_zero.training.callbacks.summary import test_metrics
 
     quieten()
     content = content or read(checkpoint, run.consent.trust)
-    if RECORD in content and (differing := other_classes(run.config.data, content[RECORD])):
+    if RECORD in content and (differing := other_classes(run.data, content[RECORD])):
         raise UsageError(f"{checkpoint} was trained on other classes than --data.source has ({differing})")
-    module, datamodule = classes[0](run.config, run.num_classes), classes[1](run.config)
+    module, datamodule = resolve_name(MODULE)(run, run.num_classes), resolve_name(DATAMODULE)(run)
     module.configure_model()
     assert module.net is not None
-    averaged = bool(run.config.ema or run.config.swa_from)
+    averaged = bool(run.recipe.ema or run.recipe.swa_from)
     load_weights(module.net, network(content, averaged), str(checkpoint))
     if cast and "mixed" in precision:
         dtype = torch.bfloat16 if "bf16" in precision else torch.float16
         for parameter in module.net.parameters():
             parameter.data = parameter.data.to(dtype)
         cast_buffers(module.net, dtype)
-        compute_with_statistics(module.net)
+        keep_batch_norm_float32(module.net)
         precision = "32-true"
     trainer = Trainer(
-        accelerator=run.config.accelerator,
+        accelerator=run.placement.accelerator,
         devices=1,
         precision=precision,  # pyright: ignore[reportArgumentType]
         logger=False,

@@ -7,24 +7,19 @@ profiler's context, implemented or not, and with several ranks it broadcasts a t
 tests/training/test_fast_loop.py compares weights, checkpoints and counters of the two loops.
 """
 
-import math
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import Tensor
 
-from cifar_zero.core.console import say
-from cifar_zero.core.errors import UsageError
 from cifar_zero.data.memory_loader import MemoryLoader
-from cifar_zero.training.compiled_step import compiled_step
+from cifar_zero.training.fit_loop import FitLoop
 
 HOOKS = (
     "on_train_batch_start",
@@ -44,77 +39,33 @@ STEP_METHODS = (
 """A module that overrides one of these is trained by Lightning's own loop."""
 
 
-def install(trainer: Trainer, fast: bool = True, compiles: bool = False, cuda_graph: bool = False) -> None:
-    """Replaces the loops of a trainer, before `fit`: by `EpochLoop`, or unless `fast` by Lightning's own epoch loop.
-    With `compiles` an `EpochLoop` trains by compiled_step.py, with `cuda_graph` too as one CUDA graph."""
+def install(trainer: Trainer, fast: bool = True) -> None:
+    """Replaces the loops of a trainer, before `fit`: by `EpochLoop`, or unless `fast` by Lightning's own epoch loop."""
     theirs = trainer.fit_loop
     trainer.fit_loop = FitLoop(trainer, theirs.min_epochs, theirs.max_epochs)
     loop = EpochLoop if fast else _TrainingEpochLoop
-    made = loop(trainer, theirs.epoch_loop.min_steps, theirs.epoch_loop.max_steps)
-    if isinstance(made, EpochLoop):
-        made.compiles, made.cuda_graph = compiles, cuda_graph
-    trainer.fit_loop.epoch_loop = made
-
-
-class FitLoop(_FitLoop):
-    """Trains epoch after epoch.
-
-    If `max_steps` is set, Lightning 2.6.6 takes a checkpoint of an epoch's end for one of its middle: the resumed run
-    counts that epoch twice, and skips the images of the next one or ends at once. Here the run resumes as if max_steps
-    were not set. It can be removed when Lightning's issue 19617 is fixed.
-
-    From a checkpoint of an epoch's last batch, as a user's own ModelCheckpoint may write, Lightning continues with the
-    next epoch, but as if it were in its middle: its start is not counted, and a later checkpoint of that epoch resumes
-    at its first image. No upstream issue is known; tests/distributed/test_resume.py shows it.
-    """
-
-    def setup_data(self) -> None:
-        """Makes the loader. Raises UsageError: an epoch ends within a step, as its batches are limited or a user's."""
-        super().setup_data()
-        parts, batches = self.trainer.accumulate_grad_batches, self.max_batches
-        if batches != math.inf and batches % parts:  # infinite: an IterableDataset
-            raise UsageError(
-                f"--accumulate {parts} does not divide the {batches} batches of an epoch, and DeepSpeed would add the "
-                f"rest to the next epoch's: add --trainer.limit_train_batches {max(parts, batches // parts * parts)}"
-            )
-
-    def reset(self) -> None:
-        """Restores the counters; the epoch after a checkpoint of a last batch begins as any other."""
-        super().reset()
-        epoch: Any = self.epoch_progress.current
-        if self.restarted_mid_epoch and epoch.processed == epoch.ready:
-            self.reset_restart_stage()
-
-    def _iteration_based_training(self) -> bool:
-        return False
+    trainer.fit_loop.epoch_loop = loop(trainer, theirs.epoch_loop.min_steps, theirs.epoch_loop.max_steps)
 
 
 class EpochLoop(_TrainingEpochLoop):
     """Trains an epoch. Lightning's own code runs instead for a loader whose batches are not yet on the device, a
     profiler, a module with its own step, float16 with a gradient scaler, and a run that resumes at a validation."""
 
-    compiles: bool = False  # the step as a whole
-    cuda_graph: bool = False
-    _graph: Callable[[Any, int], Tensor] | None = None
-    _step: Callable[[Any, int], dict[str, Any]] | None = None
+    _is_fast = False
     _hooks: dict[str, list[Callable[..., Any]]]
 
     def on_run_start(self, data_fetcher: Any) -> None:
-        """Looks up the hooks and the step, before the first batch of an epoch."""
+        """Looks up the hooks, before the first batch of an epoch."""
         super().on_run_start(data_fetcher)
-        self._step = self._kind_of_step()
-        if self.compiles:
-            if self._step is None:
-                raise UsageError("--compile step does without Lightning's own loop: leave --trainer.profiler out")
-            self._step = self._compiled_step
-        if self._step is not None:
+        self._is_fast = self._applies()
+        if self._is_fast:
             self.trainer.lightning_module._current_fx_name = "training_step"  # self.log asks where it is called
         self._hooks = {name: self._implemented(name) for name in HOOKS}
 
     def advance(self, data_fetcher: Any) -> None:
         """Trains on one micro-batch: forward and backward, and the optimizer step if it is the last of a step."""
         resumes_at_validation = self.restarting and self._should_check_val_fx(data_fetcher)
-        if self._step is None or resumes_at_validation:
+        if resumes_at_validation or not self._is_fast:
             super().advance(data_fetcher)
             return
         trainer, progress = self.trainer, self.batch_progress
@@ -137,68 +88,36 @@ class EpochLoop(_TrainingEpochLoop):
             trainer._logger_connector.update_train_step_metrics()
         progress.increment_completed()
 
-    def _torch_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """Runs a step of torch's optimizer: on one device, under DDP, or on shards."""
+    def _step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        """Runs forward and backward of a micro-batch, and at an accumulation boundary the optimizer.
+
+        DeepSpeed's engine itself accumulates, clips and zeroes the gradients, so it steps after every micro-batch.
+        """
         trainer: Any = self.trainer
-        strategy = trainer.strategy
-        optimizer, progress = trainer.optimizers[0], self.automatic_optimization.optim_progress.optimizer
+        strategy, optimizer = trainer.strategy, trainer.optimizers[0]
+        engine = strategy.model if isinstance(strategy.precision_plugin, DeepSpeedPrecision) else None
         accumulating = self._should_accumulate()
-        no_sync = accumulating and isinstance(strategy, DDPStrategy)
+        no_sync = accumulating and engine is None and isinstance(strategy, DDPStrategy)
         with strategy.block_backward_sync() if no_sync else nullcontext():
             outputs, loss = self._forward(batch, batch_idx)
-            self._zero_grad(batch_idx, optimizer.param_groups)
+            self._zero_grad(batch_idx, [] if engine else optimizer.param_groups)
             self._call("on_before_backward", loss)
-            loss.backward()
+            strategy.precision_plugin.backward(loss, trainer.lightning_module, None)
             self._call("on_after_backward")
+        if accumulating and engine is None:
+            return outputs
+        progress = self.automatic_optimization.optim_progress.optimizer.step
         if not accumulating:
-            progress.step.increment_ready()
-            self._call("on_before_optimizer_step", optimizer)
+            progress.increment_ready()
+        self._call("on_before_optimizer_step", optimizer)
+        if engine is not None:
+            engine.step()
+        else:
             if trainer.gradient_clip_val:
                 strategy.precision_plugin.clip_gradients(optimizer, trainer.gradient_clip_val)
             optimizer.step()
-            progress.step.increment_completed()
-        return outputs
-
-    def _compiled_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """Runs a step as one graph, once there is one. The hook before the update is called after it: gradients and
-        learning rates are then still those of the step."""
-        if self._graph is None:
-            return self._step_without_graph(batch, batch_idx)
-        progress = self.automatic_optimization.optim_progress.optimizer
-        self._zero_grad(batch_idx, [])
-        progress.step.increment_ready()
-        loss = self._graph(batch, batch_idx)
-        self._call("on_before_optimizer_step", self.trainer.optimizers[0])
-        progress.step.increment_completed()
-        return {"loss": loss}
-
-    def _step_without_graph(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """Runs the first step of a training as usual, as it makes the optimizer's state; the next one compiles."""
-        if self.trainer.global_step == 0:
-            return self._torch_step(batch, batch_idx)
-        started = time.monotonic()
-        self._graph = compiled_step(self.trainer, self.cuda_graph)
-        outputs = self._compiled_step(batch, batch_idx)
-        if self.trainer.is_global_zero:
-            say(f"compiled the step in {time.monotonic() - started:.0f} s")
-        return outputs
-
-    def _deepspeed_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """Runs a step of DeepSpeed's engine, which itself accumulates, clips and zeroes the gradients."""
-        trainer, progress = self.trainer, self.automatic_optimization.optim_progress.optimizer
-        engine: Any = trainer.strategy.model
-        outputs, loss = self._forward(batch, batch_idx)
-        self._zero_grad(batch_idx, [])
-        self._call("on_before_backward", loss)
-        trainer.strategy.precision_plugin.backward(loss, trainer.lightning_module, None)
-        self._call("on_after_backward")
-        accumulating = self._should_accumulate()
         if not accumulating:
-            progress.step.increment_ready()
-        self._call("on_before_optimizer_step", trainer.optimizers[0])
-        engine.step()
-        if not accumulating:
-            progress.step.increment_completed()
+            progress.increment_completed()
         return outputs
 
     def _zero_grad(self, batch_idx: int, groups: list[dict[str, Any]]) -> None:
@@ -228,23 +147,23 @@ class EpochLoop(_TrainingEpochLoop):
         for hook in self._hooks[name]:
             hook(*args)
 
-    def _kind_of_step(self) -> Callable[[Any, int], dict[str, Any]] | None:
-        """Returns the step for this trainer; None for Lightning's own."""
+    def _applies(self) -> bool:
+        """Returns whether this loop can train; otherwise Lightning's own code runs."""
         trainer: Any = self.trainer
         strategy, module = trainer.strategy, trainer.lightning_module
         precision = strategy.precision_plugin
         combined = trainer.fit_loop._combined_loader
         on_device = combined is not None and all(isinstance(loader, MemoryLoader) for loader in combined.flattened)
         if not (on_device and module.automatic_optimization and isinstance(trainer.profiler, PassThroughProfiler)):
-            return None
+            return False
         if any(getattr(type(module), name) is not getattr(LightningModule, name) for name in STEP_METHODS):
-            return None
+            return False
         if isinstance(precision, DeepSpeedPrecision):
-            return self._deepspeed_step
+            return True
         unscaled = type(precision) is MixedPrecision and precision.scaler is None
         plain = unscaled or type(precision) in (Precision, HalfPrecision)
         known = type(strategy) in (SingleDeviceStrategy, DDPStrategy) or isinstance(strategy, ModelParallelStrategy)
-        return self._torch_step if plain and known else None
+        return plain and known
 
     def _implemented(self, name: str) -> list[Callable[..., Any]]:
         """Returns the hook `name` of the callbacks that implement it, then the module's."""

@@ -1,4 +1,4 @@
-"""`train.py --check_gradients`: the derivatives that autograd finds, next to finite differences."""
+"""`train --check_gradients`: the derivatives that autograd finds, next to finite differences."""
 
 import torch
 from rich.console import Console
@@ -22,16 +22,17 @@ TOLERANCE = 1e-5  # largest difference, as a share of the derivative
 def check_gradients(run: Run) -> int:
     """Prints the derivative of the loss by one number of each parameter, the one with the steepest slope, found by
     autograd and by moving that number, in float64, without dropout; returns the exit code, 1 if they differ."""
-    config = run.config
-    torch.manual_seed(config.seed)
-    net = network.build(config.model, run.num_classes, config.trainable, config.lora, config.init, config.seed)
+    torch.manual_seed(run.recipe.seed)
+    net = network.build(
+        run.recipe.model, run.num_classes, run.recipe.trainable, run.recipe.lora, run.recipe.init, run.recipe.seed
+    )
     net = net.double().eval()
-    side = config.data.image_size
+    side = run.data.image_size
     images = torch.rand(IMAGES, IMAGE_SHAPE[0], side, side, dtype=torch.float64) * 2 - 1
     labels = torch.arange(IMAGES) % run.num_classes
 
     def value() -> Tensor:
-        return loss(config.loss, net(images), labels, config.label_smoothing)
+        return loss(run.recipe.loss, net(images), labels, run.recipe.label_smoothing)
 
     value().backward()
     table = Table("parameter", "autograd", "finite difference", "relative difference")

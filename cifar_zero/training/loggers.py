@@ -1,4 +1,4 @@
-"""The loggers of a run: TensorBoard, a CSV file, Weights & Biases and MLflow; only rank 0 has them."""
+"""The loggers of a run: TensorBoard, a CSV file and Weights & Biases; only rank 0 has them."""
 
 import os
 import warnings
@@ -8,19 +8,17 @@ from typing import Any
 
 import torch
 import yaml
-from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # pyright: ignore[reportAttributeAccessIssue]
-from torch.utils.tensorboard.summary import hparams
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.finetuning import network
 from cifar_zero.checkpoints.io import attempt, failure_of
-from cifar_zero.config.flags import Config, flat
 from cifar_zero.config.run import Run
+from cifar_zero.config.settings import Settings
 from cifar_zero.core.errors import RunError, UsageError, short
 from cifar_zero.models import IMAGE_SHAPE
 
-PROJECT = "cifar-zero"  # W&B project, unless --wandb_project or WANDB_PROJECT names another, and MLflow experiment
+PROJECT = "cifar-zero"  # W&B project, unless --wandb_project or WANDB_PROJECT names another
 TIMEOUT_S = 30.0  # time that W&B has to open a run; its default of 90 s is long for a server that cannot be reached
 
 LAYOUT = {
@@ -46,10 +44,9 @@ def loggers(run: Run, run_dir: Path | None) -> list[Logger]:
     chosen: dict[str, Callable[[Run, Path], Logger]] = {
         "tensorboard": _tensorboard,
         "csv": lambda run, folder: CSVLogger(folder, name="csv", version="", flush_logs_every_n_steps=1),
-        "wandb": lambda run, folder: wandb_logger(run.config, folder),
-        "mlflow": _mlflow,
+        "wandb": lambda run, folder: wandb_logger(run, folder),
     }
-    names = [name for name in run.config.logger if name != "none"]
+    names = [name for name in run.output.logger if name != "none"]
     return [guarded(chosen[name](run, run_dir)) for name in names if run_dir is not None]
 
 
@@ -75,52 +72,32 @@ def write_to(logger: Any, write: Callable[[], Any]) -> None:
 def _tensorboard(run: Run, run_dir: Path) -> Logger:
     logger = TensorBoardLogger(run_dir, name="", version="", default_hp_metric=False)
     logger.experiment.add_custom_scalars(LAYOUT)
-    config = run.config
-    if config.log_graph:
+    if run.output.log_graph:
         # Of a whole copy on the CPU: Lightning's log_graph (2.6.6) would run the model after the strategy sharded it.
-        net = network.build(config.model, run.num_classes, config.trainable, config.lora).eval()
+        net = network.build(run.recipe.model, run.num_classes, run.recipe.trainable, run.recipe.lora).eval()
         try:
             with warnings.catch_warnings(action="ignore"):  # of values that a trace makes constant
-                side = config.data.image_size
+                side = run.data.image_size
                 logger.experiment.add_graph(net, torch.zeros(1, IMAGE_SHAPE[0], side, side))
         except Exception as error:  # of any type: whatever the model's code raises
-            raise UsageError(f"--log_graph: torch cannot trace --model {config.model.name}: {short(error)}") from error
+            raise UsageError(
+                f"--log_graph: torch cannot trace --model {run.recipe.model.name}: {short(error)}"
+            ) from error
     return logger
 
 
 def show_result(
-    logger: TensorBoardLogger, card: str, settings: Mapping[str, Any], results: Mapping[str, float]
+    logger: TensorBoardLogger, card: str, settings: Mapping[str, Any], results: Mapping[str, float], step: int
 ) -> None:
-    """Adds the end of a run to TensorBoard: a card of Markdown, and a row of the HPARAMS table. The table shows five of
-    the settings at first. TensorBoard (2.21) takes those that `differ`, which torch's `hparams` never says; here the
-    first five. It shows 4 as 4.0000, so whole numbers are text."""
+    """Adds the end of a run to TensorBoard: a card of Markdown, the results as points at `step`, and a row of the
+    HPARAMS table, which shows 4 as 4.0000, so whole numbers are text."""
     texts = {name: value if isinstance(value, float) else str(value) for name, value in settings.items()}
-    columns, *row = hparams(texts, dict(results))
-    plugin = columns.value[0].metadata.plugin_data
-    content = HParamsPluginData.FromString(plugin.content)
-    for column in content.experiment.hparam_infos[:5]:
-        column.differs = True
-    plugin.content = content.SerializeToString()
-    for summary in (columns, *row):
-        logger.experiment._get_file_writer().add_summary(summary)  # pyright: ignore[reportOptionalMemberAccess]
+    logger.log_hyperparams(texts, dict(results), step)
     logger.experiment.add_text("run", card)
     logger.experiment.flush()
 
 
-def _mlflow(run: Run, run_dir: Path) -> Logger:
-    """Opens a run in MLflow, in MLFLOW_TRACKING_URI or a database that all runs of --out share."""
-    uri, out = os.environ.get("MLFLOW_TRACKING_URI"), run_dir.parent.parent.absolute()
-    artifacts = None if uri else f"{out}/mlruns"
-    try:
-        name = run_dir.parent.name
-        logger = MLFlowLogger(PROJECT, name, uri or f"sqlite:///{out}/mlflow.db", artifact_location=artifacts)
-        logger.log_hyperparams(flat(run.config))
-    except Exception as error:  # MLflow's own and the database's
-        raise RunError(f"--logger mlflow: {short(error)}") from error
-    return logger
-
-
-def wandb_logger(config: Config, run_dir: Path) -> WandbLogger:
+def wandb_logger(settings: Settings, run_dir: Path) -> WandbLogger:
     """Opens a W&B run in the run folder, with the folder's config.yaml as its configuration. Not by Lightning (2.6.6),
     which passes an option `anonymous` that W&B warns about. Raises UsageError: nobody is logged in and there is no
     terminal. Raises RunError: the server does not answer."""
@@ -130,10 +107,10 @@ def wandb_logger(config: Config, run_dir: Path) -> WandbLogger:
 
     try:
         run = wandb.init(
-            project=config.wandb_project or os.environ.get("WANDB_PROJECT", PROJECT),
-            name=config.wandb_run_name or run_dir.parent.name,
-            group=config.wandb_group or None,
-            tags=config.wandb_tags or None,
+            project=settings.output.wandb_project or os.environ.get("WANDB_PROJECT", PROJECT),
+            name=settings.output.wandb_run_name or run_dir.parent.name,
+            group=settings.output.wandb_group or None,
+            tags=settings.output.wandb_tags or None,
             dir=run_dir,
             config=yaml.safe_load((run_dir / run_folder.CONFIG).read_text()),
             settings=wandb.Settings(init_timeout=TIMEOUT_S),

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torchmetrics import Metric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassPrecisionRecallCurve, MulticlassROC
 
-from cifar_zero.config.flags import LossName
+from cifar_zero.config.recipe import LossName
 from cifar_zero.data.dataset import IGNORED
 from cifar_zero.reports.figures import Curve
 

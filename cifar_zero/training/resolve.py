@@ -1,46 +1,38 @@
-"""From the configuration to the resolved run: the only place where open settings are decided."""
+"""From what a user asks for to the resolved run: the only place where open settings are decided."""
 
 import os
-from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 
 from cifar_zero import data
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.resume import checkpoint_to_resume
-from cifar_zero.config import ds_config, rules
-from cifar_zero.config.flags import Choice, Config
-from cifar_zero.config.run import NO_CONSENT, Consent, Run, with_accelerator
+from cifar_zero.config import command_line, ds_config, rules, strategy_rules
+from cifar_zero.config.run import Run, with_accelerator
+from cifar_zero.config.settings import Settings
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import UsageError
-from cifar_zero.core.hardware import core_count, gpu_count, has_bfloat16, has_gpu_driver
-from cifar_zero.launch import heartbeat, rank_environment
-from cifar_zero.schedules import SCHEDULES
+from cifar_zero.core.hardware import core_count, gpu_count, has_bfloat16
+from cifar_zero.launch import rank_environment
 
 LEAST_MICRO_BATCH = 32
 """Images of a micro-batch from which --devices auto uses a second GPU: with fewer, a GPU waits for its kernels to be
 launched and for the other GPUs, whatever the model."""
 
 
-def resolve(config: Config, consent: Consent = NO_CONSENT, starts: bool = False) -> Run:
-    """Returns the resolved run of a configuration on this computer; if it `starts` now, says so as soon as it can. With
-    several nodes, or under torchrun, rank 0 decides later for all ranks what is resumed: see `training.starting`. The
-    strategy must be a name, not auto. Raises UsageError: it cannot run; says what to use instead."""
-    starts = starts and rank_environment.global_rank() == 0 and heartbeat.VARIABLE not in os.environ  # the launcher did
-    if starts:
-        run_folder.check_writable(config.out, config.run_name)
-    on_gpu = has_gpu_driver()
-    if starts and on_gpu:
-        _announce(config)  # to count the GPUs takes seconds
-    run = of_machine(on_this_machine(config), consent)
-    if not rank_0_decides(run.config):
-        run = with_checkpoint(run, checkpoint_to_resume(run.config))
-    rules.check(run, (lambda run: _announce(run.config)) if starts and not on_gpu else None)
-    if run.config.augment.transform:
+def resolve(settings: Settings) -> Run:
+    """Returns the resolved run of what is asked for on this computer. With several nodes, or under torchrun, rank 0
+    decides later for all ranks what is resumed, and for --data.source auto on which images: see `training.starting`.
+    The strategy must be a name, not auto. Raises UsageError: it cannot run; says what to use instead."""
+    run = make_run(resolve_devices(settings))
+    if not rank_0_decides(run):
+        run = with_checkpoint(run, checkpoint_to_resume(run))
+    rules.check(run)
+    if run.recipe.augment.transform:
         from cifar_zero.data.policy import check_transform  # here: it imports torch
 
-        check_transform(run.config.augment, run.config.data.inputs.side)
+        check_transform(run.recipe.augment, run.data.inputs.side)
     # For DeepSpeed, which is imported later, here or in the ranks: it takes CUDA wherever there is a GPU (DeepSpeed
     # 0.19.8, accelerator/real_accelerator.py).
     os.environ.pop("DS_ACCELERATOR", None)
@@ -49,17 +41,17 @@ def resolve(config: Config, consent: Consent = NO_CONSENT, starts: bool = False)
     return run
 
 
-def _announce(config: Config) -> None:
-    """Prints in one line what is started."""
-    ranks = config.devices if config.devices == "auto" else config.world_size
-    cpu = config.accelerator == "cpu" or not has_gpu_driver()
-    kind = "all GPUs" if ranks == "auto" else f"{ranks} {'CPU process' if cpu else 'GPU'}"
-    kind += ("es" if cpu else "s") * (ranks not in (1, "auto"))
-    source = "CIFAR-10 or else the digits" if config.data.source == "auto" else config.data.source
-    what = f"model {config.model.name}, strategy {config.strategy_name}, {kind}, data {source}"
-    say(f"starting: {what}, batch size {config.batch_size}")
-    if cpu and isinstance(config.devices, int):
-        warn_of_few_cores(config.devices)
+def announce(run: Run) -> None:
+    """Prints in one line what is started, and a warning of too few cores."""
+    ranks, placement = run.placement.world_size, run.placement
+    kind = "CPU process" if run.on_cpu else "GPU"
+    if ranks > 1:
+        kind = "CPU processes" if run.on_cpu else "GPUs"
+    source = "CIFAR-10 or else the digits" if run.data.source == "auto" else run.data.source
+    what = f"model {run.recipe.model.name}, strategy {placement.strategy_name}, {ranks} {kind}, data {source}"
+    say(f"starting: {what}, batch size {run.recipe.batch_size}")
+    if run.on_cpu:
+        warn_of_few_cores(ranks // placement.num_nodes)
 
 
 def warn_of_few_cores(ranks: int) -> None:
@@ -68,14 +60,14 @@ def warn_of_few_cores(ranks: int) -> None:
         say(f"warning: {ranks} CPU ranks take turns on {cores} cores: with --devices {cores} each has its own")
 
 
-def on_this_machine(config: Config) -> Config:
-    """Returns the configuration with accelerator, precision, devices and num_nodes decided. Raises UsageError if there
-    are too few devices, or a launcher started different numbers of ranks on the nodes."""
-    gpus = gpu_count() if config.accelerator != "cpu" else 0
-    if config.accelerator == "gpu" and gpus == 0:
+def resolve_devices(settings: Settings) -> Settings:
+    """Returns the settings with accelerator, precision, devices and num_nodes decided. Raises UsageError if there are
+    too few devices, or a launcher started different numbers of ranks on the nodes."""
+    gpus = gpu_count() if settings.placement.accelerator != "cpu" else 0
+    if settings.placement.accelerator == "gpu" and gpus == 0:
         raise UsageError("--accelerator gpu: torch finds no usable GPU; use --accelerator cpu to train on the CPU")
-    config = with_accelerator(config, gpus > 0, has_bfloat16)
-    devices, num_nodes = config.devices, config.num_nodes
+    settings = with_accelerator(settings, gpus > 0, has_bfloat16)
+    devices, num_nodes = settings.placement.devices, settings.placement.num_nodes
     if place := rank_environment.variables():
         devices = int(place["LOCAL_WORLD_SIZE"])
         num_nodes, left = divmod(int(place["WORLD_SIZE"]), devices)
@@ -85,20 +77,20 @@ def on_this_machine(config: Config) -> Config:
                 "same number on each node"
             )
     elif devices == "auto":
-        devices = _most_devices(config, gpus)
+        devices = _most_devices(settings, gpus)
     if gpus and devices > gpus:
-        raise UsageError(f"--devices {devices}: this computer has {gpus} GPU{'s'[: gpus > 1]}")
-    return replace(config, devices=devices, num_nodes=num_nodes)
+        raise UsageError(f"--devices {devices}: this computer has {'1 GPU' if gpus == 1 else f'{gpus} GPUs'}")
+    return settings.changed(devices=devices, num_nodes=num_nodes)
 
 
-def _most_devices(config: Config, gpus: int) -> int:
+def _most_devices(settings: Settings, gpus: int) -> int:
     """Returns the largest number of GPUs on which the run is accepted, and prints why that is not all; 1 on the CPU."""
     why_not_all = ""
     for devices in range(gpus, 0, -1):
         try:
-            run = of_machine(replace(config, devices=devices))
+            run = make_run(settings.changed(devices=devices))
             rules.check(run)
-            if run.replicas > 1 and run.micro_batch < LEAST_MICRO_BATCH:
+            if run.placement.replicas > 1 and run.micro_batch < LEAST_MICRO_BATCH:
                 raise UsageError(f"a micro-batch of {run.micro_batch} is small for a GPU, --devices {devices} takes it")
         except UsageError as error:
             why_not_all = why_not_all or f": {error}"
@@ -112,31 +104,33 @@ def _most_devices(config: Config, gpus: int) -> int:
 _say_once = cache(say)  # a process may resolve several runs
 
 
-def rank_0_decides(config: Config) -> bool:
+def rank_0_decides(settings: Settings) -> bool:
     """Returns whether the ranks must meet to know what is resumed: on several nodes, or if torchrun restarts them."""
-    return config.num_nodes > 1 or rank_environment.by_torchrun()
+    return settings.placement.num_nodes > 1 or rank_environment.by_torchrun()
 
 
-def of_machine(config: Config, consent: Consent = NO_CONSENT) -> Run:
-    """Returns the run of a configuration whose accelerator, devices and precision are decided. Raises UsageError: the
-    batch cannot be divided, or the images or a raw DeepSpeed configuration cannot be used."""
-    if config.find_lr and config.schedule.name != "range_test":
-        config = replace(config, schedule=Choice("range_test", asdict(SCHEDULES["range_test"]())))
-    spec = ds_config.spec_of(config.ds_config) if config.ds_config else STRATEGIES[config.strategy]
-    run = Run(config, spec, num_classes=len(data.class_names(config.data)), consent=consent)
-    _ = run.micro_batch
-    rules.check_finetuning(config)
+def make_run(settings: Settings) -> Run:
+    """Returns the run of settings whose accelerator, devices and precision are decided. Raises UsageError: the batch
+    cannot be divided, or the images or a raw DeepSpeed configuration cannot be used."""
+    raw = settings.placement.ds_config
+    spec = ds_config.spec_of(raw) if raw else STRATEGIES[settings.placement.strategy]
+    run = Run.of(settings, spec, num_classes=len(data.class_names(settings.data)))
+    strategy_rules.check_micro_batch(run)
     return run
 
 
 def with_checkpoint(run: Run, resume: str) -> Run:
-    """Returns the run with the path of the checkpoint that it resumes, empty for none, or of weights to start from.
-    Raises UsageError: the strategy cannot resume, or the weights do not exist."""
-    config = replace(run.config, resume=resume)
-    if config.weights:
-        file = Path(config.weights) if resume else run_folder.find_checkpoint(config.weights)
-        delta = config.delta and str(Path(config.delta).absolute())
-        config = replace(config, weights=str(file.absolute()), delta=delta)
-    run = replace(run, config=config)
-    rules.check_can_resume(run)
+    """Returns the run with the path of the checkpoint that it resumes, empty for none, or of weights to start from. A
+    resumed run has the images that it began on, also for --data.source auto. Raises UsageError: the strategy cannot
+    resume, or the weights or the delta do not exist."""
+    run, recipe = run.changed(resume=resume), run.recipe
+    if resume and (file := run_folder.recipe_of(Path(resume))):
+        run = run.with_images_of(command_line.read_recipe(file).get("data.source", "auto"))
+    if recipe.weights:
+        weights = Path(recipe.weights) if resume else run_folder.find_checkpoint(recipe.weights)
+        if recipe.delta and not Path(recipe.delta).is_file():
+            raise UsageError(f"--delta {recipe.delta} is not a file")
+        delta = recipe.delta and str(Path(recipe.delta).absolute())
+        run = run.changed(weights=str(weights.absolute()), delta=delta)
+    strategy_rules.check_can_resume(run)
     return run

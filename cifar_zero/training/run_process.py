@@ -1,4 +1,4 @@
-"""Starts a run of train.py in its own process group, and ends it; without importing torch."""
+"""Starts a run in its own process group, and ends it; without importing torch."""
 
 import os
 import signal
@@ -9,14 +9,18 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from cifar_zero.checkpoints import run_folder
-from cifar_zero.core import start_time
+from cifar_zero.config.settings import FALLBACK_SUFFIX
+from cifar_zero.core import exits
 from cifar_zero.launch import local_launcher
+from cifar_zero.reports.summary import REPOSITORY
 
 POLL_SECONDS = 0.25  # time between two checks of a run
 SAVING_SECONDS = 45.0  # time that a run has to end: supervisor.py gives its ranks 30 s to write a checkpoint
 
 DEBUG = frozenset(["--debug"])  # which the runs of a program get from its command line, to show their tracebacks
+
+TRAIN = ("cifar_zero", "train")
+"""The module that trains a run, and its first argument."""
 
 Run = subprocess.Popen[bytes]
 
@@ -30,12 +34,13 @@ def start(
     cores: Collection[int] = (),
     launcher: Sequence[str] = (),
 ) -> Iterator[Run]:
-    """Starts a run, which prints into `log`. Python starts `program`, the path of train.py: the user's directory may
-    have one too. The run and its ranks have the CPU `cores`, on Linux, without any all of this process. `launcher` is a
-    command that starts the ranks (srun ...). The end of the context asks a live run to end, then kills its process
-    group; a second Ctrl-C kills it at once."""
+    """Starts a run, which prints into `log`. Python runs `program`, a module and its first arguments; modules in the
+    user's directory do not replace others. The run and its ranks have the CPU `cores`, on Linux, without any all of
+    this process. `launcher` is a command that starts the ranks (srun ...). The end of the context asks a live run to
+    end, then kills its process group; a second Ctrl-C kills it at once."""
     # torchrun and DeepSpeed's launcher start Python themselves.
-    python = [] if launcher and Path(launcher[0]).name in ("torchrun", "deepspeed") else [sys.executable]
+    starts = launcher and Path(launcher[0]).name in ("torchrun", "deepspeed")
+    python = ["--module"] if starts else [sys.executable, "-P", "-m"]
     with log.open("w") as output:
         run = subprocess.Popen(
             [*launcher, *python, *program, *flags, *DEBUG.intersection(sys.argv)],
@@ -73,12 +78,14 @@ def failure(log: Path, code: int) -> str:
 
 def folders(out: Path, name: str) -> list[Path]:
     """Returns the run folders of a name, the newest last, including those that fell back to the digits."""
-    names = (name, name + run_folder.FALLBACK_SUFFIX)
+    names = (name, name + FALLBACK_SUFFIX)
     found = [folder for each in names for folder in (out / each).glob("version_*")]
     return sorted(found, key=lambda folder: int(folder.name.removeprefix("version_")))
 
 
 def _environment() -> dict[str, str]:
-    """Returns this process's environment, without its start time and SLURM's count of restarts."""
-    left_out = (start_time.VARIABLE, "SLURM_RESTART_COUNT")
-    return {key: value for key, value in os.environ.items() if key not in left_out}
+    """Returns this process's environment, without its start time and SLURM's count of restarts, in which Python finds
+    this package from any directory."""
+    left_out = (exits.STARTED, "SLURM_RESTART_COUNT")
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(REPOSITORY))))
+    return {key: value for key, value in os.environ.items() if key not in left_out} | {"PYTHONPATH": path}

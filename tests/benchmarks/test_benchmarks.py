@@ -19,7 +19,8 @@ from benchmarks.loops.common import WARMUP_STEPS, Clock
 from cifar_module import CIFARModule
 from cifar_zero import data as sources
 from cifar_zero.config import command_line
-from cifar_zero.config.flags import Config, DataConfig
+from cifar_zero.config.output import Output
+from cifar_zero.config.settings import DataConfig
 from cifar_zero.training import build
 from cifar_zero.training.resolve import resolve
 from datamodule import CIFARDataModule
@@ -74,7 +75,7 @@ def test_the_clock_leaves_the_warm_up_out(monkeypatch: pytest.MonkeyPatch):
     for _ in clock.over(range(7)):  # epochs of seven batches
         batches += 1
         seconds += 100.0 if batches <= WARMUP_STEPS else 0.5
-    assert batches == clock.steps == Config.warmup_steps + 30
+    assert batches == clock.steps == Output.warmup_steps + 30
     assert clock.figures() == {"images_per_second": 16.0, "step_time_ms": 500.0}
 
 
@@ -98,7 +99,7 @@ def test_the_bare_loop_trains_what_train_py_trains(tmp_path: Path):
         ["--config", "configs/tutorial.yaml", "--batch_size", "64", "--bench_steps", "20", *data]
     )
     run = resolve(config)
-    module, trainer = CIFARModule(run.config, run.num_classes), build.trainer(run, None)
+    module, trainer = CIFARModule(run, run.num_classes), build.trainer(run, None)
     trainer.fit(module, datamodule=CIFARDataModule(config))
     for tuned in (False, True):
         net, _ = bare.train(images, 64, trainer.global_step - WARMUP_STEPS, torch.device("cpu"), tuned)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 from benchmarks import speedrun
 from benchmarks.speedrun import WHOLE, Result
 from cifar_zero.core.errors import UsageError
-from tests.support.helpers import of_make_fuzz
 
 REACHED = 70
 """Percent of 1,000 handwritten digits that the model at an eighth of its width classifies correctly after 50 steps of
@@ -38,20 +36,6 @@ def test_prints_its_figures(small_data: list[str], monkeypatch: pytest.MonkeyPat
     printed = capsys.readouterr().out
     for text in ("8 steps of 64 images, ", "FLOPs of training\naccuracy ", "an epoch of the eager loop takes "):
         assert text in printed
-
-
-@of_make_fuzz
-def test_the_compilation_of_a_step_is_not_timed(
-    small_data: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    small = ["--accelerator", "cpu", "--precision", "32-true", "--model.width", "0.05", "--batch_size", "64"]
-    small += ["--epochs", "2", "--trainer.limit_test_batches", "1", "--trainer.limit_train_batches", "4"]
-    seconds = itertools.count()  # the clock is read at the start, after 5 of 8 steps, and after each epoch
-    monkeypatch.setattr(speedrun, "now", lambda device: float(next(seconds)))
-    result = speedrun.run(speedrun.settled([*speedrun.RECIPE, *small, *small_data, "--compile", "step"]))
-    assert "compiled the step in" in "".join(capsys.readouterr())
-    whitening, others, test = 1, 3 - 2, 1
-    assert result.seconds == pytest.approx(whitening + others * 8 / 3 + test)
 
 
 def test_table_by_hand():

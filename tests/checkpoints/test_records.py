@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from cifar_zero import exporting
-from cifar_zero.checkpoints.finetuning.load import together
+from cifar_zero.checkpoints.finetuning.load import apply_delta
 from cifar_zero.core.errors import UsageError
 from cifar_zero.training import evaluate
 from tests.support.helpers import run_folder_of, run_program, train_all
@@ -37,7 +37,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "no images": (lambda content: content["cifar_zero"].pop("images"), "it has no 'images'"),
     "no random states": (lambda content: content["cifar_zero"].pop("random_states"), "it has no 'random_states'"),
     "no loops": (lambda content: content.pop("loops"), "it has no 'loops'"),
-    "an unknown option": (lambda content: content["cifar_zero"]["config"].update(new=1), "keyword argument 'new'"),
+    "an unknown option": (lambda content: content["cifar_zero"]["config"].update(new=1), "unknown options: new"),
     "no record": (lambda content: content.update(cifar_zero=None), "NoneType"),
     "no optimizer": (lambda content: content.pop("optimizer_states"), "it has no 'optimizer_states'"),
     "an empty list": (lambda content: content.update(optimizer_states=[]), "has no state of the optimizer"),
@@ -77,13 +77,10 @@ def test_a_resumed_run_must_have_the_images_that_it_had(checkpoint: Path, tmp_pa
 def test_the_classes_are_compared_before_the_weights(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    from cifar_module import CIFARModule
-    from datamodule import CIFARDataModule
-
     flags = ["--data.source", "cifar100", "--data.root", str(tmp_path), "--accelerator", "cpu"]
-    monkeypatch.setattr(sys, "argv", ["evaluate.py", str(checkpoint), *flags])
+    monkeypatch.setattr(sys, "argv", ["evaluate", str(checkpoint), *flags])
     with pytest.raises(UsageError, match=r"was trained on other classes than --data.source has \(apple"):
-        evaluate.main(lambda: (CIFARModule, CIFARDataModule))
+        evaluate.main()
 
 
 DELTA = {"base": "0", "base_dtypes": '{"fc1.weight": "float32"}', "recipe": "{}", "classes": '["a"]', "step": "1"}
@@ -110,7 +107,7 @@ def test_a_delta_that_is_damaged(metadata: dict[str, str | None], message: str, 
     save_file({"fc3.bias": torch.zeros(10)}, tmp_path / "d.safetensors", given)
     torch.save({"fc1.weight": torch.zeros(1)}, tmp_path / "base.pt")
     with pytest.raises(UsageError, match=rf"--delta .*d.safetensors is damaged, or another version .*{message}"):
-        together(tmp_path / "base.pt", tmp_path / "d.safetensors")
+        apply_delta(tmp_path / "base.pt", tmp_path / "d.safetensors")
 
 
 def test_an_export_whose_classes_are_damaged(tmp_path: Path):
@@ -125,7 +122,7 @@ def test_a_model_that_is_too_large_to_predict_with_needs_a_larger_machine(tmp_pa
     weights = {"1.weight": torch.zeros(1)}
     description = {"model": "mlp", "options": json.dumps({"hidden": [10**14]}), "classes": '["a", "b"]'}
     save_file(weights, tmp_path / "large.safetensors", description)
-    done = run_program("predict.py", str(tmp_path / "large.safetensors"), str(tmp_path / "image.png"))
+    done = run_program("predict", str(tmp_path / "large.safetensors"), str(tmp_path / "image.png"))
     assert done.returncode == 1, done.stderr
     assert "the model is too large for this machine: use one with more memory" in done.stderr
     assert "--accumulate" not in done.stderr

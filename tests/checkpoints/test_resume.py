@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 import yaml
 
 from cifar_zero import data
-from cifar_zero.checkpoints.resume import before, check_same_run, checkpoint_to_resume, newest_of, source_of
+from cifar_zero.checkpoints.resume import check_classes, check_same_run, checkpoint_to_resume, newest_of, saved_config
 from cifar_zero.config import command_line
-from cifar_zero.config.flags import Config, ZeROConfig
+from cifar_zero.config.placement import ZeROConfig
+from cifar_zero.config.recipe import SourceName
+from cifar_zero.config.settings import Settings, tree_of
 from cifar_zero.core.errors import UsageError
-from cifar_zero.training.resolve import of_machine, with_checkpoint
+from cifar_zero.training.resolve import make_run, with_checkpoint
 
 
 def resumed(out: Path, *flags: str) -> str:
@@ -37,8 +39,8 @@ def run_of(out: Path, *flags: str, name: str = "mine") -> Path:
     return run
 
 
-def continued(*flags: str) -> Config:
-    return command_line.parse(flags, before)
+def continued(*flags: str) -> Settings:
+    return command_line.parse(flags, saved_config)
 
 
 def test_a_resumed_run_needs_no_repeated_flags(tmp_path: Path):
@@ -47,14 +49,14 @@ def test_a_resumed_run_needs_no_repeated_flags(tmp_path: Path):
     run, recipe = run_of(tmp_path, *flags), tmp_path / "recipe.yaml"
     recipe.write_text("log_interval: 7\nseed: 3\n")
     config = continued("--resume", str(run), "--config", str(recipe), "--seed", "4", "--schedule.total_steps", "5")
-    assert (config.name, config.out, config.epochs) == ("mine", str(tmp_path), 9)
-    assert (config.optimizer.name, config.optimizer.options["betas"]) == ("adam", (0.8, 0.9))
-    assert (config.schedule.options["total_steps"], config.log_interval, config.seed) == (5, 7, 4)
+    assert (config.output.name, config.output.out, config.recipe.epochs) == ("mine", str(tmp_path), 9)
+    assert (config.recipe.optimizer.name, config.recipe.optimizer.options["betas"]) == ("adam", (0.8, 0.9))
+    assert (config.recipe.schedule.options["total_steps"], config.output.log_interval, config.recipe.seed) == (5, 7, 4)
     for last in ("last", "auto"):
-        assert continued("--resume", last, "--name", "mine", "--out", str(tmp_path)).epochs == 9
-    assert continued("--resume", "auto", "--out", str(tmp_path)).epochs == 2  # no such run yet
+        assert continued("--resume", last, "--name", "mine", "--out", str(tmp_path)).recipe.epochs == 9
+    assert continued("--resume", "auto", "--out", str(tmp_path)).recipe.epochs == 2  # no such run yet
     moved = run.rename(tmp_path / "moved")
-    assert continued("--resume", str(moved / "checkpoints" / "last.ckpt")).epochs == 9
+    assert continued("--resume", str(moved / "checkpoints" / "last.ckpt")).recipe.epochs == 9
 
 
 def test_weights_alone_are_no_run_to_resume():
@@ -67,9 +69,13 @@ def test_a_resumed_run_keeps_the_options_of_its_strategy_only_under_that(tmp_pat
     run = run_of(tmp_path, *zero, "--precision", "bf16-mixed")
     for strategy in ((), ("--strategy", "auto"), zero[:2]):
         config = continued("--resume", str(run), *strategy)
-        assert (config.strategy, config.zero.sub_group_size) == ("deepspeed_stage_3", 1000)
+        assert (config.placement.strategy, config.placement.zero.sub_group_size) == ("deepspeed_stage_3", 1000)
     config = continued("--resume", str(run), "--strategy", "ddp")
-    assert (config.strategy, config.zero, config.precision) == ("ddp", ZeROConfig(), "bf16-mixed")
+    assert (config.placement.strategy, config.placement.zero, config.placement.precision) == (
+        "ddp",
+        ZeROConfig(),
+        "bf16-mixed",
+    )
     with pytest.raises(UsageError, match="--resume last with --strategy auto needs --name"):
         continued("--resume", "last", "--strategy", "auto")
 
@@ -78,9 +84,9 @@ def test_a_requeued_slurm_job_keeps_its_configuration(tmp_path: Path, monkeypatc
     """configs/cluster/slurm.sbatch sets the job's --name."""
     run_of(tmp_path, "--strategy", "deepspeed_stage_2")
     same = ["--out", str(tmp_path), "--name", "mine", "--strategy", "auto"]
-    assert continued(*same).strategy == "auto"
+    assert continued(*same).placement.strategy == "auto"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert continued(*same).strategy == "deepspeed_stage_2"
+    assert continued(*same).placement.strategy == "deepspeed_stage_2"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "abc")
     with pytest.raises(UsageError, match="SLURM_RESTART_COUNT is 'abc': set it to a number from 0 on, or unset it"):
         continued(*same)
@@ -88,8 +94,9 @@ def test_a_requeued_slurm_job_keeps_its_configuration(tmp_path: Path, monkeypatc
 
 def test_a_run_that_fell_back_to_the_digits_continues_as_one(tmp_path: Path):
     fell_back = run_of(tmp_path, "--data.source", "digits", name="mine-digits-fallback")
-    assert continued("--resume", str(fell_back)).data.source == "auto"
-    assert continued("--resume", str(run_of(tmp_path, "--data.source", "digits"))).data.source == "digits"
+    for run in (fell_back, run_of(tmp_path, "--data.source", "digits")):
+        config = continued("--resume", str(run))
+        assert (config.data.source, config.fell_back) == ("digits", run == fell_back)
 
 
 def test_a_resumed_run_needs_consent_to_code_on_the_command_line(tmp_path: Path):
@@ -167,15 +174,17 @@ def test_a_run_continues_on_the_images_that_it_had(before: str, now: str, contin
     config, classes = command_line.parse([*resume, now]), [*data.class_names(command_line.parse([]).data)]
     if "this one" in continued:
         with pytest.raises(UsageError, match=f"{continued}: .*, --weights last.ckpt without --resume fine-tunes"):
-            check_same_run(config, asdict(command_line.parse([*resume, before])))
+            check_same_run(config, tree_of(command_line.parse([*resume, before])))
         return
-    record = {"config": asdict(command_line.parse([*resume, before])), "classes": classes}
+    record = {"config": tree_of(command_line.parse([*resume, before])), "classes": classes}
     check_same_run(config, record["config"])
     if before == "digits":
         with pytest.raises(UsageError, match=r"had other classes than --data.source digits now has \("):
-            source_of(config, record)
+            check_classes(config.with_images_of("digits"), record)
         record["classes"] = [*data.class_names(command_line.parse(["--data.source", "digits"]).data)]
-    assert source_of(config, record) == continued
+    found = config.with_images_of(cast(SourceName, before))
+    assert (found.data.source, found.fell_back) == (continued, (before, now) == ("digits", "auto"))
+    check_classes(found, record)
 
 
 def test_a_folder_must_have_the_classes_that_it_had(tmp_path: Path):
@@ -184,11 +193,11 @@ def test_a_folder_must_have_the_classes_that_it_had(tmp_path: Path):
             (tmp_path / split / name).mkdir(parents=True)
             (tmp_path / split / name / "0.png").touch()
     config = command_line.parse(["--resume", "last.ckpt", "--data.source", "folder", "--data.root", str(tmp_path)])
-    record = {"config": asdict(config), "classes": ["cat", "dog"]}
-    assert source_of(config, record) == "folder"
+    record = {"config": tree_of(config), "classes": ["cat", "dog"]}
+    check_classes(config, record)
     record["classes"] = ["bird", "dog"]
     with pytest.raises(UsageError, match=r"now has \(bird, cat\): .* --weights last.ckpt without --resume"):
-        source_of(config, record)
+        check_classes(config, record)
 
 
 @pytest.mark.parametrize("damaged", ["", "[1]", "{", '[{"rank": 0}]', "\udcff"])
@@ -206,7 +215,7 @@ def test_a_damaged_ranks_json_is_ignored(damaged: str, tmp_path: Path):
 def test_a_strategy_that_cannot_resume_is_refused_once_a_checkpoint_is_found():
     """On several nodes rank 0 looks for the checkpoint after the other checks."""
     flags = ["--strategy", "deepspeed_stage_3_offload_nvme", "--nvme_path", "/", "--resume", "auto", "--devices", "1"]
-    run = of_machine(command_line.parse(flags))
-    assert with_checkpoint(run, "").config.resume == ""
+    run = make_run(command_line.parse(flags))
+    assert with_checkpoint(run, "").output.resume == ""
     with pytest.raises(UsageError, match="--resume: deepspeed_stage_3_offload_nvme cannot be resumed"):
         with_checkpoint(run, "runs/mine/version_0/checkpoints/last.ckpt")

@@ -19,8 +19,7 @@ import yaml
 from torch.distributed.run import parse_args
 
 from cifar_zero.config import command_line
-from cifar_zero.core.programs import command
-from tests.support.helpers import HANG_SECONDS, ROOT, WHOLE, run_program
+from tests.support.helpers import HANG_SECONDS, ROOT, WHOLE, run_program, train_command
 
 FOLDER = ROOT / "configs" / "cluster"
 
@@ -111,7 +110,7 @@ def test_a_slurm_job_is_requeued_and_resumes(submit: Submit, tmp_path: Path) -> 
     assert first.returncode == 128 + signal.SIGUSR1, said[-3000:]
     assert (tmp_path / "requests").read_text() == "requeue 4217\n"
     assert (runs / "version_0" / "checkpoints" / "last.ckpt").exists()
-    assert f"saved; resume with: {command('train')} --resume {runs}" in said
+    assert f"saved; resume with: {train_command()} --resume {runs}" in said
     flags_of_srun = json.loads((tmp_path / "flags.json").read_text())
     assert flags_of_srun == ["--kill-on-bad-exit=1", "--cpus-per-task=8"]
     if WHOLE:
@@ -164,10 +163,10 @@ def test_torchrun_and_train_py_accept_the_command_of_the_manifest(monkeypatch: p
     assert told.training_script == "train.py"
     config = command_line.parse(told.training_script_args)
     paths = {mount["mountPath"] for mount in container["volumeMounts"]}
-    assert {config.data.root, config.out} <= paths
+    assert {config.data.root, config.output.out} <= paths
     # Without worker-0, which holds the rendezvous, every container starts its command again.
-    assert (config.resume, config.name) == ("auto", job["metadata"]["name"])
-    assert config.batch_size % (int(told.nproc_per_node) * elastic["maxReplicas"]) == 0
+    assert (config.output.resume, config.output.name) == ("auto", job["metadata"]["name"])
+    assert config.recipe.batch_size % (int(told.nproc_per_node) * elastic["maxReplicas"]) == 0
 
 
 def test_torchrun_and_train_py_accept_the_command_of_the_trainjob(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,11 +186,11 @@ def test_torchrun_and_train_py_accept_the_command_of_the_trainjob(monkeypatch: p
     config = command_line.parse(told.training_script_args)
     pod = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    assert {config.data.root, config.out} <= {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert {config.data.root, config.output.out} <= {mount["mountPath"] for mount in container["volumeMounts"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     # The pods start again together, and resume.
-    assert (config.resume, config.name) == ("auto", job["metadata"]["name"])
-    assert config.batch_size % (trainer["numNodes"] * trainer["numProcPerNode"]) == 0
+    assert (config.output.resume, config.output.name) == ("auto", job["metadata"]["name"])
+    assert config.recipe.batch_size % (trainer["numNodes"] * trainer["numProcPerNode"]) == 0
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
 
 
@@ -201,11 +200,11 @@ def test_commands_of_the_page(small_data: list[str], tmp_path: Path) -> None:
     """Every command runs as written, for a few steps; both nodes of torchrun's commands are this machine."""
     page = (ROOT / "docs" / "cluster.md").read_text()
     commands = re.findall(r"^\.venv/bin/(.+)$", page, re.MULTILINE)
-    assert {line.split()[0] for line in commands} == {"torchrun", "python", "deepspeed"}
+    assert {line.split()[0] for line in commands} == {"torchrun", "cifar-zero", "deepspeed"}
     small = ["--accelerator", "cpu", "--max_steps", "4", "--out", str(tmp_path), *small_data]
     for line in commands:
         program, *arguments = shlex.split(line)
-        if program == "python":
+        if program == "cifar-zero":
             assert run_program(*arguments).returncode in (0, 1)  # 1: nothing fits this machine
             continue
         trains = "train.py" in arguments

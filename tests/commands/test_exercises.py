@@ -35,9 +35,9 @@ EXPECTED = {
 
 @pytest.fixture(autouse=True)
 def one_plan(monkeypatch: pytest.MonkeyPatch):
-    """Runs plan.py once for both answers."""
-    plan = functools.cache(lambda *command: subprocess.check_output(command))
-    run = types.SimpleNamespace(check_output=lambda command: plan(*command))
+    """Runs cifar-zero plan once for both answers."""
+    plan = functools.cache(lambda *command: subprocess.check_output(command, cwd=ROOT))
+    run = types.SimpleNamespace(check_output=lambda command, cwd: plan(*command))
     monkeypatch.setattr(exercises, "subprocess", run)
 
 

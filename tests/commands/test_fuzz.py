@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pickle
 import random
@@ -14,13 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from torchvision.datasets import CIFAR10
 
 from cifar_zero import data, models
 from cifar_zero.config import command_line
-from cifar_zero.config.flags import DataConfig
+from cifar_zero.config.settings import DataConfig
 from cifar_zero.core.errors import RunError, UsageError
-from tests.data.archives import cifar_files, publish, tar_gz
 from tests.support.helpers import ROOT, WHOLE, read_weights, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
@@ -137,24 +134,6 @@ def test_checkpoints(strategy: str, devices: int, small_data: list[str], tmp_pat
         return all(torch.equal(found[key], whole[key]) for key in whole)
 
     assert fuzz(checkpoint, tmp_path, lambda path: read_weights(net, path), same) > MUTATIONS / 3
-
-
-def test_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The sum of the damaged archive is accepted; the files in it must still be the published ones."""
-    files = cifar_files(10)
-    publish(files, CIFAR10, monkeypatch)
-    archive = tmp_path / "cifar-10-python.tar.gz"
-    archive.write_bytes(tar_gz(files))
-
-    def read(path: Path) -> Any:
-        md5 = hashlib.md5(path.read_bytes()).hexdigest() if path.exists() else ""
-        url = "http://127.0.0.1:9/cifar-10-python.tar.gz"
-        monkeypatch.setattr(CIFAR10, "tgz_md5", md5)
-        config = DataConfig(source="cifar10", root=str(path.parent), url=url)
-        return data.load(config, data.prepare(config))
-
-    whole = read(archive)
-    assert fuzz(archive, tmp_path, read, lambda found: (found.train_images == whole.train_images).all()) > MUTATIONS / 3
 
 
 def test_caches(tmp_path: Path):

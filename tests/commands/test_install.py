@@ -40,8 +40,8 @@ def test_pins_are_in_the_tested_ranges_and_in_the_lock():
 IMPORTS = """
 import site, sys
 site.addsitedir(sys.argv[1])
-import cifar_module, datamodule, train, cifar_zero.comparison.compare
-print(*(module.__file__ for module in (cifar_module, datamodule, train, cifar_zero.comparison.compare)), sep="\\n")
+import cifar_module, datamodule, cifar_zero.comparison.compare
+print(*(module.__file__ for module in (cifar_module, datamodule, cifar_zero.comparison.compare)), sep="\\n")
 """
 
 
@@ -50,10 +50,12 @@ def test_an_editable_installation_is_importable_from_any_directory(tmp_path: Pat
     command = [*PIP, "install", *ALONE, "--no-build-isolation", "--prefix", str(tmp_path), "--editable", str(ROOT)]
     assert_ok(subprocess.run(command, capture_output=True, text=True))
     (packages,) = tmp_path.glob("lib/python*/site-packages")
+    (names,) = packages.glob("*.dist-info/top_level.txt")
+    assert names.read_text().split() == ["cifar_module", "cifar_zero", "datamodule"]
     command = [sys.executable, "-c", IMPORTS, str(packages)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert_ok(done)
-    files = ("cifar_module.py", "datamodule.py", "train.py", "cifar_zero/comparison/compare.py")
+    files = ("cifar_module.py", "datamodule.py", "cifar_zero/comparison/compare.py")
     assert done.stdout.split() == [str(ROOT / file) for file in files]
 
 
@@ -85,7 +87,8 @@ def test_a_wheel_trains_and_compares_in_an_empty_directory(tmp_path: Path):
     work.mkdir()
     shutil.copy(ROOT / "tests" / "support" / "own_code.py", work / "my_module.py")
     (work / "test_mine.py").write_text(OWN_TEST)
-    (work / "train.py").write_text("raise SystemExit('the wrong train.py')")
+    for name in ("train", "datamodule"):
+        (work / f"{name}.py").write_text(f"raise SystemExit('the wrong {name}.py')")
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
     def run(program: str, *arguments: str) -> str:

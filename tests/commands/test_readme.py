@@ -17,13 +17,13 @@ from urllib.request import urlopen
 
 import pytest
 
+from cifar_zero.__main__ import COMMANDS as PROGRAMS
 from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
 from tests.support.helpers import HANG_SECONDS, ROOT, WHOLE, assert_ok, run_program, train_in_ranks
 
 TEXT = (ROOT / "README.md").read_text()
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
-PROGRAMS = ("train", "evaluate", "predict", "export", "compare", "plan", "sweep", "doctor")
 
 
 def blocks(document: Path, language: str = r"\w*") -> list[str]:
@@ -66,11 +66,13 @@ def reachable(imports: dict[str, set[str]], name: str) -> set[str]:
 
 
 def diagram() -> str:
-    """Returns the Mermaid diagram of the imports between packages; arrows that follow from two others are left out."""
+    """Returns the Mermaid diagram of the imports between packages, and of train.py; arrows that follow from two others
+    are left out."""
     package = ROOT / "cifar_zero"
-    imports: dict[str, set[str]] = {init.parent.name: set() for init in package.glob("*/__init__.py")}
+    names = ["train", *(init.parent.name for init in package.glob("*/__init__.py"))]
+    imports: dict[str, set[str]] = {name: set() for name in names}
     for name, others in imports.items():
-        for file in (package / name).rglob("*.py"):
+        for file in [*(package / name).rglob("*.py"), *package.glob(f"{name}.py")]:
             for node in ast.walk(ast.parse(file.read_text())):
                 if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "cifar_zero":
                     inner = str(node.module).split(".")[1:2]
@@ -83,14 +85,15 @@ def diagram() -> str:
     return "```mermaid\n" + "\n".join(lines) + "\n```"
 
 
-LAUNCHED = r"^(?:\.venv/bin/)?(?:python|torchrun|deepspeed) (?:.*? )?(\w+)\.py (.*)$"
-"""A line of a page that starts a program: its name and its arguments."""
+STARTS = r"(?:python|torchrun|deepspeed) (?:.*? )?(?=train\.py)|(?:\S+ .*?-m )?cifar.zero "
+LAUNCHED = rf"^(?:\.venv/bin/)?(?:{STARTS})(\w+)(?:\.py)? (.*)$"
+"""A line of a page that starts a command, also as `-m cifar_zero`: its name and its arguments."""
 
 
 def test_flags_in_all_pages_exist():
-    """train.py's parser takes its commands; flags of the other programs are in their help, or are train.py's."""
-    flags_of = {name: run_program(f"{name}.py", "--help").stdout for name in PROGRAMS[1:]}
-    flags_of["train"] = run_program("train.py", "--help", "all").stdout
+    """train's parser takes its commands; flags of the other commands are in their help, or are train's."""
+    flags_of = {name: run_program(name, "--help").stdout for name in PROGRAMS}
+    flags_of["train"] = run_program("train", "--help", "all").stdout
     wrong, checked = [], 0
     for page in DOCUMENTS:
         text = "\n".join(blocks(page)).replace("\\\n", " ")
@@ -104,12 +107,12 @@ def test_flags_in_all_pages_exist():
                     command_line.parse(arguments)
                     continue
             except UsageError as error:
-                wrong.append(f"{page.name}: {name}.py {rest}: {error}")
+                wrong.append(f"{page.name}: {name} {rest}: {error}")
             except SystemExit:  # --print_config
                 continue
             flags = [word.split("=")[0] for word in arguments if re.match(r"--(?!module\.|model\.)", word)]
             known = flags_of[name] + flags_of["train"]
-            wrong += [f"{page.name}: {name}.py {rest}: {flag}" for flag in flags if flag not in known]
+            wrong += [f"{page.name}: {name} {rest}: {flag}" for flag in flags if flag not in known]
     assert not wrong, "\n".join(wrong)
     assert checked > 80
 
@@ -123,27 +126,27 @@ def test_commands(small_data: list[str], tmp_path: Path):
     others: list[list[str]] = []
     for command in COMMANDS:
         program, *arguments = shlex.split(in_folder(command, tmp_path))
-        if program == "python" and arguments[0] == "train.py" and not {"--help", "--print_config"} & {*arguments}:
+        if program == "python" and not {"--help", "--print_config"} & {*arguments}:
             flags = [*arguments[1:], *small_data, *small]
             if "--plot_schedule" in arguments:
                 others.append(["train.py", *flags])
                 continue
-            ranks = command_line.parse(flags).devices
+            ranks = command_line.parse(flags).placement.devices
             trainings[1 if ranks == "auto" else ranks].append(flags)
-        elif program == "python" and arguments[0] == "compare.py":
+        elif program == "cifar-zero" and arguments[0] == "compare":
             others.append([*arguments, *small_data, *small])
-        elif program == "python" and arguments[0] == "sweep.py":  # a validation is at the end of an epoch
+        elif program == "cifar-zero" and arguments[0] == "sweep":  # a validation is at the end of an epoch
             out = str(tmp_path / "sweeps")
             others.append([*arguments, *small_data, *small[:4], "--batch_size", "16", "--out", out])
-        elif program == "python" and arguments != ["doctor.py"]:  # half a minute: tests/diagnosis runs it
+        elif program in ("python", "cifar-zero") and arguments != ["doctor"]:  # half a minute: tests/diagnosis runs it
             others.append(arguments)
     assert sum(map(len, trainings.values())) >= 5
-    programs = {"evaluate.py", "export.py", "predict.py", "plan.py", "compare.py", "sweep.py"}
+    programs = {"evaluate", "export", "predict", "plan", "compare", "sweep"}
     assert programs <= {arguments[0] for arguments in others}
     for ranks, flags in trainings.items():
         train_in_ranks(flags, ranks)
     for arguments in others:
-        if arguments[0] not in ("compare.py", "sweep.py") or WHOLE:  # half a minute each; others are run elsewhere
+        if arguments[0] not in ("compare", "sweep") or WHOLE:  # half a minute each; others are run elsewhere
             assert_ok(run_program(*arguments))
 
 
@@ -152,12 +155,14 @@ def test_commands(small_data: list[str], tmp_path: Path):
 @pytest.mark.skipif("RECIPES" not in os.environ, reason="some minutes, of make recipes")
 def test_commands_of_the_course(tmp_path: Path):
     """Commands run in order, because later ones name the runs of earlier ones; trainings take a few steps."""
-    commands = re.findall(r"^\.venv/bin/python (.+)$", (ROOT / "docs" / "course.md").read_text(), re.MULTILINE)
+    commands = re.findall(
+        r"^\.venv/bin/(?:python|cifar-zero) (.+)$", (ROOT / "docs" / "course.md").read_text(), re.MULTILINE
+    )
     small = ["--max_steps", "4", "--trainer.limit_test_batches", "2", "--out", str(tmp_path), "--accelerator", "cpu"]
     assert len(commands) > 40
     for command in commands:
         arguments = shlex.split(in_folder(command, tmp_path))
-        trains = arguments[0] in ("train.py", "compare.py") and "--check_gradients" not in arguments
+        trains = arguments[0] in ("train.py", "compare") and "--check_gradients" not in arguments
         done = run_program(*arguments, *(small if trains else []))
         assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
 

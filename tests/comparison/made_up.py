@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cifar_zero.comparison.result import Curve, Run
-from cifar_zero.config.flags import flat
+from cifar_zero.config.settings import flat
 
 SETTINGS: dict[str, Any] = {
     **{"strategy": "baseline", "gradient_clip_val": 0.0, "batch_size": 16, "compile": False, "out": "runs"},

@@ -1,4 +1,4 @@
-"""compare.py's own part: what it refuses, and what it reports if something failed."""
+"""cifar-zero compare's own part: what it refuses, and what it reports if something failed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 
-import train
-from cifar_module import CIFARModule
 from cifar_zero.comparison import compare, trainings
 from cifar_zero.comparison.result import Run
 from cifar_zero.comparison.trainings import Planned, Runner, plan, prepare
 from cifar_zero.core.errors import RunError, UsageError
-from datamodule import CIFARDataModule
 from tests.comparison.made_up import made_up
 
 pytestmark = pytest.mark.usefixtures("signal_handlers")
@@ -87,14 +84,14 @@ def test_a_full_disk_ends_with_the_folder_of_the_runs(monkeypatch: pytest.Monkey
 
 
 def test_every_variant_is_checked_before_the_first_is_trained(planned: list[Planned]) -> None:
-    planned[1].run.config.trainer["limit_train_batch"] = 5
+    planned[1].run.recipe.trainer["limit_train_batch"] = 5
     with pytest.raises(UsageError, match=r"--trainer.limit_train_batch is not an option .* limit_train_batches"):
         prepare(planned)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
-    monkeypatch.setattr("sys.argv", ["compare.py", *flags])
-    return compare.main(train.train, lambda: (CIFARModule, CIFARDataModule))
+    monkeypatch.setattr("sys.argv", ["compare", *flags])
+    return compare.main()
 
 
 def test_a_launcher_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

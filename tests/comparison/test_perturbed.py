@@ -17,9 +17,11 @@ from cifar_zero.comparison.perturbed import perturb, perturbed
 from cifar_zero.comparison.reading import PERTURBED
 from cifar_zero.comparison.recorded import record
 from cifar_zero.comparison.recorded.record import Record
-from cifar_zero.config.flags import Choice, Config
+from cifar_zero.config.recipe import Choice
+from cifar_zero.config.settings import make_settings
+from cifar_zero.strategies.hooks import Hooks
 
-CONFIG = Config(optimizer=Choice("adam", {"lr": 0.001}), seed=3)
+CONFIG = make_settings(optimizer=Choice("adam", {"lr": 0.001}), seed=3)
 
 
 @pytest.mark.parametrize(("accelerator", "distance"), [("gpu", TF32_EPS), ("cpu", LEAST_PERTURBATION)])
@@ -28,8 +30,8 @@ def test_weights_and_constants_change_by_the_precision_of_the_device(
 ) -> None:
     plain = CIFARModule(CONFIG, num_classes=10)
     plain.configure_model()
-    module: Any = perturbed(CIFARModule, "32-true", accelerator)(CONFIG, num_classes=10)
-    module._trainer = SimpleNamespace(is_global_zero=True, default_root_dir=str(tmp_path))
+    module: Any = perturbed("32-true", accelerator)(CONFIG, num_classes=10)
+    module._trainer = SimpleNamespace(strategy=None, is_global_zero=True, default_root_dir=str(tmp_path))
     module.configure_model()
     module.configure_model()  # the test after the training: once is enough
     assert plain.net is not None
@@ -45,7 +47,7 @@ def test_recorded_trainings_convolve_in_float32(tmp_path: Path, monkeypatch: pyt
 
     def train(flags: list[str], sign: int, folder: Path) -> Record:
         cudnn = torch.backends.cudnn
-        distance = perturb(torch.nn.Conv2d(1, 1, 1), "32-true", "gpu", sign)
+        distance = perturb(torch.nn.Conv2d(1, 1, 1), "32-true", "gpu", sign, Hooks())
         found.append((cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark, distance))
         return Record()
 

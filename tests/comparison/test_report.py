@@ -55,7 +55,7 @@ def trained(name: str, kind: VerdictKind = "bit-identical", seeds: int = 1, off:
 
 def comparison(*others: Variant, **fields) -> Comparison:
     reference = trained("baseline", "reference", seeds=len(others[0].runs) if others else 1)
-    known = {"command": "python compare.py", "created": "2026-01-02T03:04:05+00:00", "reference": "baseline"}
+    known = {"command": "cifar-zero compare", "created": "2026-01-02T03:04:05+00:00", "reference": "baseline"}
     common = {"title": "net", "machine": {"torch": "2.15.0"}, "recipe": {"model": "net"}, **known}
     return Comparison(**{**common, **fields}, variants=[reference, *others])
 
@@ -114,7 +114,7 @@ def test_unknown_values_are_left_out(tmp_path: Path):
 
 
 def test_headline_of_variants_with_one_that_is_the_reference():
-    """As `compare.py --module` has them in the order of --strategies."""
+    """As `cifar-zero compare --module` has them in the order of --strategies."""
     for variants in ([trained("baseline", "reference"), trained("ddp", "bit-identical")],) * 2:
         variants.reverse()
         made = Comparison("net", "", {}, {}, "plain PyTorch", variants)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,12 +38,15 @@ def test_a_launcher_starts_only_the_runs_on_several_nodes() -> None:
 
 def test_all_variants_train_the_recipe_of_a_deepspeed_configuration() -> None:
     file = "cifar_zero/config/deepspeed_examples.json"
-    baseline, theirs = (variant.run.config for variant in plan(["baseline", file], ["2"], [], 1, SMALL))
-    assert (baseline.ds_config, theirs.ds_config) == ("", file)
-    assert baseline.batch_size == 16
-    assert (baseline.optimizer, baseline.schedule, baseline.gradient_clip_val, baseline.precision) == (
-        *(theirs.optimizer, theirs.schedule, 1.0, "bf16-mixed"),
-    )
+    baseline, theirs = (variant.run for variant in plan(["baseline", file], ["2"], [], 1, SMALL))
+    assert (baseline.placement.ds_config, theirs.placement.ds_config) == ("", file)
+    assert baseline.recipe.batch_size == 16
+    assert (
+        baseline.recipe.optimizer,
+        baseline.recipe.schedule,
+        baseline.recipe.gradient_clip_val,
+        baseline.placement.precision,
+    ) == (*(theirs.recipe.optimizer, theirs.recipe.schedule, 1.0, "bf16-mixed"),)
     with pytest.raises(UsageError, match=r"--gradient_clip_val 2.0 \(file: 1.0\)"):
         plan(["baseline", file], ["2"], [], 1, [*SMALL, "--gradient_clip_val", "2"])
 
@@ -58,13 +62,13 @@ def test_a_run_for_each_seed() -> None:
     baseline, other = plan(["baseline", "ddp"], ["2"], [], 2, [*SMALL, "--seed", "5"])
     assert [other.run_name(seed) for seed in other.seeds] == ["ddp-seed_5", "ddp-seed_6"]
     assert other.flags_of(6)[-4:] == ["--devices", "2", "--seed", "6"]
-    assert (baseline.run.config.batch_size, other.run.config.batch_size, other.run.config.world_size) == (16, 16, 2)
+    assert (baseline.run.recipe.batch_size, other.run.recipe.batch_size, other.run.placement.world_size) == (16, 16, 2)
 
 
 def test_a_size_is_for_the_strategies_that_split_the_model() -> None:
     rest = [*SMALL, "--model", "vit_small", "--devices", "4", "--tensor_parallel_size", "2"]
     baseline, fsdp2, pipeline = (variant.run for variant in plan(["baseline", "fsdp2", "pipeline"], [], [], 1, rest))
-    assert [run.ranks_per_model for run in (baseline, fsdp2, pipeline)] == [1, 2, 4]
+    assert [run.placement.ranks_per_model for run in (baseline, fsdp2, pipeline)] == [1, 2, 4]
     with pytest.raises(UsageError, match="is for fsdp2, fsdp, tensor_parallel"):
         plan(["baseline", "ddp"], [], [], 1, rest)
 
@@ -107,19 +111,34 @@ def runner(folder: Path) -> Runner:
     return Runner(folder, runs=2)
 
 
-def test_a_failed_run_is_reported_with_its_last_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Runs a program given as its source, a module of the test's directory, as the run `a`."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
+
+    def run(code: str) -> Path:
+        (tmp_path / "modules").mkdir()
+        (tmp_path / "modules" / "program_of_a_test.py").write_text(code)
+        return runner(tmp_path).run("a", ("program_of_a_test",), [])
+
+    return run
+
+
+def test_a_failed_run_is_reported_with_its_last_error(
+    run_code: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
+) -> None:
     what = "print('error: the last', file=sys.stderr); print('more'); sys.exit(1)"
     with pytest.raises(RunError, match=r"^the last$"):
-        runner(tmp_path).run("a", ("-c", PROGRAM.format(what=what)), [])
+        run_code(PROGRAM.format(what=what))
     said = capfd.readouterr().err
     assert "[1/2] a: training, see " in said
     assert "a: the last" in said
 
 
-def test_a_run_without_an_error_line_is_reported_by_its_signal(tmp_path: Path) -> None:
+def test_a_run_without_an_error_line_is_reported_by_its_signal(run_code: Callable[[str], Path]) -> None:
     what = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     with pytest.raises(RunError, match=r"^signal SIGKILL$"):
-        runner(tmp_path).run("a", ("-c", what), [])
+        run_code(what)
 
 
 RANKS = """
@@ -134,7 +153,9 @@ ranks[0].wait()
 """A launcher that forwards no signal, as supervisor.py does for Ctrl-C: a terminal sends it to the ranks directly."""
 
 
-def interrupted(monkeypatch: pytest.MonkeyPatch, folder: Path, impatient: bool = False) -> list[str]:
+def interrupted(
+    run_code: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, folder: Path, impatient: bool = False
+) -> list[str]:
     """Ends a run of RANKS by Ctrl-C when both are ready; returns its output. The stubborn process must have ended."""
     wait = subprocess.Popen.wait
 
@@ -150,19 +171,23 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, folder: Path, impatient: bool =
     with monkeypatch.context() as patch:
         patch.setattr(subprocess.Popen, "wait", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            runner(folder).run("a", ("-I", "-S", "-c", RANKS), [])
+            run_code(RANKS)
     words = (folder / "a.log").read_text().split()
     pid = next(int(word) for word in words if word.isdigit())
     wait_until(lambda: has_ended(pid))
     return words
 
 
-def test_ctrl_c_interrupts_all_ranks_and_kills_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "saved" in interrupted(monkeypatch, tmp_path)
+def test_ctrl_c_interrupts_all_ranks_and_kills_the_rest(
+    run_code: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "saved" in interrupted(run_code, monkeypatch, tmp_path)
 
 
-def test_a_second_ctrl_c_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupted(monkeypatch, tmp_path, impatient=True)
+def test_a_second_ctrl_c_leaves_no_process(
+    run_code: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted(run_code, monkeypatch, tmp_path, impatient=True)
 
 
 def test_a_run_finds_this_repository_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

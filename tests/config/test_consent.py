@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 import yaml
 
 from cifar_zero.config import command_line
-from cifar_zero.config.flags import Config, config_of
+from cifar_zero.config.settings import make_settings, settings_of, tree_of
 from cifar_zero.core.errors import UsageError
 from tests.support.evil import Evil
 from tests.support.helpers import run_program
@@ -24,18 +23,18 @@ def test_a_run_folder_cannot_switch_trust_on(tmp_path: Path):
     """Its config.yaml and the record in its checkpoint set trust; only the flag itself has an effect."""
     proof, run = tmp_path / "proof", tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
-    recipe = {**yaml.safe_load(command_line.dump(Config())), "data": {"source": "digits"}, "trust": True}
+    recipe = {**yaml.safe_load(command_line.dump(make_settings())), "data": {"source": "digits"}, "trust": True}
     (run / "config.yaml").write_text(yaml.safe_dump(recipe))
-    record = {"config": {**asdict(Config()), "trust": True}, "classes": [*"0123456789"]}
+    record = {"config": {**tree_of(make_settings()), "trust": True}, "classes": [*"0123456789"]}
     torch.save({"state_dict": {}, "cifar_zero": record, "evil": Evil(proof)}, run / "checkpoints" / "last.ckpt")
-    done = run_program("evaluate.py", str(run))
+    done = run_program("evaluate", str(run))
     assert not proof.exists(), "the folder ran code"
     assert (done.returncode, done.stderr) == (2, f"error: --config {run / 'config.yaml'} {REFUSED}\n")
     (run / "config.yaml").unlink()
-    done = run_program("evaluate.py", str(run), "--trust", "false")
+    done = run_program("evaluate", str(run), "--trust", "false")
     assert (done.returncode, "which could run any code" in done.stderr) == (2, True)
     assert not proof.exists()
-    done = run_program("evaluate.py", str(run), "--trust")  # the flag is obeyed; the record is refused all the same
+    done = run_program("evaluate", str(run), "--trust")  # the flag is obeyed; the record is refused all the same
     assert (done.returncode, proof.exists()) == (2, True)
     assert done.stderr == f"error: the checkpoint's configuration {REFUSED}\n"
 
@@ -43,18 +42,18 @@ def test_a_run_folder_cannot_switch_trust_on(tmp_path: Path):
 def test_trust_is_a_flag_and_no_option_of_a_recipe(tmp_path: Path):
     recipe = tmp_path / "recipe.yaml"
     config = command_line.parse(["--trust"])
-    assert command_line.consent(["--trust"]).trust
-    assert command_line.consent([]).trust is command_line.consent(["--trust", "false"]).trust is False
+    assert config.consent.trust
+    assert command_line.parse([]).consent.trust is command_line.parse(["--trust", "false"]).consent.trust is False
     recipe.write_text(command_line.dump(config))
     assert "trust" not in recipe.read_text()
-    assert "trust" not in asdict(config)
-    assert not command_line.consent(["--config", str(recipe)]).trust
+    assert "trust" not in tree_of(config)
+    assert not command_line.parse(["--config", str(recipe)]).consent.trust
     for value in ("true", "'false'", "1", "{a: 1}"):
         recipe.write_text(f"trust: {value}")
         with pytest.raises(UsageError, match=REFUSED):
             command_line.parse(["--config", str(recipe), "--trust"])
     with pytest.raises(UsageError, match=REFUSED):
-        config_of({**asdict(Config()), "trust": False})
+        settings_of({**tree_of(make_settings()), "trust": False})
 
 
 def test_no_recipe_names_a_callback(tmp_path: Path):
@@ -64,9 +63,13 @@ def test_no_recipe_names_a_callback(tmp_path: Path):
     with pytest.raises(UsageError, match=r"use the flag --trainer\.callbacks, which no recipe may set"):
         command_line.parse(["--config", str(recipe)])
     flags = ["--trainer.callbacks", "a.B", "--epochs", "3", "--trainer.callbacks.patience=3"]
-    assert command_line.consent(flags).callbacks == ("--trainer.callbacks", "a.B", "--trainer.callbacks.patience=3")
-    assert command_line.parse(flags).trainer == {}
-    assert command_line.parse(flags).epochs == 3
+    assert command_line.parse(flags).consent.callbacks == (
+        "--trainer.callbacks",
+        "a.B",
+        "--trainer.callbacks.patience=3",
+    )
+    assert command_line.parse(flags).recipe.trainer == {}
+    assert command_line.parse(flags).recipe.epochs == 3
 
 
 PLANTED = "open({!r}, 'w')\ndef act(x): return x\nclass Act: pass\n"
@@ -121,7 +124,7 @@ def test_no_option_of_a_recipe_is_imported(
             command_line.parse(command)
     else:
         given = {option: value for option, value in recipe["model"].items() if option != "name"}
-        assert command_line.parse(command).model.options.items() >= given.items()
+        assert command_line.parse(command).recipe.model.options.items() >= given.items()
     assert not planted.exists()
 
 
@@ -129,21 +132,21 @@ def test_no_command_imports_what_a_run_folder_names(planted: Path, tmp_path: Pat
     """In processes of their own; the record in a checkpoint outside of a run folder names it too."""
     run, alone = tmp_path / "run", tmp_path / "alone.ckpt"
     (run / "checkpoints").mkdir(parents=True)
-    tree = yaml.safe_load(command_line.dump(Config()))
+    tree = yaml.safe_load(command_line.dump(make_settings()))
     recipe = str(run / "config.yaml")
     Path(recipe).write_text(yaml.safe_dump({**tree, "trainer": {"profiler": CLASS}}))
-    record = {"config": {**asdict(Config()), "trainer": {"profiler": CLASS}}, "classes": [*"0123456789"]}
+    record = {"config": {**tree_of(make_settings()), "trainer": {"profiler": CLASS}}, "classes": [*"0123456789"]}
     torch.save({"state_dict": {}, "cifar_zero": record}, run / "checkpoints" / "last.ckpt")
     torch.save({"state_dict": {}, "cifar_zero": record}, alone)
     for command in (
         ["train.py", "--config", recipe],
         ["train.py", "--resume", str(run)],
         ["train.py", "--resume", str(alone)],
-        ["plan.py", "--config", recipe],
-        ["compare.py", "--config", recipe, "--devices", "1", "2"],
-        ["sweep.py", "--config", recipe, "--search", "seed=0,1"],
-        ["evaluate.py", str(run)],
-        ["evaluate.py", str(alone)],
+        ["plan", "--config", recipe],
+        ["compare", "--config", recipe, "--devices", "1", "2"],
+        ["sweep", "--config", recipe, "--search", "seed=0,1"],
+        ["evaluate", str(run)],
+        ["evaluate", str(alone)],
     ):
         done = run_program(*command, env={"PYTHONPATH": str(tmp_path)})
         assert not planted.exists(), command

@@ -10,14 +10,14 @@ import pytest
 import yaml
 
 from cifar_zero.config import command_line, ds_config
-from cifar_zero.config.deepspeed_examples import get_ds_config
-from cifar_zero.config.flags import Config
+from cifar_zero.config.ds_config import get_ds_config
+from cifar_zero.config.settings import Settings
 from cifar_zero.core.errors import UsageError
-from cifar_zero.strategies.deepspeed.config import run_config
-from cifar_zero.training.resolve import of_machine, on_this_machine
+from cifar_zero.strategies.deepspeed.config import engine_config
+from cifar_zero.training.resolve import make_run, resolve_devices
 
 AUTO = {
-    **dict.fromkeys((*ds_config.BATCH, "gradient_clipping"), "auto"),
+    **dict.fromkeys((*ds_config.RENAMED, "train_micro_batch_size_per_gpu"), "auto"),
     "fp16": {"enabled": "auto", "initial_scale_power": 16},
     "bf16": {"enabled": "auto"},
     "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
@@ -33,39 +33,51 @@ AUTO = {
 @pytest.fixture(autouse=True)
 def machine_without_ranks_and_gpus(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    for module in ("config.ds_config", "training.resolve"):
-        monkeypatch.setattr(f"cifar_zero.{module}.gpu_count", lambda: 0)
+    monkeypatch.setattr("cifar_zero.training.resolve.gpu_count", lambda: 0)
 
 
-def parsed(folder: Path, content: dict[str, Any], flags: str = "") -> Config:
+def parsed(folder: Path, content: dict[str, Any], flags: str = "") -> Settings:
     file = folder / "their.json"
     file.write_text(json.dumps(content))
     return command_line.parse(["--ds_config", str(file), *flags.split()])
 
 
+def configured(settings: Settings, num_parameters: int) -> dict[str, Any]:
+    """Returns the engine's configuration for a model of so many parameters."""
+    run = make_run(resolve_devices(settings))
+    return engine_config(run.placement, run.spec, num_parameters)
+
+
 def test_the_sources_own_dictionary_is_its_recipe_and_reaches_the_engine_key_for_key(tmp_path: Path):
     source = get_ds_config(2, "bf16")
     config = parsed(tmp_path, source, "--devices 2 --accelerator cpu")
-    assert (config.batch_size, config.accumulate, config.gradient_clip_val) == (16, 1, 1.0)
-    assert (config.precision, config.optimizer.name, config.schedule.name) == ("bf16-mixed", "adamw", "warmup_lr")
-    assert config.optimizer.options == {
+    assert (config.recipe.batch_size, config.placement.accumulate, config.recipe.gradient_clip_val) == (16, 1, 1.0)
+    assert (config.placement.precision, config.recipe.optimizer.name, config.recipe.schedule.name) == (
+        "bf16-mixed",
+        "adamw",
+        "warmup_lr",
+    )
+    assert config.recipe.optimizer.options == {
         **{"lr": 0.001, "betas": (0.8, 0.999), "eps": 1e-8, "weight_decay": 3e-7, "weight_decay_on": "all"}
     }
-    made = run_config(of_machine(on_this_machine(config)), num_parameters=62_006)
+    made = configured(config, 62_006)
     del source["zero_optimization"]["cpu_offload"]  # deprecated
-    for key in ("train_batch_size", "optimizer", "scheduler"):
+    for key in ("train_batch_size", "gradient_clipping", "optimizer", "scheduler"):
         del source[key]
     assert {key: made[key] for key in source} == source
-    assert made["train_micro_batch_size_per_gpu"] == 8
 
 
 def test_auto_leaves_a_value_to_the_flags(tmp_path: Path):
     flags = "--batch_size 8 --accumulate 2 --gradient_clip_val 0.5 --precision bf16-mixed --optimizer.lr 0.01"
     config = parsed(tmp_path, AUTO, f"{flags} --schedule.warmup_num_steps 7")
-    assert (config.batch_size, config.accumulate, config.gradient_clip_val) == (8, 2, 0.5)
-    assert (config.precision, config.optimizer.name, config.optimizer.options["lr"]) == ("bf16-mixed", "adamw", 0.01)
-    assert config.schedule.options["warmup_num_steps"] == 7
-    made = run_config(of_machine(on_this_machine(config)), num_parameters=10)
+    assert (config.recipe.batch_size, config.placement.accumulate, config.recipe.gradient_clip_val) == (8, 2, 0.5)
+    assert (config.placement.precision, config.recipe.optimizer.name, config.recipe.optimizer.options["lr"]) == (
+        "bf16-mixed",
+        "adamw",
+        0.01,
+    )
+    assert config.recipe.schedule.options["warmup_num_steps"] == 7
+    made = configured(config, 10)
     assert made["zero_optimization"] == {"stage": 3, "allgather_bucket_size": 10, "reduce_bucket_size": 10}
     assert (made["bf16"], made["fp16"]) == ({"enabled": True}, {"enabled": False, "initial_scale_power": 16})
 
@@ -76,20 +88,12 @@ MICRO = {"train_micro_batch_size_per_gpu": 4}
 @pytest.mark.parametrize(
     ("content", "flags", "expected"),
     [
-        (MICRO, "--devices 2", {"batch_size": 8, "accumulate": 1}),
-        (MICRO, "--devices 2 --num_nodes 3 --accumulate 2", {"batch_size": 48, "accumulate": 2}),
-        (MICRO | {"gradient_accumulation_steps": 3}, "", {"batch_size": 12, "accumulate": 3}),
-        (MICRO | {"train_batch_size": 32}, "--devices 2", {"batch_size": 32, "accumulate": 4}),
         ({"train_batch_size": 32, "gradient_accumulation_steps": 2}, "", {"batch_size": 32, "accumulate": 2}),
         ({"fp16": {"enabled": False}, "bf16": {"enabled": True}}, "", {"precision": "bf16-mixed"}),
         ({"fp16": {"enabled": False}}, "--precision bf16-mixed", {"precision": "bf16-mixed"}),
-        (
-            {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "torch_adam": True}}},
-            "",
-            {"optimizer": "adam"},
-        ),
+        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "", {"optimizer": "adam"}),
         ({"optimizer": {"type": "Adam"}}, "", {"optimizer": "adamw", "optimizer.weight_decay": 0.0}),
-        ({"optimizer": {"type": "Adam", "params": {"torch_adam": True}}}, "", {"optimizer.weight_decay": 0.01}),
+        ({"optimizer": {"type": "Lion", "params": {"lr": "auto"}}}, "", {"optimizer.lr": 0.0001}),
         ({"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, "", {"optimizer": "sgd", "optimizer.momentum": 0.0}),
         ({"optimizer": {"type": "Lion"}}, "", {"optimizer": "lion", "optimizer.lr": 0.001}),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02}}}, "", {"optimizer.lr": 0.02}),
@@ -112,28 +116,23 @@ def test_what_becomes_an_option(content: dict[str, Any], flags: str, expected: d
         (
             get_ds_config(1, "fp32"),
             "--batch_size 32 --optimizer sgd --precision bf16-mixed",
-            "--batch_size 32 (file: 16), --precision bf16-mixed (file: 32-true), --optimizer sgd (file: adamw): leave",
+            "--batch_size 32 (file: 16): leave out the flag",
         ),
-        (MICRO | {"train_batch_size": 10}, "--devices 2", "10 is not micro-batch 4 x 2 ranks x accumulation 1"),
-        (MICRO | {"train_batch_size": "ten"}, "", "train_batch_size must be a whole number"),
+        (get_ds_config(1, "fp32"), "--optimizer sgd", "--optimizer sgd (file: adamw): leave out the flag"),
+        ({"train_batch_size": "ten"}, "", "--batch_size: expected int, not ten"),
         ({"optimizer": {"type": "OneBitAdam"}}, "", "optimizer OneBitAdam has no counterpart here"),
         ({"scheduler": {"type": "OneCycle"}}, "", "scheduler OneCycle has no counterpart here"),
         ({"optimizer": {"type": "Adam", "params": {"max_coeff": 1}}}, "", "unknown option --optimizer.max_coeff"),
-        ({"optimizer": "Adam", "fp16": True}, "", "optimizer must be an object; fp16 must be an object"),
-        ({"zero_optimization": {"offload_param": "cpu"}}, "", "offload_param must be an object"),
-        (
-            {"zero_optimization": {"offload_optimizer": {"device": 5}}},
-            "",
-            "offload_optimizer.device must be one of none, cpu, nvme",
-        ),
+        ({"optimizer": "Adam"}, "", "optimizer must be an object, not Adam"),
+        ({"fp16": True}, "", "fp16 must be an object, not True"),
         (
             {"flops_profiler": {"enabled": True, "output_file": "notes.txt"}},
             "",
             "leave flops_profiler.output_file out, which names a file",
         ),
         ({"csv_monitor": {"enabled": True, "job_name": "../x"}}, "", "use --logger, not csv_monitor"),
-        ({"gradient_allreduce_op": "sum"}, "", "sum out, which multiplies the gradients by the number of ranks"),
-        ({"autotuning": {"enabled": True}}, "", "use sweep.py, not autotuning"),
+        ({"use_data_before_expert_parallelism": True}, "", "use --model.ep_size, not use_data_before_expert"),
+        ({"autotuning": {"enabled": True}}, "", "use cifar-zero sweep, not autotuning"),
         (
             {"data_efficiency": {"data_sampling": {"curriculum_learning": {"data_cluster_path": "/etc"}}}},
             "",
@@ -148,15 +147,36 @@ def test_what_is_refused(content: dict[str, Any], flags: str, expected: str, tmp
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("content", "flags", "expected"),
+    [
+        ({"zero_optimization": {"offload_param": "cpu"}}, "", "offload_param must be an object"),
+        ({"zero_optimization": {"offload_optimizer": {"device": 5}}}, "", "must be one of none, cpu, nvme"),
+        (MICRO, "--devices 2", "a micro-batch of 4 x 2 ranks x --accumulate 1 is not --batch_size 4"),
+        (MICRO | {"train_batch_size": 16}, "--devices 2", "is not --batch_size 16: give the flags that fit"),
+        (MICRO | {"train_batch_size": 16}, "--devices 2 --accumulate 2", ""),
+        (MICRO, "--devices 2 --batch_size 8", ""),
+    ],
+)
+def test_what_the_resolved_run_refuses(content: dict[str, Any], flags: str, expected: str, tmp_path: Path):
+    settings = parsed(tmp_path, content, flags)
+    if not expected:
+        assert make_run(resolve_devices(settings)).micro_batch == 4
+        return
+    with pytest.raises(UsageError) as error:
+        make_run(resolve_devices(settings))
+    assert expected in str(error.value)
+
+
 def test_sections_that_write_files_may_be_there_switched_off(tmp_path: Path):
     off = {"enabled": False, "output_path": "", "job_name": "x"}
     raw = {"tensorboard": off, "csv_monitor": off, "wandb": None, "flops_profiler": {"output_file": None}}
     raw["zero_optimization"] = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/nvme"}}
-    assert parsed(tmp_path, raw).ds_config
+    assert parsed(tmp_path, raw).placement.ds_config
 
 
 def test_an_old_switch_offloads(tmp_path: Path):
-    spec = of_machine(on_this_machine(parsed(tmp_path, {"zero_optimization": {"stage": 2, "cpu_offload": True}}))).spec
+    spec = make_run(resolve_devices(parsed(tmp_path, {"zero_optimization": {"stage": 2, "cpu_offload": True}}))).spec
     assert spec.offload_optimizer == "cpu"
     assert spec.raw is not None
     assert "cpu_offload" not in spec.raw["zero_optimization"]
@@ -164,7 +184,7 @@ def test_an_old_switch_offloads(tmp_path: Path):
 
 def test_a_run_is_repeated_as_it_was_whatever_has_become_of_the_file(tmp_path: Path):
     config = parsed(tmp_path, get_ds_config(1, "fp32"))
-    recipe, file = tmp_path / "config.yaml", Path(config.ds_config)
+    recipe, file = tmp_path / "config.yaml", Path(config.placement.ds_config)
     recipe.write_text(command_line.dump(config))
     for content in (get_ds_config(1, "bf16"), None):
         file.write_text(json.dumps(content)) if content else file.unlink()
@@ -176,4 +196,8 @@ def test_a_recipe_may_name_a_file_and_overrides_it(tmp_path: Path):
     content = {"ds_config": str(tmp_path / "their.json"), "batch_size": 8}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
     config = command_line.parse(["--config", str(tmp_path / "recipe.yaml"), "--epochs", "3"])
-    assert (config.batch_size, config.gradient_clip_val, config.optimizer.name) == (8, 1.0, "adamw")
+    assert (config.recipe.batch_size, config.recipe.gradient_clip_val, config.recipe.optimizer.name) == (
+        8,
+        1.0,
+        "adamw",
+    )

@@ -10,15 +10,15 @@ import torch.nn.functional as F
 
 from cifar_module import CIFARModule
 from cifar_zero.config import command_line
-from cifar_zero.config.flags import Config, config_of
-from cifar_zero.config.rules.strategy import check_averaging
 from cifar_zero.config.run import Run
+from cifar_zero.config.settings import make_settings, settings_of
+from cifar_zero.config.strategy_rules import check_averaging
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.core.errors import UsageError
 
 
 def module(label_smoothing: float) -> CIFARModule:
-    made = CIFARModule(Config(label_smoothing=label_smoothing), 10)
+    made = CIFARModule(make_settings(label_smoothing=label_smoothing), 10)
     made.configure_model()
     return made
 
@@ -64,9 +64,9 @@ def test_refused_by_the_command_line(flags: list[str], message: str):
 @pytest.mark.parametrize("strategy", ["fsdp2", "pipeline", "deepspeed_stage_3_offload_nvme"])
 def test_weights_that_cannot_be_averaged_are_refused(strategy: str):
     with pytest.raises(UsageError, match=r"--swa_from.*use deepspeed_stage_3"):
-        check_averaging(Run(Config(strategy=strategy, swa_from=0.5), STRATEGIES[strategy], 10))
+        check_averaging(Run.of(make_settings(strategy=strategy, swa_from=0.5), STRATEGIES[strategy], 10))
 
 
 def test_the_configuration_of_an_older_run_has_none_of_it():
     older: dict[str, Any] = {"strategy": "ddp", "seed": 1}
-    assert config_of(older) == Config(strategy="ddp", seed=1)
+    assert settings_of(older) == make_settings(strategy="ddp", seed=1)

@@ -14,7 +14,6 @@ from tests.data.archives import ArchiveServer, cifar_files, tar_gz
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bytes], ArchiveServer]]:
     """Starts a server of some content; it ends with the test."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr("cifar_zero.data.cifar.BACKOFF_S", 0)
     servers = []
 
     def start(content: bytes) -> ArchiveServer:

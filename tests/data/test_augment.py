@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchvision.transforms import v2
 
-from cifar_zero.config.flags import AugmentConfig
+from cifar_zero.config.recipe import AugmentConfig
 from cifar_zero.data import memory_loader as loader
 from cifar_zero.data.augment import Augmentation
 from cifar_zero.data.dataset import Split, TrainOrder
@@ -23,7 +23,7 @@ STORED = 60
 BATCH = 8
 SEED = 3
 ALL = AugmentConfig(flip="random", crop=4, cutout=9, mixup=0.5, cutmix=1.0)
-EVERYTHING = replace(ALL, brightness=0.1, contrast=0.1, erasing=0.5, policy="randaugment")
+EVERYTHING = replace(ALL, erasing=0.5, policy="randaugment")
 MANY = 20_000
 
 

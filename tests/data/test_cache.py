@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cifar_zero import data
-from cifar_zero.config.flags import DataConfig
+from cifar_zero.config.settings import DataConfig
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.data import cache
 
@@ -26,25 +26,6 @@ def build(directory):
     time.sleep(3600)
 
 cache.ensure(Path(sys.argv[1]), "synthetic", "seed 0", build)
-"""
-
-REPLACING_WRITER = """
-import itertools, sys
-from pathlib import Path
-from cifar_zero.core import atomic
-from cifar_zero.data import cache
-
-atomic.flush_to_disk = lambda path: None  # more replacements in the same time
-for version in itertools.count():
-    def build(directory):
-        for split in ("train", "test"):
-            images, labels = cache.allocate(directory, split, 1)
-            images[:], labels[:] = version % 256, version % 256
-        return ("one",)
-
-    cache.ensure(Path(sys.argv[1]), "synthetic", str(version), build)
-    if version == 0:
-        print("ready", flush=True)
 """
 
 
@@ -139,22 +120,19 @@ def test_a_place_that_cannot_be_written_is_the_users_to_fix(tmp_path: Path) -> N
         data.prepare(DataConfig("synthetic", cache=str(tmp_path / "file")))
 
 
-def test_a_reader_never_mixes_two_versions(tmp_path: Path) -> None:
-    """While another run replaces the cache again and again, all files of each load are of one version."""
-    command = [sys.executable, "-c", REPLACING_WRITER, str(tmp_path / "key")]
-    with subprocess.Popen(command, cwd=Path(data.__file__).parents[2], stdout=subprocess.PIPE, text=True) as writer:
-        assert writer.stdout is not None
-        try:
-            assert writer.stdout.readline() == "ready\n"
-            loaded = [cache.load(tmp_path / "key") for _ in range(1000)]
-        finally:
-            writer.kill()
-    versions = [
-        {dataset.train_images[0, 0, 0, 0], dataset.train_labels[0], dataset.test_images[0, 0, 0, 0]}
-        for dataset in loaded
-    ]
-    assert len({*map(tuple, versions)}) > 1, "the writer has not replaced the cache"
-    assert [version for version in versions if len(version) > 1] == []
+def test_a_reader_refuses_to_mix_two_versions(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run replaces the cache while its files are opened."""
+    data.prepare(config)
+    opened = cache._open
+
+    def open_after_a_replacement(directory: Path, name: str) -> np.memmap:
+        meta = directory / "meta.json"
+        meta.write_text(meta.read_text().replace('"fingerprint": "', '"fingerprint": "other '))
+        return opened(directory, name)
+
+    monkeypatch.setattr(cache, "_open", open_after_a_replacement)
+    with pytest.raises(RunError, match="another run has just replaced the decoded images"):
+        data.load(config, "synthetic")
 
 
 @pytest.mark.parametrize("left", ["key.old", "key.old.tmp"])

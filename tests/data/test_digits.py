@@ -11,7 +11,7 @@ import torch
 from sklearn.datasets import load_digits
 
 from cifar_zero import data
-from cifar_zero.config.flags import DataConfig
+from cifar_zero.config.settings import DataConfig
 from cifar_zero.data import digits, digits_render
 
 

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from cifar_zero import data
-from cifar_zero.config.flags import DataConfig
+from cifar_zero.config.settings import DataConfig
 from cifar_zero.core.errors import UsageError
-from cifar_zero.data.dataset import Dataset
+from cifar_zero.data.cache import Dataset
 
 
 @pytest.fixture

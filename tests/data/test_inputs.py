@@ -1,4 +1,4 @@
-"""Another normalisation and larger images are the same in training, evaluate.py, exports and predict.py."""
+"""Another normalisation and larger images are the same in training, evaluation, exports and prediction."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from torchvision.transforms import Compose, Normalize, Resize, ToTensor
 
 from cifar_zero import exporting, models
 from cifar_zero.config import command_line
-from cifar_zero.config.flags import AugmentConfig
-from cifar_zero.config.inputs import inputs
+from cifar_zero.config.recipe import AugmentConfig, inputs
 from cifar_zero.core.errors import UsageError
 from cifar_zero.data.augment import Augmentation, normalize
 from cifar_zero.data.dataset import Split, TrainOrder
@@ -59,7 +58,7 @@ def test_every_command_sees_the_images_that_were_trained_on(run: tuple[Path, Pat
         expected = net(seen).softmax(1)
     accuracy = (expected.argmax(1) == torch.tensor([0] * 5 + [1] * 5)).double().mean().item()
     assert json.loads((folder / "metrics.json").read_text())["test/acc"] == pytest.approx(accuracy)
-    done = run_program("evaluate.py", str(folder))
+    done = run_program("evaluate", str(folder))
     assert_ok(done)
     assert f" all   │ {100 * accuracy:>16.2f}% " in done.stdout
     export.export(checkpoint, tmp_path / "net.safetensors", "safetensors", "float32")

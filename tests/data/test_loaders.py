@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DistributedSampler, TensorDataset
 
 from cifar_zero import data
-from cifar_zero.config.flags import DataConfig
+from cifar_zero.config.settings import DataConfig
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.data.augment import memory_format, normalize
 from cifar_zero.data.dataset import IGNORED, EvalOrder, Split, TrainOrder

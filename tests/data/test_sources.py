@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cifar_zero import data
-from cifar_zero.config.flags import DataConfig
+from cifar_zero.config.settings import DataConfig
 from cifar_zero.data import digits
 from tests.support.helpers import HANG_SECONDS
 
@@ -17,7 +17,7 @@ ASK_ALL = """
 import sys
 from cifar_zero import data
 assert not {"torch", "torchvision", "numpy"} & set(sys.modules)
-from cifar_zero.config.flags import DataConfig
+from cifar_zero.config.settings import DataConfig
 for name, count in [("auto", 10), ("cifar10", 10), ("cifar100", 100), ("digits", 10), ("synthetic", 10)]:
     names = data.class_names(DataConfig(name))
     assert len(set(names)) == count, names

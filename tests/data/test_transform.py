@@ -20,7 +20,7 @@ def test_a_run_trains_with_it_and_keeps_it(tmp_path: Path):
     train_all({tmp_path: flags})
     run = run_folder_of(tmp_path)
     assert (run / FILE.name).read_bytes() == FILE.read_bytes()
-    assert_ok(run_program("evaluate.py", str(run)))  # which augments nothing
+    assert_ok(run_program("evaluate", str(run)))  # which augments nothing
     again = run_program("train.py", "--config", str(run / "config.yaml"), "--out", str(tmp_path))
     assert again.returncode == 2
     assert f"--augment.transform {FILE}:warmer: it is code, so name it on the command line too" in again.stderr

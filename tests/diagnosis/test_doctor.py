@@ -1,4 +1,4 @@
-"""doctor.py as a user starts it, also on machines that lack something."""
+"""cifar-zero doctor as a user starts it, also on machines that lack something."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,11 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from filelock import FileLock
 
 from cifar_zero.diagnosis import CHECKS
 from cifar_zero.diagnosis.check import Check, Finding, Options, examine, ok
-from cifar_zero.diagnosis.ops import blocking
 from cifar_zero.diagnosis.software import PYTHON
 from tests.support.helpers import HANG_SECONDS, ROOT, assert_ok, has_ended, run_program, small_disk, wait_until
 
@@ -43,7 +40,7 @@ def lines_of(done: subprocess.CompletedProcess[str]) -> dict[str, tuple[str, str
 
 @pytest.mark.slow
 def test_this_machine_is_fit():
-    done = run_program("doctor.py", "--json", "--timeout", str(HANG_SECONDS))
+    done = run_program("doctor", "--json", "--timeout", str(HANG_SECONDS))
     assert_ok(done)
     assert done.stderr == ""
     answer = json.loads(done.stdout)
@@ -57,15 +54,15 @@ def test_this_machine_is_fit():
 
 
 def test_each_check_prints_one_line():
-    done = run_program("doctor.py", "python", "cores", "port", "--ranks", "1")
+    done = run_program("doctor", "python", "cores", "out", "--ranks", "1")
     assert_ok(done)
-    assert [*lines_of(done)] == ["python", "cores", "port"]
+    assert [*lines_of(done)] == ["python", "cores", "out"]
     assert {status for status, _ in lines_of(done).values()} == {"ok"}
-    assert done.stdout.splitlines()[3:] == ["Nothing failed, 0 warnings."]
+    assert done.stdout.splitlines()[3:] == ["Nothing failed; warnings: 0."]
 
 
 def test_help_lists_the_checks():
-    done = run_program("doctor.py", "--help")
+    done = run_program("doctor", "--help")
     assert_ok(done)
     assert all(f"\n  {name} " in done.stdout for name in CHECKS)
 
@@ -73,33 +70,20 @@ def test_help_lists_the_checks():
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["prot"], "there is no check prot: did you mean port?"),
+        (["coers"], "there is no check coers: did you mean cores?"),
         (["--ranks", "0"], "--ranks must be at least 1"),
         (["--timeout", "nan"], "--timeout must be"),
-        (["port", "--build"], "--build is for the check ops"),
+        (["cores", "--build"], "--build is for the check ops"),
         (["--unknown"], "unrecognized arguments: --unknown"),
     ],
 )
 def test_wrong_usage_is_reported_in_one_line(flags: list[str], said: str):
-    done = run_program("doctor.py", *flags)
+    done = run_program("doctor", *flags)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""
-
-
-def test_a_taken_port_is_reported():
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        done = run_program("doctor.py", "port", env={"MASTER_PORT": str(port)})
-    assert done.returncode == 1
-    status, text = lines_of(done)["port"]
-    assert status == "failed"
-    assert text.startswith(f"MASTER_PORT={port}: Address already in use: unset MASTER_PORT, or export MASTER_PORT=")
-    assert_ok(run_program("doctor.py", "port", env={"MASTER_PORT": str(port)}))
 
 
 @pytest.mark.parametrize(
@@ -124,27 +108,25 @@ def test_a_faulty_release_is_named(package: str, release: str, said: str, tmp_pa
     metadata = tmp_path / f"{package}-{release}.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {release}\n")
-    status, text = lines_of(run_program("doctor.py", package, env={"PYTHONPATH": str(tmp_path)}))[package]
+    status, text = lines_of(run_program("doctor", package, env={"PYTHONPATH": str(tmp_path)}))[package]
     assert status == "warning"
     assert said in text
     assert ("loses" in text) == (package == "deepspeed" and release < "0.19.7")
 
 
 def test_a_missing_compiler_is_reported(tmp_path: Path):
-    done = run_program("doctor.py", "compiler", "ninja", env={"PATH": str(tmp_path), "CXX": "c++"})
+    done = run_program("doctor", "compiler", env={"PATH": str(tmp_path), "CXX": "c++"})
     assert_ok(done)  # runs without offload need none
-    assert lines_of(done)["compiler"][0] == "warning"
-    assert "no c++ on PATH" in lines_of(done)["compiler"][1]
-    assert lines_of(done)["ninja"][0] == "warning"
-    (tmp_path / "g++").write_text("")
-    (tmp_path / "g++").chmod(0o755)
-    done = run_program("doctor.py", "compiler", env={"PATH": str(tmp_path), "CXX": "c++"})
-    assert lines_of(done)["compiler"][1].endswith(f"export CXX={tmp_path}/g++")
+    status, text = lines_of(done)["compiler"]
+    assert status == "warning"
+    assert "no c++ on PATH, " in text
+    assert "no ninja on PATH" in text
+    assert ": apt-get install g++; " in text
 
 
 def test_a_full_disk_is_reported(tmp_path: Path):
     with small_disk(tmp_path, "200k") as disk:
-        done = run_program("doctor.py", "out", "data", "--out", f"{disk}/runs", "--data.root", str(disk))
+        done = run_program("doctor", "out", "data", "--out", f"{disk}/runs", "--data.root", str(disk))
         assert list(disk.iterdir()) == []
     assert done.returncode == 1
     for name in ("out", "data"):
@@ -155,37 +137,18 @@ def test_a_full_disk_is_reported(tmp_path: Path):
 
 def test_images_are_found_where_they_are(tmp_path: Path):
     flags = ["data", "--data.root", str(tmp_path)]
-    assert lines_of(run_program("doctor.py", *flags))["data"][0] == "warning"
+    assert lines_of(run_program("doctor", *flags))["data"][0] == "warning"
     (tmp_path / "cifar-10-python.tar.gz").write_bytes(b"")
-    assert lines_of(run_program("doctor.py", *flags))["data"][0] == "ok"
-    done = run_program("doctor.py", *flags, "--data.cache", str(tmp_path / "cifar-10-python.tar.gz" / "cache"))
+    assert lines_of(run_program("doctor", *flags))["data"][0] == "ok"
+    done = run_program("doctor", *flags, "--data.cache", str(tmp_path / "cifar-10-python.tar.gz" / "cache"))
     status, text = lines_of(done)["data"]
     assert status == "failed"
     assert "Not a directory" in text
 
 
-def test_a_lock_that_is_held_is_reported(tmp_path: Path):
-    (tmp_path / "cpu_adam").mkdir()
-    lock = tmp_path / "cpu_adam" / "lock"
-    with FileLock(lock):
-        done = run_program("doctor.py", "locks", env={"TORCH_EXTENSIONS_DIR": str(tmp_path)})
-    status, text = lines_of(done)["locks"]
-    assert status in ("warning", "failed")  # failed where this torch would wait even for a file that nobody holds
-    assert str(lock) in text
-
-
-def test_a_leftover_lock_file_blocks_only_an_older_torch(tmp_path: Path):
-    (tmp_path / "cpu_adam").mkdir()
-    lock = tmp_path / "cpu_adam" / "lock"
-    lock.write_text("")
-    assert blocking(tmp_path, by_existence=True) == [lock]
-    assert blocking(tmp_path, by_existence=False) == []
-    assert lock.exists()
-
-
 def test_a_rank_that_never_answers_is_named():
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "doctor.py", "all-reduce", "--timeout", "10"]
+    command = [sys.executable, "-m", "cifar_zero", "doctor", "all-reduce", "--timeout", "10"]
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as doctor:
         frozen = _rank_of(doctor.pid, "1")
         frozen.suspend()
@@ -209,7 +172,7 @@ def _rank_of(doctor: int, rank: str) -> psutil.Process:
 
 def test_a_rank_that_fails_is_named():
     done = run_program(
-        "doctor.py", "all-reduce", "--timeout", str(HANG_SECONDS), env={"GLOO_SOCKET_IFNAME": "no-such-interface"}
+        "doctor", "all-reduce", "--timeout", str(HANG_SECONDS), env={"GLOO_SOCKET_IFNAME": "no-such-interface"}
     )
     assert done.returncode == 1
     text = lines_of(done)["all-reduce"][1]

@@ -1,4 +1,4 @@
-"""doctor.py --nodes on two simulated hosts, and its findings from figures that such hosts cannot have."""
+"""cifar-zero doctor --nodes on two simulated hosts, and its findings from figures that such hosts cannot have."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def start(hosts: Hosts, rank: int, *flags: str, cwd: Path = ROOT, ranks: int = 2
     place = {"RANK": rank, "LOCAL_RANK": 0 if alone else rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": 1}
     meeting = {"MASTER_ADDR": hosts.a.address, "MASTER_PORT": "29532", "GLOO_SOCKET_IFNAME": DEVICE}
     return host.start(
-        *(sys.executable, str(ROOT / "doctor.py"), "--nodes", *flags),
+        *(sys.executable, "-m", "cifar_zero", "doctor", "--nodes", *flags),
         cwd=cwd,
         env={
             **os.environ,
@@ -65,9 +65,10 @@ def test_two_hosts_that_do_not_share_a_disk(hosts: Hosts, tmp_path: Path) -> Non
     assert found[2] == "ok all-reduce 1 MiB over gloo, the right sum on every rank"
     assert found[3] == "ok training 10 steps alone, the same losses on all devices of a kind"
     assert found[4].startswith("ok versions the same on all nodes: torch 2")
-    assert found[5].startswith("ok clock ")
-    assert found[6].startswith(f"failed out {hosts.b.name} cannot see what {hosts.a.name} writes to runs: --out DIR")
-    assert found[7].startswith("Not fit to train: 1 failed, 0 warnings. Bandwidth is not measured: run all_reduce_perf")
+    assert found[5].startswith(f"failed out {hosts.b.name} cannot see what {hosts.a.name} writes to runs: --out DIR")
+    assert found[6].startswith(
+        "Not fit to train: 1 failed; warnings: 0. Bandwidth is not measured: run all_reduce_perf"
+    )
     assert not [*tmp_path.glob("*/*")]
 
 
@@ -86,17 +87,18 @@ def test_a_node_that_computes_wrongly_is_named(hosts: Hosts, tmp_path: Path) -> 
     assert [rank.returncode for rank in ranks] == [1, 0, 0], errors
     found = [" ".join(line.split()) for line in out]
     assert (
-        f"failed training other losses than most on rank 2 ({hosts.b.name}): replace that node: it computes wrongly"
-        in found
-    )
+        f"failed training other losses than most devices of the kind on rank 2 ({hosts.b.name}): replace that node: "
+        "it computes wrongly (of two equal devices either may)"
+    ) in found
 
 
 def test_equal_devices_must_compute_the_same() -> None:
     names, right, wrong = ["gpu0", "gpu1", "gpu2"], ("H100", [2.0, 1.0]), ("H100", [2.0, 1.5])
     assert nodes.check_losses(names, [right] * 3).status == "ok"
     assert nodes.check_losses(names, [right, ("H200", [2.0, 1.5]), right]).status == "ok"
-    assert nodes.check_losses(names, [right, right, wrong]).found == "other losses than most on rank 2 (gpu2)"
-    assert "equal devices compute other losses" in nodes.check_losses(names[:2], [right, wrong]).found
+    found = nodes.check_losses(names, [right, right, wrong]).found
+    assert found == "other losses than most devices of the kind on rank 2 (gpu2)"
+    assert nodes.check_losses(names[:2], [right, wrong]).status == "failed"
 
 
 def test_a_node_that_does_not_come_is_named_in_time(hosts: Hosts) -> None:
@@ -131,11 +133,11 @@ def test_a_node_that_hangs_is_named() -> None:
     ("flags", "said"),
     [
         (["--nodes"], "start it on each node with torchrun --nnodes N --nproc_per_node M --rdzv_backend c10d"),
-        (["--nodes", "port"], "--nodes compares nodes: it cannot be combined with --build or the name of a check"),
+        (["--nodes", "cores"], "--nodes compares nodes: it cannot be combined with --build or the name of a check"),
     ],
 )
 def test_wrong_usage_is_reported_in_one_line(flags: list[str], said: str) -> None:
-    done = run_program("doctor.py", *flags)
+    done = run_program("doctor", *flags)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
     assert said in done.stderr
@@ -147,10 +149,10 @@ def test_versions_that_differ_fail_and_are_named() -> None:
     old, new = {"torch": "2.14.0"}, {"torch": "2.15.0"}
     finding = nodes.check_versions(names, [new, old, new])
     assert finding.status == "failed"
-    assert "torch 2.15.0 on gpu0, gpu2; 2.14.0 on gpu1" in finding.found
+    assert "torch 2.15.0 on gpu0, 2.14.0 on gpu1, 2.15.0 on gpu2" in finding.found
     assert nodes.check_versions(names, [new] * 3).status == "ok"
     missing = nodes.check_versions(names[:2], [{**new, "nccl": "2.27.3"}, new])
-    assert "nccl 2.27.3 on gpu0; none on gpu1" in missing.found
+    assert "nccl 2.27.3 on gpu0, none on gpu1" in missing.found
 
 
 def test_nodes_without_the_gpus_of_the_others_are_named() -> None:
@@ -160,10 +162,7 @@ def test_nodes_without_the_gpus_of_the_others_are_named() -> None:
     assert (finding.status, finding.found) == ("failed", "not every rank has one: gpu1 (driver too old)")
 
 
-def test_wrong_sums_and_clocks_are_named() -> None:
+def test_wrong_sums_are_named() -> None:
     names = ["gpu0", "gpu1"]
     assert nodes.check_sums(names, [True, True], "nccl").status == "ok"
     assert nodes.check_sums(names, [True, False], "nccl").found == "a wrong sum on rank 1 (gpu1)"
-    assert nodes.check_clocks(names, [100.0, 100.5]).status == "ok"
-    behind = nodes.check_clocks(names, [103.0, 100.5])
-    assert (behind.status, behind.found) == ("warning", "the clock of gpu1 is 2.5 s behind that of gpu0")

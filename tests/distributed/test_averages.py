@@ -1,5 +1,5 @@
 """Averaged weights and early stopping through train.py on two ranks: the same under every strategy, exact after a
-resume, and used by evaluate.py and export.py. `make fuzz` has every stage, offload, experts and bfloat16."""
+resume, and used by evaluate and export. `make fuzz` has every stage, offload, experts and bfloat16."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from cifar_module import CIFARModule
 from cifar_zero.checkpoints.read import network
 from cifar_zero.checkpoints.safetensors_file import read_safetensors
 from cifar_zero.checkpoints.zero_folder import AVERAGE
+from cifar_zero.config.arguments import read_arguments
 from cifar_zero.exporting import export
 from cifar_zero.training import evaluate
-from cifar_zero.training.resolve import of_machine
-from datamodule import CIFARDataModule
+from cifar_zero.training.resolve import make_run
 from tests.support.helpers import WHOLE, largest_difference, last_checkpoint, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
@@ -96,9 +95,11 @@ def test_evaluate_and_export_use_the_average(runs: dict[str, Path], tmp_path: Pa
     metrics = json.loads((run / "metrics.json").read_text())
 
     def tested(*flags: str) -> Any:
-        config = evaluate.configuration(checkpoint, ["--accelerator", "cpu", "--strategy", "baseline", *flags])
-        run = of_machine(evaluate.for_one_device(config))
-        return evaluate.evaluate((CIFARModule, CIFARDataModule), run, checkpoint, "32-true", cast=False)
+        config = evaluate.configuration(
+            checkpoint, read_arguments(["--accelerator", "cpu", "--strategy", "baseline", *flags])
+        )
+        run = make_run(evaluate.on_one_device(config))
+        return evaluate.evaluate(run, checkpoint, "32-true", cast=False)
 
     assert tested()["test/loss"] == pytest.approx(metrics["test/loss"], rel=1e-6)
     assert tested("--ema", "0")["test/loss"] != pytest.approx(metrics["test/loss"], rel=1e-6)  # the newest

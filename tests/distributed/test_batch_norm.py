@@ -108,7 +108,7 @@ def test_statistics_stay_in_float32_where_the_model_is_cast(strategy: str, bfloa
     run = run_folder_of(bfloat16 / strategy)
     differ = differing(last_weights(run), state_of(bfloat16 / "ddp"))  # stage 3 starts from rounded weights
     assert not any("running" in name for name in differ)
-    done = run_program("evaluate.py", str(run), "--accelerator", "cpu")
+    done = run_program("evaluate", str(run), "--accelerator", "cpu")
     assert_ok(done)
     metrics = json.loads((run / "metrics.json").read_text())
     assert f"test loss {metrics['test/loss']:.4f}" in done.stdout
@@ -146,9 +146,9 @@ def test_stage_3_starts_from_the_weights_that_another_package_draws(folder: Path
 def test_evaluate_and_export_repeat_the_metrics_of_the_run(number: int, folder: Path):
     run = run_folder_of(folder / str(number))
     metrics = json.loads((run / "metrics.json").read_text())
-    done = run_program("evaluate.py", str(run), "--accelerator", "cpu")
+    done = run_program("evaluate", str(run), "--accelerator", "cpu")
     assert_ok(done)
     assert f"test loss {metrics['test/loss']:.4f}" in done.stdout
-    done = run_program("export.py", str(run), "--to", "safetensors")
+    done = run_program("export", str(run), "--to", "safetensors")
     assert_ok(done)
     assert "for each of 160 images" in done.stdout

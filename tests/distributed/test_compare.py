@@ -1,4 +1,4 @@
-"""compare.py from start to end, on two real ranks, with a strategy that is broken on purpose."""
+"""cifar-zero compare from start to end, on two real ranks, with a strategy that is broken on purpose."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_lost_all_reduce_is_found_at_its_step(tmp_path: Path, small_data: list
     flags += ["--log_interval", "4", "--data.val_fraction", "0", "--trainer.limit_test_batches", "1"]
     what = ["--strategies", "baseline", "ddp", "--devices", "2", "--optimizer.lr", "0.05"]
     where = ["--out", str(tmp_path / "comparisons"), "--junit", str(tmp_path / "compare.xml")]
-    done = run_program("compare.py", *what, *flags, *where, env={"PYTHONPATH": str(tmp_path / "site")})
+    done = run_program("compare", *what, *flags, *where, env={"PYTHONPATH": str(tmp_path / "site")})
     assert done.returncode == 1, done.stderr
     folder = tmp_path / "comparisons" / "net" / "version_0"
     comparison = json.loads((folder / "comparison.json").read_text())
@@ -72,7 +72,7 @@ def test_a_launcher_starts_the_ranks(tmp_path: Path, small_data: list[str]) -> N
     torchrun = f"{Path(sys.executable).parent / 'torchrun'} --standalone --nproc_per_node 2"
     flags = [*small_data, "--accelerator", "cpu", "--batch_size", "16", "--max_steps", "6", "--data.val_fraction", "0"]
     what = ["--strategies", "ddp", "deepspeed_stage_2", "--devices", "2", "--launcher", torchrun]
-    done = run_program("compare.py", *what, *flags, "--out", str(tmp_path))
+    done = run_program("compare", *what, *flags, "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     (file,) = tmp_path.glob("net/*/comparison.json")
     runs = [variant["runs"][0] for variant in json.loads(file.read_text())["variants"]]

@@ -112,15 +112,15 @@ def test_optimizer_state_is_read_in_the_form_of_plain_pytorch(runs: dict[Run, Pa
 
 
 def test_the_plain_model_repeats_the_metrics_of_the_spread_one(runs: dict[Run, Path], tmp_path: Path):
-    """evaluate.py and export.py use the experts of all ranks; the exported file loads without DeepSpeed."""
+    """evaluate and export use the experts of all ranks; the exported file loads without DeepSpeed."""
     run = runs["pr_moe", "deepspeed_stage_2", 2, 2]
     metrics = json.loads((run / "metrics.json").read_text())
     assert metrics["parameters"] == sum(value.numel() for value in last_weights(run).values())
-    done = run_program("evaluate.py", str(run), "--accelerator", "cpu")
+    done = run_program("evaluate", str(run), "--accelerator", "cpu")
     assert_ok(done)
     assert f"test loss {metrics['test/loss']:.4f}" in done.stdout
     file = tmp_path / "net.safetensors"
-    done = run_program("export.py", str(run), "--to", "safetensors", "--output", str(file))
+    done = run_program("export", str(run), "--to", "safetensors", "--output", str(file))
     assert_ok(done)
     assert f"{metrics['test/acc']:.2%}".replace("%", " %") + ", the same class as the checkpoint's" in done.stdout
     load = "import sys; from cifar_zero import exporting; exporting.load(sys.argv[1]); "
@@ -149,12 +149,11 @@ def same(one, other):
     assert all(torch.equal(states[0][number]["exp_avg"], states[1][number]["exp_avg"]) for number in range(24))
 
 run_spec = resolve(command_line.parse(sys.argv[1:]))
-config = run_spec.config
 if not rank_environment.is_rank():
     sys.exit(local_launcher.run(2, on_cpu=True))
-module, datamodule = CIFARModule(run_spec.config, run_spec.num_classes), CIFARDataModule(config)
+module, datamodule = CIFARModule(run_spec, run_spec.num_classes), CIFARDataModule(run_spec)
 datamodule.prepare_data()
-run = Path(config.out)
+run = Path(run_spec.output.out)
 run_dir = run if rank_environment.global_rank() == 0 else None
 trainer = build.trainer(run_spec, run_dir)
 trainer.fit(module, datamodule=datamodule)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cifar_zero import models
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.checkpoints.finetuning.load import together, write_delta
+from cifar_zero.checkpoints.finetuning.load import apply_delta, write_delta
 from cifar_zero.checkpoints.read import network, plain_network, read
 from tests.support.helpers import WHOLE, last_weights, run_folder_of, train_all
 
@@ -122,6 +122,6 @@ def test_a_delta_and_its_base_are_the_checkpoint(
     recipe = name.split()[0]
     checkpoint = read(run_folder.newest_checkpoint(runs[name]))
     assert {*write_delta(checkpoint, tmp_path / "delta.safetensors", "last.ckpt")} == TRAINED[recipe]
-    again = together(bases[recipe], tmp_path / "delta.safetensors")
+    again = apply_delta(bases[recipe], tmp_path / "delta.safetensors")
     assert_close(network(again), network(checkpoint), atol=0)
     assert_close(plain_network(again), plain_network(checkpoint), atol=0)

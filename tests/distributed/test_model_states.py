@@ -1,4 +1,4 @@
-"""plan.py's prediction of a rank's model states is what ranks measure, part by part."""
+"""cifar-zero plan's prediction of a rank's model states is what ranks measure, part by part."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from cifar_zero.config import command_line
 from cifar_zero.planning.model_states import network_of, predicted
 from cifar_zero.training.callbacks.memory import PARTS
-from cifar_zero.training.resolve import of_machine
+from cifar_zero.training.resolve import make_run
 from tests.support.helpers import ROOT, WHOLE, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
@@ -36,7 +36,11 @@ def test_predicted_model_states_are_measured(tmp_path: Path) -> None:
     for out, flags in runs.items():
         config = command_line.parse(flags)
         found = predicted(
-            config.strategy, network_of(of_machine(config)).weights, 2, config.precision, config.optimizer
+            config.placement.strategy,
+            network_of(make_run(config)).weights,
+            2,
+            config.placement.precision,
+            config.recipe.optimizer,
         )
         assert found is not None
         states = found.in_memory
@@ -54,13 +58,19 @@ def test_the_recipe_shards_every_parameter_and_says_so(small_data: list[str], tm
     same = ["--config", str(ROOT / "configs" / "zero_3.yaml"), *small_data, "--max_steps", "2", "--accelerator", "cpu"]
     runs = {0: same, 100_000: [*same, "--zero.param_persistence_threshold", "100000"]}
     said = train_all({tmp_path / str(threshold): flags for threshold, flags in runs.items()})
-    assert "all 62,006 parameters are sharded: 31,003 on each rank\n" in said
-    flag = "--zero.param_persistence_threshold 0 shards them\n"
-    assert f"warning: ZeRO 3 shards nothing, all 62,006 parameters stay whole on every rank: {flag}" in said
+    assert "ZeRO 3 shards 62,006 of 62,006 parameters\n" in said
+    assert "ZeRO 3 shards 0 of 62,006 parameters; --zero.param_persistence_threshold 0 shards all\n" in said
     for threshold, flags in runs.items():
         config = command_line.parse(flags)
-        weights = network_of(of_machine(config)).weights
-        found = predicted(config.strategy, weights, 2, config.precision, config.optimizer, config.zero)
+        weights = network_of(make_run(config)).weights
+        found = predicted(
+            config.placement.strategy,
+            weights,
+            2,
+            config.placement.precision,
+            config.recipe.optimizer,
+            config.placement.zero,
+        )
         assert found is not None
         metrics = json.loads((run_folder_of(tmp_path / str(threshold)) / "metrics.json").read_text())
         assert metrics["mem/parameter_rank_bytes"] == [found.in_memory.parameters] * 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cifar_zero.config.rules.devices import check_nvme
+from cifar_zero.config.rules import check_nvme
 from cifar_zero.core.errors import UsageError
 from cifar_zero.strategies.operators import is_built
 from tests.support.helpers import WHOLE, largest_difference, last_weights, run_folder_of, train_all
@@ -17,7 +17,7 @@ def lacking() -> str:
         check_nvme("/tmp")
     except UsageError as error:
         return str(error)
-    return "" if is_built("async_io") else "compiling DeepSpeed's async_io takes minutes: python doctor.py ops --build"
+    return "" if is_built("async_io") else "compiling DeepSpeed's async_io takes minutes: cifar-zero doctor ops --build"
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.skipif(bool(lacking()), reason=lacking() or "there is all")]

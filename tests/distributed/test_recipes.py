@@ -62,14 +62,14 @@ def flags_of(recipe: Path, ranks: int, data: list[str]) -> list[str]:
     size += ["--model.weights", ""] if "weights: DEFAULT" in recipe.read_text() else []  # nothing is downloaded
     flags = ["--config", str(recipe), *size, *data, *where]
     config = command_line.parse(flags)
-    if hasattr(SCHEDULES[config.schedule.name](), "total_steps"):  # of the whole recipe, not of its first steps
+    if hasattr(SCHEDULES[config.recipe.schedule.name](), "total_steps"):  # of the whole recipe, not of its first steps
         flags += ["--schedule.total_steps", str(run_steps(config, CIFARDataModule(config)))]
     return flags if recipe.stem == "debug_overfit" else [*flags, "--max_steps", str(STEPS)]
 
 
 def strategy_of(recipe: Path, ranks: int) -> str:
     """Returns the baseline on one rank; on two ZeRO 2, or ZeRO 0 if the recipe's optimizer needs whole tensors."""
-    cuts = command_line.parse(["--config", str(recipe)]).optimizer.name in OFFLOADED_BY
+    cuts = command_line.parse(["--config", str(recipe)]).recipe.optimizer.name in OFFLOADED_BY
     return "baseline" if ranks == 1 else "deepspeed_stage_2" if cuts else "deepspeed_stage_0"
 
 

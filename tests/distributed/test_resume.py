@@ -18,7 +18,7 @@ import torch
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.read import read
-from cifar_zero.schedules import SCHEDULES, settled
+from cifar_zero.schedules import SCHEDULES, with_total_steps
 from tests.support.helpers import (
     ROOT,
     WHOLE,
@@ -209,7 +209,7 @@ def test_another_schedule_or_length_continues_at_its_own_learning_rate(folder: P
     train_all({folder / f"to-{name}": [*same, "--schedule", name, *more, str(run)] for name, run in ways.items()})
     for name in ways:
         rates = losses(run_folder_of(folder / f"to-{name}"), "train/learning_rate")
-        schedule = settled(SCHEDULES[name](), lambda: 6)
+        schedule = with_total_steps(SCHEDULES[name](), lambda: 6)
         assert rates == pytest.approx({step: schedule.rate(step - 1, 0.1) for step in (4, 5, 6)})
 
 

@@ -21,10 +21,9 @@ from cifar_zero.training import build
 from cifar_zero.training.resolve import resolve
 from datamodule import CIFARDataModule
 run_spec = resolve(command_line.parse(sys.argv[1:]))
-config = run_spec.config
-module, datamodule = CIFARModule(run_spec.config, run_spec.num_classes), CIFARDataModule(config)
+module, datamodule = CIFARModule(run_spec, run_spec.num_classes), CIFARDataModule(run_spec)
 datamodule.prepare_data()
-run = run_folder.claim(config.out, config.run_name)
+run = run_folder.claim(run_spec.output.out, run_spec.run_name)
 trainer = build.trainer(run_spec, run)
 trainer.fit(module, datamodule=datamodule)
 trainer.test(module, datamodule=datamodule, verbose=False)

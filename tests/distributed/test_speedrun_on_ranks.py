@@ -23,7 +23,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> dic
     same = ["--config", "configs/speedrun.yaml", *small_data, "--accelerator", "cpu", "--precision", "32-true"]
     same += ["--devices", "2", "--model.width", "0.05", "--batch_size", "64", "--epochs", "1", "--max_steps", "8"]
     same += ["--logger", "none", "--trainer.limit_test_batches", "1", "--schedule.total_steps", "8"]
-    same += ["--augment.brightness", "0.1", "--augment.contrast", "0.1"]
     flags = {
         folder / f"{optimizer}-{strategy}": [*same, "--strategy", strategy, "--optimizer", optimizer]
         for optimizer, strategies in STRATEGIES.items()

@@ -215,7 +215,10 @@ def test_compare_trains_the_reference_on_one_host_and_a_variant_on_two(tmp_path:
         lines = f'{shlex.join(hosts.b.command(*command))} "$@" &\nexec {shlex.join(command)} "$@"\n'
         (tmp_path / "launch").write_text(lines)
         what = ["--strategies", "ddp", "deepspeed_stage_2", "--devices", "2", "2x1"]
-        compare = [sys.executable, "compare.py", *what, "--launcher", f"sh {tmp_path / 'launch'}", *flags]
+        compare = [
+            *(sys.executable, "-m", "cifar_zero", "compare", *what),
+            *("--launcher", f"sh {tmp_path / 'launch'}", *flags),
+        ]
         done = hosts.a.run(*compare, cwd=ROOT, env={**os.environ, **NETWORK}, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (file,) = tmp_path.glob("net/*/comparison.json")

@@ -1,4 +1,4 @@
-"""plan.py's bytes per step are compared with those measured on the link between two hosts."""
+"""cifar-zero plan's bytes per step are compared with those measured on the link between two hosts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from cifar_zero.config import command_line
 from cifar_zero.planning.model_states import network_of
 from cifar_zero.planning.overheads import sent_bytes
-from cifar_zero.training.resolve import of_machine
+from cifar_zero.training.resolve import make_run
 from tests.support.helpers import WHOLE
 from tests.support.wire import TwoRanks, two_ranks
 
@@ -67,7 +67,7 @@ def test_bytes_on_the_link(
         limits = ["--trainer.limit_val_batches", "0", "--trainer.limit_test_batches", "1", "--max_steps", str(steps)]
         ranks.train([*flags, *limits, "--out", str(tmp_path / str(steps))])
         sent.append(ranks.sent() - before)
-    run = of_machine(command_line.parse([*flags, "--num_nodes", "2"]))
+    run = make_run(command_line.parse([*flags, "--num_nodes", "2"]))
     planned = sent_bytes(run, network_of(run))
     counted = (sent[1] - sent[0]) / (STEPS[1] - STEPS[0])
     assert counted == pytest.approx(planned, rel=TOLERANCE)

@@ -62,7 +62,7 @@ def images() -> Tensor:
 
 
 def evaluated(checkpoint: Path) -> nn.Module:
-    """Returns the model that evaluate.py tests."""
+    """Returns the model that cifar-zero evaluate tests."""
     net = models.build("net", 10).eval()
     net.load_state_dict(read_weights(net, checkpoint))
     return net
@@ -86,7 +86,7 @@ def test_every_format_has_the_scores_of_the_checkpoint(checkpoint: Path, images:
 
 def test_a_user_reads_the_exports_with_only_torch(baseline: Path, images: Tensor, tmp_path: Path):
     folder = run_folder_of(baseline.parents[3])
-    done = run_program("export.py", str(folder), "--to", "onnx")
+    done = run_program("export", str(folder), "--to", "onnx")
     assert_ok(done)
     assert re.search(r"last\.onnx: net, 62,006 parameters in float32, 0\.\d\d MB", done.stdout)
     accuracy = json.loads((folder / run_folder.METRICS).read_text())["test/acc"]
@@ -227,7 +227,7 @@ def test_keys_that_are_missing_or_unknown_are_refused(baseline: Path, tmp_path: 
     content["state_dict"]["net.fc3.extra"] = content["state_dict"].pop("net.fc3.bias")
     broken = tmp_path / "broken.ckpt"
     torch.save(content, broken)
-    done = run_program("export.py", str(broken), "--to", "safetensors")
+    done = run_program("export", str(broken), "--to", "safetensors")
     assert done.returncode == 2
     assert re.fullmatch(r'error: .*another model: Missing.*"fc3.bias".*"fc3.extra".*\n', done.stderr)
     assert [file.name for file in tmp_path.iterdir()] == ["broken.ckpt"]
@@ -274,7 +274,7 @@ def test_without_the_images_the_accuracy_is_not_checked(
 def test_mistakes(
     arguments: list[str], message: str, baseline: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
-    monkeypatch.setattr(sys, "argv", ["export.py", str(baseline), *arguments])
+    monkeypatch.setattr(sys, "argv", ["export", str(baseline), *arguments])
     with pytest.raises(UsageError, match=re.escape(message)):
         export.main()
 
@@ -282,7 +282,7 @@ def test_mistakes(
 def test_a_checkpoint_is_never_overwritten(baseline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     named = tmp_path / "net.safetensors"
     named.write_bytes(baseline.read_bytes())
-    monkeypatch.setattr(sys, "argv", ["export.py", str(named), "--to", "safetensors"])
+    monkeypatch.setattr(sys, "argv", ["export", str(named), "--to", "safetensors"])
     with pytest.raises(UsageError, match="is the checkpoint itself"):
         export.main()
     assert named.read_bytes() == baseline.read_bytes()

@@ -1,4 +1,4 @@
-"""predict.py on image files as users have them: it returns the class that the model itself returns."""
+"""cifar-zero predict on image files as users have them: it returns the class that the model itself returns."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from cifar_zero import models
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.finetuning.load import BASE
 from cifar_zero.checkpoints.safetensors_file import write_safetensors
-from cifar_zero.config.flags import DataConfig
+from cifar_zero.config.settings import DataConfig
 from cifar_zero.core.errors import UsageError
 from cifar_zero.data.augment import normalize
-from cifar_zero.data.dataset import Dataset
+from cifar_zero.data.cache import Dataset
 from cifar_zero.exporting import FORMATS, export, predict
 from tests.support.helpers import ROOT, WHOLE, assert_ok, read_weights, run_program, train_all
 
@@ -57,8 +57,8 @@ def own_probabilities(checkpoint: Path, images: np.ndarray) -> torch.Tensor:
 
 
 def predictions(*arguments: str) -> dict[str, list[tuple[str, float]]]:
-    """Returns predict.py's predictions by file name."""
-    done = run_program("predict.py", *arguments, "--json")
+    """Returns cifar-zero predict's predictions by file name."""
+    done = run_program("predict", *arguments, "--json")
     assert_ok(done)
     assert not done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
@@ -89,7 +89,7 @@ def test_names_forge_no_line(digits: tuple[Path, Dataset], folder: Path, tmp_pat
     broken.write_text("")
     about = {"model": "net", "options": "{}", "classes": json.dumps(["x\r\x1b[31m\nsafe.png: é"] * 10)}
     write_safetensors(read_weights(models.build("net", 10), digits[0]), network, about)
-    done = run_program("predict.py", str(network), str(image), str(broken))
+    done = run_program("predict", str(network), str(image), str(broken))
     assert re.fullmatch(r".*a\\nb\.png: x\\r\\x1b\[31m\\nsafe\.png: é \d+\.\d %\n", done.stdout)
     assert re.fullmatch(r"error: cannot read the image .*c\\x1b\[2K\.png: it is not PNG or JPEG.*\n", done.stderr)
 
@@ -100,7 +100,7 @@ def test_lines_and_unreadable_images(digits: tuple[Path, Dataset], folder: Path,
     Image.fromarray(dataset.test_images[0].transpose(1, 2, 0)).save(cut)
     cut.write_bytes(cut.read_bytes()[:400])
     first, last = folder / "00.png", folder / "01.png"
-    done = run_program("predict.py", str(checkpoint), str(first), str(cut), str(tmp_path / "none.png"), str(last))
+    done = run_program("predict", str(checkpoint), str(first), str(cut), str(tmp_path / "none.png"), str(last))
     assert done.returncode == 2
     best = own_probabilities(checkpoint, dataset.test_images[:2]).max(1)
     assert done.stdout.splitlines() == [
@@ -129,11 +129,14 @@ def test_no_lightning_and_no_deepspeed(digits: tuple[Path, Dataset], folder: Pat
         (["CHECKPOINT", "a.png", "--top", "0"], "--top must be at least 1, not 0"),
         (["nowhere", "a.png"], "nowhere does not exist"),
         (["CHECKPOINT", "a.png", "--model", "mlp"], "give FILE.py:NAME"),
-        (["PLAIN.safetensors", "a.png"], "does not say which model it is of: give a checkpoint of train.py"),
+        (["PLAIN.safetensors", "a.png"], "does not say which model it is of: give a checkpoint of cifar-zero train"),
         (["MOE.safetensors", "a.png"], 'is of another model: Missing key(s) in state_dict: "fc3.'),
         (["TIMM.safetensors", "a.png"], "timm:resnet18 (kwargs.checkpoint_path must be a number"),
         (["TORCHVISION.safetensors", "a.png"], "torchvision:resnet18 (kwargs.weights must be a number"),
-        (["DELTA.safetensors", "a.png"], "holds only what was trained: give its base too, as in train.py --weights "),
+        (
+            ["DELTA.safetensors", "a.png"],
+            "holds only what was trained: give its base too, as in cifar-zero train --weights ",
+        ),
         (["CUT.onnx", "a.png"], "damaged or not an ONNX file"),
         (["CUT.safetensors", "a.png"], "damaged or no safetensors file"),
     ],
@@ -155,7 +158,7 @@ def test_mistakes(
     for suffix in ("onnx", "safetensors"):
         places[f"CUT.{suffix}"] = tmp_path / f"cut.{suffix}"
         places[f"CUT.{suffix}"].write_bytes(digits[0].read_bytes()[:1000])
-    monkeypatch.setattr(sys, "argv", ["predict.py", *(str(places.get(word, word)) for word in arguments)])
+    monkeypatch.setattr(sys, "argv", ["predict", *(str(places.get(word, word)) for word in arguments)])
     with pytest.raises(UsageError, match=re.escape(message)) as caught:
         predict.main()
     assert "\n" not in str(caught.value)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from cifar_zero.config.flags import AugmentConfig
+from cifar_zero.config.recipe import AugmentConfig
 from cifar_zero.data import memory_loader as loader
 from cifar_zero.data.augment import Augmentation
 from cifar_zero.data.dataset import EvalOrder, Order, Split, TrainOrder

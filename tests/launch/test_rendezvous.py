@@ -9,7 +9,7 @@ import torch
 
 from cifar_zero.config import command_line
 from cifar_zero.launch import rendezvous
-from cifar_zero.training.resolve import of_machine
+from cifar_zero.training.resolve import make_run
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_restarts_with_the_store_of_the_previous_start_are_warned_of(
 ):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agents_store)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
-    rendezvous._warn_of_restarts()
+    _start("cpu", monkeypatch)
     assert ("start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in capsys.readouterr().err) == warned
 
 
@@ -32,12 +32,17 @@ def test_restarts_with_the_store_of_the_previous_start_are_warned_of(
 def test_nccl_is_told_the_gpu_of_the_rank(
     accelerator: str, expected: torch.device | None, monkeypatch: pytest.MonkeyPatch
 ):
-    for name, value in (("RANK", 3), ("LOCAL_RANK", 1), ("WORLD_SIZE", 4), ("LOCAL_WORLD_SIZE", 2)):
+    assert _start(accelerator, monkeypatch, rank=3)["device_id"] == expected
+
+
+def _start(accelerator: str, monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> dict[str, Any]:
+    """Starts the process group as a rank of two nodes; returns the arguments that torch is given."""
+    for name, value in (("RANK", rank), ("LOCAL_RANK", rank % 2), ("WORLD_SIZE", 4), ("LOCAL_WORLD_SIZE", 2)):
         monkeypatch.setenv(name, str(value))
     given: dict[str, Any] = {}
     monkeypatch.setattr(rendezvous.dist, "init_process_group", lambda backend, **options: given.update(options))
     monkeypatch.setattr(rendezvous, "_set_timeout", lambda limit: None)
     monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
     flags = ["--accelerator", accelerator, "--devices", "2", "--num_nodes", "2"]
-    rendezvous.meet(of_machine(command_line.parse([*flags, "--precision", "32-true"])))
-    assert given["device_id"] == expected
+    rendezvous.init_process_group(make_run(command_line.parse([*flags, "--precision", "32-true"])))
+    return given

@@ -10,7 +10,7 @@ import torchvision
 
 from cifar_zero import models
 from cifar_zero.config import command_line
-from cifar_zero.config.flags import Choice
+from cifar_zero.config.recipe import Choice
 from cifar_zero.core.errors import UsageError
 from cifar_zero.training.callbacks.flops import training_flops
 from tests.support.helpers import parameter_count

@@ -12,7 +12,7 @@ import torchvision
 
 from cifar_zero import models
 from cifar_zero.config import command_line
-from cifar_zero.config.flags import Choice
+from cifar_zero.config.recipe import Choice
 from cifar_zero.core.errors import UsageError
 from cifar_zero.training.resolve import resolve
 from tests.support.helpers import parameter_count, run_program
@@ -44,7 +44,7 @@ def test_counts_a_model_whose_shapes_depend_on_values():
 def test_an_external_model_works_in_a_recipe(tmp_path: Path):
     flags = ["--model", "torchvision:resnet18", "--model.kwargs.zero_init_residual", "true", "--model.image_size", "64"]
     config = command_line.parse(flags)
-    assert config.model.options == {"kwargs": {"zero_init_residual": True}, "image_size": 64, "weights": ""}
+    assert config.recipe.model.options == {"kwargs": {"zero_init_residual": True}, "image_size": 64, "weights": ""}
     assert config.run_name == "torchvision-resnet18-baseline"
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(command_line.dump(config))
@@ -56,20 +56,20 @@ def test_an_external_model_works_in_a_recipe(tmp_path: Path):
     [
         ("torchvision:resnot18", "torchvision has no classifier of that name, did you mean resnet18"),
         ("torchvision:fasterrcnn_resnet50_fpn", "torchvision has no classifier of that name"),
-        ("torchvision:vit_b_16", "cannot train on 4 images of 32 x 32 pixels at a time"),
+        ("torchvision:vit_b_16", "cannot train on micro-batches of 4 x 32 x 32 pixels"),
         ("torchvision:resnet18 --model.kwargs.depth 3", "kwargs do not fit"),
         ("torchvision:resnet18 --model.kwargs.pretrained true", "kwargs do not fit"),
         ("torchvision:mobilenet_v3_small --model.kwargs.norm_layer x", "kwargs do not fit"),
         ("torchvision:vit_b_16 --model.kwargs.image_size 15", "cannot be built: Input shape indivisible"),
-        ("torchvision:resnet18 --model.kwargs.num_classes 7", "has 7 outputs, but the images are of 10 classes"),
-        ("torchvision:resnet50 --batch_size 1", "cannot train on 1 image of 32 x 32 pixels at a time"),
+        ("torchvision:resnet18 --model.kwargs.num_classes 7", "returns torch.Size([4, 7]) instead of (4, 10)"),
+        ("torchvision:resnet50 --batch_size 1", "cannot train on micro-batches of 1 x 32 x 32 pixels"),
     ],
 )
 def test_mistakes_are_one_clear_line(flags: str, message: str):
     config = command_line.parse(["--data.source", "digits", "--accelerator", "cpu", "--model", *flags.split()])
     with pytest.raises(UsageError) as error:
         resolve(config)
-    assert str(error.value).startswith(f"--model {config.model.name}: ")
+    assert str(error.value).startswith(f"--model {config.recipe.model.name}: ")
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -100,7 +100,7 @@ def test_numbers_lists_and_layer_names_are_accepted():
     ("flags", "message"),
     [
         ("mlp --model.batch_norm true --batch_size 1", "--model.batch_norm normalises over the micro-batch"),
-        ("resnet18 --trainer.sync_batchnorm true", "--trainer.sync_batchnorm needs a GPU"),
+        ("resnet18 --trainer.sync_batchnorm true", "--trainer.sync_batchnorm is for ddp on GPUs"),
         (
             "net_moe --model.ep_size 2 --devices 2 --strategy deepspeed_stage_2 --init he",
             "--init he initialises the experts",

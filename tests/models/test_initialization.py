@@ -16,9 +16,9 @@ from cifar_module import CIFARModule
 from cifar_zero import models
 from cifar_zero.checkpoints.finetuning import network
 from cifar_zero.config.command_line import parse
-from cifar_zero.config.flags import Choice, LoRAConfig
+from cifar_zero.config.recipe import Choice, LoRAConfig
 from cifar_zero.models.initialization import initialize
-from cifar_zero.training.resolve import of_machine
+from cifar_zero.training.resolve import make_run
 
 VARIANCES: dict[str, Callable[[int, int], float]] = {
     "he": lambda fan_in, fan_out: 2 / fan_in,
@@ -68,7 +68,7 @@ def test_deep_perceptrons_keep_their_signal(activation: str, scheme: str):
 def test_the_seed_decides_the_initial_weights():
     def start(*flags: str) -> torch.Tensor:
         flags = ("--data.source", "digits", "--model", "mlp", "--model.hidden", "[8]", "--devices", "1", *flags)
-        built = CIFARModule(of_machine(parse([*flags])).config, num_classes=10)
+        built = CIFARModule(make_run(parse([*flags])), num_classes=10)
         built.configure_model()
         net: Any = built.net
         return net[1].weight

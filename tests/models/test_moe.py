@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from cifar_zero import models
-from cifar_zero.models import moe
-from cifar_zero.models.mixture_options import MixtureOptions
+from cifar_zero.models import MixtureOptions, moe
 from cifar_zero.models.moe import Gate, MixtureOfExperts, Routing
 from cifar_zero.models.net import Net
 

@@ -21,8 +21,8 @@ MIXTURES: dict[str, type[NetMoE | ViTMoE]] = {"net_moe": NetMoE, "vit_moe": ViTM
     [
         ("net_moe --model.num_experts []", "num_experts must be numbers from 1, one for each mixture, not []"),
         ("net_moe --model.num_experts [2,0]", "num_experts must be numbers from 1, one for each mixture, not [2, 0]"),
-        ("net_moe --model.num_experts [2.5]", "num_experts: expected int, not 2.5"),
-        ("net_moe --model.num_experts two", "num_experts: expected a list such as [1, 2], not two"),
+        ("net_moe --model.num_experts [2.5]", "num_experts: expected a list of int, not [2.5]"),
+        ("net_moe --model.num_experts two", "num_experts: expected a list of int, not two"),
         ("net_moe --model.ep_size 0", "ep_size must be at least 1, not 0"),
         ("net_moe --model.num_experts [4,2] --model.ep_size 4", "ep_size 4 does not divide num_experts 2"),
         ("net_moe --model.mlp_type dense", "mlp_type: expected one of ['standard', 'residual'], not dense"),
@@ -72,7 +72,7 @@ def test_help_names_every_option_and_its_default():
 )
 def test_a_recipe_has_every_option(flags: str, tmp_path: Path):
     config = command_line.parse(["--model", *flags.split(), "--model.top_k", "2"])
-    assert set(config.model.options) == {option.name for option in fields(MIXTURES[config.model.name])}
+    assert set(config.recipe.model.options) == {option.name for option in fields(MIXTURES[config.recipe.model.name])}
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(command_line.dump(config))
     assert command_line.parse(["--config", str(recipe)]) == config

@@ -30,7 +30,7 @@ def test_the_run_folder_keeps_the_code(run: Path):
 
 
 def test_it_is_tested_and_exported_where_the_command_line_names_it(run: Path, tmp_path: Path):
-    for program in (["evaluate.py", str(run)], ["export.py", str(run), "--to", "safetensors"]):
+    for program in (["evaluate", str(run)], ["export", str(run), "--to", "safetensors"]):
         refused = run_program(*program)
         assert refused.returncode == 2
         assert f"--model {FILE}:Small" in refused.stderr
@@ -60,7 +60,10 @@ def test_zero_3_trains_it_as_ddp_does(small_data: list[str], tmp_path: Path):
     ("flags", "expected"),
     [
         ("own_code.py:Small --model.broken true", "(own_code.py, line 38: no good)"),
-        ("own_code.py:seven_scores", "has 7 outputs, but the images are of 10 classes: give its last layer 10 outputs"),
+        (
+            "own_code.py:seven_scores",
+            "a score per class: give its last layer 10 outputs",
+        ),
         ("own_code.py:Nothing", "has no Nothing"),
         ("own_code.py:Named", "call its argument `name` something else"),
         ("nowhere.py:Small", "nowhere.py does not exist"),

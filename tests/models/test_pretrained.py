@@ -74,7 +74,7 @@ def test_a_model_that_scales_its_images_gets_them(cached: dict[str, torch.Tensor
     run = resolve(command_line.parse([*FLAGS, *small_data, "--accelerator", "cpu", "--model.image_size", "64"]))
     found = starting.pretrained_weights(run)
     assert found is not None
-    module = CIFARModule(run.config, 10, found.loaded)
+    module = CIFARModule(run, 10, found.loaded)
     module.configure_model()
     assert module.net is not None
     state = module.net.state_dict()

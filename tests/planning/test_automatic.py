@@ -6,7 +6,7 @@ import pytest
 
 from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
-from cifar_zero.planning import automatic, machine
+from cifar_zero.planning import survey
 
 ALONE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -19,7 +19,9 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settled(*flags: str) -> str:
-    return automatic.choose(command_line.parse(["--strategy", "auto", "--accelerator", "cpu", *flags]))
+    return survey.without_auto(
+        command_line.parse(["--strategy", "auto", "--accelerator", "cpu", *flags])
+    ).placement.strategy
 
 
 def test_a_cpu_takes_the_baseline_and_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,12 +35,12 @@ def test_a_cpu_takes_the_baseline_and_prints_it(capsys: pytest.CaptureFixture[st
 def test_less_memory_takes_another_strategy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(machine, "free_memory_bytes", lambda: 2 * (machine.CPU_RANK_BYTES + 85_000_000))
+    monkeypatch.setattr(survey, "free_memory_bytes", lambda: 2 * (survey.CPU_RANK_BYTES + 85_000_000))
     flags = ["--model", "vit_tiny", "--optimizer", "adam", "--devices", "2", "--batch_size", "2"]
-    monkeypatch.setattr("cifar_zero.config.rules.devices.free_memory_bytes", lambda: 10**11)
+    monkeypatch.setattr("cifar_zero.config.rules.free_memory_bytes", lambda: 10**11)
     assert settled(*flags) == "fsdp2"  # which shards the 16 bytes per parameter
     assert "; baseline, ddp, deepspeed_stage_0, deepspeed_stage_1, " in capsys.readouterr().err
-    monkeypatch.setattr(machine, "free_memory_bytes", lambda: 10**6)
+    monkeypatch.setattr(survey, "free_memory_bytes", lambda: 10**6)
     with pytest.raises(
         UsageError, match=r"auto: nothing fits: .* GB of device memory, of which 0\.00 GB are available"
     ):
@@ -65,5 +67,5 @@ def test_a_configuration_that_no_strategy_can_run_is_refused_with_its_own_error(
 def test_ranks_of_another_launcher_are_refused(launched: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match=r"name the strategy that plan\.py recommends"):
+    with pytest.raises(UsageError, match="name the strategy that cifar-zero plan recommends"):
         settled()

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from cifar_zero.config import command_line
-from cifar_zero.config.flags import Choice
+from cifar_zero.config.recipe import Choice
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.planning.model_states import STATE_TENSORS, Weight, network_of, network_of_size, predicted
-from cifar_zero.training.resolve import of_machine
+from cifar_zero.training.resolve import make_run
 
 ADAM = Choice("adam")
 MILLION = 10**6
@@ -112,7 +112,7 @@ def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
     config = command_line.parse(
         ["--model", "vit_tiny", "--optimizer", "adam", "--trainable", "head.*", "--devices", "1"]
     )
-    net = network_of(of_machine(config))
+    net = network_of(make_run(config))
     assert (net.elements, net.trained) == (5_362_378, 1_930)
     for ranks, strategy in ((1, "baseline"), (2, "deepspeed_stage_2")):
         states = predicted(strategy, net.weights, ranks, "32-true", ADAM)
@@ -133,7 +133,7 @@ def test_small_layers_stay_whole_at_stage_3() -> None:
 def test_experts_are_spread_over_ranks() -> None:
     def weights(ep_size: int) -> tuple[Weight, ...]:
         flags = ["--model", "vit_moe", "--model.num_experts", "[4]", "--model.ep_size", str(ep_size), "--devices", "4"]
-        return network_of(of_machine(command_line.parse([*flags, "--strategy", "deepspeed_stage_0"]))).weights
+        return network_of(make_run(command_line.parse([*flags, "--strategy", "deepspeed_stage_0"]))).weights
 
     whole, shared = (predicted("deepspeed_stage_0", weights(size), 4, "32-true", ADAM) for size in (1, 4))
     experts = sum(weight.elements for weight in weights(4) if weight.ranks_that_share == 4)

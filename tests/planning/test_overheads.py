@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from cifar_zero.config.flags import Config, ZeROConfig
+from cifar_zero.config.placement import ZeROConfig
 from cifar_zero.config.run import Run
+from cifar_zero.config.settings import make_settings
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.planning.model_states import Network, Weight, network_of_size
 from cifar_zero.planning.overheads import buckets, sent_bytes
@@ -23,8 +23,8 @@ SMALL = Network((Weight(10**6, 10**6), Weight(5 * 10**4, 5 * 10**4)), 5 * 10**5)
 
 def sent(strategy: str, network: Network, nodes: int = 4, precision: str = "bf16-mixed", **options: object) -> float:
     """Returns the bytes sent per parameter, without the factor (N - 1)/N."""
-    config = replace(Config(), devices=1, num_nodes=nodes, accelerator="gpu", precision=precision, **options)  # pyright: ignore[reportArgumentType]
-    return sent_bytes(Run(config, STRATEGIES[strategy], 10), network) / network.elements / (nodes - 1) * nodes
+    config = make_settings(devices=1, num_nodes=nodes, accelerator="gpu", precision=precision, **options)  # pyright: ignore[reportArgumentType]
+    return sent_bytes(Run.of(config, STRATEGIES[strategy], 10), network) / network.elements / (nodes - 1) * nodes
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_formats() -> None:
     assert sent("deepspeed_stage_0", LARGE, precision="32-true") == pytest.approx(8)
     # fsdp2 gathers in bfloat16, the blocks twice, and reduces in float32.
     assert sent("fsdp2", SMALL) == pytest.approx(2 * 2 + 4)
-    assert sent("fsdp2", network_of_size(10**9)) == pytest.approx(2 * 2 + 4)  # plan.py --parameters
+    assert sent("fsdp2", network_of_size(10**9)) == pytest.approx(2 * 2 + 4)  # cifar-zero plan --parameters
     assert sent("fsdp2", Network((Weight(10**6, 10**6),), 10**6)) == pytest.approx(2 + 4)  # a model without blocks
 
 
@@ -60,8 +60,8 @@ def test_parameters_that_stay_whole_are_gathered_once_in_a_step() -> None:
 
 
 def test_gloo_scatters_by_an_all_reduce() -> None:
-    config = replace(Config(), devices=1, num_nodes=2, accelerator="cpu", precision="32-true")
-    assert sent_bytes(Run(config, STRATEGIES["deepspeed_stage_3"], 10), SMALL) == (1 + 2) * SMALL.elements * 4 // 2
+    config = make_settings(devices=1, num_nodes=2, accelerator="cpu", precision="32-true")
+    assert sent_bytes(Run.of(config, STRATEGIES["deepspeed_stage_3"], 10), SMALL) == (1 + 2) * SMALL.elements * 4 // 2
 
 
 def test_frozen_and_expert_parameters_send_less() -> None:
@@ -72,20 +72,19 @@ def test_frozen_and_expert_parameters_send_less() -> None:
 
 
 def test_one_rank_sends_nothing() -> None:
-    assert [sent_bytes(Run(replace(Config(), devices=1), STRATEGIES[name], 10), LARGE) for name in PLANNED] == [
-        0
-    ] * len(PLANNED)
+    assert [sent_bytes(Run.of(make_settings(devices=1), STRATEGIES[name], 10), LARGE) for name in PLANNED] == [0] * len(
+        PLANNED
+    )
 
 
 def test_switches_of_the_buckets() -> None:
     """In elements of bfloat16."""
 
     def held(strategy: str, **switches: Any) -> int:
-        config = replace(Config(), devices=4, precision="bf16-mixed", zero=ZeROConfig(**switches))
-        return buckets(Run(config, STRATEGIES[strategy], 10), LARGE) // 2
+        config = make_settings(devices=4, precision="bf16-mixed", zero=ZeROConfig(**switches))
+        return buckets(Run.of(config, STRATEGIES[strategy], 10), LARGE) // 2
 
     assert held("deepspeed_stage_2") == 50_000_000
     assert held("deepspeed_stage_2", reduce_bucket_size=10, overlap_comm=True) == 20
     assert held("deepspeed_stage_3", reduce_bucket_size=10) == 550_000_010
     assert held("deepspeed_stage_3", reduce_bucket_size=10, prefetch_bucket_size=7) == 500_000_017
-    assert held("deepspeed_stage_3", reduce_bucket_size=10, max_live_parameters=0) == 500_000_010

@@ -1,4 +1,4 @@
-"""plan.py, started as a user starts it."""
+"""cifar-zero plan, started as a user starts it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cifar_zero.core import exits
-from cifar_zero.core.programs import command, torchrun
+from cifar_zero.core.console import command, torchrun
 from cifar_zero.planning import plan
 from tests.support.helpers import ROOT, run_program
 
@@ -20,10 +20,10 @@ LARGE = ["--parameters", "10e9", "--optimizer", "adam", "--precision", "bf16-mix
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Runs plan.py in this process; returns the exit code, the output and the errors."""
+    """Runs cifar-zero plan in this process; returns the exit code, the output and the errors."""
 
     def run(*flags: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["plan.py", *flags])
+        monkeypatch.setattr("sys.argv", ["plan", *flags])
         code = exits.guarded(plan.main)
         printed = capsys.readouterr()
         return code, printed.out, printed.err
@@ -34,14 +34,14 @@ def planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 def test_thirteen_billion_parameters_take_little_memory() -> None:
     """The process peaks at 0.84 GB, most of it torch's; the weights alone would take 52 GB."""
     flags = ["--model", "vit_13b", "--devices", "8", "--device_memory", "80GB", "--optimizer", "adamw", "--json"]
-    code = "import pathlib, runpy, sys; sys.argv = sys.argv[1:]\n"
-    code += "try: runpy.run_path('plan.py', run_name='__main__')\n"
+    code = "import pathlib, runpy, sys\n"
+    code += "try: runpy.run_module('cifar_zero', run_name='__main__')\n"
     # Linux's ru_maxrss would be that of pytest, from which the process was forked.
     code += (
         "finally: print(pathlib.Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0], file=sys.stderr)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, "plan.py", *flags],
+        [sys.executable, "-c", code, "plan", *flags],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -163,7 +163,7 @@ def test_a_mistake_is_reported_in_one_line(planned, flags: list[str], message: s
 
 
 def test_help_needs_no_torch() -> None:
-    done = run_program("-X", "importtime", "plan.py", "--help")
+    done = run_program("-X", "importtime", "-m", "cifar_zero", "plan", "--help")
     assert done.returncode == 0
     assert "--device_memory" in done.stdout
     assert " torch\n" not in done.stderr

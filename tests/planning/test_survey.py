@@ -10,16 +10,15 @@ from cifar_zero.checkpoints.finetuning.network import on_meta
 from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
 from cifar_zero.planning import activations, overheads
-from cifar_zero.planning.activations import Line
-from cifar_zero.planning.machine import Room, size_in_bytes
+from cifar_zero.planning.activations import LinearFit
 from cifar_zero.planning.model_states import Network, Weight, network_of_size
-from cifar_zero.planning.survey import PLANNED, Need, recommended, survey
-from cifar_zero.training.resolve import of_machine
+from cifar_zero.planning.survey import PLANNED, MemoryBudget, MemoryEstimate, recommended, size_in_bytes, survey
+from cifar_zero.training.resolve import make_run
 
 GB = 10**9
 
 
-def plan(room: Room, *flags: str, elements: int = 10 * GB) -> list[Need]:
+def plan(room: MemoryBudget, *flags: str, elements: int = 10 * GB) -> list[MemoryEstimate]:
     all_flags = [
         "--accelerator",
         "gpu",
@@ -33,8 +32,8 @@ def plan(room: Room, *flags: str, elements: int = 10 * GB) -> list[Need]:
         "1",
         *flags,
     ]
-    run = of_machine(command_line.parse(all_flags))
-    line = Line(0, GB)
+    run = make_run(command_line.parse(all_flags))
+    line = LinearFit(0, GB)
     return survey(run, network_of_size(elements), room, {"autocast": line, "cast": line})
 
 
@@ -49,7 +48,7 @@ def plan(room: Room, *flags: str, elements: int = 10 * GB) -> list[Need]:
     ],
 )
 def test_the_first_strategy_that_fits_is_recommended(device: float, host: float, expected: str) -> None:
-    room = Room(round(device * GB), round(host * GB))
+    room = MemoryBudget(round(device * GB), round(host * GB))
     choice, _ = recommended(plan(room, "--devices", "8"), room)
     assert choice is not None
     assert choice.strategy == expected
@@ -65,7 +64,7 @@ def test_order_of_recommendation() -> None:
 
 def test_offload_when_the_device_holds_the_parameters() -> None:
     """On one rank nothing is sharded: 160 GB of states. Offloaded stage 1 also holds unsharded gradients."""
-    room = Room(50 * GB, 300 * GB)
+    room = MemoryBudget(50 * GB, 300 * GB)
     choice, reason = recommended(plan(room, "--batch_size", "8"), room)
     assert choice is not None
     assert choice.strategy == "deepspeed_stage_1_offload"
@@ -75,18 +74,18 @@ def test_offload_when_the_device_holds_the_parameters() -> None:
 
 
 def test_nothing_fits() -> None:
-    room = Room(5 * GB, None)
+    room = MemoryBudget(5 * GB, None)
     choice, reason = recommended(plan(room, "--devices", "2"), room)
     assert choice is None
     assert "deepspeed_stage_3_offload, which needs the least, needs 33.2 GB of device memory, of which 5.0" in reason
-    room = Room(20 * GB, 4 * GB)
+    room = MemoryBudget(20 * GB, 4 * GB)
     _, reason = recommended(plan(room, "--devices", "8"), room)
     assert "GB of host memory, of which 4.0 GB are available" in reason
     assert "device memory" not in reason
 
 
 def test_the_largest_micro_batch_fits_and_one_image_more_does_not() -> None:
-    room = Room(60 * GB, None)
+    room = MemoryBudget(60 * GB, None)
     needs = {need.strategy: need for need in plan(room, "--devices", "8")}
     most = needs["deepspeed_stage_2"].most_images
     assert most == 22  # (60 - 37.5 - 0.1) GB, one for each image
@@ -103,14 +102,14 @@ def test_the_largest_micro_batch_fits_and_one_image_more_does_not() -> None:
 
 def test_offloading_on_the_cpu_saves_nothing() -> None:
     """On the CPU, device and host memory are the same."""
-    needs = {need.strategy: need for need in plan(Room(400 * GB, None, shared=True))}
+    needs = {need.strategy: need for need in plan(MemoryBudget(400 * GB, None, shared=True))}
     assert needs["deepspeed_stage_3_offload"].device < 70 * GB
     assert not {name for name, need in needs.items() if need.fits and "_offload" in name and need.host > 336 * GB}
     assert needs["baseline"].fits
 
 
 def test_a_strategy_that_cannot_run_is_never_recommended() -> None:
-    room = Room(100 * GB, 1000 * GB)
+    room = MemoryBudget(100 * GB, 1000 * GB)
     needs = plan(room, "--optimizer", "muon")
     refused = {need.strategy for need in needs if "muon needs whole tensors" in need.refused}
     assert "deepspeed_stage_2" in refused
@@ -119,7 +118,7 @@ def test_a_strategy_that_cannot_run_is_never_recommended() -> None:
 
 def test_a_batch_that_does_not_divide() -> None:
     with pytest.raises(UsageError, match="the nearest that divide: 63 or 66"):
-        plan(Room(GB, None), "--devices", "3")
+        plan(MemoryBudget(GB, None), "--devices", "3")
 
 
 @pytest.mark.parametrize(
@@ -136,8 +135,8 @@ def test_an_invalid_size_is_refused(text: str) -> None:
         size_in_bytes(text, "--device_memory")
 
 
-def named(strategy: str, *flags: str) -> Need:
-    return next(need for need in plan(Room(GB, None), *flags) if need.strategy == strategy)
+def named(strategy: str, *flags: str) -> MemoryEstimate:
+    return next(need for need in plan(MemoryBudget(GB, None), *flags) if need.strategy == strategy)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +172,7 @@ def test_offloaded_gradients_of_several_micro_batches() -> None:
 def test_fsdp2_reduces_in_float32() -> None:
     net = Network((Weight(1_000, 10),), largest_block=100)
     for precision, each in (("bf16-mixed", 10), ("32-true", 12)):
-        run = of_machine(command_line.parse(["--strategy", "fsdp2", "--precision", precision, "--devices", "2"]))
+        run = make_run(command_line.parse(["--strategy", "fsdp2", "--precision", precision, "--devices", "2"]))
         assert overheads.buckets(run, net) == each * 100
 
 
@@ -187,15 +186,15 @@ def test_second_copy_of_parameters() -> None:
 
 def test_lacking_memory_is_named() -> None:
     need = named("deepspeed_stage_3_offload_nvme", "--devices", "2")
-    assert need.lacking(Room(100 * GB, 100 * GB, disk=GB)) == {"disk": (need.disk, GB)}
-    assert [*need.lacking(Room(GB, GB))] == ["device", "host"]
-    assert not need.lacking(Room(100 * GB, None))
+    assert need.lacking(MemoryBudget(100 * GB, 100 * GB, disk=GB)) == {"disk": (need.disk, GB)}
+    assert [*need.lacking(MemoryBudget(GB, GB))] == ["device", "host"]
+    assert not need.lacking(MemoryBudget(100 * GB, None))
 
 
 def test_equal_blocks_are_extrapolated_from_three() -> None:
     """The result equals that of counting all blocks, to the byte."""
-    run = of_machine(command_line.parse(["--model", "vit_tiny", "--activation_checkpointing", "--devices", "1"]))
-    net = on_meta(run.config.model, run.num_classes).bfloat16()
+    run = make_run(command_line.parse(["--model", "vit_tiny", "--activation_checkpointing", "--devices", "1"]))
+    net = on_meta(run.recipe.model, run.num_classes).bfloat16()
     with activations.FAKE():
         net = activations._fake(net)
         whole = activations.counted(net, 4, "cast")
@@ -210,7 +209,7 @@ def test_a_model_that_reads_values_while_it_is_built(monkeypatch: pytest.MonkeyP
         return nn.Sequential(nn.Flatten(), nn.Linear(3072, int(torch.arange(11).max()))).to("meta")
 
     monkeypatch.setattr(activations, "on_meta", build)
-    assert activations.measure(of_machine(command_line.parse(["--devices", "1"])), "cast").per_image > 0
+    assert activations.measure(make_run(command_line.parse(["--devices", "1"])), "cast").per_image > 0
 
 
 class Tied(nn.Module):
@@ -238,6 +237,6 @@ def test_a_weight_with_two_names_stays_one() -> None:
 
 def test_offloaded_activations_need_room_on_the_host() -> None:
     """The device has room for 62 images and the host, with 1 GB per image, for 10."""
-    needs = plan(Room(100 * GB, 10 * GB), "--devices", "8", "--activation_offload")
+    needs = plan(MemoryBudget(100 * GB, 10 * GB), "--devices", "8", "--activation_offload")
     need = next(need for need in needs if need.strategy == "deepspeed_stage_2")
     assert (need.activations, need.host, need.most_images) == (8 * GB, 8 * GB, 10)

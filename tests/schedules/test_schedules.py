@@ -24,7 +24,7 @@ from cifar_zero.schedules import (
     WarmupDecayLR,
     WarmupLinear,
     WarmupLR,
-    settled,
+    with_total_steps,
 )
 
 BASE_LR = 0.001
@@ -121,14 +121,14 @@ def test_range_test_runs_from_end_to_end():
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_end_is_the_runs_own(name: str):
     """Without total_steps a schedule ends with the run; every schedule also has a rate after its end."""
-    schedule: Any = settled(SCHEDULES[name](), lambda: 4000)
+    schedule: Any = with_total_steps(SCHEDULES[name](), lambda: 4000)
     assert getattr(schedule, "total_steps", 4000) == 4000
     assert all(0 <= schedule.rate(step, BASE_LR) <= 1 for step in (0, 1, 3999, 4000, 4001, 5000))
     if hasattr(schedule, "total_steps"):
-        given: Any = settled(replace(schedule, total_steps=2000), lambda: 4000)
+        given: Any = with_total_steps(replace(schedule, total_steps=2000), lambda: 4000)
         assert given.rate(2000, BASE_LR) == pytest.approx(schedule.rate(4000, BASE_LR), abs=1e-6)
 
 
 def test_a_run_without_an_end():
     with pytest.raises(ValueError, match="total_steps must be given"):
-        settled(Cosine(), lambda: float("inf"))
+        with_total_steps(Cosine(), lambda: float("inf"))

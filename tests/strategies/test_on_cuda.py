@@ -12,15 +12,14 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
-from cifar_zero import strategies
 from cifar_zero.config import command_line
 from cifar_zero.optimizers import OPTIMIZERS
-from cifar_zero.strategies import fsdp2
-from cifar_zero.strategies.deepspeed import strategy
-from cifar_zero.strategies.deepspeed.strategy import ZeROPrecision
+from cifar_zero.strategies import fsdp2, hooks_of
+from cifar_zero.strategies.deepspeed import ZeROStrategy
+from cifar_zero.strategies.deepspeed.hooks import EngineHooks
 from cifar_zero.strategies.mesh import MeshStrategy
-from cifar_zero.training.callbacks.divergence import loss_scale
-from cifar_zero.training.resolve import of_machine
+from cifar_zero.training.build import strategy_of
+from cifar_zero.training.resolve import make_run
 
 GPU = torch.device("cuda", 0)
 STRATEGIES = [SingleDeviceStrategy(GPU), DDPStrategy(parallel_devices=[GPU])]
@@ -44,16 +43,15 @@ def test_the_optimizer_is_fused_where_lightning_takes_it(
     made: Strategy, precision: Precision, clips: bool, expected: str
 ):
     made.precision_plugin = precision
-    assert strategies.optimizer_implementation(made, made.root_device.type, clips) == expected
-    assert strategies.optimizer_implementation(made, "cpu", clips) == "torch"
-    assert strategies.optimizer_implementation(made, "cuda", clips, in_graph=True) == "torch"
+    assert hooks_of(made).optimizer_implementation(made.root_device.type, clips) == expected
+    assert hooks_of(made).optimizer_implementation("cpu", clips) == "torch"
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "tensor_parallel", "pipeline", "deepspeed_stage_2"])
 def test_gpus_talk_over_the_backend_that_torch_takes_for_them(name: str):
     flags = ["--strategy", name, "--devices", "2", "--precision", "bf16-mixed"]
-    runs = [of_machine(command_line.parse([*flags, "--accelerator", accelerator])) for accelerator in ("gpu", "cpu")]
-    made, on_cpu = (strategies.build(run) for run in runs)
+    runs = [make_run(command_line.parse([*flags, "--accelerator", accelerator])) for accelerator in ("gpu", "cpu")]
+    made, on_cpu = (strategy_of(run) for run in runs)
     assert [each._process_group_backend for each in (made, on_cpu)] == [None, "gloo"]  # pyright: ignore
 
 
@@ -62,14 +60,14 @@ def test_gpus_talk_over_the_backend_that_torch_takes_for_them(name: str):
 )
 def test_stage_3_keeps_its_shards_on_the_gpu_unless_they_are_offloaded(name: str, place: str | None):
     flags = ["--strategy", f"deepspeed_stage_3{name}", "--accelerator", "gpu", "--devices", "2"]
-    made = strategies.build(of_machine(command_line.parse([*flags, "--optimizer", "adam", "--nvme_path", "/nvme"])))
+    made = strategy_of(make_run(command_line.parse([*flags, "--optimizer", "adam", "--nvme_path", "/nvme"])))
     assert made.remote_device == place  # pyright: ignore
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "sgd"])
 def test_zero_on_a_gpu_needs_no_compiler(name: str):
     """DeepSpeed's own Adam for a GPU is compiled at its first use, which fails on many machines."""
-    implementation = strategy.ZeROStrategy().optimizer_implementation("cuda")
+    implementation = hooks_of(ZeROStrategy()).optimizer_implementation("cuda", clips=True)
     made = OPTIMIZERS[name]().build([torch.nn.Parameter(torch.ones(2))], implementation)
     assert type(made).__module__.startswith("torch.optim.")
     assert made.defaults["fused"]
@@ -81,20 +79,19 @@ def test_the_loss_scale_at_stage_0(dynamic: bool, expected: float | None):
     optimizer: Any = object.__new__(FP16_UnfusedOptimizer)  # made by an engine in float16, on a GPU only
     settings = {"dynamic_loss_scale": dynamic, "cur_scale": 1.0, "use_grad_scaling": True}
     optimizer.loss_scale_config, optimizer.custom_loss_scaler = SimpleNamespace(**settings), False
-    plugin = ZeROPrecision("16-mixed")
-    trainer: Any = SimpleNamespace(precision_plugin=plugin, precision="16-mixed", optimizers=[optimizer])
-    assert loss_scale(trainer) == expected
+    engine = SimpleNamespace(optimizer=optimizer, fp16_enabled=lambda: True)
+    assert EngineHooks(SimpleNamespace(deepspeed_engine=engine)).loss_scale() == expected
 
 
 def test_fsdp_is_fsdp2():
     """Both names build torch's fully_shard, whose DTensors torch's fused SGD refuses."""
     flags = ["--accelerator", "gpu", "--devices", "2", "--precision", "bf16-mixed", "--gradient_clip_val", "1"]
-    one, other = (of_machine(command_line.parse([*flags, "--strategy", name])) for name in ("fsdp", "fsdp2"))
+    one, other = (make_run(command_line.parse([*flags, "--strategy", name])) for name in ("fsdp", "fsdp2"))
     assert replace(one.spec, summary="") == replace(other.spec, summary="")
-    for made in (strategies.build(run) for run in (one, other)):
+    for made in (strategy_of(run) for run in (one, other)):
         assert isinstance(made, MeshStrategy)
         assert made._shard.func is fsdp2.shard  # pyright: ignore
-        implementation = strategies.optimizer_implementation(made, "cuda", clips=True)
+        implementation = hooks_of(made).optimizer_implementation("cuda", clips=True)
         weights = [torch.nn.Parameter(torch.ones(2))]
         fused = {name: OPTIMIZERS[name]().build(weights, implementation).defaults["fused"] for name in ("sgd", "adam")}
         assert fused == {"sgd": None, "adam": True}

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
-from cifar_zero import strategies
 from cifar_zero.core import exits
+from cifar_zero.strategies.deepspeed.hooks import EngineHooks
+from cifar_zero.strategies.hooks import Hooks
+from cifar_zero.strategies.mesh import MeshHooks
 from tests.support.small_vit_runs import main
 
-chosen = strategies.optimizer_implementation
-strategies.optimizer_implementation = lambda strategy, device, *given: chosen(strategy, "cuda", *given)
+
+def on_cuda(chosen: Any) -> Any:
+    """Returns the method with the device type cuda."""
+    return lambda self, device_type, clips: chosen(self, "cuda", clips)
+
+
+for hooks in (Hooks, MeshHooks, EngineHooks):
+    hooks.optimizer_implementation = on_cuda(hooks.optimizer_implementation)
 
 if __name__ == "__main__":
     sys.exit(exits.guarded(main))

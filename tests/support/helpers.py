@@ -8,6 +8,7 @@ import functools
 import itertools
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -26,10 +27,13 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cifar_zero import models
+from cifar_zero.__main__ import COMMANDS
 from cifar_zero.checkpoints.finetuning.network import on_meta
 from cifar_zero.checkpoints.read import load_weights, network, read
 from cifar_zero.config import command_line
-from cifar_zero.config.flags import Choice, OffloadConfig, ZeROConfig
+from cifar_zero.config.placement import OffloadConfig, ZeROConfig
+from cifar_zero.config.recipe import Choice
+from cifar_zero.core.console import next_to_python
 
 WHOLE = "FUZZ" in os.environ
 """Whether `make fuzz` runs the tests: all of them in full, which takes hours."""
@@ -42,23 +46,28 @@ HANG_SECONDS = 1800
 """How long tests wait for the end of a program, or for another event, of a few seconds on an idle machine: longer than
 next to 20 busy processes. It only ends a test that would never end."""
 
-WARM = ("train.py", "evaluate.py", "export.py", "predict.py")
+WARM = ("train.py", "train", "evaluate", "export", "predict")
 """Programs whose imports take five seconds. Programs that import little are started as usual."""
+
+
+def train_command(*arguments: object) -> str:
+    """Returns the command that `python train.py`, started in the repository, prints for the user to run."""
+    return shlex.join([next_to_python(Path(sys.executable).name), "train.py", *map(str, arguments)])
 
 
 def run_program(
     *command: str, cwd: Path = ROOT, timeout: float = HANG_SECONDS, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `python <command>` from the repository and returns its output and exit code.
+    """Runs `python <command>`, or a command of cifar-zero, from the repository; returns its output and exit code.
 
     Programs of `WARM` run in tests.support.warm_start if neither `cwd` nor `env` is given."""
     if command[0] in WARM and cwd == ROOT and env is None:
         return _warm_start().run(command, timeout)
     clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     return subprocess.run(
-        [sys.executable, *command],
+        [sys.executable, *(["-m", "cifar_zero"] if command[0] in COMMANDS else []), *command],
         cwd=cwd,
-        env={"OMP_NUM_THREADS": "1", **clean, **(env or {})},
+        env={"OMP_NUM_THREADS": "1", **clean, **({} if cwd == ROOT else {"PYTHONPATH": str(ROOT)}), **(env or {})},
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -167,7 +176,7 @@ def train_all(
     """Trains several runs that have the same number of ranks; `runs` maps output directories to flags. Returns what
     they printed."""
     flags = [[*own, "--out", str(out)] for out, own in runs.items()]
-    devices = command_line.parse(flags[0]).devices
+    devices = command_line.parse(flags[0]).placement.devices
     return train_in_ranks(flags, 1 if devices == "auto" else devices, timeout, program)
 
 
@@ -253,7 +262,7 @@ def read_weights(net: torch.nn.Module, checkpoint: Path) -> dict[str, torch.Tens
 
 
 def weights_of_net(run: Path) -> dict[str, torch.Tensor]:
-    """Returns the weights of a Net that has loaded those of a run's last checkpoint, as evaluate.py does."""
+    """Returns the weights of a Net that has loaded those of a run's last checkpoint, as cifar-zero evaluate does."""
     net = models.build("net", 10)
     net.load_state_dict(read_weights(net, run / "checkpoints" / "last.ckpt"))
     return dict(net.state_dict())

@@ -16,10 +16,10 @@ import sys
 import time
 from pathlib import Path
 
-import train
 from cifar_zero.config import command_line
 from cifar_zero.core import exits
 from cifar_zero.launch import local_launcher, rank_environment
+from cifar_zero.train import train
 from cifar_zero.training.resolve import resolve
 
 POLL_SECONDS = 0.02
@@ -43,8 +43,8 @@ def main() -> int:
             time.sleep(POLL_SECONDS)
         for flags in json.loads(file.read_text()):
             os.environ.update(environment)  # Lightning removes WORLD_SIZE at the end of a run
-            run = resolve(command_line.parse(flags), command_line.consent(flags))
-            train.train(run, last=False)
+            run = resolve(command_line.parse(flags))
+            train(run, last=False)
         if rank_environment.global_rank() == 0:
             file.with_suffix(".done").touch()
     return 0

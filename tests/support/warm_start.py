@@ -61,15 +61,21 @@ def main() -> None:
 
 
 def become(command: list[str], output: int, errors: int) -> None:
-    """Runs a program as `python <command>` does, and ends with it."""
+    """Runs a script as `python <command>` does, or a command of cifar-zero, and ends with it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as under a terminal, also if the tests ignore Ctrl-C
     os.setpgrp()  # no new session, which would not yield the CPU to others: tests/conftest.py
     os.dup2(output, sys.stdout.fileno())
     os.dup2(errors, sys.stderr.fileno())
-    sys.argv, sys.orig_argv = command, [sys.executable, *command]  # the launcher starts ranks from the second one
+    is_script = command[0].endswith(".py")
+    sys.argv = command if is_script else ["cifar-zero", *command]
+    # The launcher starts ranks from these.
+    sys.orig_argv = [sys.executable, *([] if is_script else ["-m", "cifar_zero"]), *command]
     code = 0
     try:
-        runpy.run_path(str(ROOT / command[0]), run_name="__main__")
+        if is_script:
+            runpy.run_path(str(ROOT / command[0]), run_name="__main__")
+        else:
+            runpy.run_module("cifar_zero", run_name="__main__")
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:

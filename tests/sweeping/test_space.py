@@ -4,11 +4,11 @@ import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from cifar_zero.core.errors import UsageError
-from cifar_zero.sweeping.trials import combinations, is_grid, parse, samples
+from cifar_zero.sweeping.study import combinations, parse
 
 
 def test_values_ranges_and_seeds() -> None:
-    space = parse(
+    space, seeds = parse(
         [
             "optimizer.lr=1e-4..1e-1:log",
             "batch_size=32..128:32",
@@ -26,25 +26,14 @@ def test_values_ranges_and_seeds() -> None:
         "ema": FloatDistribution(0, 1),
         "model.hidden": CategoricalDistribution(["[512]", "[64,64]"]),
         "config": CategoricalDistribution(["../a.yaml", "b.yaml"]),
-        "seed": CategoricalDistribution(["0", "1"]),
     }
-    assert not is_grid(space)
+    assert seeds == [{"seed": "0"}, {"seed": "1"}]
 
 
-def test_a_grid_is_all_combinations() -> None:
-    space = parse(["optimizer.lr=0.1,0.01", "seed=0,1"])
-    assert is_grid(space)
-    assert [(*each.values(),) for each in combinations(space)] == [
-        ("0.1", "0"),
-        ("0.1", "1"),
-        ("0.01", "0"),
-        ("0.01", "1"),
-    ]
-
-
-def test_samples_have_each_value_and_each_end() -> None:
-    space = parse(["optimizer.lr=0.5..1.5", "batch_size=8,16,32"])
-    assert [(*each.values(),) for each in samples(space)] == [(0.5, "8"), (1.5, "16"), (0.5, "32")]
+def test_combinations_have_each_value_and_each_end() -> None:
+    space, seeds = parse(["optimizer.lr=0.5..1.5", "batch_size=8,16"])
+    assert seeds == [{}]
+    assert [(*each.values(),) for each in combinations(space)] == [(0.5, "8"), (0.5, "16"), (1.5, "8"), (1.5, "16")]
 
 
 @pytest.mark.parametrize(

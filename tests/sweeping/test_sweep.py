@@ -1,4 +1,4 @@
-"""sweep.py as a user starts it: what it refuses, and a real sweep that is started again."""
+"""cifar-zero sweep as a user starts it: what it refuses, and a real sweep that is started again."""
 
 from __future__ import annotations
 
@@ -8,37 +8,40 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
-from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 
+from cifar_zero.core.console import command
 from cifar_zero.core.errors import UsageError
 from cifar_zero.sweeping import sweep
+from cifar_zero.training import run_process
 from tests.support.helpers import HANG_SECONDS, ROOT, WHOLE, of_make_fuzz, run_program, wait_until
 
 pytestmark = pytest.mark.usefixtures("signal_handlers")
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
-    monkeypatch.setattr("sys.argv", ["sweep.py", *flags])
+    monkeypatch.setattr("sys.argv", ["sweep", *flags])
     return sweep.main()
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--search optimizer.lr=0.1..1.0 --sampler grid", "a grid is all combinations of values"),
-        ("--search optimizer.lr=0.1,1 --trials 5", "a grid is all combinations of values"),
-        ("--search optimizer.lr=0.1..1 --trials 0", "--trials and --parallel must be at least 1"),
-        ("--search optimizer.lr=0.1,1 --metric train/loss --prune", "--prune reads val/acc"),
-        ("--search optimizer.lr=0.1,1 --metric test/acc", "invalid choice: 'test/acc'"),
+        ("--search optimizer.lr=0.1..1 --trials 0", "--trials must be at least 1"),
         ("--search optimizer.lr=0.1,1 --name a/b", "must be a plain name"),
         ("--search optimizer.lr=0.1..1.0 optimizer=sgd,adm", "did you mean adam"),
         ("--search batch_size=16,32 accumulate=1,32", "accumulate 32 gives no whole micro-batch"),
         ("--search epochs=1.5..2.5", "expected int"),
-        ("--search out=a,b", "--search out: sweep.py sets it itself for each run"),
+        ("--search seed=0,1 --optimizer.lrr 0.1", r"did you mean --optimizer.lr\?"),
+        ("--search seed=0,1 --resume last", "--resume cannot be used"),
+        ("--search seed=0,1 --bench_steps 5", "--bench_steps cannot be used"),
+        ("--search seed=0,1 --strategy auto", "name a strategy for this machine"),
+        ("--search seed=0,1 --num_nodes 2", "name a strategy for this machine"),
+        ("--search seed=0,1 --data.val_fraction 0", "add --data.val_fraction 0.1"),
     ],
 )
 def test_what_it_refuses(
@@ -46,12 +49,12 @@ def test_what_it_refuses(
 ) -> None:
     out = tmp_path / "sweeps"
     with pytest.raises(UsageError, match=message):
-        run(monkeypatch, *flags.split(), *small_data, "--batch_size", "16", "--out", str(out))
+        run(monkeypatch, *small_data, *flags.split(), "--batch_size", "16", "--out", str(out))
     assert not out.exists()
 
 
 def test_wrong_usage_is_reported_in_one_line() -> None:
-    done = run_program("sweep.py", "--search", "optimizer.lrr=0.1,1")
+    done = run_program("sweep", "--search", "optimizer.lrr=0.1,1")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: unknown option --optimizer.lrr: did you mean --optimizer.lr?\n"
 
@@ -59,49 +62,123 @@ def test_wrong_usage_is_reported_in_one_line() -> None:
 def test_a_sweep(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_data: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    rates = ["0.01", "0.02"] if WHOLE else ["0.01"]  # a run takes nine seconds of a processor to start and end
-    flags = [
-        "--search",
-        f"optimizer.lr={','.join(rates)}",
-        "model.name=net",
-        *small_data,
-        "--batch_size",
-        "16",
-        "--epochs",
-        "1",
-    ]
+    rates = "0.01,0.02" if WHOLE else "0.01"  # a run takes nine seconds of a processor to start and end
+    flags = ["--search", f"optimizer.lr={rates}", "model.name=net", *small_data, "--batch_size", "16", "--epochs", "1"]
     flags += ["--trainer.limit_train_batches", "2", "--trainer.limit_test_batches", "1"]
-    flags += ["--accelerator", "cpu", "--parallel", "2", "--out", str(tmp_path), "--name", "rates"]
+    flags += ["--accelerator", "cpu", "--out", str(tmp_path), "--name", "rates"]
     assert run(monkeypatch, *flags) == 0
-    folder = tmp_path / "rates"
-    content = json.loads((folder / "sweep.json").read_text())
-    means = [setting["mean"] for setting in content["settings"]]
-    assert means == sorted(means, reverse=True)
-    assert content["best_command"] in capfd.readouterr().out
-    for setting in content["settings"]:
-        metrics = json.loads((Path(setting["runs"][0]["folder"]) / "metrics.json").read_text())
-        assert metrics["val/acc"] == setting["mean"]
-
-    curves = EventMultiplexer().AddRunsFromDirectory(str(folder)).Reload()
-    assert sorted(curves.Runs()) == [f"optimizer.lr_{lr}-model.name_net/version_0" for lr in rates]
-    for name in curves.Runs():
-        hparams = curves.SummaryMetadata(name, "_hparams_/session_start_info").plugin_data.content
-        assert b"optimizer.lr" in hparams
-
+    printed = capfd.readouterr().out
+    metrics = json.loads((tmp_path / "rates/optimizer.lr_0.01-model.name_net/version_0/metrics.json").read_text())
+    assert f"│ 0.01         │ net        │ {metrics['val/acc']:.6g}" in printed
     monkeypatch.setattr("cifar_zero.training.run_process.start", None)  # nothing is left to start
     assert run(monkeypatch, *flags) == 0
-    assert json.loads((folder / "sweep.json").read_text()) == content
+    assert capfd.readouterr().out == printed
+
+
+PROGRAM = """
+import json, sys
+from pathlib import Path
+flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+folder = Path(flags["--out"], flags["--name"], "version_0")
+folder.mkdir(parents=True, exist_ok=True)
+Path(flags["--out"], "order").open("a").write(flags["--name"] + "\\n")
+{what}
+accuracy = 0.5 + int(flags.get("--seed", 0)) / 10
+(folder / "metrics.json").write_text(json.dumps({"val/acc": accuracy}))
+"""
+
+Start = Callable[..., int]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Starts a sweep whose runs are a short program instead of a training."""
+
+    def carry_out(what: str, *flags: str) -> int:
+        (tmp_path / "program.py").write_text(PROGRAM.replace("{what}", what))
+        monkeypatch.setattr(run_process, "TRAIN", ("program",))
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+        return run(monkeypatch, *flags, "--data.source", "synthetic", "--out", str(tmp_path), "--name", "sweep")
+
+    return carry_out
+
+
+def order(folder: Path) -> list[str]:
+    return (folder / "sweep" / "order").read_text().split()
+
+
+def test_a_failed_run_is_reported_and_tried_again(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The best setting has the best mean of its seeds."""
+    flags = ["--search", "optimizer.lr=0.1,0.2", "model.name=net", "seed=0,2"]
+    fails = "if flags['--optimizer.lr'] == '0.1' and flags['--seed'] == '2': sys.exit('error: no [bold] idea')"
+    assert start(fails, *flags) == 1
+    printed = capsys.readouterr().out
+    assert "failed: optimizer.lr_0.1-model.name_net-seed_2: no [bold] idea" in printed
+    rows = [[*map(str.strip, line.split("│")[1:-1])] for line in printed.splitlines() if line.startswith("│")]
+    assert rows == [["0.2", "net", "0.6", "0.5, 0.7", "complete"], ["0.1", "net", "", "", "fail"]]
+    best = command("train", "--data.source", "synthetic", "--optimizer.lr", "0.2", "--model.name", "net")
+    assert f"best    {best}\n" in printed
+
+    (tmp_path / "sweep" / "order").unlink()
+    assert start("", *flags) == 0
+    assert order(tmp_path) == ["optimizer.lr_0.1-model.name_net-seed_2"]
+
+
+def test_a_run_without_a_validation_has_failed(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    assert start("(folder / 'metrics.json').write_text('{}'); sys.exit()", "--search", "optimizer.lr=0.1") == 1
+    assert "ended without val/acc: an epoch must end before --max_steps" in capsys.readouterr().out
+
+
+def test_a_budget_of_sampled_settings(start: Start, tmp_path: Path) -> None:
+    """A larger budget trains more, and the same command nothing."""
+    flags = ["--search", "optimizer.lr=1e-4..1e-1:log", "batch_size=16..64:16", "seed=0,1", "--trials"]
+    for trials in (2, 3, 3):
+        assert start("", *flags, str(trials)) == 0
+        assert len(order(tmp_path)) == 2 * trials
+
+
+def test_a_setting_that_is_chosen_again_is_not_trained_again(start: Start, tmp_path: Path) -> None:
+    assert start("", "--search", "optimizer.lr=0.1,0.2", "--trials", "6") == 0
+    assert len(order(tmp_path)) <= 2
+
+
+OTHER = """
+import sys
+from cifar_zero.sweeping import sweep
+from cifar_zero.training import run_process
+run_process.TRAIN = ("program",)
+sys.exit(sweep.main())
+"""
+
+
+def test_a_second_sweep_helps_the_first(start: Start, tmp_path: Path) -> None:
+    """The first run of the first sweep starts a second one, which trains all other settings."""
+    (tmp_path / "other.py").write_text(OTHER)
+    flags = ["--search", "optimizer.lr=0.1,0.2,0.3"]
+    arguments = [*flags, "--data.source", "synthetic", "--out", str(tmp_path), "--name", "sweep"]
+    starts = f"import subprocess; subprocess.run([sys.executable, {str(tmp_path / 'other.py')!r}, *{arguments}])"
+    assert start(f"if flags['--optimizer.lr'] == '0.1': {starts}", *flags) == 0
+    assert order(tmp_path) == ["optimizer.lr_0.1", "optimizer.lr_0.2", "optimizer.lr_0.3"]
+    assert "optimizer.lr_0.3: val/acc" in (tmp_path / "sweep" / "optimizer.lr_0.1.log").read_text()
+
+
+def test_another_sweep_is_refused(start: Start) -> None:
+    assert start("", "--search", "optimizer.lr=0.1") == 0
+    with pytest.raises(UsageError, match="another --search or recipe: choose another --name"):
+        start("", "--search", "optimizer.lr=0.1", "--epochs", "9")
 
 
 @of_make_fuzz
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_ended_sweep_continues(number: int, tmp_path: Path, small_data: list[str]) -> None:
     """Whatever ended it, the second start resumes from checkpoints, and every run trains each step once."""
-    command = [sys.executable, "sweep.py", "--search", "optimizer.lr=0.01,0.02", *small_data]
-    command += ["--batch_size", "4", "--epochs", "8", "--log_interval", "10", "--accelerator", "cpu"]
-    command += ["--parallel", "2", "--out", str(tmp_path), "--name", "rates"]
+    started = [sys.executable, "-m", "cifar_zero", "sweep", "--search", "optimizer.lr=0.01,0.02", *small_data]
+    started += ["--batch_size", "4", "--epochs", "8", "--log_interval", "10", "--accelerator", "cpu"]
+    started += ["--out", str(tmp_path), "--name", "rates"]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment)
+    process = subprocess.Popen(started, cwd=ROOT, env=environment)
     while not any(tmp_path.glob("rates/*/version_0/checkpoints/last.ckpt")):
         assert process.poll() is None
         time.sleep(0.05)
@@ -113,10 +190,9 @@ def test_an_ended_sweep_continues(number: int, tmp_path: Path, small_data: list[
         return not [line for line in lines if str(tmp_path / "rates") in line]
 
     wait_until(nothing_is_left)
-    assert subprocess.run(command, cwd=ROOT, env=environment).returncode == 0
-    content = json.loads((tmp_path / "rates" / "sweep.json").read_text())
-    assert [setting["state"] for setting in content["settings"]] == ["complete"] * 2
-    assert any(setting["runs"][0]["folder"].endswith("version_1") for setting in content["settings"])
-    for setting in content["settings"]:
-        losses = (Path(setting["runs"][0]["folder"]) / "losses.csv").read_text().splitlines()
+    assert subprocess.run(started, cwd=ROOT, env=environment).returncode == 0
+    for name in ("optimizer.lr_0.01", "optimizer.lr_0.02"):
+        (metrics,) = tmp_path.glob(f"rates/{name}/*/metrics.json")
+        assert name.endswith("2") or metrics.parent.name == "version_1"
+        losses = (metrics.parent / "losses.csv").read_text().splitlines()
         assert losses[-1].split(",")[0] == "1160"  # of 580 images in batches of 4

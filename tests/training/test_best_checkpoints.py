@@ -11,7 +11,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cifar_zero.checkpoints.read import read
-from cifar_zero.config.flags import Monitor
+from cifar_zero.config.recipe import Monitor
 from cifar_zero.training.metrics import SplitMetrics
 from tests.support.helpers import run_folder_of, train_all
 

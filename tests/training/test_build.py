@@ -1,13 +1,12 @@
 """The number of steps that a schedule is planned for is the number that the run trains."""
 
 import shlex
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-import train
 from cifar_module import CIFARModule
+from cifar_zero import train
 from cifar_zero.config import command_line
 from cifar_zero.schedules import Cosine
 from cifar_zero.training import build
@@ -33,9 +32,9 @@ def test_equals_lightnings_number_of_steps(
     for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     config = command_line.parse([*small_data, *shlex.split(flags), "--schedule", "cosine", "--accelerator", "cpu"])
-    config = replace(config, logger=["none"], trainer={**config.trainer, "limit_val_batches": 0})
+    config = config.changed(logger=["none"], trainer={**config.recipe.trainer, "limit_val_batches": 0})
     run = resolve(config)
-    module, trainer = CIFARModule(run.config, run.num_classes), build.trainer(run, None)
+    module, trainer = CIFARModule(run, run.num_classes), build.trainer(run, None)
     trainer.fit_loop.max_epochs, epochs = 0, trainer.max_epochs  # a whole fit without its steps
 
     def configure_optimizers(theirs=module.configure_optimizers):

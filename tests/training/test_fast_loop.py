@@ -12,13 +12,14 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from cifar_module import CIFARModule
-from cifar_zero import strategies
-from cifar_zero.config.flags import Choice, Config
+from cifar_zero.config.recipe import Choice
+from cifar_zero.config.settings import make_settings
 from cifar_zero.core.errors import UsageError
 from cifar_zero.data.dataset import EvalOrder, Split, TrainOrder
 from cifar_zero.data.memory_loader import MemoryLoader
 from cifar_zero.training import fast_loop
-from cifar_zero.training.resolve import of_machine
+from cifar_zero.training.build import strategy_of
+from cifar_zero.training.resolve import make_run
 
 COUNT, BATCH = 44, 8  # five whole steps per epoch
 
@@ -80,7 +81,7 @@ def fit(
     ours: bool, accumulate: int, folder: Path, more: Callback | None = None, strategy: str = "baseline", **options: Any
 ) -> tuple[Trainer, CIFARModule, Recorder, str]:
     recorder, checkpoint = Recorder(), options.pop("ckpt_path", None)
-    config = Config(
+    config = make_settings(
         strategy=strategy,
         accelerator="cpu",
         devices=1,
@@ -91,7 +92,7 @@ def fit(
         schedule=Choice("warmup_lr", {"warmup_num_steps": 3}),
     )
     trainer = Trainer(
-        strategy=strategies.build(of_machine(config)),
+        strategy=strategy_of(make_run(config)),
         accelerator="cpu",
         devices=1,
         max_epochs=2,

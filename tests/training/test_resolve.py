@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-import train
+from cifar_zero import train
 from cifar_zero.comparison.trainings import plan
 from cifar_zero.config import command_line
 from cifar_zero.config.run import Run
 from cifar_zero.core.errors import UsageError
 from cifar_zero.launch import local_launcher
 from cifar_zero.planning import plan as planning
-from cifar_zero.sweeping import runs
 from cifar_zero.training import resolve as resolving
 
 DIGITS = ["--data.source", "digits"]
@@ -50,7 +49,7 @@ def test_the_largest_number_of_gpus_that_divides_the_batch(
 ):
     machine(gpus)
     run = resolved("--batch_size", str(batch_size), "--accumulate", str(accumulate))
-    assert run.config.devices == expected
+    assert run.placement.devices == expected
     assert run.micro_batch * accumulate * expected == batch_size
     said = capsys.readouterr().err.splitlines()
     identity = f": --batch_size {batch_size} = micro-batch x {gpus} ranks x --accumulate {accumulate} "
@@ -73,7 +72,7 @@ def test_the_largest_number_of_gpus_that_divides_the_batch(
 )
 def test_other_limits(flags: str, expected: int, machine):
     machine(8)
-    assert resolved(*flags.split()).config.devices == expected
+    assert resolved(*flags.split()).placement.devices == expected
 
 
 def test_a_run_that_no_number_suits_gets_its_own_error(machine, capsys: pytest.CaptureFixture[str]):
@@ -90,7 +89,7 @@ def test_a_second_gpu_needs_a_micro_batch_that_is_worth_it(
     batch_size: int, accumulate: int, expected: int, machine, capsys: pytest.CaptureFixture[str]
 ):
     machine(4)
-    assert resolved("--batch_size", str(batch_size), "--accumulate", str(accumulate)).config.devices == expected
+    assert resolved("--batch_size", str(batch_size), "--accumulate", str(accumulate)).placement.devices == expected
     said = capsys.readouterr().err
     assert said.startswith(f"--devices auto: {expected} of 4 GPUs")
     assert ("is small for a GPU, --devices 4 takes it" in said) == (expected < 4)
@@ -100,18 +99,18 @@ def test_a_second_gpu_needs_a_micro_batch_that_is_worth_it(
 def test_auto_precision(bfloat16: bool, precision: str, machine, monkeypatch: pytest.MonkeyPatch):
     machine(4)
     monkeypatch.setattr(resolving, "has_bfloat16", lambda: bfloat16)
-    config = resolved("--precision", "auto").config
-    assert (config.accelerator, config.devices, config.precision) == ("gpu", 1, precision)
-    config = resolved("--precision", "auto", "--accelerator", "cpu").config
-    assert (config.accelerator, config.devices, config.precision) == ("cpu", 1, "32-true")
+    config = resolved("--precision", "auto")
+    assert (config.placement.accelerator, config.placement.devices, config.placement.precision) == ("gpu", 1, precision)
+    config = resolved("--precision", "auto", "--accelerator", "cpu")
+    assert (config.placement.accelerator, config.placement.devices, config.placement.precision) == ("cpu", 1, "32-true")
 
 
 def test_a_launcher_has_decided(machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     machine(8)
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    config = resolved().config
-    assert (config.devices, config.num_nodes) == (2, 2)
+    config = resolved()
+    assert (config.placement.devices, config.placement.num_nodes) == (2, 2)
     assert not capsys.readouterr().err
 
 
@@ -128,7 +127,7 @@ def test_train_starts_as_many_ranks(machine, monkeypatch: pytest.MonkeyPatch, ca
 def test_compare_follows(machine, capsys: pytest.CaptureFixture[str]):
     machine(8)
     planned = plan(["ddp", "deepspeed_stage_2"], [], [], 1, [*DIGITS, "--batch_size", "128"])
-    assert [variant.run.config.world_size for variant in planned] == [4, 4]
+    assert [variant.run.placement.world_size for variant in planned] == [4, 4]
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
@@ -137,13 +136,7 @@ def test_plan_follows(
     flags: str, ranks: int, machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     machine(8)
-    monkeypatch.setattr("cifar_zero.planning.machine.free_gpu_bytes", lambda devices: 80 * 10**9)
-    monkeypatch.setattr("sys.argv", ["plan.py", *DIGITS, *flags.split()])
+    monkeypatch.setattr("cifar_zero.planning.survey.free_gpu_bytes", lambda devices: 80 * 10**9)
+    monkeypatch.setattr("sys.argv", ["plan", *DIGITS, *flags.split()])
     assert planning.main() == 0
     assert f"32-true, {ranks} rank" in capsys.readouterr().out
-
-
-def test_a_sweep_gives_each_run_one_gpu(machine):
-    machine(8)
-    assert runs.resolved(DIGITS, "val/acc").config.devices == 1
-    assert runs.resolved([*DIGITS, "--devices", "2"], "val/acc").config.devices == 2

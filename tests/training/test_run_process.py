@@ -17,8 +17,9 @@ def test_a_failed_run_shows_its_traceback_with_debug(
 ) -> None:
     program, log = tmp_path / "program.py", tmp_path / "log"
     program.write_text("import sys\nif '--debug' in sys.argv:\n    raise KeyError('step')\n")
-    monkeypatch.setattr("sys.argv", ["compare.py", "--debug"])
-    with run_process.start([str(program)], [], log) as run:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("sys.argv", ["compare", "--debug"])
+    with run_process.start(["program"], [], log) as run:
         assert run.wait() == 1
     assert run_process.failure(log, 1) == "exit code 1: KeyError: 'step'"
     assert "Traceback" in capsys.readouterr().err

@@ -3,8 +3,7 @@ with only what a run has trained, which need the weights that it started from.""
 
 import hashlib
 import json
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from cifar_zero.checkpoints.finetuning.network import on_meta, trained_names
 from cifar_zero.checkpoints.read import PREFIX, RECORD, checked, network, of_another_version, plain_network, read
 from cifar_zero.checkpoints.safe_load import load
 from cifar_zero.checkpoints.safetensors_file import metadata_of, read_safetensors, write_safetensors
-from cifar_zero.config.flags import config_of
+from cifar_zero.config.settings import settings_of
 from cifar_zero.core import plain_data
 from cifar_zero.core.errors import UsageError
 from cifar_zero.models.moe import whole_names
@@ -72,7 +71,7 @@ def read_whole(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Returns weights and metadata of a safetensors file. Raises UsageError: it is damaged, or a delta."""
     weights, metadata = read_safetensors(file)
     if BASE in metadata:
-        how = f"give its base too, as in train.py --weights BASE --delta {file}"
+        how = f"give its base too, as in cifar-zero train --weights BASE --delta {file}"
         raise UsageError(f"{file} holds only what was trained: {how}")
     return weights, metadata
 
@@ -91,22 +90,16 @@ def match(net: nn.Module, weights: Mapping[str, Tensor], file: str) -> Match:
     )
 
 
-def put(net: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Puts weights into a model of which each rank may have only its share; the rest stays. All ranks call it."""
+def load_full_weights(
+    net: nn.Module, weights: Mapping[str, Tensor], write: Callable[[Any, Tensor], Any] = Tensor.copy_
+) -> None:
+    """Loads weights into a model of which each rank may have only its share; the rest stays. All ranks call it. `write`
+    overwrites a parameter, which the strategy may have sharded, with a whole tensor."""
     whole = whole_names(net)
     for name, tensor in (*net.named_parameters(), *net.named_buffers()):
         if whole[name] in weights:
-            with torch.no_grad(), _gathered(tensor):
-                tensor.copy_(weights[whole[name]])
-
-
-def _gathered(tensor: Any) -> AbstractContextManager[Any]:
-    """Returns a context in which a parameter that ZeRO-3 has sharded is whole; what rank 0 writes is sharded again."""
-    if not hasattr(tensor, "ds_id"):
-        return nullcontext()
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters([tensor], modifier_rank=0)
+            with torch.no_grad():
+                write(tensor, weights[whole[name]])
 
 
 def _with_shape(name: str, tensor: Tensor) -> str:
@@ -120,11 +113,11 @@ def _few(names: list[str]) -> str:
 
 def write_delta(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[str]:
     """Writes a delta of a checkpoint and returns the names of its weights. Raises UsageError: the run froze nothing, or
-    the checkpoint is not of train.py. Raises OSError: it cannot be written."""
+    the checkpoint is not of cifar-zero train. Raises OSError: it cannot be written."""
     metadata = metadata_of(checkpoint, name)
     record = checkpoint[RECORD]
-    config = config_of(record["config"])
-    trained = trained_names(on_meta(config.model, len(record["classes"]), config.trainable, config.lora))
+    recipe = settings_of(record["config"]).recipe
+    trained = trained_names(on_meta(recipe.model, len(record["classes"]), recipe.trainable, recipe.lora))
     weights = network(checkpoint)
     base = {key: value for key, value in weights.items() if key not in trained}
     if not base:
@@ -139,12 +132,12 @@ def write_delta(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[
     return [*own]
 
 
-def together(base: Path, delta: Path, trust: bool = False) -> dict[str, Any]:
+def apply_delta(base: Path, delta: Path, trust: bool = False) -> dict[str, Any]:
     """Returns the checkpoint of a delta and of what its run started from, bit for bit, as `read.read` would, without
     what is needed to resume. Raises UsageError: one of them is damaged, or they do not belong together."""
     trained, metadata = read_safetensors(delta)
     if BASE not in metadata:
-        raise UsageError(f"--delta {delta} was not written by export.py --to delta")
+        raise UsageError(f"--delta {delta} was not written by cifar-zero export --to delta")
     try:
         said = {key: plain_data.parse_json(metadata[key], key) for key in (DTYPES, RECIPE, "classes")}
         dtypes = {name: getattr(torch, dtype) for name, dtype in said[DTYPES].items()}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cifar_zero import models
-from cifar_zero.config.flags import Choice, LoRAConfig
+from cifar_zero.config.recipe import Choice, LoRAConfig
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.usage import nearest_few
 from cifar_zero.models.initialization import DrawnOnCPU, initialize
@@ -89,19 +89,19 @@ def trained_names(net: nn.Module) -> set[str]:
     return found
 
 
-def rest_statistics(net: nn.Module) -> None:
-    """Makes the `resting` batch norms keep their statistics, as torchvision's FrozenBatchNorm2d does."""
-    for norm in resting(net):
+def freeze_statistics(net: nn.Module) -> None:
+    """Makes the `frozen_batch_norms` batch norms keep their statistics, as torchvision's FrozenBatchNorm2d does."""
+    for norm in frozen_batch_norms(net):
         norm.eval()
 
 
-def counting(net: nn.Module) -> list[_BatchNorm]:
+def tracked_batch_norms(net: nn.Module) -> list[_BatchNorm]:
     """Returns the batch norms whose statistics training changes."""
-    rest = {*resting(net)}
+    rest = {*frozen_batch_norms(net)}
     return [module for module in net.modules() if isinstance(module, _BatchNorm) and module not in rest]
 
 
-def resting(net: nn.Module) -> list[_BatchNorm]:
+def frozen_batch_norms(net: nn.Module) -> list[_BatchNorm]:
     """Returns the batch norms without a trained parameter in a model with frozen ones."""
     if all(parameter.requires_grad for parameter in net.parameters()):
         return []
@@ -145,7 +145,8 @@ def adapt(net: nn.Module, lora: LoRAConfig) -> None:
     layers = {name: layer for name, layer in named if type(layer) is nn.Linear and id(layer) not in gated}
     for pattern in lora.target:
         if not any(fnmatchcase(name, pattern) for name in layers):
-            raise UsageError(f"--lora.target {pattern} {_why_none(net, pattern, [*layers])}")
+            known = nearest_few(pattern, [*layers])
+            raise UsageError(f"--lora.target {pattern} names no linear layer that can have an adapter: {known}")
     for name, layer in layers.items():
         if any(fnmatchcase(name, pattern) for pattern in lora.target):
             parent, _, child = name.rpartition(".")
@@ -161,14 +162,3 @@ def merged(weights: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
             a, weight = weights[layer + A], f"{layer}.weight"
             plain[weight] = plain[weight].float() + alpha / len(a) * (b.float() @ a.float())
     return plain
-
-
-def _why_none(net: nn.Module, pattern: str, layers: list[str]) -> str:
-    if not layers:
-        return f"cannot have an adapter: {type(net).__name__} has no linear layers"
-    named = [module for name, module in net.named_modules() if name and fnmatchcase(name, pattern)]
-    if any(isinstance(module, nn.Linear) for module in named):
-        return f"cannot have an adapter, only its weight is read: {nearest_few(pattern, layers)}"
-    if named:
-        return f"is {type(named[0]).__name__}, but adapters need linear layers: {nearest_few(pattern, layers)}"
-    return f"is no layer of the model: {nearest_few(pattern, layers)}"

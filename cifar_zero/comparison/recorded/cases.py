@@ -1,4 +1,4 @@
-"""`compare.py --acceptance`: a few recipes that together cover each pair of settings, under every strategy."""
+"""`cifar-zero compare --acceptance`: a few recipes that together cover each pair of settings, under every strategy."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cifar_zero.config import command_line
-from cifar_zero.config.flags import Config
+from cifar_zero.config.settings import Settings
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import gpu_count
@@ -68,7 +68,7 @@ class Job:
     """A training; several cases may share one."""
 
     ranks: int
-    flags: tuple[str, ...]  # of train.py; with --module, of a user's own LightningModule
+    flags: tuple[str, ...]  # of cifar-zero train; with --module, of a user's own LightningModule
     perturbed: int = 0  # 1 or -1: its initial weights change by about one rounding error, in that direction
     repeats: bool = False  # whether it only repeats another, to show whether that is deterministic
 
@@ -103,7 +103,7 @@ def plan_cases(strategies: Sequence[str], ranks: int, quick: bool, seeds: int = 
     UsageError: a strategy is unknown, or none of its cases can train on `ranks` here.
     """
     for name in strategies:
-        command_line.parse(command_line.choosing(name))  # refuses an unknown name, and says which is meant
+        command_line.parse(command_line.strategy_flags(name))  # refuses an unknown name, and says which is meant
     precisions = ("32-true", "bf16-mixed", "16-mixed") if gpu_count() else ("32-true", "bf16-mixed")
     rows = recipes(ranks, precisions)[: QUICK_RECIPES if quick else None]
     names = strategies or [*(name for name in STRATEGIES if name not in WITHOUT), *RAW]
@@ -133,14 +133,14 @@ def refusal(strategy: str, row: Mapping[str, Any]) -> str:
     named = strategy in STRATEGIES
     try:
         recipe = _recipe(case_of("baseline" if named else strategy, row).ours.flags)
-        resolve(replace(recipe, strategy=strategy) if named else recipe)
+        resolve(recipe.changed(strategy=strategy) if named else recipe)
     except UsageError as error:
         return str(error)
     return ""
 
 
 @cache
-def _recipe(flags: tuple[str, ...]) -> Config:
+def _recipe(flags: tuple[str, ...]) -> Settings:
     return command_line.parse([*flags])
 
 
@@ -162,7 +162,7 @@ def case_of(strategy: str, row: Mapping[str, Any]) -> Case:
 
 
 def _job(strategy: str, row: Mapping[str, Any]) -> Job:
-    flags = [*COMMON, *command_line.choosing(strategy), "--devices", str(row["ranks"])]
+    flags = [*COMMON, *command_line.strategy_flags(strategy), "--devices", str(row["ranks"])]
     flags += ["--batch_size", str(row["batch"]), "--data.synthetic_size", str(2 * row["batch"])]
     flags += ["--accumulate", str(row["accumulate"]), "--gradient_clip_val", str(row["clip"])]
     flags += ["--precision", row["precision"], "--seed", str(row.get("seed", 0))]

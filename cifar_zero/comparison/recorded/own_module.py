@@ -1,4 +1,4 @@
-"""Compares strategies on a user's own LightningModule: `compare.py --module FILE.py:NAME`, and `assert_agrees`.
+"""Compares strategies on a user's own LightningModule: `cifar-zero compare --module FILE.py:NAME`, and `assert_agrees`.
 
 Module, data, loss, optimizer and schedule are the user's; strategy, ranks, precision, accumulation and clipping are
 ours. The reference is DDP on the same number of ranks, one too: only with several ranks, or a strategy made for them,
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,14 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from cifar_zero.comparison.recorded.cases import Case, Job
 from cifar_zero.config import command_line
+from cifar_zero.config.arguments import Arguments, read_arguments
+from cifar_zero.config.placement import DeviceOptions, StrategyOptions
+from cifar_zero.config.run import Run
+from cifar_zero.config.settings import DataConfig
 from cifar_zero.config.strategy_specs import STRATEGIES
-from cifar_zero.config.suggestions import one_line
+from cifar_zero.config.suggestions import refuse_mistyped
 from cifar_zero.core import exits, user_code
-from cifar_zero.core.errors import UsageError
+from cifar_zero.core.errors import UsageError, short
 from cifar_zero.core.usage import nearest
 from cifar_zero.training.resolve import resolve
 
@@ -36,10 +40,9 @@ STEPS = 20  # optimizer steps by default
 
 PARTS = ("module", "datamodule")
 
-OF_USER = r"--(data)?module([.=]|$)"  # flags of the user's classes and of their arguments
-
-OURS = ("precision", "gradient_clip_val", "max_steps", "seed", "accelerator", "timeout", "zero", "offload", "trainer")
-"""Flags of train.py that apply to somebody's own module; of the last three all that begin so."""
+APPLIED = {option.name for group in (StrategyOptions, DeviceOptions) for option in fields(group)}
+APPLIED |= {"max_steps", "gradient_clip_val", "seed", "trainer"}
+"""Options and sections of train that apply to somebody's own module: where it runs, length, clipping and seed."""
 
 DEFAULT = [name for name, spec in STRATEGIES.items() if spec.family == "deepspeed" and not spec.super_offload]
 """Strategies that are compared unless some are named, as far as this machine can train them."""
@@ -49,39 +52,38 @@ ONE_OPTIMIZER = (
     "one optimizer, in parameter groups"
 )
 
-PROGRAM = ("-m", "cifar_zero.comparison.recorded.own_module")  # what Python starts to train a file of jobs
+PROGRAM = ("cifar_zero.comparison.recorded.own_module",)  # trains a file of jobs, see `run_process.start`
 
 
 def plan(strategies: Sequence[str], ranks: int, accumulate: Sequence[str], flags: Sequence[str]) -> list[Case]:
-    """Returns the cases of a user's module; `flags` are --module, --datamodule, their arguments, and those of OURS.
+    """Returns the cases of a user's module; `flags` are --module, --datamodule, their arguments, and those of APPLIED.
     Without `strategies` they are those of DEFAULT that can train here. Raises UsageError."""
-    of_user, ours = command_line.split(flags, OF_USER)
-    for flag in (flag[2:].split("=")[0] for flag in ours if flag.startswith("--")):  # first: user's code takes seconds
-        if flag.split(".")[0] not in OURS:
-            known = ", ".join(f"--{name}" for name in OURS)
-            meant = nearest(f"--{flag}", [f"--{name}" for name in OURS], cutoff=0.65, otherwise=f"or use {known}")
+    flags = ["--max_steps", str(STEPS), *flags]
+    theirs, ours = _arguments(flags)
+    for flag in ours.options:  # first: user's code takes seconds
+        if flag.split(".")[0] not in APPLIED:
+            known = [f"--{name}" for name in sorted(APPLIED)]
+            meant = nearest(f"--{flag}", known, cutoff=0.65, otherwise=f"or use {', '.join(known)}")
             raise UsageError(
                 f"--{flag} is not for --module: give it to your code (--module.X, --datamodule.X); {meant}"
             )
     from lightning.pytorch import LightningModule
 
-    module, datamodule = (_instance(part, of_user, build=False) for part in PARTS)
-    theirs = getattr(module, "train_dataloader", None)
-    if datamodule is None and theirs is LightningModule.train_dataloader:
+    module, datamodule = (_instance(part, theirs, build=False) for part in PARTS)
+    loader = getattr(module, "train_dataloader", None)
+    if datamodule is None and loader is LightningModule.train_dataloader:
         raise UsageError("--module has no train_dataloader: name its data with --datamodule FILE.py:NAME")
-    given = {flag.split("=")[0] for flag in ours}
-    precision = "32-true" if "--precision" not in given else command_line.parse(ours).precision
-    ours = [*([] if "--max_steps" in given else ["--max_steps", str(STEPS)]), "--precision", precision, *ours]
+    precision = command_line.settings_of_arguments(ours).placement.precision
     cases = []
     for parts in accumulate or ["1"]:
         size = ["--devices", str(ranks), "--accumulate", parts]
-        reference = Job(ranks, (*of_user, *ours, *size, "--strategy", "ddp"))
+        reference = Job(ranks, (*flags, *size, "--strategy", "ddp"))
         for name in strategies or DEFAULT:
-            job = Job(ranks, (*of_user, *ours, *size, *command_line.choosing(name)))
+            job = Job(ranks, (*flags, *size, *command_line.strategy_flags(name)))
             try:
                 if STRATEGIES.get(name) and STRATEGIES[name].one_replica:
                     raise UsageError(f"--strategies {name}: splits only the vision transformers of this program")
-                resolve(command_line.parse(_training([*job.flags])))
+                _run(_arguments(job.flags)[1])
             except UsageError:
                 if strategies:
                     raise
@@ -101,10 +103,12 @@ def train(flags: list[str], sign: int, folder: Path) -> Record:
 
     from cifar_zero.comparison.perturbed import perturb
     from cifar_zero.comparison.recorded.recording import Recording, Reseed, quiet_trainer
+    from cifar_zero.strategies import hooks_of
 
-    run = resolve(command_line.parse(_training(flags)))
-    seed_everything(run.config.seed, verbose=False)
-    module, datamodule = (_instance(part, flags) for part in PARTS)
+    theirs, ours = _arguments(flags)
+    run = _run(ours)
+    seed_everything(run.recipe.seed, verbose=False)
+    module, datamodule = (_instance(part, theirs) for part in PARTS)
     if not module.automatic_optimization:
         raise UsageError(f"--module uses manual optimization: {ONE_OPTIMIZER}")
     build = module.configure_model
@@ -112,17 +116,18 @@ def train(flags: list[str], sign: int, folder: Path) -> Record:
     def configure_model() -> None:
         build()
         if sign:
-            perturb(module, run.config.precision, run.config.accelerator, sign)
+            hooks = hooks_of(module.trainer.strategy)
+            perturb(module, run.placement.precision, run.placement.accelerator, sign, hooks)
 
     module.configure_model = configure_model
-    elements = sum(parameter.numel() for parameter in module.parameters()) or run.config.zero.reduce_bucket_size
-    recording = Recording(run.config.max_steps)
-    callbacks = [Reseed(run.config.seed), recording]
+    elements = sum(parameter.numel() for parameter in module.parameters()) or run.placement.zero.reduce_bucket_size
+    recording = Recording(run.recipe.max_steps)
+    callbacks = [Reseed(run.recipe.seed), recording]
     trainer = quiet_trainer(run, folder, callbacks, elements, use_distributed_sampler=True)
     strategy: Any = trainer.strategy
     if run.spec.family == "fsdp2":
         strategy.parts = lambda module: [*module.children()]
-    torch.manual_seed(run.config.seed)
+    torch.manual_seed(run.recipe.seed)
     try:
         trainer.fit(module, datamodule=datamodule)
     except RuntimeError as error:
@@ -149,7 +154,7 @@ def assert_agrees(
     """Trains a LightningModule under each strategy in new processes and compares it with plain PyTorch, for tests.
 
     The classes are at the top level of a file or of an importable module; without a datamodule the module has a
-    train_dataloader; `*_options` are their arguments. The strategies are train.py's, by default those of DeepSpeed that
+    train_dataloader; `*_options` are their arguments. The strategies are train's, by default those of DeepSpeed that
     can train here; `devices` are ranks, on GPUs if there are any; `accumulate` micro-batches make a step; gradients are
     clipped to the norm `gradient_clip_val` unless it is 0.
 
@@ -169,34 +174,43 @@ def assert_agrees(
     assert not failed, "\n".join(failed)
 
 
-def _training(flags: Sequence[str]) -> list[str]:
-    """Returns the flags of train.py of a job. The model and the images of a recipe do not matter."""
-    _, ours = command_line.split(flags, OF_USER)
-    config = command_line.parse(ours)
-    small = ["--data.source", "synthetic", "--data.synthetic_size", "64", "--fast_loop", "false"]
-    batch = ["--batch_size", str(config.world_size * config.accumulate), "--epochs", str(config.max_steps)]
-    return [*ours, *small, *batch]
+def _arguments(flags: Sequence[str]) -> tuple[dict[str, Any], Arguments]:
+    """Returns the options of the user's classes, and those of train."""
+    ours = read_arguments(flags)
+    theirs = {option: value for option, value in ours.options.items() if option.split(".")[0] in PARTS}
+    ours.options = {option: value for option, value in ours.options.items() if option not in theirs}
+    return theirs, ours
 
 
-def _instance(part: str, flags: Sequence[str], build: bool = True) -> Any:
-    """Returns the user's module or data, with the arguments of its flags, as LightningCLI does; None without one. Not
-    to `build` it only checks the flags, and returns the class or function that they name."""
-    mine, _ = command_line.split(flags, rf"--{part}([.=]|$)")
-    if f"--{part}" not in mine:
+def _run(ours: Arguments) -> Run:
+    """Returns the run of a job: its placement, length, clipping and seed. Its model and its images are the user's, so
+    those of the recipe do not matter. Raises UsageError: it cannot run here."""
+    settings = command_line.settings_of_arguments(ours)
+    ranks, parts = settings.placement.world_size, settings.placement.accumulate
+    images = DataConfig(source="synthetic", synthetic_size=64)
+    length = {"batch_size": ranks * parts, "epochs": settings.recipe.max_steps}
+    return resolve(settings.changed(fast_loop=False, data=images, **length))
+
+
+def _instance(part: str, options: Mapping[str, Any], build: bool = True) -> Any:
+    """Returns the user's module or data, with the arguments among its options, as LightningCLI does; None without one.
+    Not to `build` it only checks the arguments, and returns the class or function that is named."""
+    if part not in options:
         return None
-    place = mine.index(f"--{part}")
-    _, name = mine.pop(place), mine.pop(place)
+    name = options[part]
+    given = {option: value for option, value in options.items() if option.startswith(f"{part}.")}
     user_class = user_code.load(name, f"--{part}")
     parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
     known = [key.removeprefix(f"{part}.") for key in parser.add_class_arguments(user_class, part, fail_untyped=False)]
     try:
-        parsed = parser.parse_args(mine)
+        parsed = parser.parse_args([f"--{option}={value}" for option, value in given.items()])
     except (ArgumentError, TypeError, ValueError) as error:
-        message = one_line(error)
-        if unknown := re.match(rf"unrecognized arguments: --{part}\.([^ =]+)", message):
-            meant = nearest(unknown[1], known, otherwise="" if known else "it takes none")
-            message = f"--{part}.{unknown[1]} is not an argument of {name}: {meant}"
-        raise UsageError(message) from error
+        for unknown in (option.removeprefix(f"{part}.") for option in given):
+            if unknown not in known:
+                meant = nearest(unknown, known, otherwise="" if known else "it takes none")
+                raise UsageError(f"--{part}.{unknown} is not an argument of {name}: {meant}") from error
+        refuse_mistyped(parser, given)
+        raise UsageError(short(error, 300)) from error
     return parser.instantiate_classes(parsed)[part] if build else user_class
 
 

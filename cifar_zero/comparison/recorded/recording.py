@@ -1,26 +1,21 @@
 """Trains, and records what happens at each optimizer step: loss, learning rates, gradients and weights."""
 
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
-from deepspeed.runtime.zero import parameter_offload
-from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 
 from cifar_zero.comparison.perturbed import perturbed
 from cifar_zero.comparison.recorded.record import Record
 from cifar_zero.config import command_line
 from cifar_zero.config.run import Run
-from cifar_zero.training import build
+from cifar_zero.strategies import hooks_of
+from cifar_zero.training import DATAMODULE, MODULE, build
 from cifar_zero.training.callbacks.averaging import BatchNormStatistics
-from cifar_zero.training.callbacks.heartbeat import Heartbeat
 from cifar_zero.training.resolve import resolve
-from cifar_zero.training.whole_tensors import ends_step, gradients, weights
 
 BUDGET = 2**23
 """Largest number of elements of recorded weights (32 MiB), and of gradients; but at least those of LEAST_STEPS."""
@@ -39,23 +34,24 @@ class Recording(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Records the initial weights, as the strategy holds them."""
-        start = weights(trainer, pl_module)
+        start = hooks_of(trainer.strategy).weights(pl_module)
         elements = sum(tensor.numel() for tensor in start.values())
         self._steps = min(self._steps, max(LEAST_STEPS, BUDGET // elements))
         self.record.weights.append(start)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Records the gradients: summed over micro-batches and ranks, not yet clipped."""
-        if not ends_step(trainer):
+        hooks = hooks_of(trainer.strategy)
+        if not hooks.ends_step():
             return
         self.record.rates.append([float(group["lr"]) for group in optimizer.param_groups])
         if len(self.record.gradients) < self._steps:
-            self.record.gradients.append(gradients(trainer, pl_module))
+            self.record.gradients.append(hooks.gradients(pl_module))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
         self._losses.append(outputs["loss"].float())
         if len(self.record.weights) <= min(len(self.record.rates), self._steps):  # the initial ones have no rates
-            self.record.weights.append(weights(trainer, pl_module))
+            self.record.weights.append(hooks_of(trainer.strategy).weights(pl_module))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning (2.6.6) hands out the loss divided by accumulate_grad_batches: the sum of a step's is its mean.
@@ -63,14 +59,8 @@ class Recording(Callback):
         self.record.losses = trainer.strategy.reduce(by_step, reduce_op="mean").tolist()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Frees the engine with all its tensors, before the next training in this process. DeepSpeed (0.19.8) holds it
-        in its gradient hooks, and at stage 3 in a stack and in a cache of a method."""
-        if isinstance(trainer.strategy, DeepSpeedStrategy):
-            trainer.strategy.deepspeed_engine.destroy()
-            with suppress(AttributeError, KeyError):  # another release may have other names
-                parameter_offload.FWD_MODULE_STACK.clear()
-                cached = vars(PartitionedParameterCoordinator)["_PartitionedParameterCoordinator__params_to_release"]
-                cached.__closure__[0].cell_contents.cache_clear()
+        """Frees an engine with all its tensors, before the next training in this process."""
+        hooks_of(trainer.strategy).free()
 
 
 class Reseed(Callback):
@@ -90,15 +80,16 @@ class Reseed(Callback):
         seed_everything(self._seed + 1000 * (batch_idx + 1) + trainer.global_rank, verbose=False)
 
 
-def train_recipe(flags: list[str], sign: int, folder: Path, module: type[Any], datamodule: type[Any]) -> Record:
-    """Trains a run, given by train.py's flags, as one rank, without output; returns its record, on every rank. `sign`
-    is that of its perturbation, 0 for none; `module` and `datamodule` are the classes."""
+def train_recipe(flags: list[str], sign: int, folder: Path) -> Record:
+    """Trains a run, given by train's flags, as one rank, without output; returns its record, on every rank. `sign`
+    is that of its perturbation, 0 for none."""
     run = resolve(command_line.parse(flags))
+    module_class = resolve_name(MODULE)
     if sign:
-        module = perturbed(module, run.config.precision, run.config.accelerator, sign)
-    recording = Recording(run.config.max_steps)
+        module_class = perturbed(run.placement.precision, run.placement.accelerator, sign)
+    recording = Recording(run.recipe.max_steps)
     trainer = quiet_trainer(run, folder, [BatchNormStatistics(), recording])
-    trainer.fit(module(run.config, run.num_classes, None), datamodule=datamodule(run.config))
+    trainer.fit(module_class(run, run.num_classes, None), datamodule=resolve_name(DATAMODULE)(run))
     return recording.record
 
 
@@ -106,5 +97,5 @@ def quiet_trainer(run: Run, folder: Path, callbacks: list[Callback], elements: i
     """Returns a Trainer that neither validates nor writes anything; `elements` are those of a model that is not the
     run's, and `more` are options of Lightning's Trainer."""
     quiet = {"enable_checkpointing": False, "limit_val_batches": 0, "logger": False, "default_root_dir": folder}
-    run = replace(run, config=replace(run.config, trainer={**run.config.trainer, **quiet, **more}))
-    return build.trainer(run, None, [Heartbeat(), *callbacks], elements)
+    run = run.changed(trainer={**run.recipe.trainer, **quiet, **more})
+    return build.trainer(run, None, callbacks, elements)

@@ -1,7 +1,6 @@
 """Trains cases with their references, in ranks that are started once for each number of ranks, and judges them."""
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,10 +13,10 @@ from cifar_zero.comparison.recorded.cases import Case, Job
 from cifar_zero.comparison.recorded.judging import first_difference, first_fault, first_infinite, learned
 from cifar_zero.comparison.recorded.record import load, record_file
 from cifar_zero.comparison.result import Comparison, Variant, Verdict
+from cifar_zero.core.console import command
 from cifar_zero.core.errors import Stopped
 from cifar_zero.core.hardware import cpu_name, this_computer
-from cifar_zero.core.programs import command
-from cifar_zero.reports.summary import REPOSITORY, git_commit, versions
+from cifar_zero.reports.summary import git_commit, versions
 from cifar_zero.training import run_process
 from cifar_zero.training.resolve import warn_of_few_cores
 
@@ -73,15 +72,13 @@ def _train(
     """Trains the jobs of one number of ranks in ranks that are started once, and again after each job that failed; adds
     their times to `seconds`, the first with the start. Returns the error lines of the jobs that failed."""
     errors: dict[Job, str] = {}
-    # python -m finds this package from any directory.
-    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(REPOSITORY))))
     todo = [job for job in jobs if job.ranks == ranks]
     while todo:
         log, file = folder / f"{ranks}-ranks-{len(errors)}.log", folder / f"{ranks}-ranks-{len(errors)}.json"
         content = [{"number": jobs.index(job), "flags": job.flags, "perturbed": job.perturbed} for job in todo]
         file.write_text(json.dumps({"ranks": ranks, "jobs": content}))
         began = time.monotonic()
-        with run_process.start(program, [str(file)], log, {"PYTHONPATH": path}) as child:
+        with run_process.start(program, [str(file)], log) as child:
             while todo and todo[0] not in errors:
                 ended = child.poll() is not None
                 finished = record_file(folder, jobs.index(todo[0])).exists()

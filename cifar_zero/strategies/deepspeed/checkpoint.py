@@ -69,7 +69,7 @@ def restore(engine: Any, checkpoint: dict[str, Any]) -> bool:
             buffers[name].copy_(weights[plain[name]])
     else:
         engine.module.load_state_dict({name: weights[plain[name]] for name in plain})
-    for parameters, target, shard in _groups(engine):
+    for parameters, target, shard in optimizer_groups(engine):
         own = [names[parameter] for parameter in parameters]
         _fill(target.data, shard([weights[name] for name in own]))
         if carried:
@@ -94,7 +94,7 @@ def group_shapes(engine: Any) -> list[dict[str, torch.Size]]:
     names = {parameter: plain[name] for name, parameter in own.items()}
     return [
         {names[parameter]: getattr(parameter, "ds_shape", parameter.shape) for parameter in parameters}
-        for parameters, *_ in _groups(engine)
+        for parameters, *_ in optimizer_groups(engine)
     ]
 
 
@@ -103,7 +103,7 @@ def plain_names_of(engine: Any, names: Iterable[str]) -> dict[str, str]:
     return plain_names(names, engine.global_rank % ep_size(engine.module))
 
 
-def _groups(engine: Any) -> Iterator[tuple[list[Parameter], Tensor, Shard]]:
+def optimizer_groups(engine: Any) -> Iterator[tuple[list[Parameter], Tensor, Shard]]:
     """Yields each float32 tensor that the optimizer updates with its parameters, in order, and how it is cut."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     if stage == 3:

@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import Tensor, nn
 
 from cifar_zero.models.moe import Gate, MixtureOfExperts, outside_of_graph
-from cifar_zero.strategies.norm import clip_by_global_norm, global_norm
 
 
 class SpreadGate(Gate):
@@ -107,23 +105,3 @@ def parameter_groups(model: nn.Module, groups: list[dict[str, Any]]) -> list[dic
     for group in split:
         group["param_names"] = [names[parameter] for parameter in group["params"]]
     return [group for group in split if group["params"]]
-
-
-def fix_clipping(engine: Any) -> None:
-    """Makes stage 0 clip by the norm over all experts.
-
-    In float32 DeepSpeed 0.19.8 uses the mean of the norms of the ranks, which have different experts (DeepSpeed issue
-    8475); in a lower precision it ignores the experts (DeepSpeed pull request 8613). Can be removed with a release that
-    fixes both. Stages 1 and 2 are correct.
-    """
-    limit = engine.gradient_clipping()
-    if not engine.has_moe_layers or engine.zero_optimization() or not limit:
-        return
-
-    engine.clip_fp32_gradients = lambda: clip_by_global_norm([*engine.module.parameters()], limit)
-    if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
-        optimizer: Any = engine.optimizer
-        theirs = optimizer.unscale_and_clip_grads
-        optimizer.unscale_and_clip_grads = lambda total_norm, apply_scale=True: theirs(
-            global_norm(engine.module.parameters()), apply_scale
-        )

@@ -4,7 +4,7 @@ import math
 import os
 import shutil
 import signal
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,19 +30,17 @@ from cifar_zero.core import atomic
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import UsageError
 from cifar_zero.launch.collectives import gather
-from cifar_zero.models.cast import compute_with_statistics
+from cifar_zero.models.cast import keep_batch_norm_float32
 from cifar_zero.models.moe import share_of
-from cifar_zero.optimizers import Implementation
-from cifar_zero.strategies import OwnStrategy, operators
+from cifar_zero.strategies import operators
 from cifar_zero.strategies.deepspeed import experts
 from cifar_zero.strategies.deepspeed.checkpoint import (
     GuardedCheckpointEngine,
-    cut,
     forget_second_copies,
     group_shapes,
-    plain_names_of,
     restore,
 )
+from cifar_zero.strategies.deepspeed.hooks import EngineHooks
 
 LINEAR = torch.nn.functional.linear
 """torch's own. ZeRO 3 replaces it for as long as the process lives (DeepSpeed 0.19.8, `_enable_mem_efficient_linear`),
@@ -69,7 +67,7 @@ class ZeROPrecision(DeepSpeedPrecision):
         return super().convert_input(data) if self.casts_batches else data
 
 
-class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
+class ZeROStrategy(DeepSpeedStrategy):
     """DeepSpeed's engine under Lightning: on CUDA as Lightning runs it, else over DeepSpeed's own CPU accelerator.
 
     Any LightningModule trains with it in a plain Trainer (docs/api.md); `options` are those of Lightning's strategy.
@@ -85,8 +83,6 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
 
     operators: tuple[str, ...] = ()
     """DeepSpeed's operators that the run needs; they are compiled at their first use."""
-
-    cut = staticmethod(cut)
 
     _trained: Any = None
 
@@ -106,12 +102,6 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
     def root_device(self) -> torch.device:
         """The rank's device; DeepSpeed asks for its index, which Lightning's CPU devices lack."""
         return torch.device("cpu", 0) if self.on_cpu else super().root_device
-
-    def optimizer_implementation(self, device_type: str) -> Implementation:
-        """Returns DeepSpeed's C++ one if offloaded, else torch's: DeepSpeed's fused one would have to be compiled."""
-        if self._offload_device("offload_optimizer") != "none":
-            return "deepspeed_cpu"
-        return "torch" if device_type == "cpu" else "torch_fused"
 
     def setup_environment(self) -> None:
         """Starts the process group. A plain Trainer has given Lightning's own plugins, which are replaced."""
@@ -177,13 +167,13 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
             forget_second_copies(self.model)
         self._check_parameters(self.model)
         experts.spread(self.model, self.global_rank)
-        compute_with_statistics(self.model)
+        keep_batch_norm_float32(self.model)
         super().setup(trainer)
 
     def _check_parameters(self, model: Module) -> None:
         """Raises UsageError for a parameter that DeepSpeed (0.19.8) cannot broadcast or shard."""
         for name, parameter in model.named_parameters():
-            shape = getattr(parameter, "ds_shape", parameter.shape)
+            shape = EngineHooks(self).shape(parameter)
             if not shape:
                 raise UsageError(f"{name} has no dimensions, which DeepSpeed cannot broadcast: give it the shape (1,)")
             if self.zero_stage_3 and not math.prod(shape):
@@ -201,26 +191,6 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
 
         with mock.patch.object(Optimizer, "add_param_group", add_unless_empty):
             return super()._init_optimizers()
-
-    def parameter_groups(self, module: Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns an optimizer's groups, the experts in groups of their own."""
-        return experts.parameter_groups(module, groups)
-
-    @contextmanager
-    def rewriting(self) -> Generator[None, None, None]:
-        """See `OwnStrategy.rewriting`; stage 3 shards the parameters that it keeps whole and gathers them again."""
-        engine: Any = self.deepspeed_engine
-        optimizer = engine.optimizer
-        if self.zero_stage_3:
-            optimizer.checkpoint_event_prologue()
-        yield
-        if self.zero_stage_3:
-            optimizer.checkpoint_event_epilogue()
-            forget_second_copies(engine.module)
-
-    def plain_names(self, names: Iterable[str]) -> dict[str, str]:
-        """Returns the plain model's name for each name of a weight of the engine."""
-        return plain_names_of(self.deepspeed_engine, names)
 
     @property
     def _builds_sharded(self) -> bool:
@@ -295,14 +265,11 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
         """Everything that a shard depends on; only a run with the same values can load it as it is."""
         engine: Any = self.deepspeed_engine
         return {
-            "stage": self._zero.get("stage", 0),
-            "sub_group_size": self._zero.get("sub_group_size"),
-            "round_robin_gradients": self._zero.get("round_robin_gradients", False),
+            "zero": self._zero,
             "ranks": self.world_size,
             "precision": str(self.precision_plugin.precision),
-            "optimizer": self.optimizer_implementation(self.root_device.type),
+            "optimizer": EngineHooks(self).optimizer_implementation(self.root_device.type, clips=False),
             "ep_size": experts.ep_size(engine.module),
-            "offload": [*map(self._offload_device, ("offload_optimizer", "offload_param"))],
         }
 
     @property
@@ -310,19 +277,21 @@ class ZeROStrategy(OwnStrategy, DeepSpeedStrategy):
         assert isinstance(self.config, dict)
         return self.config.get("zero_optimization", {})
 
-    def _offload_device(self, part: str) -> str:
-        return self._zero.get(part, {}).get("device", "none")
-
     def _initialize_deepspeed_train(self, model: Module) -> None:
         if (before := vars(model).get(ENGINE)) is not None:
             before.destroy()
         super()._initialize_deepspeed_train(model)
-        experts.fix_clipping(self.model)
+        EngineHooks(self).clip_experts_too()
         engine: Any = self.model
         if self.world_size == 1 and not engine.zero_optimization():
             # A rank alone has nothing to average. DeepSpeed (0.19.8) would copy all gradients and ask gloo.
             engine.enable_backward_allreduce = False
         self._trained = vars(model)[ENGINE] = self.model  # setattr would make the engine a submodule
+        if self.zero_stage_3 and self.world_size > 1 and self.is_global_zero:
+            total = sum(parameter.ds_numel for parameter in engine.module.parameters())
+            sharded = total - sum(parameter.ds_numel for parameter in engine.optimizer.persistent_parameters)
+            how = "" if sharded == total else "; --zero.param_persistence_threshold 0 shards all"
+            say(f"ZeRO 3 shards {sharded:,} of {total:,} parameters{how}")
 
     def _setup_model_and_optimizer(self, model: Module, optimizer: Any, lr_scheduler: Any = None) -> Any:
         """Starts the engine, which at stage 0 in a low precision would step once with gradients of 0 (DeepSpeed 0.19.8,

@@ -12,10 +12,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
-from cifar_zero.checkpoints.finetuning.network import counting, rest_statistics, resting
+from cifar_zero.checkpoints.finetuning.network import freeze_statistics, frozen_batch_norms, tracked_batch_norms
 from cifar_zero.checkpoints.zero_folder import AVERAGE
-from cifar_zero.launch.collectives import average_over_ranks, gather
-from cifar_zero.strategies import own
+from cifar_zero.launch.collectives import average_over_ranks
+from cifar_zero.strategies import hooks_of
 
 
 class BatchNormStatistics(Callback):
@@ -64,7 +64,7 @@ class Averaging(Callback):
         self._stale = False  # whether the average's batch norms have statistics of other weights
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._held = [*held(pl_module).values()]
+        self._held = [*averaged_tensors(pl_module).values()]
         if self._kind == "swa":
             self._first_step = round(self._swa_from * trainer.estimated_stepping_batches)
 
@@ -75,7 +75,7 @@ class Averaging(Callback):
         if accumulating or not ends or (self._first_step and trainer.global_step < self._first_step):
             return
         with torch.no_grad():
-            values = [part if part.dtype == torch.float32 else part.float() for part in map(own_part, self._held)]
+            values = [part.float() for part in map(hooks_of(trainer.strategy).local, self._held)]
             if self._count:
                 self._average_in(self._averages, values, min(self._count, self._max_count))
             else:
@@ -91,14 +91,9 @@ class Averaging(Callback):
             self.on_validation_start(trainer, pl_module)
             self.on_validation_end(trainer, pl_module)
         self._agree(pl_module)
-        parts = held(pl_module)
-        plain = own(trainer.strategy).plain_names(parts)
-        weights = {plain[name]: value for name, value in zip(parts, self._averages, strict=True)}
-        of_experts = {plain[name]: weights[plain[name]].cpu() for name, part in parts.items() if is_spread(part)}
-        if of_experts:  # rank 0 writes, and has only its own
-            for experts in gather(of_experts):
-                weights |= experts
-        sharded = any(own_part(part) is not part for part in parts.values())
+        parts, hooks = averaged_tensors(pl_module), hooks_of(trainer.strategy)
+        weights = hooks.by_plain_name(dict(zip(parts, self._averages, strict=True)))
+        sharded = any(hooks.local(part) is not part for part in parts.values())
         checkpoint[AVERAGE] = {"kind": self._kind, "count": self._count, "weights": weights, "sharded": sharded}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -106,16 +101,15 @@ class Averaging(Callback):
         saved = checkpoint.get(AVERAGE)
         if saved is None or saved["kind"] != self._kind:
             return
-        parts = held(pl_module)
-        plain = own(trainer.strategy).plain_names(parts)
+        parts, hooks = averaged_tensors(pl_module), hooks_of(trainer.strategy)
+        plain = hooks.plain_names(parts)
         if not saved["weights"].keys() >= {*plain.values()}:  # other parameters are trained now
             return
         self._count, self._averages = saved["count"], []
         for name, part in parts.items():
-            value, mine = saved["weights"][plain[name]], own_part(part)
-            if mine is not part and not saved["sharded"]:
-                value = trainer.strategy.cut(value, part)  # pyright: ignore[reportAttributeAccessIssue]
-            self._averages.append(value.to(mine.device, torch.float32, copy=True))
+            value = saved["weights"][plain[name]]
+            value = value if saved["sharded"] else hooks.cut(value, part)
+            self._averages.append(value.to(hooks.local(part).device, torch.float32, copy=True))
 
     # Not in inference mode, in which Lightning calls them: stage 3 gathers parameters here that are trained afterwards.
     @torch.inference_mode(False)
@@ -124,8 +118,9 @@ class Averaging(Callback):
         if not self._count:
             return
         self._agree(pl_module)
-        with own(trainer.strategy).rewriting():
-            parts = [own_part(part) for part in held(pl_module).values()]
+        hooks = hooks_of(trainer.strategy)
+        with hooks.rewriting():
+            parts = [hooks.local(part) for part in averaged_tensors(pl_module).values()]
             self._newest = [part.clone() for part in parts]
             for part, average in zip(parts, self._averages, strict=True):
                 part.copy_(average)
@@ -138,22 +133,23 @@ class Averaging(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._count:
             return
-        with own(trainer.strategy).rewriting():
-            for part, newest in zip(held(pl_module).values(), self._newest, strict=True):
-                own_part(part).copy_(newest)
+        hooks = hooks_of(trainer.strategy)
+        with hooks.rewriting():
+            for part, newest in zip(averaged_tensors(pl_module).values(), self._newest, strict=True):
+                hooks.local(part).copy_(newest)
         self._newest = []
 
     on_test_start, on_test_end = on_validation_start, on_validation_end
 
     def _renew_statistics(self, trainer: Trainer, module: LightningModule) -> None:
         """Computes the batch norms' statistics for the averages, on the training images of epoch 0."""
-        norms: list[Any] = counting(module)
+        norms: list[Any] = tracked_batch_norms(module)
         if not norms:
             return
         modes = [(layer, layer.training) for layer in module.modules()]
         before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
         module.train()
-        rest_statistics(module)
+        freeze_statistics(module)
         for norm in norms:
             norm.num_batches_tracked = torch.zeros_like(norm.num_batches_tracked)  # the training keeps its own
             norm.reset_running_stats()
@@ -177,29 +173,19 @@ class Averaging(Callback):
 
     def _statistics(self, module: LightningModule) -> list[tuple[Tensor, Tensor]]:
         """Returns the buffers of the model, each with its average."""
-        pairs = zip(held(module).values(), self._averages, strict=True)
+        pairs = zip(averaged_tensors(module).values(), self._averages, strict=True)
         return [(part, average) for part, average in pairs if not isinstance(part, torch.nn.Parameter)]
 
 
 def average_statistics(module: LightningModule) -> None:
     """Replaces each running mean and variance by its average over the ranks; every rank must call it."""
-    pairs = ((layer.running_mean, layer.running_var) for layer in counting(module))
+    pairs = ((layer.running_mean, layer.running_var) for layer in tracked_batch_norms(module))
     average_over_ranks([value for pair in pairs for value in pair if value is not None])
 
 
-def held(module: LightningModule) -> dict[str, Any]:
+def averaged_tensors(module: LightningModule) -> dict[str, Any]:
     """Returns what is averaged, by name: trained parameters, and floating-point buffers but those of frozen layers."""
     parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    fixed = {buffer for norm in resting(module) for buffer in norm.buffers()}
+    fixed = {buffer for norm in frozen_batch_norms(module) for buffer in norm.buffers()}
     buffers = {name: buffer for name, buffer in module.named_buffers() if buffer not in fixed}
     return parameters | {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
-
-
-def own_part(value: Any) -> Tensor:
-    """Returns this rank's part of a parameter or buffer: at ZeRO-3 its flat shard (DeepSpeed 0.19.8)."""
-    return getattr(value, "ds_tensor", value)
-
-
-def is_spread(value: Any) -> bool:
-    """Returns whether other ranks have other values: DeepSpeed (0.19.8) marks parameters of experts in this way."""
-    return not getattr(value, "allreduce", True)

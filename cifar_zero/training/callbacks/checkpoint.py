@@ -4,7 +4,6 @@ last.ckpt, the newest state of a run."""
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from cifar_zero.checkpoints.read import RECORD
+from cifar_zero.config.settings import tree_of
 from cifar_zero.core.console import say
 from cifar_zero.launch.collectives import gather
-from cifar_zero.strategies import replica
+from cifar_zero.strategies import hooks_of
 from cifar_zero.training.callbacks.stop import Agreement
 
 SCHEMA = 2  # version of the record, 2 with the identity of the images
@@ -31,12 +31,11 @@ class Resume(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         datamodule: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
-        data = replace(pl_module.config.data, source=datamodule.source)
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
         state = {"torch": torch.get_rng_state(), "python": random.getstate(), "cuda": cuda}
         checkpoint[RECORD] = {
             "schema": SCHEMA,
-            "config": asdict(replace(pl_module.config, data=data)),
+            "config": tree_of(pl_module.settings),
             "classes": list(datamodule.classes),
             "images": dict(datamodule.dataset.identity),
             "random_states": gather(state),
@@ -46,13 +45,15 @@ class Resume(Callback):
         record = checkpoint.get(RECORD)
         if record is not None:
             self._states, self._schedule = record["random_states"], record["config"]["schedule"]["name"]
-            _recount(checkpoint["loops"]["fit_loop"], record["config"]["accumulate"], pl_module.config.accumulate)
+            _recount(
+                checkpoint["loops"]["fit_loop"], record["config"]["accumulate"], pl_module.settings.placement.accumulate
+            )
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Sets the random state and the learning rates, and prints at which step a resumed run continues."""
         if self._schedule is not None:
             pl_module.resume_rates(self._schedule != "constant")
-        here = [pl_module.config.seed, trainer.global_step, replica(trainer.strategy)[1]]
+        here = [pl_module.settings.recipe.seed, trainer.global_step, hooks_of(trainer.strategy).replica()[1]]
         seed = int(np.random.SeedSequence(here).generate_state(1)[0])
         torch.manual_seed(seed)
         random.seed(seed)
@@ -62,8 +63,8 @@ class Resume(Callback):
             random.setstate(own["python"])
             if own["cuda"] is not None and torch.cuda.is_available():
                 torch.cuda.set_rng_state(own["cuda"])
-        if pl_module.config.resume and trainer.is_global_zero:
-            say(f"resumed at step {trainer.global_step} of {pl_module.config.resume}")
+        if pl_module.settings.output.resume and trainer.is_global_zero:
+            say(f"resumed at step {trainer.global_step} of {pl_module.settings.output.resume}")
 
 
 class LastCheckpoint(Checkpoint):

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.io import attempt
-from cifar_zero.config.flags import Config
-from cifar_zero.strategies.norm import global_norm
+from cifar_zero.config.settings import Settings
+from cifar_zero.strategies import hooks_of
 from cifar_zero.training.loggers import write_to
 
 
@@ -92,7 +91,7 @@ class TrainingCurves(AtPoints):
         if not self._interval.is_point(trainer.global_step + 1):
             return
         self._learning_rate = float(optimizer.param_groups[0]["lr"])
-        self._gradient_norm = norm_before_step(trainer, pl_module)
+        self._gradient_norm = hooks_of(trainer.strategy).gradient_norm(pl_module.parameters())
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         self.losses.append(outputs["loss"])
@@ -111,7 +110,8 @@ class TrainingCurves(AtPoints):
         self.last_epoch = (trainer.fit_loop.total_batch_idx + 1) / trainer.num_training_batches
         scalars = {"train/loss": self.last_loss, "train/epoch": self.last_epoch, "train/global_step": step}
         if self._learning_rate is not None:  # unknown if the run was stopped at a step that nobody could foresee
-            norm = norm_after_step(trainer) if self._gradient_norm is None else self._gradient_norm.item()
+            before = self._gradient_norm
+            norm = hooks_of(trainer.strategy).step_gradient_norm() if before is None else before.item()
             self.last_gradient_norm = norm
             scalars["train/learning_rate"] = self.last_learning_rate = self._learning_rate
             scalars |= {} if norm is None else {"train/grad_norm": norm}
@@ -135,24 +135,21 @@ class TrainingCurves(AtPoints):
 class Layers(Callback):
     """`--log_gradients`, `--log_weights`: the norm of each gradient before clipping, and TensorBoard's histograms."""
 
-    def __init__(self, config: Config):
-        self._config = config
+    def __init__(self, settings: Settings):
+        self._config = settings
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Logs a step if a point is due; every rank takes part."""
-        if not Interval(trainer).is_point(trainer.global_step + 1):
+        hooks = hooks_of(trainer.strategy)
+        if not Interval(trainer).is_point(trainer.global_step + 1) or not hooks.ends_step():
             return
-        from cifar_zero.training.whole_tensors import ends_step, gradients, weights  # DeepSpeed takes a second
-
-        if not ends_step(trainer):
-            return
-        if self._config.log_gradients:
-            found = gradients(trainer, pl_module)
+        if self._config.output.log_gradients:
+            found = hooks.gradients(pl_module)
             norms = {name.removeprefix("net."): tensor.norm().item() for name, tensor in found.items()}
             log_scalars(trainer, {f"grad_norm/{name}": norm for name, norm in norms.items()})
             self._histograms(trainer, "gradients", found)
-        if self._config.log_weights:
-            self._histograms(trainer, "weights", weights(trainer, pl_module))
+        if self._config.output.log_weights:
+            self._histograms(trainer, "weights", hooks.weights(pl_module))
 
     @staticmethod
     def _histograms(trainer: Trainer, kind: str, tensors: dict[str, Any]) -> None:
@@ -160,28 +157,3 @@ class Layers(Callback):
             for name, tensor in tensors.items():
                 point = f"{kind}/{name.removeprefix('net.')}", tensor, trainer.global_step
                 write_to(logger, partial(logger.experiment.add_histogram, *point))
-
-
-def norm_before_step(trainer: Trainer, module: LightningModule) -> Tensor | None:
-    """Returns the global L2 norm of the gradients of the coming step, over all parameters and before clipping. A
-    float32 scalar on the rank's device, the same on every rank; None where DeepSpeed computes it in its step."""
-    engine = deepspeed_engine(trainer)
-    if engine is not None and engine.zero_optimization():
-        return None
-    norm = global_norm(module.parameters())
-    if norm is not None and engine is not None and engine.fp16_enabled():
-        return norm / engine.optimizer.loss_scale
-    return norm
-
-
-def norm_after_step(trainer: Trainer) -> float | None:
-    """Returns the norm that DeepSpeed's optimizer computed in the last step; None without DeepSpeed. At stage 0 it
-    (0.19.8) has none in float32 (issue 7255), and in float16 one not divided by the loss scale."""
-    engine = deepspeed_engine(trainer)
-    norm = None if engine is None else engine.get_global_grad_norm()
-    return None if norm is None else float(norm)
-
-
-def deepspeed_engine(trainer: Trainer) -> Any:
-    """Returns DeepSpeed's engine; None under another strategy."""
-    return trainer.strategy.deepspeed_engine if isinstance(trainer.strategy, DeepSpeedStrategy) else None

@@ -8,14 +8,12 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.core.console import say
+from cifar_zero.core.console import command, say
 from cifar_zero.core.errors import RunError, UsageError
-from cifar_zero.core.programs import command
 from cifar_zero.schedules import Constant
-from cifar_zero.training.callbacks.averaging import own_part
+from cifar_zero.strategies import hooks_of
 from cifar_zero.training.callbacks.curves import TrainingCurves
 
 LEAST_SCALE = 1.0  # of the loss, DeepSpeed's lowest; torch's scaler would halve it without end if all steps overflow
@@ -34,7 +32,7 @@ class Divergence(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
         if self._curves.losses:
             return
-        scale = loss_scale(trainer)
+        scale = hooks_of(trainer.strategy).loss_scale()
         if scale is not None and scale <= LEAST_SCALE:
             raise RunError(
                 f"float16 overflowed until the loss scale was {scale:g}, at step {trainer.global_step}: "
@@ -52,8 +50,9 @@ class Divergence(Callback):
         if self._curves.losses:
             losses = torch.stack(self._curves.losses)
             self._check(trainer, pl_module, losses, trainer.strategy.reduce(losses.sum(), reduce_op="sum").item())
-        parts = [own_part(weight) for weight in pl_module.parameters() if weight.requires_grad]
-        finite = all(bool((part.to_local() if isinstance(part, DTensor) else part).isfinite().all()) for part in parts)
+        hooks = hooks_of(trainer.strategy)
+        trained = [parameter for parameter in pl_module.parameters() if parameter.requires_grad]
+        finite = all(bool(hooks.local(parameter).isfinite().all()) for parameter in trained)
         if not trainer.strategy.reduce_boolean_decision(finite):  # each rank has checked its own shards
             what = f"weights are NaN or infinite after step {trainer.global_step}"
             raise RunError(self._message(trainer, pl_module, trainer.global_step, what))
@@ -88,7 +87,7 @@ class Divergence(Callback):
         known = [f"epoch {trainer.current_epoch + 1}", f"learning rate {rate:g}"]
         if self._norm is not None:
             known.append(f"gradient norm {self._norm:.3g} at the last point of the curves")
-        if (scale := loss_scale(trainer)) is not None:
+        if (scale := hooks_of(trainer.strategy).loss_scale()) is not None:
             known.append(f"loss scale {scale:g}")
         fixes = "lower --optimizer.lr or set --gradient_clip_val 1; --on_nan skip leaves such batches out"
         message = f"{what} ({', '.join(known)}): {fixes}"
@@ -99,15 +98,3 @@ class Divergence(Callback):
         with suppress(UsageError):  # no checkpoint yet
             flags += ["--resume", run_folder.newest_checkpoint(run_dir)]
         return f"{message}; to repeat that batch: {command('train', *flags)}"
-
-
-def loss_scale(trainer: Trainer) -> float | None:
-    """Returns the factor of float16 losses if it is adapted; None in other formats."""
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    if scaler is not None:
-        return scaler.get_scale()
-    if trainer.precision == "16-mixed":
-        optimizer: Any = trainer.optimizers[0]  # DeepSpeed's; at stage 0 it keeps the settings apart
-        dynamic = getattr(getattr(optimizer, "loss_scale_config", optimizer), "dynamic_loss_scale", False)
-        return optimizer.loss_scale if dynamic else None
-    return None

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
 from cifar_zero.checkpoints.io import attempt
-from cifar_zero.config.inputs import Inputs
+from cifar_zero.config.recipe import Inputs
 from cifar_zero.data.augment import spread
 from cifar_zero.launch.collectives import gather
 from cifar_zero.reports.figures import (
@@ -25,7 +25,7 @@ from cifar_zero.reports.figures import (
     precision_recall_figure,
     roc_figure,
 )
-from cifar_zero.strategies import data_group
+from cifar_zero.strategies import hooks_of
 from cifar_zero.training.loggers import write_to
 from cifar_zero.training.metrics import calibration_error
 
@@ -50,7 +50,7 @@ class TestFigures(Callback):
 
     def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
         assert self._mistakes is not None
-        of_each_rank = gather(tuple(part.cpu() for part in self._mistakes), data_group(trainer.strategy))
+        of_each_rank = gather(tuple(part.cpu() for part in self._mistakes), hooks_of(trainer.strategy).data_group())
         tested = pl_module.test_metrics  # every rank calls it: it adds up the ranks' counts
         counts, bins = tested.confusion.compute(), tested.calibration.compute().cpu()
         per_class, roc, precision_recall = tested.per_class(), tested.roc(), tested.precision_recall()
@@ -109,5 +109,3 @@ def _log_image(logger: Any, file: Path, tag: str, step: int) -> None:
         logger.experiment.add_image(tag, pixels, step, dataformats="HWC")
     elif isinstance(logger, WandbLogger):
         logger.log_image(tag, [str(file)], step)
-    elif isinstance(logger, MLFlowLogger):
-        logger.experiment.log_artifact(logger.run_id, str(file), "figures")

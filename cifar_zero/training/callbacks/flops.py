@@ -15,9 +15,9 @@ import torch
 from lightning.fabric.utilities.throughput import measure_flops
 
 from cifar_zero.checkpoints.finetuning.network import NO_LORA, build
-from cifar_zero.config.flags import Choice, LoRAConfig
-from cifar_zero.models import IMAGE_SHAPE, MODELS, OfUser
-from cifar_zero.models.recomputation import checkpoint_blocks
+from cifar_zero.config.recipe import Choice, LoRAConfig
+from cifar_zero.models import IMAGE_SHAPE, MODELS, UserModel
+from cifar_zero.models.activation_checkpointing import checkpoint_blocks
 
 
 def training_flops(
@@ -45,7 +45,7 @@ def training_flops(
             with torch.device("meta"):
                 return count()
         except (RuntimeError, NotImplementedError):
-            if not issubclass(MODELS[model.name], OfUser):
+            if not issubclass(MODELS[model.name], UserModel):
                 raise
             return count()  # what a user's model computes may depend on values
 

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from cifar_zero.checkpoints import resume
 from cifar_zero.checkpoints.io import AtomicCheckpointIO
 from cifar_zero.config.run import Run
-from cifar_zero.core import interrupt
+from cifar_zero.core import exits
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError, Stopped
 from cifar_zero.launch.collectives import gather
@@ -55,7 +55,7 @@ class Interrupt(Callback):
     """Stops the training after such a signal, without a validation in mid-epoch, so that a checkpoint can be written. A
     second Ctrl-C ends the process at once, unless the checkpoint is written by then. A second request of the cluster
     changes nothing, since it arrives both directly and through the launcher. Before and after the training a signal
-    raises Stopped at once, see `core.interrupt`."""
+    raises Stopped at once, see `exits.interrupt`."""
 
     def __init__(self) -> None:
         self.signal: int | None = None  # what ended the training; None if nothing did
@@ -66,7 +66,7 @@ class Interrupt(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Installs the signal handlers."""
-        wanted = [*interrupt.SIGNALS, *([SLURM_REQUEUE] if "SLURM_JOB_ID" in os.environ else [])]
+        wanted = [*exits.SIGNALS, *([SLURM_REQUEUE] if "SLURM_JOB_ID" in os.environ else [])]
         wanted = [number for number in wanted if signal.getsignal(number) != signal.SIG_IGN]  # as under nohup
         self._previous = {number: signal.signal(number, self._request) for number in wanted}
         self.has_started = True
@@ -90,7 +90,7 @@ class Interrupt(Callback):
                 signal.signal(number, handler)
             self.signal = next(filter(None, gather(self._requested)), None)
         if self.signal is not None:
-            interrupt.ignore()
+            exits.ignore()
 
     def _request(self, number: int, frame: Any) -> None:
         self._requested = self._requested or number
@@ -147,7 +147,7 @@ def check_stopped(trainer: Trainer, run: Run, run_dir: Path | None, last: bool) 
         return
     trainer.strategy.barrier()
     check_saved(trainer)
-    if run_dir is not None and not run.config.only_measures and observer.signal == SLURM_REQUEUE:
+    if run_dir is not None and not run.recipe.only_measures and observer.signal == SLURM_REQUEUE:
         # While the others wait: srun --kill-on-bad-exit ends the step with the first rank that leaves.
         subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False)
     leave(trainer, last)
@@ -160,7 +160,7 @@ def _outcome(trainer: Trainer, run: Run, run_dir: Path | None) -> str:
     if run_dir is None or observer is None or not observer.has_started or not trainer.global_step:
         return ""
     step = f"stopped at step {trainer.global_step}"
-    if run.config.only_measures:
+    if run.recipe.only_measures:
         return step
     if observer.has_ended:
         check_saved(trainer)

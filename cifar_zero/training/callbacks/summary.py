@@ -12,14 +12,14 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.finetuning.network import on_meta
-from cifar_zero.checkpoints.io import attempt
-from cifar_zero.config.flags import Config, flat
-from cifar_zero.core.console import say
+from cifar_zero.checkpoints.io import attempt, failure_of
+from cifar_zero.config.settings import Settings, flat
+from cifar_zero.core.console import command
 from cifar_zero.core.hardware import cpu_name
-from cifar_zero.core.programs import command
-from cifar_zero.reports.summary import IN_EFFECT, MEASURED, card, metrics_json
+from cifar_zero.reports.summary import IN_EFFECT, MEASURED, card, metrics_json, print_summary, write_json
+from cifar_zero.strategies import hooks_of
 from cifar_zero.strategies.mesh import MeshStrategy
-from cifar_zero.training.callbacks.curves import TrainingCurves, deepspeed_engine
+from cifar_zero.training.callbacks.curves import TrainingCurves
 from cifar_zero.training.callbacks.memory import Memory
 from cifar_zero.training.callbacks.throughput import Throughput
 from cifar_zero.training.loggers import show_result, write_to
@@ -27,7 +27,7 @@ from cifar_zero.training.loggers import show_result, write_to
 Observer = TypeVar("Observer", bound=Callback)
 
 
-class Effective(Callback):
+class EngineInfo(Callback):
     """Reads the settings in effect from the engine and the model, after the fit: dtypes, skipped steps, bucket sizes.
     Under DeepSpeed rank 0 also writes the engine's configuration. Bucket sizes are in elements, of stages 1 to 3."""
 
@@ -40,32 +40,24 @@ class Effective(Callback):
         parameters = next(pl_module.parameters()).dtype
         self.totals["compute_dtype"] = _name(_compute_dtype(trainer, parameters))
         self.totals["parameter_dtype"] = _name(parameters)
-        engine = deepspeed_engine(trainer)
-        if engine is not None:
-            if engine.zero_optimization():
-                at_stage_3 = engine.zero_optimization_partition_weights()
-                gathered = engine.zero_prefetch_bucket_size() if at_stage_3 else engine.zero_allgather_bucket_size()
-                self.totals["reduce_bucket_size"] = engine.zero_reduce_bucket_size()
-                self.totals["allgather_bucket_size"] = gathered
-            if trainer.is_global_zero:
-                if engine.zero_optimization_partition_weights() and trainer.world_size > 1:
-                    say(_persistence(engine, "" if pl_module.config.ds_config else "--zero."))
-                config = engine._config  # with the ZeRO section as DeepSpeed (0.19.8) has completed it
-                given = {**config._param_dict, "zero_optimization": config.zero_config.model_dump(mode="json")}
-                given["communication_data_type"] = _name(engine.communication_data_type)
-                text = json.dumps(given, indent=1, default=str)
-                file = Path(trainer.default_root_dir) / run_folder.DEEPSPEED_CONFIG
-                attempt(lambda: file.write_text(text + "\n"), file)
-        elif getattr(trainer.precision_plugin, "scaler", None) is not None:
+        config = hooks_of(trainer.strategy).engine_config()
+        zero = config.get("zero_optimization", {})
+        if zero.get("stage"):
+            gathered = "prefetch_bucket_size" if zero["stage"] == 3 else "allgather_bucket_size"
+            self.totals["reduce_bucket_size"] = zero["reduce_bucket_size"]
+            self.totals["allgather_bucket_size"] = zero[gathered]
+        if config and trainer.is_global_zero:
+            text = json.dumps(config, indent=1, default=str)
+            file = Path(trainer.default_root_dir) / run_folder.DEEPSPEED_CONFIG
+            attempt(lambda: file.write_text(text + "\n"), file)
+        if getattr(trainer.precision_plugin, "scaler", None) is not None:
             self._first_step, self._applied_steps = trainer.global_step, 0
             trainer.optimizers[0].register_step_post_hook(self._count)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Counts the optimizer steps that float16 skipped because a gradient overflowed; 0 in other formats."""
-        engine, skipped = deepspeed_engine(trainer), 0
-        if engine is not None:
-            skipped = engine.skipped_steps
-        elif getattr(trainer.precision_plugin, "scaler", None) is not None:
+        skipped = hooks_of(trainer.strategy).skipped_steps()
+        if getattr(trainer.precision_plugin, "scaler", None) is not None:
             skipped = trainer.global_step - self._first_step - self._applied_steps
         self.totals["skipped_steps"] = skipped
 
@@ -73,26 +65,29 @@ class Effective(Callback):
         self._applied_steps += 1
 
 
-def collect(trainer: Trainer, module: Any, datamodule: Any, config: Config) -> dict[str, Any]:
+def collect(trainer: Trainer, module: Any, datamodule: Any, settings: Settings) -> dict[str, Any]:
     """Returns the contents of metrics.json after fit and test; None for what a run without test or validation lacks."""
     curves, throughput = _observer(trainer, TrainingCurves), _observer(trainer, Throughput)
     memory = _observer(trainer, Memory)
-    fell_back = config.data.source == "auto" and datamodule.source == "digits"
     device = trainer.strategy.root_device
-    counted = [*on_meta(config.model, module.num_classes, config.trainable, config.lora).parameters()]
+    counted = [
+        *on_meta(
+            settings.recipe.model, module.num_classes, settings.recipe.trainable, settings.recipe.lora
+        ).parameters()
+    ]
     measured = {
         "dataset": datamodule.dataset.name,
         "num_train": datamodule.num_train,
         "num_test": datamodule.num_test,
-        "model": config.model.name,
+        "model": settings.recipe.model.name,
         "parameters": sum(parameter.numel() for parameter in counted),
         "trained_parameters": sum(parameter.numel() for parameter in counted if parameter.requires_grad),
-        "strategy": config.strategy_name,
+        "strategy": settings.placement.strategy_name,
         "world_size": trainer.world_size,
         "num_nodes": trainer.num_nodes,
         "accelerator": "gpu" if device.type == "cuda" else device.type,
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
-        **{name: getattr(config, name) for name in ("precision", "seed", "batch_size", "accumulate")},
+        **{name: settings.option(name) for name in ("precision", "seed", "batch_size", "accumulate")},
         "micro_batch_size": datamodule.micro_batch_size,
         "epochs": curves.last_epoch,
         "steps": trainer.global_step,
@@ -101,10 +96,10 @@ def collect(trainer: Trainer, module: Any, datamodule: Any, config: Config) -> d
         **test_metrics(module, datamodule),
         **throughput.totals,
         **memory.totals,
-        **_observer(trainer, Effective).totals,
+        **_observer(trainer, EngineInfo).totals,
     }
     warning = "CIFAR-10 is not available: these are the results of the embedded handwritten digits"
-    return metrics_json(measured, fallback=warning if fell_back else "")
+    return metrics_json(measured, fallback=warning if settings.fell_back else "")
 
 
 def test_metrics(module: Any, datamodule: Any) -> dict[str, Any]:
@@ -119,39 +114,36 @@ def test_metrics(module: Any, datamodule: Any) -> dict[str, Any]:
     return metrics
 
 
-def log_results(trainer: Trainer, config: Config, metrics: dict[str, Any]) -> None:
+def report(trainer: Trainer, settings: Settings, metrics: dict[str, Any], run_dir: Path | None) -> str:
+    """Writes metrics.json, adds the results to the loggers and prints them, on rank 0, which has a run folder. Returns
+    why metrics.json could not be written; empty if it could."""
+    if run_dir is None:
+        return ""
+    file = run_dir / run_folder.METRICS
+    failure = failure_of(lambda: write_json(file, metrics))
+    log_results(trainer, settings, metrics)
+    print_summary(metrics, run_dir)
+    return f"{file} could not be written: {failure}" if failure else ""
+
+
+def log_results(trainer: Trainer, settings: Settings, metrics: dict[str, Any]) -> None:
     """Adds the run's command and results to TensorBoard, where HPARAMS compares runs, and all of metrics.json to W&B's
     summary of the run; only rank 0 has loggers."""
-    options = flat(config)
-    settings = {name: options[name] for name in config.hparams}
-    settings |= {name: metrics[name] for name in ("strategy", "world_size")}
-    settings |= {"lr": config.optimizer.options.get("lr"), "batch_size": config.batch_size}
-    settings |= {"optimizer": config.optimizer.name, "schedule": config.schedule.name}
-    settings |= {name: metrics[name] for name in ("model", "accumulate", "precision", "dataset", "seed")}
+    options, recipe = flat(settings), settings.recipe
+    shown = {name: options[name] for name in settings.output.hparams}
+    shown |= {name: metrics[name] for name in ("strategy", "world_size")}
+    shown |= {"lr": recipe.optimizer.options.get("lr"), "batch_size": recipe.batch_size}
+    shown |= {"optimizer": recipe.optimizer.name, "schedule": recipe.schedule.name}
+    shown |= {name: metrics[name] for name in ("model", "accumulate", "precision", "dataset", "seed")}
     results = {name: metrics[name] for name in ("test/acc", "val/acc", "test/loss", "perf/images_per_second")}
     results["mem/peak_gb"] = max(metrics["mem/peak_rank_bytes"], default=0) / 1e9
     known = {name: value for name, value in results.items() if value is not None}
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
-            logger.log_metrics(known, trainer.global_step)
             text = card(command(Path(sys.argv[0]).stem, *sys.argv[1:]), metrics)
-            write_to(logger, partial(show_result, logger, text, settings, known))
+            write_to(logger, partial(show_result, logger, text, shown, known, trainer.global_step))
         elif isinstance(logger, WandbLogger):
             write_to(logger, partial(logger.experiment.summary.update, metrics))
-
-
-def _persistence(engine: Any, prefix: str) -> str:
-    """Returns how many parameters ZeRO 3 shards, in elements; most models under its threshold are not sharded."""
-    whole = sum(parameter.ds_numel for parameter in engine.optimizer.persistent_parameters)
-    every = [*engine.module.parameters()]
-    total = sum(parameter.ds_numel for parameter in every)
-    of = f"{total:,} parameters"
-    remedy = f"{prefix}param_persistence_threshold 0 shards them"
-    if whole == total:
-        return f"warning: ZeRO 3 shards nothing, all {of} stay whole on every rank: {remedy}"
-    if whole:
-        return f"{whole:,} of {of} stay whole on every rank: {remedy}"
-    return f"all {of} are sharded: {sum(parameter.ds_tensor.numel() for parameter in every):,} on each rank"
 
 
 def _observer(trainer: Trainer, kind: type[Observer]) -> Observer:

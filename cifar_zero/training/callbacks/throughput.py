@@ -1,15 +1,17 @@
 """How fast a run trains: time per optimizer step, its share of waiting for data, images and FLOPs per second."""
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import psutil
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from cifar_zero.config.flags import Config
-from cifar_zero.core import start_time
+from cifar_zero.config.settings import Settings
+from cifar_zero.core import exits
 from cifar_zero.models import MODELS
 from cifar_zero.training.callbacks.curves import AtPoints, log_scalars
 from cifar_zero.training.callbacks.flops import peak_flops
@@ -77,12 +79,12 @@ class Throughput(AtPoints):
 
     def __init__(
         self,
-        config: Config,
+        settings: Settings,
         flops_per_step: int,
         recomputed_flops_per_step: int = 0,
         on_point: Callable[[Trainer, Mapping[str, float]], None] = lambda trainer, rates: None,
     ):
-        self._config = config
+        self._config = settings
         self._on_point = on_point
         self._flops_per_step = flops_per_step
         self._recomputed_flops_per_step = recomputed_flops_per_step
@@ -120,14 +122,14 @@ class Throughput(AtPoints):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         device = pl_module.device
-        peak = peak_flops(device, self._config.precision)
+        peak = peak_flops(device, self._config.placement.precision)
         self.peak_flops = peak and peak * trainer.world_size
         super().on_train_start(trainer, pl_module)
         self._clock = Stopwatch(device)
         self._first_step = trainer.global_step
         steps = trainer.estimated_stepping_batches - self._first_step
-        warmup_steps = self._config.warmup_steps
-        if steps > 0 and not self._config.bench_steps:
+        warmup_steps = self._config.output.warmup_steps
+        if steps > 0 and not self._config.recipe.bench_steps:
             warmup_steps = min(warmup_steps, steps // 2)
         self._first_timed_step = self._logged_step = self._lap_step = self._first_step + int(warmup_steps)
 
@@ -142,8 +144,9 @@ class Throughput(AtPoints):
         """Notes the end of the first step, and of every step of a benchmark; writes a point if one is due."""
         step = trainer.global_step
         if self._seconds_to_first_step is None and step > self._first_step:
-            self._seconds_to_first_step = time.time() - start_time.command_given()
-        if self._config.bench_steps and step > self._lap_step:
+            started = float(os.environ.get(exits.STARTED) or psutil.Process().create_time())
+            self._seconds_to_first_step = time.time() - started
+        if self._config.recipe.bench_steps and step > self._lap_step:
             self._lap_step = step
             self._clock.lap()
         if self._interval.due(step):
@@ -177,8 +180,8 @@ class Throughput(AtPoints):
     def rates(self, seconds: float, data_seconds: float, steps: int) -> dict[str, float]:
         """Returns perf/* of `steps` optimizer steps that took `seconds`, of which `data_seconds` waiting for data."""
         steps_per_second = steps / seconds
-        images_per_second = self._config.batch_size * steps_per_second
-        tokens = MODELS[self._config.model.name].tokens_per_image
+        images_per_second = self._config.recipe.batch_size * steps_per_second
+        tokens = MODELS[self._config.recipe.model.name].tokens_per_image
         model_flops = self._flops_per_step * steps_per_second
         recomputed_flops = self._recomputed_flops_per_step * steps_per_second
         return {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,17 +10,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cifar_module import CIFARModule
 from cifar_zero import exporting, models
-from cifar_zero.checkpoints.finetuning.load import put, read_plain, together
+from cifar_zero.checkpoints.finetuning.load import apply_delta, load_full_weights, read_plain
 from cifar_zero.checkpoints.finetuning.network import build
 from cifar_zero.checkpoints.read import RECORD, plain_network
 from cifar_zero.config import command_line
-from cifar_zero.config.flags import Choice, Config, LoRAConfig
+from cifar_zero.config.recipe import Choice, LoRAConfig
+from cifar_zero.config.settings import Settings, make_settings, tree_of
 from cifar_zero.core.errors import UsageError
 from cifar_zero.exporting import export
 from cifar_zero.training import evaluate
-from datamodule import CIFARDataModule
 
 FLAGS = ["--lora.rank", "2", "--lora.target", "fc1", "--trainable", "fc3.*", "--accelerator", "cpu"]
 TRAINED = {"fc1.lora_a", "fc1.lora_b", "fc3.weight", "fc3.bias"}
@@ -38,8 +36,8 @@ def base(tmp_path: Path) -> Path:
 def checkpoint(base: Path, small_data: list[str], tmp_path: Path) -> Path:
     """A checkpoint of a run that started from the base; the weights are made up."""
     config = command_line.parse([*small_data, *FLAGS, "--weights", str(base)])
-    net = build(config.model, 10, config.trainable, config.lora)
-    put(net, torch.load(base))
+    net = build(config.recipe.model, 10, config.recipe.trainable, config.recipe.lora)
+    load_full_weights(net, torch.load(base))
     with torch.no_grad():
         for parameter in net.parameters():
             if parameter.requires_grad:
@@ -47,9 +45,9 @@ def checkpoint(base: Path, small_data: list[str], tmp_path: Path) -> Path:
     return saved(tmp_path / "last.ckpt", dict(net.state_dict()), config)
 
 
-def saved(file: Path, weights: dict[str, Tensor], config: Config) -> Path:
+def saved(file: Path, weights: dict[str, Tensor], settings: Settings) -> Path:
     state = {f"net.{name}": value for name, value in weights.items()}
-    record = {"config": asdict(config), "classes": [f"class {label}" for label in range(10)]}
+    record = {"config": tree_of(settings), "classes": [f"class {label}" for label in range(10)]}
     torch.save({"state_dict": state, RECORD: record, "global_step": 7}, file)
     return file
 
@@ -62,15 +60,14 @@ def delta(checkpoint: Path, tmp_path: Path) -> Path:
 
 def run(program: object, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     monkeypatch.setattr(sys, "argv", ["program", *map(str, arguments)])
-    classes = [lambda: (CIFARModule, CIFARDataModule)] if program is evaluate else []
-    return program.main(*classes)  # pyright: ignore[reportAttributeAccessIssue]
+    return program.main()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_holds_only_the_trained_weights_and_restores_the_model_bit_for_bit(base: Path, checkpoint: Path, delta: Path):
     assert load_file(delta).keys() == TRAINED
     assert delta.stat().st_size < base.stat().st_size / 10
     expected = torch.load(checkpoint, weights_only=True)["state_dict"]
-    found = together(base, delta)["state_dict"]
+    found = apply_delta(base, delta)["state_dict"]
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
@@ -102,17 +99,17 @@ def test_the_programs_read_a_delta(
 def test_belongs_only_to_its_base(base: Path, checkpoint: Path, delta: Path, tmp_path: Path):
     weights = torch.load(base)
     torch.save({**weights, "fc3.bias": torch.zeros(10)}, base)  # trained, so that the base's own value does not matter
-    together(base, delta)
+    apply_delta(base, delta)
     torch.save({**weights, "fc1.weight": weights["fc1.weight"] + 1e-6}, base)
     with pytest.raises(UsageError, match=r"has another base than .* checksums"):
-        together(base, delta)
+        apply_delta(base, delta)
     torch.save(models.build("vit_tiny", 10).state_dict(), base)
     with pytest.raises(UsageError, match=r"which has no conv1\.weight"):
-        together(base, delta)
+        apply_delta(base, delta)
     with pytest.raises(UsageError, match=f"--weights BASE --delta {delta}"):
         read_plain(delta)
-    with pytest.raises(UsageError, match=r"was not written by export\.py --to delta"):
-        together(base, export_of(checkpoint, tmp_path))
+    with pytest.raises(UsageError, match=r"was not written by cifar-zero export --to delta"):
+        apply_delta(base, export_of(checkpoint, tmp_path))
 
 
 def export_of(checkpoint: Path, folder: Path) -> Path:
@@ -123,15 +120,15 @@ def export_of(checkpoint: Path, folder: Path) -> Path:
 def test_a_run_that_trained_everything_has_no_delta(tmp_path: Path):
     weights = dict(models.build("net", 10).state_dict())
     with pytest.raises(UsageError, match="trained all of its weights"):
-        export.export_delta(saved(tmp_path / "last.ckpt", weights, Config()), tmp_path / "d.safetensors")
+        export.export_delta(saved(tmp_path / "last.ckpt", weights, make_settings()), tmp_path / "d.safetensors")
 
 
 def test_the_weights_of_a_checkpoint_older_than_adapters(tmp_path: Path):
     weights = dict(models.build("net", 10).state_dict())
-    config = asdict(Config(model=Choice("net")))
+    config = tree_of(make_settings(model=Choice("net")))
     for key in ("weights", "delta", "trainable", "lora"):
         del config[key]
     state = {f"net.{name}": value for name, value in weights.items()}
     found = plain_network({"state_dict": state, RECORD: {"config": config}})
     assert all(torch.equal(found[name], value) for name, value in weights.items())
-    assert LoRAConfig() == Config().lora
+    assert LoRAConfig() == make_settings().recipe.lora

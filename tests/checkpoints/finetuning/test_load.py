@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -9,10 +8,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from cifar_zero import models
-from cifar_zero.checkpoints.finetuning.load import FILE, match, put, read_plain
+from cifar_zero.checkpoints.finetuning.load import FILE, load_full_weights, match, read_plain
 from cifar_zero.checkpoints.finetuning.network import build
 from cifar_zero.checkpoints.read import RECORD
-from cifar_zero.config.flags import Choice, Config, LoRAConfig
+from cifar_zero.config.recipe import Choice, LoRAConfig
+from cifar_zero.config.settings import make_settings, tree_of
 from cifar_zero.core.errors import UsageError
 
 
@@ -37,10 +37,10 @@ def test_every_kind_of_file(net: nn.Module, tmp_path: Path):
 def test_adapters_in_a_checkpoint_are_merged(net: nn.Module, tmp_path: Path):
     lora = LoRAConfig(rank=2, alpha=4.0, target=["fc1"])
     adapted = build(Choice("net"), 10, lora=lora)
-    put(adapted, net.state_dict())
+    load_full_weights(adapted, net.state_dict())
     nn.init.ones_(adapted.get_parameter("fc1.lora_b"))
     state = {f"net.{name}": value for name, value in adapted.state_dict().items()}
-    record = {"config": asdict(Config(lora=lora)), "classes": []}
+    record = {"config": tree_of(make_settings(lora=lora)), "classes": []}
     torch.save({"state_dict": state, RECORD: record}, tmp_path / "last.ckpt")
     found = read_plain(tmp_path / "last.ckpt")
     assert found.keys() == net.state_dict().keys()
@@ -60,7 +60,7 @@ def test_tensors_that_fit_are_loaded_and_the_rest_is_listed(net: nn.Module, tmp_
         "not used: fc3.weight (10x84), fc3.bias (10), ema.step (scalar)"
     )
     assert not (tmp_path / FILE).exists()
-    put(wider, found.loaded)
+    load_full_weights(wider, found.loaded)
     for name, value in wider.state_dict().items():
         assert torch.equal(value, before[name] if name.startswith("fc3") else weights[name])
 

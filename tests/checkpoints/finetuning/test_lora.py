@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from cifar_zero.checkpoints.finetuning.network import adapt, build, merged, on_meta
-from cifar_zero.config.flags import Choice, LoRAConfig
+from cifar_zero.config.recipe import Choice, LoRAConfig
 from cifar_zero.core.errors import UsageError
 from cifar_zero.models import Shape
 from cifar_zero.models.vit import ViT
@@ -70,9 +70,9 @@ def test_only_the_adapters_and_the_named_parameters_are_trained():
 @pytest.mark.parametrize(
     ("model", "target", "expected"),
     [
-        ("net", "fc9", "is no layer of the model: did you mean fc"),
-        ("net", "conv1", "is Conv2d, but adapters need linear layers: did you mean fc1"),
-        ("net_moe", "fc3.0.gate.wg", "cannot have an adapter, only its weight is read"),
+        ("net", "fc9", "names no linear layer that can have an adapter: did you mean fc"),
+        ("net", "conv1", "names no linear layer that can have an adapter: did you mean fc1"),
+        ("net_moe", "fc3.0.gate.wg", "names no linear layer that can have an adapter"),
     ],
 )
 def test_refused(model: str, target: str, expected: str):
@@ -82,5 +82,5 @@ def test_refused(model: str, target: str, expected: str):
 
 
 def test_a_model_without_linear_layers_is_refused():
-    with pytest.raises(UsageError, match="Sequential has no linear layers"):
+    with pytest.raises(UsageError, match="names no linear layer"):
         adapt(nn.Sequential(nn.Conv2d(3, 8, 3)), LoRAConfig(rank=1, target=["*"]))

@@ -9,7 +9,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from cifar_module import CIFARModule
 from cifar_zero import models
 from cifar_zero.checkpoints.finetuning.network import check_patterns, freeze, on_meta, trained_names
-from cifar_zero.config.flags import Choice, Config
+from cifar_zero.config.recipe import Choice
+from cifar_zero.config.settings import make_settings
 from cifar_zero.core.errors import UsageError
 from cifar_zero.models.moe import share_of, whole_names
 
@@ -54,7 +55,7 @@ class WithoutCurves(CIFARModule):
 
 def test_frozen_batch_norms_keep_their_statistics():
     """The fit has validations, after each of which Lightning sets the model back to training mode."""
-    module = WithoutCurves(Config(), 10)
+    module = WithoutCurves(make_settings(), 10)
     norms = [nn.BatchNorm2d(4), nn.BatchNorm2d(4)]
     net = module.net = nn.Sequential(nn.Conv2d(3, 4, 3), norms[0], norms[1], nn.Flatten(), nn.LazyLinear(10))
     net.eval()(torch.zeros(1, 3, 32, 32))  # for the lazy layer's shape

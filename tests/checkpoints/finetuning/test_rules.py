@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from cifar_zero.checkpoints.resume import check_same_run
 from cifar_zero.config import command_line
+from cifar_zero.config.settings import tree_of
 from cifar_zero.core.errors import UsageError
 from cifar_zero.training.resolve import resolve
 
@@ -36,13 +36,13 @@ def test_refused(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
 
 def test_lists_are_read_from_flags_and_recipes(tmp_path: Path):
     config = command_line.parse([*LORA, "fc2", "--trainable", "fc3.*", "conv*"])
-    assert (config.lora.target, config.trainable) == (["fc1", "fc2"], ["fc3.*", "conv*"])
+    assert (config.recipe.lora.target, config.recipe.trainable) == (["fc1", "fc2"], ["fc3.*", "conv*"])
     (tmp_path / "again.yaml").write_text(command_line.dump(config))
     assert command_line.parse(["--config", str(tmp_path / "again.yaml")]) == config
 
 
 def test_a_resumed_run_trains_the_same_parameters(tmp_path: Path):
-    before = asdict(
+    before = tree_of(
         command_line.parse([*LORA, "--trainable", "fc3.*", "--weights", str(tmp_path / "base" / "last.ckpt")])
     )
     same = [*LORA, "--trainable", "fc3.*", "--resume", "run"]

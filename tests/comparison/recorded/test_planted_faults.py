@@ -36,7 +36,7 @@ def test_a_planted_fault_is_found(fault: str, tmp_path: Path):
     environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "CUDA_VISIBLE_DEVICES": ""}
     quick = [] if fault == "weight_decay_on_all" else ["--quick"]  # with AdamW
     flags = ["--acceptance", *quick, "--strategies", "deepspeed_stage_1", "--devices", "2", "--out", str(tmp_path)]
-    done = run_program("compare.py", *flags, "--junit", str(tmp_path / "junit.xml"), env=environment)
+    done = run_program("compare", *flags, "--junit", str(tmp_path / "junit.xml"), env=environment)
     assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-2000:]
     comparison = json.loads((tmp_path / "acceptance" / "version_0" / "comparison.json").read_text())
     remarks = [each["verdict"]["remark"] for each in comparison["variants"] if each["verdict"]["kind"] == "different"]

@@ -6,9 +6,9 @@ import pytest
 from lightning.pytorch import Trainer
 
 from cifar_module import CIFARModule
-from cifar_zero import strategies
 from cifar_zero.config import command_line
-from cifar_zero.training.resolve import of_machine
+from cifar_zero.training.build import strategy_of
+from cifar_zero.training.resolve import make_run
 from datamodule import CIFARDataModule
 
 RATE = 0.01
@@ -20,12 +20,12 @@ RATE = 0.01
 def test_moves_a_bias_by_the_learning_rate(stage: int, small_data: list[str]) -> None:
     flags = ["--strategy", f"deepspeed_stage_{stage}", "--precision", "bf16-mixed", "--accelerator", "cpu"]
     flags += ["--optimizer", "adamw", "--optimizer.lr", str(RATE), "--init", "he"]  # with biases of 0
-    run = of_machine(command_line.parse([*small_data, *flags, "--devices", "1"]))
-    strategy = strategies.build(run)
-    module = CIFARModule(run.config, 10)
+    run = make_run(command_line.parse([*small_data, *flags, "--devices", "1"]))
+    strategy = strategy_of(run)
+    module = CIFARModule(run, 10)
     options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(strategy=strategy, accelerator="cpu", max_steps=1, limit_val_batches=0, **options)
-    trainer.fit(module, datamodule=CIFARDataModule(run.config))
+    trainer.fit(module, datamodule=CIFARDataModule(run))
     assert module.net is not None
     moved = module.net.get_parameter("fc3.bias").detach().float().abs()
     assert moved.tolist() == pytest.approx([RATE] * 10, rel=0.01)

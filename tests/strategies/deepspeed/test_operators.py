@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
-from cifar_zero import strategies
 from cifar_zero.config import command_line
 from cifar_zero.strategies import operators
+from cifar_zero.training.build import strategy_of
 from cifar_zero.training.resolve import resolve
 from tests.support.helpers import assert_ok, of_make_fuzz, run_folder_of, run_program
 
@@ -30,7 +30,7 @@ ON_CPU = ["--data.source", "digits", "--accelerator", "cpu", "--batch_size", "16
     ],
 )
 def test_operators_of_a_run(flags: str, needed: tuple[str, ...]) -> None:
-    strategy: Any = strategies.build(resolve(command_line.parse([*ON_CPU, "--strategy", *flags.split()])))
+    strategy: Any = strategy_of(resolve(command_line.parse([*ON_CPU, "--strategy", *flags.split()])))
     assert strategy.operators == needed
 
 

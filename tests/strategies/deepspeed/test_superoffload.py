@@ -12,9 +12,9 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from cifar_module import CIFARModule
-from cifar_zero import strategies
 from cifar_zero.config import command_line
-from cifar_zero.training.resolve import of_machine
+from cifar_zero.training.build import strategy_of
+from cifar_zero.training.resolve import make_run
 from datamodule import CIFARDataModule
 from tests.support.helpers import HANG_SECONDS
 
@@ -70,8 +70,8 @@ def test_the_strategy_turns_it_on(small_data: list[str], monkeypatch: pytest.Mon
 
     monkeypatch.setattr(SuperOffloadOptimizer_Stage3, "__init__", init)
     flags = ["--strategy", "deepspeed_stage_3_superoffload", "--optimizer", "adamw", "--accelerator", "cpu"]
-    run = of_machine(command_line.parse([*small_data, *flags, "--devices", "1", "--offload.cpuadam_cores_perc", "0.5"]))
-    trainer = Trainer(strategy=strategies.build(run), accelerator="cpu", logger=False)
+    run = make_run(command_line.parse([*small_data, *flags, "--devices", "1", "--offload.cpuadam_cores_perc", "0.5"]))
+    trainer = Trainer(strategy=strategy_of(run), accelerator="cpu", logger=False)
     with pytest.raises(Reached):
-        trainer.fit(CIFARModule(run.config, 10), datamodule=CIFARDataModule(run.config))
+        trainer.fit(CIFARModule(run, 10), datamodule=CIFARDataModule(run))
     assert made == [0.5]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from cifar_module import CIFARModule
 from cifar_zero.config import command_line
-from cifar_zero.config.deepspeed_examples import get_ds_config
+from cifar_zero.config.ds_config import get_ds_config
 from cifar_zero.launch.local_launcher import ADDRESS, free_port
 from datamodule import CIFARDataModule
 from tests.support.helpers import largest_difference, run_folder_of, train_all, weights_of_net

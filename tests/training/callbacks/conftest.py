@@ -4,7 +4,7 @@ TensorBoard curves."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from cifar_module import CIFARModule
-from cifar_zero.config.flags import Config
+from cifar_zero.config.settings import Settings
 from cifar_zero.data.dataset import Split, TrainOrder
 from cifar_zero.data.memory_loader import MemoryLoader
 from cifar_zero.training import fast_loop
@@ -27,7 +27,7 @@ from cifar_zero.training.callbacks.curves import TrainingCurves
 from cifar_zero.training.callbacks.flops import training_flops
 from cifar_zero.training.callbacks.memory import Memory
 from cifar_zero.training.callbacks.progress import Progress
-from cifar_zero.training.callbacks.summary import Effective
+from cifar_zero.training.callbacks.summary import EngineInfo
 from cifar_zero.training.callbacks.throughput import Throughput
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -88,7 +88,7 @@ class Run:
     trainer: Trainer
     module: CIFARModule
     datamodule: RandomImages
-    config: Config
+    config: Settings
     folder: Path
     events: EventAccumulator = field(init=False)
 
@@ -115,7 +115,7 @@ def fit(tmp_path: Path) -> Callable[..., Run]:
     """A function that trains a configuration on `num_train` images, on the CPU in this process."""
 
     def run(
-        config: Config,
+        settings: Settings,
         num_train: int,
         *more_callbacks: Callback,
         warmup_steps: int = 2,
@@ -126,20 +126,20 @@ def fit(tmp_path: Path) -> Callable[..., Run]:
         folder = tmp_path / f"run_{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
         curves = TrainingCurves()
-        flops = training_flops(config.model, len(CLASSES), config.batch_size)
-        config = replace(config, warmup_steps=warmup_steps)
-        progress = Progress(config.batch_size, curves)
-        observers = [curves, Memory(), Effective(), progress, Throughput(config, flops, on_point=progress.line)]
+        flops = training_flops(settings.recipe.model, len(CLASSES), settings.recipe.batch_size)
+        settings = settings.changed(warmup_steps=warmup_steps)
+        progress = Progress(settings.recipe.batch_size, curves)
+        observers = [curves, Memory(), EngineInfo(), progress, Throughput(settings, flops, on_point=progress.line)]
         trainer = Trainer(
             accelerator="cpu",
             devices=1,
-            max_epochs=config.epochs,
-            max_steps=config.max_steps,
-            accumulate_grad_batches=config.accumulate,
-            gradient_clip_val=config.gradient_clip_val or None,
+            max_epochs=settings.recipe.epochs,
+            max_steps=settings.recipe.max_steps,
+            accumulate_grad_batches=settings.placement.accumulate,
+            gradient_clip_val=settings.recipe.gradient_clip_val or None,
             logger=TensorBoardLogger(tmp_path, name=folder.name, version="", default_hp_metric=False),
             callbacks=[*observers, *more_callbacks],
-            log_every_n_steps=config.log_interval,
+            log_every_n_steps=settings.output.log_interval,
             default_root_dir=folder,
             use_distributed_sampler=False,
             enable_model_summary=False,
@@ -147,13 +147,13 @@ def fit(tmp_path: Path) -> Callable[..., Run]:
             num_sanity_val_steps=0,
             **{"enable_checkpointing": False, **options},
         )
-        module = module_class(config, len(CLASSES))
-        datamodule = RandomImages(num_train, config.batch_size, config.accumulate, change)
+        module = module_class(settings, len(CLASSES))
+        datamodule = RandomImages(num_train, settings.recipe.batch_size, settings.placement.accumulate, change)
         fast_loop.install(trainer)
         trainer.fit(module, datamodule=datamodule)
         took_ours = getattr(trainer.fit_loop.epoch_loop, "_step", None) is not None
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None  # float16 takes Lightning's loop
         assert took_ours or scaled or not trainer.global_step
-        return Run(trainer, module, datamodule, config, folder).read()
+        return Run(trainer, module, datamodule, settings, folder).read()
 
     return run

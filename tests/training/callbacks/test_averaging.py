@@ -12,8 +12,9 @@ from torch.optim.swa_utils import update_bn
 
 from cifar_module import CIFARModule
 from cifar_zero.checkpoints.zero_folder import AVERAGE
-from cifar_zero.config.flags import Choice, Config
-from cifar_zero.training.callbacks.averaging import Averaging, held
+from cifar_zero.config.recipe import Choice
+from cifar_zero.config.settings import Settings, make_settings
+from cifar_zero.training.callbacks.averaging import Averaging, averaged_tensors
 
 LR = Choice("sgd", {"lr": 0.05})
 STEPS = 8  # an epoch: 64 images in batches of 8
@@ -39,10 +40,10 @@ class Recorder(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         if trainer.fit_loop.epoch_loop._should_accumulate():
             return
-        self.trained.append(copy(held(pl_module)))
+        self.trained.append(copy(averaged_tensors(pl_module)))
 
     def on_validation_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        self.validated = copy(held(pl_module))
+        self.validated = copy(averaged_tensors(pl_module))
 
 
 def copy(values: dict[str, Any]) -> dict[str, Tensor]:
@@ -53,16 +54,16 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def run(fit: Callable[..., Any], config: Config, *more: Callback) -> tuple[Any, Recorder]:
+def run(fit: Callable[..., Any], settings: Settings, *more: Callback) -> tuple[Any, Recorder]:
     recorder = Recorder()
-    done = fit(config, STEPS * config.batch_size, *more, recorder, module_class=WithBatchNorm)
+    done = fit(settings, STEPS * settings.recipe.batch_size, *more, recorder, module_class=WithBatchNorm)
     return done, recorder
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_exponential_average(accumulate: int, fit: Callable[..., Any]):
     """The first 1 / (1 - 0.8) = 5 steps count equally; each later step has weight 0.2."""
-    config = Config(optimizer=LR, batch_size=8, accumulate=accumulate, epochs=2)
+    config = make_settings(optimizer=LR, batch_size=8, accumulate=accumulate, epochs=2)
     done, recorder = run(fit, config, Averaging(0.8, 0))
     assert len(recorder.trained) == 2 * STEPS
     average = recorder.trained[0]
@@ -71,13 +72,13 @@ def test_exponential_average(accumulate: int, fit: Callable[..., Any]):
     assert same(recorder.validated, average)
     assert max((average[name] - newest[name]).abs().max() for name in average) > 1e-3
     # The trained weights stay the same, and the test uses the average.
-    assert same(copy(held(done.module)), recorder.trained[-1])
+    assert same(copy(averaged_tensors(done.module)), recorder.trained[-1])
     assert same(recorder.trained[-1], run(fit, config)[1].trained[-1])
     done.trainer.test(done.module, datamodule=done.datamodule, verbose=False)
-    assert same(copy(held(done.module)), recorder.trained[-1])
+    assert same(copy(averaged_tensors(done.module)), recorder.trained[-1])
     plain = deepcopy(done.module)
     with torch.no_grad():
-        for name, value in held(plain).items():
+        for name, value in averaged_tensors(plain).items():
             value.copy_(recorder.validated[name])
     scores = plain.eval()(done.datamodule.test_images[:-1])
     expected = nn.functional.cross_entropy(scores, done.datamodule.test_labels[:-1])
@@ -86,7 +87,7 @@ def test_exponential_average(accumulate: int, fit: Callable[..., Any]):
 
 def test_equal_average_with_new_statistics(fit: Callable[..., Any]):
     """The average is over the last three of four epochs; batch norm statistics are those of all training images."""
-    config = Config(optimizer=LR, batch_size=8, epochs=4)
+    config = make_settings(optimizer=LR, batch_size=8, epochs=4)
     done, recorder = run(fit, config, Averaging(0, 0.5))
     ends = recorder.trained[2 * STEPS - 1 :: STEPS]
     assert len(ends) == 3
@@ -96,7 +97,7 @@ def test_equal_average_with_new_statistics(fit: Callable[..., Any]):
             parameter.copy_(sum(end[name].double() for end in ends) / 3)
     net.net[4].p = 0  # dropout comes after the batch norm
     update_bn(done.datamodule.train_dataloader(), net)
-    for name, value in held(net).items():
+    for name, value in averaged_tensors(net).items():
         torch.testing.assert_close(recorder.validated[name], value, rtol=0, atol=1e-6, msg=name)
     assert not torch.allclose(recorder.validated["net.1.running_mean"], ends[-1]["net.1.running_mean"], atol=1e-4)
     # The pass over the images draws numbers for its dropout: training must continue as without it.
@@ -114,12 +115,12 @@ class Frozen(WithBatchNorm):
 
 def test_a_frozen_batch_norm_keeps_its_statistics(fit: Callable[..., Any]):
     """The average keeps them too; other batch norm statistics are computed again for it."""
-    config = Config(optimizer=LR, batch_size=8, epochs=2)
+    config = make_settings(optimizer=LR, batch_size=8, epochs=2)
     done = fit(config, STEPS * 8, Averaging(0, 0.1), module_class=Frozen)
     norm = done.module.net[1]
     assert not norm.running_mean.any()
     assert (norm.running_var == 1).all()
-    assert {*held(done.module)} == {"net.5.weight", "net.5.bias"}
+    assert {*averaged_tensors(done.module)} == {"net.5.weight", "net.5.bias"}
 
 
 def test_bfloat16_weights_have_a_float32_average():
@@ -127,7 +128,7 @@ def test_bfloat16_weights_have_a_float32_average():
     averaging = Averaging(0.999, 0)
     module: Any = nn.Linear(1, 1, bias=False).bfloat16()
     averaging._held = [module.weight]
-    trainer: Any = type("Trainer", (), {"accumulate_grad_batches": 1})()
+    trainer: Any = type("Trainer", (), {"accumulate_grad_batches": 1, "strategy": None})()
     for step, value in enumerate((1.0, 1.0, 1.0, 1.0078125)):
         nn.init.constant_(module.weight, value)
         averaging.on_train_batch_end(trainer, module, None, None, step)
@@ -135,7 +136,7 @@ def test_bfloat16_weights_have_a_float32_average():
 
 
 def test_an_average_resumes_only_from_one_of_its_own_kind(fit: Callable[..., Any]):
-    done, _ = run(fit, Config(optimizer=LR, batch_size=8, epochs=1), Averaging(0.9, 0))
+    done, _ = run(fit, make_settings(optimizer=LR, batch_size=8, epochs=1), Averaging(0.9, 0))
     content: dict[str, Any] = {}
     done.observer(Averaging).on_save_checkpoint(done.trainer, done.module, content)
     assert (content[AVERAGE]["kind"], content[AVERAGE]["count"]) == ("ema", STEPS)

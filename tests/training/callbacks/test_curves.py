@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,14 +10,15 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from cifar_zero import strategies
 from cifar_zero.comparison.reading import read_losses
 from cifar_zero.comparison.result import Curve
-from cifar_zero.config.flags import Choice, Config
+from cifar_zero.config.recipe import Choice
+from cifar_zero.config.settings import Settings, make_settings
 from cifar_zero.schedules import WarmupLR
+from cifar_zero.training.build import strategy_of
 from cifar_zero.training.callbacks.curves import Interval, TrainingCurves
-from cifar_zero.training.callbacks.summary import Effective
-from cifar_zero.training.resolve import of_machine
+from cifar_zero.training.callbacks.summary import EngineInfo
+from cifar_zero.training.resolve import make_run
 
 Fit = Callable[..., Any]
 
@@ -43,12 +43,12 @@ class Witness(Callback):
         self.norms.append(math.sqrt(sum((g * g).sum().item() for g in gradients)))
 
 
-def config(**changes: Any) -> Config:
+def config(**changes: Any) -> Settings:
     """Returns a configuration of ten optimizer steps in two epochs of 40 images, a point every 4 steps, and a changing
     learning rate."""
     schedule = Choice("warmup_lr", {"warmup_num_steps": 20, "warmup_type": "linear"})
     options: dict[str, Any] = {"epochs": 2, "batch_size": 8, "accumulate": 2, "log_interval": 4, "schedule": schedule}
-    return Config(**{**options, **changes})
+    return make_settings(**{**options, **changes})
 
 
 def test_the_curves_are_means_over_the_log_interval(fit: Fit) -> None:
@@ -90,11 +90,11 @@ def test_every_deepspeed_stage_logs_the_curves_of_the_baseline(fit: Fit) -> None
     assert max(baseline.points("train/grad_norm").values()) > 0.2  # or there would be nothing to clip
     for stage in range(4):
         settings = config(strategy=f"deepspeed_stage_{stage}", **clipped)
-        strategy = strategies.build(of_machine(replace(settings, devices=1)))
+        strategy = strategy_of(make_run(settings.changed(devices=1)))
         run = fit(settings, 40, strategy=strategy)
         for tag in ("train/grad_norm", "train/loss", "train/learning_rate", "train/epoch"):
             assert run.points(tag) == pytest.approx(baseline.points(tag), rel=1e-5), f"stage {stage}, {tag}"
-        effective = run.observer(Effective).totals
+        effective = run.observer(EngineInfo).totals
         assert (effective["compute_dtype"], effective["skipped_steps"]) == ("float32", 0)
         assert effective["reduce_bucket_size"] == (62006 if stage else None)
         assert json.loads((run.folder / "deepspeed.json").read_text())["zero_optimization"]["stage"] == stage

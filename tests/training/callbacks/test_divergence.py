@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from cifar_zero.config.flags import Config
+from cifar_zero.config.settings import make_settings
 from cifar_zero.core.errors import RunError
 from cifar_zero.training.callbacks.curves import TrainingCurves
 from cifar_zero.training.callbacks.divergence import Divergence
@@ -29,7 +29,7 @@ class Poison:
 @pytest.mark.parametrize("log_interval", [1, 4, 100])
 def test_the_step_is_named_at_any_log_interval(fit: Callable[..., Any], log_interval: int):
     """A step has two micro-batches: micro-batch 9 is the first of step 5. From then on the weights are NaN too."""
-    config = Config(epochs=1, batch_size=4, accumulate=2, log_interval=log_interval)
+    config = make_settings(epochs=1, batch_size=4, accumulate=2, log_interval=log_interval)
     curves = TrainingCurves(writes_losses=False)
     with pytest.raises(RunError, match=r"from step 5 on \(epoch 1, learning rate 0.001"):
         fit(config, 48, curves, Divergence(curves), change=Poison(9))
@@ -42,7 +42,7 @@ def test_the_learning_rate_is_the_one_that_was_lowered(fit: Callable[..., Any]):
 
     curves = TrainingCurves(writes_losses=False)
     with pytest.raises(RunError, match=r"learning rate 0\.0001\b"):
-        fit(Config(epochs=1, batch_size=4), 48, curves, Divergence(curves), Lowered(), change=Poison(9))
+        fit(make_settings(epochs=1, batch_size=4), 48, curves, Divergence(curves), Lowered(), change=Poison(9))
 
 
 def test_no_checkpoint_is_written_after_divergence(fit: Callable[..., Any], tmp_path: Path):
@@ -50,7 +50,7 @@ def test_no_checkpoint_is_written_after_divergence(fit: Callable[..., Any], tmp_
 
     curves = TrainingCurves(writes_losses=False)
     saved = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1, save_top_k=-1)
-    config = Config(epochs=1, batch_size=4, log_interval=100)
+    config = make_settings(epochs=1, batch_size=4, log_interval=100)
     with pytest.raises(RunError, match="from step 3 on"):
         fit(config, 48, curves, Divergence(curves), saved, change=Poison(3), enable_checkpointing=True)
     assert [path.stem for path in sorted((tmp_path / "kept").iterdir())] == ["epoch=0-step=1", "epoch=0-step=2"]
@@ -58,7 +58,7 @@ def test_no_checkpoint_is_written_after_divergence(fit: Callable[..., Any], tmp_
 
 def test_skip_skips_the_micro_batch(fit: Callable[..., Any], capsys: pytest.CaptureFixture[str]):
     curves = TrainingCurves(writes_losses=False)
-    config = Config(epochs=1, batch_size=4, log_interval=1, on_nan="skip")
+    config = make_settings(epochs=1, batch_size=4, log_interval=1, on_nan="skip")
     run = fit(config, 48, curves, Divergence(curves), change=Poison(3))
     assert run.module.skipped == 1
     assert all(parameter.isfinite().all() for parameter in run.module.parameters())

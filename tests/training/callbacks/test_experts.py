@@ -8,7 +8,8 @@ import torch
 from lightning.pytorch import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cifar_zero.config.flags import Choice, Config
+from cifar_zero.config.recipe import Choice
+from cifar_zero.config.settings import Settings, make_settings
 from cifar_zero.models.moe import Routing, gates
 from cifar_zero.reports.figures import expert_figure
 from cifar_zero.training.callbacks import experts
@@ -42,11 +43,11 @@ def routings(module: Any) -> list[Routing]:
     return [routing for gate in gates(module.net) if (routing := gate.routing) is not None]
 
 
-def config(top_k: int = 1) -> Config:
+def config(top_k: int = 1) -> Settings:
     """Returns a configuration of ten optimizer steps of two micro-batches of eight images, experts with room for half
     of the tokens, and points at steps 4, 8 and 10."""
     model = Choice("net_moe", {"num_experts": NUM_EXPERTS, "top_k": top_k, "capacity_factor": 0.5})
-    return Config(epochs=2, batch_size=16, accumulate=2, log_interval=4, model=model)
+    return make_settings(epochs=2, batch_size=16, accumulate=2, log_interval=4, model=model)
 
 
 def share_of_largest_entropy(routing: Routing) -> float:

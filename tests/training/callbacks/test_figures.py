@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 import torch
 
-from cifar_zero.config.flags import Config
-from cifar_zero.config.inputs import NORMALIZATIONS, inputs
+from cifar_zero.config.recipe import NORMALIZATIONS, inputs
+from cifar_zero.config.settings import make_settings
 from cifar_zero.data.augment import normalize
 from cifar_zero.training.callbacks import figures
 
@@ -27,7 +27,7 @@ def test_the_most_confident_mistakes_of_all_batches_are_kept(
 
     monkeypatch.setattr(figures, "mistakes_figure", keep_mistakes)
     monkeypatch.setattr(figures, "confusion_figure", keep_confusion)
-    run = fit(Config(epochs=1, batch_size=8), 32, figures.TestFigures())
+    run = fit(make_settings(epochs=1, batch_size=8), 32, figures.TestFigures())
     run.trainer.test(run.module, datamodule=run.datamodule, verbose=False)
 
     images, labels = run.datamodule.test_images[:-1], run.datamodule.test_labels[:-1]  # without the padding

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from cifar_zero.config.flags import Choice
+from cifar_zero.config.recipe import Choice
 from cifar_zero.training.callbacks.flops import PEAKS, peak_by_name, peak_flops, training_flops
 from tests.support.helpers import parameter_count
 

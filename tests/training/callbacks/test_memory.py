@@ -5,8 +5,10 @@ import psutil
 import pytest
 import torch
 
-from cifar_zero.config.flags import Choice, Config
-from cifar_zero.training.callbacks.memory import Memory, model_states, peak_bytes
+from cifar_zero.config.recipe import Choice
+from cifar_zero.config.settings import make_settings
+from cifar_zero.strategies.hooks import Hooks
+from cifar_zero.training.callbacks.memory import Memory, peak_bytes
 
 PARAMETERS = 62_006
 FLOAT32 = 4
@@ -20,7 +22,7 @@ FLOAT32 = 4
     ],
 )
 def test_model_states_of_a_run(fit: Callable[..., Any], optimizer: str, state: int) -> None:
-    run = fit(Config(epochs=1, batch_size=8, accumulate=2, optimizer=Choice(optimizer)), 32)
+    run = fit(make_settings(epochs=1, batch_size=8, accumulate=2, optimizer=Choice(optimizer)), 32)
     totals = run.observer(Memory).totals
     expected = PARAMETERS * FLOAT32 * 2 + state
     assert totals["mem/parameter_rank_bytes"] == totals["mem/gradient_rank_bytes"] == [PARAMETERS * FLOAT32]
@@ -36,7 +38,7 @@ def test_memory_that_tensors_share_counts_once() -> None:
     optimizer = torch.optim.SGD(layer.parameters(), momentum=0.9)
     optimizer.state[layer.weight]["alias"] = layer.tied
     optimizer.state[layer.weight]["momentum_buffer"] = torch.zeros(8, 8)
-    assert model_states(layer, optimizer) == (64 * FLOAT32, 0, 64 * FLOAT32)
+    assert Hooks().state_bytes(layer, optimizer) == (64 * FLOAT32, 0, 64 * FLOAT32)
 
 
 def test_the_peak_rises_with_allocations_and_stays() -> None:

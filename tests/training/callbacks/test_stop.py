@@ -13,15 +13,15 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from cifar_zero.config import command_line
-from cifar_zero.config.flags import Choice, Config
-from cifar_zero.config.run import Consent
+from cifar_zero.config.recipe import Choice
+from cifar_zero.config.settings import Consent, make_settings
+from cifar_zero.core.console import command
 from cifar_zero.core.errors import Stopped
-from cifar_zero.core.programs import command
 from cifar_zero.training.callbacks.checkpoint import LastCheckpoint
 from cifar_zero.training.callbacks.stop import EarlyStop, Interrupt, reported
 from cifar_zero.training.resolve import resolve
 
-CONFIG = Config(epochs=3, batch_size=8)
+CONFIG = make_settings(epochs=3, batch_size=8)
 STEPS = 4
 """Steps of an epoch, which has 32 images."""
 
@@ -57,7 +57,7 @@ def test_no_checkpoint_claims_that_an_interrupted_epoch_ended(
     assert {path.name for path in folder.iterdir()} == kept
 
 
-STUCK = Config(optimizer=Choice("sgd", {"lr": 0.0}), batch_size=8, epochs=9)
+STUCK = make_settings(optimizer=Choice("sgd", {"lr": 0.0}), batch_size=8, epochs=9)
 
 
 def test_training_ends_after_patience_validations_and_prints_it(
@@ -79,7 +79,7 @@ def test_a_resumed_run_continues_counting_with_its_own_patience(fit: Callable[..
 
 
 def test_a_run_that_ends_before_its_first_validation(fit: Callable[..., Any]):
-    done = fit(replace(STUCK, max_steps=1), 16, EarlyStop(2))
+    done = fit(STUCK.changed(max_steps=1), 16, EarlyStop(2))
     assert done.trainer.global_step == 1
     assert done.observer(EarlyStop).wait_count == 0
 
@@ -99,8 +99,9 @@ def test_ctrl_c_twice_says_that_nothing_was_saved_and_what_can_be_resumed(
     if saved:
         (run_dir / "checkpoints").mkdir(parents=True)
         (run_dir / "checkpoints" / "last.ckpt").touch()
-    run = resolve(command_line.parse(["--data.source", "digits", "--accelerator", "cpu"]), Consent(True, tuple(flags)))
-    done = fit(replace(CONFIG, max_steps=2), 16, Interrupt())
+    asked = command_line.parse(["--data.source", "digits", "--accelerator", "cpu"])
+    run = resolve(replace(asked, consent=Consent(True, tuple(flags))))
+    done = fit(CONFIG.changed(max_steps=2), 16, Interrupt())
     done.observer(Interrupt).has_ended = False  # as in a step
     with pytest.raises(Stopped) as stop, reported(done.trainer, run, run_dir):
         raise Stopped(signal.SIGINT)

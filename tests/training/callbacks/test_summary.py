@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from cifar_zero.config import command_line
-from cifar_zero.config.flags import Config
+from cifar_zero.config.settings import DataConfig, make_settings
 from cifar_zero.reports.summary import MEASURED, write_json
 from cifar_zero.training.callbacks import summary
-from cifar_zero.training.callbacks.summary import Effective
+from cifar_zero.training.callbacks.summary import EngineInfo
 
 NOT_HERE = {"perf/mfu", *(f"perf/step_time_{name}_ms" for name in ("min", "median", "max"))}
 NOT_HERE |= {"perf/tokens_per_second", "reduce_bucket_size", "allgather_bucket_size"}
@@ -25,7 +24,7 @@ def test_metrics_of_a_run(fit: Callable[..., Any], tmp_path: Path) -> None:
     run = fit(command_line.parse(["--batch_size", "8", "--accumulate", "2", "--log_interval", "4"]), 40)
     run.trainer.test(run.module, datamodule=run.datamodule, verbose=False)
     logged = {name: value.item() for name, value in run.trainer.callback_metrics.items()}
-    metrics = summary.collect(run.trainer, run.module, run.datamodule, run.config)
+    metrics = summary.collect(run.trainer, run.module, run.datamodule, run.module.settings)
     assert metrics["parameters"] == 62_006
     assert (metrics["epochs"], metrics["steps"], metrics["micro_batch_size"]) == (2.0, 10, 4)
     assert (metrics["world_size"], metrics["accelerator"], metrics["dataset"]) == (1, "cpu", "synthetic")
@@ -40,7 +39,7 @@ def test_metrics_of_a_run(fit: Callable[..., Any], tmp_path: Path) -> None:
     assert {key for key in MEASURED if metrics[key] is None} == NOT_HERE
     write_json(tmp_path / "metrics.json", metrics)  # JSON can represent all of it
 
-    summary.log_results(run.trainer, replace(run.config, hparams=["optimizer.momentum"]), metrics)
+    summary.log_results(run.trainer, run.module.settings.changed(hparams=["optimizer.momentum"]), metrics)
     hparams = run.read().events.summary_metadata["_hparams_/session_start_info"]
     assert b"baseline" in hparams.plugin_data.content
     assert b"optimizer.momentum" in hparams.plugin_data.content
@@ -48,22 +47,22 @@ def test_metrics_of_a_run(fit: Callable[..., Any], tmp_path: Path) -> None:
 
 
 def test_a_run_without_test_and_validation(fit: Callable[..., Any]) -> None:
-    run = fit(Config(epochs=1, batch_size=8), 40, limit_val_batches=0)
-    metrics = summary.collect(run.trainer, run.module, run.datamodule, run.config)
+    run = fit(make_settings(epochs=1, batch_size=8), 40, limit_val_batches=0)
+    metrics = summary.collect(run.trainer, run.module, run.datamodule, run.module.settings)
     untested = {"val/acc", *(key for key in MEASURED if key.startswith("test/"))}
     assert {key for key in MEASURED if metrics[key] is None} == NOT_HERE | untested
 
 
 def test_a_fallback_is_named(fit: Callable[..., Any]) -> None:
-    run = fit(Config(epochs=1, batch_size=8), 40)
-    run.datamodule.source = "digits"
-    metrics = summary.collect(run.trainer, run.module, run.datamodule, run.config)
+    run = fit(make_settings(epochs=1, batch_size=8), 40)
+    settings = run.module.settings.changed(data=DataConfig(source="auto")).with_images_of("digits")
+    metrics = summary.collect(run.trainer, run.module, run.datamodule, settings)
     assert "digits" in metrics["fallback"]
 
 
 def test_plain_torch(fit: Callable[..., Any]) -> None:
-    run = fit(Config(epochs=1, batch_size=8), 40)
-    totals = run.observer(Effective).totals
+    run = fit(make_settings(epochs=1, batch_size=8), 40)
+    totals = run.observer(EngineInfo).totals
     assert totals == {
         "compute_dtype": "float32",
         "parameter_dtype": "float32",
@@ -77,12 +76,12 @@ def test_plain_torch(fit: Callable[..., Any]) -> None:
 def test_steps_that_the_gradient_scaler_skips_are_counted(fit: Callable[..., Any]) -> None:
     """float16 as on a GPU: the scaler halves its scale whenever it skips a step."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
-    run = fit(Config(epochs=1, batch_size=8), 80, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
-    totals = run.observer(Effective).totals
+    run = fit(make_settings(epochs=1, batch_size=8), 80, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    totals = run.observer(EngineInfo).totals
     assert (totals["compute_dtype"], totals["parameter_dtype"]) == ("float16", "float32")
     assert 0 < totals["skipped_steps"] == 24 - math.log2(scaler.get_scale()) < 10
 
 
 def test_autocast_computes_in_another_dtype_than_the_parameters(fit: Callable[..., Any]) -> None:
-    totals = fit(Config(epochs=1, batch_size=8), 40, precision="bf16-mixed").observer(Effective).totals
+    totals = fit(make_settings(epochs=1, batch_size=8), 40, precision="bf16-mixed").observer(EngineInfo).totals
     assert (totals["compute_dtype"], totals["parameter_dtype"]) == ("bfloat16", "float32")

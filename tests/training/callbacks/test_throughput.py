@@ -8,21 +8,22 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from cifar_module import CIFARModule
-from cifar_zero.config.flags import Choice, Config
-from cifar_zero.core import start_time
+from cifar_zero.config.recipe import Choice
+from cifar_zero.config.settings import make_settings
+from cifar_zero.core import exits
 from cifar_zero.training.callbacks.throughput import Throughput
 
 
 def test_rates_by_hand() -> None:
     expected = {"perf/step_time_ms": 500, "perf/data_time_ms": 125, "perf/images_per_second": 32, "perf/tflops": 6}
-    throughput = Throughput(Config(batch_size=16), flops_per_step=3 * 10**12)
+    throughput = Throughput(make_settings(batch_size=16), flops_per_step=3 * 10**12)
     assert throughput.rates(4.0, 1.0, 8) == pytest.approx(expected)
     throughput.peak_flops = 2 * 12e12  # two devices of 12 TFLOP/s
     assert throughput.rates(4.0, 1.0, 8) == pytest.approx({**expected, "perf/mfu": 0.25})
     # Recomputation of activation checkpointing is work of the device, but not of the model.
-    transformer = Throughput(Config(batch_size=16, model=Choice("vit_tiny")), flops_per_step=3 * 10**12)
+    transformer = Throughput(make_settings(batch_size=16, model=Choice("vit_tiny")), flops_per_step=3 * 10**12)
     assert transformer.rates(4.0, 1.0, 8) == pytest.approx({**expected, "perf/tokens_per_second": 32 * 64})
-    again = Throughput(Config(batch_size=16), flops_per_step=3 * 10**12, recomputed_flops_per_step=10**12)
+    again = Throughput(make_settings(batch_size=16), flops_per_step=3 * 10**12, recomputed_flops_per_step=10**12)
     again.peak_flops = 24e12
     assert again.rates(4.0, 1.0, 8) == pytest.approx({**expected, "perf/tflops": 8, "perf/mfu": 0.25})
 
@@ -75,8 +76,8 @@ def _fake_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_clock_leaves_out_warm_up_validation_and_checkpoints(
     fit: Callable[..., Any], tmp_path: Path, log_interval: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(start_time.VARIABLE, str(CLOCK.seconds - 7))
-    config = Config(epochs=2, batch_size=4, log_interval=log_interval)
+    monkeypatch.setenv(exits.STARTED, str(CLOCK.seconds - 7))
+    config = make_settings(epochs=2, batch_size=4, log_interval=log_interval)
     checkpoints = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=5, save_top_k=-1)
     options = {"warmup_steps": 4, "module_class": Sleeper, "enable_checkpointing": True}
     started = CLOCK.seconds
@@ -110,7 +111,7 @@ def test_the_wait_for_data_and_the_utilisation(fit: Callable[..., Any], monkeypa
     monkeypatch.setattr(
         "cifar_zero.training.callbacks.throughput.peak_flops", lambda device, precision: 10 * 12_818_880
     )
-    config = Config(epochs=2, batch_size=4, accumulate=2, log_interval=1)
+    config = make_settings(epochs=2, batch_size=4, accumulate=2, log_interval=1)
     run = fit(config, 32, warmup_steps=4, module_class=Sleeper, change=slow)
     waits = {step: DATA_SECONDS * (1 if step in (5, 9) else 2) for step in range(5, 17)}
     steps = {step: 2 * STEP_SECONDS + wait for step, wait in waits.items()}
@@ -134,7 +135,7 @@ class Uneven(CIFARModule):
 @pytest.mark.usefixtures("_fake_time")
 def test_a_benchmark_times_each_step_after_the_whole_warm_up(fit: Callable[..., Any]) -> None:
     """Six steps in two epochs. In a training, half of them would be the warm-up; steps 5 and 6 take 2 and 3 seconds."""
-    config = Config(epochs=2, batch_size=4, accumulate=2, log_interval=5, bench_steps=2)
+    config = make_settings(epochs=2, batch_size=4, accumulate=2, log_interval=5, bench_steps=2)
     totals = fit(config, 12, warmup_steps=4, module_class=Uneven).observer(Throughput).totals
     assert totals["perf/step_time_ms"] == pytest.approx(2500)
     spread = [totals[f"perf/step_time_{name}_ms"] for name in ("min", "median", "max")]
@@ -142,5 +143,5 @@ def test_a_benchmark_times_each_step_after_the_whole_warm_up(fit: Callable[..., 
 
 
 def test_a_run_shorter_than_the_warm_up_is_timed_too(fit: Callable[..., Any]) -> None:
-    run = fit(Config(epochs=1, batch_size=4), 16, warmup_steps=10)
+    run = fit(make_settings(epochs=1, batch_size=4), 16, warmup_steps=10)
     assert list(run.points("perf/images_per_second")) == [4]

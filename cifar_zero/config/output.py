@@ -1,0 +1,85 @@
+"""What a training leaves behind: run folders, checkpoints, curves and figures. The docstring under each field is its
+text in `--help`; numbers are at least 0 unless `limited` says more.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cifar_zero.core.usage import limited
+
+LoggerName = Literal["tensorboard", "csv", "wandb", "none"]
+
+
+@dataclass(frozen=True)
+class Output:
+    """output"""
+
+    out: str = "runs"
+    """Directory for run folders."""
+
+    name: str = ""
+    """Name of the run; its folder is <out>/<name>/version_N. Empty: <model>-<strategy>."""
+
+    resume: str = ""
+    """Resume from a checkpoint: its path, a run folder, last (the newest run of this name), or auto (like last if this
+    name has a checkpoint, otherwise from the start). All other options are that run's, as far as flags do not override
+    them; strategy and number of ranks may differ."""
+
+    save_every_n_steps: int = 0
+    """Also update last.ckpt every N optimizer steps. 0: only at the end of each epoch."""
+
+    save_every_minutes: float = 0.0
+    """Also update last.ckpt every N minutes. 0: only at the end of each epoch."""
+
+    save_top_k: int = limited(1, at_least=-1)
+    """How many of the best checkpoints to keep. -1: one of each validation. 0: none; last.ckpt is always kept."""
+
+    save_weights: bool = False
+    """Also save the float32 weights next to each checkpoint, as a safetensors file that needs no DeepSpeed to read."""
+
+    logger: list[LoggerName] = field(default_factory=lambda: ["tensorboard"])
+    """Loggers, one or more: tensorboard, csv (csv/metrics.csv in the run folder), wandb; or none."""
+
+    wandb_project: str = ""
+    """Weights & Biases: project. Empty: WANDB_PROJECT, or cifar-zero."""
+
+    wandb_run_name: str = ""
+    """Weights & Biases: name of the run. Empty: that of the run folder."""
+
+    wandb_group: str = ""
+    """Weights & Biases: group of runs that are shown together. Empty: WANDB_RUN_GROUP, or none."""
+
+    wandb_tags: list[str] = field(default_factory=list)
+    """Weights & Biases: tags, one or more."""
+
+    hparams: list[str] = field(default_factory=list)
+    """Additional options to list in TensorBoard's HPARAMS tab, one or more (optimizer.momentum model.width)."""
+
+    log_gradients: bool = False
+    """Also log the norm of each parameter's gradient (grad_norm/*) and its histogram, every --log_interval steps."""
+
+    log_weights: bool = False
+    """Also log a histogram of each weight in TensorBoard, every --log_interval steps."""
+
+    log_graph: bool = False
+    """Also draw the model as a graph in TensorBoard; builds a whole copy of it in CPU memory."""
+
+    test_figures: bool = True
+    """Draw the confusion matrix and the worst mistakes after the test. false: a short run ends seconds earlier."""
+
+    log_interval: int = limited(100, at_least=1)
+    """Optimizer steps between two logged points of the training metrics."""
+
+    plot_schedule: str = ""
+    """Plot the learning rate of each step of the run to this PNG file, and exit. Without a value: schedule.png in
+    the folder --out."""
+
+    check_gradients: bool = False
+    """Compare autograd's derivatives with finite differences, one of each parameter, print the table, and exit."""
+
+    debug: bool = False
+    """Print the full traceback of an error."""
+
+    warmup_steps: int = 20
+    """Optimizer steps at the start that the figures of speed leave out, at most half of the run; --bench_steps runs
+    them before the timed steps."""

@@ -1,0 +1,207 @@
+"""Where and how a training runs: the options that leave its maths alone. Precision is one of them: it changes only
+rounding. The docstring under each field is its text in `--help`; numbers are at least 0 unless `limited` says more.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from cifar_zero.config.strategy_specs import STRATEGIES
+from cifar_zero.core.errors import UsageError
+from cifar_zero.core.usage import limited
+
+Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "auto"]
+
+
+@dataclass(frozen=True)
+class DataAccess:
+    """data: where the images are, and how they are read"""
+
+    root: str = "data"
+    """Directory of the dataset: the download location, and the root of a folder source."""
+
+    cache: str = ""
+    """Directory for the decoded images, shared by all ranks and runs. Empty: <root>/.cifar-zero."""
+
+    url: str = ""
+    """Mirror from which to download the CIFAR archive. Empty: the URL that torchvision uses."""
+
+    loader: Literal["memory", "torch"] = "memory"
+    """memory: slices whole batches from uint8 images in shared memory. torch: the tutorial's torchvision transforms and
+    DataLoader. Both yield the same images in the same order."""
+
+    workers: int = 2
+    """Worker processes per rank of the torch loader."""
+
+
+@dataclass(frozen=True)
+class ZeROConfig:
+    """ZeRO 1 to 3, under the names of DeepSpeed's configuration"""
+
+    overlap_comm: bool = False
+    """Reduce gradients during the backward pass, on a CUDA stream of their own; stage 3 also gathers so. Has a history
+    of wrong losses (DeepSpeed issues 4298, 5347, 8061): check with cifar-zero compare."""
+
+    reduce_bucket_size: int = limited(50_000_000, at_least=1)
+    """Elements of gradients reduced at a time; at most the model, and even. Smaller: less memory, more messages."""
+
+    round_robin_gradients: bool = False
+    """Stages 1 and 2: deal parameters out in turn, so that all ranks offload gradients at the same time."""
+
+    prefetch_bucket_size: int = 50_000_000
+    """Stage 3, like all below: elements of the parameters that are gathered ahead of their use. 0: none."""
+
+    max_live_parameters: int = 1_000_000_000
+    """Elements of gathered parameters on a device beyond which none are gathered ahead."""
+
+    sub_group_size: int = limited(1_000_000_000, at_least=1)
+    """Elements that the optimizer updates at a time. Smaller sub-groups let SuperOffload overlap its updates with the
+    backward pass at a finer grain, and let --offload.ratio split the optimizer more exactly."""
+
+    param_persistence_threshold: int = 100_000
+    """Largest parameter, in elements, that every rank keeps whole. 0: none, for less memory and more messages."""
+
+    hpz_partition_size: int = limited(1, at_least=1)
+    """ZeRO++: each group of this many ranks keeps a second sharded copy of the parameters, and the backward pass
+    gathers from it. Set it to the number of GPUs per node to reduce traffic between nodes (Wang et al. 2023, arXiv
+    2306.10209). 1: no copy."""
+
+    quantized_weights: bool = False
+    """ZeRO++: gather parameters as 8-bit integers. Requires CUDA and at least two ranks. Changes the results."""
+
+    quantized_gradients: bool = False
+    """ZeRO++: reduce gradients as 4-bit integers. Requires CUDA and at least two nodes. Changes the results."""
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """offload to the CPU, under the names of DeepSpeed's configuration"""
+
+    ratio: float = limited(1.0, at_most=1)
+    """Share of the optimizer that is offloaded to the CPU, in whole sub-groups of --zero.sub_group_size; the rest stays
+    on the GPU (Twin-Flow of ZeRO-Offload++). Below 1 only with ZeRO 3, AdamW and a constant learning rate."""
+
+    pin_memory: bool = False
+    """Keep offloaded tensors in pinned (page-locked) CPU memory: faster copies, which can overlap with computation."""
+
+    cpuadam_cores_perc: float = limited(0.8, over=0, at_most=1)
+    """Share of the process's cores, above 0 to 1, on which SuperOffload runs its optimizer in a separate process."""
+
+
+@dataclass(frozen=True)
+class StrategyOptions:
+    """strategy: none of these options holds under another one"""
+
+    strategy: str = "baseline"
+    """How the run is spread over devices, and what is sharded or offloaded (names below). auto: the strategy that
+    cifar-zero plan recommends for this machine; a resumed run keeps its own."""
+
+    ds_config: str = ""
+    """Your own DeepSpeed configuration (JSON file) instead of a strategy. Its batch, clipping, precision, optimizer and
+    schedule become flags; "auto" leaves them to the flags."""
+
+    nvme_path: str = ""
+    """Directory on a local NVMe disk; required by deepspeed_stage_3_offload_nvme."""
+
+    tensor_parallel_size: int = 0
+    """Ranks that split each layer of a vit_* and compute the same images, for tensor_parallel and fsdp2. The others
+    compute other images; fsdp2 shards over them too. 0: all ranks under tensor_parallel, 1 under fsdp2."""
+
+    pipeline_parallel_size: int = 0
+    """Ranks that divide the blocks of a vit_* and compute the same images, for pipeline; the others compute other
+    images. 0: all ranks."""
+
+    zero: ZeROConfig = field(default_factory=ZeROConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """devices and precision"""
+
+    devices: int | Literal["auto"] = limited("auto", at_least=1)
+    """Ranks per node: one per GPU, or processes on the CPU. auto: the largest number of GPUs that divides the batch
+    into micro-batches of 32 images or more, or one CPU process. torchrun and SLURM set it by the ranks that they
+    start."""
+
+    num_nodes: int = limited(1, at_least=1)
+    """Number of nodes. For more than one, start the run on each node with torchrun, DeepSpeed's launcher or SLURM."""
+
+    timeout: float = limited(600.0, over=0, at_most=7 * 24 * 3600)  # Python and torch cannot represent much more
+    """Time limit of a collective, in seconds; when it expires, the waiting ranks end with an error. It must allow for a
+    rank that compiles or writes a checkpoint while the others wait. Before training, other limits apply: at least 30
+    minutes for data preparation, and 5 minutes for the rendezvous of torchrun's ranks."""
+
+    accelerator: Literal["auto", "cpu", "gpu"] = "auto"
+    """Device type. auto: the GPU if there is one, otherwise the CPU."""
+
+    accumulate: int = limited(1, at_least=1)
+    """Micro-batches per optimizer step whose gradients are accumulated."""
+
+    precision: Precision = "32-true"
+    """Number format. *-mixed: DeepSpeed and fsdp2 run a model cast to 16 bits, with float32 master weights; the other
+    strategies use autocast. auto: on a GPU bf16-mixed, or 16-mixed if it has no bfloat16; 32-true on the CPU."""
+
+
+@dataclass(frozen=True)
+class ComputeOptions:
+    """how this program's models compute; a module of somebody else decides this itself"""
+
+    activation_checkpointing: bool = False
+    """Recompute each block's activations in the backward pass: less memory, a quarter to a third more computation."""
+
+    activation_offload: bool = False
+    """Store the tensors that the forward pass saves for the backward pass in pinned CPU memory instead of GPU memory.
+    With --activation_checkpointing, only the inputs of the blocks."""
+
+    compile: bool = False
+    """Compile the model with torch.compile."""
+
+    channels_last: bool = False
+    """Use the channels_last memory format on a GPU too; faster for convolutions in half precision."""
+
+    fast_loop: bool = True
+    """Train with this project's loop: less overhead per batch. false: Lightning's own loop, with the same results."""
+
+    cuda_graphs: bool = False
+    """Compile the model and replay its forward and backward passes as one CUDA graph each. Speeds up small models,
+    whose kernels finish before the CPU can launch the next one."""
+
+
+@dataclass(frozen=True)
+class Placement(ComputeOptions, DeviceOptions, StrategyOptions):
+    """Where and how a training runs."""
+
+    data: DataAccess = field(default_factory=DataAccess)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks over all nodes; devices must be a number."""
+        assert self.devices != "auto"
+        return self.devices * self.num_nodes
+
+    @property
+    def ranks_per_model(self) -> int:
+        """Ranks that together hold one model and compute the same images."""
+        spec = STRATEGIES[self.strategy]  # the default, baseline, next to a raw DeepSpeed configuration
+        given = getattr(self, spec.size) if spec.size else 1
+        return given or (self.world_size if spec.one_replica else 1)
+
+    @property
+    def replicas(self) -> int:
+        """Models that train on images of their own; raises UsageError if the ranks cannot be divided so."""
+        replicas, left = divmod(self.world_size, self.ranks_per_model)
+        if left:
+            given = f"--{STRATEGIES[self.strategy].size} {self.ranks_per_model}"
+            raise UsageError(f"{given} must divide the {self.world_size} ranks of --devices")
+        return replicas
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the ranks are CPU processes; accelerator must not be auto."""
+        return self.accelerator == "cpu"
+
+    @property
+    def strategy_name(self) -> str:
+        """The strategy, or the file name of the raw DeepSpeed configuration that replaces it."""
+        return Path(self.ds_config).stem if self.ds_config else self.strategy

@@ -1,0 +1,267 @@
+"""The maths of a training, whatever the place where it runs. The docstring under each field is its text in `--help`;
+numbers are at least 0 unless `limited` says more. A resumed run keeps its recipe, but for the fields that say
+`may_change_on_resume`.
+"""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from cifar_zero.core.errors import UsageError
+from cifar_zero.core.usage import MAY_CHANGE, limited
+from cifar_zero.models import IMAGE_SHAPE
+
+SourceName = Literal["auto", "cifar10", "cifar100", "folder", "digits", "synthetic"]
+LossName = Literal["cross_entropy", "mse", "bce"]
+Monitor = Literal[
+    "val/acc",
+    "val/loss",
+    "val/precision",
+    "val/recall",
+    "val/f1",
+    "val/precision_weighted",
+    "val/f1_weighted",
+    "val/calibration_error",
+]
+Padding = Literal["black", "reflect"]
+Views = Literal["none", "mirror", "mirror_translate"]
+
+NORMALIZATIONS = {
+    "half": "0.5,0.5",  # of the PyTorch CIFAR tutorial: pixels from -1 to 1
+    "cifar": "0.4914,0.4822,0.4465,0.2470,0.2435,0.2616",  # of CIFAR-10's training images
+    "imagenet": "0.485,0.456,0.406,0.229,0.224,0.225",  # of ImageNet's, as torchvision's weights expect
+}
+"""Mean and standard deviation of the pixels, from 0 to 1: of all channels, or three of each."""
+
+
+class Inputs(NamedTuple):
+    """Square RGB images whose pixels, from 0 to 1, become (pixel - mean) / std."""
+
+    side: int  # height and width in pixels
+    mean: tuple[float, ...]  # of all channels, or of red, green and blue
+    std: tuple[float, ...]
+
+    def as_many(self, images: int) -> int:
+        """Returns the number of these images, at least one, that have as many pixels as images of CIFAR's size."""
+        return max(1, images * IMAGE_SHAPE[1] * IMAGE_SHAPE[2] // self.side**2)
+
+
+def inputs(side: int = IMAGE_SHAPE[1], normalization: str = "half") -> Inputs:
+    """Returns the inputs of --data.image_size and --data.normalize; raises UsageError if the latter is invalid."""
+    try:
+        numbers = [float(number) for number in NORMALIZATIONS.get(normalization, normalization).split(",")]
+    except ValueError:
+        numbers = []
+    channels = len(numbers) // 2
+    mean, std = tuple(numbers[:channels]), tuple(numbers[channels:])
+    if len(numbers) not in (2, 6) or not all(map(math.isfinite, numbers)) or min(std) <= 0:
+        known = ", ".join(NORMALIZATIONS)
+        raise UsageError(f"--data.normalize {normalization}: give {known}, or mean,std as 2 or 6 numbers, std above 0")
+    return Inputs(side, mean, std)
+
+
+PLAIN = inputs()  # images of CIFAR's size with pixels from -1 to 1
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A name from a registry (models, optimizers, schedules) with all its options."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DataRecipe:
+    """data: which images"""
+
+    source: SourceName = field(default="auto", metadata=MAY_CHANGE)
+    """Dataset. auto: CIFAR-10 from disk or by download; if neither is possible, the embedded digits, with a warning.
+    All other sources never fall back. folder: your own images, <root>/train/<class>/*.png|jpg and
+    <root>/test/<class>/*. digits: handwritten digits in CIFAR-10's shape. synthetic: random ones, for benchmarks."""
+
+    val_fraction: float = limited(0.1, below=1)
+    """Share of the training images held out for validation, chosen by seed and stratified by class. 0: train on all."""
+
+    synthetic_size: int = limited(50_000, at_least=10, may_change_on_resume=True)
+    """Number of training images of the synthetic source."""
+
+    image_size: int = limited(32, at_least=32)
+    """Side in pixels to which the images of a folder source are scaled; those of all other sources have 32."""
+
+    normalize: str = "half"
+    """Mean and standard deviation of the pixels (from 0 to 1), which become (pixel - mean) / std. half: 0.5 and 0.5.
+    cifar: of CIFAR-10, by channel. imagenet: what torchvision's pretrained weights expect. MEAN,STD: your own, as two
+    numbers, or as six for red, green and blue."""
+
+    @property
+    def inputs(self) -> Inputs:
+        """The images as the model sees them."""
+        return inputs(self.image_size, self.normalize)
+
+
+@dataclass(frozen=True)
+class AugmentConfig:
+    """augmentation of the training images (off by default), identical for every strategy and number of ranks"""
+
+    flip: Literal["none", "random", "alternating"] = "none"
+    """Horizontal flips. random: each image with probability 1/2, drawn again in each epoch. alternating: a random half
+    of the images in even epochs, the other half in odd epochs."""
+
+    crop: int = 0
+    """Padding in pixels on each side, up to half of the image's, from which a random crop of the original size is
+    taken. 0: off."""
+
+    padding: Padding = "black"
+    """Content of the padding of --augment.crop: black pixels, or the image mirrored at its edges (reflect)."""
+
+    cutout: int = 0
+    """Side in pixels of a square at a random position that is set to the mean of --data.normalize. 0: off."""
+
+    mixup: float = 0.0
+    """Mixup: blend each image and its label with another image; the share is drawn from Beta(MIXUP, MIXUP). 0: off. If
+    cutmix is on as well, each image gets one of the two with probability 1/2."""
+
+    cutmix: float = 0.0
+    """CutMix: paste a rectangle of another image into each image. Its share of the area is drawn from Beta(CUTMIX,
+    CUTMIX) and it is clipped at the borders; the labels are mixed in proportion to the pixels. 0: off."""
+
+    erasing: float = limited(0.0, at_most=1)
+    """Probability that a random rectangle, 0.02 to 0.33 of an image, is blanked out to the mean. 0: off."""
+
+    policy: Literal["none", "randaugment", "autoaugment", "trivialaugment"] = "none"
+    """Random operations on the pixels by torchvision.transforms.v2: RandAugment, AutoAugment (the policy of CIFAR-10)
+    or TrivialAugmentWide, drawn for groups of images: 64 different ones in each epoch."""
+
+    transform: str = ""
+    """Transform of your own, as FILE.py:NAME or PACKAGE.MODULE:NAME: a function or an instance that maps uint8 images
+    (N, 3, H, W) to as many of the same shape, such as a Compose of torchvision.transforms.v2. It is drawn for groups of
+    images, after --augment.policy. Only the command line may name one, as it is code."""
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """LoRA: instead of a layer's weights, train the product of two small matrices added to them (Hu et al. 2022)"""
+
+    rank: int = 0
+    """Rank of the adapters: the inner dimension of the two matrices. 0: no adapters."""
+
+    alpha: float = 16.0
+    """Scale of the adapters: their output is multiplied by alpha / rank."""
+
+    target: list[str] = field(default_factory=list)
+    """Names of linear layers that get an adapter, one or more, with wildcards * and ? ('blocks.*.attention.qkv')."""
+
+    dropout: float = limited(0.0, below=1)
+    """Dropout probability on the input of each adapter, in training."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """training"""
+
+    epochs: int = limited(2, at_least=1, may_change_on_resume=True)
+    """Number of passes over the training images."""
+
+    max_steps: int = limited(-1, at_least=-1, may_change_on_resume=True)
+    """Maximum number of optimizer steps; training stops at whichever of this and --epochs comes first. -1: no limit."""
+
+    batch_size: int = limited(4, at_least=1, at_most=2**31 - 1)  # far above a data set: sizes fit torch's int64
+    """Global batch size: images per optimizer step, over all ranks and accumulated micro-batches (DeepSpeed's
+    train_batch_size). The micro-batch of a rank is batch_size / (ranks x accumulate), where ranks that share one model
+    (tensor_parallel, pipeline) count as one."""
+
+    gradient_clip_val: float = limited(0.0, may_change_on_resume=True)
+    """Maximum global L2 norm of the gradient. 0: no clipping."""
+
+    loss: LossName = field(default="cross_entropy", metadata=MAY_CHANGE)
+    """What training minimises, and train/loss, val/loss and test/loss show. mse: squared distance of the scores from 1
+    for the class and 0 for the others. bce: binary cross-entropy, each class against the rest."""
+
+    reduce_on_plateau: int = limited(0, may_change_on_resume=True)
+    """Divide the learning rate by 10 after this many validations in a row (one per epoch) without a lower val/loss.
+    Needs --schedule constant. 0: never."""
+
+    seed: int = limited(0, at_most=2**32 - 1)
+    """Seed of the initial weights, the data order, the augmentation and the validation split."""
+
+    init: Literal["default", "xavier", "he"] = "default"
+    """Initialisation of convolutions and linear layers. xavier: uniform, for tanh and sigmoid (Glorot and Bengio 2010).
+    he: normal, for ReLU (He et al. 2015). Both set the biases to 0. default: torch's defaults."""
+
+    monitor: Monitor = field(default="val/acc", metadata=MAY_CHANGE)
+    """Metric of the validations that decides which checkpoints are the best, and when --early_stopping stops; losses
+    and errors are best when low, the others when high."""
+
+    on_nan: Literal["stop", "skip"] = field(default="stop", metadata=MAY_CHANGE)
+    """What to do if the loss is NaN or infinite. stop: end the run and report where it came from. skip: leave out the
+    micro-batch, at the cost of one device synchronisation per step."""
+
+    bench_steps: int = limited(0, may_change_on_resume=True)
+    """Benchmark: run this many timed steps after a warm-up, print the figures and skip the test. 0: train normally."""
+
+
+@dataclass(frozen=True)
+class Regularization:
+    """regularization (off by default)"""
+
+    label_smoothing: float = limited(0.0, below=1, may_change_on_resume=True)
+    """Label smoothing: share of each training label that is spread evenly over all classes, from 0 to below 1. Not
+    applied in validation and test. 0: off."""
+
+    early_stopping: int = limited(0, may_change_on_resume=True)
+    """Stop after this many validations in a row (one per epoch) without a better --monitor. 0: never."""
+
+    ema: float = limited(0.0, below=1, may_change_on_resume=True)
+    """Decay of an exponential moving average of the weights; it averages over about 1 / (1 - decay) optimizer steps, so
+    0.999 over a thousand. Validation, test, the best checkpoint and exports use the average. 0: off."""
+
+    swa_from: float = limited(0.0, below=1, may_change_on_resume=True)
+    """Stochastic weight averaging: the point of training, from 0 to below 1 of its length, from which the weights at
+    the end of each epoch (and of training) are averaged with equal weight. From its first epoch on, the average is used
+    as with --ema. 0: off."""
+
+    tta: Views = field(default="none", metadata=MAY_CHANGE)
+    """Test-time augmentation: average the scores of several views of each image in the test, but not in validation.
+    mirror: the image and its mirror image. mirror_translate: 6 views: these two, and both shifted by one pixel up and
+    left, and down and right; the unshifted views have half of the total weight."""
+
+
+@dataclass(frozen=True)
+class FineTuning:
+    """fine-tuning"""
+
+    weights: str = field(default="", metadata=MAY_CHANGE)
+    """Start from existing weights: a run folder, a checkpoint of any strategy, a safetensors file, or a torch state
+    dict. Tensors with another name or shape are initialised and listed. Optimizer and step count start fresh."""
+
+    delta: str = field(default="", metadata=MAY_CHANGE)
+    """Delta to apply on top of --weights: a file written by cifar-zero export --to delta."""
+
+    trainable: list[str] = field(default_factory=list)
+    """Names of the parameters to train, one or more, with the wildcards * and ? ('blocks.11.*' 'head.*'); all others
+    are frozen. Empty: all parameters, or with LoRA only the adapters."""
+
+
+@dataclass(frozen=True)
+class Recipe(FineTuning, Regularization, Training):
+    """The maths of a training. The defaults are the PyTorch tutorial's, plus a validation split."""
+
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    data: DataRecipe = field(default_factory=DataRecipe)
+    augment: AugmentConfig = field(default_factory=AugmentConfig, metadata=MAY_CHANGE)
+    model: Choice = field(default_factory=lambda: Choice("net"))
+    optimizer: Choice = field(default_factory=lambda: Choice("sgd"))
+    schedule: Choice = field(default_factory=lambda: Choice("constant"), metadata=MAY_CHANGE)
+    trainer: dict[str, Any] = field(default_factory=dict, metadata=MAY_CHANGE)
+
+    @property
+    def only_measures(self) -> bool:
+        """Whether the run is a benchmark: a few steps, no checkpoint, no test."""
+        return bool(self.bench_steps)
+
+    @property
+    def model_name(self) -> str:
+        """The model's name as part of a path: torchvision-resnet18, my_net.py-MyNet."""
+        return Path(self.model.name).name.replace(":", "-")  # some file systems allow no colon

@@ -1,0 +1,171 @@
+"""What a user asks for: a recipe, a placement and an output; by `resolve` they become a `Run`. No torch."""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
+from typing import Any, Literal, Self
+
+from cifar_zero.config.output import Output
+from cifar_zero.config.placement import DataAccess, Placement
+from cifar_zero.config.recipe import Choice, DataRecipe, Recipe, SourceName
+from cifar_zero.core.errors import UsageError
+
+Owner = Literal["recipe", "placement", "output"]
+
+OWNERS: dict[Owner, type] = {"recipe": Recipe, "placement": Placement, "output": Output}
+
+CHOICES = ("model", "optimizer", "schedule")
+"""Options that are a name from a registry with options of its own."""
+
+FALLBACK_SUFFIX = "-digits-fallback"
+"""Suffix of the name of a run on the embedded digits because CIFAR-10 was not available."""
+
+PLACED = ("model.ep_size",)
+"""Options of a model that say where its parts are, and so belong to the placement."""
+
+
+def sections(part: type) -> dict[str, type]:
+    """Returns the sections with dotted flags of a part, such as zero and offload, and their types."""
+    return {
+        option.name: option.default_factory
+        for option in fields(part)
+        if option.default_factory is not MISSING and is_dataclass(option.default_factory)
+    }
+
+
+SECTIONS = {name for part in OWNERS.values() for name in sections(part)}
+"""Names of all sections: --data.root, or data: {root: ...} in a recipe."""
+
+
+@dataclass(frozen=True)
+class DataConfig(DataAccess, DataRecipe):
+    """The images of a run: which ones (from the recipe), and where and how they are read (from the placement)."""
+
+
+@dataclass(frozen=True)
+class Consent:
+    """What may run code: only the command line can allow it, no recipe, run folder or checkpoint."""
+
+    trust: bool = False  # load checkpoints that could run code (--trust)
+    callbacks: tuple[str, ...] = ()  # the flags --trainer.callbacks, which name classes to import
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user asks for. Each option belongs to one of the three parts."""
+
+    recipe: Recipe = field(default_factory=Recipe)
+    placement: Placement = field(default_factory=Placement)
+    output: Output = field(default_factory=Output)
+    consent: Consent = Consent()
+    named: frozenset[str] = field(default=frozenset(), compare=False, repr=False)  # the options that are not left out
+
+    @property
+    def data(self) -> DataConfig:
+        """The images, and where they are."""
+        return DataConfig(**vars(self.recipe.data), **vars(self.placement.data))
+
+    @property
+    def run_name(self) -> str:
+        """--name, or <model>-<strategy> without one."""
+        return self.output.name or f"{self.recipe.model_name}-{self.placement.strategy_name}"
+
+    @property
+    def fell_back(self) -> bool:
+        """Whether the run is on the embedded digits because CIFAR-10 was not available."""
+        return self.data.source == "digits" and self.run_name.endswith(FALLBACK_SUFFIX)
+
+    def with_images_of(self, source: SourceName) -> Self:
+        """Returns the settings with --data.source auto decided; on the digits, the run's name says so."""
+        if self.data.source != "auto":
+            return self
+        name = self.run_name + FALLBACK_SUFFIX if source == "digits" else self.output.name
+        return self.changed(data=replace(self.data, source=source), name=name)
+
+    def option(self, name: str) -> Any:
+        """Returns the value of an option by its name, without a section."""
+        return getattr(getattr(self, owner_of(name)), name)
+
+    def changed(self, **options: Any) -> Self:
+        """Returns the settings with other values of some options: `changed(devices=2, seed=1)`. `data` is a
+        DataConfig, whose fields go to the recipe and to the placement."""
+        parts = {}
+        for owner, part in OWNERS.items():
+            given = {name: value for name, value in options.items() if name in _names(part)}
+            if "data" in given:
+                given["data"] = _part_of(part, given["data"])
+            if given:
+                parts[owner] = replace(getattr(self, owner), **given)
+        if unknown := options.keys() - {name for part in OWNERS.values() for name in _names(part)}:
+            raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
+        return replace(self, **parts)
+
+
+def make_settings(**options: Any) -> Settings:
+    """Returns the default settings with other values of some options, see `Settings.changed`."""
+    return Settings().changed(**options)
+
+
+def settings_of(tree: Mapping[str, Any]) -> Settings:
+    """Returns the settings of `tree_of`'s result. Raises TypeError if it has unknown options, of another version of the
+    program, and UsageError if it sets `trust`."""
+    check_no_consent(tree, "the checkpoint's configuration")
+    types = {**sections(Recipe), **sections(Placement), "data": DataConfig, **dict.fromkeys(CHOICES, Choice)}
+    return make_settings(**{key: types[key](**value) if key in types else value for key, value in tree.items()})
+
+
+def tree_of(given: Settings) -> dict[str, Any]:
+    """Returns all options by name, sections as dictionaries: what a checkpoint records and config.yaml shows."""
+    return {**asdict(given.recipe), **asdict(given.placement), **asdict(given.output), "data": asdict(given.data)}
+
+
+def flat(given: Settings | Mapping[str, Any]) -> dict[str, Any]:
+    """Returns every option and its value by its flag: data.root, optimizer.lr, seed; model is the model's name. Takes
+    settings, or the content of a recipe or of a checkpoint's record."""
+    found: dict[str, Any] = {}
+    for key, value in (tree_of(given) if isinstance(given, Settings) else given).items():
+        inner = {key: value}
+        if isinstance(value, Mapping):
+            options = {**value}
+            inner = {}
+            if key in CHOICES and "name" in options:
+                inner[key] = options.pop("name")
+                options = options.pop("options", options)  # in a record; config.yaml has them next to the name
+            inner |= {f"{key}.{option}": setting for option, setting in options.items()}
+        for flag, setting in inner.items():
+            found[flag] = list(setting) if isinstance(setting, tuple) else setting
+    return found
+
+
+def owner_of(flag: str) -> Owner:
+    """Returns the part that an option belongs to; `flag` is without dashes: seed, optimizer.lr, data.root."""
+    if flag in PLACED:
+        return "placement"
+    name, _, option = flag.partition(".")
+    for owner, part in OWNERS.items():
+        if name in _names(part) and (name != "data" or option in _names(sections(part)["data"])):
+            return owner
+    raise KeyError(flag)
+
+
+def may_change_on_resume(flag: str) -> bool:
+    """Returns whether a resumed run may have another value of an option: one of the placement or the output may."""
+    if owner_of(flag) != "recipe":
+        return True
+    name, _, option = flag.partition(".")
+    part, name = (DataRecipe, option) if name == "data" else (Recipe, name)
+    return next(field.metadata.get("may_change_on_resume", False) for field in fields(part) if field.name == name)
+
+
+def check_no_consent(tree: Mapping[str, Any], source: str) -> None:
+    """Raises UsageError if options that were read from a file, `source`, set `trust`: no file may let code run."""
+    if "trust" in tree:
+        raise UsageError(f"{source} sets trust, which only the command line may: take it out and add --trust")
+
+
+def _names(part: type) -> set[str]:
+    return {option.name for option in fields(part)}
+
+
+def _part_of(part: type, data: DataConfig) -> Any:
+    section = sections(part)["data"]
+    return section(**{name: getattr(data, name) for name in _names(section)})

@@ -1,0 +1,52 @@
+"""A small model made of what has broken strategies before; each trap names the report that it stands for."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cifar_zero import models
+
+WIDTH = 37
+"""Features of the hidden layers: prime, so that every strategy has to pad its shards."""
+
+
+class EdgeCases(nn.Module):
+    """Maps images (N, 3, 32, 32) to class scores; 12 thousand parameters. With `unused` every fourth micro-batch leaves
+    a branch without gradient. The branch needs one from the step's other micro-batches: torch's optimizers skip a
+    parameter without gradient, ZeRO updates it as if that were zero."""
+
+    def __init__(self, num_classes: int, options: models.EdgeCases):
+        super().__init__()
+        # A frozen part, which is in no partition (DeepSpeed issue 4055).
+        self.stem = nn.Conv2d(3, 7, 3, stride=2, padding=1).requires_grad_(False)
+        # A bias before batch normalisation: its gradient is rounding alone.
+        self.conv = nn.Conv2d(7, 11, 3, stride=2, padding=1)
+        self.conv_norm = nn.BatchNorm2d(11)
+        # Half of all elements in one tensor, cut in the middle by every partition into ranks.
+        self.project = nn.Linear(11 * 4 * 4, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        # Used twice in a forward pass: two gradients for one hook (DeepSpeed issues 8224 and 8245).
+        self.twice = nn.Linear(WIDTH, WIDTH)
+        # Tied: one tensor with two names (DeepSpeed issues 966 and 3824).
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.second.weight = self.first.weight
+        # Without a gradient in some micro-batches (DeepSpeed issues 545 and 1266).
+        self.branch = nn.Linear(WIDTH, WIDTH)
+        # One element. Without dimensions FSDP2 (torch 2.15) refuses it, and DeepSpeed (0.19.8) fails at the start.
+        self.scale = nn.Parameter(torch.ones(1))
+        self.head = nn.Linear(WIDTH, num_classes)
+        self._unused = options.unused
+        self._passes = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Returns class scores (N, classes)."""
+        features = F.relu(self.conv_norm(self.conv(self.stem(images))))
+        hidden = self.project(F.avg_pool2d(features, 2).flatten(1))
+        for layer in (self.twice, self.first, self.twice, self.second):
+            hidden = hidden + layer(F.relu(self.norm(hidden)))
+        if self.training:
+            self._passes += 1
+        if not (self._unused and self.training and self._passes % 4 == 2):  # every fourth pass
+            hidden = hidden + self.branch(F.relu(hidden))
+        return self.head(self.scale * hidden)

@@ -1,0 +1,191 @@
+"""What other packages read from DeepSpeed's engine, under ZeROStrategy and under Lightning's own DeepSpeedStrategy."""
+
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero import GatheredParameters, parameter_offload
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_grad
+from torch import Tensor
+from torch.nn import Module
+
+from cifar_zero.checkpoints.zero_folder import EXPERT
+from cifar_zero.launch.collectives import gather
+from cifar_zero.optimizers import Implementation
+from cifar_zero.strategies.deepspeed import experts
+from cifar_zero.strategies.deepspeed.checkpoint import cut, forget_second_copies, optimizer_groups, plain_names_of
+from cifar_zero.strategies.hooks import Hooks, count_bytes, tensors_in
+
+GRADIENTS = (
+    "averaged_gradients",  # deepspeed/runtime/zero/stage_1_and_2.py: of this rank's part
+    "grad_partitions_flat_buffer",  # deepspeed/runtime/zero/stage3.py: the same
+    "fp32_groups_gradients_flat",  # deepspeed/runtime/bf16_optimizer.py: in float32
+)
+"""Attributes in which DeepSpeed 0.19.8's optimizers keep gradients in addition to the model's own tensors."""
+
+MASTER_WEIGHTS = (
+    "single_partition_of_fp32_groups",  # zero/stage_1_and_2.py: of this rank; an offloaded optimizer's have gradients
+    "fp32_partitioned_groups_flat",  # zero/stage3.py: the same
+    "fp32_groups_flat_partition",  # bf16_optimizer.py
+    "fp32_groups_flat",  # fp16/fused_optimizer.py (stage 0)
+    "fp32_groups",  # fp16/unfused_optimizer.py (stage 0)
+)
+"""Attributes in which they keep the float32 weights that the optimizer updates."""
+
+
+class EngineHooks(Hooks):
+    """Reads DeepSpeed's engine and the tensors that it has sharded; see `Hooks` for what each method returns."""
+
+    @property
+    def engine(self) -> Any:
+        return self.strategy.deepspeed_engine
+
+    def optimizer_implementation(self, device_type: str, clips: bool) -> Implementation:
+        """Returns DeepSpeed's C++ one if offloaded, else torch's: DeepSpeed's fused one would have to be compiled."""
+        if offload_device(self.strategy, "offload_optimizer") != "none":
+            return "deepspeed_cpu"
+        return "torch" if device_type == "cpu" else "torch_fused"
+
+    def parameter_groups(self, module: Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Returns an optimizer's groups, the experts in groups of their own."""
+        return experts.parameter_groups(module, groups)
+
+    def plain_names(self, names: Iterable[str]) -> dict[str, str]:
+        return plain_names_of(self.engine, names)
+
+    def by_plain_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        plain = self.plain_names(tensors)
+        of_experts = {plain[name]: tensor.cpu() for name, tensor in tensors.items() if EXPERT.fullmatch(name)}
+        found = {plain[name]: tensor for name, tensor in tensors.items()}
+        for of_rank in gather(of_experts) if of_experts else ():
+            found |= of_rank
+        return found
+
+    def shape(self, parameter: Any) -> torch.Size:
+        """Returns the shape that zero.Init notes before it leaves an empty tensor at ZeRO 3."""
+        return getattr(parameter, "ds_shape", parameter.shape)
+
+    def full(self, parameter: Any) -> Tensor:
+        """Returns the master weight; at ZeRO 0 with DeepSpeed's FusedAdam, which flattens them, the module's weight."""
+        if parameter.requires_grad:
+            master = safe_get_full_fp32_param(parameter)  # of ZeRO 1 to 3 (DeepSpeed 0.19.8)
+            for parameters, target, _ in optimizer_groups(self.engine) if master is None else ():
+                if len(parameters) == 1 and parameters[0] is parameter:
+                    master = target
+            if master is not None:
+                return master.detach().to(parameter.device, torch.float32, copy=True)
+        with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            return super().full(parameter)
+
+    def full_gradient(self, parameter: Any) -> Tensor:
+        gradient = safe_get_full_grad(parameter)
+        # Next to BF16_Optimizer (ZeRO 0 of DeepSpeed 0.17.5 and older) parameter.grad is this rank's own.
+        gradient = parameter._hp_grad.view_as(parameter) if hasattr(parameter, "_hp_grad") else gradient
+        if gradient is None:
+            return torch.zeros(self.shape(parameter), device=parameter.device)
+        return gradient.detach().float() / self._scale
+
+    def write(self, parameter: Any, value: Tensor) -> None:
+        """Overwrites a parameter; at ZeRO 3 it is gathered, and what rank 0 writes is sharded again."""
+        gathered = GatheredParameters([parameter], modifier_rank=0, enabled=hasattr(parameter, "ds_id"))
+        with torch.no_grad(), gathered:
+            parameter.copy_(value)
+
+    def local(self, parameter: Any) -> Tensor:
+        """Returns the parameter itself, at ZeRO 3 its flat shard."""
+        return getattr(parameter, "ds_tensor", parameter)
+
+    def cut(self, whole: Tensor, parameter: Any) -> Tensor:
+        return cut(whole, parameter) if hasattr(parameter, "ds_tensor") else whole
+
+    @contextmanager
+    def rewriting(self) -> Generator[None, None, None]:
+        """ZeRO 3 shards the parameters that it keeps whole and gathers them again."""
+        shards = self.engine.zero_optimization_partition_weights()
+        if shards:
+            self.engine.optimizer.checkpoint_event_prologue()
+        yield
+        if shards:
+            self.engine.optimizer.checkpoint_event_epilogue()
+            forget_second_copies(self.engine.module)
+
+    def ends_step(self) -> bool:
+        """DeepSpeed steps after each micro-batch, so that Lightning calls its hook for each of them."""
+        return self.engine.is_gradient_accumulation_boundary()
+
+    def ranks_of(self, parameter: Any) -> int:
+        """Returns the ranks that hold different experts of a mixture: DeepSpeed marks their parameters."""
+        is_expert = not getattr(parameter, "allreduce", True)
+        return groups._get_expert_parallel_world_size(parameter.group_name) if is_expert else 1
+
+    def gradient_norm(self, parameters: Iterable[Any]) -> Tensor | None:
+        return None if self.engine.zero_optimization() else self.norm(parameters) / self._scale
+
+    def step_gradient_norm(self) -> float | None:
+        """Returns ZeRO's norm. Stage 0 (DeepSpeed 0.19.8) has none in float32 (DeepSpeed issue 7255), and in float16
+        one not divided by the loss scale."""
+        norm = self.engine.get_global_grad_norm()
+        return None if norm is None else float(norm)
+
+    def clip_experts_too(self) -> None:
+        """Makes stage 0 clip by the norm over all experts.
+
+        In float32 DeepSpeed 0.19.8 uses the mean of the norms of the ranks, which have different experts (DeepSpeed
+        issue 8475); in a lower precision it ignores the experts (DeepSpeed pull request 8613). Can be removed with a
+        release that fixes both. Stages 1 and 2 are correct.
+        """
+        engine, optimizer = self.engine, self.engine.optimizer
+        limit = engine.gradient_clipping()
+        if not engine.has_moe_layers or engine.zero_optimization() or not limit:
+            return
+        engine.clip_fp32_gradients = lambda: self.clip(engine.module.parameters(), limit)
+        if isinstance(optimizer, FP16_UnfusedOptimizer):
+            theirs: Any = optimizer.unscale_and_clip_grads
+            optimizer.unscale_and_clip_grads = lambda total_norm, apply_scale=True: theirs(
+                self.norm(engine.module.parameters()), apply_scale
+            )
+
+    @property
+    def _scale(self) -> float:
+        """The factor of the loss, and so of the gradients before the step; 1 unless in float16."""
+        return float(getattr(self.engine.optimizer, "loss_scale", 1.0) or 1.0)
+
+    def loss_scale(self) -> float | None:
+        optimizer = self.engine.optimizer
+        settings = getattr(optimizer, "loss_scale_config", optimizer)  # kept apart at stage 0
+        dynamic = self.engine.fp16_enabled() and getattr(settings, "dynamic_loss_scale", False)
+        return optimizer.loss_scale if dynamic else None
+
+    def skipped_steps(self) -> int:
+        return self.engine.skipped_steps
+
+    def state_bytes(self, module: Module, optimizer: Any) -> tuple[int, int, int]:
+        parameters = [tensor for each in module.parameters() for tensor in (each, getattr(each, "ds_tensor", None))]
+        master = tensors_in([getattr(optimizer, name, None) for name in MASTER_WEIGHTS])
+        gradients = [tensor.grad for tensor in tensors_in([parameters, master]) if tensor.is_leaf]
+        gradients += [getattr(optimizer, name, None) for name in GRADIENTS]
+        return count_bytes(parameters, gradients, [master, getattr(optimizer, "optimizer", optimizer).state])
+
+    def engine_config(self) -> dict[str, Any]:
+        """Returns the configuration with the ZeRO section as DeepSpeed (0.19.8) has completed it."""
+        config = self.engine._config
+        dtype = str(self.engine.communication_data_type).removeprefix("torch.")
+        zero = config.zero_config.model_dump(mode="json")
+        return {**config._param_dict, "zero_optimization": zero, "communication_data_type": dtype}
+
+    def free(self) -> None:
+        """Destroys the engine. DeepSpeed (0.19.8) holds its tensors in gradient hooks, and at stage 3 in a stack and in
+        a cache of a method."""
+        self.engine.destroy()
+        with suppress(AttributeError, KeyError):  # another release may have other names
+            parameter_offload.FWD_MODULE_STACK.clear()
+            cached = vars(PartitionedParameterCoordinator)["_PartitionedParameterCoordinator__params_to_release"]
+            cached.__closure__[0].cell_contents.cache_clear()
+
+
+def offload_device(strategy: Any, part: str) -> str:
+    """Returns where offload_optimizer or offload_param, a `part` of the configuration, puts its tensors."""
+    return strategy.config.get("zero_optimization", {}).get(part, {}).get("device", "none")

@@ -1,0 +1,207 @@
+"""The settings of a sweep: Optuna chooses and records them, and cifar-zero train trains each with each seed."""
+
+import json
+import re
+import shlex
+import statistics
+import sys
+from argparse import Namespace
+from contextlib import ExitStack, suppress
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import optuna
+from filelock import FileLock, Timeout
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.trial import FrozenTrial, TrialState
+from rich.console import Console
+from rich.table import Table
+
+from cifar_zero.checkpoints import run_folder
+from cifar_zero.config import command_line
+from cifar_zero.config.ds_config import flags_of
+from cifar_zero.config.rules import check_plain_name
+from cifar_zero.config.run import Run
+from cifar_zero.config.strategy_rules import why_not_resumed
+from cifar_zero.config.strategy_specs import AUTO
+from cifar_zero.core.console import command
+from cifar_zero.core.errors import RunError, UsageError
+from cifar_zero.training import run_process
+from cifar_zero.training.resolve import resolve
+
+METRIC = "val/acc"  # of a run's last validation; the test set must not choose, or its accuracy would be too optimistic
+NUMBER = r"([-+]?[\d.]+(?:[eE][-+]?\d+)?)"
+RANGE = re.compile(rf"{NUMBER}\.\.{NUMBER}(?::(\S+))?")  # LOW..HIGH, LOW..HIGH:log or LOW..HIGH:STEP
+
+Space = dict[str, BaseDistribution]  # by option; listed values stay text, as on the command line
+
+
+def run(arguments: Namespace, rest: list[str]) -> int:
+    """Trains the settings with train's flags `rest`; returns the exit code, 1 if one failed."""
+    check_plain_name(arguments.name)
+    if arguments.trials is not None and arguments.trials < 1:
+        raise UsageError(f"--trials must be at least 1, not {arguments.trials}")
+    space, seeds = parse(arguments.search)
+    settings = combinations(space)
+    planned = [resolved([*rest, *flags_of(each | seed)]) for each in settings for seed in seeds]
+    resumes = [] if any(map(why_not_resumed, planned)) else ["--resume", "auto"]
+    folder = Path(arguments.out) / (arguments.name or planned[0].recipe.model_name)
+    folder.mkdir(parents=True, exist_ok=True)
+    study = open_study(folder, shlex.join([*arguments.search, *rest]))
+    grid = not arguments.trials and all(isinstance(each, CategoricalDistribution) for each in space.values())
+    number = 0 if grid else arguments.trials or 20
+    with ExitStack() as stack:
+        with suppress(Timeout):  # another sweep has enqueued them, and this one helps it
+            stack.enter_context(FileLock(folder / "sweep.lock", timeout=0))
+            enqueue(study, settings if grid else [])
+        try:
+            search(study, space, seeds, number, folder, [*rest, *resumes])
+        finally:  # after Ctrl-C too
+            code = report(study, [*space], rest)
+    return code
+
+
+def parse(definitions: list[str]) -> tuple[Space, list[dict[str, Any]]]:
+    """Returns the space of --search NAME=VALUES ..., and the seeds as options; one without options if none is given."""
+    space: Space = {}
+    for definition in definitions:
+        name, _, text = definition.partition("=")
+        try:
+            space[name] = _distribution(text)
+        except ValueError as error:
+            why = str(error).rstrip(".")
+            raise UsageError(f"--search {definition}: {why}; write NAME=A,B or NAME=LOW..HIGH") from error
+    seeds = {"seed": space.pop("seed")} if "seed" in space else {}
+    if not all(isinstance(each, CategoricalDistribution) for each in seeds.values()):
+        raise UsageError("--search seed takes no range: list the seeds, seed=0,1,2")
+    return space, combinations(seeds)
+
+
+def _distribution(text: str) -> BaseDistribution:
+    found = RANGE.fullmatch(text)
+    if found is None:
+        listed = re.split(r",(?![^\[]*\])", text)  # not at the commas within [64,64]
+        if "" in listed:
+            raise ValueError("a value is missing")
+        return CategoricalDistribution(listed)
+    low, high, suffix = found.groups()
+    log, step = suffix == "log", None if suffix == "log" else suffix
+    if all(number.isdecimal() for number in (low, high, step or "1")):
+        return IntDistribution(int(low), int(high), log, int(step or 1))
+    return FloatDistribution(float(low), float(high), log, float(step) if step else None)
+
+
+def combinations(space: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns all combinations of the listed values and of the two ends of each range."""
+    values = [getattr(each, "choices", None) or (each.low, each.high) for each in space.values()]
+    return [dict(zip(space, row, strict=True)) for row in product(*values)]
+
+
+def resolved(flags: list[str]) -> Run:
+    """Returns a resolved run; raises UsageError if it cannot be trained, or not by a sweep."""
+    config = command_line.parse(flags)
+    for name in ("bench_steps", "plot_schedule", "check_gradients", "resume"):
+        if config.option(name):
+            raise UsageError(f"--{name} cannot be used in a sweep: leave it out")
+    if config.placement.strategy == AUTO or config.placement.num_nodes > 1:
+        raise UsageError(
+            "cifar-zero sweep takes neither --strategy auto nor --num_nodes: name a strategy for this machine"
+        )
+    if not config.data.val_fraction:
+        raise UsageError("a sweep ranks settings by val/acc: add --data.val_fraction 0.1")
+    return resolve(config)
+
+
+def open_study(folder: Path, record: str) -> optuna.Study:
+    """Opens or creates the study in a folder; raises UsageError if it has another record of what must not change."""
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    where = f"sqlite:///{folder / 'sweep.db'}"
+    study = optuna.create_study(storage=where, study_name="sweep", direction="maximize", load_if_exists=True)
+    if study.user_attrs.get("record", record) != record:
+        raise UsageError(f"{folder} holds a sweep with another --search or recipe: choose another --name")
+    study.set_user_attr("record", record)
+    return study
+
+
+def enqueue(study: optuna.Study, settings: list[dict[str, Any]]) -> None:
+    """Enqueues the settings and, again, what was interrupted or failed."""
+    for setting, trial in latest(study):
+        if trial.state in (TrialState.RUNNING, TrialState.FAIL):
+            study.enqueue_trial(setting)
+    for setting in settings:
+        study.enqueue_trial(setting, skip_if_exists=True)
+
+
+def latest(study: optuna.Study) -> list[tuple[dict[str, Any], FrozenTrial]]:
+    """Returns each setting and its last trial. Optuna keeps the options of an enqueued one in `fixed_params`."""
+    found = [(trial.system_attrs.get("fixed_params", trial.params), trial) for trial in study.trials]
+    return [*{str(setting): (setting, trial) for setting, trial in found}.values()]
+
+
+def unfinished(study: optuna.Study, number: int) -> bool:
+    """Whether settings are enqueued, or Optuna has chosen fewer than `number` so far; failed ones count."""
+    chosen = [trial for trial in study.trials if "fixed_params" not in trial.system_attrs]
+    return bool(study.get_trials(states=(TrialState.WAITING,))) or len(chosen) < number
+
+
+def search(
+    study: optuna.Study, space: Space, seeds: list[dict[str, Any]], number: int, folder: Path, flags: list[str]
+) -> None:
+    """Trains what is enqueued, then what Optuna chooses, each setting with each seed."""
+    while unfinished(study, number):
+        trial = study.ask(space)
+        try:
+            values = [train(folder, flags, trial.params | seed) for seed in seeds]
+        except (RunError, OSError) as error:
+            trial.set_user_attr("error", str(error))
+            study.tell(trial, state=TrialState.FAIL)
+        else:
+            trial.set_user_attr("values", values)
+            study.tell(trial, statistics.fmean(values))
+
+
+def train(folder: Path, flags: list[str], options: dict[str, Any]) -> float:
+    """Returns val/acc of a run, which is trained unless it has been; raises RunError if it failed."""
+    name = re.sub(r"[^\w.+-]+", "_", "-".join(f"{key}_{shown(value)}" for key, value in options.items()))
+    log = folder / f"{name}.log"
+    with FileLock(folder / f"{name}.lock"):  # another sweep may train the same setting
+        if not _metrics(folder, name):
+            command = [*flags, *flags_of(options), "--out", str(folder), "--name", name]
+            with run_process.start(run_process.TRAIN, command, log) as run:
+                run.wait()
+            if run.returncode or not _metrics(folder, name):
+                raise RunError(f"{name}: {run_process.failure(log, run.returncode)}")
+    value = json.loads(_metrics(folder, name)[-1].read_text()).get(METRIC)
+    if value is None:
+        fix = "an epoch must end before --max_steps; delete the folder to train it again"
+        raise RunError(f"{folder / name} ended without {METRIC}: {fix}")
+    print(f"{name}: {METRIC} {shown(value)}", file=sys.stderr, flush=True)
+    return value
+
+
+def _metrics(folder: Path, name: str) -> list[Path]:
+    return [file for each in run_process.folders(folder, name) if (file := each / run_folder.METRICS).is_file()]
+
+
+def report(study: optuna.Study, names: list[str], rest: list[str]) -> int:
+    """Prints what became of each setting, the best first; returns the exit code: 1 if one failed."""
+    found = sorted(latest(study), key=lambda each: -1.0 if each[1].value is None else each[1].value, reverse=True)
+    table = Table(*names, f"mean {METRIC}", "of each seed", "state")
+    for setting, trial in found:
+        mean = "" if trial.value is None else trial.value
+        each = ", ".join(map(shown, trial.user_attrs.get("values", [])))
+        row = [*(setting.get(name, "") for name in names), mean, each, trial.state.name.lower()]
+        table.add_row(*map(shown, row))
+    Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 160).print(table)
+    errors = [trial.user_attrs["error"] for _, trial in found if trial.state == TrialState.FAIL]
+    for error in errors:
+        print(f"failed: {error}")
+    if found and found[0][1].value is not None:
+        print(f"best    {command('train', *rest, *flags_of(found[0][0]))}")
+    return int(bool(errors))
+
+
+def shown(value: object) -> str:
+    """Returns a value as text, a number with six digits."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

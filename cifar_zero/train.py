@@ -1,0 +1,88 @@
+"""Trains and tests a CIFAR classifier: resolve -> prepare the data -> build -> fit -> test -> report; see --help."""
+
+import os
+from functools import partial
+from pkgutil import resolve_name
+from typing import Any
+
+from cifar_zero.checkpoints import resume, run_folder
+from cifar_zero.config import command_line
+from cifar_zero.config.run import Run
+from cifar_zero.core.console import torchrun
+from cifar_zero.core.errors import RunError, UsageError
+from cifar_zero.launch import local_launcher, rank_environment
+from cifar_zero.planning import survey
+from cifar_zero.training import DATAMODULE, MODULE, cpu_contention
+from cifar_zero.training.resolve import announce, resolve
+
+
+def main() -> int:
+    """Parses the command line and trains, in this process or in the ranks that it starts; returns the exit code."""
+    rank_environment.adopt()
+    run = resolve(survey.without_auto(command_line.parse(before=resume.saved_config)))
+    if run.output.plot_schedule:
+        from cifar_zero.training.build import plot_schedule
+
+        return plot_schedule(run)
+    if run.output.check_gradients:
+        from cifar_zero.training.gradient_check import check_gradients
+
+        return check_gradients(run)
+    launched = rank_environment.RUN_FILE in os.environ  # by a process that has done the following
+    if rank_environment.global_rank() == 0 and not launched:
+        run_folder.check_writable(run.output.out, run.run_name)
+        announce(run)
+    if run.placement.world_size == 1 or rank_environment.is_rank():
+        train(run)
+        return 0
+    if run.placement.num_nodes > 1:
+        raise UsageError(f"--num_nodes {run.placement.num_nodes}: start it on each node with {torchrun('train')} ...")
+    strategy = ["--strategy", run.placement.strategy]  # in place of auto
+    return local_launcher.run(run.placement.world_size, run.on_cpu, strategy, partial(resume.from_newest, run))
+
+
+def train(run: Run, module_class: Any = None, last: bool = True) -> dict[str, Any]:
+    """Trains and tests as one rank; rank 0 leaves the run folder behind. Returns metrics.json's content on every rank.
+    `module_class` replaces the run's own module; after the `last` run the process group is destroyed."""
+    before = cpu_contention.usage()
+    # These import torch and Lightning, which --help and errors in the command line do not wait for.
+    from cifar_zero.core.console import quieten
+    from cifar_zero.launch import rendezvous
+    from cifar_zero.training import build, starting
+    from cifar_zero.training.callbacks import stop, summary
+
+    quieten()
+    build.check_trainer_options(run)
+    places = rendezvous.init_process_group(run)
+    run = starting.agree_on_checkpoint(run, places)
+    images = starting.check_checkpoint(run)
+    weights = starting.pretrained_weights(run)
+    run = starting.agree_on_images(run)
+
+    datamodule = resolve_name(DATAMODULE)(run, images)
+    if rank_environment.local_rank() == 0:
+        datamodule.prepare_data()
+    is_rank_0 = rank_environment.global_rank() == 0
+    run_dir = starting.open_run(run, weights) if is_rank_0 else None
+
+    with run_folder.removed_on_failure(run_dir):
+        starting.record_places(run, places, run_dir)
+        rendezvous.set_timeout(run)
+        module = (module_class or resolve_name(MODULE))(run, run.num_classes, weights and weights.loaded)
+        trainer = build.trainer(run, run_dir)
+    if is_rank_0 and run.on_cpu:
+        cpu_contention.warn(before, cpu_contention.usage())
+
+    with stop.reported(trainer, run, run_dir):
+        trainer.fit(module, datamodule=datamodule, ckpt_path=run.output.resume or None)
+        stop.check_stopped(trainer, run, run_dir, last)
+        if not run.recipe.only_measures:
+            trainer.test(module, datamodule=datamodule, verbose=False)
+
+        metrics = summary.collect(trainer, module, datamodule, run)
+        unwritten = summary.report(trainer, run, metrics, run_dir)
+        stop.leave(trainer, last)
+    stop.check_saved(trainer)
+    if unwritten:
+        raise RunError(unwritten)
+    return metrics

@@ -1,0 +1,267 @@
+"""Known failures of the libraries, provoked for real wherever a machine without a GPU can, and the line of each."""
+
+# pyright: reportPrivateImportUsage=false
+# torch.distributed does not list its stores as exports, although they are documented.
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import re
+import shutil
+import signal
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+from cifar_zero.core import exits
+from cifar_zero.core.errors import KNOWN_FAILURES, RunError, UsageError, explain
+from tests.support.helpers import HANG_SECONDS
+
+Patch = pytest.MonkeyPatch
+
+SHORT = timedelta(milliseconds=200)  # where nothing comes
+LONG = timedelta(seconds=HANG_SECONDS)  # where something does
+HOST = "127.0.0.1"
+
+
+class Dying(Dataset[int]):
+    """Images whose worker is ended by a signal, as by a full /dev/shm (SIGBUS) or a full memory (SIGKILL)."""
+
+    def __init__(self, number: signal.Signals):
+        self.number = number
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        os.kill(os.getpid(), self.number)
+        return index
+
+
+def of_dying_worker(number: signal.Signals, reported: bool = True) -> Callable[[Path, Patch], object]:
+    """Loads a batch from such a worker; `reported`: torch hears of its end by a signal, as in a process's first run."""
+
+    def load(path: Path, patch: Patch) -> None:
+        patch.setattr("torch.utils.data._utils.signal_handling._SIGCHLD_handler_set", not reported)
+        before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        try:
+            list(DataLoader(Dying(number), num_workers=1))
+        finally:
+            signal.signal(signal.SIGCHLD, before)
+
+    return load
+
+
+def two_ranks() -> list[Any]:
+    """Gloo's process groups of two ranks, in this process."""
+    store = dist.HashStore()
+    groups: list[Any] = [None, None]
+
+    def join(rank: int) -> None:
+        groups[rank] = dist.ProcessGroupGloo(store, rank, 2, LONG)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return groups
+
+
+def lost_rank(path: Path, patch: Patch) -> None:
+    """Gloo's answer where a rank ends within a collective."""
+    groups = two_ranks()
+    work = groups[0].allreduce([torch.ones(1)])
+    groups.pop()
+    work.wait()
+
+
+def absent_rank(path: Path, patch: Patch) -> None:
+    """Gloo's answer where a rank never reaches a collective."""
+    groups = two_ranks()
+    options = dist.AllreduceOptions()
+    options.timeout = SHORT
+    groups[0].allreduce([torch.ones(1)], options).wait()
+
+
+def unanswered_store(path: Path, patch: Patch) -> None:
+    store = dist.TCPStore(HOST, 0, 1, True, LONG)
+    store.set_timeout(SHORT)
+    store.get("key")
+
+
+def lost_store(path: Path, patch: Patch) -> None:
+    """The answer of torch's store where rank 0, which keeps it, ends."""
+    server = dist.TCPStore(HOST, 0, 1, True, LONG)
+    client = dist.TCPStore(HOST, server.port, 1, False, LONG)
+    del server
+    client.get("key")
+
+
+def no_cuda_home(path: Path, patch: Patch) -> None:
+    """DeepSpeed's question for nvcc's version, without a CUDA toolkit."""
+    from deepspeed.ops.op_builder.builder import installed_cuda_version
+
+    patch.setattr("torch.utils.cpp_extension.CUDA_HOME", None)
+    installed_cuda_version()
+
+
+def no_cuda_home_for_torch(path: Path, patch: Patch) -> None:
+    """torch's answer without a CUDA toolkit."""
+    from torch.utils.cpp_extension import CUDAExtension
+
+    patch.setattr("torch.utils.cpp_extension.CUDA_HOME", None)
+    CUDAExtension("kernels", ["kernels.cu"])
+
+
+def no_compiler(path: Path, patch: Patch) -> None:
+    """Builds DeepSpeed's CPU Adam with nothing in PATH but ninja."""
+    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
+
+    found = shutil.which("ninja")
+    assert found is not None  # DeepSpeed requires it
+    (path / "ninja").symlink_to(found)
+    _build_alone(path, patch, CPUAdamBuilder())
+
+
+def no_ninja(path: Path, patch: Patch) -> None:
+    """Builds DeepSpeed's CPU Adam with nothing in PATH."""
+    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
+
+    _build_alone(path, patch, CPUAdamBuilder())
+
+
+def _build_alone(path: Path, patch: Patch, builder: Any) -> None:
+    patch.setenv("PATH", str(path))
+    patch.setenv("TORCH_EXTENSIONS_DIR", str(path))
+    patch.delenv("CXX", raising=False)
+    builder.jit_load(verbose=False)
+
+
+PROVOKED: dict[str, tuple[Callable[[Path, Patch], object], str]] = {
+    "cpu memory": (lambda path, patch: torch.empty(1 << 60), "the machine's memory is full"),
+    "python memory": (lambda path, patch: bytearray(1 << 60), "the machine's memory is full"),
+    "shared memory": (of_dying_worker(signal.SIGBUS), "a worker of the loader was killed"),
+    "killed worker": (of_dying_worker(signal.SIGKILL), "a worker of the loader was killed"),
+    "ended worker": (of_dying_worker(signal.SIGKILL, reported=False), "a worker of the loader was killed"),
+    "no rank 0": (
+        lambda path, patch: dist.TCPStore(HOST, 1, 1, False, SHORT),
+        "another rank has ended",
+    ),
+    "no rank 1": (
+        lambda path, patch: dist.TCPStore(HOST, 0, 2, True, SHORT),
+        "another rank has ended",
+    ),
+    "lost rank": (lost_rank, "another rank has ended"),
+    "lost store": (lost_store, "another rank has ended"),
+    "absent rank": (absent_rank, "another rank has ended"),
+    "store": (unanswered_store, "another rank has ended"),
+    "no CUDA_HOME": (no_cuda_home, "DeepSpeed's code could not be compiled"),
+    "no CUDA_HOME, torch": (no_cuda_home_for_torch, "DeepSpeed's code could not be compiled"),
+    "no ninja": (no_ninja, "DeepSpeed's code could not be compiled"),
+    "no compiler": (no_compiler, "DeepSpeed's code could not be compiled"),
+}
+"""What is done, and how its line begins."""
+
+
+@pytest.mark.parametrize("name", PROVOKED)
+def test_provoked(name: str, tmp_path: Path, monkeypatch: Patch):
+    provoke, says = PROVOKED[name]
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - of many kinds
+        provoke(tmp_path, monkeypatch)
+    line = str(explain(caught.value))
+    assert line.startswith(says), repr(caught.value)
+    assert re.fullmatch(r"[^\n]+; [^\n]+", line)
+
+
+@pytest.mark.parametrize(
+    ("library", "text", "says"),
+    [
+        ("libc10_cuda.so", "CUDA out of memory. Tried to allocate ", "the GPU's memory is full"),
+        (
+            "libtorch_cuda.so",
+            "Watchdog caught collective operation timeout: ",
+            "another rank has ended",
+        ),
+        (
+            "libtorch_cuda.so",
+            "a remote process exiting prematurely",
+            "another rank has ended",
+        ),
+    ],
+)
+def test_what_takes_a_gpu(library: str, text: str, says: str):
+    """The libraries still use these error texts."""
+    file = Path(torch.__file__).parent / "lib" / library
+    if not file.exists():
+        pytest.skip(f"a torch without CUDA: no {library}")
+    with file.open("rb") as content, mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ) as memory:
+        assert memory.find(text.encode()) >= 0
+    assert str(explain(torch.OutOfMemoryError(text) if "memory" in text else RuntimeError(text))).startswith(says)
+
+
+def test_guarded(capsys: pytest.CaptureFixture[str], monkeypatch: Patch):
+    def main() -> int:
+        torch.empty(1 << 60)
+        return 0
+
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    assert exits.guarded(main) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: the machine's memory is full; double --accumulate")
+    monkeypatch.setattr("sys.argv", ["train.py", "--debug"])
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
+        exits.guarded(main)
+
+
+def test_unknown_failures_keep_their_line(capsys: pytest.CaptureFixture[str], monkeypatch: Patch):
+    monkeypatch.setattr("sys.argv", ["train.py"])
+
+    def fail_with(error: Exception) -> str:
+        def main() -> int:
+            raise error
+
+        assert exits.guarded(main) == 1
+        return capsys.readouterr().err
+
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "last.ckpt")
+    assert fail_with(full) == "error: No space left on device (last.ckpt)\n"
+    missing = ModuleNotFoundError("No module named 'onnx'", name="onnx")
+    assert fail_with(missing) == "error: the package onnx is not installed: pip install onnx\n"
+    assert fail_with(KeyError("step")) == "error: KeyError: 'step' (--debug shows where)\n"
+
+
+def test_every_row_is_met():
+    met = [says for _, says in PROVOKED.values()] + ["the GPU's memory"]
+    for row in KNOWN_FAILURES:
+        assert any(row.cause.startswith(says) for says in met), row.cause
+
+
+def test_what_led_to_it_counts():
+    known = torch.OutOfMemoryError("CUDA out of memory.")
+    handled, caused, hidden = ValueError("while handling it"), ValueError("from it"), ValueError("from None")
+    handled.__context__ = caused.__cause__ = hidden.__context__ = known
+    hidden.__suppress_context__ = True
+    assert explain(handled) == explain(caused) == explain(known)
+    assert explain(hidden) is None
+
+
+def test_own_errors_stay():
+    assert explain(UsageError("ours")) is None
+    assert explain(RunError("ours")) is None
+    assert explain(KeyError("step")) is None
+
+
+def test_a_chain_that_leads_back_to_itself_ends() -> None:
+    first, second = ValueError("first"), ValueError("second")
+    first.__cause__, second.__cause__ = second, first
+    assert explain(first) is None
