@@ -45,7 +45,7 @@ recipes: .venv/dev  ## a few steps of every recipe, on one rank and under ZeRO o
 	RECIPES=1 $(WITH_NINJA) $(BIN)/pytest tests/distributed/test_recipes.py tests/commands/test_readme.py tests/commands/test_cluster.py tests/commands/test_install.py
 
 bench: .venv/dev  ## one round of each comparison with the reference loops: a few minutes (docs/performance.md)
-	for name in tutorial limit startup data "deepspeed --stages 3" "threads --steps 4"; do $(BIN)/python -m benchmarks.speed $$name --repeats 1 || exit; done
+	for name in tutorial limit data "deepspeed --stages 3"; do $(BIN)/python -m benchmarks.speed $$name --repeats 1 || exit; done
 
 gpu: .venv/dev  ## the first minutes on a GPU: agreement, memory, speed, the largest model; continues where it stopped
 	$(WITH_NINJA) $(BIN)/python -m benchmarks.gpu

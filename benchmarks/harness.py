@@ -1,4 +1,4 @@
-"""The rounds in which a comparison is measured, and the tables that show it."""
+"""The rounds in which a comparison is measured, and the Markdown tables that show it."""
 
 import os
 import statistics
@@ -7,18 +7,11 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 from benchmarks.runs import ROOT, RunFailed
 from cifar_zero.core import exits
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import core_count, cpu_name, gpu_count
 from cifar_zero.reports.summary import git_commit, versions
-
-WIDTH = 120  # characters of a line where the output is not a terminal
 
 Figures = Mapping[str, float]  # what one run measured; keys are those of UNITS, and others that no table shows
 
@@ -27,9 +20,6 @@ UNITS = {
     "step_time_ms": "ms a step",
     "seconds_to_first_step": "s to the first step",
     "seconds_to_first_batch": "s to the first batch",
-    "seconds": "s",
-    "own_mb": "MB of its own",
-    "mapped_mb": "MB of files",
 }
 """The heading of each figure, in the order of the columns."""
 
@@ -40,8 +30,7 @@ class Case:
 
     name: str  # what is compared
     contenders: Mapping[str, Callable[[], Figures]]  # by name, a function that makes one run in a fresh process
-    ratios: Sequence[tuple[str, str]] = ()  # pairs of contenders, the first divided by the second
-    ratio_of: str = "images_per_second"  # the figure that is divided
+    ratios: Sequence[tuple[str, str]]  # pairs of contenders; images per second of the first / the second
 
 
 def parse(parser: exits.Parser) -> Namespace:
@@ -63,10 +52,8 @@ def parse(parser: exits.Parser) -> Namespace:
 def compare(name: str, cases: Sequence[Case], given: Namespace) -> int:
     """Measures every case and prints its table; progress goes to the standard error. Returns the exit code: 1 if a run
     failed."""
-    progress = Console(stderr=True, highlight=False)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
-    console.print(heading(name, given.repeats, given.accelerator), markup=False, soft_wrap=True)
-    total, done, failures = given.repeats * sum(len(case.contenders) for case in cases), 0, 0
+    print(heading(name, given.repeats, given.accelerator), flush=True)
+    total, done, has_failed = given.repeats * sum(len(case.contenders) for case in cases), 0, False
     for case in cases:
         runs: dict[str, list[Figures | None]] = {contender: [] for contender in case.contenders}
         failed: dict[str, RunFailed] = {}
@@ -74,66 +61,75 @@ def compare(name: str, cases: Sequence[Case], given: Namespace) -> int:
             # Every other round is in reverse order, so that a machine that warms up or slows down favours no contender.
             for contender in list(case.contenders)[:: -1 if repeat % 2 else 1]:
                 done += 1
-                progress.print(f"run {done} of {total}: {case.name}: {contender}", markup=False, soft_wrap=True)
+                print(f"run {done} of {total}: {case.name}: {contender}", file=sys.stderr, flush=True)
                 try:
                     runs[contender].append(case.contenders[contender]())
                 except RunFailed as failure:
                     runs[contender].append(None)
                     failed[contender] = failure
-        console.print(f"\n[bold]{escape(case.name)}[/]")
-        console.print(table(runs, case.ratios, case.ratio_of))
+        print(f"\n{markdown(case.name, rows(runs, case.ratios))}")
         for contender, failure in failed.items():
-            console.print(f"failed: {contender} {failure}", markup=False, soft_wrap=True)
-        failures += len(failed)
-    return 1 if failures else 0
+            print(f"failed: {contender} {failure}")
+        has_failed = has_failed or bool(failed)
+    return int(has_failed)
 
 
 def heading(name: str, rounds: int, accelerator: str) -> str:
     """Returns three lines that name the benchmark, the machine, the versions and the commit."""
     cores = core_count()
-    machine = f"{cpu_name()}, {cores} core{'s'[: cores > 1]}"
+    machine = f"{cpu_name()}, {cores} {'core' if cores == 1 else 'cores'}"
     if accelerator == "gpu":
-        import torch
+        import torch  # the command's other errors are answered without it
 
         machine += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
     found = versions()
     shown = ", ".join(f"{package} {found[package]}" for package in ("python", "torch", "lightning", "deepspeed"))
-    title = f"{name}; minimum / median / maximum of {rounds} round{'s'[: rounds > 1]}; ratios are taken within a round"
+    title = f"{name}; rounds: {rounds}; minimum / median / maximum; ratios are taken within a round"
     load = f"load average {os.getloadavg()[0]:.2f}"
     return f"{title}\n{machine}; {load}\n{shown}; commit {git_commit(ROOT) or 'unknown'}"
 
 
-def table(runs: Mapping[str, Sequence[Figures | None]], ratios: Sequence[tuple[str, str]], ratio_of: str) -> Table:
-    """Returns the table of a comparison: `runs` are the figures of each round, None where the run failed; see `Case`
-    for the others."""
-    found = {figure for rounds in runs.values() for one in rounds if one for figure in one}
-    shown = [figure for figure in UNITS if figure in found]
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    made.add_column("", no_wrap=True)
-    for figure in shown:
-        made.add_column(UNITS[figure], justify="right", no_wrap=True)
+def rows(runs: Mapping[str, Sequence[Figures | None]], ratios: Sequence[tuple[str, str]]) -> dict[str, dict[str, str]]:
+    """Returns the rows of a comparison's table: `runs` are the figures of each round, None where the run failed."""
+    found: dict[str, dict[str, str]] = {}
     for name, rounds in runs.items():
         known = [one for one in rounds if one is not None]
         failed = len(rounds) - len(known)
-        label = name if not failed else f"{name}: {failed} of {len(rounds)} failed"
-        made.add_row(escape(label), *(spread([one[key] for one in known if key in one]) for key in shown))
+        label = f"{name}: {failed} of {len(rounds)} failed" if failed else name
+        found[label] = {UNITS[key]: spread([one[key] for one in known]) for key in UNITS if known and key in known[0]}
     for over, under in ratios:
-        cell = spread(paired_ratios(runs[over], runs[under], ratio_of))
-        made.add_row(escape(f"{over} / {under}"), *(cell if key == ratio_of else "" for key in shown), style="bold")
-    return made
+        ratio = spread(paired_ratios(runs[over], runs[under]))
+        found[f"**{over} / {under}**"] = {UNITS["images_per_second"]: ratio}
+    return found
 
 
-def paired_ratios(over: Sequence[Figures | None], under: Sequence[Figures | None], figure: str) -> list[float]:
-    """Returns the ratio of each round in which both ran: within a round, the machine was in the same state for both."""
-    pairs = zip(over, under, strict=True)
-    return [first[figure] / second[figure] for first, second in pairs if first is not None and second is not None]
+def markdown(corner: str, table: Mapping[str, Mapping[str, object]]) -> str:
+    """Returns a Markdown table of rows by name; `corner` is the heading of the names."""
+    columns = list(dict.fromkeys(column for row in table.values() for column in row))
+    lines: list[Sequence[object]] = [[corner, *columns], ["---"] * (len(columns) + 1)]
+    for name, row in table.items():
+        lines.append([name, *(row.get(column, "") for column in columns)])
+    cells = [[str(cell).replace("\n", " ").replace("|", "\\|") for cell in line] for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
+def paired_ratios(over: Sequence[Figures | None], under: Sequence[Figures | None]) -> list[float]:
+    """Returns the ratio of images per second of each round in which both ran: within a round, the machine was in the
+    same state for both."""
+    key, pairs = "images_per_second", zip(over, under, strict=True)
+    return [first[key] / second[key] for first, second in pairs if first is not None and second is not None]
 
 
 def spread(values: Sequence[float]) -> str:
     """Returns "minimum / median / maximum", or "-" for no values."""
-    return " / ".join(map(number, (min(values), statistics.median(values), max(values)))) if values else "-"
+    if not values:
+        return "-"
+    return " / ".join(map(number, (min(values), statistics.median(values), max(values))))
 
 
 def number(value: float) -> str:
     """Formats a figure with three digits or more: 0.812, 2.61, 34.2, 3,329."""
-    return f"{value:,.{2 if 1 <= value < 10 else 1 if 10 <= value < 100 else 3 if value < 1 else 0}f}"
+    for bound, decimals in ((1, 3), (10, 2), (100, 1)):
+        if value < bound:
+            return f"{value:.{decimals}f}"
+    return f"{value:,.0f}"

@@ -26,7 +26,7 @@ TIMEOUT_SECONDS = 1800.0
 FIGURES = ("images_per_second", "step_time_ms", "seconds_to_first_step")
 """The metrics of metrics.json that a benchmark uses; they are named perf/* there."""
 
-TAIL_LINES = 15  # lines of output shown of a failed run
+TAIL_LINES = 30  # lines of output shown of a failed run
 
 NOT_INHERITED = (
     *("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),

@@ -12,7 +12,7 @@ from cifar_zero.core.console import torchrun
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.launch import local_launcher, rank_environment
 from cifar_zero.planning import survey
-from cifar_zero.training import DATAMODULE, MODULE, cpu_contention
+from cifar_zero.training import DATAMODULE, MODULE
 from cifar_zero.training.resolve import announce, resolve
 
 
@@ -44,7 +44,6 @@ def main() -> int:
 def train(run: Run, module_class: Any = None, last: bool = True) -> dict[str, Any]:
     """Trains and tests as one rank; rank 0 leaves the run folder behind. Returns metrics.json's content on every rank.
     `module_class` replaces the run's own module; after the `last` run the process group is destroyed."""
-    before = cpu_contention.usage()
     # These import torch and Lightning, which --help and errors in the command line do not wait for.
     from cifar_zero.core.console import quieten
     from cifar_zero.launch import rendezvous
@@ -70,18 +69,16 @@ def train(run: Run, module_class: Any = None, last: bool = True) -> dict[str, An
         rendezvous.set_timeout(run)
         module = (module_class or resolve_name(MODULE))(run, run.num_classes, weights and weights.loaded)
         trainer = build.trainer(run, run_dir)
-    if is_rank_0 and run.on_cpu:
-        cpu_contention.warn(before, cpu_contention.usage())
 
     with stop.reported(trainer, run, run_dir):
         trainer.fit(module, datamodule=datamodule, ckpt_path=run.output.resume or None)
-        stop.check_stopped(trainer, run, run_dir, last)
+        stop.check_stopped(trainer, run, run_dir, destroy_group=last)
         if not run.recipe.only_measures:
             trainer.test(module, datamodule=datamodule, verbose=False)
 
         metrics = summary.collect(trainer, module, datamodule, run)
         unwritten = summary.report(trainer, run, metrics, run_dir)
-        stop.leave(trainer, last)
+        stop.shutdown(trainer, destroy_group=last)
     stop.check_saved(trainer)
     if unwritten:
         raise RunError(unwritten)

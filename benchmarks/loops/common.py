@@ -35,13 +35,8 @@ class CIFAR10InMemory(torchvision.datasets.CIFAR10):
         dataset = sources.load(DataConfig(source="synthetic", cache=cache), "synthetic")
         self.data = np.ascontiguousarray(dataset.train_images.transpose(0, 2, 3, 1))  # (N, 32, 32, 3), as in CIFAR10
         self.targets = dataset.train_labels.tolist()
-        self.transform = to_normalised_tensor()
+        self.transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,) * 3, (0.5,) * 3)])
         self.target_transform = None
-
-
-def to_normalised_tensor() -> transforms.Compose:
-    """Returns the transform of the tutorial and DeepSpeedExamples, from uint8 to float32 from -1 to 1."""
-    return transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))])
 
 
 class Clock:

@@ -1,6 +1,6 @@
 """Reads a checkpoint of any strategy in the one form that Lightning's plain strategies write, and its weights."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,24 +48,19 @@ def checked(content: dict[str, Any], name: object) -> dict[str, Any]:
 
 def check_resumable(content: Mapping[str, Any], name: object) -> None:
     """Raises UsageError if a checkpoint lacks what a run needs to continue."""
-    _check_has(content, ("epoch", "global_step", "loops", "optimizer_states", "lr_schedulers"), name)
-    _check_has(content["loops"], ("fit_loop",), name)
+    lacking = {"epoch", "global_step", "loops", "optimizer_states", "lr_schedulers"} - content.keys()
     optimizer: dict[str, Any] = {}
     if RECORD in content:
-        _check_has(content[RECORD], ("random_states", "images"), name)
+        lacking |= {"random_states", "images"} - content[RECORD].keys()
         optimizer = content[RECORD]["config"]["optimizer"]["options"]
+    if lacking:
+        raise of_another_version(name, KeyError(min(lacking)))
     states = content["optimizer_states"]
     stateless = not optimizer.get("momentum", 1) or not content["global_step"]  # SGD, before the first step any other
     if not states or not (stateless or any(each["state"] for each in states)):
         raise UsageError(
             f"{name} has no state of the optimizer: start a run from its weights with --weights {name} without --resume"
         )
-
-
-def _check_has(content: Mapping[str, Any], keys: Collection[str], name: object) -> None:
-    for key in keys:
-        if key not in content:
-            raise of_another_version(name, KeyError(key))
 
 
 def of_another_version(name: object, error: Exception) -> UsageError:

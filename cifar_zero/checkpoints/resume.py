@@ -29,12 +29,13 @@ def saved_config(settings: Settings) -> dict[str, Any] | None:
     Raises UsageError: there is no such checkpoint, or it cannot be read."""
     if settings.output.resume == "last" and settings.placement.strategy == AUTO and not settings.output.name:
         raise UsageError("--resume last with --strategy auto needs --name: the default name contains the strategy")
-    if not (given := resolve_resume(settings)):
+    checkpoint = _checkpoint_of(settings)
+    if checkpoint is None:
         return None
-    checkpoint = find_recovered(settings, given)
-    if (tree := config_of_checkpoint(checkpoint, settings.consent.trust)) is None:
-        return None
-    return tree if Path(given).exists() else {**tree, "out": settings.output.out, "name": settings.output.name}
+    tree = config_of_checkpoint(checkpoint, settings.consent.trust)
+    if tree is not None and checkpoint.is_relative_to(Path(settings.output.out, settings.run_name)):
+        tree |= {"out": settings.output.out, "name": settings.output.name}  # found by them: the folder may have moved
+    return tree
 
 
 def config_of_checkpoint(
@@ -58,31 +59,41 @@ def checkpoint_to_resume(settings: Settings) -> str:
     """Returns the path of the checkpoint that --resume names; empty for a new run. Reads no weights: rank 0 compares
     checksums, names and shapes later, see `training.starting.check_checkpoint`. Raises UsageError: there is none, it is
     incomplete, or of another run."""
-    given = resolve_resume(settings)
-    if not given:
+    checkpoint = _checkpoint_of(settings)
+    if checkpoint is None:
         return ""
-    checkpoint = find_recovered(settings, given)
     for file in sorted(checkpoint.rglob("*.pt")) if checkpoint.is_dir() else [checkpoint]:
         check_records(file, checksums=False)
     recipe = run_folder.recipe_of(checkpoint)
     if recipe is not None:
-        check_same_run(settings.changed(resume=given), command_line.read_recipe(recipe))
+        check_same_run(settings.changed(resume=str(checkpoint)), command_line.read_recipe(recipe))
         atomic.remove_unfinished(checkpoint.parent)
     return str(checkpoint)
 
 
-def resolve_resume(settings: Settings) -> str:
-    """Replaces `auto` by the newest checkpoint of the run's name; after a SLURM requeue, replaces any --resume value. A
-    requeued job resumes its own checkpoint, on the digits too if it fell back to them. Before it has written one,
-    `auto` becomes empty and any other value stays."""
+def _checkpoint_of(settings: Settings) -> Path | None:
+    """Returns the checkpoint that --resume names, after interrupted renames of checkpoints were completed. `auto` is
+    the newest one of the run's name, if there is one. A job that SLURM has requeued resumes its own checkpoint,
+    whatever --resume names, on the digits too if it fell back to them; before it has written one, it starts as it did
+    the first time. Raises UsageError: there is no such checkpoint."""
     restarts = rank_environment.whole_number("SLURM_RESTART_COUNT", os.environ.get("SLURM_RESTART_COUNT", "0"))
     requeued = restarts > 0 and not settings.recipe.only_measures
-    if not requeued and settings.output.resume != IF_ANY:
-        return settings.output.resume
-    try:
-        return str(find_recovered(settings, "last", requeued))
-    except UsageError:
-        return "" if settings.output.resume == IF_ANY else settings.output.resume
+    given, out, name = settings.output.resume, Path(settings.output.out), settings.run_name
+    if given.endswith(".safetensors"):
+        raise UsageError(f"--resume {given} is a file of weights only: start a run from it with --weights {given}")
+    if not given and not requeued:
+        return None
+    for folder in (Path(given), out / name, out / (name + FALLBACK_SUFFIX)):
+        atomic.recover(folder)
+    if requeued or given in ("last", IF_ANY):
+        try:
+            return run_folder.last_checkpoint(str(out), name, requeued or settings.data.source == "digits")
+        except UsageError:
+            if given == "last":
+                raise
+    if given in ("", IF_ANY):
+        return None
+    return run_folder.find_checkpoint(given)
 
 
 def newest_of(agents: Collection[str], out: str, name: str) -> Path | None:
@@ -117,20 +128,6 @@ def from_newest(run: Run, run_dir: Path) -> str:
     if there is none."""
     checkpoint = run_dir if run_folder.checkpoints(run_dir) else run.output.resume
     return resuming(run, checkpoint) if checkpoint else ""
-
-
-def find_recovered(settings: Settings, given: str, fallback: bool = False) -> Path:
-    """Returns the checkpoint that a value of --resume names, after interrupted renames of checkpoints were completed;
-    see `run_folder.last_checkpoint` for `fallback`, which --data.source digits implies."""
-    if given.endswith(".safetensors"):
-        raise UsageError(f"--resume {given} is a file of weights only: start a run from it with --weights {given}")
-    out, name = Path(settings.output.out), settings.run_name
-    for folder in (Path(given), out / name, out / (name + FALLBACK_SUFFIX)):
-        if folder.is_dir():
-            atomic.recover(folder)
-    if given == "last":
-        return run_folder.last_checkpoint(settings.output.out, name, fallback or settings.data.source == "digits")
-    return run_folder.find_checkpoint(given)
 
 
 def check_same_run(settings: Settings, recipe: dict[str, Any]) -> None:

@@ -3,17 +3,15 @@
 import hashlib
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 
-from cifar_zero.checkpoints.safe_load import load
 from cifar_zero.config.settings import FALLBACK_SUFFIX
 from cifar_zero.core.errors import UsageError
 
 CHECKPOINTS = "checkpoints"
+LAST = "last.ckpt"
 CONFIG = "config.yaml"
 METRICS = "metrics.json"
 LOSSES = "losses.csv"
@@ -24,21 +22,10 @@ RANKS = "ranks.json"
 def check_writable(out: str, name: str) -> None:
     """Raises UsageError if a run's folder cannot be made. Leaves nothing, and no later time on the folder of the run's
     name, by which `last_checkpoint` finds the newest."""
-    place, folder = (_existing(path) for path in (Path(out), Path(out, name)))
-    try:
-        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError
-        with tempfile.TemporaryDirectory(prefix=".writable-", dir=place):  # root may write anywhere, but not in /proc
-            pass
-    except OSError as error:
-        raise UsageError(f"--out {out}: {folder} cannot be written: name another directory") from error
-
-
-def _existing(path: Path) -> Path:
-    """Returns the path, or the innermost folder above it that exists."""
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path
+    wanted = Path(out, name).absolute()
+    folder = next(path for path in (wanted, *wanted.parents) if path.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"--out {out}: {folder} cannot be written: name another directory")
 
 
 def claim(out: str, name: str) -> Path:
@@ -89,24 +76,17 @@ def code_has_changed(checkpoint: Path, model: str) -> bool:
 
 def newest_checkpoint(folder: Path) -> Path:
     """Returns the last written checkpoint under a folder. Raises UsageError: there is none."""
-    found = checkpoints(folder)
-    if not found:
-        raise UsageError(f"no checkpoint under {folder}: give a run folder, or a .ckpt file or folder")
-    return newest(found)
+    if found := checkpoints(folder):
+        return newest(found)
+    raise UsageError(f"no checkpoint under {folder}: give a run folder, or a .ckpt file or folder")
 
 
 def newest(found: list[Path]) -> Path:
-    """Returns the newest of some checkpoints: of the name whose checkpoint was written last, the one with the most
-    steps in the last run. Times alone would be those of a copy. If a step cannot be read, the time decides."""
-    last = max(found, key=written)
-    run = _run_of(last)
-    of_name = [path for path in found if _run_of(path)[0] == run[0]]
-    version = max(_run_of(path)[1] for path in of_name)
-    of_run = [path for path in of_name if _run_of(path)[1] == version]
-    steps = {path: step_of(path) for path in of_run}
-    if None in steps.values():
-        return max(of_run, key=written)
-    return max(of_run, key=lambda path: (steps[path], path.name))
+    """Returns the newest of some checkpoints: of the name whose checkpoint was written last, and of its last run, it is
+    last.ckpt, or else the one that was written last. Times alone would be those of a copy."""
+    name, _ = _run_of(max(found, key=written))
+    of_name = [path for path in found if _run_of(path)[0] == name]
+    return max(of_name, key=lambda path: (_run_of(path)[1], path.name == LAST, written(path)))
 
 
 def _run_of(checkpoint: Path) -> tuple[Path, int]:
@@ -115,16 +95,6 @@ def _run_of(checkpoint: Path) -> tuple[Path, int]:
         if folder.name.startswith("version_") and folder.name[8:].isdecimal():
             return folder.parent, int(folder.name[8:])
     return checkpoint.absolute().parent, -1
-
-
-def step_of(checkpoint: Path) -> int | None:
-    """Returns the optimizer steps of a checkpoint, without reading values of its tensors; None if it cannot be read, or
-    would need trust."""
-    files = sorted(checkpoint.glob("checkpoint/*model_states.pt")) if checkpoint.is_dir() else [checkpoint]
-    try:
-        return load(files[0], verify=False, device="meta")["global_step"]
-    except (UsageError, IndexError, KeyError, TypeError):
-        return None
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -152,21 +122,11 @@ def find_checkpoint(path: str) -> Path:
     something in it, or the newest one under a folder. Raises UsageError: there is none."""
     given = Path(path)
     if not given.exists():
-        raise UsageError(f"{path} does not exist: {_similar(given) or 'give a run folder, or a .ckpt file or folder'}")
+        raise UsageError(f"{path} does not exist: give a run folder, or a .ckpt file or folder")
     for folder in (given, *given.absolute().parents[:2]):  # Lightning issues 20453 and 17763: which one is it?
         if is_checkpoint_folder(folder):
             return folder
     return given if given.is_file() else newest_checkpoint(given)
-
-
-def _similar(missing: Path) -> str:
-    """Returns a question with the path that differs in the first missing folder: its name is longer, or misspelt; empty
-    if there is no such path."""
-    absent = next(path for path in (*reversed(missing.parents), missing) if not path.exists())
-    names = sorted(os.listdir(absent.parent)) if absent.parent.is_dir() else []
-    close = [name for name in names if name.startswith(absent.name)] or get_close_matches(absent.name, names)
-    paths = (absent.with_name(name) / missing.relative_to(absent) for name in close)
-    return next((f"did you mean {path}?" for path in paths if path.exists()), "")
 
 
 def is_checkpoint_folder(path: Path) -> bool:

@@ -71,7 +71,7 @@ class Run:
     folder: str
     seed: int
     metrics: dict[str, Any]  # the content of metrics.json
-    settings: dict[str, Any]  # the content of config.yaml, by the names of the flags (see `flags.flat`)
+    settings: dict[str, Any]  # the content of config.yaml, by the names of the flags (see `settings.flat`)
     deepspeed: dict[str, Any]  # DeepSpeed's configuration (deepspeed.json); empty for other strategies
     losses: Curve  # loss of each optimizer step, mean over micro-batches and ranks
     curves: dict[str, Curve]  # TensorBoard's curves by tag: train/loss, val/acc, val/loss, ...

@@ -65,7 +65,7 @@ OURS: dict[str, dict[str, Any]] = {
 
 def get_ds_config(stage: int, dtype: Dtype) -> dict[str, Any]:
     """Returns the configuration of DeepSpeedExamples' CIFAR-10 program, ready for `deepspeed.initialize`. A run uses
-    its zero_optimization, bf16 and fp16 sections only."""
+    all of it but batch, clipping, optimizer and scheduler, which are options."""
     content = json.loads(EXAMPLES.read_text())
     content["zero_optimization"]["stage"] = stage
     for key in ("bf16", "fp16"):

@@ -3,14 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import fields
 from difflib import get_close_matches
-from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from jsonargparse import ArgumentError, ArgumentParser
 
 from cifar_zero.config.recipe import Recipe
-from cifar_zero.core import user_code
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.usage import nearest, nearest_flag
 from cifar_zero.models import MODELS, PACKAGES
@@ -49,8 +47,7 @@ def chosen(options: Mapping[str, Any], key: str) -> str:
     if name in REGISTRIES[key]:
         return name
     if key == "model" and name.endswith(".py"):
-        found = user_code.names_in(Path(name)) or ["NAME"]
-        raise UsageError(f"--model {name}: did you mean {' or '.join(f'--model {name}:{own}' for own in found)}?")
+        raise UsageError(f"--model {name}: name the class too, --model {name}:NAME")
     if key == "model" and ":" in name:
         raise UsageError(f"the recipe's model is your own code: name it on the command line too, --model {name}")
     raise UsageError(f"unknown {key} {name!r}: {nearest(name, choices(key))}")

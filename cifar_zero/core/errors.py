@@ -1,9 +1,7 @@
 """The ways in which a run can end early, each with one line and one exit code; what failures of the libraries mean."""
 
 import signal
-import sys
 import textwrap
-from pathlib import Path
 from typing import NamedTuple
 
 
@@ -36,12 +34,9 @@ def short(message: object, characters: int = 120) -> str:
 
 
 LESS_MEMORY = (
-    "double --accumulate (the same batch in smaller parts), then take a higher ZeRO stage, then one with _offload; "
-    "cifar-zero plan with the same options shows which strategies fit"
+    "in training, double --accumulate (the same batch in smaller parts), then take a higher ZeRO stage, then one with "
+    "_offload; cifar-zero plan with the same options shows which strategies fit"
 )
-OF_ONE_MODEL = "the model is too large for this machine: use one with more memory"
-"""Fix of a full memory in programs that only run a model, whose memory no option of the training lowers."""
-
 KILLED_WORKER = "a worker of the loader was killed, most often because memory or shared memory (/dev/shm) is full"
 FEWER_WORKERS = "take fewer --data.workers, or --data.loader memory; docker run --shm-size 8g enlarges /dev/shm"
 
@@ -113,6 +108,5 @@ def explain(error: BaseException) -> str | None:
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     for row in KNOWN_FAILURES:
         if any(message in f"{type(link).__name__}: {link}" for message in row.messages for link in chain):
-            only_runs = Path(sys.argv[0]).stem in ("predict", "export", "evaluate")
-            return f"{row.cause}; {OF_ONE_MODEL if row.fix is LESS_MEMORY and only_runs else row.fix}"
+            return f"{row.cause}; {row.fix}"
     return None

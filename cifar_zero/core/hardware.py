@@ -54,9 +54,9 @@ def _left_in_group(folder: Path) -> int:
     return limit - current + int(counts.get("inactive_file", 0))
 
 
-def cores(process: int = 0) -> list[int]:
-    """Returns the numbers of the cores that a process, by default this one, may run on."""
-    return sorted(os.sched_getaffinity(process)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
+def cores() -> list[int]:
+    """Returns the numbers of the cores that this process may run on."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
 
 
 def core_count() -> int:

@@ -2,39 +2,17 @@
 
 import difflib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from operator import ge, gt, le, lt
 from typing import Any, TypeVar
 
 Value = TypeVar("Value")
 
-OF_OTHERS = {
-    "optimizer.lr": "lr learning_rate",
-    "batch_size": "bs batch train_batch_size",
-    "devices": "gpus num_gpus nproc_per_node world_size",
-    "num_nodes": "nnodes nodes",
-    "epochs": "max_epochs num_epochs num_train_epochs",
-    "accumulate": "gradient_accumulation_steps accumulate_grad_batches",
-    "gradient_clip_val": "max_grad_norm grad_clip gradient_clipping",
-    "precision": "amp fp16 bf16 dtype",
-    "strategy": "stage zero_stage",
-    "ds_config": "deepspeed deepspeed_config",
-    "schedule": "scheduler lr_scheduler",
-    "resume": "checkpoint ckpt ckpt_path resume_from_checkpoint",
-    "weights": "pretrained finetune",
-    "data.source": "dataset data",
-    "data.root": "data_dir",
-    "data.workers": "num_workers",
-    "out": "output_dir",
-    "model": "arch",
-}
-"""Our flags, and what other programs call them; a flag that ends in .NAME is found without this table."""
-
 MAY_CHANGE = {"may_change_on_resume": True}
 """Metadata of a field of the recipe that a resumed run may have another value of."""
 
-SHOWN = 3  # number of names that an error shows of a long list
+SHOWN = 20  # most names that an error lists
 
 LIMITS: dict[str, tuple[str, Callable[[Any, Any], bool]]]
 LIMITS = {"at_least": ("at least", ge), "over": ("over", gt), "below": ("under", lt), "at_most": ("at most", le)}
@@ -42,26 +20,20 @@ LIMITS = {"at_least": ("at least", ge), "over": ("over", gt), "below": ("under",
 
 
 def nearest(word: str, words: Iterable[str], most: int = 1, cutoff: float = 0.5, otherwise: str = "") -> str:
-    """Returns half a sentence with the closest of `words`, or `otherwise` (default: all of them) if none is close."""
+    """Returns half a sentence with the closest of `words`; if none is close, with `otherwise` or the first of them."""
     known = list(words)
-    close = difflib.get_close_matches(word, known, most, cutoff)
-    return f"did you mean {' or '.join(close)}?" if close else otherwise or f"choose from {', '.join(known)}"
+    if close := difflib.get_close_matches(word, known, most, cutoff):
+        return f"did you mean {' or '.join(close)}?"
+    return otherwise or f"choose from {', '.join(known[:SHOWN])}{', ...' if len(known) > SHOWN else ''}"
 
 
 def nearest_flag(key: str, known: Iterable[str]) -> str:
-    """Returns the same for a flag; both arguments are without dashes."""
+    """Returns the same for a flag, which may lack its section; both arguments are without dashes."""
     flags = sorted(known)
-    meant = [flag for flag, others in OF_OTHERS.items() if key in others.split()]
-    meant = meant or [flag for flag in flags if flag.endswith(f".{key}")]
-    if len(meant) == 1:
-        return f"did you mean --{meant[0]}?"
+    parts = [flag for flag in flags if flag.endswith(f".{key}") or flag.startswith(f"{key}.")]
+    if parts:
+        return nearest(f"--{key}", (f"--{flag}" for flag in parts), cutoff=0)
     return nearest(f"--{key}", (f"--{flag}" for flag in flags), cutoff=0.65, otherwise="--help all lists all options")
-
-
-def nearest_few(pattern: str, names: Sequence[str]) -> str:
-    """Returns half a sentence with the names of a long list that are closest to a pattern, or with its first ones."""
-    more = ", ..." if len(names) > SHOWN else ""
-    return nearest(pattern, names, SHOWN, cutoff=0.3, otherwise=f"there are {', '.join(names[:SHOWN])}{more}")
 
 
 def check_numbers(options: Any) -> None:

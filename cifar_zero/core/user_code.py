@@ -1,6 +1,5 @@
 """Classes and functions of the user, named on the command line; no file that the program reads can name one."""
 
-import ast
 import importlib
 import importlib.util
 import sys
@@ -42,16 +41,6 @@ def load(name: str, flag: str) -> Any:
     if not hasattr(module, attribute):
         raise UsageError(f"{flag} {name}: {source} has no {attribute}")
     return getattr(module, attribute)
-
-
-def names_in(file: Path) -> list[str]:
-    """Returns the names of a file's classes, or else functions, without running it; none if it is unreadable."""
-    try:
-        tree = ast.parse(file.read_bytes()).body
-    except (OSError, SyntaxError, ValueError):
-        return []
-    classes = [node.name for node in tree if isinstance(node, ast.ClassDef)]
-    return classes or [node.name for node in tree if isinstance(node, ast.FunctionDef)]
 
 
 def where(error: BaseException) -> str:

@@ -15,11 +15,10 @@ from cifar_zero.core import exits
 from cifar_zero.core.console import command, printable, quieten
 from cifar_zero.core.errors import UsageError
 from cifar_zero.data.folder import SUFFIXES
-from cifar_zero.exporting import load
 from cifar_zero.exporting.export import add_weight_options
 
 if TYPE_CHECKING:
-    from cifar_zero.exporting.classifier import Classifier
+    from cifar_zero.exporting.formats import Classifier
 
 Named = list[tuple[str, float]]  # class names with their probabilities, from 0 to 1, the most probable first
 
@@ -31,7 +30,9 @@ def main() -> int:
     arguments = _parse()
     quieten()
     files = find_images(arguments.images)
-    classifier = load(arguments.network, arguments.trust, arguments.delta)
+    from cifar_zero.exporting import formats  # which imports torch
+
+    classifier = formats.load(arguments.network, arguments.trust, arguments.delta)
     unreadable = 0
     for file, found in predict(classifier, files, arguments.top):
         if isinstance(found, UsageError):

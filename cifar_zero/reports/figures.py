@@ -1,9 +1,7 @@
 """Figures of a test and of the learning rate; arrays in, matplotlib figures out, drawn without display."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -41,17 +39,14 @@ def confusion_figure(counts: NDArray[np.int64], class_names: Sequence[str]) -> F
     labelled = len(class_names) <= LABELLED_CLASSES
     size = max(5.0, 0.62 * len(class_names)) if labelled else 9.0
     figure = Figure(figsize=(size + 1.2, size), layout="constrained")
-    axes = figure.add_subplot()
-    # With many classes each takes a small share of the mistakes, which a linear scale would not show.
-    shares = _shares(counts)
-    image = _draw_shares(axes, shares, 1.0 if labelled else 0.4, [f"{n:,}" for n in counts.flat] if labelled else [])
+    axes = figure.add_subplot(xlabel="predicted", ylabel="true")
+    image = _draw_shares(axes, _shares(counts))
     if labelled:
+        _write_into_cells(axes, counts)
         axes.set_xticks(range(len(class_names)), class_names, rotation=45, ha="right", rotation_mode="anchor")
         axes.set_yticks(range(len(class_names)), class_names)
-    axes.set(xlabel="predicted", ylabel="true")
-    accuracy = counts.trace() / max(counts.sum(), 1)
-    axes.set_title(f"{counts.sum():,} test images, {accuracy:.2%} correct")
-    _add_colorbar(figure, image, axes, "share of the true class")
+    axes.set_title(f"{counts.sum():,} test images, {counts.trace() / max(counts.sum(), 1):.2%} correct")
+    figure.colorbar(image, ax=axes, label="share of the true class")
     return figure
 
 
@@ -60,23 +55,20 @@ def expert_figure(counts: Sequence[NDArray[np.int64]], class_names: Sequence[str
     counts (classes, E) of a mixture are the tokens of each class that went to each of its E experts."""
     widths = [max(CELL_WIDTH * panel.shape[1], LEAST_WIDTH) for panel in counts]
     labelled = len(class_names) <= LABELLED_CLASSES
-    readable = labelled and sum(widths) <= MOST_WIDTH
     height = CELL_HEIGHT * max(len(class_names), 4) if labelled else 4.0
     figure = Figure(figsize=(min(sum(widths), MOST_WIDTH) + 2, height + 1.2), layout="constrained")
     row = figure.subplots(1, len(counts), squeeze=False, width_ratios=widths)[0]
     for number, (axes, panel) in enumerate(zip(row, counts, strict=True)):
         shares = _shares(panel)
-        image = _draw_shares(axes, shares, 0.5, [f"{100 * share:.0f}" for share in shares.flat] if readable else [])
-        axes.set_aspect("auto")
-        axes.set_title(f"mixture {number}: {panel.shape[1]} expert{'s' * (panel.shape[1] > 1)}", fontsize=10)
-        axes.set_yticks([])
-        if readable:
+        image = _draw_shares(axes, shares)
+        axes.set(title=f"mixture {number}: {panel.shape[1]} experts", xlabel="expert", yticks=[])
+        if labelled and sum(widths) <= MOST_WIDTH:
+            _write_into_cells(axes, (100 * shares).round(), shares > 0)
             axes.set_xticks(range(panel.shape[1]))
     if labelled:
         row[0].set_yticks(range(len(class_names)), class_names)
-    figure.supxlabel("expert", fontsize=10)
     figure.suptitle("experts of each class, in the test")
-    _add_colorbar(figure, image, row, "share of the class's tokens")
+    figure.colorbar(image, ax=row, label="share of the class's tokens")
     return figure
 
 
@@ -107,34 +99,28 @@ def _shares(counts: NDArray[np.int64]) -> NDArray[np.float64]:
     return counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
 
 
-def _draw_shares(axes: Axes, shares: NDArray[np.float64], power: float, texts: Sequence[str]) -> AxesImage:
-    """Draws shares (rows, columns) as colours, with a text in each cell that is not 0."""
-    norm = PowerNorm(power, vmin=0, vmax=1)
-    image = axes.imshow(shares, cmap="Blues", norm=norm, interpolation="nearest")
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-    for ((row, column), share), text in zip(np.ndenumerate(shares), texts, strict=False):
-        if share:
-            color = "white" if norm(share) > 0.55 else "black"
-            axes.text(column, row, text, ha="center", va="center", color=color, fontsize=8)
-    return image
+def _draw_shares(axes: Axes, shares: NDArray[np.float64]) -> AxesImage:
+    """Draws shares (rows, columns) as colours, on a scale that shows small ones too."""
+    norm = PowerNorm(0.5, vmin=0, vmax=1)
+    return axes.imshow(shares, cmap="Blues", norm=norm, interpolation="nearest", aspect="auto")
 
 
-def _add_colorbar(figure: Figure, image: AxesImage, axes: Any, label: str) -> None:
-    colors = figure.colorbar(image, ax=axes, fraction=0.046, pad=0.03, format=lambda share, _: f"{share:.0%}")
-    colors.set_label(label)
-    colors.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
+def _write_into_cells(axes: Axes, numbers: NDArray, shown: NDArray | None = None) -> None:
+    """Writes the numbers (rows, columns) into the cells of an image, where `shown`, by default those that are not 0."""
+    for row, column in np.argwhere(numbers if shown is None else shown):
+        box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.6, "pad": 1}
+        axes.text(column, row, f"{numbers[row, column]:,.0f}", ha="center", va="center", fontsize=8, bbox=box)
 
 
 def roc_figure(curves: Sequence[Curve], areas: NDArray[np.float64], class_names: Sequence[str]) -> Figure:
     """Draws the receiver operating characteristic of each class against the rest, and their mean. The curves are false
     positive rates, rising, and true positive rates of each class; the areas under them (classes,) are NaN for a class
     that has none and is not drawn."""
-    title = f"ROC curves, macro AUROC {_mean(areas):.4f}"
-    figure, axes = _class_curves(curves, areas, class_names, title)
-    axes.plot([0, 1], [0, 1], color="black", linestyle=":", linewidth=1, label="chance")
+    figure = _class_curves(curves, areas, class_names, "ROC curves, macro AUROC")
+    axes = figure.axes[0]
+    axes.plot([0, 1], [0, 1], "k:", linewidth=1, label="chance")
     axes.set(xlabel="false positive rate", ylabel="true positive rate")
-    _add_legend(figure, axes, "class (AUROC)")
+    figure.legend(loc="outside right center", fontsize=8, title="class (AUROC)")
     return figure
 
 
@@ -144,10 +130,33 @@ def precision_recall_figure(
     """Draws precision over recall of each class against the rest, and their mean. The curves are recalls, falling, and
     precisions of each class; average precisions (classes,) are NaN for a class that has none and is not drawn."""
     rising = [(recall[::-1], precision[::-1]) for recall, precision in curves]
-    title = f"precision-recall curves, macro average precision {_mean(averages):.4f}"
-    figure, axes = _class_curves(rising, averages, class_names, title)
-    axes.set(xlabel="recall", ylabel="precision")
-    _add_legend(figure, axes, "class (average precision)")
+    figure = _class_curves(rising, averages, class_names, "precision-recall curves, macro average precision")
+    figure.axes[0].set(xlabel="recall", ylabel="precision")
+    figure.legend(loc="outside right center", fontsize=8, title="class (average precision)")
+    return figure
+
+
+def _class_curves(
+    curves: Sequence[Curve], metrics: NDArray[np.float64], class_names: Sequence[str], title: str
+) -> Figure:
+    """Draws the curves, each with rising abscissae, of the classes with a metric, and their mean."""
+    figure = Figure(figsize=(7.6, 4.8), layout="constrained")  # with room for the names of the classes
+    axes = figure.add_subplot(xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))
+    axes.grid(alpha=0.3)
+    named = np.flatnonzero(np.isfinite(metrics)).tolist()
+    if not named:
+        return figure
+    ordinates = [np.interp(GRID, *curve) for curve in curves]
+    mean, of_mean = metrics[named].mean(), np.mean([ordinates[label] for label in named], axis=0)
+    axes.set_title(f"{title} {mean:.4f}", fontsize=10)
+    if len(named) > 2 * SHOWN:
+        ranked = sorted(named, key=lambda label: -metrics[label])
+        named, others = [*ranked[:SHOWN], *ranked[-SHOWN:]], ranked[SHOWN:-SHOWN]
+        lines = axes.plot(GRID, np.stack([ordinates[label] for label in others], axis=1), "gray", alpha=0.2)
+        lines[0].set_label(f"{len(others)} between")
+    for label in named:
+        axes.plot(GRID, ordinates[label], linewidth=1.2, label=f"{class_names[label]} ({metrics[label]:.3f})")
+    axes.plot(GRID, of_mean, "k", linewidth=2, label=f"macro mean ({mean:.3f})")
     return figure
 
 
@@ -155,63 +164,24 @@ def calibration_figure(totals: NDArray[np.float64], error: float) -> Figure:
     """Draws the reliability diagram of Guo et al. 2017 (https://arxiv.org/abs/1706.04599): accuracy by confidence, and
     below it how many images have that confidence. Totals (bins, 3) are the images of each bin of confidence, the sum of
     their confidences, and how many are correct. `error` is the expected calibration error."""
-    images, confidence, right = totals.T
-    filled, width = images > 0, 1 / len(totals)
+    width = 1 / len(totals)
+    filled = totals[:, 0] > 0
     centres = (np.flatnonzero(filled) + 0.5) * width
-    accuracy, mean_confidence = right[filled] / images[filled], confidence[filled] / images[filled]
+    images, confidence, right = totals[filled].T
+    accuracy, mean_confidence = right / images, confidence / images
     figure = Figure(layout="constrained")
     axes, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    bars = {"width": width, "edgecolor": "black", "linewidth": 0.6}
-    axes.bar(centres, accuracy, color="tab:blue", label="accuracy", **bars)
-    gap = {**bars, "color": "none", "edgecolor": "tab:red", "hatch": "////"}
-    axes.bar(centres, mean_confidence - accuracy, bottom=accuracy, label="gap to the mean confidence", **gap)
-    axes.plot([0, 1], [0, 1], color="black", linestyle=":", linewidth=1, label="perfect calibration")
+    axes.bar(centres, accuracy, width, edgecolor="black", label="accuracy")
+    gap = {"color": "none", "edgecolor": "tab:red", "hatch": "////", "label": "gap to the mean confidence"}
+    axes.bar(centres, mean_confidence - accuracy, width, accuracy, **gap)
+    axes.plot([0, 1], [0, 1], "k:", linewidth=1, label="perfect calibration")
     axes.set(xlim=(0, 1), ylim=(0, 1), ylabel="accuracy")
     means = f"mean confidence {confidence.sum() / images.sum():.2%}, accuracy {right.sum() / images.sum():.2%}"
     axes.set_title(f"calibration error (ECE) {error:.2%}: {means}", fontsize=10)
-    axes.legend(loc="upper left", fontsize=8, frameon=False)
-    below.bar(centres, images[filled], color="tab:gray", **bars)
+    axes.legend(loc="upper left", fontsize=8)
+    below.bar(centres, images, width, color="tab:gray", edgecolor="black")
     below.set(xlabel="confidence", ylabel="images")
-    for panel in (axes, below):
-        panel.spines[["top", "right"]].set_visible(False)
     return figure
-
-
-def _class_curves(
-    curves: Sequence[Curve], figures: NDArray[np.float64], class_names: Sequence[str], title: str
-) -> tuple[Figure, Axes]:
-    """Draws the curves, each with rising abscissae, of the classes with a figure, and their mean."""
-    figure = Figure(figsize=(7.6, 4.8), layout="constrained")  # with room for the names of the classes
-    axes = figure.add_subplot(xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))
-    axes.set_title(title, fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.3)
-    ordinates = [np.interp(GRID, *curve) for curve in curves]
-    drawn: list[int] = np.flatnonzero(np.isfinite(figures)).tolist()
-    named, others = drawn, []
-    if len(drawn) > 2 * SHOWN:
-        ranked = sorted(drawn, key=lambda label: -figures[label])
-        named, others = [*ranked[:SHOWN], *ranked[-SHOWN:]], ranked[SHOWN:-SHOWN]
-    for label in others:
-        axes.plot(GRID, ordinates[label], color="tab:gray", linewidth=0.5, alpha=0.3)
-    for place, label in enumerate(named):
-        name = f"{class_names[label]} ({figures[label]:.3f})"
-        axes.plot(GRID, ordinates[label], color=f"C{place}", linewidth=1.2, label=name)
-        if others and place == SHOWN - 1:
-            axes.plot([], [], color="tab:gray", linewidth=0.5, label=f"{len(others)} between")
-    if drawn:
-        mean = np.mean([ordinates[label] for label in drawn], axis=0)
-        axes.plot(GRID, mean, color="black", linewidth=2, label=f"macro mean ({_mean(figures):.3f})")
-    return figure, axes
-
-
-def _add_legend(figure: Figure, axes: Axes, title: str) -> None:
-    handles = axes.get_legend_handles_labels()
-    figure.legend(*handles, loc="outside right center", fontsize=8, title=title, frameon=False)
-
-
-def _mean(figures: NDArray[np.float64]) -> float:
-    return float(np.nanmean(figures)) if np.isfinite(figures).any() else float("nan")
 
 
 def draw_schedule(schedule: Choice, optimizer: Choice, steps: int, file: Path) -> None:
@@ -219,18 +189,12 @@ def draw_schedule(schedule: Choice, optimizer: Choice, steps: int, file: Path) -
     formula = with_total_steps(SCHEDULES[schedule.name](**schedule.options), lambda: steps)
     base_lr = OPTIMIZERS[optimizer.name](**optimizer.options).lr
     shown = range(0, steps, max(1, steps // POINTS))
-    with _drawn(file, "optimizer step", "learning rate") as axes:
-        axes.plot(shown, [formula.rate(step, base_lr) for step in shown])
-        axes.set_ylim(bottom=0)
-        axes.set_title(f"{schedule.name}, {optimizer.name} with {base_lr:g}, {steps:,} steps")
-
-
-@contextmanager
-def _drawn(file: Path, x_label: str, y_label: str) -> Iterator[Axes]:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot(xlabel=x_label, ylabel=y_label)
+    axes = figure.add_subplot(xlabel="optimizer step", ylabel="learning rate")
+    axes.set_title(f"{schedule.name}, {optimizer.name} with {base_lr:g}, {steps:,} steps")
+    axes.plot(shown, [formula.rate(step, base_lr) for step in shown])
+    axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    yield axes
     try:
         figure.savefig(file, format="png", dpi=120)
     except OSError as error:

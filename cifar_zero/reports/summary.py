@@ -11,7 +11,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rich.columns import Columns
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
@@ -44,6 +43,8 @@ MEASURED = (
 
 FALLBACK = "fallback"
 """Key of metrics.json that exists only if the data is not what was asked for: one line that says so."""
+
+MOST_ROWS = 25  # classes that the table of a test has rows for; metrics.json has all
 
 PACKAGES = ("torch", "lightning", "deepspeed", "torchmetrics")
 
@@ -93,19 +94,18 @@ def print_summary(metrics: Mapping[str, Any], run_dir: Path) -> None:
     """Prints the results of a run, of metrics.json, and where they are kept: <out>/<name>/version_N."""
     console = Console(highlight=False)
     print_test_table(metrics)
-    if metrics["perf/step_time_median_ms"] is not None:  # only --bench_steps times each step separately
-        table = Table("measured", Column("", justify="right"))
-        for row in _benchmark_rows(metrics):
-            table.add_row(*row)
-        console.print(table)
-    grid = Table.grid(padding=(0, 2))
-    for name, value in summary_rows(metrics):
-        grid.add_row(f"[dim]{name}", escape(value))
-    console.print(grid)
+    _print_rows(console, summary_rows(metrics))
     if FALLBACK in metrics:
         console.print(f"WARNING: {escape(metrics[FALLBACK])}", style="bold white on red", soft_wrap=True)
     console.print(f"[dim]run folder  [/]{escape(str(run_dir))}", soft_wrap=True)
     console.print(f"[dim]curves      [/]{escape(curves(run_dir.parent.parent))}", soft_wrap=True)
+
+
+def _print_rows(console: Console, rows: list[tuple[str, str]]) -> None:
+    grid = Table.grid(padding=(0, 2))
+    for name, value in rows:
+        grid.add_row(f"[dim]{name}", escape(value))
+    console.print(grid)
 
 
 def curves(folder: Path) -> str:
@@ -115,38 +115,27 @@ def curves(folder: Path) -> str:
 
 
 def print_test_table(metrics: Mapping[str, Any]) -> None:
-    """Prints test/* of metrics.json, by class and overall, - for a metric that is NaN; nothing if there was no test."""
+    """Prints test/* of metrics.json, - for a metric that is NaN; nothing if there was no test. Each of up to 25 classes
+    has a row; the last one is their mean weighted by images, for the recall the accuracy."""
     if metrics.get("test/acc") is None:
         return
     console = Console(highlight=False)
-    accuracies = metrics["test/acc_per_class"]
-    if len(accuracies) <= 25:  # a row each; of more classes only the accuracy
-        console.print(_class_table(metrics))
-    else:
-        cells = [f"{escape(name)} {_percent(accuracy)}" for name, accuracy in accuracies.items()]
-        console.print("[bold]accuracy of each class", Columns(cells, equal=True, column_first=True, padding=(0, 3)))
-        console.print(f"[bold]accuracy of all {_percent(metrics['test/acc'])}")
-    grid = Table.grid(padding=(0, 2))
-    precision, recall, f1 = (_percent(metrics[f"test/{name}"]) for name in ("precision", "recall", "f1"))
-    grid.add_row("[dim]macro mean", f"precision {precision}, recall {recall}, F1 {f1}")
-    if metrics["test/acc_top5"] is not None:
-        grid.add_row("[dim]top-5", f"{_percent(metrics['test/acc_top5'])} accuracy")
-    areas = f"{metrics['test/auroc']:.4f}, average precision {metrics['test/average_precision']:.4f}, macro means"
-    grid.add_row("[dim]AUROC", areas)
-    grid.add_row("[dim]calibration", f"{_percent(metrics['test/calibration_error'])} error (ECE)")
-    console.print(grid)
-
-
-def _class_table(metrics: Mapping[str, Any]) -> Table:
-    """Returns a row for each class, and their mean weighted by images; that of the recall is the accuracy."""
     table = Table("class", *(Column(name, justify="right") for name in ("accuracy (recall)", "precision", "F1")))
-    for name in metrics["test/acc_per_class"]:
+    classes = metrics["test/acc_per_class"]
+    for name in classes if len(classes) <= MOST_ROWS else ():
         of_class = (metrics[f"test/{metric}_per_class"][name] for metric in ("acc", "precision", "f1"))
         table.add_row(escape(name), *map(_percent, of_class))
     table.add_section()
-    overall = (metrics[f"test/{metric}"] for metric in ("acc", "precision_weighted", "f1_weighted"))
-    table.add_row("[bold]all", *(f"[bold]{_percent(value)}" for value in overall))
-    return table
+    table.add_row("all", *(_percent(metrics[f"test/{name}"]) for name in ("acc", "precision_weighted", "f1_weighted")))
+    console.print(table)
+    precision, recall, f1 = (_percent(metrics[f"test/{name}"]) for name in ("precision", "recall", "f1"))
+    rows = [("macro mean", f"precision {precision}, recall {recall}, F1 {f1}")]
+    if metrics["test/acc_top5"] is not None:
+        rows.append(("top-5", f"{_percent(metrics['test/acc_top5'])} accuracy"))
+    areas = f"{metrics['test/auroc']:.4f}, average precision {metrics['test/average_precision']:.4f}, macro means"
+    rows.append(("AUROC", areas))
+    rows.append(("calibration", f"{_percent(metrics['test/calibration_error'])} error (ECE)"))
+    _print_rows(console, rows)
 
 
 def _percent(share: float) -> str:
@@ -154,11 +143,11 @@ def _percent(share: float) -> str:
 
 
 def summary_rows(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns the names and texts of what a run was and came to; speed and memory only if it was no benchmark."""
-    ranks = "1 rank" if metrics["world_size"] == 1 else f"{metrics['world_size']} ranks"
+    """Returns (label, text) rows of the summary; --bench_steps adds those of single steps and of the devices."""
     rows = [("trained", f"{metrics['model']} with {metrics['strategy']}, {metrics['precision']}")]
     if metrics["trained_parameters"] < metrics["parameters"]:
         rows.append(("parameters", f"{metrics['trained_parameters']:,} trained of {metrics['parameters']:,}"))
+    ranks = "1 rank" if metrics["world_size"] == 1 else f"{metrics['world_size']} ranks"
     rows += [
         ("device", f"{ranks}, {metrics['device_name']}"),
         ("images", f"{metrics['dataset']}, {metrics['num_train']:,} to train, {metrics['num_test']:,} to test"),
@@ -167,12 +156,17 @@ def summary_rows(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     if metrics["train/loss"] is not None:
         rows.append(("loss", f"{metrics['train/loss']:.4f} in training, mean of the last interval"))
-    if metrics["perf/step_time_median_ms"] is not None:
-        return rows
     if metrics["perf/images_per_second"] is not None:
         step_time, data_time = metrics["perf/step_time_ms"], metrics["perf/data_time_ms"]
         step = f"{step_time:.2f} ms per step, {data_time:.2f} ms of it waiting for data"
         rows.append(("speed", f"{metrics['perf/images_per_second']:,.0f} images/s, {step}"))
+    if metrics["perf/step_time_median_ms"] is not None:
+        times = (f"{metrics[f'perf/step_time_{name}_ms']:.2f} {name}" for name in ("min", "median", "max"))
+        start = metrics["perf/seconds_to_first_step"]
+        rows += [("step times", f"{', '.join(times)} (ms)"), ("first step", f"{start:.1f} s after the start")]
+        rows.append(("computation", flops_per_second(metrics["perf/tflops"])))
+        if metrics["perf/mfu"] is not None:
+            rows.append(("MFU", f"{metrics['perf/mfu']:.2%} of the devices' peak"))
     if metrics["mem/peak_rank_bytes"]:  # empty if a resumed run had no step left
         peak, states = max(metrics["mem/peak_rank_bytes"]), max(metrics["mem/model_state_rank_bytes"])
         rows.append(("memory", f"at most {peak / 1e9:.2f} GB per rank, {states / 1e6:,.2f} MB of it model states"))
@@ -187,30 +181,13 @@ def card(command: str, metrics: Mapping[str, Any]) -> str:
     return "\n".join([f"`{command}`", "", "| | |", "|---|---|", *lines])
 
 
-def _benchmark_rows(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
-    spread = " / ".join(f"{metrics[f'perf/step_time_{name}_ms']:.2f}" for name in ("min", "median", "max"))
-    tokens, mfu = metrics["perf/tokens_per_second"], metrics["perf/mfu"]
-    peaks, states = metrics["mem/peak_rank_bytes"], metrics["mem/model_state_rank_bytes"]
-    return [
-        ("images per second", f"{metrics['perf/images_per_second']:,.1f}"),
-        *([("tokens per second", f"{tokens:,.1f}")] if tokens else []),
-        ("step time, mean (ms)", f"{metrics['perf/step_time_ms']:.2f}"),
-        ("shortest / median / longest (ms)", spread),
-        ("of the mean, waiting for data (ms)", f"{metrics['perf/data_time_ms']:.2f}"),
-        ("computation", flops_per_second(metrics["perf/tflops"])),
-        *([("share of the devices' peak (MFU)", f"{mfu:.2%}")] if mfu is not None else []),
-        ("start to first step (s)", f"{metrics['perf/seconds_to_first_step']:.1f}"),
-        ("peak memory of each rank (GB)", ", ".join(f"{peak / 1e9:.2f}" for peak in peaks)),
-        ("model states of each rank (MB)", ", ".join(f"{state / 1e6:,.2f}" for state in states)),
-    ]
-
-
 def flops_per_second(tflops: float) -> str:
     """Returns the rate in the largest unit, down to MFLOP/s, in which it is at least 1."""
-    rate, units = tflops, ["MFLOP/s", "GFLOP/s", "TFLOP/s"]
-    while rate < 1 and len(units) > 1:
-        rate, units = 1000 * rate, units[:-1]
-    return f"{rate:.1f} {units[-1]}"
+    for unit in ("TFLOP/s", "GFLOP/s"):
+        if tflops >= 1:
+            return f"{tflops:.1f} {unit}"
+        tflops *= 1000
+    return f"{tflops:.1f} MFLOP/s"
 
 
 def _finite(value: Any) -> Any:

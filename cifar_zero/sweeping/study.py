@@ -6,7 +6,7 @@ import shlex
 import statistics
 import sys
 from argparse import Namespace
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from cifar_zero.training.resolve import resolve
 METRIC = "val/acc"  # of a run's last validation; the test set must not choose, or its accuracy would be too optimistic
 NUMBER = r"([-+]?[\d.]+(?:[eE][-+]?\d+)?)"
 RANGE = re.compile(rf"{NUMBER}\.\.{NUMBER}(?::(\S+))?")  # LOW..HIGH, LOW..HIGH:log or LOW..HIGH:STEP
+TRIALS = 20  # settings that Optuna chooses, unless --trials says how many
 
 Space = dict[str, BaseDistribution]  # by option; listed values stay text, as on the command line
 
@@ -44,21 +45,23 @@ def run(arguments: Namespace, rest: list[str]) -> int:
         raise UsageError(f"--trials must be at least 1, not {arguments.trials}")
     space, seeds = parse(arguments.search)
     settings = combinations(space)
-    planned = [resolved([*rest, *flags_of(each | seed)]) for each in settings for seed in seeds]
-    resumes = [] if any(map(why_not_resumed, planned)) else ["--resume", "auto"]
-    folder = Path(arguments.out) / (arguments.name or planned[0].recipe.model_name)
+    runs = [resolved([*rest, *flags_of(setting | seed)]) for setting in settings for seed in seeds]
+    flags = rest if any(map(why_not_resumed, runs)) else [*rest, "--resume", "auto"]
+    folder = Path(arguments.out) / (arguments.name or runs[0].recipe.model_name)
     folder.mkdir(parents=True, exist_ok=True)
     study = open_study(folder, shlex.join([*arguments.search, *rest]))
-    grid = not arguments.trials and all(isinstance(each, CategoricalDistribution) for each in space.values())
-    number = 0 if grid else arguments.trials or 20
-    with ExitStack() as stack:
+    trials = arguments.trials or TRIALS
+    if not arguments.trials and all(isinstance(values, CategoricalDistribution) for values in space.values()):
+        trials = 0  # a grid
+    lock = FileLock(folder / "sweep.lock")
+    try:
         with suppress(Timeout):  # another sweep has enqueued them, and this one helps it
-            stack.enter_context(FileLock(folder / "sweep.lock", timeout=0))
-            enqueue(study, settings if grid else [])
-        try:
-            search(study, space, seeds, number, folder, [*rest, *resumes])
-        finally:  # after Ctrl-C too
-            code = report(study, [*space], rest)
+            lock.acquire(timeout=0)
+            enqueue(study, [] if trials else settings)
+        search(study, space, seeds, trials, folder, flags)
+    finally:  # after Ctrl-C too
+        lock.release()
+        code = report(study, [*space], rest)
     return code
 
 
@@ -72,15 +75,15 @@ def parse(definitions: list[str]) -> tuple[Space, list[dict[str, Any]]]:
         except ValueError as error:
             why = str(error).rstrip(".")
             raise UsageError(f"--search {definition}: {why}; write NAME=A,B or NAME=LOW..HIGH") from error
-    seeds = {"seed": space.pop("seed")} if "seed" in space else {}
-    if not all(isinstance(each, CategoricalDistribution) for each in seeds.values()):
+    seeds = {name: space.pop(name) for name in ("seed",) if name in space}
+    if not all(isinstance(values, CategoricalDistribution) for values in seeds.values()):
         raise UsageError("--search seed takes no range: list the seeds, seed=0,1,2")
     return space, combinations(seeds)
 
 
 def _distribution(text: str) -> BaseDistribution:
     found = RANGE.fullmatch(text)
-    if found is None:
+    if not found:
         listed = re.split(r",(?![^\[]*\])", text)  # not at the commas within [64,64]
         if "" in listed:
             raise ValueError("a value is missing")
@@ -94,7 +97,7 @@ def _distribution(text: str) -> BaseDistribution:
 
 def combinations(space: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns all combinations of the listed values and of the two ends of each range."""
-    values = [getattr(each, "choices", None) or (each.low, each.high) for each in space.values()]
+    values: Any = [getattr(each, "choices", None) or (each.low, each.high) for each in space.values()]
     return [dict(zip(space, row, strict=True)) for row in product(*values)]
 
 
@@ -139,22 +142,20 @@ def latest(study: optuna.Study) -> list[tuple[dict[str, Any], FrozenTrial]]:
     return [*{str(setting): (setting, trial) for setting, trial in found}.values()]
 
 
-def unfinished(study: optuna.Study, number: int) -> bool:
-    """Whether settings are enqueued, or Optuna has chosen fewer than `number` so far; failed ones count."""
-    chosen = [trial for trial in study.trials if "fixed_params" not in trial.system_attrs]
-    return bool(study.get_trials(states=(TrialState.WAITING,))) or len(chosen) < number
-
-
 def search(
-    study: optuna.Study, space: Space, seeds: list[dict[str, Any]], number: int, folder: Path, flags: list[str]
+    study: optuna.Study, space: Space, seeds: list[dict[str, Any]], trials: int, folder: Path, flags: list[str]
 ) -> None:
-    """Trains what is enqueued, then what Optuna chooses, each setting with each seed."""
-    while unfinished(study, number):
+    """Trains what is enqueued, each setting with each seed, then what Optuna chooses until it has chosen so many
+    `trials`; failed ones count."""
+    while True:
+        chosen = sum("fixed_params" not in trial.system_attrs for trial in study.trials)
+        if chosen >= trials and not study.get_trials(states=(TrialState.WAITING,)):
+            return
         trial = study.ask(space)
         try:
             values = [train(folder, flags, trial.params | seed) for seed in seeds]
         except (RunError, OSError) as error:
-            trial.set_user_attr("error", str(error))
+            print(f"failed: {error}", file=sys.stderr)
             study.tell(trial, state=TrialState.FAIL)
         else:
             trial.set_user_attr("values", values)
@@ -166,14 +167,14 @@ def train(folder: Path, flags: list[str], options: dict[str, Any]) -> float:
     name = re.sub(r"[^\w.+-]+", "_", "-".join(f"{key}_{shown(value)}" for key, value in options.items()))
     log = folder / f"{name}.log"
     with FileLock(folder / f"{name}.lock"):  # another sweep may train the same setting
-        if not _metrics(folder, name):
-            command = [*flags, *flags_of(options), "--out", str(folder), "--name", name]
-            with run_process.start(run_process.TRAIN, command, log) as run:
+        if not (metrics := _metrics(folder, name)):
+            where = ["--out", str(folder), "--name", name]
+            with run_process.start(run_process.TRAIN, [*flags, *flags_of(options), *where], log) as run:
                 run.wait()
-            if run.returncode or not _metrics(folder, name):
+            metrics = _metrics(folder, name)
+            if run.returncode or not metrics:
                 raise RunError(f"{name}: {run_process.failure(log, run.returncode)}")
-    value = json.loads(_metrics(folder, name)[-1].read_text()).get(METRIC)
-    if value is None:
+    if (value := json.loads(metrics[-1].read_text()).get(METRIC)) is None:
         fix = "an epoch must end before --max_steps; delete the folder to train it again"
         raise RunError(f"{folder / name} ended without {METRIC}: {fix}")
     print(f"{name}: {METRIC} {shown(value)}", file=sys.stderr, flush=True)
@@ -181,25 +182,22 @@ def train(folder: Path, flags: list[str], options: dict[str, Any]) -> float:
 
 
 def _metrics(folder: Path, name: str) -> list[Path]:
-    return [file for each in run_process.folders(folder, name) if (file := each / run_folder.METRICS).is_file()]
+    files = [run / run_folder.METRICS for run in run_process.folders(folder, name)]
+    return [file for file in files if file.is_file()]
 
 
 def report(study: optuna.Study, names: list[str], rest: list[str]) -> int:
     """Prints what became of each setting, the best first; returns the exit code: 1 if one failed."""
-    found = sorted(latest(study), key=lambda each: -1.0 if each[1].value is None else each[1].value, reverse=True)
+    found = sorted(latest(study), key=lambda each: each[1].value or -1.0, reverse=True)
     table = Table(*names, f"mean {METRIC}", "of each seed", "state")
     for setting, trial in found:
+        options, each = [setting.get(name, "") for name in names], trial.user_attrs.get("values", [])
         mean = "" if trial.value is None else trial.value
-        each = ", ".join(map(shown, trial.user_attrs.get("values", [])))
-        row = [*(setting.get(name, "") for name in names), mean, each, trial.state.name.lower()]
-        table.add_row(*map(shown, row))
+        table.add_row(*map(shown, [*options, mean, ", ".join(map(shown, each)), trial.state.name.lower()]))
     Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 160).print(table)
-    errors = [trial.user_attrs["error"] for _, trial in found if trial.state == TrialState.FAIL]
-    for error in errors:
-        print(f"failed: {error}")
     if found and found[0][1].value is not None:
         print(f"best    {command('train', *rest, *flags_of(found[0][0]))}")
-    return int(bool(errors))
+    return int(any(trial.state == TrialState.FAIL for _, trial in found))
 
 
 def shown(value: object) -> str:

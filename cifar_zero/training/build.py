@@ -29,7 +29,7 @@ from cifar_zero.training import DATAMODULE, fast_loop, loggers
 from cifar_zero.training.callbacks.averaging import Averaging, BatchNormStatistics
 from cifar_zero.training.callbacks.checkpoint import LastCheckpoint, Resume
 from cifar_zero.training.callbacks.cpu_kernels import CPUKernels
-from cifar_zero.training.callbacks.curves import Layers, TrainingCurves
+from cifar_zero.training.callbacks.curves import GradientLogger, TrainingCurves
 from cifar_zero.training.callbacks.divergence import Divergence
 from cifar_zero.training.callbacks.experts import Experts
 from cifar_zero.training.callbacks.figures import TestFigures
@@ -46,17 +46,20 @@ def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None
     """Returns Lightning's Trainer for a run, whose callbacks write into `run_dir` on rank 0; or with other callbacks,
     or for another model of so many elements. Raises UsageError: Lightning refuses an option of --trainer."""
     strategy = strategies.build(run.placement, elements) if elements else strategy_of(run)
-    # DeepSpeed's strategies bring their own precision plugin, and fsdp2 one for mixed precision.
-    own = run.spec.family == "deepspeed" or (run.spec.casts and "mixed" in run.placement.precision)
+    precision = run.placement.precision
+    if run.spec.family == "deepspeed" or (run.spec.casts and "mixed" in precision):
+        precision = None  # DeepSpeed's strategies bring their own precision plugin, and fsdp2 one for mixed precision
+    plugins: list[Any] = [AtomicCheckpointIO(run.consent.trust, run.output.save_weights)]
     # From torchrun's variables, which `rank_environment.adopt` sets for any launcher. Otherwise Lightning (2.6.6) reads
     # SLURM's: in a job with one task, our own ranks would all be rank 0 of 1.
-    environment = [] if rank_environment.by_torchrun() else [LightningEnvironment()]
+    if not rank_environment.by_torchrun():
+        plugins.append(LightningEnvironment())
     options: dict[str, Any] = {
         "accelerator": run.placement.accelerator,
         "devices": run.placement.devices,
         "num_nodes": run.placement.num_nodes,
         "strategy": strategy,
-        "precision": None if own else run.placement.precision,
+        "precision": precision,
         "max_epochs": run.recipe.epochs,
         "max_steps": run.recipe.max_steps,
         "accumulate_grad_batches": run.placement.accumulate,
@@ -64,7 +67,7 @@ def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None
         "logger": loggers.loggers(run, run_dir),
         "callbacks": _callbacks(run, run_dir) if callbacks is None else [*callbacks],
         "default_root_dir": run_dir,
-        "plugins": [AtomicCheckpointIO(run.consent.trust, run.output.save_weights), *environment],
+        "plugins": plugins,
         "use_distributed_sampler": False,  # the loaders shard by themselves
         "log_every_n_steps": run.output.log_interval,
         "enable_model_summary": False,
@@ -85,14 +88,14 @@ def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None
 
 def strategy_of(run: Run) -> Strategy | str:
     """Returns the strategy of a run with its own model and optimizer."""
-    model, choice = models.MODELS[run.recipe.model.name], run.recipe.model
-    sizes = [part.numel() for part in on_meta(choice, run.num_classes, lora=run.recipe.lora).parameters()]
+    net = on_meta(run.recipe.model, run.num_classes, lora=run.recipe.lora)
+    sizes = [parameter.numel() for parameter in net.parameters()]
     strategy = strategies.build(run.placement, sum(sizes), max(sizes))
     if isinstance(strategy, DeepSpeedStrategy):
         engine: Any = strategy
         engine.config["train_micro_batch_size_per_gpu"] = run.micro_batch  # DeepSpeed (0.19.8) only reports it
         engine.precision_plugin.casts_batches = False  # the module does
-        engine.shards_while_building = not issubclass(model, models.ThirdParty)
+        engine.shards_while_building = not issubclass(models.MODELS[run.recipe.model.name], models.ThirdParty)
         if run.spec.offload_optimizer and OFFLOADED_BY.get(run.recipe.optimizer.name) == BY_DEEPSPEED:
             engine.operators = ("cpu_adam", *engine.operators)
     return strategy
@@ -100,42 +103,46 @@ def strategy_of(run: Run) -> Strategy | str:
 
 def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
     """Returns the callbacks of a run. Raises UsageError: one of --trainer.callbacks cannot be made."""
-    curves = TrainingCurves(writes_losses=not run.recipe.only_measures)
-    progress = Progress(run.recipe.batch_size, curves)
-    counted = (
-        run.recipe.model,
-        run.num_classes,
-        run.micro_batch,
-        run.recipe.trainable,
-        run.recipe.lora,
-        run.data.image_size,
-    )
-    flops = training_flops(*counted)
-    recomputed = training_flops(*counted, True) - flops if run.placement.activation_checkpointing else 0
+    recipe = run.recipe
+    curves = TrainingCurves(writes_losses=not recipe.only_measures)
+    progress = Progress(recipe.batch_size, curves)
+    made: list[Callback] = [BatchNormStatistics(), curves, Divergence(curves)]
+    if issubclass(models.MODELS[recipe.model.name], MixtureOptions):
+        made.append(Experts())
+    if run.output.log_gradients or run.output.log_weights:
+        made.append(GradientLogger(run.output.log_gradients, run.output.log_weights))
+    if recipe.reduce_on_plateau:
+        made.append(ReduceOnPlateau(recipe.reduce_on_plateau))
+    made += [Memory(), EngineInfo(), progress, Interrupt(), Resume()]
+    if recipe.ema or recipe.swa_from:
+        made.append(Averaging(recipe.ema, recipe.swa_from))
+    made += _given(run.consent.callbacks)
+
+    counted = (recipe.model, run.num_classes, run.micro_batch, recipe.trainable, recipe.lora, run.data.image_size)
+    flops, recomputed = training_flops(*counted), 0
+    if run.placement.activation_checkpointing:
+        recomputed = training_flops(*counted, True) - flops
     micro_batches = run.placement.replicas * run.placement.accumulate
-    mixtures = issubclass(models.MODELS[run.recipe.model.name], MixtureOptions)
-    made: list[Callback] = [
-        BatchNormStatistics(),
-        curves,
-        Divergence(curves),
-        *([Experts()] if mixtures else []),
-        *([Layers(run)] if run.output.log_gradients or run.output.log_weights else []),
-        *([ReduceOnPlateau(run.recipe.reduce_on_plateau)] if run.recipe.reduce_on_plateau else []),
-        Memory(),
-        EngineInfo(),
-        progress,
-        Interrupt(),
-        Resume(),
-        *([Averaging(run.recipe.ema, run.recipe.swa_from)] if run.recipe.ema or run.recipe.swa_from else []),
-        *_given(run.consent.callbacks),
-        # After the others: it would count their work as waiting.
-        Throughput(run, flops * micro_batches, recomputed * micro_batches, progress.line),
-    ]
+    # After the others: it would count their work as waiting.
+    made.append(Throughput(run, flops * micro_batches, recomputed * micro_batches, progress.line))
     if run.on_cpu:
         made.append(CPUKernels(flops, run.placement.precision))
-    if not run.recipe.only_measures:
-        made += [*([TestFigures()] if run.output.test_figures else []), *_checkpoints(run, run_dir)]
-        made += [EarlyStop(run.recipe.early_stopping, **_monitored(run))] if run.recipe.early_stopping else []
+    if recipe.only_measures:
+        return made
+
+    if run.output.test_figures:
+        made.append(TestFigures())
+    folder = run_dir and run_dir / run_folder.CHECKPOINTS  # rank 0's is broadcast to the others
+    last = folder and folder / run_folder.LAST
+    made.append(LastCheckpoint(last, run.output.save_every_n_steps, run.output.save_every_minutes))
+    mode = "min" if recipe.monitor.endswith(("loss", "error")) else "max"
+    if run.data.val_fraction:
+        name, kept = "best-epoch{epoch:02d}-step{step:06d}", run.output.save_top_k
+        made.append(
+            ModelCheckpoint(folder, name, recipe.monitor, mode=mode, save_top_k=kept, auto_insert_metric_name=False)
+        )
+    if recipe.early_stopping:
+        made.append(EarlyStop(recipe.early_stopping, monitor=recipe.monitor, mode=mode))
     return made
 
 
@@ -150,28 +157,6 @@ def _given(flags: tuple[str, ...]) -> list[Callback]:
     except (ArgumentError, TypeError, ValueError) as error:
         raise UsageError(f"--trainer.callbacks: {' '.join(str(error).split())}") from error
     return made if isinstance(made, list) else [made]
-
-
-def _checkpoints(settings: Settings, run_dir: Path | None) -> list[Callback]:
-    """Returns what writes the last checkpoint, and the best by --monitor if there are validation images. Rank 0's
-    directory is broadcast to the others."""
-    folder = run_dir / run_folder.CHECKPOINTS if run_dir is not None else None
-    last = folder / "last.ckpt" if folder is not None else None
-    saved: list[Callback] = [
-        LastCheckpoint(last, settings.output.save_every_n_steps, settings.output.save_every_minutes)
-    ]
-    if settings.data.val_fraction:
-        kept = {"save_top_k": settings.output.save_top_k, "auto_insert_metric_name": False}
-        saved.append(ModelCheckpoint(folder, "best-epoch{epoch:02d}-step{step:06d}", **_monitored(settings), **kept))
-    return saved
-
-
-def _monitored(settings: Settings) -> dict[str, str]:
-    """Returns Lightning's arguments for the metric that says which validation is the best."""
-    return {
-        "monitor": settings.recipe.monitor,
-        "mode": "min" if settings.recipe.monitor.endswith(("loss", "error")) else "max",
-    }
 
 
 def check_trainer_options(settings: Settings) -> None:

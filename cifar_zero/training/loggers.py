@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,24 +42,29 @@ OFFLINE = "WANDB_MODE=offline keeps the run on this machine"
 def loggers(run: Run, run_dir: Path | None) -> list[Logger]:
     """Returns the loggers of --logger; none without a run folder. Raises UsageError, RunError: one cannot be opened, or
     torch cannot trace the model for --log_graph."""
-    chosen: dict[str, Callable[[Run, Path], Logger]] = {
-        "tensorboard": _tensorboard,
-        "csv": lambda run, folder: CSVLogger(folder, name="csv", version="", flush_logs_every_n_steps=1),
-        "wandb": lambda run, folder: wandb_logger(run, folder),
-    }
-    names = [name for name in run.output.logger if name != "none"]
-    return [guarded(chosen[name](run, run_dir)) for name in names if run_dir is not None]
+    made: list[Logger] = []
+    if run_dir is None:
+        return made
+    for name in run.output.logger:
+        if name == "tensorboard":
+            made.append(_tensorboard(run, run_dir))
+        elif name == "csv":
+            made.append(CSVLogger(run_dir, name="csv", version="", flush_logs_every_n_steps=1))
+        elif name == "wandb":
+            made.append(wandb_logger(run, run_dir))
+    for logger in made:
+        guard(logger)
+    return made
 
 
-def guarded(logger: Logger) -> Logger:
-    """Returns the logger, of which an error of writing does not end the training; see `write_to`."""
+def guard(logger: Logger) -> None:
+    """Keeps an error of a logger that cannot write from ending the training; see `write_to`."""
 
-    def guard(method: Callable[..., None]) -> Callable[..., None]:
-        return lambda *arguments, **options: write_to(logger, lambda: method(*arguments, **options))
+    def guarded(method: Callable[..., None]) -> Callable[..., None]:
+        return lambda *arguments, **options: write_to(logger, partial(method, *arguments, **options))
 
     for name in ("log_metrics", "save", "finalize"):  # what Lightning (2.6.6) calls during a run
-        setattr(logger, name, guard(getattr(logger, name)))
-    return logger
+        setattr(logger, name, guarded(getattr(logger, name)))
 
 
 def write_to(logger: Any, write: Callable[[], Any]) -> None:

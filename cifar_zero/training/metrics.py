@@ -91,30 +91,31 @@ class SplitMetrics:
         f1 = (2 * right / (images + predicted)).masked_fill(absent, torch.nan)
         return {"acc": right / images, "precision": precision, "recall": right / images, "f1": f1}
 
-    def overall(self, per_class: dict[str, Tensor] | None = None) -> dict[str, float]:
+    def overall(self) -> dict[str, float]:
         """Returns metrics of the split. Every rank calls it. precision, recall, f1 and the others of `per_class` are
         macro averages: means over the classes with images. The *_weighted weight each class by its images; the recall
         weighted so would be the accuracy."""
-        per_class = self.per_class() if per_class is None else per_class
+        per_class = self.per_class()
         counts = self.confusion.compute().cpu().double()
         images = counts.sum()
         shares = counts.sum(dim=1) / images
-        top = {} if self.top_sum is None else {f"acc_top{TOP}": (self.top_sum.compute().cpu() / images).item()}
-        return {
+        metrics = {name: values.nanmean().item() for name, values in per_class.items()}
+        metrics |= {
             "loss": (self.loss_sum.compute().cpu() / images).item(),
             "acc": (counts.trace() / images).item(),
-            **top,
-            **{name: values.nanmean().item() for name, values in per_class.items() if name != "acc"},
             "precision_weighted": (per_class["precision"] * shares).nansum().item(),
             "f1_weighted": (per_class["f1"] * shares).nansum().item(),
             "calibration_error": calibration_error(self.calibration.compute()),
         }
+        if self.top_sum is not None:
+            metrics[f"acc_top{TOP}"] = (self.top_sum.compute().cpu() / images).item()
+        return metrics
 
     def named(self, split: str, class_names: tuple[str, ...]) -> dict[str, float]:
         """Returns <split>/<metric>, and <split>/<metric>_class/<name> of classes with images. Every rank calls it."""
         per_class = self.per_class()
         curves = ("acc", "precision", "f1") if self.num_classes <= 30 else ("acc",)  # a curve for each class
-        logged = {f"{split}/{metric}": value for metric, value in self.overall(per_class).items()}
+        logged = {f"{split}/{metric}": value for metric, value in self.overall().items()}
         for metric in curves:
             for name, value in zip(class_names, per_class[metric].tolist(), strict=True):
                 if math.isfinite(value):

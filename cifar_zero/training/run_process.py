@@ -15,7 +15,7 @@ from cifar_zero.launch import local_launcher
 from cifar_zero.reports.summary import REPOSITORY
 
 POLL_SECONDS = 0.25  # time between two checks of a run
-SAVING_SECONDS = 45.0  # time that a run has to end: supervisor.py gives its ranks 30 s to write a checkpoint
+SAVING_SECONDS = 45.0  # time that a run has to end: the launcher gives the ranks 30 s to write a checkpoint
 
 DEBUG = frozenset(["--debug"])  # which the runs of a program get from its command line, to show their tracebacks
 

@@ -42,10 +42,10 @@ def agree_on_checkpoint(run: Run, places: Sequence[Place]) -> Run:
 
 
 def check_checkpoint(run: Run) -> Mapping[str, int] | None:
-    """Refuses a checkpoint that cannot be resumed, and returns the `Dataset.identity` of its images; None for a run
-    that begins. Every rank must call it. Only rank 0 reads: it compares the checksums, and reads names
-    and shapes without the tensors' values. Raises UsageError: it is damaged, incomplete, of another version, another
-    model or other images, or cannot be trusted."""
+    """Refuses a checkpoint that cannot be resumed, and returns the `Dataset.identity` of its images, which the data
+    module compares; None for a run that begins. Every rank must call it. Only rank 0 reads: it compares the checksums,
+    and reads names and shapes without the tensors' values. Raises UsageError: it is damaged, incomplete, of another
+    version, recipe, model or other classes, or cannot be trusted."""
 
     def images() -> Mapping[str, int] | None:
         model = on_meta(run.recipe.model, run.num_classes, run.recipe.trainable, run.recipe.lora)
@@ -74,21 +74,18 @@ def pretrained_weights(run: Run) -> Match | None:
     of another model, or --trainable or --lora.target names nothing."""
     model = on_meta(run.recipe.model, run.num_classes, run.recipe.trainable, run.recipe.lora)
     check_patterns(model, run.recipe.trainable, run.recipe.model.options.get("ep_size", 1))
-    entry, file, source = (
-        MODELS[run.recipe.model.name](**run.recipe.model.options),
-        Path(run.recipe.weights),
-        run.recipe.weights,
-    )
     if run.output.resume:
         return None
+    source = run.recipe.weights
     if run.recipe.delta:
-        weights = plain_network(apply_delta(file, Path(run.recipe.delta), run.consent.trust))
+        weights = plain_network(apply_delta(Path(source), Path(run.recipe.delta), run.consent.trust))
     elif source:
-        weights = read_plain(file, run.consent.trust)
-    elif isinstance(entry, External) and entry.weights:
-        weights, source = by_rank_0(lambda: pretrained(entry)), entry.weights
+        weights = read_plain(Path(source), run.consent.trust)
     else:
-        return None
+        entry = MODELS[run.recipe.model.name](**run.recipe.model.options)
+        if not isinstance(entry, External) or not entry.weights:
+            return None
+        weights, source = by_rank_0(lambda: pretrained(entry)), entry.weights
     return match(on_meta(run.recipe.model, run.num_classes), weights, source)
 
 

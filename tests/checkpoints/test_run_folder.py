@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.core.errors import UsageError
@@ -26,7 +25,6 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path):
 
 
 def test_a_directory_is_tried_out_and_left_as_it_was(tmp_path: Path):
-    """Root may write anywhere as far as permissions show, but no folder can be made in /proc."""
     (tmp_path / "net").mkdir()
     os.utime(tmp_path / "net", (100, 100))
     run_folder.check_writable(str(tmp_path), "net")
@@ -34,9 +32,8 @@ def test_a_directory_is_tried_out_and_left_as_it_was(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["net"]
     assert (tmp_path / "net").stat().st_mtime == 100
     (tmp_path / "file").write_text("")
-    for out in (tmp_path / "file", *([Path("/proc/x")] if Path("/proc").is_dir() else [])):
-        with pytest.raises(UsageError, match=f"--out {out}: .* cannot be written"):
-            run_folder.check_writable(str(out), "net")
+    with pytest.raises(UsageError, match=f"--out {tmp_path}/file: .* cannot be written"):
+        run_folder.check_writable(str(tmp_path / "file"), "net")
 
 
 def make(path: Path, when: float) -> Path:
@@ -65,24 +62,6 @@ def test_checkpoints_are_found_by_run_by_name_and_by_path(tmp_path: Path):
         run_folder.last_checkpoint(out, "other")
 
 
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        ("net-ddp/version_0", "did you mean {}/net-ddp-digits-fallback/version_0?"),
-        ("net-dpp-digits-fallback", "did you mean {}/net-ddp-digits-fallback?"),
-        ("net-ddp/version_1", "give a run folder"),
-        ("net-ddp-digits-fallback/version_0/checkpoints/last.ckpt/x/y", "give a run folder"),
-    ],
-)
-def test_a_path_that_does_not_exist(tmp_path: Path, given: str, meant: str):
-    """The error names a similar path, such as the folder of a run that fell back to the digits."""
-    make(tmp_path / "net-ddp-digits-fallback" / "version_0" / "checkpoints" / "last.ckpt", 100)
-    (tmp_path / "net-ddp_offload").mkdir()
-    with pytest.raises(UsageError) as error:
-        run_folder.find_checkpoint(str(tmp_path / given))
-    assert str(error.value).startswith(f"{tmp_path / given} does not exist: {meant.format(tmp_path)}")
-
-
 def test_a_recipe_is_found_only_in_the_run_folder(tmp_path: Path):
     """A config.yaml further up, or next to a copy of a checkpoint, is another program's."""
     (tmp_path / "config.yaml").write_text("of another program")
@@ -109,17 +88,17 @@ def test_a_file_named_latest_above_a_checkpoint_is_no_checkpoint(tmp_path: Path)
     assert run_folder.find_checkpoint(str(checkpoint)) == checkpoint
 
 
-def test_the_newest_checkpoint_has_the_most_steps_whatever_a_copy_did_to_the_times(tmp_path: Path):
-    """In the last run of a name, which may have begun at an earlier checkpoint than the end of the one before."""
-    for run, name, step, when in (
-        ("version_0", "last.ckpt", 90, 400),
-        ("version_1", "best-epoch01-step000030.ckpt", 30, 300),
-        ("version_1", "last.ckpt", 40, 200),
-        ("version_1", "best-epoch00-step000020.ckpt", 20, 100),
+def test_the_newest_checkpoint_is_the_last_of_the_last_run_whatever_a_copy_did_to_the_times(tmp_path: Path):
+    """The last run of a name may have begun at an earlier checkpoint than the end of the one before."""
+    for run, name, when in (
+        ("version_0", "last.ckpt", 400),
+        ("version_1", "best-epoch01-step000030.ckpt", 300),
+        ("version_1", "last.ckpt", 200),
+        ("version_1", "best-epoch00-step000020.ckpt", 100),
     ):
-        file = make(tmp_path / "net" / run / "checkpoints" / name, when)
-        torch.save({"state_dict": {"w": torch.zeros(300)}, "global_step": step, "epoch": 1}, file)
-        os.utime(file, (when, when))
+        make(tmp_path / "net" / run / "checkpoints" / name, when)
     newest = tmp_path / "net" / "version_1" / "checkpoints" / "last.ckpt"
     assert run_folder.newest_checkpoint(tmp_path / "net" / "version_1") == newest
     assert run_folder.newest_checkpoint(tmp_path / "net") == newest
+    newest.unlink()
+    assert run_folder.newest_checkpoint(tmp_path / "net").name == "best-epoch01-step000030.ckpt"

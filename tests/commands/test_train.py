@@ -182,10 +182,9 @@ def test_bench_steps_times_that_many_steps_and_stops(small_data: list[str], tmp_
     assert 0 < shortest <= median <= longest < 30 * metrics["perf/step_time_ms"]
     assert shortest < metrics["perf/step_time_ms"] < longest
     assert not (run / "checkpoints").exists()
-    rows = dict([cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if "│" in line)
-    assert rows["images per second"] == f"{metrics['perf/images_per_second']:,.1f}"
-    assert rows["shortest / median / longest (ms)"] == f"{shortest:.2f} / {median:.2f} / {longest:.2f}"
-    assert rows["model states of each rank (MB)"] == "0.74"
+    assert f"{metrics['perf/images_per_second']:,.0f} images/s" in done.stdout
+    assert f"{shortest:.2f} min, {median:.2f} median, {longest:.2f} max (ms)" in done.stdout
+    assert "0.74 MB of it model states" in done.stdout
 
 
 def test_the_fallback_to_digits_is_reported_everywhere(tmp_path: Path, small_data: list[str]):

@@ -150,7 +150,7 @@ ranks = [subprocess.Popen([sys.executable, "-I", "-S", "-c", code]) for code in 
 print(ranks[1].pid, flush=True)
 ranks[0].wait()
 """
-"""A launcher that forwards no signal, as supervisor.py does for Ctrl-C: a terminal sends it to the ranks directly."""
+"""A launcher that forwards no signal, as ours forwards no Ctrl-C: a terminal sends it to the ranks directly."""
 
 
 def interrupted(

@@ -95,7 +95,7 @@ def test_the_options_that_a_resumed_run_may_change():
 @pytest.mark.parametrize(
     ("flags", "refused"),
     [
-        (["--data", "digits"], "unknown option --data: did you mean --data.source?"),
+        (["--data", "digits"], "unknown option --data: did you mean --data."),
         (["digits"], "unexpected 'digits': options begin with --"),
         (["--seed", "1", "2"], "--seed takes one value, not 2: put '1 2' in quotes"),
         (["--optimizer"], "--optimizer has no value"),

@@ -217,7 +217,7 @@ def test_guarded(capsys: pytest.CaptureFixture[str], monkeypatch: Patch):
     monkeypatch.setattr("sys.argv", ["train.py"])
     assert exits.guarded(main) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: the machine's memory is full; double --accumulate")
+    assert line.startswith("error: the machine's memory is full; in training, double --accumulate")
     monkeypatch.setattr("sys.argv", ["train.py", "--debug"])
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
         exits.guarded(main)

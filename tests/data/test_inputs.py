@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch.utils.data import default_collate
 from torchvision.transforms import Compose, Normalize, Resize, ToTensor
 
-from cifar_zero import exporting, models
+from cifar_zero import models
 from cifar_zero.config import command_line
 from cifar_zero.config.recipe import AugmentConfig, inputs
 from cifar_zero.core.errors import UsageError
@@ -21,7 +21,7 @@ from cifar_zero.data.augment import Augmentation, normalize
 from cifar_zero.data.dataset import Split, TrainOrder
 from cifar_zero.data.memory_loader import MemoryLoader
 from cifar_zero.data.torch_loader import TorchLoader
-from cifar_zero.exporting import export, predict
+from cifar_zero.exporting import formats, predict
 from cifar_zero.training.resolve import resolve
 from tests.support.helpers import assert_ok, read_weights, run_folder_of, run_program, train_all
 
@@ -61,13 +61,13 @@ def test_every_command_sees_the_images_that_were_trained_on(run: tuple[Path, Pat
     done = run_program("evaluate", str(folder))
     assert_ok(done)
     assert f" all   │ {100 * accuracy:>16.2f}% " in done.stdout
-    export.export(checkpoint, tmp_path / "net.safetensors", "safetensors", "float32")
-    export.export(checkpoint, tmp_path / "net.onnx", "onnx", "float32")
+    formats.export(checkpoint, tmp_path / "net.safetensors", "safetensors", "float32")
+    formats.export(checkpoint, tmp_path / "net.onnx", "onnx", "float32")
     with safe_open(tmp_path / "net.safetensors", "pt") as file:
         about = file.metadata()
     assert [about[key] for key in ("image_size", "mean", "std")] == ["48", "0.485,0.456,0.406", "0.229,0.224,0.225"]
     for path in (folder, tmp_path / "net.safetensors", tmp_path / "net.onnx"):
-        for number, (_, found) in enumerate(predict.predict(exporting.load(str(path)), files, 2)):
+        for number, (_, found) in enumerate(predict.predict(formats.load(str(path)), files, 2)):
             assert not isinstance(found, UsageError)
             best = expected[number].topk(2)
             assert [name for name, _ in found] == [("dark", "light")[label] for label in best.indices]

@@ -13,7 +13,7 @@ from cifar_zero.checkpoints.read import network
 from cifar_zero.checkpoints.safetensors_file import read_safetensors
 from cifar_zero.checkpoints.zero_folder import AVERAGE
 from cifar_zero.config.arguments import read_arguments
-from cifar_zero.exporting import export
+from cifar_zero.exporting import formats
 from cifar_zero.training import evaluate
 from cifar_zero.training.resolve import make_run
 from tests.support.helpers import WHOLE, largest_difference, last_checkpoint, run_folder_of, train_all
@@ -104,5 +104,5 @@ def test_evaluate_and_export_use_the_average(runs: dict[str, Path], tmp_path: Pa
     assert tested()["test/loss"] == pytest.approx(metrics["test/loss"], rel=1e-6)
     assert tested("--ema", "0")["test/loss"] != pytest.approx(metrics["test/loss"], rel=1e-6)  # the newest
     file = tmp_path / "net.safetensors"
-    export.export(checkpoint, file, "safetensors", "float32")
+    formats.export(checkpoint, file, "safetensors", "float32")
     assert largest_difference(read_safetensors(file)[0], network(last_checkpoint(run))) == 0

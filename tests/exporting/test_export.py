@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from cifar_zero import exporting, models
+from cifar_zero import models
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.core.errors import RunError, UsageError
-from cifar_zero.exporting import FORMATS, export
+from cifar_zero.exporting import export, formats
+from cifar_zero.exporting.formats import FORMATS
 from cifar_zero.models import SHAPES, Shape
 from cifar_zero.models.moe import gates
 from tests.support.helpers import ROOT, WHOLE, assert_ok, read_weights, run_folder_of, run_program, train_all
@@ -73,15 +74,15 @@ def test_every_format_has_the_scores_of_the_checkpoint(checkpoint: Path, images:
     images = images.contiguous(memory_format=torch.channels_last)  # as in a Classifier: the last bits depend on it
     expected = evaluated(checkpoint)(images)
     one_of_two = WHOLE or "deepspeed_stage_2" not in str(checkpoint)  # a conversion to ONNX takes seconds
-    formats = {name: FORMATS[name] for name in FORMATS if one_of_two or name != "onnx"}
-    for name, format in formats.items():
+    chosen = {name: FORMATS[name] for name in FORMATS if one_of_two or name != "onnx"}
+    for name, format in chosen.items():
         output = tmp_path / "exports" / f"net{format.suffix}"
         output.parent.mkdir(exist_ok=True)
-        export.export(checkpoint, output, name, "float32")
-        scores = exporting.load(str(output)).scores
+        formats.export(checkpoint, output, name, "float32")
+        scores = formats.load(str(output)).scores
         torch.testing.assert_close(scores(images), expected, rtol=format.tolerance, atol=format.tolerance)
         assert torch.equal(scores(images).argmax(1), expected.argmax(1))
-    assert {file.name for file in output.parent.iterdir()} == {f"net{format.suffix}" for format in formats.values()}
+    assert {file.name for file in output.parent.iterdir()} == {f"net{format.suffix}" for format in chosen.values()}
 
 
 def test_a_user_reads_the_exports_with_only_torch(baseline: Path, images: Tensor, tmp_path: Path):
@@ -91,7 +92,7 @@ def test_a_user_reads_the_exports_with_only_torch(baseline: Path, images: Tensor
     assert re.search(r"last\.onnx: net, 62,006 parameters in float32, 0\.\d\d MB", done.stdout)
     accuracy = json.loads((folder / run_folder.METRICS).read_text())["test/acc"]
     assert f"test accuracy {100 * accuracy:.2f} %, the same class as the checkpoint's for each of 640" in done.stdout
-    export.export(baseline, baseline.with_suffix(".safetensors"), "safetensors", "float32")
+    formats.export(baseline, baseline.with_suffix(".safetensors"), "safetensors", "float32")
     np.save(tmp_path / "images.npy", images.numpy())
     code = "import sys, numpy, torch\nimages = torch.from_numpy(numpy.load(sys.argv[1]))\nfound = []\n"
     for snippet in SNIPPETS:
@@ -115,7 +116,7 @@ def test_a_user_reads_the_exports_with_only_torch(baseline: Path, images: Tensor
 
 def test_metadata(baseline: Path, tmp_path: Path):
     for name in ("safetensors", "onnx"):
-        export.export(baseline, tmp_path / f"net.{name}", name, "float32")
+        formats.export(baseline, tmp_path / f"net.{name}", name, "float32")
     with safe_open(tmp_path / "net.safetensors", "pt") as file:
         metadata = file.metadata()
     session = onnxruntime.InferenceSession(tmp_path / "net.onnx")
@@ -130,7 +131,7 @@ def test_metadata(baseline: Path, tmp_path: Path):
 
 
 def test_bfloat16_is_rounded_once_and_half_the_size(baseline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    export.export(baseline, tmp_path / "net.safetensors", "safetensors", "bfloat16")
+    formats.export(baseline, tmp_path / "net.safetensors", "safetensors", "bfloat16")
     with safe_open(tmp_path / "net.safetensors", "pt") as file:
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         assert file.metadata()["dtype"] == "bfloat16"
@@ -180,8 +181,8 @@ def test_a_model_with_options_buffers_and_tied_weights(
     net(images)  # moves BatchNorm's buffers
     checkpoint = checkpoint_of(net, "other", {"width": 5}, ["a", "b", "c"], tmp_path)
     output = tmp_path / f"net{FORMATS[to].suffix}"
-    export.export(checkpoint, output, to, "float32")
-    classifier = exporting.load(str(output))
+    formats.export(checkpoint, output, to, "float32")
+    classifier = formats.load(str(output))
     assert classifier.classes == ("a", "b", "c")
     with torch.inference_mode():
         torch.testing.assert_close(classifier.scores(images), net.eval()(images), rtol=1e-4, atol=1e-4)
@@ -216,7 +217,7 @@ def test_mixtures_of_experts(name: str, options: dict[str, Any], tmp_path: Path,
         assert (routing.experts < 0).any() == ("eval_capacity_factor" in options)
     for to, format in FORMATS.items():
         output = tmp_path / f"net{format.suffix}"
-        export.export(checkpoint, output, to, "float32")
+        formats.export(checkpoint, output, to, "float32")
         scores = format.load(output).scores
         for found, wanted in ((scores(images), expected), (scores(images[:1]), net(images[:1]))):
             torch.testing.assert_close(found, wanted, rtol=format.tolerance, atol=format.tolerance)
@@ -245,7 +246,7 @@ def test_an_export_with_other_scores_is_not_kept(baseline: Path, tmp_path: Path,
 
     monkeypatch.setitem(FORMATS, "safetensors", replace(right, encode=wrong))
     with pytest.raises(RunError, match="does not compute what the checkpoint does: scores differ by up to"):
-        export.export(baseline, output, "safetensors", "float32")
+        formats.export(baseline, output, "safetensors", "float32")
     assert output.read_text() == "the one before"
     assert [file.name for file in tmp_path.iterdir()] == ["net.safetensors"]
 
@@ -256,7 +257,7 @@ def test_without_the_images_the_accuracy_is_not_checked(
     content = torch.load(baseline, weights_only=True)
     content["cifar_zero"]["config"]["data"]["root"] = str(tmp_path / "gone")
     torch.save(content, tmp_path / "last.ckpt")
-    export.export(tmp_path / "last.ckpt", tmp_path / "last.safetensors", "safetensors", "float32")
+    formats.export(tmp_path / "last.ckpt", tmp_path / "last.safetensors", "safetensors", "float32")
     assert "test accuracy not checked: no decoded images in " in capsys.readouterr().out
     assert not (tmp_path / "gone").exists()
 

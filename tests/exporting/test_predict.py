@@ -22,7 +22,8 @@ from cifar_zero.config.settings import DataConfig
 from cifar_zero.core.errors import UsageError
 from cifar_zero.data.augment import normalize
 from cifar_zero.data.cache import Dataset
-from cifar_zero.exporting import FORMATS, export, predict
+from cifar_zero.exporting import formats, predict
+from cifar_zero.exporting.formats import FORMATS
 from tests.support.helpers import ROOT, WHOLE, assert_ok, read_weights, run_program, train_all
 
 
@@ -48,6 +49,10 @@ def folder(digits: tuple[Path, Dataset], tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
+IMAGES = {"image_size": "32", "mean": "0.5", "std": "0.5"}
+"""Metadata of a model of CIFAR's images."""
+
+
 def own_probabilities(checkpoint: Path, images: np.ndarray) -> torch.Tensor:
     """Returns the model's own predictions for images, uint8 (N, 3, 32, 32)."""
     net = models.build("net", 10).eval()
@@ -71,7 +76,7 @@ def test_a_folder_by_a_checkpoint_and_every_export(digits: tuple[Path, Dataset],
     assert len(labels[:, 0].unique()) > 4
     networks = [[str(checkpoint)]]
     for name, format in FORMATS.items():
-        export.export(checkpoint, tmp_path / f"net{format.suffix}", name, "float32")
+        formats.export(checkpoint, tmp_path / f"net{format.suffix}", name, "float32")
         networks.append([str(tmp_path / f"net{format.suffix}")])
     for network in networks if WHOLE else networks[:2]:  # tests/exporting/test_export.py has the scores of them all
         found = predictions(*network, str(folder), "--top", "2")
@@ -87,7 +92,7 @@ def test_names_forge_no_line(digits: tuple[Path, Dataset], folder: Path, tmp_pat
     image, broken, network = (tmp_path / name for name in ("a\nb.png", "c\x1b[2K.png", "net.safetensors"))
     image.write_bytes((folder / "00.png").read_bytes())
     broken.write_text("")
-    about = {"model": "net", "options": "{}", "classes": json.dumps(["x\r\x1b[31m\nsafe.png: é"] * 10)}
+    about = {**IMAGES, "model": "net", "options": "{}", "classes": json.dumps(["x\r\x1b[31m\nsafe.png: é"] * 10)}
     write_safetensors(read_weights(models.build("net", 10), digits[0]), network, about)
     done = run_program("predict", str(network), str(image), str(broken))
     assert re.fullmatch(r".*a\\nb\.png: x\\r\\x1b\[31m\\nsafe\.png: é \d+\.\d %\n", done.stdout)
@@ -146,7 +151,7 @@ def test_mistakes(
     arguments: list[str], message: str, digits: tuple[Path, Dataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     places = {"CHECKPOINT": digits[0], "EMPTY": tmp_path / "empty"}
-    moe = {"model": "net_moe", "options": "{}", "classes": json.dumps(["a"] * 10)}
+    moe = {**IMAGES, "model": "net_moe", "options": "{}", "classes": json.dumps(["a"] * 10)}
     for name, about in (("PLAIN", {}), ("MOE", moe), ("DELTA", {BASE: "0"})):
         places[f"{name}.safetensors"] = tmp_path / f"{name}.safetensors"
         write_safetensors(read_weights(models.build("net", 10), digits[0]), places[f"{name}.safetensors"], about)

@@ -68,7 +68,7 @@ def test_zero_3_trains_it_as_ddp_does(small_data: list[str], tmp_path: Path):
         ("own_code.py:Named", "call its argument `name` something else"),
         ("nowhere.py:Small", "nowhere.py does not exist"),
         ("own_code.py:Small --model.widht 5", "did you mean --model.width?"),
-        ("own_code.py", "own_code.py:Small or --model "),
+        ("own_code.py", "own_code.py:NAME"),
     ],
 )
 def test_a_mistake_is_the_users(flags: str, expected: str):

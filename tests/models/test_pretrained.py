@@ -9,9 +9,10 @@ import torch
 import torchvision
 
 from cifar_module import CIFARModule
-from cifar_zero import exporting, models
+from cifar_zero import models
 from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
+from cifar_zero.exporting import formats
 from cifar_zero.models.external import pretrained
 from cifar_zero.training import starting
 from cifar_zero.training.resolve import resolve
@@ -60,7 +61,7 @@ def test_a_run_starts_from_them_and_its_checkpoint_needs_no_download(
     assert all(torch.equal(found[name], cached[name]) for name in cached if not name.startswith("fc."))
     (file,) = (tmp_path / "torch").rglob("*.pth")
     file.unlink()
-    assert len(exporting.load(str(folder)).classes) == 10
+    assert len(formats.load(str(folder)).classes) == 10
     config = command_line.parse(["--config", str(folder / "config.yaml"), "--resume", str(folder)])
     assert starting.pretrained_weights(resolve(config)) is None
     done = run_program("train.py", *flags, env={})

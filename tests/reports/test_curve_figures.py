@@ -30,7 +30,7 @@ def test_of_a_hundred_classes_the_best_and_the_worst_five_are_named() -> None:
     figure = precision_recall_figure([(STEP[0][::-1], STEP[1][::-1])] * 100, averages, NAMES)
     order = np.argsort(-np.nan_to_num(averages, nan=-1))[:99]
     best, worst = ([f"class {label} ({averages[label]:.3f})" for label in part] for part in (order[:5], order[-5:]))
-    assert legend_of(figure) == [*best, "89 between", *worst, f"macro mean ({np.nanmean(averages):.3f})"]
+    assert legend_of(figure) == ["89 between", *best, *worst, f"macro mean ({np.nanmean(averages):.3f})"]
     figure.savefig(io.BytesIO())
 
 

@@ -114,8 +114,8 @@ def test_a_failed_run_is_reported_and_tried_again(
     flags = ["--search", "optimizer.lr=0.1,0.2", "model.name=net", "seed=0,2"]
     fails = "if flags['--optimizer.lr'] == '0.1' and flags['--seed'] == '2': sys.exit('error: no [bold] idea')"
     assert start(fails, *flags) == 1
-    printed = capsys.readouterr().out
-    assert "failed: optimizer.lr_0.1-model.name_net-seed_2: no [bold] idea" in printed
+    printed, errors = capsys.readouterr()
+    assert "failed: optimizer.lr_0.1-model.name_net-seed_2: no [bold] idea" in errors
     rows = [[*map(str.strip, line.split("│")[1:-1])] for line in printed.splitlines() if line.startswith("│")]
     assert rows == [["0.2", "net", "0.6", "0.5, 0.7", "complete"], ["0.1", "net", "", "", "fail"]]
     best = command("train", "--data.source", "synthetic", "--optimizer.lr", "0.2", "--model.name", "net")
@@ -128,7 +128,7 @@ def test_a_failed_run_is_reported_and_tried_again(
 
 def test_a_run_without_a_validation_has_failed(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
     assert start("(folder / 'metrics.json').write_text('{}'); sys.exit()", "--search", "optimizer.lr=0.1") == 1
-    assert "ended without val/acc: an epoch must end before --max_steps" in capsys.readouterr().out
+    assert "ended without val/acc: an epoch must end before --max_steps" in capsys.readouterr().err
 
 
 def test_a_budget_of_sampled_settings(start: Start, tmp_path: Path) -> None:

@@ -38,33 +38,35 @@ class Match:
 
     def summary(self, run_dir: Path) -> str:
         """Returns a line for the console; if it leaves names out, writes all of them into the run folder."""
-        parts = [f"loaded {len(self.loaded)} of {len(self.loaded) + len(self.initialised)} tensors"]
-        parts += [f"initialised: {_few(self.initialised)}"] if self.initialised else []
-        parts += [f"not used: {_few(self.unused)}"] if self.unused else []
+        line = f"loaded {len(self.loaded)} of {len(self.loaded) + len(self.initialised)} tensors"
+        lines = ["loaded:", *self.loaded]
+        for title, names in (("initialised", self.initialised), ("not used", self.unused)):
+            lines += [f"{title}:", *names]
+            if names:
+                line += f"; {title}: {_few(names)}"
         if max(len(self.initialised), len(self.unused)) > LISTED:
-            lists = {"loaded": self.loaded, "initialised": self.initialised, "not used": self.unused}
-            text = "".join(f"{title}:\n" + "".join(f"  {name}\n" for name in names) for title, names in lists.items())
-            (run_dir / FILE).write_text(text)
-            parts.append(f"all names in {run_dir / FILE}")
-        return "; ".join(parts)
+            (run_dir / FILE).write_text("\n".join(lines) + "\n")
+            line += f"; all names in {run_dir / FILE}"
+        return line
 
 
 def read_plain(file: Path, trust: bool = False) -> dict[str, Tensor]:
     """Returns the weights of a checkpoint of any strategy, a safetensors file or a state_dict, with adapters merged.
     Raises UsageError: it is damaged, of another kind, or would need `trust`."""
-    if file.is_dir():
-        return plain_network(read(file, trust))
     if file.suffix == ".safetensors":
         return read_whole(file)[0]
+    if file.is_dir():
+        return plain_network(read(file, trust))
     content: Any = load(file, trust)
-    if isinstance(content, dict) and RECORD in content:
-        return plain_network(checked(content, file))
-    for wrapper in ("state_dict", "model"):  # of Lightning and timm; of torchvision's references and DeiT
-        if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
-            content = content[wrapper]
-    if not isinstance(content, dict) or not content or not all(isinstance(value, Tensor) for value in content.values()):
-        raise UsageError(f"{file} holds no weights: it must be a checkpoint, a safetensors file or a dict of tensors")
-    return content
+    if isinstance(content, dict):
+        if RECORD in content:
+            return plain_network(checked(content, file))
+        for wrapper in ("state_dict", "model"):  # of Lightning and timm; of torchvision's references and DeiT
+            if isinstance(content.get(wrapper), dict):
+                content = content[wrapper]
+        if content and all(isinstance(value, Tensor) for value in content.values()):
+            return content
+    raise UsageError(f"{file} holds no weights: it must be a checkpoint, a safetensors file or a dict of tensors")
 
 
 def read_whole(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from cifar_zero import models
 from cifar_zero.config.recipe import Choice, LoRAConfig
 from cifar_zero.core.errors import UsageError
-from cifar_zero.core.usage import nearest_few
+from cifar_zero.core.usage import nearest
 from cifar_zero.models.initialization import DrawnOnCPU, initialize
 from cifar_zero.models.moe import Gate, whole_names
 
@@ -69,7 +69,8 @@ def check_patterns(net: nn.Module, trainable: Sequence[str], ep_size: int) -> No
     names = [name for name, _ in net.named_parameters()]
     for pattern in trainable:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise UsageError(f"--trainable {pattern} matches no parameter of the model: {nearest_few(pattern, names)}")
+            meant = nearest(pattern, names, 3, 0.3)
+            raise UsageError(f"--trainable {pattern} matches no parameter of the model: {meant}")
     if ep_size > 1:
         of_experts: dict[str, set[bool]] = {}
         for name, parameter in net.named_parameters():
@@ -145,8 +146,8 @@ def adapt(net: nn.Module, lora: LoRAConfig) -> None:
     layers = {name: layer for name, layer in named if type(layer) is nn.Linear and id(layer) not in gated}
     for pattern in lora.target:
         if not any(fnmatchcase(name, pattern) for name in layers):
-            known = nearest_few(pattern, [*layers])
-            raise UsageError(f"--lora.target {pattern} names no linear layer that can have an adapter: {known}")
+            meant = nearest(pattern, layers, 3, 0.3)
+            raise UsageError(f"--lora.target {pattern} names no linear layer that can have an adapter: {meant}")
     for name, layer in layers.items():
         if any(fnmatchcase(name, pattern) for pattern in lora.target):
             parent, _, child = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""The training curves: loss, epoch, learning rate and gradient norm over the optimizer steps; when a point is due."""
+"""The training curves: loss, epoch, learning rate and gradient norm over the optimizer steps; when they get a point."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -13,48 +13,42 @@ from torch.optim import Optimizer
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.io import attempt
-from cifar_zero.config.settings import Settings
 from cifar_zero.strategies import hooks_of
 from cifar_zero.training.loggers import write_to
 
 
-class Interval:
-    """A point is due every --log_interval optimizer steps, and at the last step; it begins at the trainer's step."""
+class IntervalCallback(Callback):
+    """Calls `_log` every --log_interval optimizer steps, and after the last step, even if a signal ends the run there.
 
-    def __init__(self, trainer: Any):
-        self._every = trainer.log_every_n_steps
-        self.newest = trainer.global_step
-        self._last_step = trainer.estimated_stepping_batches  # -1 or infinite if Lightning does not know it
+    Lightning does not know the last step of some runs: it is then -1 or infinite.
+    """
 
-    def is_point(self, step: int) -> bool:
-        return step % self._every == 0 or step == self._last_step
-
-    def due(self, step: int) -> bool:
-        """Returns whether a point is due after a micro-batch; true once for each point."""
-        if step == self.newest or not self.is_point(step):
-            return False
-        self.newest = step
-        return True
-
-
-class AtPoints(Callback):
-    """Calls `_log` at each point of the curves, and at the end of a run that was stopped between two of them."""
-
-    _interval: Interval
+    _last_step: float = -1
+    _logged_step = 0  # the newest point's, or the one at which the training began
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._interval = Interval(trainer)
+        self._logged_step = trainer.global_step
+        self._last_step = trainer.estimated_stepping_batches
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
-        if self._interval.due(trainer.global_step):
-            self._log(trainer)
+        if self.is_point(trainer, trainer.global_step):
+            self._log_once(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.global_step > self._interval.newest:
+        self._log_once(trainer)
+
+    def is_point(self, trainer: Trainer, step: int) -> bool:
+        """Returns whether the curves have a point at a step."""
+        every = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
+        return step % every == 0 or step == self._last_step
+
+    def _log_once(self, trainer: Trainer) -> None:
+        if trainer.global_step > self._logged_step:  # several micro-batches may follow one step
+            self._logged_step = trainer.global_step
             self._log(trainer)
 
     def _log(self, trainer: Trainer) -> None:
-        raise NotImplementedError
+        """Writes a point of the curves; every rank calls it at the same steps."""
 
 
 def log_scalars(trainer: Trainer, scalars: Mapping[str, float]) -> None:
@@ -63,7 +57,7 @@ def log_scalars(trainer: Trainer, scalars: Mapping[str, float]) -> None:
         logger.log_metrics(dict(scalars), trainer.global_step)
 
 
-class TrainingCurves(AtPoints):
+class TrainingCurves(IntervalCallback):
     """Writes the train/* curves, and with `writes_losses` the loss of each optimizer step into `losses.csv`. Between
     two points it only keeps the losses, on the device, so that no step waits for a value to reach the host."""
 
@@ -80,6 +74,11 @@ class TrainingCurves(AtPoints):
         self._learning_rate: float | None = None
         self._gradient_norm: Tensor | None = None
 
+    @property
+    def totals(self) -> dict[str, float | None]:
+        """Values of metrics.json."""
+        return {"epochs": self.last_epoch, "train/loss": self.last_loss}
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self.losses = []
@@ -88,7 +87,7 @@ class TrainingCurves(AtPoints):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Keeps learning rate and gradient norm of a step that will be logged. DeepSpeed calls it for every
         micro-batch; the last call before the step, with all gradients added up, counts."""
-        if not self._interval.is_point(trainer.global_step + 1):
+        if not self.is_point(trainer, trainer.global_step + 1):
             return
         self._learning_rate = float(optimizer.param_groups[0]["lr"])
         self._gradient_norm = hooks_of(trainer.strategy).gradient_norm(pl_module.parameters())
@@ -110,11 +109,13 @@ class TrainingCurves(AtPoints):
         self.last_epoch = (trainer.fit_loop.total_batch_idx + 1) / trainer.num_training_batches
         scalars = {"train/loss": self.last_loss, "train/epoch": self.last_epoch, "train/global_step": step}
         if self._learning_rate is not None:  # unknown if the run was stopped at a step that nobody could foresee
-            before = self._gradient_norm
-            norm = hooks_of(trainer.strategy).step_gradient_norm() if before is None else before.item()
-            self.last_gradient_norm = norm
             scalars["train/learning_rate"] = self.last_learning_rate = self._learning_rate
-            scalars |= {} if norm is None else {"train/grad_norm": norm}
+            if self._gradient_norm is None:
+                self.last_gradient_norm = hooks_of(trainer.strategy).step_gradient_norm()
+            else:
+                self.last_gradient_norm = self._gradient_norm.item()
+            if self.last_gradient_norm is not None:
+                scalars["train/grad_norm"] = self.last_gradient_norm
         log_scalars(trainer, scalars)
         self.losses = []
         self._learning_rate = self._gradient_norm = None
@@ -132,28 +133,35 @@ class TrainingCurves(AtPoints):
         self._writes_losses = attempt(write, path)
 
 
-class Layers(Callback):
+class GradientLogger(IntervalCallback):
     """`--log_gradients`, `--log_weights`: the norm of each gradient before clipping, and TensorBoard's histograms."""
 
-    def __init__(self, settings: Settings):
-        self._config = settings
+    def __init__(self, log_gradients: bool, log_weights: bool):
+        self._log_gradients, self._log_weights = log_gradients, log_weights
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Logs a step if a point is due; every rank takes part."""
         hooks = hooks_of(trainer.strategy)
-        if not Interval(trainer).is_point(trainer.global_step + 1) or not hooks.ends_step():
+        if not self.is_point(trainer, trainer.global_step + 1) or not hooks.ends_step():
             return
-        if self._config.output.log_gradients:
-            found = hooks.gradients(pl_module)
-            norms = {name.removeprefix("net."): tensor.norm().item() for name, tensor in found.items()}
-            log_scalars(trainer, {f"grad_norm/{name}": norm for name, norm in norms.items()})
-            self._histograms(trainer, "gradients", found)
-        if self._config.output.log_weights:
-            self._histograms(trainer, "weights", hooks.weights(pl_module))
+        if self._log_gradients:
+            gradients = hooks.gradients(pl_module)
+            norms = {f"grad_norm/{plain(name)}": gradient.norm().item() for name, gradient in gradients.items()}
+            log_scalars(trainer, norms)
+            log_histograms(trainer, "gradients", gradients)
+        if self._log_weights:
+            log_histograms(trainer, "weights", hooks.weights(pl_module))
 
-    @staticmethod
-    def _histograms(trainer: Trainer, kind: str, tensors: dict[str, Any]) -> None:
-        for logger in (logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)):
+
+def log_histograms(trainer: Trainer, kind: str, tensors: Mapping[str, Tensor]) -> None:
+    """Adds the histogram of each tensor to TensorBoard, as <kind>/<name>."""
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
             for name, tensor in tensors.items():
-                point = f"{kind}/{name.removeprefix('net.')}", tensor, trainer.global_step
+                point = f"{kind}/{plain(name)}", tensor, trainer.global_step
                 write_to(logger, partial(logger.experiment.add_histogram, *point))
+
+
+def plain(name: str) -> str:
+    """Returns the name of a module's parameter in its model."""
+    return name.removeprefix("net.")

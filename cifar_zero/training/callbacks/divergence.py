@@ -42,7 +42,6 @@ class Divergence(Callback):
         self._norm = self._curves.last_gradient_norm
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        self._check(trainer, pl_module, self._curves.logged_losses, self._curves.last_loss)
         if pl_module.skipped and trainer.is_global_zero:
             say(f"--on_nan skip left out {pl_module.skipped} micro-batches with a NaN or infinite loss")
 
@@ -84,13 +83,13 @@ class Divergence(Callback):
         rate = module.schedule.rate(step - 1, module.optimizer.lr)
         if isinstance(module.schedule, Constant):  # unless --reduce_on_plateau has lowered it
             rate = float(trainer.optimizers[0].param_groups[0]["lr"])
-        known = [f"epoch {trainer.current_epoch + 1}", f"learning rate {rate:g}"]
+        known = f"epoch {trainer.current_epoch + 1}, learning rate {rate:g}"
         if self._norm is not None:
-            known.append(f"gradient norm {self._norm:.3g} at the last point of the curves")
+            known += f", gradient norm {self._norm:.3g} at the last point of the curves"
         if (scale := hooks_of(trainer.strategy).loss_scale()) is not None:
-            known.append(f"loss scale {scale:g}")
+            known += f", loss scale {scale:g}"
         fixes = "lower --optimizer.lr or set --gradient_clip_val 1; --on_nan skip leaves such batches out"
-        message = f"{what} ({', '.join(known)}): {fixes}"
+        message = f"{what} ({known}): {fixes}"
         if not trainer.is_global_zero:
             return message
         run_dir = Path(trainer.default_root_dir)

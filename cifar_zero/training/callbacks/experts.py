@@ -3,16 +3,15 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from cifar_zero.models.moe import Gate, gates
+from cifar_zero.models.moe import Gate, Routing, gates
 from cifar_zero.reports.figures import expert_figure
-from cifar_zero.training.callbacks.curves import AtPoints, log_scalars
+from cifar_zero.training.callbacks.curves import IntervalCallback, log_scalars
 from cifar_zero.training.callbacks.figures import write_figure
 
 
@@ -22,11 +21,10 @@ class Seen:
 
     tokens: list[Tensor] = field(default_factory=list)  # int64 (E,) of each micro-batch: tokens that each expert took
     load_balance_losses: list[Tensor] = field(default_factory=list)  # float32 scalars, one of each micro-batch
-    probabilities: Tensor | None = None  # float32 (S, E), of the last micro-batch alone
-    routes: int = 0  # experts that all tokens asked for: tokens x top_k
+    newest: Routing | None = None  # of the last micro-batch, which is as large as the others
 
 
-class Experts(AtPoints):
+class Experts(IntervalCallback):
     """Writes the moe/* curves, and experts.png of a test. Between two points it only keeps references to tensors that
     the gates already have on the device."""
 
@@ -46,8 +44,7 @@ class Experts(AtPoints):
             assert routing is not None
             seen.tokens.append(routing.tokens)
             seen.load_balance_losses.append(routing.load_balance_loss.detach())
-            seen.probabilities = routing.probabilities
-            seen.routes += routing.experts.numel()
+            seen.newest = routing
         super().on_train_batch_end(trainer, *arguments)
 
     def on_test_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -67,16 +64,20 @@ class Experts(AtPoints):
 
     def _log(self, trainer: Trainer) -> None:
         # One reduction and one copy to the host for all curves of all mixtures.
-        own = torch.cat([_summed(seen) for seen in self._seen])
-        totals = iter(trainer.strategy.reduce(own, reduce_op="sum").tolist())
+        own = [_summed(seen) for seen in self._seen]
+        summed = trainer.strategy.reduce(torch.cat(own), reduce_op="sum").cpu()
         scalars: dict[str, float] = {}
-        for number, (gate, seen) in enumerate(zip(self._gates, self._seen, strict=True)):
-            steps = len(seen.tokens) / trainer.accumulate_grad_batches
-            tokens = list(islice(totals, gate.num_experts))
-            load_balance_loss, entropy = next(totals), next(totals)
+        for number, (seen, values) in enumerate(
+            zip(self._seen, summed.split([len(each) for each in own]), strict=True)
+        ):
+            assert seen.newest is not None
+            *tokens, load_balance_loss, entropy = values.tolist()
+            micro_batches = len(seen.tokens)
             for expert, count in enumerate(tokens):
-                scalars[f"moe/tokens/mixture_{number}/expert_{expert}"] = count / steps
-            scalars[f"moe/dropped/mixture_{number}"] = 1 - sum(tokens) / (seen.routes * trainer.world_size)
+                of_step = count / micro_batches * trainer.accumulate_grad_batches
+                scalars[f"moe/tokens/mixture_{number}/expert_{expert}"] = of_step
+            routes = micro_batches * seen.newest.experts.numel() * trainer.world_size
+            scalars[f"moe/dropped/mixture_{number}"] = 1 - sum(tokens) / routes
             scalars[f"moe/load_balance_loss/mixture_{number}"] = load_balance_loss / trainer.world_size
             scalars[f"moe/gate_entropy/mixture_{number}"] = entropy / trainer.world_size
         log_scalars(trainer, scalars)
@@ -94,7 +95,8 @@ def experts_of_classes(labels: Tensor, experts: Tensor, num_classes: int, num_ex
 def _summed(seen: Seen) -> Tensor:
     """Returns float64 (E + 2,): tokens of each expert, mean load-balancing loss, and the mean entropy of the gate's
     probabilities as a share of log(E), its maximum; 0 for one expert."""
-    assert seen.probabilities is not None
-    entropy = torch.special.entr(seen.probabilities).sum(dim=1).mean() / math.log(max(2, seen.probabilities.shape[1]))
+    assert seen.newest is not None
+    probabilities = seen.newest.probabilities
+    entropy = torch.special.entr(probabilities).sum(dim=1).mean() / math.log(max(2, probabilities.shape[1]))
     means = torch.stack([torch.stack(seen.load_balance_losses).mean(), entropy])
     return torch.cat([torch.stack(seen.tokens).sum(dim=0).double(), means.double()])

@@ -9,7 +9,6 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from matplotlib.figure import Figure
-from PIL import Image
 from torch import Tensor
 
 from cifar_zero.checkpoints.io import attempt
@@ -97,15 +96,11 @@ def as_pixels(images: Tensor, inputs: Inputs) -> np.ndarray:
 def write_figure(trainer: Trainer, figure: Figure, name: str, tag: str = "") -> None:
     """Saves <name>.png in the run folder, and adds it to the loggers that can show images as figures/<tag or name>."""
     file, tag = Path(trainer.default_root_dir) / f"{name}.png", f"figures/{tag or name}"
-    if not attempt(lambda: figure.savefig(file, dpi=120), file):
+    figure.set_dpi(120)
+    if not attempt(lambda: figure.savefig(file), file):
         return
     for logger in trainer.loggers:
-        write_to(logger, partial(_log_image, logger, file, tag, trainer.global_step))
-
-
-def _log_image(logger: Any, file: Path, tag: str, step: int) -> None:
-    if isinstance(logger, TensorBoardLogger):
-        pixels = np.asarray(Image.open(file).convert("RGB"))
-        logger.experiment.add_image(tag, pixels, step, dataformats="HWC")
-    elif isinstance(logger, WandbLogger):
-        logger.log_image(tag, [str(file)], step)
+        if isinstance(logger, TensorBoardLogger):
+            write_to(logger, partial(logger.experiment.add_figure, tag, figure, trainer.global_step))
+        elif isinstance(logger, WandbLogger):
+            write_to(logger, partial(logger.log_image, tag, [str(file)], trainer.global_step))

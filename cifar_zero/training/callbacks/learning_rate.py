@@ -21,7 +21,9 @@ class ReduceOnPlateau(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Counts a validation, the same on every rank."""
         loss = trainer.callback_metrics["val/loss"].item()
-        self._best, self._waited = (loss, 0) if loss < self._best else (self._best, self._waited + 1)
+        self._waited += 1
+        if loss < self._best:
+            self._best, self._waited = loss, 0
         if self._waited < self._patience:
             return
         self._waited = 0

@@ -11,20 +11,20 @@ from torch.optim import Optimizer
 
 from cifar_zero.launch.collectives import gather
 from cifar_zero.strategies import hooks_of
-from cifar_zero.training.callbacks.curves import AtPoints, log_scalars
+from cifar_zero.training.callbacks.curves import IntervalCallback, log_scalars
 
 PARTS = ("mem/parameter_rank_bytes", "mem/gradient_rank_bytes", "mem/optimizer_rank_bytes")
 """The summands of mem/model_state_rank_bytes."""
 
 
-class Memory(AtPoints):
+class Memory(IntervalCallback):
     """Writes the curve mem/peak_gb (10^9 bytes, of the rank with the most) and keeps the totals of the run."""
 
     def __init__(self) -> None:
         self._state_step = 0
         self._states = (0, 0, 0)
-        keys = ("mem/peak_rank_bytes", "mem/model_state_rank_bytes", *PARTS)
         # mem/* of metrics.json, one value per rank, after the fit
+        keys = ("mem/peak_rank_bytes", "mem/model_state_rank_bytes", *PARTS)
         self.totals: dict[str, list[int]] = {key: [] for key in keys}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -42,11 +42,9 @@ class Memory(AtPoints):
         log_scalars(trainer, {"mem/peak_gb": int(highest) / 1e9})
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.totals = {
-            "mem/peak_rank_bytes": gather(peak_bytes(pl_module.device)),
-            "mem/model_state_rank_bytes": gather(sum(self._states)),
-            **{key: gather(part) for key, part in zip(PARTS, self._states, strict=True)},
-        }
+        of_rank = (peak_bytes(pl_module.device), sum(self._states), *self._states)
+        for key, value in zip(self.totals, of_rank, strict=True):
+            self.totals[key] = gather(value)
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -12,19 +12,18 @@ from rich.console import Console
 
 from cifar_zero.reports.summary import flops_per_second
 from cifar_zero.training.callbacks.curves import TrainingCurves
-from cifar_zero.training.callbacks.throughput import RATES
 
 BAR_INTERVAL_S = 0.25  # seconds between two updates of the bar on a terminal
 
 LINE: dict[str, Callable[[float], str]] = {
-    "loss": "Loss: {:.4f}".format,
-    "learning_rate": "Learning rate: {:.4g}".format,
-    "step_time_ms": "Time: {:.4g}ms".format,
-    "tflops": flops_per_second,
-    "images_per_second": "Images/s: {:.0f}".format,
-    "tokens_per_second": "Tokens/s: {:.0f}".format,
+    "train/loss": "Loss: {:.4f}".format,
+    "train/learning_rate": "Learning rate: {:.4g}".format,
+    "perf/step_time_ms": "Time: {:.4g}ms".format,
+    "perf/tflops": flops_per_second,
+    "perf/images_per_second": "Images/s: {:.0f}".format,
+    "perf/tokens_per_second": "Tokens/s: {:.0f}".format,
 }
-"""The parts of a line, by the names of the values."""
+"""The parts of a line, by the tags of the curves."""
 
 
 class Progress(Callback):
@@ -85,9 +84,12 @@ class Progress(Callback):
         self._next_update = now + BAR_INTERVAL_S
         task, loss = self._bar.tasks[0], self._curves.last_loss
         self._bar.update(task.id, completed=trainer.global_step, description=_epoch(trainer))
-        speed = "" if task.speed is None else f"{task.speed * self._batch_size:,.0f} images/s"
-        detail = "  ".join(filter(None, ("" if loss is None else f"loss {loss:.3f}", speed)))
-        self._bar.update(task.id, detail=detail, refresh=self._console.is_terminal)
+        details: list[str] = []
+        if loss is not None:
+            details.append(f"loss {loss:.3f}")
+        if task.speed is not None:
+            details.append(f"{task.speed * self._batch_size:,.0f} images/s")
+        self._bar.update(task.id, detail="  ".join(details), refresh=self._console.is_terminal)
 
     def line(self, trainer: Any, rates: Mapping[str, float]) -> None:
         """Prints the newest point of the curves, with `Throughput`'s rates, if there is no terminal; the form is that
@@ -96,12 +98,18 @@ class Progress(Callback):
             return
         self._update(trainer)
         task, curves = self._bar.tasks[0], self._curves
-        total = "" if task.total is None else f"/{task.total:.0f}"
-        values = {name: rates.get(f"perf/{name}") for name in RATES}
-        values |= {"loss": curves.last_loss, "learning_rate": curves.last_learning_rate}
-        shown = (form(value) for name, form in LINE.items() if (value := values[name]) is not None)
-        left = [] if task.time_remaining is None else [f"{timedelta(seconds=int(task.time_remaining))} left"]
-        self._print(" | ".join([f"Step {trainer.global_step}{total}", _epoch(trainer), *shown, *left]))
+        values = {**rates, "train/loss": curves.last_loss, "train/learning_rate": curves.last_learning_rate}
+        step = f"Step {trainer.global_step}"
+        if task.total is not None:
+            step += f"/{task.total:.0f}"
+        parts = [step, _epoch(trainer)]
+        for tag, form in LINE.items():
+            value = values.get(tag)
+            if value is not None:
+                parts.append(form(value))
+        if task.time_remaining is not None:
+            parts.append(f"{timedelta(seconds=int(task.time_remaining))} left")
+        self._print(" | ".join(parts))
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, soft_wrap=True)

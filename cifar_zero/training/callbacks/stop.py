@@ -117,8 +117,8 @@ class EarlyStop(EarlyStopping):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prints why the training has ended."""
         if self.wait_count >= self.patience and trainer.is_global_zero:
-            since = f"{self.wait_count} validation{'s'[: self.wait_count > 1]}"
-            best = f"{self.monitor} has not improved on {self.best_score.item():.4g} in {since}"
+            waited = "1 validation" if self.wait_count == 1 else f"{self.wait_count} validations"
+            best = f"{self.monitor} has not improved on {self.best_score.item():.4g} in {waited}"
             say(f"early stopping after epoch {self.stopped_epoch + 1}: {best}")
 
 
@@ -140,39 +140,40 @@ def reported(trainer: Trainer, run: Run, run_dir: Path | None) -> Iterator[None]
         raise Stopped(stop.number, _outcome(trainer, run, run_dir)) from stop
 
 
-def check_stopped(trainer: Trainer, run: Run, run_dir: Path | None, last: bool) -> None:
-    """Ends a run whose training a signal has stopped; see `leave` for `last`. Raises Stopped."""
-    observer = _observer(trainer)
-    if observer is None or observer.signal is None:
+def check_stopped(trainer: Trainer, run: Run, run_dir: Path | None, destroy_group: bool) -> None:
+    """Ends a run whose training a signal has stopped; see `shutdown` for `destroy_group`. Raises Stopped."""
+    interrupt = _interrupt(trainer)
+    if interrupt.signal is None:
         return
     trainer.strategy.barrier()
     check_saved(trainer)
-    if run_dir is not None and not run.recipe.only_measures and observer.signal == SLURM_REQUEUE:
+    if run_dir is not None and not run.recipe.only_measures and interrupt.signal == SLURM_REQUEUE:
         # While the others wait: srun --kill-on-bad-exit ends the step with the first rank that leaves.
         subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False)
-    leave(trainer, last)
-    raise Stopped(observer.signal)
+    shutdown(trainer, destroy_group)
+    raise Stopped(interrupt.signal)
 
 
 def _outcome(trainer: Trainer, run: Run, run_dir: Path | None) -> str:
     """Returns what became of a run that a signal has ended, for the user; empty before the training."""
-    observer = _observer(trainer)
-    if run_dir is None or observer is None or not observer.has_started or not trainer.global_step:
+    interrupt = _interrupt(trainer)
+    if run_dir is None or not interrupt.has_started or not trainer.global_step:
         return ""
     step = f"stopped at step {trainer.global_step}"
     if run.recipe.only_measures:
         return step
-    if observer.has_ended:
+    if interrupt.has_ended:
         check_saved(trainer)
         return f"{step}, saved; resume with: {resume.resuming(run, run_dir)}"
     step += ", NOT saved, because Ctrl-C came twice"
-    resuming = resume.from_newest(run, run_dir)
-    return f"{step}; resume an earlier step with: {resuming}" if resuming else step
+    if resuming := resume.from_newest(run, run_dir):
+        step += f"; resume an earlier step with: {resuming}"
+    return step
 
 
-def _observer(trainer: Trainer) -> Interrupt | None:
+def _interrupt(trainer: Trainer) -> Interrupt:
     callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    return next((callback for callback in callbacks if isinstance(callback, Interrupt)), None)
+    return next(callback for callback in callbacks if isinstance(callback, Interrupt))
 
 
 def check_saved(trainer: Trainer) -> None:
@@ -182,8 +183,8 @@ def check_saved(trainer: Trainer) -> None:
         raise RunError(plugin.failure)
 
 
-def leave(trainer: Trainer, last: bool) -> None:
-    """Waits for the other ranks; after the `last` run of a process destroys the process group, as torch asks."""
+def shutdown(trainer: Trainer, destroy_group: bool) -> None:
+    """Waits for the other ranks; after the last run of a process destroys the process group, as torch requires."""
     trainer.strategy.barrier()
-    if last and torch.distributed.is_available() and torch.distributed.is_initialized():
+    if destroy_group and torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -4,7 +4,7 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -16,7 +16,7 @@ from cifar_zero.checkpoints.io import attempt, failure_of
 from cifar_zero.config.settings import Settings, flat
 from cifar_zero.core.console import command
 from cifar_zero.core.hardware import cpu_name
-from cifar_zero.reports.summary import IN_EFFECT, MEASURED, card, metrics_json, print_summary, write_json
+from cifar_zero.reports.summary import MEASURED, card, metrics_json, print_summary, write_json
 from cifar_zero.strategies import hooks_of
 from cifar_zero.strategies.mesh import MeshStrategy
 from cifar_zero.training.callbacks.curves import TrainingCurves
@@ -24,7 +24,8 @@ from cifar_zero.training.callbacks.memory import Memory
 from cifar_zero.training.callbacks.throughput import Throughput
 from cifar_zero.training.loggers import show_result, write_to
 
-Observer = TypeVar("Observer", bound=Callback)
+HPARAMS = ("strategy", "world_size", "batch_size", "model", "accumulate", "precision", "dataset", "seed")
+"""Keys of metrics.json that TensorBoard's HPARAMS table shows as settings of a run."""
 
 
 class EngineInfo(Callback):
@@ -33,7 +34,7 @@ class EngineInfo(Callback):
 
     def __init__(self) -> None:
         self._first_step = self._applied_steps = 0
-        self.totals: dict[str, Any] = dict.fromkeys(IN_EFFECT)
+        self.totals: dict[str, Any] = {}  # settings in effect, of metrics.json
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Reads the settings, and starts to count the steps that a gradient scaler lets through."""
@@ -67,37 +68,33 @@ class EngineInfo(Callback):
 
 def collect(trainer: Trainer, module: Any, datamodule: Any, settings: Settings) -> dict[str, Any]:
     """Returns the contents of metrics.json after fit and test; None for what a run without test or validation lacks."""
-    curves, throughput = _observer(trainer, TrainingCurves), _observer(trainer, Throughput)
-    memory = _observer(trainer, Memory)
-    device = trainer.strategy.root_device
-    counted = [
-        *on_meta(
-            settings.recipe.model, module.num_classes, settings.recipe.trainable, settings.recipe.lora
-        ).parameters()
-    ]
+    recipe, device = settings.recipe, trainer.strategy.root_device
+    counted = [*on_meta(recipe.model, module.num_classes, recipe.trainable, recipe.lora).parameters()]
     measured = {
+        **dict.fromkeys(MEASURED),
         "dataset": datamodule.dataset.name,
         "num_train": datamodule.num_train,
         "num_test": datamodule.num_test,
-        "model": settings.recipe.model.name,
+        "model": recipe.model.name,
         "parameters": sum(parameter.numel() for parameter in counted),
         "trained_parameters": sum(parameter.numel() for parameter in counted if parameter.requires_grad),
         "strategy": settings.placement.strategy_name,
         "world_size": trainer.world_size,
         "num_nodes": trainer.num_nodes,
-        "accelerator": "gpu" if device.type == "cuda" else device.type,
-        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "accelerator": device.type,
+        "device_name": cpu_name(),
         **{name: settings.option(name) for name in ("precision", "seed", "batch_size", "accumulate")},
         "micro_batch_size": datamodule.micro_batch_size,
-        "epochs": curves.last_epoch,
         "steps": trainer.global_step,
-        "train/loss": curves.last_loss,
-        "val/acc": module.val_metrics.overall()["acc"] if module.val_metrics.confusion.update_called else None,
         **test_metrics(module, datamodule),
-        **throughput.totals,
-        **memory.totals,
-        **_observer(trainer, EngineInfo).totals,
     }
+    if device.type == "cuda":
+        measured |= {"accelerator": "gpu", "device_name": torch.cuda.get_device_name(device)}
+    if module.val_metrics.confusion.update_called:
+        measured["val/acc"] = module.val_metrics.overall()["acc"]
+    for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(callback, (TrainingCurves, Throughput, Memory, EngineInfo)):
+            measured |= callback.totals
     warning = "CIFAR-10 is not available: these are the results of the embedded handwritten digits"
     return metrics_json(measured, fallback=warning if settings.fell_back else "")
 
@@ -108,7 +105,7 @@ def test_metrics(module: Any, datamodule: Any) -> dict[str, Any]:
     tested = module.test_metrics
     if tested.confusion.update_called:
         per_class = tested.per_class()
-        metrics |= {f"test/{name}": value for name, value in tested.overall(per_class).items()}
+        metrics |= {f"test/{name}": value for name, value in tested.overall().items()}
         for name, values in per_class.items():
             metrics[f"test/{name}_per_class"] = dict(zip(datamodule.classes, values.tolist(), strict=True))
     return metrics
@@ -131,10 +128,9 @@ def log_results(trainer: Trainer, settings: Settings, metrics: dict[str, Any]) -
     summary of the run; only rank 0 has loggers."""
     options, recipe = flat(settings), settings.recipe
     shown = {name: options[name] for name in settings.output.hparams}
-    shown |= {name: metrics[name] for name in ("strategy", "world_size")}
-    shown |= {"lr": recipe.optimizer.options.get("lr"), "batch_size": recipe.batch_size}
-    shown |= {"optimizer": recipe.optimizer.name, "schedule": recipe.schedule.name}
-    shown |= {name: metrics[name] for name in ("model", "accumulate", "precision", "dataset", "seed")}
+    shown |= {name: metrics[name] for name in HPARAMS}
+    shown |= {"lr": recipe.optimizer.options.get("lr"), "optimizer": recipe.optimizer.name}
+    shown["schedule"] = recipe.schedule.name
     results = {name: metrics[name] for name in ("test/acc", "val/acc", "test/loss", "perf/images_per_second")}
     results["mem/peak_gb"] = max(metrics["mem/peak_rank_bytes"], default=0) / 1e9
     known = {name: value for name, value in results.items() if value is not None}
@@ -144,10 +140,6 @@ def log_results(trainer: Trainer, settings: Settings, metrics: dict[str, Any]) -
             write_to(logger, partial(show_result, logger, text, shown, known, trainer.global_step))
         elif isinstance(logger, WandbLogger):
             write_to(logger, partial(logger.experiment.summary.update, metrics))
-
-
-def _observer(trainer: Trainer, kind: type[Observer]) -> Observer:
-    return next(callback for callback in trainer.callbacks if isinstance(callback, kind))  # pyright: ignore
 
 
 def _compute_dtype(trainer: Trainer, parameters: torch.dtype) -> torch.dtype:

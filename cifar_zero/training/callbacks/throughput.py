@@ -13,11 +13,8 @@ from lightning.pytorch import LightningModule, Trainer
 from cifar_zero.config.settings import Settings
 from cifar_zero.core import exits
 from cifar_zero.models import MODELS
-from cifar_zero.training.callbacks.curves import AtPoints, log_scalars
+from cifar_zero.training.callbacks.curves import IntervalCallback, log_scalars
 from cifar_zero.training.callbacks.flops import peak_flops
-
-RATES = ("step_time_ms", "data_time_ms", "images_per_second", "tokens_per_second", "tflops", "mfu")
-"""The curves perf/*; tokens only of transformers, mfu only where the peak is known."""
 
 
 class Stopwatch:
@@ -67,7 +64,7 @@ class Stopwatch:
         return event
 
 
-class Throughput(AtPoints):
+class Throughput(IntervalCallback):
     """Writes the perf/* curves, and keeps the totals of the run.
 
     The clock runs inside the epochs: waiting for a batch counts; validation, the writing of checkpoints, the start of
@@ -92,29 +89,29 @@ class Throughput(AtPoints):
         self._fit_started = self._fit_seconds = 0.0
         self._seconds_to_first_step: float | None = None
         self._first_step = self._first_timed_step = 0
-        self._lap_step = self._logged_step = 0
-        self._logged_seconds = self._logged_data_seconds = 0.0
+        self._lap_step = self._timed_step = 0
+        self._timed_seconds = self._timed_data_seconds = 0.0
         self._data_seconds = 0.0
         self._batch_ended = 0.0
         self._clock = Stopwatch(torch.device("cpu"))
 
     @property
     def totals(self) -> dict[str, float | None]:
-        """perf/* of metrics.json, over all timed steps; None where no step was timed. perf/fit_seconds is the
-        wall-clock time of the whole fit; perf/seconds_to_first_step runs from the start of the command to the end of
-        the first optimizer step. Only a benchmark has the shortest, median and longest step."""
-        steps = self._logged_step - self._first_timed_step
-        timed = self.rates(self._clock.seconds, self._data_seconds, steps) if steps > 0 else {}
-        laps = [1e3 * seconds for seconds in self._clock.lap_seconds()]
-        return {
-            **{f"perf/{name}": None for name in RATES},
-            **timed,
-            "perf/step_time_min_ms": min(laps, default=None),
-            "perf/step_time_median_ms": statistics.median(laps) if laps else None,
-            "perf/step_time_max_ms": max(laps, default=None),
+        """perf/* of metrics.json, over all timed steps, if a step was timed. perf/fit_seconds is the wall-clock time of
+        the whole fit; perf/seconds_to_first_step runs from the start of the command to the end of the first optimizer
+        step. Only a benchmark has the shortest, median and longest step."""
+        totals: dict[str, float | None] = {
             "perf/seconds_to_first_step": self._seconds_to_first_step,
             "perf/fit_seconds": self._fit_seconds,
         }
+        steps = self._timed_step - self._first_timed_step
+        if steps > 0:
+            totals |= self.rates(self._clock.seconds, self._data_seconds, steps)
+        if laps := self._clock.lap_seconds():
+            totals["perf/step_time_min_ms"] = 1e3 * min(laps)
+            totals["perf/step_time_median_ms"] = 1e3 * statistics.median(laps)
+            totals["perf/step_time_max_ms"] = 1e3 * max(laps)
+        return totals
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -122,8 +119,8 @@ class Throughput(AtPoints):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         device = pl_module.device
-        peak = peak_flops(device, self._config.placement.precision)
-        self.peak_flops = peak and peak * trainer.world_size
+        if peak := peak_flops(device, self._config.placement.precision):
+            self.peak_flops = peak * trainer.world_size
         super().on_train_start(trainer, pl_module)
         self._clock = Stopwatch(device)
         self._first_step = trainer.global_step
@@ -131,7 +128,7 @@ class Throughput(AtPoints):
         warmup_steps = self._config.output.warmup_steps
         if steps > 0 and not self._config.recipe.bench_steps:
             warmup_steps = min(warmup_steps, steps // 2)
-        self._first_timed_step = self._logged_step = self._lap_step = self._first_step + int(warmup_steps)
+        self._first_timed_step = self._timed_step = self._lap_step = self._first_step + int(warmup_steps)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Adds the wait for this batch; after the warm-up and after each pause it starts the clock instead."""
@@ -149,11 +146,7 @@ class Throughput(AtPoints):
         if self._config.recipe.bench_steps and step > self._lap_step:
             self._lap_step = step
             self._clock.lap()
-        if self._interval.due(step):
-            timed = self._clock.running
-            self._log(trainer)
-            if timed:
-                self._clock.start()
+        super().on_train_batch_end(trainer, pl_module)
         self._batch_ended = time.perf_counter()
 
     def _pause(self, *args: Any, **kwargs: Any) -> None:
@@ -166,29 +159,36 @@ class Throughput(AtPoints):
         self._fit_seconds = time.perf_counter() - self._fit_started
 
     def _log(self, trainer: Trainer) -> None:
+        running = self._clock.running
         self._clock.stop()
-        steps = trainer.global_step - self._logged_step
+        steps = trainer.global_step - self._timed_step
         rates: dict[str, float] = {}
         if steps > 0:
-            seconds = self._clock.seconds - self._logged_seconds
-            rates = self.rates(seconds, self._data_seconds - self._logged_data_seconds, steps)
+            seconds = self._clock.seconds - self._timed_seconds
+            rates = self.rates(seconds, self._data_seconds - self._timed_data_seconds, steps)
             log_scalars(trainer, rates)
-            self._logged_step, self._logged_seconds = trainer.global_step, self._clock.seconds
-            self._logged_data_seconds = self._data_seconds
+            self._timed_step, self._timed_seconds = trainer.global_step, self._clock.seconds
+            self._timed_data_seconds = self._data_seconds
         self._on_point(trainer, rates)
+        if running:
+            self._clock.start()
 
     def rates(self, seconds: float, data_seconds: float, steps: int) -> dict[str, float]:
-        """Returns perf/* of `steps` optimizer steps that took `seconds`, of which `data_seconds` waiting for data."""
+        """Returns perf/* of `steps` optimizer steps that took `seconds`, of which `data_seconds` waiting for data;
+        tokens only of transformers, the MFU only where the peak is known."""
         steps_per_second = steps / seconds
         images_per_second = self._config.recipe.batch_size * steps_per_second
         tokens = MODELS[self._config.recipe.model.name].tokens_per_image
         model_flops = self._flops_per_step * steps_per_second
         recomputed_flops = self._recomputed_flops_per_step * steps_per_second
-        return {
+        rates = {
             "perf/step_time_ms": 1e3 * seconds / steps,
             "perf/data_time_ms": 1e3 * data_seconds / steps,
             "perf/images_per_second": images_per_second,
-            **({"perf/tokens_per_second": tokens * images_per_second} if tokens else {}),
             "perf/tflops": (model_flops + recomputed_flops) / 1e12,
-            **({} if self.peak_flops is None else {"perf/mfu": model_flops / self.peak_flops}),
         }
+        if tokens:
+            rates["perf/tokens_per_second"] = tokens * images_per_second
+        if self.peak_flops is not None:
+            rates["perf/mfu"] = model_flops / self.peak_flops
+        return rates

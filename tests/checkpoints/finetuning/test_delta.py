@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cifar_zero import exporting, models
+from cifar_zero import models
 from cifar_zero.checkpoints.finetuning.load import apply_delta, load_full_weights, read_plain
 from cifar_zero.checkpoints.finetuning.network import build
 from cifar_zero.checkpoints.read import RECORD, plain_network
@@ -18,7 +18,7 @@ from cifar_zero.config import command_line
 from cifar_zero.config.recipe import Choice, LoRAConfig
 from cifar_zero.config.settings import Settings, make_settings, tree_of
 from cifar_zero.core.errors import UsageError
-from cifar_zero.exporting import export
+from cifar_zero.exporting import export, formats
 from cifar_zero.training import evaluate
 
 FLAGS = ["--lora.rank", "2", "--lora.target", "fc1", "--trainable", "fc3.*", "--accelerator", "cpu"]
@@ -54,7 +54,7 @@ def saved(file: Path, weights: dict[str, Tensor], settings: Settings) -> Path:
 
 @pytest.fixture
 def delta(checkpoint: Path, tmp_path: Path) -> Path:
-    export.export_delta(checkpoint, tmp_path / "last.delta.safetensors")
+    formats.export_delta(checkpoint, tmp_path / "last.delta.safetensors")
     return tmp_path / "last.delta.safetensors"
 
 
@@ -81,13 +81,13 @@ def test_the_programs_read_a_delta(
     capsys: pytest.CaptureFixture[str],
 ):
     images = torch.rand(3, 3, 32, 32)
-    expected = exporting.load(str(checkpoint)).scores(images)
-    assert torch.equal(exporting.load(str(base), delta=str(delta)).scores(images), expected)
+    expected = formats.load(str(checkpoint)).scores(images)
+    assert torch.equal(formats.load(str(base), delta=str(delta)).scores(images), expected)
     whole = tmp_path / "whole.safetensors"
     arguments = ("--to", "safetensors", "--output", whole, "--no_check")
     assert run(export, monkeypatch, base, "--delta", delta, *arguments) == 0
     assert load_file(whole).keys() == torch.load(base).keys()  # no adapters: a plain model
-    assert torch.equal(exporting.load(str(whole)).scores(images), expected)
+    assert torch.equal(formats.load(str(whole)).scores(images), expected)
     capsys.readouterr()
     assert run(evaluate, monkeypatch, checkpoint, "--accelerator", "cpu") == 0
     of_checkpoint = capsys.readouterr().out.splitlines()
@@ -113,14 +113,14 @@ def test_belongs_only_to_its_base(base: Path, checkpoint: Path, delta: Path, tmp
 
 
 def export_of(checkpoint: Path, folder: Path) -> Path:
-    export.export(checkpoint, folder / "net.safetensors", "safetensors", "float32", check=False)
+    formats.export(checkpoint, folder / "net.safetensors", "safetensors", "float32", check=False)
     return folder / "net.safetensors"
 
 
 def test_a_run_that_trained_everything_has_no_delta(tmp_path: Path):
     weights = dict(models.build("net", 10).state_dict())
     with pytest.raises(UsageError, match="trained all of its weights"):
-        export.export_delta(saved(tmp_path / "last.ckpt", weights, make_settings()), tmp_path / "d.safetensors")
+        formats.export_delta(saved(tmp_path / "last.ckpt", weights, make_settings()), tmp_path / "d.safetensors")
 
 
 def test_the_weights_of_a_checkpoint_older_than_adapters(tmp_path: Path):

@@ -72,7 +72,7 @@ def test_long_lists_go_into_the_run_folder(net: nn.Module, tmp_path: Path):
     assert f" and 2 more; all names in {tmp_path / FILE}" in line
     lines = (tmp_path / FILE).read_text().splitlines()
     assert (lines[0], lines[5], lines[-1]) == ("loaded:", "initialised:", "not used:")
-    assert "  fc3.bias (10)" in lines
+    assert "fc3.bias (10)" in lines
 
 
 def test_refused(net: nn.Module, tmp_path: Path):

@@ -67,8 +67,6 @@ def test_plain_torch(fit: Callable[..., Any]) -> None:
         "compute_dtype": "float32",
         "parameter_dtype": "float32",
         "skipped_steps": 0,
-        "reduce_bucket_size": None,
-        "allgather_bucket_size": None,
     }
     assert not (run.folder / "deepspeed.json").exists()
 
