@@ -8,7 +8,7 @@ from typing import Any
 from cifar_zero.checkpoints import resume, run_folder
 from cifar_zero.config import command_line
 from cifar_zero.config.run import Run
-from cifar_zero.core.console import torchrun
+from cifar_zero.core.console import quieten, torchrun
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.launch import local_launcher, rank_environment
 from cifar_zero.planning import survey
@@ -45,7 +45,6 @@ def train(run: Run, module_class: Any = None, last: bool = True) -> dict[str, An
     """Trains and tests as one rank; rank 0 leaves the run folder behind. Returns metrics.json's content on every rank.
     `module_class` replaces the run's own module; after the `last` run the process group is destroyed."""
     # These import torch and Lightning, which --help and errors in the command line do not wait for.
-    from cifar_zero.core.console import quieten
     from cifar_zero.launch import rendezvous
     from cifar_zero.training import build, starting
     from cifar_zero.training.callbacks import stop, summary

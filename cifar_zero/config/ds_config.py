@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from cifar_zero.config.placement import Placement
 from cifar_zero.config.settings import Settings, flat
-from cifar_zero.config.strategy_specs import Spec
+from cifar_zero.config.strategy_specs import STRATEGIES, Spec
 from cifar_zero.core import plain_data
 from cifar_zero.core.errors import UsageError
 
@@ -127,9 +128,12 @@ def for_engine(content: Mapping[str, Any]) -> dict[str, Any]:
     return raw
 
 
-def spec_of(file: str) -> Spec:
-    """Returns the strategy that a file stands for. Raises UsageError, see `_read`, or if the stage or the place of
-    something offloaded is unknown."""
+def spec_of(placement: Placement) -> Spec:
+    """Returns what the strategy of a placement does, or the raw configuration that replaces it. Raises UsageError, see
+    `_read`, or if the stage or the place of something offloaded is unknown."""
+    file = placement.ds_config
+    if not file:
+        return STRATEGIES[placement.strategy]
     raw = for_engine(_without_auto(_read(file)))
     zero = raw["zero_optimization"]
     stage = zero.get("stage", 0)

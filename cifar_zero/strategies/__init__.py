@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from cifar_zero.config import ds_config
 from cifar_zero.config.placement import Placement
-from cifar_zero.config.strategy_specs import STRATEGIES
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -30,7 +29,7 @@ def build(placement: Placement, num_parameters: int, largest_parameter: int = 0)
     Raises:
         UsageError: The ranks cannot be divided as the placement says, or its DeepSpeed configuration cannot be used.
     """
-    spec = ds_config.spec_of(placement.ds_config) if placement.ds_config else STRATEGIES[placement.strategy]
+    spec = ds_config.spec_of(placement)
     family = import_module(f"cifar_zero.strategies.{spec.family}")
     if spec.family == "deepspeed":
         return family.build(placement, spec, num_parameters, largest_parameter)

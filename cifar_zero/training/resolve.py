@@ -10,7 +10,6 @@ from cifar_zero.checkpoints.resume import checkpoint_to_resume
 from cifar_zero.config import command_line, ds_config, rules, strategy_rules
 from cifar_zero.config.run import Run, with_accelerator
 from cifar_zero.config.settings import Settings
-from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import core_count, gpu_count, has_bfloat16
@@ -112,8 +111,7 @@ def rank_0_decides(settings: Settings) -> bool:
 def make_run(settings: Settings) -> Run:
     """Returns the run of settings whose accelerator, devices and precision are decided. Raises UsageError: the batch
     cannot be divided, or the images or a raw DeepSpeed configuration cannot be used."""
-    raw = settings.placement.ds_config
-    spec = ds_config.spec_of(raw) if raw else STRATEGIES[settings.placement.strategy]
+    spec = ds_config.spec_of(settings.placement)
     run = Run.of(settings, spec, num_classes=len(data.class_names(settings.data)))
     strategy_rules.check_micro_batch(run)
     return run
