@@ -25,7 +25,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from cifar_zero.checkpoints.finetuning.network import on_meta
 from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import Spec
-from cifar_zero.core.errors import UsageError, short
 from cifar_zero.models import IMAGE_SHAPE
 from cifar_zero.models.activation_checkpointing import checkpoint_blocks
 from cifar_zero.models.moe import gates
@@ -100,7 +99,7 @@ def counted(net: nn.Module, images: int, computes: Computes, side: int = IMAGE_S
 
 def measure(run: Run, computes: Computes) -> LinearFit:
     """Returns the activations of a run, counted with its micro-batch and with one of twice this size. Raises UsageError
-    if activation checkpointing finds no blocks, or a model of another package cannot be counted."""
+    if activation checkpointing finds no blocks."""
     few = max(2, run.micro_batch)  # batch normalisation cannot take a single image
     # Some models of other packages read values while they are built, which FakeTensorMode refuses (torch 2.15).
     net = on_meta(run.recipe.model, run.num_classes, run.recipe.trainable, run.recipe.lora)
@@ -109,15 +108,7 @@ def measure(run: Run, computes: Computes) -> LinearFit:
         net = _fake(net)
         if run.placement.activation_checkpointing:
             checkpoint_blocks(net)
-        try:
-            small, large = (_of_all_blocks(net, images, computes, run.data.image_size) for images in (few, 2 * few))
-        except Exception as error:  # of any kind: models of other packages may fail on tensors without values
-            if ":" not in run.recipe.model.name:
-                raise
-            raise UsageError(
-                f"--model {run.recipe.model.name}: its activations cannot be counted without values "
-                f"({short(error)}): choose a strategy and train"
-            ) from error
+        small, large = (_of_all_blocks(net, images, computes, run.data.image_size) for images in (few, 2 * few))
     return LinearFit(2 * small - large, (large - small) / few)
 
 

@@ -14,9 +14,8 @@ follow DeepSpeed 0.19.8 and torch 2.15 where these differ from the paper:
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from cifar_zero.config.placement import ZeROConfig
 from cifar_zero.config.recipe import Choice
@@ -25,20 +24,20 @@ from cifar_zero.config.strategy_specs import STRATEGIES, Spec
 
 FLOAT32 = 4
 
-STATE_TENSORS: dict[str, Callable[[dict[str, Any]], int]] = {
-    "sgd": lambda options: int(options.get("momentum", 0.9) > 0),
-    "adam": lambda options: 2,
-    "adamw": lambda options: 2,
-    "rmsprop": lambda options: 1 + (options.get("momentum", 0) > 0) + bool(options.get("centered")),
-    "adagrad": lambda options: 1,
-    "adadelta": lambda options: 2,
-    "lion": lambda options: 1,
-    "muon": lambda options: 2,  # of what is AdamW's; of a hidden matrix, `Weight.muon`, 1
-    "muon_sgd": lambda options: 1,
+STATE_TENSORS = {
+    "sgd": 0,
+    "adam": 2,
+    "adamw": 2,
+    "adam8bit": 0.5,  # two numbers of one byte (Dettmers et al. 2022); their scales are left out
+    "rmsprop": 1,
+    "adagrad": 1,
+    "adadelta": 2,
+    "lion": 1,
+    "muon": 0,
+    "muon_sgd": 0,
 }
-"""Numbers that an optimizer keeps per parameter, from its options: torch.optim's classes and those of optimizers/.
-DeepSpeed's C++ versions keep the same. adam8bit is not listed: it keeps two numbers of one byte (Dettmers et al. 2022;
-their scales, one float32 per 256 numbers in bitsandbytes, are left out)."""
+"""Numbers that an optimizer keeps per parameter, in addition to one for `momentum` and one for `centered`, if these are
+on. DeepSpeed's C++ versions keep the same. Of the parameters that are not Muon's, `muon` keeps two, not one."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,7 @@ class Weight:
     """One parameter of a model, before it is sharded."""
 
     elements: int
-    rows: int  # size of its first dimension, along which fsdp2 shards
     trained: bool = True
-    muon: bool = False  # whether Muon, if it is the optimizer, updates this weight
     ranks_that_share: int = 1  # ranks over which an expert's weights are spread (--model.ep_size); 1 for all others
 
 
@@ -58,7 +55,7 @@ class Network:
 
     weights: tuple[Weight, ...]
     largest_block: int
-    """Elements of the largest block that fsdp2 shards; all elements if there are no blocks, 0 if unknown."""
+    """Elements of the largest block that fsdp2 shards; all elements if there are no blocks."""
 
     @property
     def elements(self) -> int:
@@ -75,32 +72,22 @@ def network_of(run: Run) -> Network:
     Raises UsageError if --lora.target or --trainable matches nothing in the model."""
     from cifar_zero.checkpoints.finetuning.network import check_patterns, on_meta
     from cifar_zero.models.moe import MixtureOfExperts
-    from cifar_zero.optimizers.groups import hidden_matrices
 
     net = on_meta(run.recipe.model, run.num_classes, run.recipe.trainable, run.recipe.lora)
     ep_size = run.recipe.model.options.get("ep_size", 1)
     check_patterns(net, run.recipe.trainable, ep_size)
-    mixtures = [module for module in net.modules() if isinstance(module, MixtureOfExperts)]
-    experts = {id(parameter) for mixture in mixtures for parameter in mixture.experts.parameters()}
-    by_muon = hidden_matrices({name: parameter.dim() for name, parameter in net.named_parameters()})
-    weights = tuple(
-        Weight(
-            parameter.numel(),
-            len(parameter) if parameter.dim() else 1,
-            parameter.requires_grad,
-            muon=name in by_muon,
-            ranks_that_share=ep_size if id(parameter) in experts else 1,
-        )
-        for name, parameter in net.named_parameters()
-    )
-    children = getattr(net, "blocks", net).children() if hasattr(net, "blocks") else ()
-    blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in children]
-    return Network(weights, max(blocks, default=sum(weight.elements for weight in weights)))
-
-
-def network_of_size(parameters: int) -> Network:
-    """Returns a model of which only the number of parameters is known: one weight, blocks unknown."""
-    return Network((Weight(parameters, parameters),), 0)
+    experts: set[int] = set()
+    for module in net.modules():
+        if isinstance(module, MixtureOfExperts):
+            experts |= {id(parameter) for parameter in module.experts.parameters()}
+    weights: list[Weight] = []
+    for parameter in net.parameters():
+        sharing = ep_size if id(parameter) in experts else 1
+        weights.append(Weight(parameter.numel(), parameter.requires_grad, sharing))
+    largest = 0
+    for block in getattr(net, "blocks", [net]):
+        largest = max(largest, sum(parameter.numel() for parameter in block.parameters()))
+    return Network(tuple(weights), largest)
 
 
 @dataclass(frozen=True)
@@ -122,13 +109,15 @@ class Prediction:
 
     device: States
     host: States = States()
-    disk: States = States()
 
     @property
     def in_memory(self) -> States:
         """Bytes on the device and on the host together, as measured by `mem/*_rank_bytes` of a run."""
-        both = zip(astuple(self.device), astuple(self.host), strict=True)
-        return States(*(device + host for device, host in both))
+        return States(
+            self.device.parameters + self.host.parameters,
+            self.device.gradients + self.host.gradients,
+            self.device.optimizer + self.host.optimizer,
+        )
 
 
 def predicted(
@@ -140,7 +129,7 @@ def predicted(
     zero: ZeROConfig = ZeROConfig(),  # noqa: B008 - it is frozen
 ) -> Prediction | None:
     """Returns the model states of the fullest of all `ranks`; None for a strategy that splits layers, which has no
-    formula. `precision` is settled: not "auto"."""
+    formula. What is on a disk is not counted. `precision` is settled: not "auto"."""
     spec = STRATEGIES[strategy]
     if spec.one_replica:
         return None
@@ -148,40 +137,29 @@ def predicted(
     # DeepSpeed updates float32 copies of the weights (zero/stage_1_and_2.py, zero/stage3.py). Stage 0 (fp16/) has them
     # only if the model itself is not float32.
     masters = spec.family == "deepspeed" and (spec.stage > 0 or size < FLOAT32)
-    state = _state_size(optimizer, FLOAT32 if masters else size)
-    resting = whole = trained = optimizer_bytes = 0  # elements of a rank's shards, kept whole, and trained; bytes
+    resting = whole = trained = 0  # elements: of a rank's shards, kept whole, and trained
     for weight in weights:
-        shard = _shard(spec, weight, ranks)
         kept = weight.elements // weight.ranks_that_share
+        # Experts are sharded among the ranks that have the same ones, which takes as much.
+        shard = kept if spec.stage == 0 and spec.family != "fsdp2" else math.ceil(weight.elements / ranks)
         if spec.stage == 3 and weight.elements <= zero.param_persistence_threshold:
             whole += kept
         resting += kept if spec.stage in (1, 2) else shard
-        if weight.trained:
-            trained += shard
-            optimizer_bytes += shard * (state(weight) + FLOAT32 * masters)
+        trained += shard * weight.trained
     whole, resting, gradients = whole * size, resting * size, trained * size
+    state = _state_size(optimizer, FLOAT32 if masters else size)
+    update = round(trained * (state + FLOAT32 * masters))
     if not spec.offload_optimizer:
-        return Prediction(States(whole + resting, gradients, optimizer_bytes))
+        return Prediction(States(whole + resting, gradients, update))
     if spec.offload_optimizer == "nvme":
-        swapped = States(resting, trained * FLOAT32, optimizer_bytes)
-        return Prediction(States(whole), States(0, gradients), swapped)
+        return Prediction(States(whole), States(0, gradients))
+    if spec.stage < 3:
+        return Prediction(States(resting), States(0, trained * FLOAT32, update))
     # At stage 3 gradients arrive in the model's format and are copied to float32 for the update.
-    on_host = States(
-        resting if spec.offload_parameters else 0,
-        trained * FLOAT32 + (gradients if spec.stage == 3 else 0),
-        optimizer_bytes,
-    )
-    return Prediction(States(whole + resting - on_host.parameters), on_host)
-
-
-def _shard(spec: Spec, weight: Weight, ranks: int) -> int:
-    """Returns the elements of a weight whose gradient and optimizer state the fullest rank holds."""
-    if spec.family == "fsdp2":  # sharded along the first dimension; the first ranks have more rows
-        return weight.elements // weight.rows * math.ceil(weight.rows / ranks)
-    if spec.stage == 0:
-        return weight.elements // weight.ranks_that_share
-    # Experts are sharded among the ranks that have the same ones, which takes as much.
-    return math.ceil(weight.elements / ranks)
+    gradients += trained * FLOAT32
+    if spec.offload_parameters:
+        return Prediction(States(whole), States(resting, gradients, update))
+    return Prediction(States(whole + resting), States(0, gradients, update))
 
 
 def parameter_size(spec: Spec, precision: str) -> int:
@@ -190,9 +168,9 @@ def parameter_size(spec: Spec, precision: str) -> int:
     return 2 if cast else FLOAT32
 
 
-def _state_size(optimizer: Choice, size: int) -> Callable[[Weight], int]:
-    """Returns the bytes that the optimizer keeps per element of a weight, whose elements have `size` bytes."""
-    if optimizer.name == "adam8bit":
-        return lambda weight: 2
-    tensors = STATE_TENSORS[optimizer.name](optimizer.options)
-    return lambda weight: (1 if weight.muon and optimizer.name == "muon" else tensors) * size
+def _state_size(optimizer: Choice, size: int) -> float:
+    """Returns the bytes that an optimizer keeps per trained element of `size` bytes."""
+    tensors = STATE_TENSORS[optimizer.name]
+    for option in ("momentum", "centered"):
+        tensors += bool(optimizer.options.get(option))
+    return tensors * size

@@ -1,12 +1,11 @@
 """Formulas for what a rank holds in addition to model states and activations, in bytes: buckets, copies for the update,
-an average of the weights, buffers on the host, the model while it is built there; and for what a rank sends."""
+an average of the weights, buffers on the host, and the model while it is built there."""
 
 import math
-from collections.abc import Callable
 
 from cifar_zero.config.run import Run
 from cifar_zero.models import MODELS, ThirdParty
-from cifar_zero.planning.model_states import FLOAT32, Network, Weight, parameter_size
+from cifar_zero.planning.model_states import FLOAT32, Network, parameter_size
 
 REUSE_ELEMENTS = 10**9
 """ZeRO-3 keeps a gathered parameter if its next use is within so many elements: stage3_max_reuse_distance (DeepSpeed
@@ -36,8 +35,6 @@ def buckets(run: Run, network: Network) -> int:
         return bucket + network.trained * size
     if run.spec.stage == 2:
         return bucket
-    if zero.hpz_partition_size > 1:  # the ranks of a group hold a second copy of the parameters
-        bucket += math.ceil(network.elements / zero.hpz_partition_size) * size
     return bucket + min(REUSE_ELEMENTS // 2 + zero.prefetch_bucket_size, network.elements) * size
 
 
@@ -90,50 +87,3 @@ def built_on_host(run: Run, network: Network) -> int:
         return size
     on_host = run.spec.offload_parameters == "cpu" or (run.on_cpu and not run.spec.offload_parameters)
     return math.ceil(size / run.placement.world_size) if on_host else 0
-
-
-def sent_bytes(run: Run, network: Network) -> int:
-    """Returns the bytes that a rank sends in an optimizer step, under a strategy that spreads images over all ranks.
-
-    Rajbhandari et al. 2020, "ZeRO", section 7: an all-reduce is a reduce-scatter and an all-gather, in each of which a
-    rank of N sends (N - 1)/N of the numbers. So ZeRO 0, 1 and 2 send two numbers per parameter, and ZeRO 3 three.
-    DeepSpeed 0.19.8 and torch 2.15 differ from this in places, and the formulas follow them. docs/planning.md has the
-    measurements, and what is not counted.
-    """
-    spec = run.spec
-    ranks, micro_batches = run.placement.world_size, run.placement.accumulate
-    size = parameter_size(spec, run.placement.precision)
-    trained = _sent(network, ranks, lambda weight: weight.trained)
-    scattered = trained * (2 if run.on_cpu else 1)  # gloo runs a reduce-scatter as an all-reduce
-    if spec.family == "fsdp2":
-        # Gathered in the compute format, reduced in float32 if the precision is mixed (strategies/fsdp2.py).
-        gathered = FLOAT32 if run.placement.precision == "32-true" else 2
-        reduced = 2 if run.placement.precision == "bf16-true" else FLOAT32
-        # A model without blocks is gathered once for both passes (reshard_after_forward of the root).
-        gathers = 1 if network.largest_block == network.elements else 2
-        whole = _sent(network, ranks, lambda weight: True)
-        return round(micro_batches * (gathers * whole * gathered + scattered * reduced))
-    if spec.stage == 3:
-        threshold = run.placement.zero.param_persistence_threshold
-        persistent = _sent(network, ranks, lambda weight: weight.elements <= threshold)
-        sharded = _sent(network, ranks, lambda weight: weight.elements > threshold)
-        # Kept whole: gathered once in a step, after their update. Other parameters stay gathered if their next use is
-        # near: except in very large models the backward pass finds what the forward pass has gathered.
-        kept = min(1.0, REUSE_ELEMENTS // 2 / network.elements)
-        return round((persistent + micro_batches * ((2 - kept) * sharded + scattered)) * size)
-    # Stages 1 and 2 all-reduce a bucket over all ranks, of which each then keeps its part
-    # (use_multi_rank_bucket_allreduce in zero/config.py), and gather the updated weights: three numbers, not two. Stage
-    # 1 reduces once in a step, stage 2 with every micro-batch (allreduce_gradients in engine.py).
-    numbers = {0: 2, 1: 3, 2: 2 * micro_batches + 1}[spec.stage]
-    return round(numbers * trained * size)
-
-
-def _sent(network: Network, ranks: int, chosen: Callable[[Weight], bool]) -> float:
-    """Returns the elements that a rank sends when the chosen weights are scattered, or gathered, once; an expert's only
-    to the ranks that have the same experts."""
-
-    def share(weight: Weight) -> float:
-        others = max(1, ranks // weight.ranks_that_share)
-        return weight.elements / weight.ranks_that_share * (others - 1) / others
-
-    return sum(share(weight) for weight in network.weights if chosen(weight))

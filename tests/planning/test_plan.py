@@ -15,8 +15,6 @@ from cifar_zero.core.console import command, torchrun
 from cifar_zero.planning import plan
 from tests.support.helpers import ROOT, run_program
 
-LARGE = ["--parameters", "10e9", "--optimizer", "adam", "--precision", "bf16-mixed", "--device_memory", "80GB"]
-
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -55,41 +53,15 @@ def test_thirteen_billion_parameters_take_little_memory() -> None:
     assert int(done.stderr.split()[-1]) * 1024 < 2e9
 
 
-def test_the_table_of_strategies(planned, monkeypatch: pytest.MonkeyPatch) -> None:
-    for columns in ("80", "140"):
-        monkeypatch.setenv("COLUMNS", columns)
-        code, out, _ = planned("--model", "vit_tiny", "--devices", "2", "--device_memory", "80GB", "--batch_size", "64")
-        assert code == 0
-        assert "vit_tiny, 5,362,378 parameters, sgd, 32-true, 2 ranks, micro-batches of 32 images" in out
-        assert out.endswith(
-            "baseline needs 0.38 of the 72.0 GB available to a rank\n"
-            f"{command('train')} --model vit_tiny --devices 2 --batch_size 64 --strategy baseline\n"
-        )
-        table = out.split("device, host: the peak")[0]
-        assert "…" not in table
-        assert len([line for line in table.splitlines() if " yes " in line]) == 11
-
-
-def test_model_states_over_numbers_of_devices(planned, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "140")
-    code, out, _ = planned(*LARGE, "--table", "--devices", "16")
+def test_the_table_of_strategies(planned) -> None:
+    code, out, _ = planned("--model", "vit_tiny", "--devices", "2", "--device_memory", "80GB", "--batch_size", "64")
     assert code == 0
-    (row,) = [line.split() for line in out.splitlines() if line.split()[:1] == ["deepspeed_stage_2"]]
-    # 2 + 14/N bytes per parameter, and 6/N more in the update; a star marks what fits.
-    assert row[1:4] == ["220", "70.0*", "32.5*"]
-    assert "deepspeed_stage_1" in out.splitlines()[-1]
-
-
-def test_the_table_counts_activations_wherever_the_strategy_is_possible(planned, monkeypatch) -> None:
-    """On this machine's CPU too, which has no room for so many ranks; in 16-mixed fsdp2 is refused everywhere."""
-    monkeypatch.setenv("COLUMNS", "140")
-    _, out, _ = planned("--model", "vit_tiny", "--batch_size", "64", "--table", "--accelerator", "cpu")
-    (row,) = [line.split()[1:] for line in out.splitlines() if line.split()[:1] == ["ddp"]]
-    assert len(row) == 8
-    assert len({*row}) == 1, "each rank of ddp needs the same"
-    _, out, _ = planned("--model", "vit_tiny", "--device_memory", "4GB", "--table", "--precision", "16-mixed")
-    (row,) = [line.split()[1:] for line in out.splitlines() if line.split()[:1] == ["fsdp2"]]
-    assert {*row} == {"-"}
+    assert "vit_tiny, 5,362,378 parameters (5,362,378 trained), sgd, 32-true, micro-batches of 32 images" in out
+    assert out.endswith(
+        "baseline needs 0.38 of the 72.00 GB available to a rank\n"
+        f"{command('train')} --model vit_tiny --devices 2 --batch_size 64 --strategy baseline\n"
+    )
+    assert len([line for line in out.splitlines() if " yes " in line]) == 11
 
 
 def test_host_memory_is_the_memory_of_a_cpu(planned) -> None:
@@ -103,15 +75,6 @@ def test_several_nodes_are_started_by_torchrun(planned) -> None:
     assert out.splitlines()[-1].startswith(torchrun("train", 2, 4))
 
 
-def test_bytes_sent_between_nodes(planned) -> None:
-    """DDP all-reduces 5.4 million float32 parameters between two ranks; stage 2 sends 1.5 times as much."""
-    flags = ["--model", "vit_tiny", "--num_nodes", "2", "--batch_size", "8", "--accelerator", "cpu", "--json"]
-    _, out, _ = planned(*flags)
-    sent = {row["strategy"]: row["sent_bytes"] for row in json.loads(out)["strategies"]}
-    assert (sent["ddp"], sent["deepspeed_stage_2"]) == (21449512, 32174268)
-    assert not {"tensor_parallel", "pipeline", "fsdp"} & {*sent}
-
-
 def test_what_this_machine_lacks_does_not_matter_for_another_one(planned, tmp_path: Path) -> None:
     recipe = tmp_path / "small.yaml"
     recipe.write_text("batch_size: 4\n")
@@ -123,10 +86,10 @@ def test_what_this_machine_lacks_does_not_matter_for_another_one(planned, tmp_pa
 
 
 def test_nothing_fits(planned) -> None:
-    code, out, _ = planned(*LARGE[:-1], "1GiB", "--json")
+    code, out, _ = planned("--model", "vit_13b", "--device_memory", "1GiB", "--json")
     assert code == 1
     assert json.loads(out)["recommended"] is None
-    assert json.loads(out)["reason"].endswith("GB of device memory, of which 0.97 GB are available; use more devices")
+    assert json.loads(out)["reason"].startswith("nothing fits: deepspeed_stage_3_offload")
 
 
 @pytest.mark.parametrize(
@@ -135,14 +98,9 @@ def test_nothing_fits(planned) -> None:
         (["--model", "vit_lage"], "unknown model 'vit_lage': did you mean vit_large?"),
         (["--devices", "3", "--batch_size", "64"], "the nearest that divide: 63 or 66"),
         (["--device_memory", "80PB"], "--device_memory 80PB: give a size such as 80GB"),
-        (["--parameters", "0"], "--parameters 0: give a number such as 100e9"),
         (["--device_memry", "80GB"], "unknown option --device_memry"),
         (["--device_memory", ""], "--device_memory : give a size such as 80GB"),
-        (["--host_memory", "0.0000000001"], "--host_memory 0.0000000001: give a size"),
-        (
-            ["--parameters", "1e9", "--lora.rank", "4"],
-            "--lora.rank cannot be combined with --parameters",
-        ),
+        (["--host_memory", "1e-10"], "--host_memory 1e-10: give a size"),
         (["--lora.rank", "-1", "--lora.target", "fc1"], "--lora.rank must be at least 1, not -1"),
         (["--lora.rank", "4"], "--lora.rank needs --lora.target"),
         (["--precision", "16-mixed", "--accelerator", "cpu"], "--precision 16-mixed needs a GPU"),

@@ -11,7 +11,7 @@ from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
 from cifar_zero.planning import activations, overheads
 from cifar_zero.planning.activations import LinearFit
-from cifar_zero.planning.model_states import Network, Weight, network_of_size
+from cifar_zero.planning.model_states import Network, Weight
 from cifar_zero.planning.survey import PLANNED, MemoryBudget, MemoryEstimate, recommended, size_in_bytes, survey
 from cifar_zero.training.resolve import make_run
 
@@ -34,7 +34,7 @@ def plan(room: MemoryBudget, *flags: str, elements: int = 10 * GB) -> list[Memor
     ]
     run = make_run(command_line.parse(all_flags))
     line = LinearFit(0, GB)
-    return survey(run, network_of_size(elements), room, {"autocast": line, "cast": line})
+    return survey(run, Network((Weight(elements),), 0), room, {"autocast": line, "cast": line})
 
 
 @pytest.mark.parametrize(
@@ -70,17 +70,17 @@ def test_offload_when_the_device_holds_the_parameters() -> None:
     assert choice.strategy == "deepspeed_stage_1_offload"
     assert choice.device == pytest.approx(48.1 * GB)
     assert choice.host == (4 + 12 + 2) * 10 * GB
-    assert reason.startswith("deepspeed_stage_1_offload needs 48.1 of the 50.0 GB available to a rank; baseline, ddp")
+    assert reason == "deepspeed_stage_1_offload needs 48.10 of the 50.00 GB available to a rank"
 
 
 def test_nothing_fits() -> None:
     room = MemoryBudget(5 * GB, None)
     choice, reason = recommended(plan(room, "--devices", "2"), room)
     assert choice is None
-    assert "deepspeed_stage_3_offload, which needs the least, needs 33.2 GB of device memory, of which 5.0" in reason
+    assert "deepspeed_stage_3_offload, which needs the least, needs 33.20 GB of device memory, of which 5.00" in reason
     room = MemoryBudget(20 * GB, 4 * GB)
     _, reason = recommended(plan(room, "--devices", "8"), room)
-    assert "GB of host memory, of which 4.0 GB are available" in reason
+    assert "GB of host memory, of which 4.00 GB are available" in reason
     assert "device memory" not in reason
 
 
@@ -129,7 +129,7 @@ def test_sizes(text: str, size: int) -> None:
     assert size_in_bytes(text, "--device_memory") == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1", "0", "8 0", "80PB", "nan", "1e3"])
+@pytest.mark.parametrize("text", ["", "GB", "-1", "8 0", "80PB", "nan", "1e3"])
 def test_an_invalid_size_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"--device_memory .*give a size such as 80GB"):
         size_in_bytes(text, "--device_memory")
@@ -170,23 +170,14 @@ def test_offloaded_gradients_of_several_micro_batches() -> None:
 
 
 def test_fsdp2_reduces_in_float32() -> None:
-    net = Network((Weight(1_000, 10),), largest_block=100)
+    net = Network((Weight(1_000),), largest_block=100)
     for precision, each in (("bf16-mixed", 10), ("32-true", 12)):
         run = make_run(command_line.parse(["--strategy", "fsdp2", "--precision", precision, "--devices", "2"]))
         assert overheads.buckets(run, net) == each * 100
 
 
-def test_second_copy_of_parameters() -> None:
-    """Each two of eight ranks share a second copy: each holds half of the model in bfloat16."""
-    plain, copied = (
-        named("deepspeed_stage_3", "--devices", "8", *more) for more in ([], ["--zero.hpz_partition_size", "2"])
-    )
-    assert copied.buckets - plain.buckets == 2 * 10 * GB // 2
-
-
 def test_lacking_memory_is_named() -> None:
     need = named("deepspeed_stage_3_offload_nvme", "--devices", "2")
-    assert need.lacking(MemoryBudget(100 * GB, 100 * GB, disk=GB)) == {"disk": (need.disk, GB)}
     assert [*need.lacking(MemoryBudget(GB, GB))] == ["device", "host"]
     assert not need.lacking(MemoryBudget(100 * GB, None))
 

@@ -136,7 +136,7 @@ def test_plan_follows(
     flags: str, ranks: int, machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     machine(8)
-    monkeypatch.setattr("cifar_zero.planning.survey.free_gpu_bytes", lambda devices: 80 * 10**9)
+    monkeypatch.setattr("cifar_zero.planning.survey.gpu_bytes", lambda: 80 * 10**9)
     monkeypatch.setattr("sys.argv", ["plan", *DIGITS, *flags.split()])
     assert planning.main() == 0
-    assert f"32-true, {ranks} rank" in capsys.readouterr().out
+    assert f"on each of {ranks} ranks" in capsys.readouterr().out
