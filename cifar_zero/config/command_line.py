@@ -67,7 +67,7 @@ def settings_of_arguments(arguments: Arguments, before: Before | None = None) ->
     _allow_code(given)
     recipes = [*map(read_recipe, arguments.recipes)]
     options, said = _merged(recipes, given)
-    if before is not None and (earlier := before(_early_arguments(options, arguments.consent))) is not None:
+    if before is not None and (earlier := before(_early_settings(options, arguments.consent))) is not None:
         options, said = _merged([_inherited(earlier, given), *recipes], given)
     names = {key: chosen(options, key) for key in CHOICES}
 
@@ -156,7 +156,7 @@ def _overridden(options: dict[str, Any], by: dict[str, Any]) -> dict[str, Any]:
     return {**options, **by}
 
 
-def _early_arguments(options: Mapping[str, Any], consent: Consent) -> Settings:
+def _early_settings(options: Mapping[str, Any], consent: Consent) -> Settings:
     """Returns what a command line says of an earlier run; its other options are not looked at yet."""
     named = ("resume", "out", "name", "strategy", "ds_config")
     early = make_settings(

@@ -27,8 +27,8 @@ RENAMED = {
 }
 """Keys whose value is that of an option."""
 
-OFFLOADS = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
-"""The sections of what is offloaded, and the deprecated switch that each replaces."""
+OFFLOADS = ("offload_optimizer", "offload_param")
+"""The sections of what is offloaded."""
 
 REFUSED = {
     # These two could run code that a file names: they import modules, and unpickle "universal" checkpoints unchecked.
@@ -90,11 +90,8 @@ def options_of(file: str) -> dict[str, Any]:
     optimizer, schedule = _ours(raw, "optimizer"), _ours(raw, "scheduler")
     if optimizer:
         optimizer["weight_decay_on"] = "all"
-        adam_w_mode, by_torch = optimizer.pop("adam_w_mode", True), optimizer.pop("torch_adam", False)
-        if not adam_w_mode and raw["optimizer"]["type"].lower() == "adam":
+        if not optimizer.pop("adam_w_mode", True) and raw["optimizer"]["type"].lower() == "adam":
             optimizer["name"] = "adam"
-        elif by_torch:  # whose AdamW decays by default
-            optimizer["weight_decay"] = raw["optimizer"]["params"].get("weight_decay", 0.01)
     if "warmup_max_lr" in schedule:
         optimizer["lr"] = schedule.pop("warmup_max_lr")
     if "total_num_steps" in schedule:
@@ -122,9 +119,8 @@ def for_engine(content: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what DeepSpeed's engine gets of a configuration: without what becomes options."""
     raw = {key: value for key, value in content.items() if key not in (*RENAMED, "optimizer", "scheduler")}
     zero = raw["zero_optimization"] = {**_section(raw, "zero_optimization")}
-    for old, new in OFFLOADS.items():
-        if zero.pop(old, False):  # even if it is false, DeepSpeed prints a warning three times
-            zero.setdefault(new, {"device": "cpu"})
+    if zero.pop("cpu_offload", False):  # even if it is false, DeepSpeed prints a warning three times
+        zero.setdefault("offload_optimizer", {"device": "cpu"})
     return raw
 
 
@@ -140,7 +136,7 @@ def spec_of(placement: Placement) -> Spec:
     if stage not in (0, 1, 2, 3):
         raise UsageError(f"--ds_config {file}: zero_optimization must have a stage from 0 to 3")
     devices = []
-    for section in OFFLOADS.values():
+    for section in OFFLOADS:
         device = _section(zero, section).get("device", "none")
         if device not in DEVICES:
             raise UsageError(f"--ds_config {file}: {section}.device must be one of {', '.join(DEVICES)}")

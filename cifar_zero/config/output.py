@@ -34,9 +34,6 @@ class Output:
     save_top_k: int = limited(1, at_least=-1)
     """How many of the best checkpoints to keep. -1: one of each validation. 0: none; last.ckpt is always kept."""
 
-    save_weights: bool = False
-    """Also save the float32 weights next to each checkpoint, as a safetensors file that needs no DeepSpeed to read."""
-
     logger: list[LoggerName] = field(default_factory=lambda: ["tensorboard"])
     """Loggers, one or more: tensorboard, csv (csv/metrics.csv in the run folder), wandb; or none."""
 

@@ -61,17 +61,6 @@ class ZeROConfig:
     param_persistence_threshold: int = 100_000
     """Largest parameter, in elements, that every rank keeps whole. 0: none, for less memory and more messages."""
 
-    hpz_partition_size: int = limited(1, at_least=1)
-    """ZeRO++: each group of this many ranks keeps a second sharded copy of the parameters, and the backward pass
-    gathers from it. Set it to the number of GPUs per node to reduce traffic between nodes (Wang et al. 2023, arXiv
-    2306.10209). 1: no copy."""
-
-    quantized_weights: bool = False
-    """ZeRO++: gather parameters as 8-bit integers. Requires CUDA and at least two ranks. Changes the results."""
-
-    quantized_gradients: bool = False
-    """ZeRO++: reduce gradients as 4-bit integers. Requires CUDA and at least two nodes. Changes the results."""
-
 
 @dataclass(frozen=True)
 class OffloadConfig:

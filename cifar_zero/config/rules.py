@@ -24,17 +24,11 @@ from cifar_zero.config.strategy_specs import AUTO, STRATEGIES
 from cifar_zero.config.suggestions import REGISTRIES
 from cifar_zero.core.errors import UsageError, short
 from cifar_zero.core.hardware import free_memory_bytes
-from cifar_zero.core.usage import check_numbers, nearest, nearest_flag
+from cifar_zero.core.usage import check_numbers, nearest, nearest_flag, refuse
 from cifar_zero.models import IMAGE_SHAPE, MODELS
 from cifar_zero.optimizers import BY_DEEPSPEED, OFFLOADED_BY
 
 MOST_NAME_BYTES = 200  # file systems end at 255, and a suffix may follow
-
-LOGGER_OF = {
-    **{"log_graph": "tensorboard", "log_weights": "tensorboard"},
-    **{"wandb_project": "wandb", "wandb_run_name": "wandb", "wandb_group": "wandb", "wandb_tags": "wandb"},
-}
-"""The logger that an option needs."""
 
 CPU_RANK_BYTES = 1_000_000_000
 """Memory of one CPU rank of the smallest run (measured: 0.9 to 1.1 GB resident, torch 2.15 with DeepSpeed 0.19)."""
@@ -42,60 +36,50 @@ CPU_RANK_BYTES = 1_000_000_000
 
 def check(run: Run) -> None:
     """Refuses what cannot run on this computer."""
-    check_strategy(run)
+    strategy_rules.check(run)
     check_here(run)
     check_model(run)
-
-
-def check_strategy(run: Run) -> None:
-    """Refuses what the strategy cannot do on any computer."""
-    strategy_rules.check_devices(run)
-    strategy_rules.check_optimizer(run)
-    strategy_rules.check_switches(run)
-    strategy_rules.check_model_parallel(run)
-    strategy_rules.check_experts(run)
-    strategy_rules.check_averaging(run)
 
 
 def check_values(settings: Settings) -> None:
     """Refuses values of the right type that make no sense on any machine."""
     recipe, placement, output = settings.recipe, settings.placement, settings.output
-    if placement.strategy not in (*STRATEGIES, AUTO):
-        meant = nearest(placement.strategy, [*STRATEGIES, AUTO])
-        raise UsageError(f"unknown strategy {placement.strategy!r}: {meant}")
-    if recipe.lora != LoRAConfig() and recipe.lora.rank < 1:
-        raise UsageError(f"--lora.rank must be at least 1, not {recipe.lora.rank}")
-    if recipe.lora.rank and not recipe.lora.target:
-        raise UsageError("--lora.rank needs --lora.target: names of linear layers such as 'blocks.*.attention.qkv'")
+    strategies, lora, options = [*STRATEGIES, AUTO], recipe.lora, flat(settings)
+    meant = nearest(placement.strategy, strategies)
+    refuse(
+        {
+            f"unknown strategy {placement.strategy!r}: {meant}": placement.strategy not in strategies,
+            f"--lora.rank must be at least 1, not {lora.rank}": lora != LoRAConfig() and lora.rank < 1,
+            "--lora.rank needs --lora.target: names of linear layers such as 'blocks.*.attention.qkv'": (
+                lora.rank > 0 and not lora.target
+            ),
+        }
+    )
     _check_numbers(settings)
-    if recipe.max_steps == 0:
-        raise UsageError("--max_steps must be at least 1, or -1 for no limit, not 0")
-    if recipe.only_measures and output.resume:
-        raise UsageError("--bench_steps starts at the first step: leave --resume out")
-    if placement.ds_config and placement.strategy != Placement.strategy:
-        raise UsageError("--ds_config replaces the strategy: leave --strategy out")
-    if recipe.ema and recipe.swa_from:
-        raise UsageError("--ema and --swa_from cannot be combined: leave one of them out")
-    if recipe.reduce_on_plateau and recipe.schedule.name != "constant":
-        raise UsageError(f"--reduce_on_plateau needs --schedule constant: leave --schedule {recipe.schedule.name} out")
-    if recipe.delta and not recipe.weights:
-        raise UsageError(f"--delta {recipe.delta} needs --weights: those that the run which wrote it started from")
+    refuse(
+        {
+            "--max_steps must be at least 1, or -1 for no limit, not 0": recipe.max_steps == 0,
+            "--bench_steps starts at the first step: leave --resume out": recipe.only_measures and bool(output.resume),
+            "--ds_config replaces the strategy: leave --strategy out": (
+                bool(placement.ds_config) and placement.strategy != Placement.strategy
+            ),
+            "--ema and --swa_from cannot be combined: leave one of them out": bool(recipe.ema and recipe.swa_from),
+            f"--reduce_on_plateau needs --schedule constant: leave --schedule {recipe.schedule.name} out": (
+                recipe.reduce_on_plateau > 0 and recipe.schedule.name != "constant"
+            ),
+            # A recipe must not replace other files.
+            f"--plot_schedule {output.plot_schedule}: give the name of a .png file": (
+                output.plot_schedule != "" and not output.plot_schedule.endswith(".png")
+            ),
+        }
+    )
     _check_images(settings)
     for flag in of_validation(settings):
-        if not settings.data.val_fraction:
-            raise UsageError(f"--{flag} needs validation images: set --data.val_fraction above 0")
-        if recipe.trainer.get("limit_val_batches") == 0:
-            raise UsageError(f"--{flag} needs validation: leave --trainer.limit_val_batches out")
+        none = not settings.data.val_fraction or recipe.trainer.get("limit_val_batches") == 0
+        refuse({f"--{flag} needs a validation: set --data.val_fraction above 0, no limit_val_batches 0": none})
     check_plain_name(output.name)
-    options = flat(settings)
-    if output.plot_schedule and not output.plot_schedule.endswith(".png"):  # a recipe must not replace other files
-        raise UsageError(f"--plot_schedule {output.plot_schedule}: give the name of a .png file")
-    for flag, logger in LOGGER_OF.items():
-        if options[flag] and logger not in output.logger:
-            raise UsageError(f"--{flag} needs {logger}: add it to --logger")
     for name in output.hparams:
-        if name not in options:
-            raise UsageError(f"--hparams {name} is not an option of this run: {nearest_flag(name, options)}")
+        refuse({f"--hparams {name} is not an option of this run: {nearest_flag(name, options)}": name not in options})
 
 
 def _check_numbers(settings: Settings) -> None:
@@ -144,10 +128,6 @@ def check_plain_name(name: str) -> None:
 def check_model(run: Run) -> None:
     """Refuses a model that cannot train on these micro-batches; runs a model of another package to find out."""
     model, side = run.recipe.model, run.data.image_size
-    if model.options.get("batch_norm") and run.micro_batch == 1:
-        raise UsageError("--model.batch_norm normalises over the micro-batch, a single image here: raise --batch_size")
-    if model.name == "speednet" and run.recipe.init != "default":
-        raise UsageError(f"--model speednet has its own initialisation: leave --init {run.recipe.init} out")
     if ":" in model.name or side != IMAGE_SHAPE[1]:
         from cifar_zero.models.external import check
 
@@ -160,48 +140,45 @@ def check_model(run: Run) -> None:
 
 def check_here(run: Run) -> None:
     """Refuses what this computer lacks and another one may have."""
-    devices, optimizer, spec = run.placement.devices, run.recipe.optimizer.name, run.spec
-    assert devices != "auto"
+    placement, optimizer, spec = run.placement, run.recipe.optimizer.name, run.spec
+    assert placement.devices != "auto"
     launched = "LOCAL_WORLD_SIZE" in os.environ  # the ranks of a launcher have already taken their memory
-    if run.on_cpu and devices > 1 and not launched and devices * CPU_RANK_BYTES > (free := free_memory_bytes()):
-        fit = max(1, free // CPU_RANK_BYTES)
-        raise UsageError(f"--devices {devices}: a CPU rank takes about 1 GB, and this computer has memory for {fit}")
-    packages = {"--logger wandb": "wandb"} if "wandb" in run.output.logger else {}
-    if optimizer == "adam8bit":
-        packages["--optimizer adam8bit"] = "bitsandbytes"
-    for flag, package in packages.items():
-        if importlib.util.find_spec(package) is None:
-            raise UsageError(f"{flag} needs the package: pip install {package}")
-    if (
-        spec.size == "tensor_parallel_size"
-        and run.placement.ranks_per_model > 1
-        and Version(version("torch")) < Version("2.12")
-    ):
-        raise UsageError(
-            f"{run.placement.strategy_name} splits layers, which torch {version('torch')} cannot: update torch"
-        )
-    compiles = spec.offload_optimizer and OFFLOADED_BY.get(optimizer) == BY_DEEPSPEED
-    if compiles and not (shutil.which("g++") or shutil.which("c++")):
-        raise UsageError(
-            f"{run.placement.strategy_name} compiles a CPU {optimizer}: install g++ or use --optimizer sgd"
-        )
+    fit = max(1, free_memory_bytes() // CPU_RANK_BYTES)
+    compiles = spec.offload_optimizer != "" and OFFLOADED_BY.get(optimizer) == BY_DEEPSPEED
+    splits_layers = spec.size == "tensor_parallel_size" and placement.ranks_per_model > 1
+    refuse(
+        {
+            f"--devices {placement.devices}: a CPU rank takes about 1 GB, and this computer has memory for {fit}": (
+                run.on_cpu and not launched and placement.devices > fit
+            ),
+            "--logger wandb needs the package: pip install wandb": "wandb" in run.output.logger and _lacks("wandb"),
+            "--optimizer adam8bit needs the package: pip install bitsandbytes": (
+                optimizer == "adam8bit" and _lacks("bitsandbytes")
+            ),
+            f"{placement.strategy_name} splits layers, which torch {version('torch')} cannot: update torch": (
+                splits_layers and Version(version("torch")) < Version("2.12")
+            ),
+            f"{placement.strategy_name} compiles a CPU {optimizer}: install g++ or use --optimizer sgd": (
+                compiles and not (shutil.which("g++") or shutil.which("c++"))
+            ),
+        }
+    )
     if spec.offload_optimizer == "nvme" and spec.raw is None:
-        check_nvme(run.placement.nvme_path)
-    if "nvme" in (spec.offload_optimizer, spec.offload_parameters) and not run.on_cpu:
-        from torch.utils.cpp_extension import CUDA_HOME  # here: of torch, which has counted the GPUs
+        check_nvme(placement.nvme_path)
 
-        if CUDA_HOME is None:  # DeepSpeed 0.19.8, ops/op_builder/async_io.py
-            raise UsageError(
-                "NVMe offload on a GPU is compiled against CUDA: install the CUDA toolkit of torch's version and set "
-                "CUDA_HOME to it, or use deepspeed_stage_3_offload"
-            )
+
+def _lacks(package: str) -> bool:
+    return importlib.util.find_spec(package) is None
 
 
 def check_nvme(path: str) -> None:
     """Refuses a missing directory, and a computer without libaio, which DeepSpeed's I/O is compiled against."""
-    if not path:
-        raise UsageError("--strategy deepspeed_stage_3_offload_nvme needs --nvme_path DIRECTORY on a local disk")
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise UsageError(f"--nvme_path {path} is not a writable directory")
-    if not ctypes.util.find_library("aio") or not Path("/usr/include/libaio.h").exists():
-        raise UsageError("NVMe offload needs libaio: apt-get install libaio-dev, or use deepspeed_stage_3_offload")
+    refuse(
+        {
+            "--strategy deepspeed_stage_3_offload_nvme needs --nvme_path DIRECTORY on a local disk": not path,
+            f"--nvme_path {path} is not a writable directory": not os.access(path, os.W_OK | os.X_OK),
+            "NVMe offload needs libaio: apt-get install libaio-dev, or use deepspeed_stage_3_offload": (
+                not ctypes.util.find_library("aio")
+            ),
+        }
+    )

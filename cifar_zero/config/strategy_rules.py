@@ -1,138 +1,156 @@
 """Refuses what a strategy cannot do: devices and formats, optimizers, averages of the weights, models that it splits,
-experts, resuming, and DeepSpeed's switches of ZeRO (--zero) and of offloading (--offload)."""
+experts, resuming, and DeepSpeed's switches of ZeRO (--zero) and of offloading (--offload).
 
-from dataclasses import fields
-from typing import Any
+Each function returns rules: the error for the user, and whether the run breaks the rule.
+"""
 
 from cifar_zero.config.placement import OffloadConfig, ZeROConfig
 from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.core.errors import UsageError
-from cifar_zero.core.hardware import gpu_count
+from cifar_zero.core.usage import Rules, refuse
 from cifar_zero.models import MODELS, ViT
 from cifar_zero.optimizers import OFFLOADED_BY
 
-STAGES = {"overlap_comm": (1, 2, 3), "reduce_bucket_size": (1, 2, 3), "round_robin_gradients": (1, 2)}
-"""Stages that have a switch of --zero; the others are of stage 3."""
+
+def check(run: Run) -> None:
+    """Refuses what the strategy cannot do on any computer. Raises UsageError: names the first broken rule."""
+    for rules in (_devices, _graphs, _optimizers, _switches, _splitting, _experts):
+        refuse(rules(run))
 
 
-def check_devices(run: Run) -> None:
-    """Refuses what needs a GPU, and --cuda_graphs if steps do not run the same kernels on the same addresses, which a
-    graph replays."""
+def _devices(run: Run) -> Rules:
     placement, name = run.placement, run.placement.strategy_name
-    if run.on_cpu and placement.precision == "16-mixed":
-        raise UsageError("--precision 16-mixed needs a GPU: on the CPU use bf16-mixed or 32-true")
-    if run.on_cpu and placement.activation_offload:
-        raise UsageError("--activation_offload needs a GPU: on the CPU --activation_checkpointing saves memory")
-    if run.on_cpu and run.spec.super_offload:
-        raise UsageError(f"{name} needs a CUDA GPU: on the CPU use deepspeed_stage_3_offload")
-    if run.recipe.trainer.get("sync_batchnorm") and (run.on_cpu or run.spec.family != "baseline"):
-        # torch (2.15) has it for GPUs only; Lightning (2.6.6) applies it under DDP only.
-        raise UsageError("--trainer.sync_batchnorm is for ddp on GPUs: leave it out")
-    if not placement.cuda_graphs:
-        return
-    if run.on_cpu:
-        raise UsageError("--cuda_graphs needs a GPU: --compile compiles the model on the CPU too")
-    if placement.activation_offload:
-        raise UsageError("--cuda_graphs keeps activations in the graph's memory: leave out --activation_offload")
-    if placement.accumulate > 1:
-        raise UsageError("--cuda_graphs cannot accumulate gradients over --accumulate micro-batches: use --compile")
-    if not run.spec.graphs:
-        raise UsageError(f"--cuda_graphs: {name} may move the parameters in every step: use --compile")
+    averages = bool(run.recipe.ema or run.recipe.swa_from)
+    # torch (2.15) has synchronised batch norms for GPUs only; Lightning (2.6.6) applies them under DDP only.
+    syncs = bool(run.recipe.trainer.get("sync_batchnorm"))
+    return {
+        "--precision 16-mixed needs a GPU: on the CPU use bf16-mixed": run.on_cpu and placement.precision == "16-mixed",
+        "--activation_offload needs a GPU: use --activation_checkpointing": run.on_cpu and placement.activation_offload,
+        f"{name} needs a CUDA GPU: on the CPU use deepspeed_stage_3_offload": run.on_cpu and run.spec.super_offload,
+        "--optimizer adam8bit needs a GPU: use adam": run.on_cpu and run.recipe.optimizer.name == "adam8bit",
+        "--zero.overlap_comm needs a GPU: leave it out": run.on_cpu and placement.zero.overlap_comm,
+        "--offload.* needs a GPU: leave it out": run.on_cpu and placement.offload != OffloadConfig(),
+        "--trainer.sync_batchnorm is for ddp on GPUs": syncs and (run.on_cpu or run.spec.family != "baseline"),
+        f"--ema and --swa_from cannot average the weights of {name}: use deepspeed_stage_3 or its _offload": (
+            averages and not run.spec.averages
+        ),
+    }
 
 
-def check_optimizer(run: Run) -> None:
-    """Refuses an optimizer that the strategy, the schedule or the device cannot run."""
-    optimizer, strategy = run.recipe.optimizer, run.placement.strategy_name
-    if optimizer.name not in OFFLOADED_BY and run.spec.shards_tensors:
-        raise UsageError(
-            f"--optimizer {optimizer.name} needs whole tensors, and {strategy} shards them: "
-            "use deepspeed_stage_0, ddp or baseline, or --optimizer adamw"
-        )
-    if optimizer.name == "muon_sgd" and run.recipe.schedule.name == "range_test":
-        raise UsageError(
-            "--schedule range_test gives all groups one learning rate, but --optimizer muon_sgd has three: use muon"
-        )
-    if optimizer.name == "adam8bit" and run.on_cpu:
-        raise UsageError("--optimizer adam8bit needs a CUDA GPU: use --optimizer adam")
-    if not run.spec.super_offload:
-        return
-    if optimizer.name not in ("adam", "adamw"):
-        raise UsageError(f"--strategy {strategy} runs only Adam and AdamW: add --optimizer adam")
-    if optimizer.name == "adam" and optimizer.options["weight_decay"]:
-        # Its process makes a DeepSpeedCPUAdam without adamw_mode=False (DeepSpeed 0.19.8, superoffload_utils.py).
-        raise UsageError(f"--strategy {strategy} applies weight decay as AdamW does: use --optimizer adamw")
-    if run.placement.precision == "16-mixed" and not run.recipe.gradient_clip_val:
-        # It updates before it looks for an overflow, and cannot take that back (superoffload_stage3.py).
-        raise UsageError(f"--strategy {strategy} in 16-mixed needs --gradient_clip_val: use bf16-mixed")
-
-
-def check_averaging(run: Run) -> None:
-    """Refuses --ema and --swa_from if the strategy cannot average its weights in place."""
-    if run.spec.averages or not (run.recipe.ema or run.recipe.swa_from):
-        return
-    flag = "--ema" if run.recipe.ema else "--swa_from"
-    instead = "deepspeed_stage_3_offload" if run.spec.offload_parameters == "nvme" else "deepspeed_stage_3"
-    raise UsageError(f"{flag} cannot average the weights of {run.placement.strategy_name}: use {instead}")
-
-
-def check_model_parallel(run: Run) -> None:
-    """Refuses a model that cannot be split over the ranks, and float16 without loss scaling."""
-    spec, ranks, model = run.spec, run.placement.ranks_per_model, run.recipe.model.name
-    given = f"--strategy {run.placement.strategy}"
-    if not spec.scales_loss and run.placement.precision == "16-mixed":
-        raise UsageError(f"{given} has no loss scaling for float16: use --precision bf16-mixed")
-    for flag in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if getattr(run.placement, flag) and spec.size != flag:
-            names = ", ".join(name for name, other in STRATEGIES.items() if other.size == flag)
-            raise UsageError(f"--{flag} is for {names}, not for {run.placement.strategy_name}")
-    if ranks == 1 and not spec.one_replica:
-        return
-    entry = MODELS[model]
-    if not issubclass(entry, ViT):
-        known = ", ".join(name for name, other in MODELS.items() if issubclass(other, ViT))
-        raise UsageError(f"{given} cannot split --model {model}: it splits {known}")
-    if run.placement.devices % ranks:
-        raise UsageError(f"{given} splits a model within one node: --{spec.size} must divide --devices")
-    alone = "use fsdp2 alone or ZeRO"
-    if run.recipe.trainable or run.recipe.lora.rank:
-        raise UsageError(f"{given} trains split models whole: {alone} with --trainable and --lora.rank")
-    if spec.family != "pipeline" and run.placement.activation_offload:
-        raise UsageError(f"{given} splits the activations: use --activation_checkpointing, or {alone}")
-    if run.placement.compile:
-        raise UsageError(f"{given} exchanges tensors within the model: leave --compile out, or {alone}")
-    shape = entry(**run.recipe.model.options).shape
-    if spec.family == "pipeline":
-        if ranks > shape.depth:
-            raise UsageError(f"{given}: {model} has {shape.depth} blocks for {ranks} ranks: use {shape.depth} at most")
-        return
-    if shape.heads % ranks:
-        fit = " or ".join(str(number) for number in range(1, shape.heads + 1) if shape.heads % number == 0)
-        raise UsageError(f"{given}: {ranks} ranks cannot divide the {shape.heads} heads of {model}: {fit} can")
-    if spec.family == "fsdp2" and shape.width % run.placement.replicas:
-        raise UsageError(f"{given}: {run.placement.replicas} ranks cannot divide the width {shape.width} of {model}")
-
-
-def check_experts(run: Run) -> None:
-    """Refuses a mixture of experts that the strategy or the number of ranks does not allow."""
-    ep_size = run.recipe.model.options.get("ep_size")
-    if ep_size is None:
-        return
+def _graphs(run: Run) -> Rules:
+    """A graph replays the same kernels on the same addresses."""
     placement = run.placement
-    given = f"--ds_config {placement.ds_config}" if placement.ds_config else f"--strategy {placement.strategy}"
-    if run.spec.stage == 3:
-        raise UsageError(f"{given}: DeepSpeed has no mixture of experts at ZeRO stage 3, use deepspeed_stage_2")
-    if ep_size > 1 and not run.spec.spreads_experts:
-        raise UsageError(
-            f"--model.ep_size {ep_size}: {given} keeps all experts on each rank, add --model.ep_size 1; "
-            "deepspeed_stage_0, 1 and 2 spread them"
+    if not placement.cuda_graphs:
+        return {}
+    return {
+        "--cuda_graphs needs a GPU: --compile compiles the model on the CPU too": run.on_cpu,
+        "--cuda_graphs keeps activations: leave out --activation_offload": placement.activation_offload,
+        "--cuda_graphs cannot accumulate gradients (--accumulate): use --compile": placement.accumulate > 1,
+        f"--cuda_graphs: {placement.strategy_name} may move the parameters: use --compile": not run.spec.graphs,
+        "--cuda_graphs cannot replay the routing of experts: use --compile": "ep_size" in run.recipe.model.options,
+    }
+
+
+def _optimizers(run: Run) -> Rules:
+    optimizer, strategy = run.recipe.optimizer, run.placement.strategy_name
+    rules: Rules = {
+        f"--optimizer {optimizer.name} needs whole tensors, and {strategy} shards them: use deepspeed_stage_0, ddp or "
+        "baseline, or --optimizer adamw": optimizer.name not in OFFLOADED_BY and run.spec.shards_tensors,
+        "--schedule range_test gives all groups one learning rate, but --optimizer muon_sgd has three: use muon": (
+            optimizer.name == "muon_sgd" and run.recipe.schedule.name == "range_test"
+        ),
+    }
+    if run.spec.super_offload:
+        loss_scaling = run.placement.precision == "16-mixed"
+        decays_as_l2 = optimizer.name == "adam" and optimizer.options["weight_decay"] > 0
+        rules |= {
+            f"{strategy} runs only Adam and AdamW: add --optimizer adam": optimizer.name not in ("adam", "adamw"),
+            # Its process makes a DeepSpeedCPUAdam without adamw_mode=False (DeepSpeed 0.19.8, superoffload_utils.py).
+            f"{strategy} applies weight decay as AdamW does: use --optimizer adamw": decays_as_l2,
+            # It updates before it looks for an overflow, and cannot take that back (superoffload_stage3.py).
+            f"{strategy} in 16-mixed needs --gradient_clip_val: use bf16-mixed": (
+                loss_scaling and not run.recipe.gradient_clip_val
+            ),
+        }
+    return rules
+
+
+def _switches(run: Run) -> Rules:
+    """A switch must have an effect. With a ratio below 1 DeepSpeed (0.19.8, zero/stage3.py, `backup_optimizer`) updates
+    the part on the GPU by a torch.optim.AdamW with the learning rate of the first step."""
+    spec, placement, recipe = run.spec, run.placement, run.recipe
+    zero, offload = placement.zero != ZeROConfig(), placement.offload != OffloadConfig()
+    constant = recipe.schedule.name == "constant" and not recipe.reduce_on_plateau
+    splits = spec.stage == 3 and spec.offload_optimizer == "cpu" and recipe.optimizer.name == "adamw" and constant
+    return {
+        f"--zero.* and --offload.* go into {placement.ds_config}, under DeepSpeed's own names": (
+            spec.raw is not None and (zero or offload)
+        ),
+        f"--zero.* is for ZeRO 1 to 3, not for {placement.strategy}": zero and not spec.stage,
+        f"--offload.*: {placement.strategy} offloads nothing, use deepspeed_stage_3_offload": (
+            offload and not spec.offload_optimizer
+        ),
+        "--offload.ratio below 1 is for deepspeed_stage_3_offload with --optimizer adamw and --schedule constant, "
+        "without --reduce_on_plateau": placement.offload.ratio < 1 and not splits,
+    }
+
+
+def _splitting(run: Run) -> Rules:
+    """Rules of one model on several ranks, and of float16 without loss scaling."""
+    spec, placement, model = run.spec, run.placement, run.recipe.model
+    given, ranks = f"--strategy {placement.strategy}", placement.ranks_per_model
+    rules: Rules = {
+        f"{given} has no loss scaling for float16: use --precision bf16-mixed": (
+            not spec.scales_loss and placement.precision == "16-mixed"
         )
-    if placement.world_size % ep_size:
-        raise UsageError(f"--model.ep_size {ep_size} does not divide the number of ranks, {placement.world_size}")
-    if run.recipe.init != "default" and ep_size > 1:
-        raise UsageError(f"--init {run.recipe.init} initialises the experts of all ranks: add --model.ep_size 1")
-    if placement.cuda_graphs:
-        raise UsageError(f"--cuda_graphs cannot replay the routing of --model {run.recipe.model.name}: use --compile")
+    }
+    for flag in ("tensor_parallel_size", "pipeline_parallel_size"):
+        names = ", ".join(name for name, other in STRATEGIES.items() if other.size == flag)
+        rules[f"--{flag} is for {names}, not for {placement.strategy_name}"] = (
+            getattr(placement, flag) > 0 and spec.size != flag
+        )
+    if ranks == 1 and not spec.one_replica:
+        return rules
+    entry = MODELS[model.name]
+    if not issubclass(entry, ViT):
+        return rules | {f"{given} cannot split --model {model.name}: it splits vit_*": True}
+    assert placement.devices != "auto"
+    layout, is_pipeline = entry(**model.options).layout, spec.family == "pipeline"
+    tuned = bool(run.recipe.trainable or run.recipe.lora.rank)
+    return rules | {
+        f"{given} splits a model within one node: --{spec.size} must divide --devices": placement.devices % ranks > 0,
+        f"{given} trains split models whole: leave out --trainable and --lora.rank": tuned,
+        f"{given} exchanges tensors within the model: leave --compile out": placement.compile,
+        f"{given} splits the activations: use --activation_checkpointing": (
+            placement.activation_offload and not is_pipeline
+        ),
+        f"{given}: {model.name} has {layout.depth} blocks for {ranks} ranks": is_pipeline and ranks > layout.depth,
+        f"{given}: {ranks} ranks cannot divide the {layout.heads} heads of {model.name}": (
+            not is_pipeline and layout.heads % ranks > 0
+        ),
+        f"{given}: {placement.replicas} ranks cannot divide the width {layout.width} of {model.name}": (
+            spec.family == "fsdp2" and layout.width % placement.replicas > 0
+        ),
+    }
+
+
+def _experts(run: Run) -> Rules:
+    ep_size, placement = run.recipe.model.options.get("ep_size"), run.placement
+    if ep_size is None:
+        return {}
+    ranks, spread = placement.world_size, ep_size > 1
+    return {
+        f"{placement.strategy_name}: DeepSpeed has no mixture of experts at ZeRO stage 3, use deepspeed_stage_2": (
+            run.spec.stage == 3
+        ),
+        f"--model.ep_size {ep_size}: {placement.strategy_name} keeps all experts on each rank, add --model.ep_size 1; "
+        "deepspeed_stage_0, 1 and 2 spread them": spread and not run.spec.spreads_experts,
+        f"--model.ep_size {ep_size} does not divide the number of ranks, {ranks}": ranks % ep_size > 0,
+        f"--init {run.recipe.init} initialises the experts of all ranks: add --model.ep_size 1": (
+            spread and run.recipe.init != "default"
+        ),
+    }
 
 
 def check_can_resume(run: Run) -> None:
@@ -148,76 +166,12 @@ def why_not_resumed(run: Run) -> str:
     writes neither into a checkpoint (superoffload_utils.py, zero/stage3.py). Of a checkpoint of an optimizer on NVMe it
     loads neither the parameters nor the groups that are too small for the disk (engine.py, `load_checkpoint`).
     """
-    spec = run.spec
+    spec, name = run.spec, run.placement.strategy_name
     if spec.super_offload or run.placement.offload.ratio < 1:
-        what = "--offload.ratio" if run.placement.offload.ratio < 1 else run.placement.strategy_name
-        return f"under {what} DeepSpeed does not save Adam's state: start again with --weights"
+        return f"DeepSpeed does not save Adam's state under {name} with these options: start again with --weights"
     if "nvme" in (spec.offload_optimizer, spec.offload_parameters):
-        return f"{run.placement.strategy_name} cannot be resumed, use --strategy deepspeed_stage_3_offload"
+        return f"{name} cannot be resumed, use --strategy deepspeed_stage_3_offload"
     return ""
-
-
-def check_switches(run: Run) -> None:
-    """Refuses a switch that would have no effect, or another effect than its name says."""
-    spec, strategy = run.spec, run.placement.strategy
-    zero, offload = _changed(run.placement.zero, ZeROConfig()), _changed(run.placement.offload, OffloadConfig())
-    switches = [*(f"--zero.{name}" for name in zero), *(f"--offload.{name}" for name in offload)]
-    if switches and spec.raw is not None:
-        raise UsageError(f"{switches[0]} goes into {run.placement.ds_config}, under DeepSpeed's own name")
-    for name in zero:
-        stages = STAGES.get(name, (3,))
-        if spec.stage not in stages:
-            raise UsageError(
-                f"--zero.{name} is for ZeRO {', '.join(map(str, stages))}, not for {strategy}: "
-                f"use deepspeed_stage_{stages[-1]} or its offload"
-            )
-    if offload and not spec.offload_optimizer:
-        raise UsageError(f"--offload.{offload[0]}: {strategy} offloads nothing, use deepspeed_stage_3_offload")
-    if run.on_cpu and (offload or "overlap_comm" in zero):
-        raise UsageError(f"{[*switches][-1]} needs a GPU: on the CPU there is nothing to offload from or to overlap")
-    ranks, copies = run.placement.world_size, run.placement.zero.hpz_partition_size
-    if ranks % copies:
-        raise UsageError(f"--zero.hpz_partition_size {copies} does not divide the number of ranks, {ranks}")
-    _check_quantized(run)
-    if run.placement.offload.ratio < 1:
-        _check_ratio(run)
-
-
-def _changed(options: Any, default: Any) -> list[str]:
-    """Returns the names of the options that are not the default."""
-    names = [field.name for field in fields(options)]
-    return [name for name in names if getattr(options, name) != getattr(default, name)]
-
-
-def _check_quantized(run: Run) -> None:
-    """Refuses what DeepSpeed 0.19.8 cannot do (partition_parameters.py; all_to_all_quant_reduce in
-    coalesced_collectives.py needs the groups `global_*`, which utils/groups.py makes only for several nodes)."""
-    zero, placement = run.placement.zero, run.placement
-    if run.on_cpu and (zero.quantized_weights or zero.quantized_gradients):
-        raise UsageError("--zero.quantized_* need CUDA: DeepSpeed has their kernels for no other device")
-    if not zero.quantized_gradients:
-        return
-    if placement.num_nodes == 1:
-        raise UsageError(
-            "--zero.quantized_gradients needs two nodes or more (--num_nodes): on one use --zero.quantized_weights"
-        )
-    if placement.devices != (gpus := gpu_count()):
-        raise UsageError(f"--zero.quantized_gradients needs all {gpus} GPUs of each node: --devices {gpus}")
-
-
-def _check_ratio(run: Run) -> None:
-    """Refuses what would train wrong: DeepSpeed (0.19.8, zero/stage3.py, `backup_optimizer`) updates the part on the
-    GPU by a torch.optim.AdamW with the learning rate of the first step, which a schedule does not reach."""
-    if run.spec.stage != 3 or run.spec.offload_optimizer != "cpu":
-        raise UsageError(
-            f"--offload.ratio is for ZeRO 3 with an optimizer on the CPU, not for {run.placement.strategy}: "
-            "use deepspeed_stage_3_offload"
-        )
-    if run.recipe.optimizer.name != "adamw":
-        raise UsageError("--offload.ratio below 1 runs only AdamW: add --optimizer adamw")
-    if run.recipe.schedule.name != "constant" or run.recipe.reduce_on_plateau:
-        fix = "use --schedule constant without --reduce_on_plateau"
-        raise UsageError(f"--offload.ratio below 1 needs a constant learning rate: {fix}")
 
 
 def check_micro_batch(run: Run) -> None:

@@ -1,8 +1,6 @@
 """Refuses unknown names and values of the wrong type, and names what was probably meant."""
 
 from collections.abc import Mapping
-from dataclasses import fields
-from difflib import get_close_matches
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -62,24 +60,8 @@ def refuse_unknown(parser: ArgumentParser, options: Mapping[str, Any]) -> None:
             raise UsageError(f"--{option} is not passed on to the Trainer: use {OWNED[name]}")
         is_free = section == "trainer" or (option.startswith("model.kwargs.") and "model.kwargs" in known)
         if option not in known and not is_free:
-            meant = _of_another(section, name, options) or nearest_flag(option, known)
+            meant = nearest_flag(option, known)
             raise UsageError(f"unknown option --{option}: {meant}")
-
-
-def _of_another(section: str, option: str, options: Mapping[str, Any]) -> str:
-    """Returns half a sentence with the option of another model, optimizer or schedule that was meant; empty if the
-    chosen one has an option like it, or none has."""
-    if section not in REGISTRIES:
-        return ""
-    registry, name = REGISTRIES[section], chosen(options, section)
-    having: dict[str, list[str]] = {}  # the entries that have an option, by the option
-    for other, entry in registry.items():
-        for field in fields(entry):
-            having.setdefault(field.name, []).append(other)
-    close = get_close_matches(option, having, 1, 0.7)
-    if not close or name in having[close[0]]:
-        return ""
-    return f"--{section}.{close[0]} is an option of {', '.join(having[close[0]])}, not of {name}"
 
 
 def refuse_mistyped(parser: ArgumentParser, options: Mapping[str, Any]) -> None:

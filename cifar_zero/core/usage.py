@@ -2,12 +2,17 @@
 
 import difflib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from operator import ge, gt, le, lt
 from typing import Any, TypeVar
 
+from cifar_zero.core.errors import UsageError
+
 Value = TypeVar("Value")
+
+Rules = dict[str, bool]
+"""Errors, and whether each is one."""
 
 MAY_CHANGE = {"may_change_on_resume": True}
 """Metadata of a field of the recipe that a resumed run may have another value of."""
@@ -17,6 +22,13 @@ SHOWN = 20  # most names that an error lists
 LIMITS: dict[str, tuple[str, Callable[[Any, Any], bool]]]
 LIMITS = {"at_least": ("at least", ge), "over": ("over", gt), "below": ("under", lt), "at_most": ("at most", le)}
 """Limits of `limited`: in words, and what a number within them holds."""
+
+
+def refuse(rules: Mapping[str, bool]) -> None:
+    """Raises UsageError with the first error that is one."""
+    for message, broken in rules.items():
+        if broken:
+            raise UsageError(message)
 
 
 def nearest(word: str, words: Iterable[str], most: int = 1, cutoff: float = 0.5, otherwise: str = "") -> str:

@@ -4,11 +4,10 @@ import argparse
 import json
 import math
 import os
-import sys
 from argparse import Namespace
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import asdict, fields
+from functools import partial
 
 from cifar_zero.config.output import Output
 from cifar_zero.config.settings import DataConfig
@@ -16,9 +15,27 @@ from cifar_zero.core import exits
 from cifar_zero.core.console import command, torchrun
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.usage import nearest
-from cifar_zero.diagnosis import CHECKS
-from cifar_zero.diagnosis.check import Finding, Options, examine
+from cifar_zero.diagnosis import machine, software
+from cifar_zero.diagnosis.check import Finding, Options, answer
 from cifar_zero.launch import rank_environment
+
+CHECKS: dict[str, Callable[[Options], Finding]] = {
+    "python": software.python,
+    "torch": partial(software.package, "torch"),
+    "torchvision": software.torchvision_import,
+    "lightning": partial(software.package, "lightning"),
+    "deepspeed": partial(software.package, "deepspeed"),
+    "torchmetrics": partial(software.package, "torchmetrics"),
+    "compiler": software.compiler,
+    "gpu": machine.gpu,
+    "all-reduce": machine.all_reduce,
+    "cores": machine.cores,
+    "memory": machine.memory,
+    "shm": machine.shared_memory,
+    "out": machine.out,
+    "data": machine.data,
+}
+"""The checks in their order. A check imports torch itself if it needs it: the doctor must start quickly."""
 
 SCHEMA = 1  # version of the output of `--json`; goes up when a key changes its meaning or its name
 
@@ -28,12 +45,9 @@ exit code: 0 if no check failed (a warning says what some runs cannot do), 1 if 
 examples:
   %(prog)s                          all checks, in about ten seconds
   %(prog)s all-reduce --ranks 8     one check, for eight ranks
-  %(prog)s ops --build              compile DeepSpeed's operators now instead of in the first run
 
   torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29400 -m cifar_zero doctor --nodes
                                             run on each of two nodes: checks that they can train together
-
-checks:
 """
 
 
@@ -41,10 +55,8 @@ def main() -> int:
     """Prints a line for each check; returns the exit code, 1 if one failed."""
     arguments = _parse()
     options = Options(**{field.name: getattr(arguments, field.name) for field in fields(Options)})
-    names, closing = arguments.checks or [*CHECKS], ""
-    answers: Iterable[tuple[str, Finding]] = ((name, examine(CHECKS[name], options)) for name in names)
-    if options.build:
-        print("DeepSpeed's operators will be built, which takes minutes ...", file=sys.stderr, flush=True)
+    findings: dict[str, Finding] = {}
+    closing = ""
     if arguments.nodes:
         rank_environment.adopt()
         if not rank_environment.is_rank() or os.environ["WORLD_SIZE"] == "1":
@@ -52,44 +64,39 @@ def main() -> int:
             raise UsageError(f"--nodes needs ranks that a launcher has started: {start}")
         from cifar_zero.diagnosis import nodes
 
-        if (found := nodes.examine(options)) is None:
+        findings = nodes.examine(options)
+        closing = f" {nodes.BANDWIDTH}"
+        if rank_environment.global_rank():
             return 0
-        names, closing, answers = [*found], f" {nodes.BANDWIDTH}", found.items()
-    findings: dict[str, Finding] = {}
-    width = max(map(len, names))
-    for name, finding in answers:
-        findings[name] = finding
-        if not arguments.json:
-            text = ": ".join(filter(None, [finding.found, finding.fix]))
-            print(f"{finding.status:<7}  {name:<{width}}  {text}", flush=True)
+    for name in [] if arguments.nodes else arguments.checks or CHECKS:
+        findings[name] = answer(CHECKS[name], options)
+    statuses = [finding.status for finding in findings.values()]
+    failures = statuses.count("failed")
     if arguments.json:
         checks = [{"name": name, **asdict(finding)} for name, finding in findings.items()]
         print(json.dumps({"schema": SCHEMA, "checks": checks}, indent=2))
     else:
-        count = Counter(finding.status for finding in findings.values())
-        result = f"Not fit to train: {count['failed']} failed" if count["failed"] else "Nothing failed"
-        print(f"{result}; warnings: {count['warning']}.{closing}")
-    return int(any(finding.status == "failed" for finding in findings.values()))
+        for name, finding in findings.items():
+            fix = f": {finding.fix}" if finding.fix else ""
+            print(f"{finding.status:<7}  {name:<12}  {finding.found}{fix}")
+        result = f"Not fit to train: {failures} failed" if failures else "Nothing failed"
+        print(f"{result}; warnings: {statuses.count('warning')}.{closing}")
+    return int(failures > 0)
 
 
 def _parse() -> Namespace:
-    width = max(map(len, CHECKS))
     parser = exits.Parser(
         prog=command("doctor"),
         description="Checks everything that a run needs on this machine, and says how to fix what is missing. "
-        "Changes nothing, except with --build.",
-        epilog=EPILOG
-        + "\n".join(f"  {name:<{width}}  {check.summary}" for name, check in CHECKS.items()).replace("%", "%%"),
+        "Changes nothing.",
+        epilog=EPILOG,
     )
     add = parser.add_argument
-    add("checks", metavar="CHECK", nargs="*", help="run only these checks (listed below; default: all)")
+    add("checks", metavar="CHECK", nargs="*", help=f"run only these checks, of {', '.join(CHECKS)} (default: all)")
     add("--ranks", metavar="N", type=int, default=2, help="ranks of a run on this machine (default: %(default)s)")
     add("--out", metavar="DIR", default=Output.out, help="directory for run folders (default: %(default)s)")
     root = "directory of the dataset (default: %(default)s)"
-    cache = "directory for the decoded images (default: <data.root>/.cifar-zero)"
     add("--data.root", dest="data_root", metavar="DIR", default=DataConfig.root, help=root)
-    add("--data.cache", dest="data_cache", metavar="DIR", default=DataConfig.cache, help=cache)
-    add("--build", action="store_true", help="build the missing DeepSpeed operators that a strategy here needs")
     timeout = "how long a rank may wait for the others in each step (default: %(default)g)"
     add("--timeout", metavar="SECONDS", type=float, default=20.0, help=timeout)
     add("--nodes", action="store_true", help="compare the nodes of a run instead; start it with torchrun or srun")
@@ -103,8 +110,6 @@ def _parse() -> Namespace:
         raise UsageError(f"--ranks must be at least 1, not {arguments.ranks}")
     if not 0 < arguments.timeout < math.inf:
         raise UsageError(f"--timeout must be a number of seconds above 0, not {arguments.timeout:g}")
-    if arguments.nodes and (arguments.checks or arguments.build):
-        raise UsageError("--nodes compares nodes: it cannot be combined with --build or the name of a check")
-    if arguments.build and arguments.checks and "ops" not in arguments.checks:
-        raise UsageError("--build is for the check ops: name it, or give no check at all")
+    if arguments.nodes and arguments.checks:
+        raise UsageError("--nodes compares nodes: it cannot be combined with the name of a check")
     return arguments

@@ -51,8 +51,6 @@ def gpu(options: Options) -> Finding:
             "there is a GPU driver, but this torch is built for the CPU and trains there",
             "install the torch that https://pytorch.org/get-started/locally names for this machine",
         )
-    if not torch.cuda.device_count() and "CUDA_VISIBLE_DEVICES" in os.environ:
-        return warning("CUDA_VISIBLE_DEVICES hides the GPUs: runs use the CPU", "unset CUDA_VISIBLE_DEVICES")
     try:
         torch.cuda.init()
         for index in range(torch.cuda.device_count()):
@@ -63,6 +61,8 @@ def gpu(options: Options) -> Finding:
             f"{NEEDED}, or install a torch that supports this machine: https://pytorch.org/get-started/locally",
         )
     count = torch.cuda.device_count()
+    if not count:
+        return warning("torch sees no GPU, runs use the CPU", "unset CUDA_VISIBLE_DEVICES")
     names = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
     if options.ranks > count:
         return warning(f"{names}: fewer than the {options.ranks} of --ranks", command("train", "--devices", count))
@@ -101,16 +101,13 @@ def shared_memory(options: Options) -> Finding:
 
 
 def out(options: Options) -> Finding:
-    return _disk([Path(options.out)], "choose another directory with --out DIR")
+    return _disk(Path(options.out), "choose another directory with --out DIR")
 
 
 def data(options: Options) -> Finding:
     """Whether there are images; if they still have to be downloaded or decoded, whether they can be written."""
     root = Path(options.data_root)
-    decoded = Path(options.data_cache or root / ".cifar-zero")
-    if decoded.exists():
-        return ok(f"decoded images in {decoded}")
-    disk = _disk([decoded, root], "choose another directory with --data.root DIR or --data.cache DIR")
+    disk = _disk(root, "choose another directory with --data.root DIR")
     if disk.status == "failed":
         return disk
     for name in (*ARCHIVES, "train"):
@@ -122,22 +119,19 @@ def data(options: Options) -> Finding:
     )
 
 
-def _disk(folders: list[Path], elsewhere: str) -> Finding:
-    """Whether folders, which need not exist yet, can be written and have room."""
-    sizes: list[int] = []
-    for folder in folders:
-        while not folder.exists():
-            folder = folder.parent
-        sizes.append(shutil.disk_usage(folder).free)
-        if sizes[-1] < FREE_BYTES:
-            found = f"{decimal(sizes[-1])} are free in {folder.resolve()}, less than {decimal(FREE_BYTES)}"
-            return failed(found, f"free some space, or {elsewhere}")
-        try:
-            with tempfile.TemporaryFile(dir=folder) as file:
-                file.write(b"1")
-        except OSError as error:
-            return failed(f"{folder.resolve()} cannot be written: {error.strerror}", elsewhere)
-    return ok(f"{decimal(min(sizes))} are free in {', '.join(map(str, folders))}")
+def _disk(folder: Path, elsewhere: str) -> Finding:
+    """Whether a folder, which need not exist yet, can be written and has room."""
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < FREE_BYTES:
+        found = f"{decimal(free)} are free in {existing.resolve()}, less than {decimal(FREE_BYTES)}"
+        return failed(found, f"free some space, or {elsewhere}")
+    try:
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(b"1")
+    except OSError as error:
+        return failed(f"{existing.resolve()} cannot be written: {error.strerror}", elsewhere)
+    return ok(f"{decimal(free)} are free in {folder}")
 
 
 def all_reduce(options: Options) -> Finding:

@@ -9,16 +9,12 @@ import sysconfig
 import tomllib
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from cifar_zero.core.console import command
-from cifar_zero.core.errors import short
 from cifar_zero.diagnosis.check import INSTALL, Finding, Options, failed, ok, warning
-from cifar_zero.strategies.operators import is_built
 
 PYTHON = (3, 11)  # oldest supported Python (pyproject.toml)
 
@@ -111,36 +107,3 @@ def compiler(options: Options) -> Finding:
         names, fixes = zip(*missing, strict=True)
         return warning(f"no {', no '.join(names)}; {NEEDED_BY}", "; ".join(fixes))
     return ok(f"{shutil.which(program)}, ninja and libaio")
-
-
-def operators(options: Options) -> Finding:
-    """Whether the operators that a strategy needs on this machine are built, or can be; --build builds them."""
-    from deepspeed.ops.op_builder.all_ops import ALL_OPS
-
-    states: dict[str, str] = {}
-    for name in ("cpu_adam", "async_io"):  # for the *_offload strategies, and for offload to NVMe
-        if is_built(name):
-            states[name] = "built"
-        elif not _compatible(ALL_OPS[name]):
-            states[name] = "cannot be built"
-        elif options.build:
-            try:
-                ALL_OPS[name].load(verbose=False)
-            except (RuntimeError, OSError, ImportError) as error:
-                lines = str(error).splitlines() or [type(error).__name__]  # torch's report of the whole build
-                first = next((line for line in lines if "error:" in line), lines[0])
-                return failed(f"{name} cannot be built ({short(first)})", "fix what the compiler names")
-            states[name] = "built"
-        else:
-            states[name] = "not built"
-    found = ", ".join(f"{name} {state}" for name, state in states.items())
-    if "not built" in states.values():
-        return warning(f"{found}; the first run that needs it stalls for a minute", command("doctor", "ops", "--build"))
-    return ok(found)
-
-
-def _compatible(builder: Any) -> bool:
-    try:
-        return bool(builder.is_compatible(verbose=False))
-    except Exception:  # each builder raises its own errors on a machine that it does not support
-        return False

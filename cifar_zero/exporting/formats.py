@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from cifar_zero import data, models
 from cifar_zero.checkpoints import run_folder, safetensors_file
-from cifar_zero.checkpoints.finetuning.load import apply_delta, read_whole, write_delta
 from cifar_zero.checkpoints.read import RECORD, load_weights, plain_network, read
 from cifar_zero.checkpoints.safetensors_file import metadata_of
 from cifar_zero.config import command_line
@@ -55,14 +54,14 @@ class Format:
     tolerance: float = 0.0  # largest relative and absolute difference of a float32 score from the checkpoint's
 
 
-def load(path: str, trust: bool = False, delta: str = "") -> Classifier:
-    """Returns a classifier from any export, or what `run_folder.find_checkpoint` accepts; `delta`: a file of `export
-    --to delta`. Raises UsageError: it is missing, damaged, or needs `trust`."""
+def load(path: str, trust: bool = False) -> Classifier:
+    """Returns a classifier from any export, or what `run_folder.find_checkpoint` accepts. Raises UsageError: it is
+    missing, damaged, or needs `trust`."""
     file = run_folder.find_checkpoint(path)
     for format in FORMATS.values():
-        if file.suffix == format.suffix and not delta:
+        if file.suffix == format.suffix:
             return format.load(file)
-    content = apply_delta(file, Path(delta), trust) if delta else read(file, trust)
+    content = read(file, trust)
     metadata = metadata_of(content, file.name) if RECORD in content else {}
     return build(plain_network(content), metadata, file)[1]
 
@@ -100,7 +99,7 @@ def _encode_safetensors(net: nn.Module, metadata: dict[str, str]) -> bytes:
 
 
 def _load_safetensors(file: Path) -> Classifier:
-    return build(*read_whole(file), file)[1]
+    return build(*safetensors_file.read_safetensors(file), file)[1]
 
 
 def _encode_onnx(net: nn.Module, metadata: dict[str, str]) -> bytes:
@@ -150,17 +149,15 @@ FORMATS = {
 }
 
 
-def export(
-    checkpoint: Path, output: Path, to: str, dtype: str, trust: bool = False, check: bool = True, delta: str = ""
-) -> None:
+def export(checkpoint: Path, output: Path, to: str, dtype: str, trust: bool = False, check: bool = True) -> None:
     """Writes the file, reads it back, compares it with the checkpoint, and only then gives it its name.
 
-    The checkpoint is of any strategy; with `delta` it may be any file of weights. `dtype` is that of the weights in the
+    The checkpoint is of any strategy. `dtype` is that of the weights in the
     file; `check` compares the scores of the run's test images too, if they are on this machine. Raises UsageError: the
     checkpoint is damaged, or not of the model that it names. Raises RunError: the file does not compute what the
     checkpoint does. Raises OSError: the file cannot be written.
     """
-    content = apply_delta(checkpoint, Path(delta), trust) if delta else read(checkpoint, trust)
+    content = read(checkpoint, trust)
     metadata = metadata_of(content, checkpoint.name, dtype)
     net, original = build(plain_network(content), metadata, checkpoint)
     format = FORMATS[to]
@@ -187,13 +184,6 @@ def export(
     parameters = sum(parameter.numel() for parameter in net.parameters())
     print(f"{output}: {metadata['model']}, {parameters:,} parameters in {dtype}, {output.stat().st_size / 1e6:,.2f} MB")
     print(f"test accuracy {accuracy}")
-
-
-def export_delta(checkpoint: Path, output: Path, trust: bool = False) -> None:
-    """Writes only the trained parameters of a run; see `finetuning.load.write_delta`."""
-    names = write_delta(read(checkpoint, trust), output, checkpoint.name)
-    print(f"{output}: {len(names)} trained tensors, {output.stat().st_size / 1e6:,.2f} MB")
-    print(f"apply it to the weights that the run started from: BASE --delta {output}")
 
 
 def _compare(expected: Tensor, found: Tensor, tolerance: float | None) -> None:

@@ -26,24 +26,24 @@ PATCH_SIDE = 4  # height and width of a vision transformer's patches, in pixels
 Size = Literal["tiny", "small", "base", "large", "1b", "13b"]  # the size of a vision transformer
 
 
-class Shape(NamedTuple):
-    """The shape of a vision transformer."""
+class Layout(NamedTuple):
+    """The size of a vision transformer."""
 
     width: int  # of a token
     depth: int  # blocks
     heads: int  # of the attention
 
 
-SHAPES: dict[Size, Shape] = {
+LAYOUTS: dict[Size, Layout] = {
     # DeiT (Touvron et al. 2021)
-    "tiny": Shape(192, 12, 3),
-    "small": Shape(384, 12, 6),
+    "tiny": Layout(192, 12, 3),
+    "small": Layout(384, 12, 6),
     # ViT (Dosovitskiy et al. 2021)
-    "base": Shape(768, 12, 12),
-    "large": Shape(1024, 24, 16),
+    "base": Layout(768, 12, 12),
+    "large": Layout(1024, 24, 16),
     # The widths of GPT-3 XL and GPT-3 13B (Brown et al. 2020), and the depth that gives 1.3 and 13 billion parameters.
-    "1b": Shape(2048, 26, 16),
-    "13b": Shape(5120, 41, 40),
+    "1b": Layout(2048, 26, 16),
+    "13b": Layout(5120, 41, 40),
 }
 
 
@@ -217,14 +217,14 @@ class ViT(Model):
     """Share of the embedded patches and of the output of each attention and MLP that is dropped in training."""
 
     @property
-    def shape(self) -> Shape:
-        shape = SHAPES[self.size]
-        return shape._replace(depth=self.depth or shape.depth)
+    def layout(self) -> Layout:
+        layout = LAYOUTS[self.size]
+        return layout._replace(depth=self.depth or layout.depth)
 
     def build(self, num_classes: int) -> "nn.Module":
         from cifar_zero.models.vit import ViT
 
-        return ViT(self.shape, num_classes, dropout=self.dropout)
+        return ViT(self.layout, num_classes, dropout=self.dropout)
 
 
 def _vit(size: Size, parameters: str) -> type[ViT]:
@@ -246,7 +246,7 @@ class ViTMoE(Model, MixtureOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        mixtures = SHAPES[self.size].depth // 2
+        mixtures = LAYOUTS[self.size].depth // 2
         if len(self.num_experts) not in (1, mixtures):
             raise ValueError(f"num_experts must be one number, or one for each of {mixtures} mixtures")
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cifar_zero.models import PATCH_SIDE, SHAPES, Shape, ViTMoE
+from cifar_zero.models import LAYOUTS, PATCH_SIDE, Layout, ViTMoE
 from cifar_zero.models.moe import MixtureOfExperts
 
 MLP_RATIO = 4  # width of an MLP's hidden layer, as a multiple of the tokens'
@@ -20,16 +20,16 @@ class ViT(nn.Module):
     """
 
     def __init__(
-        self, shape: Shape, num_classes: int, make_mlp: Callable[[int], nn.Module] | None = None, dropout: float = 0.0
+        self, layout: Layout, num_classes: int, make_mlp: Callable[[int], nn.Module] | None = None, dropout: float = 0.0
     ):
         super().__init__()
-        make_mlp = make_mlp or (lambda block: MLP(shape.width))
-        self.patches = nn.Conv2d(3, shape.width, PATCH_SIDE, stride=PATCH_SIDE)
-        self.positions = nn.Parameter(0.02 * torch.randn(ViTMoE.tokens_per_image, shape.width))
+        make_mlp = make_mlp or (lambda block: MLP(layout.width))
+        self.patches = nn.Conv2d(3, layout.width, PATCH_SIDE, stride=PATCH_SIDE)
+        self.positions = nn.Parameter(0.02 * torch.randn(ViTMoE.tokens_per_image, layout.width))
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.Sequential(*(Block(shape, make_mlp(number), dropout) for number in range(shape.depth)))
-        self.norm = nn.LayerNorm(shape.width)
-        self.head = nn.Linear(shape.width, num_classes)
+        self.blocks = nn.Sequential(*(Block(layout, make_mlp(number), dropout) for number in range(layout.depth)))
+        self.norm = nn.LayerNorm(layout.width)
+        self.head = nn.Linear(layout.width, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Class scores (N, num_classes) of images (N, 3, 32, 32) in [-1, 1]."""
@@ -41,11 +41,11 @@ class ViT(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each after a norm and with a residual connection; tokens (N, tokens, width) in and out."""
 
-    def __init__(self, shape: Shape, mlp: nn.Module, dropout: float = 0.0):
+    def __init__(self, layout: Layout, mlp: nn.Module, dropout: float = 0.0):
         super().__init__()
-        self.norm1 = nn.LayerNorm(shape.width)
-        self.attention = Attention(shape.width, shape.heads)
-        self.norm2 = nn.LayerNorm(shape.width)
+        self.norm1 = nn.LayerNorm(layout.width)
+        self.attention = Attention(layout.width, layout.heads)
+        self.norm2 = nn.LayerNorm(layout.width)
         self.mlp = mlp
         self.dropout = nn.Dropout(dropout)
 
@@ -77,12 +77,12 @@ class MLP(nn.Sequential):
 
 def vit_moe(num_classes: int, options: ViTMoE) -> ViT:
     """Returns a transformer whose every second MLP is a mixture of MLPs (GShard; V-MoE, Riquelme et al. 2021)."""
-    shape = SHAPES[options.size]
+    layout = LAYOUTS[options.size]
 
     def make_mlp(block: int) -> nn.Module:
         if block % 2 == 0:
-            return MLP(shape.width)
+            return MLP(layout.width)
         num_experts = options.num_experts[block // 2 % len(options.num_experts)]
-        return MixtureOfExperts(shape.width, num_experts, lambda: MLP(shape.width), options)
+        return MixtureOfExperts(layout.width, num_experts, lambda: MLP(layout.width), options)
 
-    return ViT(shape, num_classes, make_mlp)
+    return ViT(layout, num_classes, make_mlp)

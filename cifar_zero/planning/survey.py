@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from cifar_zero.config import rules
+from cifar_zero.config import rules, strategy_rules
 from cifar_zero.config.placement import Placement
 from cifar_zero.config.rules import CPU_RANK_BYTES
 from cifar_zero.config.run import Run
@@ -171,7 +171,7 @@ def _need(run: Run, network: Network, room: MemoryBudget, lines: dict[str, Linea
         built_on_host=overheads.built_on_host(run, network),
     )
     try:
-        rules.check_strategy(run)
+        strategy_rules.check(run)
         if not room.elsewhere:
             rules.check_here(run)
     except UsageError as error:

@@ -49,7 +49,7 @@ def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None
     precision = run.placement.precision
     if run.spec.family == "deepspeed" or (run.spec.casts and "mixed" in precision):
         precision = None  # DeepSpeed's strategies bring their own precision plugin, and fsdp2 one for mixed precision
-    plugins: list[Any] = [AtomicCheckpointIO(run.consent.trust, run.output.save_weights)]
+    plugins: list[Any] = [AtomicCheckpointIO(run.consent.trust)]
     # From torchrun's variables, which `rank_environment.adopt` sets for any launcher. Otherwise Lightning (2.6.6) reads
     # SLURM's: in a job with one task, our own ranks would all be rank 0 of 1.
     if not rank_environment.by_torchrun():

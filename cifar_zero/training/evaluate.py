@@ -5,7 +5,6 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.resume import config_of_checkpoint, other_classes
@@ -38,20 +37,10 @@ def main() -> int:
     if len(sys.argv) < 2 or (sys.argv[1].startswith("-") and sys.argv[1] not in ("-h", "--help")):
         usage = command("evaluate", "RUN_OR_CHECKPOINT")
         raise UsageError(f"the first argument must be a run folder or a checkpoint: {usage} ...")
-    parser.add_argument(
-        "--delta", metavar="FILE", help="delta of a run that started from it (cifar-zero export --to delta)"
-    )
     arguments, overrides = parser.parse_known_args()
     checkpoint = run_folder.find_checkpoint(arguments.checkpoint)
     given = read_arguments(overrides)
-    trust = given.consent.trust
-    content: dict[str, Any] | None = None
-    if arguments.delta:
-        from cifar_zero.checkpoints.finetuning.load import apply_delta
-
-        content = apply_delta(checkpoint, Path(arguments.delta), trust)
-        checkpoint = Path(arguments.delta)
-    config = configuration(checkpoint, given, content)
+    config = configuration(checkpoint, given)
     if run_folder.code_has_changed(checkpoint, config.recipe.model.name):
         say(f"{config.recipe.model.name} has changed since the run, whose folder has a copy of what was trained.")
     trained_cast = bool(config.placement.ds_config) or STRATEGIES[config.placement.strategy].casts
@@ -59,7 +48,7 @@ def main() -> int:
     # A CPU has no float16.
     precision = with_accelerator(config, not run.on_cpu).placement.precision
     precision = "32-true" if precision == "16-mixed" and run.on_cpu else precision
-    evaluate(run, checkpoint, precision, trained_cast, content)
+    evaluate(run, checkpoint, precision, trained_cast)
     return 0
 
 
@@ -73,28 +62,24 @@ def on_one_device(settings: Settings) -> Settings:
         model=replace(model, options={**model.options, **ranks}),
         optimizer=Choice("sgd", asdict(OPTIMIZERS["sgd"]())),
         weights="",
-        delta="",
     )
     placement = Placement(devices=1, accelerator=settings.placement.accelerator, data=settings.placement.data)
     return Settings(recipe, placement, replace(settings.output, logger=["none"], resume=""), settings.consent)
 
 
-def configuration(checkpoint: Path, given: Arguments, content: dict[str, Any] | None = None) -> Settings:
+def configuration(checkpoint: Path, given: Arguments) -> Settings:
     """Returns the run's configuration, from its folder or from the checkpoint itself, changed by train's flags.
     Raises UsageError: neither has one."""
-    if (tree := config_of_checkpoint(checkpoint, given.consent.trust, content)) is None:
+    if (tree := config_of_checkpoint(checkpoint, given.consent.trust)) is None:
         raise UsageError(f"{checkpoint} is not in a run folder, and was not written by cifar-zero train")
     return command_line.settings_of_arguments(given, lambda _: tree)
 
 
-def evaluate(
-    run: Run, checkpoint: Path, precision: str, cast: bool, content: dict[str, Any] | None = None
-) -> dict[str, object]:
+def evaluate(run: Run, checkpoint: Path, precision: str, cast: bool) -> dict[str, object]:
     """Tests a checkpoint, prints its table and returns the test/* of metrics.json.
 
     `run` is resolved for one device; `precision` is in Lightning's terms, and `cast` says whether mixed precision means
-    a model cast to the format, as in DeepSpeed and fsdp2, and not autocast; `content` is that of the checkpoint, if it
-    was read already.
+    a model cast to the format, as in DeepSpeed and fsdp2, and not autocast.
     """
     import torch
     from lightning.pytorch import Trainer
@@ -106,7 +91,7 @@ def evaluate(
     from cifar_zero.training.callbacks.summary import test_metrics
 
     quieten()
-    content = content or read(checkpoint, run.consent.trust)
+    content = read(checkpoint, run.consent.trust)
     if RECORD in content and (differing := other_classes(run.data, content[RECORD])):
         raise UsageError(f"{checkpoint} was trained on other classes than --data.source has ({differing})")
     module, datamodule = resolve_name(MODULE)(run, run.num_classes), resolve_name(DATAMODULE)(run)

@@ -23,12 +23,6 @@ def test_a_checkpoint_that_cannot_be_pickled(tmp_path: Path, capsys: pytest.Capt
     assert [path.name for path in tmp_path.iterdir()] == ["before.ckpt"]
 
 
-def test_weights_that_cannot_be_assembled(tmp_path: Path):
-    plugin = AtomicCheckpointIO(save_weights=True)
-    plugin.save_checkpoint({"state_dict": {"weight": "no tensor"}}, tmp_path / "last.ckpt")
-    assert "could not be written" in plugin.failure
-
-
 def test_a_checkpoint_that_cannot_be_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "file").touch()
     plugin = AtomicCheckpointIO()
@@ -37,13 +31,11 @@ def test_a_checkpoint_that_cannot_be_removed(tmp_path: Path, capsys: pytest.Capt
     assert not plugin.failure  # what had to be written was written
 
 
-@pytest.mark.parametrize("save_weights", [True, False])
-def test_an_export_next_to_a_checkpoint_stays(save_weights: bool, tmp_path: Path):
-    plugin = AtomicCheckpointIO(save_weights=save_weights)
+def test_an_export_next_to_a_checkpoint_stays(tmp_path: Path):
     for name in ("best.ckpt", "best.safetensors"):
         (tmp_path / name).touch()
-    plugin.remove_checkpoint(tmp_path / "best.ckpt")
-    assert [path.name for path in tmp_path.iterdir()] == ([] if save_weights else ["best.safetensors"])
+    AtomicCheckpointIO().remove_checkpoint(tmp_path / "best.ckpt")
+    assert [path.name for path in tmp_path.iterdir()] == ["best.safetensors"]
 
 
 def test_a_deepspeed_rank_keeps_its_first_error_for_all_ranks(tmp_path: Path):

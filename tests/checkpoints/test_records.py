@@ -1,4 +1,4 @@
-"""A checkpoint or delta that lacks something, or is of another version, is refused in one line by every program."""
+"""A checkpoint that lacks something, or is of another version, is refused in one line by every program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cifar_zero.checkpoints.finetuning.load import apply_delta
 from cifar_zero.core.errors import UsageError
 from cifar_zero.exporting import formats
 from cifar_zero.training import evaluate
@@ -81,33 +80,6 @@ def test_the_classes_are_compared_before_the_weights(
     monkeypatch.setattr(sys, "argv", ["evaluate", str(checkpoint), *flags])
     with pytest.raises(UsageError, match=r"was trained on other classes than --data.source has \(apple"):
         evaluate.main()
-
-
-DELTA = {"base": "0", "base_dtypes": '{"fc1.weight": "float32"}', "recipe": "{}", "classes": '["a"]', "step": "1"}
-
-
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    [
-        ({"base_dtypes": None}, "it has no 'base_dtypes'"),
-        ({"recipe": None}, "it has no 'recipe'"),
-        ({"classes": None}, "it has no 'classes'"),
-        ({"step": None}, "it has no 'step'"),
-        ({"step": "one"}, "invalid literal"),
-        ({"recipe": "{"}, "Expecting property name"),
-        ({"recipe": '{"model": {"class_path": "os.system"}}'}, "model has class_path, which names code"),
-        ({"classes": "[" * 100_000}, "classes is not JSON: maximum recursion depth"),
-        ({"base_dtypes": "[]"}, "'list' object"),
-        ({"base_dtypes": '{"fc1.weight": "float33"}'}, "float33"),
-        ({"base_dtypes": '{"fc1.weight": "nn"}'}, "names something else than a dtype"),
-    ],
-)
-def test_a_delta_that_is_damaged(metadata: dict[str, str | None], message: str, tmp_path: Path):
-    given = {name: text for name, text in {**DELTA, **metadata}.items() if text is not None}
-    save_file({"fc3.bias": torch.zeros(10)}, tmp_path / "d.safetensors", given)
-    torch.save({"fc1.weight": torch.zeros(1)}, tmp_path / "base.pt")
-    with pytest.raises(UsageError, match=rf"--delta .*d.safetensors is damaged, or another version .*{message}"):
-        apply_delta(tmp_path / "base.pt", tmp_path / "d.safetensors")
 
 
 def test_an_export_whose_classes_are_damaged(tmp_path: Path):

@@ -73,7 +73,7 @@ def test_printed_configuration_is_the_same_run_again(recipe: Path, tmp_path: Pat
         ("--lr 0.1", "unknown option --lr: did you mean --optimizer.lr?"),
         ("--momentum 0.9", "did you mean --optimizer.momentum?"),
         ("--nonsense 1", "--help all lists all options"),
-        ("--optimizer.beta 0.9", "--optimizer.betas is an option of adam, adamw, lion, muon, adam8bit, not of sgd"),
+        ("--optimizer.beta 0.9", "unknown option --optimizer.beta"),
         ("--optimizer adam --optimizer.beta 0.9", "did you mean --optimizer.betas?"),
         ("--strategy zero3", "unknown strategy 'zero3': choose from baseline, ddp, deepspeed_stage_0"),
         ("--precision fp16", "expected one of ['32-true', 'bf16-mixed', 'bf16-true', '16-mixed', 'auto'], not fp16"),

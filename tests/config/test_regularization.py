@@ -12,7 +12,7 @@ from cifar_module import CIFARModule
 from cifar_zero.config import command_line
 from cifar_zero.config.run import Run
 from cifar_zero.config.settings import make_settings, settings_of
-from cifar_zero.config.strategy_rules import check_averaging
+from cifar_zero.config.strategy_rules import check
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.core.errors import UsageError
 
@@ -49,11 +49,11 @@ def test_labels_are_smoothed_only_in_training(soft: bool):
         (["--swa_from", "-0.1"], "--swa_from must be at least 0 and under 1"),
         (["--ema", "0.9", "--swa_from", "0.5"], "leave one of them out"),
         (["--early_stopping", "-1"], "--early_stopping must be at least 0"),
-        (["--early_stopping", "2", "--data.val_fraction", "0"], "--early_stopping needs validation images"),
-        (["--monitor", "val/f1", "--data.val_fraction", "0"], "--monitor needs validation images"),
-        (["--save_top_k", "3", "--trainer.limit_val_batches", "0"], "--save_top_k needs validation: leave"),
+        (["--early_stopping", "2", "--data.val_fraction", "0"], "--early_stopping needs a validation"),
+        (["--monitor", "val/f1", "--data.val_fraction", "0"], "--monitor needs a validation"),
+        (["--save_top_k", "3", "--trainer.limit_val_batches", "0"], "--save_top_k needs a validation"),
         (["--monitor", "test/acc"], "--monitor: expected one of"),
-        (["--early_stopping", "2", "--trainer.limit_val_batches", "0"], "--early_stopping needs validation: leave"),
+        (["--early_stopping", "2", "--trainer.limit_val_batches", "0"], "--early_stopping needs a validation"),
     ],
 )
 def test_refused_by_the_command_line(flags: list[str], message: str):
@@ -64,7 +64,11 @@ def test_refused_by_the_command_line(flags: list[str], message: str):
 @pytest.mark.parametrize("strategy", ["fsdp2", "pipeline", "deepspeed_stage_3_offload_nvme"])
 def test_weights_that_cannot_be_averaged_are_refused(strategy: str):
     with pytest.raises(UsageError, match=r"--swa_from.*use deepspeed_stage_3"):
-        check_averaging(Run.of(make_settings(strategy=strategy, swa_from=0.5), STRATEGIES[strategy], 10))
+        check(
+            Run.of(
+                make_settings(strategy=strategy, devices=2, accelerator="gpu", swa_from=0.5), STRATEGIES[strategy], 10
+            )
+        )
 
 
 def test_the_configuration_of_an_older_run_has_none_of_it():

@@ -29,13 +29,12 @@ def refused(flags: str) -> str:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("--optimizer adam8bit", "needs a CUDA GPU"),
+        ("--optimizer adam8bit", "adam8bit needs a GPU"),
         ("--optimizer muon --strategy deepspeed_stage_1", "use deepspeed_stage_0, ddp or baseline"),
         ("--optimizer muon_sgd --schedule range_test", "--schedule range_test gives all groups one learning rate"),
         ("--optimizer muon_sgd --schedule range_test", "--schedule range_test gives all groups"),
-        ("--model speednet --init he", "leave --init he out"),
         ("--accelerator gpu", "torch finds no usable GPU"),
-        ("--precision 16-mixed", "use bf16-mixed or 32-true"),
+        ("--precision 16-mixed", "on the CPU use bf16-mixed"),
         ("--strategy deepspeed_stage_3_superoffload --optimizer adam", "use deepspeed_stage_3_offload"),
         ("--strategy deepspeed_stage_3_offload_nvme", "needs --nvme_path"),
         ("--strategy deepspeed_stage_3_offload_nvme --nvme_path /nowhere", "is not a writable directory"),
@@ -44,7 +43,7 @@ def refused(flags: str) -> str:
         ("--ds_config /nowhere.json", "cannot be read"),
         ("--devices 4096 --batch_size 4096", "a CPU rank takes about 1 GB"),
         ("--cuda_graphs", "needs a GPU"),
-        ("--activation_offload", "on the CPU --activation_checkpointing"),
+        ("--activation_offload", "use --activation_checkpointing"),
         ("--model net_moe --strategy deepspeed_stage_3", "use deepspeed_stage_2"),
         ("--model vit_moe --strategy deepspeed_stage_3_offload", "use deepspeed_stage_2"),
         ("--model net_moe --model.ep_size 2", "add --model.ep_size 1"),
@@ -54,15 +53,15 @@ def refused(flags: str) -> str:
             "--model net_moe --model.ep_size 2 --strategy deepspeed_stage_1 --devices 3 --batch_size 3",
             "does not divide the number of ranks, 3",
         ),
-        ("--strategy tensor_parallel", "cannot split --model net: it splits vit_tiny, vit_small"),
+        ("--strategy tensor_parallel", "cannot split --model net: it splits vit_"),
         ("--strategy pipeline --model vit_moe", "cannot split --model vit_moe"),
         (
             "--strategy tensor_parallel --model vit_tiny --devices 2",
-            "2 ranks cannot divide the 3 heads of vit_tiny: 1 or 3 can",
+            "2 ranks cannot divide the 3 heads of vit_tiny",
         ),
         (
             "--strategy fsdp2 --tensor_parallel_size 2 --model vit_tiny --devices 2 --batch_size 2",
-            "2 ranks cannot divide the 3 heads of vit_tiny: 1 or 3 can",
+            "2 ranks cannot divide the 3 heads of vit_tiny",
         ),
         (
             "--strategy fsdp2 --tensor_parallel_size 3 --model vit_small --devices 15 --batch_size 5",
@@ -133,7 +132,7 @@ def test_graphs_without_offloaded_activations(monkeypatch: pytest.MonkeyPatch):
 
 def test_more_ranks_than_blocks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("cifar_zero.training.resolve.gpu_count", lambda: 16)
-    assert "12 blocks for 13 ranks: use 12 at most" in refused("--strategy pipeline --model vit_tiny --devices 13")
+    assert "12 blocks for 13 ranks" in refused("--strategy pipeline --model vit_tiny --devices 13")
 
 
 def test_float16_needs_loss_scaling(monkeypatch: pytest.MonkeyPatch):
@@ -150,28 +149,18 @@ def test_one_model_on_several_ranks_takes_the_whole_batch(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("--zero.hpz_partition_size 2", "is for ZeRO 3, not for baseline"),
-        ("--zero.overlap_comm true", "is for ZeRO 1, 2, 3, not for baseline"),
-        ("--zero.reduce_bucket_size 100 --strategy deepspeed_stage_0", "is for ZeRO 1, 2, 3, not for"),
-        ("--zero.round_robin_gradients true --strategy deepspeed_stage_3", "use deepspeed_stage_2 or its offload"),
-        ("--zero.prefetch_bucket_size 0 --strategy deepspeed_stage_2", "is for ZeRO 3"),
-        ("--zero.max_live_parameters 0 --strategy fsdp2", "is for ZeRO 3"),
-        ("--strategy deepspeed_stage_2 --zero.hpz_partition_size 2 --devices 2", "is for ZeRO 3"),
-        ("--strategy deepspeed_stage_2_offload --optimizer adamw --offload.ratio 0.5", "is for ZeRO 3"),
+        ("--zero.overlap_comm true", "is for ZeRO 1 to 3, not for baseline"),
+        ("--zero.reduce_bucket_size 100 --strategy deepspeed_stage_0", "is for ZeRO 1 to 3, not for"),
+        ("--zero.max_live_parameters 0 --strategy fsdp2", "is for ZeRO 1 to 3"),
         (
-            "--strategy deepspeed_stage_3 --zero.hpz_partition_size 2 --devices 1",
-            "does not divide the number of ranks, 1",
+            "--strategy deepspeed_stage_2_offload --optimizer adamw --offload.ratio 0.5",
+            "is for deepspeed_stage_3_offload",
         ),
         ("--strategy deepspeed_stage_3 --offload.ratio 0.5", "offloads nothing"),
-        ("--strategy deepspeed_stage_3 --zero.quantized_gradients true --devices 2", "needs two nodes or more"),
-        (
-            "--strategy deepspeed_stage_3 --zero.quantized_gradients true --devices 1 --num_nodes 2",
-            "needs all 2 GPUs of each node: --devices 2",
-        ),
-        ("--strategy deepspeed_stage_3_offload --optimizer adam --offload.ratio 0.5", "add --optimizer adamw"),
+        ("--strategy deepspeed_stage_3_offload --optimizer adam --offload.ratio 0.5", "with --optimizer adamw"),
         (
             "--strategy deepspeed_stage_3_offload --optimizer adamw --offload.ratio 0.5 --schedule cosine",
-            "use --schedule constant",
+            "and --schedule constant",
         ),
         (
             "--strategy deepspeed_stage_3_offload --optimizer adamw --offload.ratio 0.5 --reduce_on_plateau 1",
@@ -185,7 +174,6 @@ def test_one_model_on_several_ranks_takes_the_whole_batch(monkeypatch: pytest.Mo
 )
 def test_switches_of_zero_and_offload(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("cifar_zero.training.resolve.gpu_count", lambda: 2)
-    monkeypatch.setattr("cifar_zero.config.strategy_rules.gpu_count", lambda: 2)
     monkeypatch.setattr("cifar_zero.training.resolve.checkpoint_to_resume", lambda settings: settings.output.resume)
     assert expected in refused(f"{flags} --batch_size 4")
 
@@ -193,10 +181,9 @@ def test_switches_of_zero_and_offload(flags: str, expected: str, monkeypatch: py
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("--strategy deepspeed_stage_3 --zero.quantized_weights true --devices 2", "need CUDA"),
         ("--strategy deepspeed_stage_2 --zero.overlap_comm true --devices 2", "needs a GPU"),
-        ("--strategy deepspeed_stage_3_offload --optimizer adamw --offload.ratio 0.5", "--offload.ratio needs a GPU"),
-        ("--strategy deepspeed_stage_2_offload --offload.pin_memory true", "--offload.pin_memory needs a GPU"),
+        ("--strategy deepspeed_stage_3_offload --optimizer adamw --offload.ratio 0.5", "--offload.* needs a GPU"),
+        ("--strategy deepspeed_stage_2_offload --offload.pin_memory true", "--offload.* needs a GPU"),
     ],
 )
 def test_switches_that_need_a_gpu(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
@@ -206,12 +193,10 @@ def test_switches_that_need_a_gpu(flags: str, expected: str, monkeypatch: pytest
 
 def test_switches_combined_with_a_raw_configuration():
     raw = "--ds_config cifar_zero/config/deepspeed_examples.json"
-    assert "--zero.sub_group_size goes into cifar_zero/config" in refused(f"{raw} --zero.sub_group_size 1000")
+    assert "--zero.* and --offload.* go into cifar_zero/config" in refused(f"{raw} --zero.sub_group_size 1000")
 
 
-@pytest.mark.parametrize(
-    "flags", ["--zero.hpz_partition_size 0", "--offload.ratio 1.5", "--offload.cpuadam_cores_perc 0"]
-)
+@pytest.mark.parametrize("flags", ["--offload.ratio 1.5", "--offload.cpuadam_cores_perc 0"])
 def test_switches_without_sense(flags: str):
     with pytest.raises(UsageError, match=flags.split()[0]):
         command_line.parse(flags.split())
@@ -220,13 +205,6 @@ def test_switches_without_sense(flags: str):
 def test_nvme_without_libaio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr("ctypes.util.find_library", lambda _: None)
     assert "libaio-dev" in refused(f"--strategy deepspeed_stage_3_offload_nvme --nvme_path {tmp_path}")
-
-
-def test_nvme_on_a_gpu_without_the_cuda_toolkit(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("cifar_zero.training.resolve.gpu_count", lambda: 1)
-    monkeypatch.setattr("cifar_zero.config.rules.check_nvme", lambda path: None)
-    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", None)
-    assert "set CUDA_HOME" in refused("--strategy deepspeed_stage_3_offload_nvme --nvme_path /nvme")
 
 
 def test_cpu_adam_without_a_compiler(monkeypatch: pytest.MonkeyPatch):

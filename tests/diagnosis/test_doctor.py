@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -14,22 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cifar_zero.diagnosis import CHECKS
-from cifar_zero.diagnosis.check import Check, Finding, Options, examine, ok
+from cifar_zero.diagnosis.check import Finding, Options, answer
+from cifar_zero.diagnosis.doctor import CHECKS
 from cifar_zero.diagnosis.software import PYTHON
-from tests.support.helpers import HANG_SECONDS, ROOT, assert_ok, has_ended, run_program, small_disk, wait_until
-
-OPTIONS = Options(
-    ranks=2,
-    out="runs",
-    data_root="data",
-    data_cache="",
-    build=False,
-    timeout=20.0,
-)
-
-CHILD = ["sleep", f"3600.{os.getpid()}"]
-"""A process that a check starts; no other process sleeps this long."""
+from tests.support.helpers import HANG_SECONDS, ROOT, assert_ok, has_ended, run_program, small_disk
 
 
 def lines_of(done: subprocess.CompletedProcess[str]) -> dict[str, tuple[str, str]]:
@@ -64,7 +51,7 @@ def test_each_check_prints_one_line():
 def test_help_lists_the_checks():
     done = run_program("doctor", "--help")
     assert_ok(done)
-    assert all(f"\n  {name} " in done.stdout for name in CHECKS)
+    assert all(name in done.stdout for name in CHECKS)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +60,6 @@ def test_help_lists_the_checks():
         (["coers"], "there is no check coers: did you mean cores?"),
         (["--ranks", "0"], "--ranks must be at least 1"),
         (["--timeout", "nan"], "--timeout must be"),
-        (["cores", "--build"], "--build is for the check ops"),
         (["--unknown"], "unrecognized arguments: --unknown"),
     ],
 )
@@ -140,10 +126,6 @@ def test_images_are_found_where_they_are(tmp_path: Path):
     assert lines_of(run_program("doctor", *flags))["data"][0] == "warning"
     (tmp_path / "cifar-10-python.tar.gz").write_bytes(b"")
     assert lines_of(run_program("doctor", *flags))["data"][0] == "ok"
-    done = run_program("doctor", *flags, "--data.cache", str(tmp_path / "cifar-10-python.tar.gz" / "cache"))
-    status, text = lines_of(done)["data"]
-    assert status == "failed"
-    assert "Not a directory" in text
 
 
 def test_a_rank_that_never_answers_is_named():
@@ -154,7 +136,7 @@ def test_a_rank_that_never_answers_is_named():
         frozen.suspend()
         said, _ = doctor.communicate(timeout=HANG_SECONDS)
     assert doctor.returncode == 1
-    assert "rank 0: error: meeting the others took longer than 10 s: rank 1 did not get this far" in said
+    assert "rank 0: error: rank 1 did not come within 10 s" in said
     assert has_ended(frozen.pid)
 
 
@@ -183,31 +165,10 @@ def _raises(options: Options) -> Finding:
     raise ValueError("what a library says")
 
 
-def _hangs(options: Options) -> Finding:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest-xdist's workers ignore it
-    subprocess.Popen(CHILD)
-    time.sleep(3600)
-    return ok("")
-
-
-def _crashes(options: Options) -> Finding:
-    os.kill(os.getpid(), signal.SIGKILL)
-    return ok("")
-
-
-@pytest.mark.parametrize(
-    ("answer", "limit", "found"),
-    [
-        (_raises, HANG_SECONDS, "ValueError: what a library says"),
-        (_hangs, 1, "no answer within 1 s"),
-        (_crashes, HANG_SECONDS, "the check crashed with signal SIGKILL"),
-    ],
-)
-def test_a_check_that_raises_hangs_or_crashes_is_a_finding(answer, limit: float, found: str):
-    finding = examine(Check("", answer, limit), OPTIONS)
-    assert (finding.status, finding.found) == ("failed", found)
+def test_a_check_that_raises_is_a_finding():
+    finding = answer(_raises, Options(ranks=2, out="runs", data_root="data", timeout=20.0))
+    assert (finding.status, finding.found) == ("failed", "ValueError: what a library says")
     assert finding.fix
-    wait_until(lambda: CHILD not in [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])])
 
 
 def test_the_tested_python_is_the_one_that_the_package_asks_for():

@@ -63,77 +63,25 @@ def test_two_hosts_that_do_not_share_a_disk(hosts: Hosts, tmp_path: Path) -> Non
     found = [" ".join(line.split()) for line in out]
     assert found[0] == f"ok ranks 2 ranks on 2 nodes have met: {hosts.a.name}, {hosts.b.name}"
     assert found[2] == "ok all-reduce 1 MiB over gloo, the right sum on every rank"
-    assert found[3] == "ok training 10 steps alone, the same losses on all devices of a kind"
-    assert found[4].startswith("ok versions the same on all nodes: torch 2")
-    assert found[5].startswith(f"failed out {hosts.b.name} cannot see what {hosts.a.name} writes to runs: --out DIR")
-    assert found[6].startswith(
+    assert found[3].startswith("ok versions the same on all nodes: torch 2")
+    assert found[4].startswith(f"failed out {hosts.b.name} cannot see what {hosts.a.name} writes to runs: --out DIR")
+    assert found[5].startswith(
         "Not fit to train: 1 failed; warnings: 0. Bandwidth is not measured: run all_reduce_perf"
     )
     assert not [*tmp_path.glob("*/*")]
 
 
-WRONG = """
-import torch
-linear = torch.nn.functional.linear
-torch.nn.functional.linear = lambda *args: linear(*args) * (1 + 2**-23)
-"""
-
-
-def test_a_node_that_computes_wrongly_is_named(hosts: Hosts, tmp_path: Path) -> None:
-    """One rounding error in each linear layer of one of three ranks."""
-    (tmp_path / "sitecustomize.py").write_text(WRONG)
-    ranks = [start(hosts, rank, *PATIENT, ranks=3, PYTHONPATH=str(tmp_path) if rank == 2 else "") for rank in range(3)]
-    (out, errors), *_ = map(lines_of, ranks)
-    assert [rank.returncode for rank in ranks] == [1, 0, 0], errors
-    found = [" ".join(line.split()) for line in out]
-    assert (
-        f"failed training other losses than most devices of the kind on rank 2 ({hosts.b.name}): replace that node: "
-        "it computes wrongly (of two equal devices either may)"
-    ) in found
-
-
-def test_equal_devices_must_compute_the_same() -> None:
-    names, right, wrong = ["gpu0", "gpu1", "gpu2"], ("H100", [2.0, 1.0]), ("H100", [2.0, 1.5])
-    assert nodes.check_losses(names, [right] * 3).status == "ok"
-    assert nodes.check_losses(names, [right, ("H200", [2.0, 1.5]), right]).status == "ok"
-    found = nodes.check_losses(names, [right, right, wrong]).found
-    assert found == "other losses than most devices of the kind on rank 2 (gpu2)"
-    assert nodes.check_losses(names[:2], [right, wrong]).status == "failed"
-
-
 def test_a_node_that_does_not_come_is_named_in_time(hosts: Hosts) -> None:
     alone = start(hosts, 0, "--timeout", "10")
-    assert lines_of(alone) == ([], ["error: meeting the others took longer than 10 s: rank 1 did not get this far"])
+    assert lines_of(alone) == ([], ["error: rank 1 did not come within 10 s"])
     assert alone.returncode == 1
-
-
-HANGS = """
-import time
-from torch.distributed import HashStore
-from cifar_zero.diagnosis.nodes import Watchdog
-watchdog = Watchdog(HashStore(), 1800)
-watchdog.begin("an all-reduce")
-watchdog._seconds = 0.2
-watchdog.hosts = ["gpu0", "gpu1", "gpu2"]
-watchdog.store.set("comparing the nodes/1", "")
-watchdog.begin("comparing the nodes")
-time.sleep(3600)
-"""
-
-
-def test_a_node_that_hangs_is_named() -> None:
-    """The error names its host, which is known after the rendezvous: rank 1 has reached the step, rank 2 has not."""
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1"}
-    done = run_program("-c", HANGS, env=ranks)
-    assert done.returncode == 1
-    assert done.stderr == "error: comparing the nodes took longer than 0.2 s: rank 2 (gpu2) did not get this far\n"
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         (["--nodes"], "start it on each node with torchrun --nnodes N --nproc_per_node M --rdzv_backend c10d"),
-        (["--nodes", "cores"], "--nodes compares nodes: it cannot be combined with --build or the name of a check"),
+        (["--nodes", "cores"], "--nodes compares nodes: it cannot be combined with the name of a check"),
     ],
 )
 def test_wrong_usage_is_reported_in_one_line(flags: list[str], said: str) -> None:

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from cifar_zero import models
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.checkpoints.finetuning.load import apply_delta, write_delta
-from cifar_zero.checkpoints.read import network, plain_network, read
 from tests.support.helpers import WHOLE, last_weights, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
@@ -113,15 +111,3 @@ def test_trains_only_the_named_parameters(name: str, bases: dict[str, Path], run
 def test_resumes_in_any_shape(start: str, strategy: str, runs: dict[str, Path]):
     expected = last_weights(runs[f"{start.split()[0]} uninterrupted"])
     assert_close(last_weights(runs[f"{start} to {strategy}"]), expected, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", [name for name in RUNS if not name.endswith("ddp")])
-def test_a_delta_and_its_base_are_the_checkpoint(
-    name: str, bases: dict[str, Path], runs: dict[str, Path], tmp_path: Path
-):
-    recipe = name.split()[0]
-    checkpoint = read(run_folder.newest_checkpoint(runs[name]))
-    assert {*write_delta(checkpoint, tmp_path / "delta.safetensors", "last.ckpt")} == TRAINED[recipe]
-    again = apply_delta(bases[recipe], tmp_path / "delta.safetensors")
-    assert_close(network(again), network(checkpoint), atol=0)
-    assert_close(plain_network(again), plain_network(checkpoint), atol=0)

@@ -47,21 +47,3 @@ def test_buckets_prefetching_and_the_order_of_the_gradients(same: list[str], tmp
     plain = last_weights(run_folder_of(tmp_path / "plain"))
     for name in ("stage 3", "on", "off", "both"):
         assert largest_difference(last_weights(run_folder_of(tmp_path / name)), plain) == 0, name
-
-
-def test_a_second_copy(same: list[str], tmp_path: Path):
-    """ZeRO++, also in mixed precision, and after resuming a run without the second copy."""
-    same = [*same[:-1], "--strategy", "deepspeed_stage_3", "--max_steps"]
-    copied, mixed = ["--zero.hpz_partition_size", "2"], ["--precision", "bf16-mixed"]
-    train_all({tmp_path / "half": [*same, "3"], tmp_path / "plain": [*same, "6"]})
-    train_all(
-        {
-            tmp_path / "copied": [*same, "6", *copied, "--resume", str(run_folder_of(tmp_path / "half"))],
-            tmp_path / "mixed": [*same, "3", *mixed],
-            tmp_path / "mixed and copied": [*same, "3", *mixed, *copied],
-        }
-    )
-    weights = {run.name: last_weights(run_folder_of(run)) for run in tmp_path.iterdir()}
-    assert largest_difference(weights["copied"], weights["plain"]) == 0
-    assert largest_difference(weights["mixed and copied"], weights["mixed"]) == 0
-    assert largest_difference(weights["half"], weights["plain"]) > 0

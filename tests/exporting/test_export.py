@@ -23,7 +23,7 @@ from cifar_zero.checkpoints import run_folder
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.exporting import export, formats
 from cifar_zero.exporting.formats import FORMATS
-from cifar_zero.models import SHAPES, Shape
+from cifar_zero.models import LAYOUTS, Layout
 from cifar_zero.models.moe import gates
 from tests.support.helpers import ROOT, WHOLE, assert_ok, read_weights, run_folder_of, run_program, train_all
 
@@ -202,7 +202,7 @@ def test_a_model_with_options_buffers_and_tied_weights(
 @torch.inference_mode()
 def test_mixtures_of_experts(name: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The ranks over which the experts were spread in training do not matter."""
-    monkeypatch.setitem(SHAPES, "tiny", Shape(width=32, depth=4, heads=2))  # ONNX takes 10 seconds for the real one
+    monkeypatch.setitem(LAYOUTS, "tiny", Layout(width=32, depth=4, heads=2))  # ONNX takes 10 seconds for the real one
     torch.manual_seed(3)
     images = F.interpolate(torch.rand(20, 3, 2, 2) * 2 - 1, (32, 32))  # unlike one another, for different experts
     images = images.contiguous(memory_format=torch.channels_last)  # as in a Classifier: the last bits depend on it

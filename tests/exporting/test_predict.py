@@ -16,7 +16,6 @@ from PIL import Image
 from cifar_zero import data as sources
 from cifar_zero import models
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.checkpoints.finetuning.load import BASE
 from cifar_zero.checkpoints.safetensors_file import write_safetensors
 from cifar_zero.config.settings import DataConfig
 from cifar_zero.core.errors import UsageError
@@ -138,10 +137,6 @@ def test_no_lightning_and_no_deepspeed(digits: tuple[Path, Dataset], folder: Pat
         (["MOE.safetensors", "a.png"], 'is of another model: Missing key(s) in state_dict: "fc3.'),
         (["TIMM.safetensors", "a.png"], "timm:resnet18 (kwargs.checkpoint_path must be a number"),
         (["TORCHVISION.safetensors", "a.png"], "torchvision:resnet18 (kwargs.weights must be a number"),
-        (
-            ["DELTA.safetensors", "a.png"],
-            "holds only what was trained: give its base too, as in cifar-zero train --weights ",
-        ),
         (["CUT.onnx", "a.png"], "damaged or not an ONNX file"),
         (["CUT.safetensors", "a.png"], "damaged or no safetensors file"),
     ],
@@ -152,7 +147,7 @@ def test_mistakes(
 ):
     places = {"CHECKPOINT": digits[0], "EMPTY": tmp_path / "empty"}
     moe = {**IMAGES, "model": "net_moe", "options": "{}", "classes": json.dumps(["a"] * 10)}
-    for name, about in (("PLAIN", {}), ("MOE", moe), ("DELTA", {BASE: "0"})):
+    for name, about in (("PLAIN", {}), ("MOE", moe)):
         places[f"{name}.safetensors"] = tmp_path / f"{name}.safetensors"
         write_safetensors(read_weights(models.build("net", 10), digits[0]), places[f"{name}.safetensors"], about)
     (tmp_path / "empty").mkdir()

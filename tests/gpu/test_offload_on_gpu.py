@@ -25,13 +25,6 @@ ON_ONE_GPU = {
     "offload with a ratio": ["--strategy", "deepspeed_stage_3_offload", *SUB_GROUPS, "--offload.ratio", "0.5"],
     "pinned": ["--strategy", "deepspeed_stage_2_offload", "--offload.pin_memory", "true"],
 }
-ON_TWO_GPUS = {
-    "second copy": ["--zero.hpz_partition_size", "2"],
-    "quantised weights": ["--zero.quantized_weights", "true"],
-    "both": ["--zero.hpz_partition_size", "2", "--zero.quantized_weights", "true"],
-}
-
-
 STEPS = 12
 Weights = dict[str, torch.Tensor]
 
@@ -64,13 +57,3 @@ def test_on_one_gpu(name: str, small_data: list[str], tmp_path: Path):
     first, expected = (trained(tmp_path / str(steps), small_data, steps, *stage_3) for steps in (1, STEPS))
     switched = trained(tmp_path / "switched", small_data, STEPS, *ON_ONE_GPU[name])
     assert_trains_as(switched, expected, first, near=0.2)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("name", ON_TWO_GPUS)
-def test_on_two_gpus(name: str, small_data: list[str], tmp_path: Path):
-    """Quantised weights differ: they need only be closer to the expected weights than an untrained model."""
-    same = ["--strategy", "deepspeed_stage_3", "--devices", "2"]
-    first, expected = (trained(tmp_path / str(steps), small_data, steps, *same) for steps in (1, STEPS))
-    switched = trained(tmp_path / "switched", small_data, STEPS, *same, *ON_TWO_GPUS[name])
-    assert_trains_as(switched, expected, first, near=0.2 if name == "second copy" else 0.7)

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cifar_zero import models
-from cifar_zero.models import Shape
+from cifar_zero.models import Layout
 from cifar_zero.models.moe import MixtureOfExperts
 from cifar_zero.models.vit import MLP, Attention, Block, ViT
 
-SMALL = Shape(width=32, depth=2, heads=4)
+SMALL = Layout(width=32, depth=2, heads=4)
 
 
 @pytest.fixture(autouse=True)

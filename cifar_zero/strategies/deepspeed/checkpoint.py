@@ -147,7 +147,7 @@ def cut(whole: Tensor, parameter: Any) -> Tensor:
 
 
 def forget_second_copies(module: torch.nn.Module) -> None:
-    """Drops the second copies of --zero.hpz_partition_size after stage 3's parameters were overwritten; they would be
+    """Drops the second copies of zero_hpz_partition_size after stage 3's parameters were overwritten; they would be
     gathered until the next step (DeepSpeed 0.19.8, partition_parameters.py)."""
     for parameter in module.parameters():
         parameter.ds_secondary_tensor = None  # pyright: ignore[reportAttributeAccessIssue]

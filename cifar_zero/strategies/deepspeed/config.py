@@ -66,8 +66,6 @@ def _zero_section(placement: Placement, spec: Spec, largest_parameter: int) -> d
         zero["sub_group_size"] = placement.zero.sub_group_size
         for switch in ("param_persistence_threshold", "prefetch_bucket_size", "max_live_parameters"):
             zero[f"stage3_{switch}"] = getattr(placement.zero, switch)
-        for switch in ("hpz_partition_size", "quantized_weights", "quantized_gradients"):
-            zero[f"zero_{switch}"] = getattr(placement.zero, switch)
     if spec.offload_optimizer:
         zero["offload_optimizer"] = {"device": spec.offload_optimizer, **pinned, "ratio": offload.ratio}
     if spec.offload_parameters:

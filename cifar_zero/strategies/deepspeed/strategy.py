@@ -148,7 +148,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         assert isinstance(self.config, dict)
         low = ("bf16", "fp16") if self._casts_shards else ()
         config = {key: value for key, value in self.config.items() if key not in low}
-        # The group of --zero.hpz_partition_size, which DeepSpeed (0.19.8, utils/groups.py) makes once in a process.
+        # The group of zero_hpz_partition_size, which DeepSpeed (0.19.8, utils/groups.py) makes once in a process.
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
         where, shards = self.remote_device, self._builds_sharded
         init = deepspeed.zero.Init(enabled=shards, remote_device=where, config_dict_or_path=config)

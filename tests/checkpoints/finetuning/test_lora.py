@@ -7,11 +7,11 @@ from torch import nn
 from cifar_zero.checkpoints.finetuning.network import adapt, build, merged, on_meta
 from cifar_zero.config.recipe import Choice, LoRAConfig
 from cifar_zero.core.errors import UsageError
-from cifar_zero.models import Shape
+from cifar_zero.models import Layout
 from cifar_zero.models.vit import ViT
 
 LORA = LoRAConfig(rank=2, alpha=6.0, target=["blocks.*.attention.*", "head"])
-SMALL = Shape(width=12, depth=2, heads=3)
+SMALL = Layout(width=12, depth=2, heads=3)
 
 
 def adapted() -> ViT:

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cifar_module import CIFARModule
 from cifar_zero import models
-from cifar_zero.checkpoints.finetuning.network import check_patterns, freeze, on_meta, trained_names
+from cifar_zero.checkpoints.finetuning.network import check_patterns, freeze, on_meta
 from cifar_zero.config.recipe import Choice
 from cifar_zero.config.settings import make_settings
 from cifar_zero.core.errors import UsageError
@@ -20,7 +20,8 @@ def test_patterns_select_the_trained_parameters():
     freeze(net, [])
     assert all(parameter.requires_grad for parameter in net.parameters())
     freeze(net, ["conv?.bias", "fc3.*"])
-    assert trained_names(net) == {"conv1.bias", "conv2.bias", "fc3.weight", "fc3.bias"}
+    trained = {name for name, parameter in net.named_parameters() if parameter.requires_grad}
+    assert trained == {"conv1.bias", "conv2.bias", "fc3.weight", "fc3.bias"}
 
 
 def test_a_pattern_without_a_match_is_refused():
@@ -75,5 +76,3 @@ def test_frozen_batch_norms_keep_their_statistics():
     trainer.fit(module, loader, loader)
     assert [int(norm.num_batches_tracked) for norm in norms] == [0, 8]  # pyright: ignore
     assert torch.equal(norms[0].running_mean, torch.zeros(4))  # pyright: ignore
-    assert {"2.running_mean", "2.weight"} <= trained_names(net)
-    assert "1.running_mean" not in trained_names(net)

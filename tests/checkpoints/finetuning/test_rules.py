@@ -22,7 +22,6 @@ LORA = ["--lora.rank", "2", "--lora.target", "fc1"]
         ("--lora.rank -3 --lora.target fc1", "--lora.rank must be at least 1, not -3"),
         ("--lora.rank 8", "--lora.rank needs --lora.target"),
         ("--lora.rank 8 --lora.target fc1 --lora.dropout 1", "under 1"),
-        ("--delta d.safetensors", "needs --weights"),
         ("--weights /nowhere.pt", "/nowhere.pt does not exist"),
     ],
 )

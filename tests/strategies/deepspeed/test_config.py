@@ -132,9 +132,6 @@ SWITCHES = {
     "max_live_parameters": 4,
     "param_persistence_threshold": 7,
     "sub_group_size": 1000,
-    "zero_hpz_partition_size": 2,
-    "zero_quantized_weights": True,
-    "zero_quantized_gradients": True,
 }
 OFFLOAD = {"ratio": 0.75, "pin_memory": True, "cpuadam_cores_perc": 0.5}
 
