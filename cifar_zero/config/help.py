@@ -28,7 +28,7 @@ examples:
   %(prog)s --strategy deepspeed_stage_3 --devices 2
   %(prog)s --config configs/deepspeed.yaml --strategy deepspeed_stage_2 --precision bf16-mixed
   %(prog)s --optimizer adam --help all              lists the options of another optimizer
-  %(prog)s --model torchvision:resnet50 --model.image_size 64     a model of torchvision, or timm:NAME
+  %(prog)s --model torchvision:resnet50 --model.image_size 64     a model of torchvision
   %(prog)s --model my_net.py:MyNet --model.width 64               a model of your own
 
 optimizers:

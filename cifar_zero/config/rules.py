@@ -2,7 +2,7 @@
 sense on any machine, models that do not fit, and what this computer lacks. What a strategy cannot do stands in
 strategy_rules.py.
 
-A check raises UsageError. Nothing here imports torch, except for a model of torchvision or timm.
+A check raises UsageError. Nothing here imports torch, except for a model of torchvision.
 """
 
 import ctypes.util

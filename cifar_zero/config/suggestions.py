@@ -9,7 +9,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 from cifar_zero.config.recipe import Recipe
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.usage import nearest, nearest_flag
-from cifar_zero.models import MODELS, PACKAGES
+from cifar_zero.models import MODELS
 from cifar_zero.optimizers import OPTIMIZERS
 from cifar_zero.schedules import SCHEDULES
 
@@ -35,8 +35,8 @@ OWNED = {name: f"--{name}" for name in SAME} | {
 
 def choices(key: str) -> list[str]:
     """Returns the names of all models, optimizers or schedules."""
-    others = [f"{source}:NAME" for source in (*PACKAGES, "FILE.py")]
-    return [*REGISTRIES[key], *(others if key == "model" else [])]
+    others = ["torchvision:NAME", "FILE.py:NAME"] if key == "model" else []
+    return [*REGISTRIES[key], *others]
 
 
 def chosen(options: Mapping[str, Any], key: str) -> str:

@@ -251,16 +251,12 @@ class ViTMoE(Model, MixtureOptions):
             raise ValueError(f"num_experts must be one number, or one for each of {mixtures} mixtures")
 
 
-WORDS = ("aa_layer", "act_layer", "attn_layer", "global_pool", "norm_layer", "pad_type", "stem_type", "weight_init")
-"""Options of timm whose value is a word that timm looks up in one of its tables."""
-
-
-def _harmless(name: str, value: Any) -> bool:
-    """Returns whether an option can name neither a file nor an address nor code. Options also come from files of other
-    authors, and timm's `checkpoint_path` unpickles a file."""
+def _harmless(value: Any) -> bool:
+    """Returns whether an option can name neither a file nor an address nor code: options also come from files of other
+    authors."""
     if isinstance(value, (list, tuple)):
-        return all(_harmless(name, each) for each in value)
-    return value is None or isinstance(value, (bool, int, float)) or (isinstance(value, str) and name in WORDS)
+        return all(map(_harmless, value))
+    return value is None or isinstance(value, (bool, int, float))
 
 
 class ThirdParty(Model):
@@ -269,15 +265,14 @@ class ThirdParty(Model):
 
 @dataclass
 class External(ThirdParty):
-    """an image classifier of another package"""
+    """an image classifier of torchvision"""
 
     network = "external.external"
-    package: ClassVar[str]
     architecture: ClassVar[str]
 
     kwargs: dict[str, Plain] = field(default_factory=dict)
-    """Options of the function that builds it, for instance --model.kwargs.dropout 0.1: numbers, true or false, lists of
-    them, and a few names of layers, but nothing that could name a file."""
+    """Options of the function that builds it, for instance --model.kwargs.dropout 0.1: numbers, true or false, and
+    lists of them."""
 
     image_size: int = 0
     """Side in pixels to which the images are scaled, for a model that needs larger ones; 0: not scaled."""
@@ -288,13 +283,9 @@ class External(ThirdParty):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.weights and self.package != "torchvision":
-            raise ValueError("weights are torchvision's: start from other ones with --weights FILE")
-        for name in (name for name, value in dict(self.kwargs).items() if not _harmless(name, value)):
-            raise ValueError(
-                f"kwargs.{name} must be a number, true or false, or a list of them (words only for "
-                f"{', '.join(WORDS)}); load weights with --weights FILE"
-            )
+        for name, value in dict(self.kwargs).items():
+            if not _harmless(value):
+                raise ValueError(f"kwargs.{name} must be a number, true or false, or a list of them")
 
 
 class UserModel(ThirdParty):
@@ -315,22 +306,20 @@ class UserModel(ThirdParty):
         return built(partial(type(self).make, **options))
 
 
-PACKAGES = ("torchvision", "timm")  # packages whose classifiers can be named too: torchvision:resnet50
+PREFIX = "torchvision:"  # before the name of a classifier of torchvision: torchvision:resnet50
 
 
 class Models(dict[str, type[Model]]):
-    """The registry by name. It lists the models of this folder; those of PACKAGES are entries too."""
+    """The registry by name. It lists the models of this folder; torchvision's are entries too."""
 
     def __missing__(self, name: str) -> type[Model]:
         if name not in self:
             raise KeyError(name)
-        package, _, architecture = name.partition(":")
-        summary = f"{architecture} of {package}"
-        return type("External", (External,), {"__doc__": summary, "package": package, "architecture": architecture})
+        architecture = name.removeprefix(PREFIX)
+        return type("External", (External,), {"__doc__": f"torchvision's {architecture}", "architecture": architecture})
 
     def __contains__(self, name: object) -> bool:
-        external = isinstance(name, str) and name.startswith(tuple(f"{package}:" for package in PACKAGES))
-        return external or super().__contains__(name)
+        return super().__contains__(name) or (isinstance(name, str) and name.startswith(PREFIX))
 
 
 MODELS = Models(

@@ -1,10 +1,8 @@
-"""Image classifiers of torchvision and timm, by their names there, and torchvision's pretrained weights for them."""
+"""Image classifiers of torchvision, by their names there, and their pretrained weights."""
 
 import re
 from collections import OrderedDict
 from collections.abc import Callable
-from importlib.util import find_spec
-from typing import Any
 
 import torch
 import torchvision.models
@@ -20,12 +18,15 @@ Shape = tuple[int, int, int, int]
 
 
 def external(num_classes: int, options: models.External) -> nn.Module:
-    """Returns a model that maps images (N, 3, H, W) to scores (N, num_classes). Raises ValueError: the package is not
-    installed, it has no such classifier, or the classifier no such option."""
-    make, fixed = _of_package(options)
+    """Returns a model that maps images (N, 3, H, W) to scores (N, num_classes). Raises ValueError: torchvision has
+    no such classifier, or the classifier no such option."""
+    known = torchvision.models.list_models(module=torchvision.models)
+    if options.architecture not in known:
+        closest = nearest(options.architecture, known, most=3, cutoff=0)
+        raise ValueError(f"torchvision has no classifier of that name, {closest}")
     given = {"num_classes": num_classes, **options.kwargs}
     try:  # an option of ours that is also given is a TypeError
-        net = built(lambda: make(options.architecture, **fixed, **given))
+        net = built(lambda: torchvision.models.get_model(options.architecture, weights=None, **given))
     except TypeError as error:
         raise ValueError(f"kwargs do not fit: {short(error)}") from error
     if not options.image_size:
@@ -67,8 +68,7 @@ def built(build: Callable[[], nn.Module]) -> nn.Module:
 def check(entry: models.Model, num_classes: int, images: Shape) -> None:
     """Builds a model and runs it on training images, without values (torch's meta device) if that is possible.
 
-    Raises ValueError: it cannot be built, does not accept such
-    images, or does not return (N, num_classes) scores.
+    Raises ValueError: it cannot be built, does not accept such images, or does not return (N, num_classes) scores.
     """
     try:
         _try_out(entry, num_classes, images, "meta")
@@ -80,21 +80,15 @@ def check(entry: models.Model, num_classes: int, images: Shape) -> None:
 
 def _try_out(entry: models.Model, num_classes: int, images: Shape, device: str) -> None:
     count, _, *size = images
-    # Models raise errors of any kind for what they do not accept.
     with torch.device(device):
         try:
-            net = entry.build(num_classes)
+            scores = entry.build(num_classes)(torch.zeros(images))
         except ValueError:
             raise
-        except Exception as error:
-            raise ValueError(f"cannot be built: {where(error)}{short(error)}") from error
-        try:
-            scores = net(torch.zeros(images))
-        except Exception as error:
-            hint = ": scale them with --model.image_size" if isinstance(entry, models.External) else ""
+        except Exception as error:  # models raise errors of any kind for what they do not accept
             raise ValueError(
                 f"cannot train on micro-batches of {count} x {size[0]} x {size[1]} pixels "
-                f"({where(error)}{short(error)}){hint}"
+                f"({where(error)}{short(error)}); --model.image_size scales the images for a model of torchvision"
             ) from error
     shape = getattr(scores, "shape", type(scores).__name__)
     if shape != (count, num_classes):
@@ -102,20 +96,3 @@ def _try_out(entry: models.Model, num_classes: int, images: Shape, device: str) 
             f"returns {shape} instead of ({count}, {num_classes}), a score per class: give its last layer "
             f"{num_classes} outputs, or the model an argument num_classes, which is set to that number"
         )
-
-
-def _of_package(options: models.External) -> tuple[Callable[..., nn.Module], dict[str, Any]]:
-    """Returns what builds a classifier of the package, and the options that are not the user's."""
-    if options.package == "torchvision":
-        known = torchvision.models.list_models(module=torchvision.models)
-        make, fixed = torchvision.models.get_model, {"weights": None}
-    else:
-        if find_spec("timm") is None:
-            raise ValueError("needs the package timm: pip install timm")
-        import timm  # pyright: ignore[reportMissingImports]  # optional
-
-        known, make, fixed = timm.list_models(), timm.create_model, {"pretrained": False}
-    if options.architecture not in known:
-        closest = nearest(options.architecture, known, most=3, cutoff=0)
-        raise ValueError(f"{options.package} has no classifier of that name, {closest}")
-    return make, fixed

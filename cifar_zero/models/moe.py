@@ -6,9 +6,7 @@ strategies/deepspeed/experts.py distributes them over ranks.
 """
 
 import math
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cifar_zero.models import MixtureOptions
-
-_rank: ContextVar[int | None] = ContextVar("rank", default=None)
-"""The rank whose experts a new mixture keeps; None: it keeps all."""
 
 JITTER = 0.01
 """Jitter multiplies what the gate sees by random numbers from 1 - JITTER to 1 + JITTER (DeepSpeed's, Switch's)."""
@@ -131,14 +126,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.options = options
         self.gate = Gate(hidden_size, num_experts, options)
-        rank, share = _rank.get(), num_experts // options.ep_size
-        self.first = 0 if rank is None else rank % options.ep_size * share
-        kept = range(self.first, num_experts if rank is None else self.first + share)
-        self.experts = nn.ModuleList()
-        for number in range(num_experts):
-            expert = make_expert()
-            if number in kept:
-                self.experts.append(expert)
+        self.experts = nn.ModuleList(make_expert() for _ in range(num_experts))
         if options.mlp_type == "residual":
             self.mlp = make_expert()
             self.coefficient = nn.Linear(hidden_size, 2)
@@ -163,30 +151,6 @@ class MixtureOfExperts(nn.Module):
             return mixed
         shares = self.coefficient(x).softmax(-1)
         return mixed * shares[..., :1] + self.mlp(x) * shares[..., 1:]
-
-
-@contextmanager
-def share_of(rank: int) -> Generator[None, None, None]:
-    """A model built within this context keeps only one rank's experts of each mixture; the other experts are drawn and
-    dropped one by one, so that the weights are those of the whole model."""
-    token = _rank.set(rank)
-    try:
-        yield
-    finally:
-        _rank.reset(token)
-
-
-def whole_names(net: nn.Module) -> dict[str, str]:
-    """Returns the name in the whole model of each parameter and buffer of a model built within `share_of`."""
-    first = {name: module.first for name, module in net.named_modules() if isinstance(module, MixtureOfExperts)}
-    names = [name for name, _ in (*net.named_parameters(), *net.named_buffers())]
-
-    def numbered_through(name: str) -> str:
-        mixture, experts, rest = name.partition(".experts.")
-        number, _, inner = rest.partition(".")
-        return f"{mixture}.experts.{first[mixture] + int(number)}.{inner}" if experts and mixture in first else name
-
-    return {name: numbered_through(name) for name in names}
 
 
 def gates(net: nn.Module) -> tuple[Gate, ...]:

@@ -29,16 +29,12 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Class scores (N, num_classes) of images (N, 3, 32, 32) in [-1, 1]."""
-        x = self.pooled(self.conv1, x)  # (N, 6, 28, 28) -> (N, 6, 14, 14)
-        x = self.pooled(self.conv2, x)  # (N, 16, 10, 10) -> (N, 16, 5, 5)
+        x = self.pool(F.relu(self.conv1(x)))  # (N, 6, 28, 28) -> (N, 6, 14, 14)
+        x = self.pool(F.relu(self.conv2(x)))  # (N, 16, 10, 10) -> (N, 16, 5, 5)
         x = x.flatten(1)  # (N, 400)
         x = F.relu(self.fc1(x))  # (N, 120)
         x = F.relu(self.fc2(x))  # (N, 84)
         return self.fc3(x)  # (N, num_classes)
-
-    def pooled(self, convolution: nn.Conv2d, x: Tensor) -> Tensor:
-        """One of the two convolutional blocks; `models.activation_checkpointing` replaces this method."""
-        return self.pool(F.relu(convolution(x)))
 
 
 class NetMoE(Net):

@@ -1,6 +1,6 @@
 """Adagrad, Lion and Muon in torch, and the base class of them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -189,11 +189,9 @@ def orthogonalized(matrices: Tensor, steps: int, device_type: str) -> Tensor:
     return (x.mT if tall else x).to(matrices.dtype)
 
 
-def _stacks(weights: list[Tensor]) -> Iterator[list[int]]:
-    """Yields the numbers of weights that are matrices of one shape, as many as are orthogonalised at once."""
-    shapes: dict[tuple[int, int], list[int]] = {}
+def _stacks(weights: list[Tensor]) -> Iterable[list[int]]:
+    """Returns the numbers of the weights that are matrices of one shape, which are orthogonalised at once."""
+    found: dict[tuple[int, int], list[int]] = {}
     for number, weight in enumerate(weights):
-        shapes.setdefault((len(weight), weight.numel() // len(weight)), []).append(number)
-    for (rows, columns), numbers in shapes.items():
-        most = max(1, 2**24 // (rows * columns))  # elements orthogonalised at once, 64 MB in float32
-        yield from (numbers[start : start + most] for start in range(0, len(numbers), most))
+        found.setdefault((len(weight), weight.numel() // len(weight)), []).append(number)
+    return found.values()

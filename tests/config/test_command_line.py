@@ -77,7 +77,7 @@ def test_printed_configuration_is_the_same_run_again(recipe: Path, tmp_path: Pat
         ("--optimizer adam --optimizer.beta 0.9", "did you mean --optimizer.betas?"),
         ("--strategy zero3", "unknown strategy 'zero3': choose from baseline, ddp, deepspeed_stage_0"),
         ("--precision fp16", "expected one of ['32-true', 'bf16-mixed', 'bf16-true', '16-mixed', 'auto'], not fp16"),
-        ("--model gpt2", "vit_moe, torchvision:NAME, timm:NAME, FILE.py:NAME"),
+        ("--model gpt2", "vit_moe, torchvision:NAME, FILE.py:NAME"),
         ("--model tests/support/own_code.py", "name the class too, --model tests/support/own_code.py:NAME"),
         ("--data.sourc digits", "did you mean --data.source?"),
         ("--data.source mnist", "--data.source: expected one of ['auto', 'cifar10'"),
@@ -178,7 +178,7 @@ def test_help_alone_is_one_screen(capsys: pytest.CaptureFixture[str]):
     for shown in (
         "--batch_size",
         "deepspeed_stage_3",
-        "timm:NAME",
+        "torchvision:NAME",
         "bf16-mixed",
         "(default: 0.001)",
         "--help all lists",

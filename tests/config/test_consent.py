@@ -105,7 +105,7 @@ REFUSED_CLASS = "has class_path, which names code: only the command line may"
         ({"trainer": {"profiler": CLASS}}, "", REFUSED_CLASS),
         ({"trainer": {"profiler": [{**CLASS, "init_args": {}}]}}, "", REFUSED_CLASS),
         ({"trainer": {"profiler": "{class_path: planted_code.Act}"}}, "", REFUSED_CLASS),
-        ({"model": {"name": "timm:vit", "kwargs": {"a": CLASS}}}, "", REFUSED_CLASS),
+        ({"model": {"name": "torchvision:vit_b_16", "kwargs": {"a": CLASS}}}, "", REFUSED_CLASS),
         ({"model": {"name": "{own}", "free": CLASS}}, "--model {own}", REFUSED_CLASS),
         ({"model": {"name": "{own}", "act": CLASS}}, "--model {own}", REFUSED_CLASS),
         ({"model": {"name": "{own}", "act": "planted_code.act"}}, "--model {own}", None),

@@ -135,7 +135,7 @@ def test_no_lightning_and_no_deepspeed(digits: tuple[Path, Dataset], folder: Pat
         (["CHECKPOINT", "a.png", "--model", "mlp"], "give FILE.py:NAME"),
         (["PLAIN.safetensors", "a.png"], "does not say which model it is of: give a checkpoint of cifar-zero train"),
         (["MOE.safetensors", "a.png"], 'is of another model: Missing key(s) in state_dict: "fc3.'),
-        (["TIMM.safetensors", "a.png"], "timm:resnet18 (kwargs.checkpoint_path must be a number"),
+        (["EVIL.safetensors", "a.png"], "torchvision:resnet18 (kwargs.checkpoint_path must be a number"),
         (["TORCHVISION.safetensors", "a.png"], "torchvision:resnet18 (kwargs.weights must be a number"),
         (["CUT.onnx", "a.png"], "damaged or not an ONNX file"),
         (["CUT.safetensors", "a.png"], "damaged or no safetensors file"),
@@ -151,10 +151,10 @@ def test_mistakes(
         places[f"{name}.safetensors"] = tmp_path / f"{name}.safetensors"
         write_safetensors(read_weights(models.build("net", 10), digits[0]), places[f"{name}.safetensors"], about)
     (tmp_path / "empty").mkdir()
-    for package, kwargs in (("timm", {"checkpoint_path": "evil.pth"}), ("torchvision", {"weights": "DEFAULT"})):
-        about = {"model": f"{package}:resnet18", "options": json.dumps({"kwargs": kwargs}), "classes": '["a"]'}
-        places[f"{package.upper()}.safetensors"] = tmp_path / f"{package}.safetensors"
-        write_safetensors({}, places[f"{package.upper()}.safetensors"], about)
+    for name, kwargs in (("EVIL", {"checkpoint_path": "evil.pth"}), ("TORCHVISION", {"weights": "DEFAULT"})):
+        about = {"model": "torchvision:resnet18", "options": json.dumps({"kwargs": kwargs}), "classes": '["a"]'}
+        places[f"{name}.safetensors"] = tmp_path / f"{name}.safetensors"
+        write_safetensors({}, places[f"{name}.safetensors"], about)
     for suffix in ("onnx", "safetensors"):
         places[f"CUT.{suffix}"] = tmp_path / f"cut.{suffix}"
         places[f"CUT.{suffix}"].write_bytes(digits[0].read_bytes()[:1000])

@@ -17,7 +17,6 @@ from cifar_zero.config.recipe import Choice
 from cifar_zero.core.errors import UsageError
 from cifar_zero.models.activation_checkpointing import checkpoint_blocks
 from cifar_zero.models.moe import gates
-from cifar_zero.models.net import Net
 from cifar_zero.planning.activations import ActivationTracker, counted
 from cifar_zero.training.callbacks.flops import training_flops
 
@@ -29,7 +28,7 @@ def convolution(inputs: int, outputs: int) -> list[nn.Module]:
 
 
 class Convolutional(nn.Module):
-    """A list of plain layers, as in VGG, and a list of blocks, as in ResNet: batch norm, dropout, in-place activations.
+    """Plain layers, and a list of blocks, as in ResNet: batch norm, dropout, in-place activations.
 
     Args:
         momentum: momentum of the last batch norm; None: the mean over all batches so far.
@@ -49,8 +48,6 @@ class Convolutional(nn.Module):
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "convolutional": Convolutional,
-    "net": lambda: models.build("net", 10),
-    "net_moe": lambda: models.build("net_moe", 10, num_experts=[2, 4], noisy_gate_policy="RSample"),
     "vit_moe": lambda: models.build("vit_moe", 10, top_k=2, noisy_gate_policy="Jitter"),
 }
 
@@ -100,10 +97,10 @@ def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_evaluation_recomputes_nothing() -> None:
-    net = Net()
+    net = Convolutional()
     checkpoint_blocks(net)
     calls: list[int] = []
-    net.conv1.register_forward_hook(lambda *_: calls.append(1))
+    net.stage.get_submodule("0.0").register_forward_hook(lambda *_: calls.append(1))
     with torch.no_grad():
         net(torch.zeros(1, 3, 32, 32))
     net(torch.zeros(1, 3, 32, 32)).sum().backward()

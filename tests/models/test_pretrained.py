@@ -86,8 +86,6 @@ def test_mistakes_are_one_clear_line(cached: dict[str, torch.Tensor], small_data
     flags = ["--model", f"torchvision:{NAME}", *small_data, "--accelerator", "cpu", "--model.weights"]
     with pytest.raises(UsageError, match=r"^--model\.weights DEFOLT: did you mean DEFAULT\?$"):
         starting.pretrained_weights(resolve(command_line.parse([*flags, "DEFOLT"])))
-    with pytest.raises(UsageError, match="weights are torchvision's: start from other ones with --weights FILE"):
-        command_line.parse(["--model", "timm:resnet18", "--model.weights", "DEFAULT"])
 
 
 def test_a_file_that_could_run_code_is_refused(cached: dict[str, torch.Tensor], tmp_path: Path):

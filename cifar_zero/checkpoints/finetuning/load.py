@@ -12,7 +12,6 @@ from cifar_zero.checkpoints.read import RECORD, checked, plain_network, read
 from cifar_zero.checkpoints.safe_load import load
 from cifar_zero.checkpoints.safetensors_file import read_safetensors
 from cifar_zero.core.errors import UsageError
-from cifar_zero.models.moe import whole_names
 
 FILE = "weights.txt"  # file in the run folder with all that was loaded, initialised and not used
 LISTED = 4  # maximum number of names of each kind in a line on the console
@@ -78,11 +77,10 @@ def load_full_weights(
 ) -> None:
     """Loads weights into a model of which each rank may have only its share; the rest stays. All ranks call it. `write`
     overwrites a parameter, which the strategy may have sharded, with a whole tensor."""
-    whole = whole_names(net)
     for name, tensor in (*net.named_parameters(), *net.named_buffers()):
-        if whole[name] in weights:
+        if name in weights:
             with torch.no_grad():
-                write(tensor, weights[whole[name]])
+                write(tensor, weights[name])
 
 
 def _with_shape(name: str, tensor: Tensor) -> str:

@@ -21,7 +21,7 @@ from cifar_zero.config.recipe import Choice, LoRAConfig
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.usage import nearest
 from cifar_zero.models.initialization import DrawnOnCPU, initialize
-from cifar_zero.models.moe import Gate, whole_names
+from cifar_zero.models.moe import Gate
 
 NO_LORA = LoRAConfig()
 
@@ -52,13 +52,12 @@ def on_meta(model: Choice, num_classes: int, trainable: Sequence[str] = (), lora
 
 def freeze(net: nn.Module, trainable: Sequence[str]) -> None:
     """Freezes all parameters except adapters and those that a pattern of `fnmatch` names; none without patterns and
-    adapters. A rank may have only its share of the experts, or of each parameter."""
+    adapters."""
     adapted = any(isinstance(module, LoRALinear) for module in net.modules())
     if not trainable and not adapted:
         return
-    whole = whole_names(net)
     for name, parameter in net.named_parameters():
-        named = any(fnmatchcase(whole[name], pattern) for pattern in trainable)
+        named = any(fnmatchcase(name, pattern) for pattern in trainable)
         parameter.requires_grad_(named or name.endswith((A, B)))
 
 

@@ -44,18 +44,17 @@ class SpreadMixture(MoE):
     """DeepSpeed's layer with the modules of a plain mixture and this rank's share of its experts."""
 
     def __init__(self, mixture: MixtureOfExperts, rank: int):
-        options, experts, num_experts = mixture.options, mixture.experts, mixture.gate.num_experts
+        options, experts = mixture.options, mixture.experts
         super().__init__(
             mixture.gate.wg.in_features,
             experts[0],
-            num_experts=num_experts,
+            num_experts=len(experts),
             ep_size=options.ep_size,
             k=options.top_k,
             use_residual=options.mlp_type == "residual",
         )
         self.deepspeed_moe.gate = SpreadGate(mixture.gate)
-        whole = len(experts) == num_experts  # False within `models.moe.share_of`
-        first = rank % options.ep_size * self.num_local_experts if whole else 0
+        first = rank % options.ep_size * self.num_local_experts
         local: Any = self.deepspeed_moe.experts.deepspeed_experts
         for number, own in enumerate(local):
             own.load_state_dict(experts[first + number].state_dict())

@@ -1,6 +1,5 @@
 """Lightning's DeepSpeedStrategy, extended to CPU ranks, and corrected where it changes the maths or a checkpoint."""
 
-import math
 import os
 import shutil
 import signal
@@ -8,20 +7,18 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import deepspeed
 import torch
+from deepspeed.ops.op_builder.all_ops import ALL_OPS
 from deepspeed.utils import groups, zero_to_fp32
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 from torch.nn import Module
-from torch.optim import Optimizer
 
 from cifar_zero.checkpoints.io import AtomicCheckpointIO, failure_of
 from cifar_zero.checkpoints.read import read
@@ -31,8 +28,6 @@ from cifar_zero.core.console import say
 from cifar_zero.core.errors import UsageError
 from cifar_zero.launch.collectives import gather
 from cifar_zero.models.cast import keep_batch_norm_float32
-from cifar_zero.models.moe import share_of
-from cifar_zero.strategies import operators
 from cifar_zero.strategies.deepspeed import experts
 from cifar_zero.strategies.deepspeed.checkpoint import (
     GuardedCheckpointEngine,
@@ -118,7 +113,9 @@ class ZeROStrategy(DeepSpeedStrategy):
         else:
             super().setup_environment()
         for name in self.operators:  # before the fit's clock starts, which is in Lightning's next call
-            operators.load(name, announces=self.local_rank == 0)
+            if self.local_rank == 0:
+                say(f"loading DeepSpeed's {name}; at its first use on this computer it is compiled, a minute or more")
+            ALL_OPS[name].load(verbose=False)
 
     def _format_config(self) -> None:
         """Completes the configuration. In bfloat16 ZeRO 1 and 2 would wait for a check of all gradients in each step,
@@ -141,9 +138,9 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """Shards each layer as it is made at stage 3; at the others keeps this rank's share of the experts. Mixed
-        precision draws the initial weights in float32, as all other strategies do, and `setup` casts the shards.
-        zero.Init would draw them in the low precision, which gives other weights (DeepSpeed 0.19.8)."""
+        """Shards each layer as it is made at stage 3. Mixed precision draws the initial weights in float32, as all
+        other strategies do, and `setup` casts the shards. zero.Init would draw them in the low precision, which
+        gives other weights (DeepSpeed 0.19.8)."""
         self._init_config_if_needed()
         assert isinstance(self.config, dict)
         low = ("bf16", "fp16") if self._casts_shards else ()
@@ -151,8 +148,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         # The group of zero_hpz_partition_size, which DeepSpeed (0.19.8, utils/groups.py) makes once in a process.
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
         where, shards = self.remote_device, self._builds_sharded
-        init = deepspeed.zero.Init(enabled=shards, remote_device=where, config_dict_or_path=config)
-        with init, share_of(self.global_rank):
+        with deepspeed.zero.Init(enabled=shards, remote_device=where, config_dict_or_path=config):
             yield
 
     def setup(self, trainer: Trainer) -> None:
@@ -171,26 +167,10 @@ class ZeROStrategy(DeepSpeedStrategy):
         super().setup(trainer)
 
     def _check_parameters(self, model: Module) -> None:
-        """Raises UsageError for a parameter that DeepSpeed (0.19.8) cannot broadcast or shard."""
+        """Raises UsageError for a parameter that DeepSpeed (0.19.8) cannot broadcast."""
         for name, parameter in model.named_parameters():
-            shape = EngineHooks(self).shape(parameter)
-            if not shape:
+            if not EngineHooks(self).shape(parameter):
                 raise UsageError(f"{name} has no dimensions, which DeepSpeed cannot broadcast: give it the shape (1,)")
-            if self.zero_stage_3 and not math.prod(shape):
-                raise UsageError(f"{name} has no elements, which ZeRO 3 cannot shard: leave it out, or use ZeRO 2")
-
-    def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
-        """Makes the optimizer without empty parameter groups, such as one of a split by weight decay may be. DeepSpeed
-        (0.19.8, engine.py) would drop them after the schedule has counted them."""
-        add = Optimizer.add_param_group
-
-        def add_unless_empty(optimizer: Optimizer, group: dict[str, Any]) -> None:
-            add(optimizer, group)
-            if not optimizer.param_groups[-1]["params"]:
-                optimizer.param_groups.pop()
-
-        with mock.patch.object(Optimizer, "add_param_group", add_unless_empty):
-            return super()._init_optimizers()
 
     @property
     def _builds_sharded(self) -> bool:
@@ -218,7 +198,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         engine.save_checkpoint(
             str(target),
             tag=TAG,
-            client_state={**progress, SHAPE: self._shape},
+            client_state={**progress, SHAPE: self._layout},
             save_latest=False,
             exclude_frozen_parameters=self.exclude_frozen_parameters,
         )
@@ -245,7 +225,7 @@ class ZeROStrategy(DeepSpeedStrategy):
             else:
                 self.model.module.load_state_dict(checkpoint["state_dict"])  # pyright: ignore
             return checkpoint
-        if path.is_dir() and shape_of(path, self._io.trust) == self._shape:
+        if path.is_dir() and shape_of(path, self._io.trust) == self._layout:
             self.deepspeed_engine.checkpoint_engine = GuardedCheckpointEngine(self._io.trust)
             return super().load_checkpoint(checkpoint_path)
         checkpoint = read(path, self._io.trust, verify=False)
@@ -261,7 +241,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         return plugin
 
     @property
-    def _shape(self) -> dict[str, Any]:
+    def _layout(self) -> dict[str, Any]:
         """Everything that a shard depends on; only a run with the same values can load it as it is."""
         engine: Any = self.deepspeed_engine
         return {
@@ -282,12 +262,9 @@ class ZeROStrategy(DeepSpeedStrategy):
             before.destroy()
         super()._initialize_deepspeed_train(model)
         EngineHooks(self).clip_experts_too()
-        engine: Any = self.model
-        if self.world_size == 1 and not engine.zero_optimization():
-            # A rank alone has nothing to average. DeepSpeed (0.19.8) would copy all gradients and ask gloo.
-            engine.enable_backward_allreduce = False
         self._trained = vars(model)[ENGINE] = self.model  # setattr would make the engine a submodule
         if self.zero_stage_3 and self.world_size > 1 and self.is_global_zero:
+            engine: Any = self.model
             total = sum(parameter.ds_numel for parameter in engine.module.parameters())
             sharded = total - sum(parameter.ds_numel for parameter in engine.optimizer.persistent_parameters)
             how = "" if sharded == total else "; --zero.param_persistence_threshold 0 shards all"

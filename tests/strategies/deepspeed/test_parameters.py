@@ -13,7 +13,7 @@ from cifar_zero.strategies.deepspeed import ZeROStrategy
 
 
 class Small(LightningModule):
-    """A linear layer and one more parameter, in two groups of which the first is empty, as a split by weight decay."""
+    """A linear layer and one more parameter."""
 
     def __init__(self, shape: tuple[int, ...]):
         super().__init__()
@@ -23,7 +23,7 @@ class Small(LightningModule):
         return self.layer(batch[0]).mean() * self.scale.sum()
 
     def configure_optimizers(self):
-        optimizer = torch.optim.AdamW([{"params": [], "weight_decay": 0.1}, {"params": [*self.parameters()]}])
+        optimizer = torch.optim.AdamW(self.parameters())
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -36,15 +36,6 @@ def fit(stage: int, shape: tuple[int, ...]) -> Trainer:
 
 
 @pytest.mark.usefixtures("own_process_group")
-def test_an_empty_group_is_dropped():
-    assert fit(2, (1,)).global_step == 4
-
-
-@pytest.mark.usefixtures("own_process_group")
-@pytest.mark.parametrize(
-    ("stage", "shape", "expected"),
-    [(2, (), "scale has no dimensions.*give it the shape"), (3, (0, 3), "scale has no elements.*use ZeRO 2")],
-)
-def test_a_parameter_that_deepspeed_cannot_take_is_named(stage: int, shape: tuple[int, ...], expected: str):
-    with pytest.raises(UsageError, match=expected):
-        fit(stage, shape)
+def test_a_parameter_that_deepspeed_cannot_take_is_named():
+    with pytest.raises(UsageError, match=r"scale has no dimensions.*give it the shape"):
+        fit(2, ())
