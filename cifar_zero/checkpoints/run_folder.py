@@ -1,6 +1,5 @@
 """The folder of a run, <out>/<name>/version_N, claimed by one process, and the checkpoints in it."""
 
-import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -58,20 +57,10 @@ def removed_on_failure(folder: Path | None) -> Iterator[None]:
 
 
 def keep_code(folder: Path, name: str) -> None:
-    """Copies the file of a user's model or transform (FILE.py:NAME) into a run's folder, with its SHA-256."""
+    """Copies the file of a user's model or transform (FILE.py:NAME) into a run's folder."""
     file = Path(name.rpartition(":")[0])
     if file.suffix == ".py":
-        code = file.read_bytes()
-        (folder / file.name).write_bytes(code)
-        (folder / f"{file.name}.sha256").write_text(f"{hashlib.sha256(code).hexdigest()}  {file.name}\n")
-
-
-def code_has_changed(checkpoint: Path, model: str) -> bool:
-    """Returns whether the file of a user's own model is not the one that the run of a checkpoint has kept."""
-    file = Path(model.rpartition(":")[0])
-    recipe = recipe_of(checkpoint)
-    kept = recipe.parent / file.name if recipe else file
-    return file.suffix == ".py" and kept.is_file() and kept.read_bytes() != file.read_bytes()
+        shutil.copy(file, folder)
 
 
 def newest_checkpoint(folder: Path) -> Path:

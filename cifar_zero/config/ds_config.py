@@ -59,7 +59,6 @@ OURS: dict[str, dict[str, Any]] = {
     **{name: {"name": name} for name in ("adagrad", "adadelta", "rmsprop")},
     "warmuplr": {"name": "warmup_lr"},
     "warmupdecaylr": {"name": "warmup_decay_lr", "warmup_max_lr": 0.001},
-    "warmupcosinelr": {"name": "warmup_cosine_lr"},
 }
 """DeepSpeed's and torch's optimizers and schedules, in lower case, with those of their defaults that are not ours."""
 

@@ -188,8 +188,8 @@ class RangeTest(FiniteSchedule):
 
 
 @dataclass
-class _Warmup(Schedule):
-    """DeepSpeed's rise, equal to its own to the last bit (deepspeed/runtime/lr_schedules.py, 0.19.8)."""
+class WarmupLR(Schedule):
+    """DeepSpeed's WarmupLR: from warmup_min_lr up to the optimizer's learning rate, then constant"""
 
     warmup_num_steps: int = limited(1000, over=0)
     """Optimizer steps until the full learning rate."""
@@ -197,31 +197,23 @@ class _Warmup(Schedule):
     warmup_type: Literal["log", "linear"] = "log"
     """Shape of the rise."""
 
-    def _gamma(self, step: float) -> float | None:
-        """Returns the share of the rise; None when the rise is over. DeepSpeed's counter starts at -1 and is read
-        before a step, so that steps 0 and 1 have the lowest rate."""
+    warmup_min_lr: float = 0.0
+    """Lowest learning rate: that of the start and, with WarmupDecayLR, of the end."""
+
+    def rate(self, step: float, base_lr: float) -> float:
+        return self.warmup_min_lr + (base_lr - self.warmup_min_lr) * self._share(step)
+
+    def _share(self, step: float) -> float:
+        """Returns the share of the rise, to the last bit that of DeepSpeed (deepspeed/runtime/lr_schedules.py, 0.19.8).
+        Its counter starts at -1 and is read before a step, so that steps 0 and 1 have the lowest rate."""
         iteration, warmup_num_steps = step - 1, max(2, self.warmup_num_steps)
         if iteration >= warmup_num_steps:
-            return None
+            return self._after(step)
         if iteration < 0:
             return 0.0
         if self.warmup_type == "log":
             return (1.0 / math.log(warmup_num_steps)) * math.log(iteration + 1)
         return iteration / warmup_num_steps
-
-
-@dataclass
-class WarmupLR(_Warmup):
-    """DeepSpeed's WarmupLR: from warmup_min_lr up to the optimizer's learning rate, then constant"""
-
-    warmup_min_lr: float = 0.0
-    """Lowest learning rate: that of the start and, with WarmupDecayLR, of the end."""
-
-    def rate(self, step: float, base_lr: float) -> float:
-        gamma = self._gamma(step)
-        if gamma is None:
-            gamma = self._after(step)
-        return self.warmup_min_lr + (base_lr - self.warmup_min_lr) * gamma
 
     def _after(self, step: float) -> float:
         """Returns the share of the learning rate after the rise."""
@@ -237,28 +229,6 @@ class WarmupDecayLR(FiniteSchedule, WarmupLR):
         return max(0.0, (self.total_steps - (step - 1)) / falling)
 
 
-@dataclass
-class WarmupCosineLR(FiniteSchedule, _Warmup):
-    """DeepSpeed's WarmupCosineLR: up to the optimizer's learning rate, then down half a cosine wave"""
-
-    warmup_min_ratio: float = 0.0
-    """Share of the learning rate at the start; the very first step has none."""
-
-    cos_min_ratio: float = 0.0001
-    """Share of the learning rate at the end."""
-
-    def rate(self, step: float, base_lr: float) -> float:
-        if step == 0:
-            return 0.0
-        gamma = self._gamma(step)
-        if gamma is not None:
-            return base_lr * (self.warmup_min_ratio + gamma * (1.0 - self.warmup_min_ratio))
-        warmup_num_steps = max(2, self.warmup_num_steps)
-        share = min(1.0, (step - warmup_num_steps) / max(1, self.total_steps - warmup_num_steps))
-        wave = (1 + math.cos(math.pi * share)) / 2
-        return base_lr * max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * wave)
-
-
 SCHEDULES: dict[str, type[Schedule]] = {
     "constant": Constant,
     "linear": Linear,
@@ -271,7 +241,6 @@ SCHEDULES: dict[str, type[Schedule]] = {
     "warmup_cosine": WarmupCosine,
     "warmup_lr": WarmupLR,
     "warmup_decay_lr": WarmupDecayLR,
-    "warmup_cosine_lr": WarmupCosineLR,
     "range_test": RangeTest,
 }
 

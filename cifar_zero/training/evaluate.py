@@ -15,7 +15,7 @@ from cifar_zero.config.recipe import Choice
 from cifar_zero.config.run import Run, with_accelerator
 from cifar_zero.config.settings import Settings
 from cifar_zero.config.strategy_specs import STRATEGIES
-from cifar_zero.core.console import command, quieten, say
+from cifar_zero.core.console import command, quieten
 from cifar_zero.core.errors import UsageError
 from cifar_zero.optimizers import OPTIMIZERS
 from cifar_zero.training import DATAMODULE, MODULE
@@ -41,8 +41,6 @@ def main() -> int:
     checkpoint = run_folder.find_checkpoint(arguments.checkpoint)
     given = read_arguments(overrides)
     config = configuration(checkpoint, given)
-    if run_folder.code_has_changed(checkpoint, config.recipe.model.name):
-        say(f"{config.recipe.model.name} has changed since the run, whose folder has a copy of what was trained.")
     trained_cast = bool(config.placement.ds_config) or STRATEGIES[config.placement.strategy].casts
     run = make_run(resolve_devices(on_one_device(config)))
     # A CPU has no float16.

@@ -98,9 +98,14 @@ MICRO = {"train_micro_batch_size_per_gpu": 4}
         ({"optimizer": {"type": "Lion"}}, "", {"optimizer": "lion", "optimizer.lr": 0.001}),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02}}}, "", {"optimizer.lr": 0.02}),
         (
-            {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 90, "warmup_num_steps": 9}}},
-            "--optimizer adam --optimizer.lr 0.3",
-            {"schedule": "warmup_cosine_lr", "schedule.total_steps": 90, "optimizer.lr": 0.3},
+            {
+                "scheduler": {
+                    "type": "WarmupDecayLR",
+                    "params": {"total_num_steps": 90, "warmup_num_steps": 9, "warmup_max_lr": 0.3},
+                }
+            },
+            "--optimizer adam",
+            {"schedule": "warmup_decay_lr", "schedule.total_steps": 90, "optimizer.lr": 0.3},
         ),
     ],
 )
