@@ -9,7 +9,7 @@ from jsonargparse import ArgumentParser
 
 from cifar_zero.config.strategy_specs import AUTO, STRATEGIES
 from cifar_zero.config.suggestions import REGISTRIES, choices
-from cifar_zero.optimizers import OFFLOADED_BY, OPTIMIZERS
+from cifar_zero.optimizers import OPTIMIZERS
 
 COMMON = {
     "what is trained": ("model", "weights", "optimizer", "optimizer.lr", "schedule", "augment.flip", "augment.crop"),
@@ -41,11 +41,7 @@ strategies:
 
 def epilog() -> str:
     """Returns the end of the whole help: examples, and all optimizers and strategies."""
-    unsharded = "needs whole tensors: baseline, ddp, deepspeed_stage_0"
-    offloads = {
-        name: f"offloaded by {OFFLOADED_BY[name]}" if name in OFFLOADED_BY else unsharded for name in OPTIMIZERS
-    }
-    optimizers = _listed({name: f"{summary(entry)}; {offloads[name]}" for name, entry in OPTIMIZERS.items()})
+    optimizers = _listed({name: summary(entry) for name, entry in OPTIMIZERS.items()})
     strategies = _listed({name: spec.summary for name, spec in STRATEGIES.items()})
     return EPILOG.format(optimizers=optimizers, strategies=strategies)
 
