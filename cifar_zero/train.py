@@ -9,7 +9,7 @@ from cifar_zero.checkpoints import resume, run_folder
 from cifar_zero.config import command_line
 from cifar_zero.config.run import Run
 from cifar_zero.core.console import quieten, torchrun
-from cifar_zero.core.errors import RunError, UsageError
+from cifar_zero.core.errors import UsageError
 from cifar_zero.launch import local_launcher, rank_environment
 from cifar_zero.planning import survey
 from cifar_zero.training import DATAMODULE, MODULE
@@ -76,9 +76,7 @@ def train(run: Run, module_class: Any = None, last: bool = True) -> dict[str, An
             trainer.test(module, datamodule=datamodule, verbose=False)
 
         metrics = summary.collect(trainer, module, datamodule, run)
-        unwritten = summary.report(trainer, run, metrics, run_dir)
+        summary.report(trainer, run, metrics, run_dir)
         stop.shutdown(trainer, destroy_group=last)
     stop.check_saved(trainer)
-    if unwritten:
-        raise RunError(unwritten)
     return metrics

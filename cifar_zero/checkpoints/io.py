@@ -91,11 +91,3 @@ def failure_of(write: Callable[[], Any]) -> str:
             return cause.strerror or str(cause) or type(cause).__name__
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def attempt(write: Callable[[], Any], what: object) -> bool:
-    """Runs what writes to the disk and returns whether it succeeded. Reports an error, which does not end the run."""
-    failure = failure_of(write)
-    if failure:
-        say(f"{what} could not be written: {failure}. The training continues.")
-    return not failure

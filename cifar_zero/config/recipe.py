@@ -194,10 +194,6 @@ class Training:
     """Metric of the validations that decides which checkpoints are the best, and when --early_stopping stops; losses
     and errors are best when low, the others when high."""
 
-    on_nan: Literal["stop", "skip"] = field(default="stop", metadata=MAY_CHANGE)
-    """What to do if the loss is NaN or infinite. stop: end the run and report where it came from. skip: leave out the
-    micro-batch, at the cost of one device synchronisation per step."""
-
     bench_steps: int = limited(0, may_change_on_resume=True)
     """Benchmark: run this many timed steps after a warm-up, print the figures and skip the test. 0: train normally."""
 

@@ -19,22 +19,16 @@ from cifar_zero.config import strategy_rules
 from cifar_zero.config.placement import Placement
 from cifar_zero.config.recipe import AugmentConfig, LoRAConfig
 from cifar_zero.config.run import Run
-from cifar_zero.config.settings import Settings, flat, sections
+from cifar_zero.config.settings import Settings, sections
 from cifar_zero.config.strategy_specs import AUTO, STRATEGIES
 from cifar_zero.config.suggestions import REGISTRIES
 from cifar_zero.core.errors import UsageError, short
 from cifar_zero.core.hardware import free_memory_bytes
-from cifar_zero.core.usage import check_numbers, nearest, nearest_flag
+from cifar_zero.core.usage import check_numbers, nearest
 from cifar_zero.models import IMAGE_SHAPE, MODELS
 from cifar_zero.optimizers import BY_DEEPSPEED, OFFLOADED_BY
 
 MOST_NAME_BYTES = 200  # file systems end at 255, and a suffix may follow
-
-LOGGER_OF = {
-    **{"log_graph": "tensorboard", "log_weights": "tensorboard"},
-    **{"wandb_project": "wandb", "wandb_run_name": "wandb", "wandb_group": "wandb", "wandb_tags": "wandb"},
-}
-"""The logger that an option needs."""
 
 CPU_RANK_BYTES = 1_000_000_000
 """Memory of one CPU rank of the smallest run (measured: 0.9 to 1.1 GB resident, torch 2.15 with DeepSpeed 0.19)."""
@@ -87,15 +81,8 @@ def check_values(settings: Settings) -> None:
         if recipe.trainer.get("limit_val_batches") == 0:
             raise UsageError(f"--{flag} needs validation: leave --trainer.limit_val_batches out")
     check_plain_name(output.name)
-    options = flat(settings)
     if output.plot_schedule and not output.plot_schedule.endswith(".png"):  # a recipe must not replace other files
         raise UsageError(f"--plot_schedule {output.plot_schedule}: give the name of a .png file")
-    for flag, logger in LOGGER_OF.items():
-        if options[flag] and logger not in output.logger:
-            raise UsageError(f"--{flag} needs {logger}: add it to --logger")
-    for name in output.hparams:
-        if name not in options:
-            raise UsageError(f"--hparams {name} is not an option of this run: {nearest_flag(name, options)}")
 
 
 def _check_numbers(settings: Settings) -> None:
