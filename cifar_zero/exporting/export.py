@@ -31,8 +31,7 @@ def main() -> int:
     if arguments.to == "delta":
         formats.export_delta(checkpoint, output, arguments.trust)
     else:
-        check = not arguments.no_check
-        formats.export(checkpoint, output, arguments.to, arguments.dtype, arguments.trust, check, arguments.delta)
+        formats.export(checkpoint, output, arguments.to, arguments.trust, arguments.delta)
     return 0
 
 
@@ -54,15 +53,11 @@ def _parse() -> Namespace:
         "  delta        only the trained parameters of a run that froze the rest (read: BASE --delta FILE)",
     )
     add_weight_options(parser)
-    add, dtypes = parser.add_argument, ("float32", "bfloat16")
+    add = parser.add_argument
     add("checkpoint", help="a run folder (its newest checkpoint), or a .ckpt file or folder")
     add("--to", required=True, choices=SUFFIXES, help="format of the file")
     add("--output", metavar="FILE", help="file to write (default: next to the checkpoint)")
-    add("--dtype", choices=dtypes, default="float32", help="number format of the weights (default: %(default)s)")
-    add("--no_check", action="store_true", help="skip the comparison on the run's test images")
     arguments = parser.parse_args()
-    if arguments.dtype != "float32" and arguments.to != "safetensors":  # onnxruntime (1.31): no bfloat16 on the CPU
-        raise UsageError(f"--dtype {arguments.dtype} is not for --to {arguments.to}: leave it out")
     if arguments.delta and arguments.to == "delta":
         raise UsageError("--delta cannot be combined with --to delta: leave it out")
     return arguments

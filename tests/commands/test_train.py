@@ -161,9 +161,7 @@ def test_evaluate_prints_the_same_table_again(run: tuple[Path, str], tmp_path: P
     expected["all"] = [f"{metrics[f'test/{figure}']:.2%}" for figure in ("acc", "precision_weighted", "f1_weighted")]
     table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if "│" in line]
     assert {name: cells for name, *cells in table} == expected
-    for figure in ("f1", "acc_top5", "calibration_error"):
-        assert f"{metrics[f'test/{figure}']:.2%}" in done.stdout
-    for figure in ("auroc", "average_precision"):
+    for figure in ("f1", "acc_top5", "calibration_error", "auroc", "average_precision"):
         assert f"{metrics[f'test/{figure}']:.4f}" in done.stdout
 
 
@@ -175,12 +173,8 @@ def test_bench_steps_times_that_many_steps_and_stops(small_data: list[str], tmp_
     metrics = json.loads((run / "metrics.json").read_text())
     assert metrics["steps"] == 50  # 20 to warm up
     assert metrics["test/acc"] is None
-    shortest, median, longest = (metrics[f"perf/step_time_{name}_ms"] for name in ("min", "median", "max"))
-    assert 0 < shortest <= median <= longest < 30 * metrics["perf/step_time_ms"]
-    assert shortest < metrics["perf/step_time_ms"] < longest
     assert not (run / "checkpoints").exists()
     assert f"{metrics['perf/images_per_second']:,.0f} images/s" in done.stdout
-    assert f"{shortest:.2f} min, {median:.2f} median, {longest:.2f} max (ms)" in done.stdout
     assert "0.74 MB of it model states" in done.stdout
 
 
@@ -299,22 +293,18 @@ def test_a_cut_checkpoint_is_refused(run: tuple[Path, str], tmp_path: Path, smal
     assert "is damaged" in done.stderr
 
 
-def test_a_run_that_diverges_reports_the_step_and_how_to_repeat_it(small_data: list[str], tmp_path: Path):
+def test_a_run_that_diverges_reports_the_step_and_keeps_an_earlier_checkpoint(small_data: list[str], tmp_path: Path):
     flags = ["--batch_size", "16", "--max_steps", "30", "--optimizer.lr", "1e10", "--accelerator", "cpu"]
     flags += ["--save_every_n_steps", "1", "--log_interval", "20"]
     done = run_program("train.py", *small_data, *flags, "--out", str(tmp_path))
     assert done.returncode == 1, done.stderr[-2000:]
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert "NaN or infinite from step" in line
-    assert "learning rate 1e+10" in line
     assert "Traceback" not in done.stderr
     step = int(line.split("from step ")[1].split()[0])
-    again = line.split(f"to repeat that batch: {train_command()} ")[1].split()
-    kept = torch.load(again[-1], weights_only=True)  # the newest checkpoint is older
+    kept = torch.load(run_folder.newest_checkpoint(tmp_path), weights_only=True)
     assert kept["global_step"] < step
     assert all(weights.isfinite().all() for weights in kept["state_dict"].values())
-    done = run_program("train.py", *again, "--out", str(tmp_path / "again"))
-    assert f"from step {step} on" in done.stderr
 
 
 @pytest.mark.distributed

@@ -122,7 +122,6 @@ def test_the_plain_model_repeats_the_metrics_of_the_spread_one(runs: dict[Run, P
     file = tmp_path / "net.safetensors"
     done = run_program("export", str(run), "--to", "safetensors", "--output", str(file))
     assert_ok(done)
-    assert f"{metrics['test/acc']:.2%}".replace("%", " %") + ", the same class as the checkpoint's" in done.stdout
     load = "import sys; from cifar_zero.exporting import formats; formats.load(sys.argv[1]); "
     load += "assert 'deepspeed' not in sys.modules"
     assert_ok(run_program("-c", load, str(file)))

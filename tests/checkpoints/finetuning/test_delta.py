@@ -84,7 +84,7 @@ def test_the_programs_read_a_delta(
     expected = formats.load(str(checkpoint)).scores(images)
     assert torch.equal(formats.load(str(base), delta=str(delta)).scores(images), expected)
     whole = tmp_path / "whole.safetensors"
-    arguments = ("--to", "safetensors", "--output", whole, "--no_check")
+    arguments = ("--to", "safetensors", "--output", whole)
     assert run(export, monkeypatch, base, "--delta", delta, *arguments) == 0
     assert load_file(whole).keys() == torch.load(base).keys()  # no adapters: a plain model
     assert torch.equal(formats.load(str(whole)).scores(images), expected)
@@ -113,7 +113,7 @@ def test_belongs_only_to_its_base(base: Path, checkpoint: Path, delta: Path, tmp
 
 
 def export_of(checkpoint: Path, folder: Path) -> Path:
-    formats.export(checkpoint, folder / "net.safetensors", "safetensors", "float32", check=False)
+    formats.export(checkpoint, folder / "net.safetensors", "safetensors")
     return folder / "net.safetensors"
 
 
