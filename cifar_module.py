@@ -42,9 +42,7 @@ class CIFARModule(LightningModule):
         self.optimizer = OPTIMIZERS[settings.recipe.optimizer.name](**settings.recipe.optimizer.options)
         self.schedule = SCHEDULES[settings.recipe.schedule.name](**settings.recipe.schedule.options)
         self.inputs = settings.data.inputs
-        self.skip_nan = settings.recipe.on_nan == "skip"
         self._weights = weights or {}
-        self.skipped = 0  # micro-batches left out by `skip_nan`
         self.net: nn.Module | None = None
         self.gates: tuple[Gate, ...] = ()  # of the mixtures of experts, during a fit
         self.val_metrics = SplitMetrics(num_classes, settings.recipe.loss)
@@ -102,20 +100,6 @@ class CIFARModule(LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Returns the mean loss of a micro-batch plus the weighted load-balancing losses, a float32 scalar."""
         images, labels = batch
-        buffers = [*self.buffers()] if self.skip_nan else []
-        before = [buffer.clone() for buffer in buffers]
-        loss = self._loss(images, labels)
-        if not self.skip_nan or self._finite_on_all_ranks(loss):
-            return loss
-        self.skipped += 1
-        # A grey micro-batch with weight 0: every engine runs as usual, and the gradient is 0.
-        grey = torch.zeros_like(images, dtype=torch.float32)
-        loss = 0 * self._loss(grey, labels)
-        for buffer, value in zip(buffers, before, strict=True):  # batch norms have counted both
-            buffer.data.copy_(value)
-        return loss
-
-    def _loss(self, images: Tensor, labels: Tensor) -> Tensor:
         with save_on_cpu(pin_memory=True) if self.settings.placement.activation_offload else nullcontext():
             total = loss(
                 self.settings.recipe.loss, self.forward(images).float(), labels, self.settings.recipe.label_smoothing
@@ -124,13 +108,6 @@ class CIFARModule(LightningModule):
             if gate.options.load_balance and gate.routing is not None:
                 total = total + gate.options.load_balance * gate.routing.load_balance_loss
         return total
-
-    def _finite_on_all_ranks(self, loss: Tensor) -> bool:
-        # Lightning's reduce_boolean_decision (2.6.6) would add a barrier to each micro-batch.
-        finite = loss.detach().isfinite().int()
-        if self.trainer.world_size > 1:
-            torch.distributed.all_reduce(finite, torch.distributed.ReduceOp.MIN)
-        return bool(finite.item())
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """Counts one batch of validation images."""

@@ -20,6 +20,7 @@ from cifar_zero.data.cache import Dataset
 from cifar_zero.data.dataset import EvalOrder, Order, Split, TrainOrder, stratified_split
 from cifar_zero.data.memory_loader import MemoryLoader, Stored
 from cifar_zero.data.torch_loader import TorchLoader
+from cifar_zero.launch import rank_environment
 from cifar_zero.launch.collectives import gather
 from cifar_zero.strategies import hooks_of
 
@@ -68,7 +69,7 @@ class CIFARDataModule(LightningDataModule):
             why = f"--data.val_fraction {self._data.val_fraction:g} holds out no image: all classes are too small"
             if needed := of_validation(self.settings):
                 raise UsageError(f"{why}, and --{needed[0]} needs validation images: use a larger one")
-            if self.trainer is None or self.trainer.is_global_zero:
+            if rank_environment.global_rank() == 0:
                 say(f"{why}; the run has no validation")
 
     def _check_same_images(self) -> None:

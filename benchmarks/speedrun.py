@@ -30,8 +30,8 @@ from datamodule import CIFARDataModule
 
 RECIPE = ["--config", "configs/speedrun.yaml", "--logger", "none"]
 
-UNUSED = ("ema", "swa_from", "early_stopping", "weights", "resume", "bench_steps", "plot_schedule")
-UNUSED += ("save_every_n_steps", "save_every_minutes", "on_nan")
+UNUSED = ("ema", "swa_from", "early_stopping", "weights", "delta", "resume", "bench_steps", "plot_schedule")
+UNUSED += ("save_every_n_steps",)
 """Options of train.py that do nothing here: runs have no validation, start from fresh weights and write no files."""
 
 

@@ -46,6 +46,7 @@ def train(run: Run, module_class: Any = None, last: bool = True) -> dict[str, An
     `module_class` replaces the run's own module; after the `last` run the process group is destroyed."""
     # These import torch and Lightning, which --help and errors in the command line do not wait for.
     from cifar_zero.launch import rendezvous
+    from cifar_zero.launch.collectives import gather
     from cifar_zero.training import build, starting
     from cifar_zero.training.callbacks import stop, summary
 
@@ -60,6 +61,8 @@ def train(run: Run, module_class: Any = None, last: bool = True) -> dict[str, An
     datamodule = resolve_name(DATAMODULE)(run, images)
     if rank_environment.local_rank() == 0:
         datamodule.prepare_data()
+    gather(None)  # waits for the images
+    datamodule.setup()
     is_rank_0 = rank_environment.global_rank() == 0
     run_dir = starting.open_run(run, weights) if is_rank_0 else None
 

@@ -38,15 +38,17 @@ def saved_config(settings: Settings) -> dict[str, Any] | None:
     return tree
 
 
-def config_of_checkpoint(checkpoint: Path, trust: bool = False) -> dict[str, Any] | None:
-    """Returns the options, by flag, of the run of a checkpoint, from its run folder or else from itself; None:
-    neither has them."""
+def config_of_checkpoint(
+    checkpoint: Path, trust: bool = False, content: dict[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """Returns the options, by flag, of a checkpoint's run, from its run folder or else from the checkpoint itself,
+    whose `content` may be read already; None: neither has one."""
     recipe = run_folder.recipe_of(checkpoint)
-    if recipe is not None:
+    if recipe is not None and content is None:
         return command_line.read_recipe(recipe)
     from cifar_zero.checkpoints.read import RECORD, read  # which imports torch
 
-    record = read(checkpoint, trust, device="meta").get(RECORD)
+    record = (content or read(checkpoint, trust, device="meta")).get(RECORD)
     if record is None:
         return None
     plain_data.check(record["config"], f"the configuration in {checkpoint}")

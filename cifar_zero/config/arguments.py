@@ -20,7 +20,7 @@ PLOT = "OUT/schedule.png"  # what --plot_schedule without a value names, with th
 OPTIONAL = {**dict.fromkeys(SWITCHES, True), "help": "", "plot_schedule": PLOT}
 """Options that need no value, and the value that they have without one."""
 
-LISTS = {"logger", "hparams", "trainable", "wandb_tags", "lora.target"}
+LISTS = {"logger", "trainable", "wandb_tags", "lora.target"}
 """Options that take several values."""
 
 IGNORED = {"local_rank"}  # given by DeepSpeed's launcher, which sets LOCAL_RANK too

@@ -28,17 +28,14 @@ class Output:
     save_every_n_steps: int = 0
     """Also update last.ckpt every N optimizer steps. 0: only at the end of each epoch."""
 
-    save_every_minutes: float = 0.0
-    """Also update last.ckpt every N minutes. 0: only at the end of each epoch."""
-
     save_top_k: int = limited(1, at_least=-1)
     """How many of the best checkpoints to keep. -1: one of each validation. 0: none; last.ckpt is always kept."""
 
     logger: list[LoggerName] = field(default_factory=lambda: ["tensorboard"])
     """Loggers, one or more: tensorboard, csv (csv/metrics.csv in the run folder), wandb; or none."""
 
-    wandb_project: str = ""
-    """Weights & Biases: project. Empty: WANDB_PROJECT, or cifar-zero."""
+    wandb_project: str = "cifar-zero"
+    """Weights & Biases: project."""
 
     wandb_run_name: str = ""
     """Weights & Biases: name of the run. Empty: that of the run folder."""
@@ -49,17 +46,8 @@ class Output:
     wandb_tags: list[str] = field(default_factory=list)
     """Weights & Biases: tags, one or more."""
 
-    hparams: list[str] = field(default_factory=list)
-    """Additional options to list in TensorBoard's HPARAMS tab, one or more (optimizer.momentum model.width)."""
-
     log_gradients: bool = False
     """Also log the norm of each parameter's gradient (grad_norm/*) and its histogram, every --log_interval steps."""
-
-    log_weights: bool = False
-    """Also log a histogram of each weight in TensorBoard, every --log_interval steps."""
-
-    log_graph: bool = False
-    """Also draw the model as a graph in TensorBoard; builds a whole copy of it in CPU memory."""
 
     test_figures: bool = True
     """Draw the confusion matrix and the worst mistakes after the test. false: a short run ends seconds earlier."""

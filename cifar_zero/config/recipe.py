@@ -194,10 +194,6 @@ class Training:
     """Metric of the validations that decides which checkpoints are the best, and when --early_stopping stops; losses
     and errors are best when low, the others when high."""
 
-    on_nan: Literal["stop", "skip"] = field(default="stop", metadata=MAY_CHANGE)
-    """What to do if the loss is NaN or infinite. stop: end the run and report where it came from. skip: leave out the
-    micro-batch, at the cost of one device synchronisation per step."""
-
     bench_steps: int = limited(0, may_change_on_resume=True)
     """Benchmark: run this many timed steps after a warm-up, print the figures and skip the test. 0: train normally."""
 
@@ -235,6 +231,9 @@ class FineTuning:
     weights: str = field(default="", metadata=MAY_CHANGE)
     """Start from existing weights: a run folder, a checkpoint of any strategy, a safetensors file, or a torch state
     dict. Tensors with another name or shape are initialised and listed. Optimizer and step count start fresh."""
+
+    delta: str = field(default="", metadata=MAY_CHANGE)
+    """Delta to apply on top of --weights: a file written by cifar-zero export --to delta."""
 
     trainable: list[str] = field(default_factory=list)
     """Names of the parameters to train, one or more, with the wildcards * and ? ('blocks.11.*' 'head.*'); all others

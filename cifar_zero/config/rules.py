@@ -19,12 +19,12 @@ from cifar_zero.config import strategy_rules
 from cifar_zero.config.placement import Placement
 from cifar_zero.config.recipe import AugmentConfig, LoRAConfig
 from cifar_zero.config.run import Run
-from cifar_zero.config.settings import Settings, flat, sections
+from cifar_zero.config.settings import Settings, sections
 from cifar_zero.config.strategy_specs import AUTO, STRATEGIES
 from cifar_zero.config.suggestions import REGISTRIES
 from cifar_zero.core.errors import UsageError, short
 from cifar_zero.core.hardware import free_memory_bytes
-from cifar_zero.core.usage import check_numbers, nearest, nearest_flag, refuse
+from cifar_zero.core.usage import check_numbers, nearest, refuse
 from cifar_zero.models import IMAGE_SHAPE, MODELS
 from cifar_zero.optimizers import BY_DEEPSPEED, OFFLOADED_BY
 
@@ -44,7 +44,7 @@ def check(run: Run) -> None:
 def check_values(settings: Settings) -> None:
     """Refuses values of the right type that make no sense on any machine."""
     recipe, placement, output = settings.recipe, settings.placement, settings.output
-    strategies, lora, options = [*STRATEGIES, AUTO], recipe.lora, flat(settings)
+    strategies, lora = [*STRATEGIES, AUTO], recipe.lora
     meant = nearest(placement.strategy, strategies)
     refuse(
         {
@@ -67,6 +67,9 @@ def check_values(settings: Settings) -> None:
             f"--reduce_on_plateau needs --schedule constant: leave --schedule {recipe.schedule.name} out": (
                 recipe.reduce_on_plateau > 0 and recipe.schedule.name != "constant"
             ),
+            f"--delta {recipe.delta} needs --weights: those that the run which wrote it started from": (
+                recipe.delta != "" and not recipe.weights
+            ),
             # A recipe must not replace other files.
             f"--plot_schedule {output.plot_schedule}: give the name of a .png file": (
                 output.plot_schedule != "" and not output.plot_schedule.endswith(".png")
@@ -78,8 +81,6 @@ def check_values(settings: Settings) -> None:
         none = not settings.data.val_fraction or recipe.trainer.get("limit_val_batches") == 0
         refuse({f"--{flag} needs a validation: set --data.val_fraction above 0, no limit_val_batches 0": none})
     check_plain_name(output.name)
-    for name in output.hparams:
-        refuse({f"--hparams {name} is not an option of this run: {nearest_flag(name, options)}": name not in options})
 
 
 def _check_numbers(settings: Settings) -> None:

@@ -4,30 +4,25 @@ To add a format, write functions like those of the others, add a line to FORMATS
 """
 
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from cifar_zero import data, models
+from cifar_zero import models
 from cifar_zero.checkpoints import run_folder, safetensors_file
+from cifar_zero.checkpoints.finetuning.load import apply_delta, read_whole, write_delta
 from cifar_zero.checkpoints.read import RECORD, load_weights, plain_network, read
 from cifar_zero.checkpoints.safetensors_file import metadata_of
-from cifar_zero.config import command_line
 from cifar_zero.config.recipe import Inputs, inputs
-from cifar_zero.config.settings import DataConfig
 from cifar_zero.core import atomic, plain_data
 from cifar_zero.core.errors import RunError, UsageError, short
-from cifar_zero.data.augment import memory_format, normalize
-from cifar_zero.data.cache import Dataset
+from cifar_zero.data.augment import memory_format
 from cifar_zero.models import IMAGE_SHAPE
 
 INPUT, OUTPUT = "images", "scores"
 """Names in an ONNX file: float32 (N, 3, H, W), normalised -> float32 (N, classes), for any N."""
-
-BATCH_SIZE = 1000  # test images of 32 x 32 pixels per forward pass, as in a run's own test
 
 
 @dataclass(frozen=True)
@@ -54,14 +49,14 @@ class Format:
     tolerance: float = 0.0  # largest relative and absolute difference of a float32 score from the checkpoint's
 
 
-def load(path: str, trust: bool = False) -> Classifier:
-    """Returns a classifier from any export, or what `run_folder.find_checkpoint` accepts. Raises UsageError: it is
-    missing, damaged, or needs `trust`."""
+def load(path: str, trust: bool = False, delta: str = "") -> Classifier:
+    """Returns a classifier from any export, or what `run_folder.find_checkpoint` accepts; `delta`: a file of `export
+    --to delta`. Raises UsageError: it is missing, damaged, or needs `trust`."""
     file = run_folder.find_checkpoint(path)
     for format in FORMATS.values():
-        if file.suffix == format.suffix:
+        if file.suffix == format.suffix and not delta:
             return format.load(file)
-    content = read(file, trust)
+    content = apply_delta(file, Path(delta), trust) if delta else read(file, trust)
     metadata = metadata_of(content, file.name) if RECORD in content else {}
     return build(plain_network(content), metadata, file)[1]
 
@@ -99,7 +94,7 @@ def _encode_safetensors(net: nn.Module, metadata: dict[str, str]) -> bytes:
 
 
 def _load_safetensors(file: Path) -> Classifier:
-    return build(*safetensors_file.read_safetensors(file), file)[1]
+    return build(*read_whole(file), file)[1]
 
 
 def _encode_onnx(net: nn.Module, metadata: dict[str, str]) -> bytes:
@@ -149,76 +144,43 @@ FORMATS = {
 }
 
 
-def export(checkpoint: Path, output: Path, to: str, dtype: str, trust: bool = False, check: bool = True) -> None:
-    """Writes the file, reads it back, compares it with the checkpoint, and only then gives it its name.
+def export(checkpoint: Path, output: Path, to: str, trust: bool = False, delta: str = "") -> None:
+    """Writes the file, reads it back, compares its scores of random images with the checkpoint's, and only then gives
+    it its name.
 
-    The checkpoint is of any strategy. `dtype` is that of the weights in the
-    file; `check` compares the scores of the run's test images too, if they are on this machine. Raises UsageError: the
-    checkpoint is damaged, or not of the model that it names. Raises RunError: the file does not compute what the
-    checkpoint does. Raises OSError: the file cannot be written.
+    The checkpoint is of any strategy; with `delta` it may be any file of weights. Raises UsageError: the checkpoint is
+    damaged, or not of the model that it names. Raises RunError: the file does not compute what the checkpoint does.
+    Raises OSError: the file cannot be written.
     """
-    content = read(checkpoint, trust)
-    metadata = metadata_of(content, checkpoint.name, dtype)
+    content = apply_delta(checkpoint, Path(delta), trust) if delta else read(checkpoint, trust)
+    metadata = metadata_of(content, checkpoint.name)
     net, original = build(plain_network(content), metadata, checkpoint)
-    format = FORMATS[to]
-    tolerance = format.tolerance if dtype == "float32" else None  # rounding to bfloat16 is shown, not refused
-    accuracy = "not checked"
+    format, side = FORMATS[to], original.inputs.side
     staged = atomic.staged(output)
     try:
-        staged.write_bytes(format.encode(deepcopy(net).to(getattr(torch, dtype)), metadata))
+        staged.write_bytes(format.encode(net, metadata))
         written = format.load(staged)
         generator = torch.Generator().manual_seed(0)
         for count in (1, 5):
-            images = torch.rand(count, IMAGE_SHAPE[0], *[original.inputs.side] * 2, generator=generator) * 2 - 1
-            _compare(original.scores(images), written.scores(images), tolerance)
-        if check:
-            try:
-                dataset = _test_images(checkpoint, DataConfig(**content[RECORD]["config"]["data"]), original.classes)
-            except (UsageError, RunError) as error:
-                accuracy = f"not checked: {error}"
-            else:
-                accuracy = _compare_on(dataset, original, written, tolerance)
+            images = torch.rand(count, IMAGE_SHAPE[0], side, side, generator=generator) * 2 - 1
+            _compare(original.scores(images), written.scores(images), format.tolerance)
         atomic.put_in_place(output)
     finally:
         atomic.discard(staged)
     parameters = sum(parameter.numel() for parameter in net.parameters())
-    print(f"{output}: {metadata['model']}, {parameters:,} parameters in {dtype}, {output.stat().st_size / 1e6:,.2f} MB")
-    print(f"test accuracy {accuracy}")
+    print(f"{output}: {metadata['model']}, {parameters:,} parameters, {output.stat().st_size / 1e6:,.2f} MB")
 
 
-def _compare(expected: Tensor, found: Tensor, tolerance: float | None) -> None:
-    """Compares the scores (N, classes) of a checkpoint and its export; tolerance None accepts any difference. Raises
-    RunError: they differ by more than the tolerance, relative and absolute."""
-    if tolerance is not None and not torch.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True):
+def export_delta(checkpoint: Path, output: Path, trust: bool = False) -> None:
+    """Writes only the trained parameters of a run; see `finetuning.load.write_delta`."""
+    names = write_delta(read(checkpoint, trust), output, checkpoint.name)
+    print(f"{output}: {len(names)} trained tensors, {output.stat().st_size / 1e6:,.2f} MB")
+    print(f"apply it to the weights that the run started from: BASE --delta {output}")
+
+
+def _compare(expected: Tensor, found: Tensor, tolerance: float) -> None:
+    """Compares the scores (N, classes) of a checkpoint and its export. Raises RunError: they differ by more than the
+    tolerance, relative and absolute."""
+    if not torch.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True):
         most = (found - expected).abs().max().item()
         raise RunError(f"the export does not compute what the checkpoint does: scores differ by up to {most:.2g}")
-
-
-def _compare_on(dataset: Dataset, checkpoint: Classifier, export: Classifier, tolerance: float | None) -> str:
-    """Compares the scores of all test images; returns a text with the accuracies. Raises RunError if scores differ."""
-    labels = torch.tensor(dataset.test_labels)
-    named, named_before = torch.empty_like(labels), torch.empty_like(labels)
-    size = checkpoint.inputs.as_many(BATCH_SIZE)
-    for start in range(0, len(labels), size):
-        batch = slice(start, start + size)
-        images = normalize(torch.tensor(dataset.test_images[batch]), checkpoint.inputs).contiguous()
-        expected, found = checkpoint.scores(images), export.scores(images)
-        _compare(expected, found, tolerance)
-        named[batch], named_before[batch] = found.argmax(1), expected.argmax(1)
-    accuracy, before = (f"{100 * (each == labels).double().mean():.2f} %" for each in (named, named_before))
-    if torch.equal(named, named_before):
-        return f"{accuracy}, the same class as the checkpoint's for each of {len(labels):,} images"
-    differing = int((named != named_before).sum())
-    return f"{accuracy}, the checkpoint's {before}; {differing:,} of {len(labels):,} images differ in class"
-
-
-def _test_images(checkpoint: Path, recorded: DataConfig, classes: tuple[str, ...]) -> Dataset:
-    """Returns the images that the run was tested on, if they are decoded on this machine; nothing is downloaded. The
-    recipe in the checkpoint's run folder has the full path of the images; elsewhere the options `recorded` in the
-    checkpoint itself count. Raises RunError: they are not on this machine, or UsageError: they do not fit."""
-    recipe = run_folder.recipe_of(checkpoint)
-    config = command_line.parse(["--config", str(recipe)]).data if recipe is not None else recorded
-    dataset = data.load(config, "cifar10" if config.source == "auto" else config.source)
-    if dataset.classes != classes:
-        raise UsageError(f"the images of --data.root {config.root} have other classes")
-    return dataset

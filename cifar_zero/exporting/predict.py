@@ -32,7 +32,7 @@ def main() -> int:
     files = find_images(arguments.images)
     from cifar_zero.exporting import formats  # which imports torch
 
-    classifier = formats.load(arguments.network, arguments.trust)
+    classifier = formats.load(arguments.network, arguments.trust, arguments.delta)
     unreadable = 0
     for file, found in predict(classifier, files, arguments.top):
         if isinstance(found, UsageError):

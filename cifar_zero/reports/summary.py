@@ -33,8 +33,8 @@ MEASURED = (
     *("test/acc_top5", "test/precision", "test/recall", "test/f1", "test/precision_weighted", "test/f1_weighted"),
     *("test/auroc", "test/average_precision", "test/calibration_error", "test/precision_per_class"),
     *("test/recall_per_class", "test/f1_per_class", "test/auroc_per_class", "test/average_precision_per_class"),
-    *("perf/images_per_second", "perf/tokens_per_second", "perf/step_time_ms", "perf/step_time_min_ms"),
-    *("perf/step_time_median_ms", "perf/step_time_max_ms", "perf/data_time_ms", "perf/tflops", "perf/mfu"),
+    *("perf/images_per_second", "perf/tokens_per_second", "perf/step_time_ms", "perf/data_time_ms"),
+    *("perf/tflops", "perf/mfu"),
     *("perf/seconds_to_first_step", "perf/fit_seconds", "mem/peak_rank_bytes", "mem/model_state_rank_bytes"),
     *("mem/parameter_rank_bytes", "mem/gradient_rank_bytes", "mem/optimizer_rank_bytes"),
     *IN_EFFECT,
@@ -44,23 +44,29 @@ MEASURED = (
 FALLBACK = "fallback"
 """Key of metrics.json that exists only if the data is not what was asked for: one line that says so."""
 
+SHOWN = {
+    "precision": "macro precision",
+    "recall": "macro recall",
+    "f1": "macro F1",
+    "acc_top5": "top-5 accuracy",
+    "auroc": "macro AUROC",
+    "average_precision": "macro average precision",
+    "calibration_error": "calibration error",
+}
+"""Metrics of a test that are printed below its table."""
+
 MOST_ROWS = 25  # classes that the table of a test has rows for; metrics.json has all
 
 PACKAGES = ("torch", "lightning", "deepspeed", "torchmetrics")
 
 
-def metrics_json(measured: Mapping[str, Any], fallback: str = "") -> dict[str, Any]:
-    """Returns the contents of metrics.json, its keys in their order; `measured` has each key of MEASURED and no other.
-    `fallback` is one line, if the data is not what was asked for."""
-    if set(measured) != set(MEASURED):
-        raise ValueError(f"metrics.json: missing or unknown keys {sorted(set(measured) ^ set(MEASURED))}")
-    return {
-        "schema": SCHEMA,
-        **{key: measured[key] for key in MEASURED},
-        "versions": versions(),
-        "git_commit": git_commit(),
-        **({FALLBACK: fallback} if fallback else {}),
-    }
+def metrics_json(measured: Mapping[str, Any], fell_back: bool = False) -> dict[str, Any]:
+    """Returns the contents of metrics.json, its keys in their order; `fell_back`: to the embedded digits."""
+    metrics = {"schema": SCHEMA, **{key: measured.get(key) for key in MEASURED}}
+    metrics |= {"versions": versions(), "git_commit": git_commit()}
+    if fell_back:
+        metrics[FALLBACK] = "CIFAR-10 is not available: these are the results of the embedded handwritten digits"
+    return metrics
 
 
 def versions() -> dict[str, str | None]:
@@ -92,20 +98,13 @@ def write_json(file: Path, values: Mapping[str, Any] | list[Any]) -> None:
 
 def print_summary(metrics: Mapping[str, Any], run_dir: Path) -> None:
     """Prints the results of a run, of metrics.json, and where they are kept: <out>/<name>/version_N."""
-    console = Console(highlight=False)
     print_test_table(metrics)
-    _print_rows(console, summary_rows(metrics))
+    for name, value in summary_rows(metrics):
+        print(f"{name:12}{value}")
     if FALLBACK in metrics:
-        console.print(f"WARNING: {escape(metrics[FALLBACK])}", style="bold white on red", soft_wrap=True)
-    console.print(f"[dim]run folder  [/]{escape(str(run_dir))}", soft_wrap=True)
-    console.print(f"[dim]curves      [/]{escape(curves(run_dir.parent.parent))}", soft_wrap=True)
-
-
-def _print_rows(console: Console, rows: list[tuple[str, str]]) -> None:
-    grid = Table.grid(padding=(0, 2))
-    for name, value in rows:
-        grid.add_row(f"[dim]{name}", escape(value))
-    console.print(grid)
+        print(f"WARNING: {metrics[FALLBACK]}")
+    print(f"run folder  {run_dir}")
+    print(f"curves      {curves(run_dir.parent.parent)}")
 
 
 def curves(folder: Path) -> str:
@@ -115,35 +114,25 @@ def curves(folder: Path) -> str:
 
 
 def print_test_table(metrics: Mapping[str, Any]) -> None:
-    """Prints test/* of metrics.json, - for a metric that is NaN; nothing if there was no test. Each of up to 25 classes
-    has a row; the last one is their mean weighted by images, for the recall the accuracy."""
+    """Prints test/* of metrics.json; nothing if there was no test. Each of up to 25 classes has a row, nan for one
+    without images; the last one is their mean weighted by images, for the recall the accuracy."""
     if metrics.get("test/acc") is None:
         return
-    console = Console(highlight=False)
     table = Table("class", *(Column(name, justify="right") for name in ("accuracy (recall)", "precision", "F1")))
     classes = metrics["test/acc_per_class"]
     for name in classes if len(classes) <= MOST_ROWS else ():
-        of_class = (metrics[f"test/{metric}_per_class"][name] for metric in ("acc", "precision", "f1"))
-        table.add_row(escape(name), *map(_percent, of_class))
+        of_class = (metrics[f"test/{key}_per_class"][name] for key in ("acc", "precision", "f1"))
+        table.add_row(escape(name), *(f"{share:.2%}" for share in of_class))
     table.add_section()
-    table.add_row("all", *(_percent(metrics[f"test/{name}"]) for name in ("acc", "precision_weighted", "f1_weighted")))
-    console.print(table)
-    precision, recall, f1 = (_percent(metrics[f"test/{name}"]) for name in ("precision", "recall", "f1"))
-    rows = [("macro mean", f"precision {precision}, recall {recall}, F1 {f1}")]
-    if metrics["test/acc_top5"] is not None:
-        rows.append(("top-5", f"{_percent(metrics['test/acc_top5'])} accuracy"))
-    areas = f"{metrics['test/auroc']:.4f}, average precision {metrics['test/average_precision']:.4f}, macro means"
-    rows.append(("AUROC", areas))
-    rows.append(("calibration", f"{_percent(metrics['test/calibration_error'])} error (ECE)"))
-    _print_rows(console, rows)
-
-
-def _percent(share: float) -> str:
-    return "-" if math.isnan(share) else f"{share:.2%}"
+    table.add_row("all", *(f"{metrics[f'test/{key}']:.2%}" for key in ("acc", "precision_weighted", "f1_weighted")))
+    Console(highlight=False).print(table)
+    for name, title in SHOWN.items():
+        if metrics[f"test/{name}"] is not None:
+            print(f"{title:24}{metrics[f'test/{name}']:.4f}")
 
 
 def summary_rows(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns (label, text) rows of the summary; --bench_steps adds those of single steps and of the devices."""
+    """Returns (label, text) rows of the summary."""
     rows = [("trained", f"{metrics['model']} with {metrics['strategy']}, {metrics['precision']}")]
     if metrics["trained_parameters"] < metrics["parameters"]:
         rows.append(("parameters", f"{metrics['trained_parameters']:,} trained of {metrics['parameters']:,}"))
@@ -160,34 +149,14 @@ def summary_rows(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
         step_time, data_time = metrics["perf/step_time_ms"], metrics["perf/data_time_ms"]
         step = f"{step_time:.2f} ms per step, {data_time:.2f} ms of it waiting for data"
         rows.append(("speed", f"{metrics['perf/images_per_second']:,.0f} images/s, {step}"))
-    if metrics["perf/step_time_median_ms"] is not None:
-        times = (f"{metrics[f'perf/step_time_{name}_ms']:.2f} {name}" for name in ("min", "median", "max"))
-        start = metrics["perf/seconds_to_first_step"]
-        rows += [("step times", f"{', '.join(times)} (ms)"), ("first step", f"{start:.1f} s after the start")]
-        rows.append(("computation", flops_per_second(metrics["perf/tflops"])))
-        if metrics["perf/mfu"] is not None:
-            rows.append(("MFU", f"{metrics['perf/mfu']:.2%} of the devices' peak"))
+    if metrics["perf/tflops"] is not None:
+        rows.append(("computation", f"{metrics['perf/tflops']:.3g} TFLOP/s"))
+    if metrics["perf/mfu"] is not None:
+        rows.append(("MFU", f"{metrics['perf/mfu']:.2%} of the devices' peak"))
     if metrics["mem/peak_rank_bytes"]:  # empty if a resumed run had no step left
         peak, states = max(metrics["mem/peak_rank_bytes"]), max(metrics["mem/model_state_rank_bytes"])
         rows.append(("memory", f"at most {peak / 1e9:.2f} GB per rank, {states / 1e6:,.2f} MB of it model states"))
     return rows
-
-
-def card(command: str, metrics: Mapping[str, Any]) -> str:
-    """Returns a run's command and results as Markdown."""
-    tested = [] if metrics["test/acc"] is None else [("test", f"**{metrics['test/acc']:.2%}** correct")]
-    rows = [*tested, *summary_rows(metrics), ("commit", str(metrics["git_commit"]))]
-    lines = (f"| {name} | {value} |" for name, value in rows)
-    return "\n".join([f"`{command}`", "", "| | |", "|---|---|", *lines])
-
-
-def flops_per_second(tflops: float) -> str:
-    """Returns the rate in the largest unit, down to MFLOP/s, in which it is at least 1."""
-    for unit in ("TFLOP/s", "GFLOP/s"):
-        if tflops >= 1:
-            return f"{tflops:.1f} {unit}"
-        tflops *= 1000
-    return f"{tflops:.1f} MFLOP/s"
 
 
 def _finite(value: Any) -> Any:

@@ -36,7 +36,7 @@ from cifar_zero.training.callbacks.figures import TestFigures
 from cifar_zero.training.callbacks.flops import training_flops
 from cifar_zero.training.callbacks.learning_rate import ReduceOnPlateau
 from cifar_zero.training.callbacks.memory import Memory
-from cifar_zero.training.callbacks.progress import Progress
+from cifar_zero.training.callbacks.progress import ProgressBar, ProgressLines, is_terminal
 from cifar_zero.training.callbacks.stop import EarlyStop, Interrupt, keep_handlers
 from cifar_zero.training.callbacks.summary import EngineInfo
 from cifar_zero.training.callbacks.throughput import Throughput
@@ -71,7 +71,7 @@ def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None
         "use_distributed_sampler": False,  # the loaders shard by themselves
         "log_every_n_steps": run.output.log_interval,
         "enable_model_summary": False,
-        "enable_progress_bar": False,  # callbacks/progress.py has its own
+        "enable_progress_bar": callbacks is None and is_terminal(),
         "num_sanity_val_steps": 0,
     }
     if run.recipe.only_measures:
@@ -105,26 +105,23 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
     """Returns the callbacks of a run. Raises UsageError: one of --trainer.callbacks cannot be made."""
     recipe = run.recipe
     curves = TrainingCurves(writes_losses=not recipe.only_measures)
-    progress = Progress(recipe.batch_size, curves)
     made: list[Callback] = [BatchNormStatistics(), curves, Divergence(curves)]
     if issubclass(models.MODELS[recipe.model.name], MixtureOptions):
         made.append(Experts())
-    if run.output.log_gradients or run.output.log_weights:
-        made.append(GradientLogger(run.output.log_gradients, run.output.log_weights))
+    if run.output.log_gradients:
+        made.append(GradientLogger())
     if recipe.reduce_on_plateau:
         made.append(ReduceOnPlateau(recipe.reduce_on_plateau))
-    made += [Memory(), EngineInfo(), progress, Interrupt(), Resume()]
+    made += [Memory(), EngineInfo(), Interrupt(), Resume()]
     if recipe.ema or recipe.swa_from:
         made.append(Averaging(recipe.ema, recipe.swa_from))
     made += _given(run.consent.callbacks)
 
     counted = (recipe.model, run.num_classes, run.micro_batch, recipe.trainable, recipe.lora, run.data.image_size)
-    flops, recomputed = training_flops(*counted), 0
-    if run.placement.activation_checkpointing:
-        recomputed = training_flops(*counted, True) - flops
-    micro_batches = run.placement.replicas * run.placement.accumulate
+    flops = training_flops(*counted)
     # After the others: it would count their work as waiting.
-    made.append(Throughput(run, flops * micro_batches, recomputed * micro_batches, progress.line))
+    throughput = Throughput(run, flops * run.placement.replicas * run.placement.accumulate)
+    made += [throughput, ProgressBar(curves) if is_terminal() else ProgressLines(curves, throughput)]
     if run.on_cpu:
         made.append(CPUKernels(flops, run.placement.precision))
     if recipe.only_measures:
@@ -134,7 +131,7 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
         made.append(TestFigures())
     folder = run_dir and run_dir / run_folder.CHECKPOINTS  # rank 0's is broadcast to the others
     last = folder and folder / run_folder.LAST
-    made.append(LastCheckpoint(last, run.output.save_every_n_steps, run.output.save_every_minutes))
+    made.append(LastCheckpoint(last, run.output.save_every_n_steps))
     mode = "min" if recipe.monitor.endswith(("loss", "error")) else "max"
     if run.data.val_fraction:
         name, kept = "best-epoch{epoch:02d}-step{step:06d}", run.output.save_top_k

@@ -6,17 +6,21 @@ docs/outputs.md says which follow from the confusion matrix, and what they are f
 import math
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torchmetrics import Metric, MetricCollection, SumMetric
-from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassPrecisionRecallCurve, MulticlassROC
+from torchmetrics import Metric, SumMetric
+from torchmetrics.classification import (
+    MulticlassAccuracy,
+    MulticlassCalibrationError,
+    MulticlassConfusionMatrix,
+    MulticlassPrecisionRecallCurve,
+    MulticlassROC,
+)
 
 from cifar_zero.config.recipe import LossName
 from cifar_zero.data.dataset import IGNORED
-from cifar_zero.reports.figures import Curve
 
 TOP = 5
 """The k of the top-5 accuracy, as in ImageNet's challenge (Russakovsky et al. 2015, https://arxiv.org/abs/1409.0575).
@@ -68,18 +72,18 @@ class SplitMetrics:
         self.loss_sum = SumMetric(nan_strategy="disable")
         # Its `update_called` says whether anything was counted since the last `reset`.
         self.confusion = MulticlassConfusionMatrix(num_classes, **OPTIONS)
-        self.calibration = Calibration()
-        self.top_sum = SumMetric(nan_strategy="disable") if num_classes > TOP else None
+        self.shares: dict[str, Metric] = {
+            "calibration_error": MulticlassCalibrationError(num_classes, n_bins=BINS, **OPTIONS)
+        }
+        if num_classes > TOP:
+            self.shares[f"acc_top{TOP}"] = MulticlassAccuracy(num_classes, top_k=TOP, average="micro", **OPTIONS)
 
     def update(self, scores: Tensor, labels: Tensor) -> None:
         """Counts a batch: scores (N, classes) in float32, before the softmax; labels (N,)."""
         self.loss_sum.update(loss(self.loss, scores, labels, reduction="none"))
-        self.confusion.update(scores.argmax(dim=1), labels)
-        self.calibration.update(scores, labels)
-        if self.top_sum is not None:
-            # torchmetrics' MulticlassAccuracy(top_k=5) (1.9.0) builds a one-hot matrix, several times as slow.
-            among = (scores.topk(TOP, dim=1).indices == labels[:, None]).any(dim=1)
-            self.top_sum.update(among & (labels != IGNORED))
+        probabilities = scores.double().softmax(dim=1)
+        for metric in (self.confusion, *self.shares.values()):
+            metric.update(probabilities, labels)
 
     def per_class(self) -> dict[str, Tensor]:
         """Returns metrics of each class, float64 (classes,) on the CPU; NaN without images. The precision of a class
@@ -105,10 +109,9 @@ class SplitMetrics:
             "acc": (counts.trace() / images).item(),
             "precision_weighted": (per_class["precision"] * shares).nansum().item(),
             "f1_weighted": (per_class["f1"] * shares).nansum().item(),
-            "calibration_error": calibration_error(self.calibration.compute()),
         }
-        if self.top_sum is not None:
-            metrics[f"acc_top{TOP}"] = (self.top_sum.compute().cpu() / images).item()
+        for name, metric in self.shares.items():
+            metrics[name] = metric.compute().item()
         return metrics
 
     def named(self, split: str, class_names: tuple[str, ...]) -> dict[str, float]:
@@ -122,12 +125,15 @@ class SplitMetrics:
                     logged[f"{split}/{metric}_class/{name}"] = value
         return logged
 
+    def all(self) -> list[Metric]:
+        """Returns every metric of torchmetrics that this one consists of."""
+        return [self.loss_sum, self.confusion, *self.shares.values()]
+
     def reset(self, device: torch.device, group: ProcessGroup | None = None) -> None:
         """Sets all counts to 0, on `device`; `group`: the ranks that together see all images once."""
-        for metric in (self.loss_sum, self.confusion, self.calibration, self.top_sum):
-            if metric is not None:
-                metric.process_group = group
-                metric.to(device).reset()
+        for metric in self.all():
+            metric.process_group = group
+            metric.to(device).reset()
 
 
 class CurveMetrics(SplitMetrics):
@@ -137,77 +143,28 @@ class CurveMetrics(SplitMetrics):
 
     def __init__(self, num_classes: int, loss: LossName = "cross_entropy"):
         super().__init__(num_classes, loss)
-        self.curves = MetricCollection(
-            {
-                "roc": MulticlassROC(num_classes, **OPTIONS),
-                "precision_recall": MulticlassPrecisionRecallCurve(num_classes, **OPTIONS),
-            },
-            compute_groups=[["roc", "precision_recall"]],  # the same probabilities, kept once
-        )
+        self.roc = MulticlassROC(num_classes, **OPTIONS)
+        self.precision_recall = MulticlassPrecisionRecallCurve(num_classes, **OPTIONS)
 
     def update(self, scores: Tensor, labels: Tensor) -> None:
         super().update(scores, labels)
-        self.curves.update(scores.double().softmax(dim=1), labels)
+        probabilities = scores.double().softmax(dim=1)
+        self.roc.update(probabilities, labels)
+        self.precision_recall.update(probabilities, labels)
 
     def per_class(self) -> dict[str, Tensor]:
         """Adds the area under the ROC curve and the average precision. Every rank calls it."""
-        # From the curves: torchmetrics' MulticlassAUROC and MulticlassAveragePrecision would sort the scores again.
-        areas = torch.tensor([np.trapezoid(hits, false_alarms) for false_alarms, hits in self.roc()])
-        sums = torch.tensor([-np.diff(recall) @ precision[:-1] for recall, precision in self.precision_recall()])
         metrics = super().per_class()
         absent = metrics["recall"].isnan()
-        alone = absent.sum() == self.num_classes - 1  # there is no rest
-        return {
-            **metrics,
-            "auroc": areas.masked_fill(absent | alone, torch.nan),
-            "average_precision": sums.masked_fill(absent, torch.nan),
-        }
+        is_alone = absent.sum() == self.num_classes - 1  # there is no rest
+        # From the curves: torchmetrics' MulticlassAUROC and MulticlassAveragePrecision would sort the scores again.
+        false_alarms, hits, _ = self.roc.compute()
+        areas = torch.stack([torch.trapezoid(y, x) for x, y in zip(false_alarms, hits, strict=True)])
+        precisions, recalls, _ = self.precision_recall.compute()
+        sums = torch.stack([-x.diff() @ y[:-1] for x, y in zip(recalls, precisions, strict=True)])
+        metrics["auroc"] = areas.cpu().double().masked_fill(absent | is_alone, torch.nan)
+        metrics["average_precision"] = sums.cpu().double().masked_fill(absent, torch.nan)
+        return metrics
 
-    def roc(self) -> list[Curve]:
-        """Returns false positive rates and true positive rates of each class. Every rank calls it."""
-        return _curves(*self.curves.compute()["roc"][:2])
-
-    def precision_recall(self) -> list[Curve]:
-        """Returns recalls, from 1 down to 0, and precisions of each class. Every rank calls it."""
-        return _curves(*self.curves.compute()["precision_recall"][1::-1])
-
-    def reset(self, device: torch.device, group: ProcessGroup | None = None) -> None:
-        super().reset(device, group)
-        for curve in self.curves.values():
-            curve.process_group = group
-        self.curves.to(device).reset()
-
-
-class Calibration(Metric):
-    """Accuracy by confidence, in the bins of Guo et al. 2017, section 2, over all ranks. torchmetrics'
-    MulticlassCalibrationError (1.9.0) returns no bins to draw, keeps the confidence of every image, and counts a
-    confidence of exactly 1 in a separate bin."""
-
-    full_state_update = False
-    totals: Tensor
-
-    def __init__(self):
-        super().__init__()
-        self.add_state("totals", torch.zeros(BINS, 3, dtype=torch.float64), dist_reduce_fx="sum")
-
-    def update(self, scores: Tensor, labels: Tensor) -> None:
-        """Counts a batch: scores (N, classes), before the softmax; labels (N,)."""
-        confidence, predicted = scores.double().softmax(dim=1).max(dim=1)
-        edges = torch.linspace(0, 1, BINS + 1, dtype=torch.float64, device=scores.device)
-        bins = torch.bucketize(confidence, edges[1:-1])  # a bin includes its upper edge
-        rows = torch.stack([torch.ones_like(confidence), confidence, predicted == labels], dim=1)
-        self.totals = self.totals.index_add(0, bins, rows.masked_fill((labels == IGNORED)[:, None], 0))
-
-    def compute(self) -> Tensor:
-        """Returns float64 (BINS, 3): images, sum of their confidences, and correctly classified images."""
-        return self.totals
-
-
-def calibration_error(totals: Tensor) -> float:
-    """Returns the expected calibration error: the mean over all images of |accuracy - confidence| of their bin."""
-    images, confidence, right = totals.unbind(dim=1)
-    return ((confidence - right).abs().sum() / images.sum()).item()
-
-
-def _curves(abscissae: list[Tensor], ordinates: list[Tensor]) -> list[Curve]:
-    return [(x.cpu().double().numpy(), y.cpu().double().numpy()) for x, y in zip(abscissae, ordinates, strict=True)]
+    def all(self) -> list[Metric]:
+        return [*super().all(), self.roc, self.precision_recall]

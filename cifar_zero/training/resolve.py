@@ -120,12 +120,15 @@ def make_run(settings: Settings) -> Run:
 def with_checkpoint(run: Run, resume: str) -> Run:
     """Returns the run with the path of the checkpoint that it resumes, empty for none, or of weights to start from. A
     resumed run has the images that it began on, also for --data.source auto. Raises UsageError: the strategy cannot
-    resume, or the weights do not exist."""
+    resume, or the weights or the delta do not exist."""
     run, recipe = run.changed(resume=resume), run.recipe
     if resume and (file := run_folder.recipe_of(Path(resume))):
         run = run.with_images_of(command_line.read_recipe(file).get("data.source", "auto"))
     if recipe.weights:
         weights = Path(recipe.weights) if resume else run_folder.find_checkpoint(recipe.weights)
-        run = run.changed(weights=str(weights.absolute()))
+        if recipe.delta and not Path(recipe.delta).is_file():
+            raise UsageError(f"--delta {recipe.delta} is not a file")
+        delta = recipe.delta and str(Path(recipe.delta).absolute())
+        run = run.changed(weights=str(weights.absolute()), delta=delta)
     strategy_rules.check_can_resume(run)
     return run

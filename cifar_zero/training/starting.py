@@ -7,9 +7,9 @@ from pathlib import Path
 
 from cifar_zero import data
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.checkpoints.finetuning.load import Match, match, read_plain
+from cifar_zero.checkpoints.finetuning.load import Match, apply_delta, match, read_plain
 from cifar_zero.checkpoints.finetuning.network import check_patterns, on_meta
-from cifar_zero.checkpoints.read import RECORD, check_resumable, load_weights, network, read
+from cifar_zero.checkpoints.read import RECORD, check_resumable, load_weights, network, plain_network, read
 from cifar_zero.checkpoints.resume import check_classes, check_same_run, checkpoint_to_resume, newest_of
 from cifar_zero.config import command_line, ds_config
 from cifar_zero.config.run import Run
@@ -77,7 +77,9 @@ def pretrained_weights(run: Run) -> Match | None:
     if run.output.resume:
         return None
     source = run.recipe.weights
-    if source:
+    if run.recipe.delta:
+        weights = plain_network(apply_delta(Path(source), Path(run.recipe.delta), run.consent.trust))
+    elif source:
         weights = read_plain(Path(source), run.consent.trust)
     else:
         entry = MODELS[run.recipe.model.name](**run.recipe.model.options)

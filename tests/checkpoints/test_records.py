@@ -71,6 +71,7 @@ def test_a_resumed_run_must_have_the_images_that_it_had(checkpoint: Path, tmp_pa
         done.stderr
     )
     assert "give the data that it had" in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_classes_are_compared_before_the_weights(

@@ -67,7 +67,7 @@ def test_tensorboard_has_every_curve_and_figure(run: tuple[Path, str]):
     events = EventAccumulator(str(run[0]), size_guidance={"scalars": 0, "images": 0, "tensors": 0})
     events.Reload()
     assert set(events.Tags()["scalars"]) >= SCALARS
-    figures = ("confusion_matrix", "most_confident_mistakes", "roc", "precision_recall", "calibration")
+    figures = ("confusion_matrix", "mistakes", "roc", "precision_recall")
     assert set(events.Tags()["images"]) >= {f"figures/{name}" for name in figures}
     steps = [event.step for event in events.Scalars("train/loss")]
     assert steps == [10, 20, 30, 40, 50, 60, 70, 72]
@@ -78,9 +78,6 @@ def test_tensorboard_has_every_curve_and_figure(run: tuple[Path, str]):
     assert [section.title for section in layout.category] == ["Loss", "Accuracy", "Speed", "Memory"]
     for tag in (tag for section in layout.category for chart in section.chart for tag in chart.multiline.tag):
         assert any(re.match(tag, curve) for curve in events.Tags()["scalars"]), tag
-    card = events.Tensors("run/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert f"`{train_command()} --data.source" in card
-    assert f"**{json.loads((run[0] / 'metrics.json').read_text())['test/acc']:.2%}** correct" in card
 
 
 def test_the_hparams_table_has_what_runs_are_compared_by(run: tuple[Path, str]):
@@ -110,7 +107,7 @@ def test_files_of_the_run_folder_and_output(run: tuple[Path, str]):
     folder, output = run
     left = {path.name for path in folder.iterdir()}
     assert left >= {"config.yaml", "metrics.json", "checkpoints", "confusion_matrix.png", "mistakes.png"}
-    assert left >= {"roc.png", "precision_recall.png", "calibration.png"}
+    assert left >= {"roc.png", "precision_recall.png"}
     metrics = json.loads((folder / "metrics.json").read_text())
     for expected in (*CLASSES, f"{metrics['test/acc']:.2%}", "images/s", str(folder), "tensorboard --logdir"):
         assert expected in output
@@ -164,9 +161,7 @@ def test_evaluate_prints_the_same_table_again(run: tuple[Path, str], tmp_path: P
     expected["all"] = [f"{metrics[f'test/{figure}']:.2%}" for figure in ("acc", "precision_weighted", "f1_weighted")]
     table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if "│" in line]
     assert {name: cells for name, *cells in table} == expected
-    for figure in ("f1", "acc_top5", "calibration_error"):
-        assert f"{metrics[f'test/{figure}']:.2%}" in done.stdout
-    for figure in ("auroc", "average_precision"):
+    for figure in ("f1", "acc_top5", "calibration_error", "auroc", "average_precision"):
         assert f"{metrics[f'test/{figure}']:.4f}" in done.stdout
 
 
@@ -178,12 +173,8 @@ def test_bench_steps_times_that_many_steps_and_stops(small_data: list[str], tmp_
     metrics = json.loads((run / "metrics.json").read_text())
     assert metrics["steps"] == 50  # 20 to warm up
     assert metrics["test/acc"] is None
-    shortest, median, longest = (metrics[f"perf/step_time_{name}_ms"] for name in ("min", "median", "max"))
-    assert 0 < shortest <= median <= longest < 30 * metrics["perf/step_time_ms"]
-    assert shortest < metrics["perf/step_time_ms"] < longest
     assert not (run / "checkpoints").exists()
     assert f"{metrics['perf/images_per_second']:,.0f} images/s" in done.stdout
-    assert f"{shortest:.2f} min, {median:.2f} median, {longest:.2f} max (ms)" in done.stdout
     assert "0.74 MB of it model states" in done.stdout
 
 
@@ -302,22 +293,18 @@ def test_a_cut_checkpoint_is_refused(run: tuple[Path, str], tmp_path: Path, smal
     assert "is damaged" in done.stderr
 
 
-def test_a_run_that_diverges_reports_the_step_and_how_to_repeat_it(small_data: list[str], tmp_path: Path):
+def test_a_run_that_diverges_reports_the_step_and_keeps_an_earlier_checkpoint(small_data: list[str], tmp_path: Path):
     flags = ["--batch_size", "16", "--max_steps", "30", "--optimizer.lr", "1e10", "--accelerator", "cpu"]
     flags += ["--save_every_n_steps", "1", "--log_interval", "20"]
     done = run_program("train.py", *small_data, *flags, "--out", str(tmp_path))
     assert done.returncode == 1, done.stderr[-2000:]
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert "NaN or infinite from step" in line
-    assert "learning rate 1e+10" in line
     assert "Traceback" not in done.stderr
     step = int(line.split("from step ")[1].split()[0])
-    again = line.split(f"to repeat that batch: {train_command()} ")[1].split()
-    kept = torch.load(again[-1], weights_only=True)  # the newest checkpoint is older
+    kept = torch.load(run_folder.newest_checkpoint(tmp_path), weights_only=True)
     assert kept["global_step"] < step
     assert all(weights.isfinite().all() for weights in kept["state_dict"].values())
-    done = run_program("train.py", *again, "--out", str(tmp_path / "again"))
-    assert f"from step {step} on" in done.stderr
 
 
 @pytest.mark.distributed

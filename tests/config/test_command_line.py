@@ -97,7 +97,6 @@ def test_printed_configuration_is_the_same_run_again(recipe: Path, tmp_path: Pat
         ("--config README.md", "is not YAML"),
         ("--data.val_fraction 1", "--data.val_fraction must be"),
         ("--data.val_fraction -0.1", "--data.val_fraction must be"),
-        ("--hparams optimizer.lrr", "did you mean --optimizer.lr?"),
         ("--plot_schedule notes.txt", "--plot_schedule notes.txt: give the name of a .png file"),
         ("--name a/b", "must be a plain name"),
         ("--name ..", "must be a plain name"),

@@ -61,8 +61,8 @@ def test_every_command_sees_the_images_that_were_trained_on(run: tuple[Path, Pat
     done = run_program("evaluate", str(folder))
     assert_ok(done)
     assert f" all   │ {100 * accuracy:>16.2f}% " in done.stdout
-    formats.export(checkpoint, tmp_path / "net.safetensors", "safetensors", "float32")
-    formats.export(checkpoint, tmp_path / "net.onnx", "onnx", "float32")
+    formats.export(checkpoint, tmp_path / "net.safetensors", "safetensors")
+    formats.export(checkpoint, tmp_path / "net.onnx", "onnx")
     with safe_open(tmp_path / "net.safetensors", "pt") as file:
         about = file.metadata()
     assert [about[key] for key in ("image_size", "mean", "std")] == ["48", "0.485,0.456,0.406", "0.229,0.224,0.225"]

@@ -15,7 +15,6 @@ from cifar_zero.checkpoints.zero_folder import AVERAGE
 from cifar_zero.config.arguments import read_arguments
 from cifar_zero.exporting import formats
 from cifar_zero.training import evaluate
-from cifar_zero.training.resolve import make_run
 from tests.support.helpers import WHOLE, largest_difference, last_checkpoint, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
@@ -95,14 +94,11 @@ def test_evaluate_and_export_use_the_average(runs: dict[str, Path], tmp_path: Pa
     metrics = json.loads((run / "metrics.json").read_text())
 
     def tested(*flags: str) -> Any:
-        config = evaluate.configuration(
-            checkpoint, read_arguments(["--accelerator", "cpu", "--strategy", "baseline", *flags])
-        )
-        run = make_run(evaluate.on_one_device(config))
-        return evaluate.evaluate(run, checkpoint, "32-true", cast=False)
+        run = evaluate.resolve_run(checkpoint, read_arguments(["--accelerator", "cpu", *flags]))
+        return evaluate.evaluate(run, checkpoint)
 
     assert tested()["test/loss"] == pytest.approx(metrics["test/loss"], rel=1e-6)
     assert tested("--ema", "0")["test/loss"] != pytest.approx(metrics["test/loss"], rel=1e-6)  # the newest
     file = tmp_path / "net.safetensors"
-    formats.export(checkpoint, file, "safetensors", "float32")
+    formats.export(checkpoint, file, "safetensors")
     assert largest_difference(read_safetensors(file)[0], network(last_checkpoint(run))) == 0

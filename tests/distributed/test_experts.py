@@ -42,7 +42,7 @@ RECIPES = {
 }
 RECIPES["pr_moe"] += ["--optimizer.lr", "0.05"]
 # Adam enlarges the rounding of small gradients until a token is routed to another expert: fewer steps.
-RECIPES["top 2"] += ["--on_nan", "skip", "--model.eval_capacity_factor", "1.5"]
+RECIPES["top 2"] += ["--model.eval_capacity_factor", "1.5"]
 RECIPES["top 2"] += ["--optimizer", "adam", "--accumulate", "2", "--max_steps", "12"]
 RECIPES["top 2"] += ["--optimizer.weight_decay", "0.01"]
 # Far below the norm of any step's gradient, so that every update depends on the norm over all experts.
@@ -122,7 +122,6 @@ def test_the_plain_model_repeats_the_metrics_of_the_spread_one(runs: dict[Run, P
     file = tmp_path / "net.safetensors"
     done = run_program("export", str(run), "--to", "safetensors", "--output", str(file))
     assert_ok(done)
-    assert f"{metrics['test/acc']:.2%}".replace("%", " %") + ", the same class as the checkpoint's" in done.stdout
     load = "import sys; from cifar_zero.exporting import formats; formats.load(sys.argv[1]); "
     load += "assert 'deepspeed' not in sys.modules"
     assert_ok(run_program("-c", load, str(file)))

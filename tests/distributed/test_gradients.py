@@ -1,4 +1,4 @@
-"""--log_gradients, --log_weights and --reduce_on_plateau on two ranks: the same points under every strategy, and
+"""--log_gradients and --reduce_on_plateau on two ranks: the same points under every strategy, and
 after a resume."""
 
 from __future__ import annotations
@@ -15,14 +15,6 @@ pytestmark = pytest.mark.distributed
 STRATEGIES = ("ddp", "deepspeed_stage_1", "deepspeed_stage_3", "fsdp2")
 
 
-def weights(folder: Path) -> dict[str, list[float]]:
-    """Returns number and sum of the elements of each weight at the first point."""
-    events = EventAccumulator(str(run_folder_of(folder))).Reload()
-    tags = (tag for tag in events.Tags()["histograms"] if tag.startswith("weights/"))
-    values = {tag: events.Histograms(tag)[0].histogram_value for tag in tags}
-    return {tag: [value.num, value.sum] for tag, value in values.items()}
-
-
 def scalars(folder: Path) -> dict[str, list[float]]:
     events = EventAccumulator(str(run_folder_of(folder)), size_guidance={"scalars": 0})
     events.Reload()
@@ -31,7 +23,7 @@ def scalars(folder: Path) -> dict[str, list[float]]:
 
 def test_equal_under_every_strategy(tmp_path: Path, small_data: list[str]) -> None:
     same = [*small_data, "--accelerator", "cpu", "--devices", "2", "--batch_size", "32", "--accumulate", "2"]
-    same += ["--log_gradients", "--log_weights", "--log_interval", "3", "--gradient_clip_val", "0.05"]
+    same += ["--log_gradients", "--log_interval", "3", "--gradient_clip_val", "0.05"]
     # So small that float32 rounds every step away: the loss stays where it is.
     same += ["--reduce_on_plateau", "1", "--optimizer.lr", "1e-12", "--trainer.limit_train_batches", "8"]
     train_all({tmp_path / name: [*same, "--epochs", "3", "--strategy", name] for name in STRATEGIES})
@@ -41,10 +33,7 @@ def test_equal_under_every_strategy(tmp_path: Path, small_data: list[str]) -> No
     for at, norm in enumerate(expected["train/grad_norm"]):
         assert sum(expected[tag][at] ** 2 for tag in norms) ** 0.5 == pytest.approx(norm, rel=1e-4)
     assert min(expected["train/learning_rate"]) < 0.5e-12
-    spread = weights(tmp_path / "ddp")
-    assert sum(elements for elements, _ in spread.values()) == 62_006
     for name in STRATEGIES:
-        assert weights(tmp_path / name) == spread, name
         found = scalars(tmp_path / name)
         for tag in (*norms, "train/learning_rate"):
             assert found[tag] == pytest.approx(expected[tag], rel=1e-3, abs=0), f"{name}, {tag}"

@@ -75,7 +75,7 @@ def test_a_folder_by_a_checkpoint_and_every_export(digits: tuple[Path, Dataset],
     assert len(labels[:, 0].unique()) > 4
     networks = [[str(checkpoint)]]
     for name, format in FORMATS.items():
-        formats.export(checkpoint, tmp_path / f"net{format.suffix}", name, "float32")
+        formats.export(checkpoint, tmp_path / f"net{format.suffix}", name)
         networks.append([str(tmp_path / f"net{format.suffix}")])
     for network in networks if WHOLE else networks[:2]:  # tests/exporting/test_export.py has the scores of them all
         found = predictions(*network, str(folder), "--top", "2")

@@ -125,10 +125,10 @@ def test_a_transformer_of_experts(strategy: str, precision: str, digits: list[st
 
 
 def assert_tests_alike(run: Path) -> None:
-    """Checks that cifar-zero evaluate finds the test loss of the run's own test."""
+    """Checks that cifar-zero evaluate finds about the test loss of the run's own test, in float32."""
     done = run_program("evaluate", str(run))
     assert_ok(done)
-    assert float(done.stdout.split("test loss")[1]) == pytest.approx(metrics_of(run)["test/loss"], abs=1e-3)
+    assert float(done.stdout.split("test loss")[1]) == pytest.approx(metrics_of(run)["test/loss"], rel=0.02)
 
 
 COMPILED = [

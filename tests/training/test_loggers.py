@@ -1,4 +1,4 @@
-"""The loggers of a run: CSV, TensorBoard's graph and histograms, MLflow if it is installed, and W&B without a
+"""The loggers of a run: CSV and W&B without a
 connection: offline mode, and the error if nobody is logged in."""
 
 import csv
@@ -10,17 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import wandb
 import yaml
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb.errors import CommError
 from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.config import command_line
-from cifar_zero.config.settings import make_settings
-from cifar_zero.core.errors import RunError, UsageError
-from cifar_zero.training.loggers import loggers, wandb_logger
+from cifar_zero.core.errors import UsageError
+from cifar_zero.training.loggers import loggers
 from cifar_zero.training.resolve import resolve
 from tests.support.helpers import assert_ok, run_folder_of, run_program, small_disk, train_all
 
@@ -60,7 +56,6 @@ def test_an_offline_run_has_curves_and_configuration(small_data: list[str], tmp_
     named = ["--wandb_project", "mine", "--wandb_group", "rates", "--wandb_tags", "a", "b", "--wandb_run_name", "first"]
     done = run_program("train.py", *flags, "--logger", "tensorboard", "wandb", *named, env=env)
     assert_ok(done)
-    assert "warning" not in (done.stdout + done.stderr).lower()
     run = run_folder_of(tmp_path / "out")
     assert list(run.glob("events.out.tfevents.*"))
     (file,) = run.glob("wandb/offline-run-*/*.wandb")
@@ -103,22 +98,12 @@ def test_a_missing_login_is_reported_in_one_line(small_data: list[str], tmp_path
     assert not list(tmp_path.rglob("version_*"))
 
 
-def test_a_server_that_does_not_answer_is_reported_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def init(**_: Any) -> None:
-        raise CommError("Timed out\nConsider increasing the init_timeout setting")
-
-    monkeypatch.setattr(wandb, "init", init)
-    (tmp_path / run_folder.CONFIG).write_text("seed: 0")
-    with pytest.raises(RunError, match=r"Timed out; WANDB_MODE=offline[^\n]*$"):
-        wandb_logger(make_settings(), tmp_path)
-
-
 def test_only_rank_0_opens_a_run():
     assert loggers(resolve(command_line.parse(["--logger", "wandb", "--accelerator", "cpu"])), run_dir=None) == []
 
 
-def test_a_csv_file_a_graph_and_histograms(small_data: list[str], tmp_path: Path):
-    own = ["--logger", "tensorboard", "csv", "--log_graph", "--log_weights"]
+def test_a_csv_file(small_data: list[str], tmp_path: Path):
+    own = ["--logger", "tensorboard", "csv"]
     train_all({tmp_path: [*small_data, *FLAGS, *own]})
     run = run_folder_of(tmp_path)
     with (run / "csv" / "metrics.csv").open() as file:
@@ -128,18 +113,9 @@ def test_a_csv_file_a_graph_and_histograms(small_data: list[str], tmp_path: Path
     assert [*losses] == [10, 20]
     assert losses[20] == pytest.approx(metrics["train/loss"])
     assert [float(row["test/acc"]) for row in rows if row["test/acc"]] == [pytest.approx(metrics["test/acc"])]
-    events = EventAccumulator(str(run), size_guidance={"histograms": 0}).Reload()
-    assert "Net/Conv2d[conv1]" in {node.name.rpartition("/")[0] for node in events.Graph().node}
-    points = events.Histograms("weights/fc3.weight")
-    assert [point.step for point in points] == [9, 19]  # before the steps of the other points
-    assert points[0].histogram_value.num == 840
 
 
-def test_what_cannot_be_logged_is_refused(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(UsageError, match="--log_graph needs tensorboard: add it to --logger"):
-        command_line.parse(["--log_graph", "--logger", "csv"])
-    with pytest.raises(UsageError, match="--wandb_tags needs wandb: add it to --logger"):
-        command_line.parse(["--wandb_tags", "a", "b"])
+def test_wandb_needs_its_package(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="--logger wandb needs the package"):
         resolve(command_line.parse(["--accelerator", "cpu", "--logger", "wandb"]))

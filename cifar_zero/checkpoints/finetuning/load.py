@@ -1,5 +1,8 @@
-"""Reads the weights that a run starts from, compares them with the model and loads them."""
+"""Reads the weights that a run starts from, compares them with the model and loads them; and deltas: safetensors files
+with only what a run has trained, which need the weights that it started from."""
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,10 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cifar_zero.checkpoints.read import RECORD, checked, plain_network, read
+from cifar_zero.checkpoints.finetuning.network import on_meta, trained_names
+from cifar_zero.checkpoints.read import PREFIX, RECORD, checked, network, of_another_version, plain_network, read
 from cifar_zero.checkpoints.safe_load import load
-from cifar_zero.checkpoints.safetensors_file import read_safetensors
+from cifar_zero.checkpoints.safetensors_file import metadata_of, read_safetensors, write_safetensors
+from cifar_zero.config.settings import settings_of
+from cifar_zero.core import plain_data
 from cifar_zero.core.errors import UsageError
+
+BASE, DTYPES, RECIPE = "base", "base_dtypes", "recipe"
+"""Further keys of a delta's metadata: the checksum of the frozen tensors, and two JSON objects, the dtype of each of
+them in the run (DeepSpeed's mixed precision rounds it) and the run's configuration."""
 
 FILE = "weights.txt"  # file in the run folder with all that was loaded, initialised and not used
 LISTED = 4  # maximum number of names of each kind in a line on the console
@@ -43,7 +53,7 @@ def read_plain(file: Path, trust: bool = False) -> dict[str, Tensor]:
     """Returns the weights of a checkpoint of any strategy, a safetensors file or a state_dict, with adapters merged.
     Raises UsageError: it is damaged, of another kind, or would need `trust`."""
     if file.suffix == ".safetensors":
-        return read_safetensors(file)[0]
+        return read_whole(file)[0]
     if file.is_dir():
         return plain_network(read(file, trust))
     content: Any = load(file, trust)
@@ -56,6 +66,15 @@ def read_plain(file: Path, trust: bool = False) -> dict[str, Tensor]:
         if content and all(isinstance(value, Tensor) for value in content.values()):
             return content
     raise UsageError(f"{file} holds no weights: it must be a checkpoint, a safetensors file or a dict of tensors")
+
+
+def read_whole(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Returns weights and metadata of a safetensors file. Raises UsageError: it is damaged, or a delta."""
+    weights, metadata = read_safetensors(file)
+    if BASE in metadata:
+        how = f"give its base too, as in cifar-zero train --weights BASE --delta {file}"
+        raise UsageError(f"{file} holds only what was trained: {how}")
+    return weights, metadata
 
 
 def match(net: nn.Module, weights: Mapping[str, Tensor], file: str) -> Match:
@@ -90,3 +109,60 @@ def _with_shape(name: str, tensor: Tensor) -> str:
 def _few(names: list[str]) -> str:
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return ", ".join(names[:LISTED]) + more
+
+
+def write_delta(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[str]:
+    """Writes a delta of a checkpoint and returns the names of its weights. Raises UsageError: the run froze nothing, or
+    the checkpoint is not of cifar-zero train. Raises OSError: it cannot be written."""
+    metadata = metadata_of(checkpoint, name)
+    record = checkpoint[RECORD]
+    recipe = settings_of(record["config"]).recipe
+    trained = trained_names(on_meta(recipe.model, len(record["classes"]), recipe.trainable, recipe.lora))
+    weights = network(checkpoint)
+    base = {key: value for key, value in weights.items() if key not in trained}
+    if not base:
+        raise UsageError(f"--to delta: the run of {name} trained all of its weights, use --to safetensors")
+    metadata |= {
+        BASE: checksum(base),
+        DTYPES: json.dumps({key: str(value.dtype).removeprefix("torch.") for key, value in base.items()}),
+        RECIPE: json.dumps(record["config"]),
+    }
+    own = {key: value for key, value in weights.items() if key in trained}
+    write_safetensors(own, output, metadata)
+    return [*own]
+
+
+def apply_delta(base: Path, delta: Path, trust: bool = False) -> dict[str, Any]:
+    """Returns the checkpoint of a delta and of what its run started from, bit for bit, as `read.read` would, without
+    what is needed to resume. Raises UsageError: one of them is damaged, or they do not belong together."""
+    trained, metadata = read_safetensors(delta)
+    if BASE not in metadata:
+        raise UsageError(f"--delta {delta} was not written by cifar-zero export --to delta")
+    try:
+        said = {key: plain_data.parse_json(metadata[key], key) for key in (DTYPES, RECIPE, "classes")}
+        dtypes = {name: getattr(torch, dtype) for name, dtype in said[DTYPES].items()}
+        if not all(isinstance(dtype, torch.dtype) for dtype in dtypes.values()):
+            raise TypeError(f"{DTYPES} names something else than a dtype")
+        record = {"config": said[RECIPE], "classes": said["classes"]}
+        step = int(metadata["step"])
+    except (AttributeError, KeyError, TypeError, UsageError, ValueError) as error:
+        raise of_another_version(f"--delta {delta}", error) from error
+    weights = read_plain(base, trust)
+    missing = [name for name in dtypes if name not in weights]
+    if missing:
+        raise UsageError(f"--delta {delta} has another base than {base}, which has no {missing[0]}")
+    frozen = {name: weights[name].to(dtype) for name, dtype in dtypes.items()}
+    if checksum(frozen) != metadata[BASE]:
+        raise UsageError(f"--delta {delta} has another base than {base}: the checksums of their weights differ")
+    state = {PREFIX + name: value for name, value in {**frozen, **trained}.items()}
+    return checked({"state_dict": state, "global_step": step, RECORD: record}, f"--delta {delta}")
+
+
+def checksum(weights: Mapping[str, Tensor]) -> str:
+    """Returns the SHA-256 of names, dtypes, shapes and values, in the order of the names."""
+    found = hashlib.sha256()
+    for name in sorted(weights):
+        value = weights[name].detach().cpu().contiguous()
+        found.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        found.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()

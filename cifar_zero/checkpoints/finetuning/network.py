@@ -79,6 +79,16 @@ def check_patterns(net: nn.Module, trainable: Sequence[str], ep_size: int) -> No
                 raise UsageError(f"--trainable: --model.ep_size {ep_size} needs all experts or none, as in {name}")
 
 
+def trained_names(net: nn.Module) -> set[str]:
+    """Returns the names of what training changes: parameters that are not frozen, and the buffers of their layers."""
+    found: set[str] = set()
+    for prefix, module in net.named_modules():
+        trained = [name for name, own in module.named_parameters(recurse=False) if own.requires_grad]
+        buffers = [name for name, _ in module.named_buffers(recurse=False)] if trained else []
+        found |= {f"{prefix}.{name}".removeprefix(".") for name in (*trained, *buffers)}
+    return found
+
+
 def freeze_statistics(net: nn.Module) -> None:
     """Makes the `frozen_batch_norms` batch norms keep their statistics, as torchvision's FrozenBatchNorm2d does."""
     for norm in frozen_batch_norms(net):

@@ -2,7 +2,6 @@
 last.ckpt, the newest state of a run."""
 
 import random
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from cifar_zero.config.settings import tree_of
 from cifar_zero.core.console import say
 from cifar_zero.launch.collectives import gather
 from cifar_zero.strategies import hooks_of
-from cifar_zero.training.callbacks.stop import Agreement
 
 SCHEMA = 2  # version of the record, 2 with the identity of the images
 
@@ -70,18 +68,15 @@ class Resume(Callback):
 class LastCheckpoint(Checkpoint):
     """Saves at the end of each epoch, and after the last step if --max_steps or Ctrl-C ends the training in mid-epoch.
     ModelCheckpoint(save_last=True) does not (Lightning 2.6.6): it saves the last state only together with a best one.
-    Rank 0 broadcasts its path. It also saves in mid-epoch: every so many `steps`, or `minutes` of training after a
-    save; 0 switches either off."""
+    Rank 0 broadcasts its path. It also saves in mid-epoch, every so many `steps`; 0 switches that off."""
 
-    def __init__(self, path: Path | None, steps: int = 0, minutes: float = 0.0):
-        self._path, self._steps, self._seconds = path, steps, 60 * minutes
-        self._saved_step, self._saved_at = 0, 0.0
-        self._agreement = Agreement()
+    def __init__(self, path: Path | None, steps: int = 0):
+        self._path, self._steps, self._saved_step = path, steps, 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Broadcasts the path; the resumed checkpoint is not saved again."""
         self._path = trainer.strategy.broadcast(self._path)
-        self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
+        self._saved_step = trainer.global_step
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._save(trainer)
@@ -90,15 +85,13 @@ class LastCheckpoint(Checkpoint):
         """Saves after the last step or when it is time; at the end of the training the epoch would count as done."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches or trainer.is_last_batch:
             return
-        is_late = time.monotonic() - self._saved_at >= self._seconds
-        is_time = self._seconds and self._agreement.reached(trainer, is_late)
-        is_time = is_time or (self._steps and trainer.global_step % self._steps == 0)
+        is_time = self._steps and trainer.global_step % self._steps == 0
         if is_time or trainer.should_stop or trainer.global_step == trainer.max_steps:
             self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:
         if self._path is not None and trainer.global_step > self._saved_step:
-            self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
+            self._saved_step = trainer.global_step
             trainer.save_checkpoint(self._path, weights_only=False)
 
 

@@ -63,12 +63,11 @@ class TrainingCurves(IntervalCallback):
 
     def __init__(self, writes_losses: bool = True):
         # Of the newest point: train/loss, the mean over the micro-batches of its interval and over all ranks;
-        # train/grad_norm; train/learning_rate; train/epoch, passes over the training images; this rank's losses.
+        # train/learning_rate; train/epoch, passes over the training images; the loss of each of its micro-batches.
         self.last_loss: float | None = None
-        self.last_gradient_norm: float | None = None
         self.last_learning_rate: float | None = None
         self.last_epoch = 0.0
-        self.logged_losses: Tensor | None = None
+        self.point_losses: list[float] = []
         self.losses: list[Tensor] = []  # of each micro-batch since the newest point, on the device
         self._writes_losses = writes_losses
         self._learning_rate: float | None = None
@@ -97,10 +96,7 @@ class TrainingCurves(IntervalCallback):
         super().on_train_batch_end(trainer, pl_module)
 
     def _log(self, trainer: Trainer) -> None:
-        # Lightning (2.6.6) hands out the loss divided by accumulate_grad_batches, under DeepSpeed too.
-        self.logged_losses = torch.stack(self.losses) * trainer.accumulate_grad_batches
-        # It reduces in place, and this rank's own losses are needed too.
-        losses = trainer.strategy.reduce(self.logged_losses.clone(), reduce_op="mean").tolist()
+        losses = self.point_losses = self.reduced_losses(trainer)
         self.last_loss = sum(losses) / len(losses)
         step, parts = trainer.global_step, trainer.accumulate_grad_batches
         steps = [sum(each) / parts for each in zip(*[iter(losses)] * parts, strict=False)]
@@ -110,15 +106,19 @@ class TrainingCurves(IntervalCallback):
         scalars = {"train/loss": self.last_loss, "train/epoch": self.last_epoch, "train/global_step": step}
         if self._learning_rate is not None:  # unknown if the run was stopped at a step that nobody could foresee
             scalars["train/learning_rate"] = self.last_learning_rate = self._learning_rate
-            if self._gradient_norm is None:
-                self.last_gradient_norm = hooks_of(trainer.strategy).step_gradient_norm()
-            else:
-                self.last_gradient_norm = self._gradient_norm.item()
-            if self.last_gradient_norm is not None:
-                scalars["train/grad_norm"] = self.last_gradient_norm
+            norm = self._gradient_norm
+            scalar = hooks_of(trainer.strategy).step_gradient_norm() if norm is None else norm.item()
+            if scalar is not None:
+                scalars["train/grad_norm"] = scalar
         log_scalars(trainer, scalars)
         self.losses = []
         self._learning_rate = self._gradient_norm = None
+
+    def reduced_losses(self, trainer: Trainer) -> list[float]:
+        """Returns the loss of each micro-batch since the newest point, the mean over all ranks, which must call it."""
+        # Lightning (2.6.6) hands out the loss divided by accumulate_grad_batches, under DeepSpeed too.
+        own = torch.stack(self.losses) * trainer.accumulate_grad_batches
+        return trainer.strategy.reduce(own, reduce_op="mean").tolist()
 
     def _write(self, trainer: Trainer, text: str, mode: str = "a") -> None:
         """Adds to losses.csv. After the first error it stays as it is, without a gap."""
@@ -134,34 +134,17 @@ class TrainingCurves(IntervalCallback):
 
 
 class GradientLogger(IntervalCallback):
-    """`--log_gradients`, `--log_weights`: the norm of each gradient before clipping, and TensorBoard's histograms."""
-
-    def __init__(self, log_gradients: bool, log_weights: bool):
-        self._log_gradients, self._log_weights = log_gradients, log_weights
+    """`--log_gradients`: the norm of each gradient before clipping, and TensorBoard's histograms."""
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Logs a step if a point is due; every rank takes part."""
         hooks = hooks_of(trainer.strategy)
         if not self.is_point(trainer, trainer.global_step + 1) or not hooks.ends_step():
             return
-        if self._log_gradients:
-            gradients = hooks.gradients(pl_module)
-            norms = {f"grad_norm/{plain(name)}": gradient.norm().item() for name, gradient in gradients.items()}
-            log_scalars(trainer, norms)
-            log_histograms(trainer, "gradients", gradients)
-        if self._log_weights:
-            log_histograms(trainer, "weights", hooks.weights(pl_module))
-
-
-def log_histograms(trainer: Trainer, kind: str, tensors: Mapping[str, Tensor]) -> None:
-    """Adds the histogram of each tensor to TensorBoard, as <kind>/<name>."""
-    for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger):
-            for name, tensor in tensors.items():
-                point = f"{kind}/{plain(name)}", tensor, trainer.global_step
-                write_to(logger, partial(logger.experiment.add_histogram, *point))
-
-
-def plain(name: str) -> str:
-    """Returns the name of a module's parameter in its model."""
-    return name.removeprefix("net.")
+        gradients = {name.removeprefix("net."): gradient for name, gradient in hooks.gradients(pl_module).items()}
+        log_scalars(trainer, {f"grad_norm/{name}": gradient.norm().item() for name, gradient in gradients.items()})
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                for name, gradient in gradients.items():
+                    point = f"gradients/{name}", gradient, trainer.global_step
+                    write_to(logger, partial(logger.experiment.add_histogram, *point))

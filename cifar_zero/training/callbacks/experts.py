@@ -1,4 +1,4 @@
-"""How a model's mixtures of experts distribute their tokens: curves of a training, and a figure of a test."""
+"""How a model's mixtures of experts distribute their tokens: curves of a training."""
 
 import math
 from collections.abc import Sequence
@@ -10,9 +10,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from cifar_zero.models.moe import Gate, Routing, gates
-from cifar_zero.reports.figures import expert_figure
 from cifar_zero.training.callbacks.curves import IntervalCallback, log_scalars
-from cifar_zero.training.callbacks.figures import write_figure
 
 
 @dataclass
@@ -25,13 +23,12 @@ class Seen:
 
 
 class Experts(IntervalCallback):
-    """Writes the moe/* curves, and experts.png of a test. Between two points it only keeps references to tensors that
+    """Writes the moe/* curves. Between two points it only keeps references to tensors that
     the gates already have on the device."""
 
     def __init__(self) -> None:
         self._gates: Sequence[Gate] = ()
         self._seen: list[Seen] = []
-        self._test_counts: list[Tensor] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
@@ -46,21 +43,6 @@ class Experts(IntervalCallback):
             seen.load_balance_losses.append(routing.load_balance_loss.detach())
             seen.newest = routing
         super().on_train_batch_end(trainer, *arguments)
-
-    def on_test_start(self, trainer: Trainer, pl_module: Any) -> None:
-        shapes = [(pl_module.num_classes, gate.num_experts) for gate in gates(pl_module.net)]
-        self._test_counts = [torch.zeros(shape, dtype=torch.int64, device=pl_module.device) for shape in shapes]
-
-    def on_test_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
-        for gate, counts in zip(gates(pl_module.net), self._test_counts, strict=True):
-            assert gate.routing is not None
-            counts += experts_of_classes(batch[1], gate.routing.experts, *counts.shape)
-
-    def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
-        counts = [trainer.strategy.reduce(each, reduce_op="sum").cpu().numpy() for each in self._test_counts]
-        if trainer.is_global_zero:
-            class_names = trainer.datamodule.classes  # pyright: ignore[reportAttributeAccessIssue]
-            write_figure(trainer, expert_figure(counts, class_names), "experts")
 
     def _log(self, trainer: Trainer) -> None:
         # One reduction and one copy to the host for all curves of all mixtures.
@@ -82,14 +64,6 @@ class Experts(IntervalCallback):
             scalars[f"moe/gate_entropy/mixture_{number}"] = entropy / trainer.world_size
         log_scalars(trainer, scalars)
         self._seen = [Seen() for _ in self._gates]
-
-
-def experts_of_classes(labels: Tensor, experts: Tensor, num_classes: int, num_experts: int) -> Tensor:
-    """Returns how many tokens of the images of each class went to each expert, int64 (num_classes, num_experts). Labels
-    (N,) are negative for padding. `experts` (k, S): see `Routing`; the tokens of an image are next to each other."""
-    of_tokens = labels.repeat_interleave(experts.shape[1] // len(labels)).expand_as(experts)
-    pairs = (of_tokens * num_experts + experts)[(of_tokens >= 0) & (experts >= 0)]
-    return pairs.bincount(minlength=num_classes * num_experts).view(num_classes, num_experts)
 
 
 def _summed(seen: Seen) -> Tensor:

@@ -1,10 +1,9 @@
-"""The figures of a test: confusion matrix, most confident mistakes, ROC and precision-recall curves, calibration."""
+"""The figures of a test: confusion matrix, most confident mistakes, ROC and precision-recall curves."""
 
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
@@ -13,20 +12,16 @@ from torch import Tensor
 
 from cifar_zero.checkpoints.io import attempt
 from cifar_zero.config.recipe import Inputs
-from cifar_zero.data.augment import spread
 from cifar_zero.launch.collectives import gather
 from cifar_zero.reports.figures import (
     MISTAKE_COLUMNS,
     MISTAKE_ROWS,
-    calibration_figure,
     confusion_figure,
+    curve_figure,
     mistakes_figure,
-    precision_recall_figure,
-    roc_figure,
 )
 from cifar_zero.strategies import hooks_of
 from cifar_zero.training.loggers import write_to
-from cifar_zero.training.metrics import calibration_error
 
 SHOWN = MISTAKE_ROWS * MISTAKE_COLUMNS  # mistakes that the figure has room for, and that are kept
 
@@ -51,23 +46,22 @@ class TestFigures(Callback):
         assert self._mistakes is not None
         of_each_rank = gather(tuple(part.cpu() for part in self._mistakes), hooks_of(trainer.strategy).data_group())
         tested = pl_module.test_metrics  # every rank calls it: it adds up the ranks' counts
-        counts, bins = tested.confusion.compute(), tested.calibration.compute().cpu()
-        per_class, roc, precision_recall = tested.per_class(), tested.roc(), tested.precision_recall()
+        counts, per_class = tested.confusion.compute().cpu().numpy(), tested.per_class()
+        false_alarms, hits, _ = tested.roc.compute()
+        precisions, recalls, _ = tested.precision_recall.compute()
         if not trainer.is_global_zero:
             return
         names = trainer.datamodule.classes  # pyright: ignore[reportAttributeAccessIssue]
         confidence, images, true, predicted = merge(of_each_rank)  # pyright: ignore[reportArgumentType]
-        mistakes = as_pixels(images, pl_module.inputs), true.numpy(), predicted.numpy(), confidence.numpy()
-        averages = per_class["average_precision"].numpy()
-        figures = {
-            "confusion_matrix": confusion_figure(counts.cpu().numpy(), names),
-            "mistakes": mistakes_figure(*mistakes, names),
-            "roc": roc_figure(roc, per_class["auroc"].numpy(), names),
-            "precision_recall": precision_recall_figure(precision_recall, averages, names),
-            "calibration": calibration_figure(bins.numpy(), calibration_error(bins)),
-        }
-        for name, figure in figures.items():
-            write_figure(trainer, figure, name, "most_confident_mistakes" if name == "mistakes" else name)
+        mistakes = as_pixels(images, pl_module.inputs).numpy(), true.numpy(), predicted.numpy(), confidence.numpy()
+        roc, precision_recall = [*zip(false_alarms, hits, strict=True)], [*zip(recalls, precisions, strict=True)]
+        rates = ["false positive rate", "true positive rate"]
+        averages = per_class["average_precision"]
+        _write(trainer, confusion_figure(counts, names), "confusion_matrix")
+        _write(trainer, mistakes_figure(*mistakes, names), "mistakes")
+        _write(trainer, curve_figure(roc, per_class["auroc"], names, "AUROC", rates), "roc")
+        figure = curve_figure(precision_recall, averages, names, "average precision", ["recall", "precision"])
+        _write(trainer, figure, "precision_recall")
 
 
 def surest_mistakes(scores: Tensor, images: Tensor, labels: Tensor) -> Mistakes:
@@ -85,19 +79,18 @@ def merge(found: list[Mistakes]) -> Mistakes:
     return confidence[surest], images[surest], true[surest], predicted[surest]
 
 
-def as_pixels(images: Tensor, inputs: Inputs) -> np.ndarray:
-    """Returns uint8 pixels, on the CPU, of images (n, 3, H, W) that may be normalised."""
-    if images.is_floating_point():
-        images = images.float() * spread(inputs.std, images) + spread(inputs.mean, images)
-        images = (images * 255).round().clamp(0, 255).to(torch.uint8)
-    return images.numpy()
+def as_pixels(images: Tensor, inputs: Inputs) -> Tensor:
+    """Returns uint8 pixels of images (n, 3, H, W) that may be normalised."""
+    if not images.is_floating_point():
+        return images
+    mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (inputs.mean, inputs.std))
+    return (255 * (images.float() * std + mean)).round().clamp(0, 255).to(torch.uint8)
 
 
-def write_figure(trainer: Trainer, figure: Figure, name: str, tag: str = "") -> None:
-    """Saves <name>.png in the run folder, and adds it to the loggers that can show images as figures/<tag or name>."""
-    file, tag = Path(trainer.default_root_dir) / f"{name}.png", f"figures/{tag or name}"
-    figure.set_dpi(120)
-    if not attempt(lambda: figure.savefig(file), file):
+def _write(trainer: Trainer, figure: Figure, name: str) -> None:
+    """Saves <name>.png in the run folder, and adds it to the loggers that can show images as figures/<name>."""
+    file, tag = Path(trainer.default_root_dir) / f"{name}.png", f"figures/{name}"
+    if not attempt(lambda: figure.savefig(file, dpi=120), file):
         return
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):

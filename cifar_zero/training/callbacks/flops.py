@@ -17,7 +17,6 @@ from lightning.fabric.utilities.throughput import measure_flops
 from cifar_zero.checkpoints.finetuning.network import NO_LORA, build
 from cifar_zero.config.recipe import Choice, LoRAConfig
 from cifar_zero.models import IMAGE_SHAPE, MODELS, UserModel
-from cifar_zero.models.activation_checkpointing import checkpoint_blocks
 
 
 def training_flops(
@@ -27,16 +26,13 @@ def training_flops(
     trainable: Sequence[str] = (),
     lora: LoRAConfig = NO_LORA,
     side: int = IMAGE_SHAPE[1],
-    activation_checkpointing: bool = False,
 ) -> int:
     """Returns the FLOPs of a forward and backward pass of images of `side` pixels, two for each multiply-add. Counts
-    matrix products and convolutions, as torch's FlopCounterMode does. With `activation_checkpointing` the recomputation
-    is included. Raises UsageError: activation checkpointing of a model without blocks."""
+    matrix products and convolutions, as torch's FlopCounterMode does. What activation checkpointing
+    recomputes is not included."""
 
     def count() -> int:
         net = build(model, num_classes, trainable, lora)
-        if activation_checkpointing:
-            checkpoint_blocks(net)
         images = torch.zeros(batch_size, IMAGE_SHAPE[0], side, side)
         return measure_flops(net, lambda: net(images), torch.Tensor.sum)
 

@@ -1,31 +1,26 @@
 """The results of a run: the contents of metrics.json, read from the trainer, its callbacks and DeepSpeed's engine."""
 
 import json
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.finetuning.network import on_meta
 from cifar_zero.checkpoints.io import attempt, failure_of
-from cifar_zero.config.settings import Settings, flat
-from cifar_zero.core.console import command
+from cifar_zero.config.run import Run
+from cifar_zero.config.settings import Settings
 from cifar_zero.core.hardware import cpu_name
-from cifar_zero.reports.summary import MEASURED, card, metrics_json, print_summary, write_json
+from cifar_zero.reports.summary import metrics_json, print_summary, write_json
 from cifar_zero.strategies import hooks_of
 from cifar_zero.strategies.mesh import MeshStrategy
 from cifar_zero.training.callbacks.curves import TrainingCurves
 from cifar_zero.training.callbacks.memory import Memory
 from cifar_zero.training.callbacks.throughput import Throughput
-from cifar_zero.training.loggers import show_result, write_to
-
-HPARAMS = ("strategy", "world_size", "batch_size", "model", "accumulate", "precision", "dataset", "seed")
-"""Keys of metrics.json that TensorBoard's HPARAMS table shows as settings of a run."""
+from cifar_zero.training.loggers import log_results, write_to
 
 
 class EngineInfo(Callback):
@@ -71,7 +66,6 @@ def collect(trainer: Trainer, module: Any, datamodule: Any, settings: Settings) 
     recipe, device = settings.recipe, trainer.strategy.root_device
     counted = [*on_meta(recipe.model, module.num_classes, recipe.trainable, recipe.lora).parameters()]
     measured = {
-        **dict.fromkeys(MEASURED),
         "dataset": datamodule.dataset.name,
         "num_train": datamodule.num_train,
         "num_test": datamodule.num_test,
@@ -95,51 +89,32 @@ def collect(trainer: Trainer, module: Any, datamodule: Any, settings: Settings) 
     for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(callback, (TrainingCurves, Throughput, Memory, EngineInfo)):
             measured |= callback.totals
-    warning = "CIFAR-10 is not available: these are the results of the embedded handwritten digits"
-    return metrics_json(measured, fallback=warning if settings.fell_back else "")
+    return metrics_json(measured, settings.fell_back)
 
 
 def test_metrics(module: Any, datamodule: Any) -> dict[str, Any]:
-    """Returns the test/* of metrics.json; None without a test, or for an undefined metric. Every rank calls it."""
-    metrics: dict[str, Any] = {key: None for key in MEASURED if key.startswith("test/")}
+    """Returns the test/* of metrics.json that a run has, none without a test. Every rank calls it."""
+    metrics: dict[str, Any] = {}
     tested = module.test_metrics
     if tested.confusion.update_called:
-        per_class = tested.per_class()
-        metrics |= {f"test/{name}": value for name, value in tested.overall().items()}
-        for name, values in per_class.items():
+        for name, values in tested.per_class().items():
             metrics[f"test/{name}_per_class"] = dict(zip(datamodule.classes, values.tolist(), strict=True))
+        for name, value in tested.overall().items():
+            metrics[f"test/{name}"] = value
     return metrics
 
 
-def report(trainer: Trainer, settings: Settings, metrics: dict[str, Any], run_dir: Path | None) -> str:
+def report(trainer: Trainer, run: Run, metrics: dict[str, Any], run_dir: Path | None) -> str:
     """Writes metrics.json, adds the results to the loggers and prints them, on rank 0, which has a run folder. Returns
     why metrics.json could not be written; empty if it could."""
     if run_dir is None:
         return ""
     file = run_dir / run_folder.METRICS
     failure = failure_of(lambda: write_json(file, metrics))
-    log_results(trainer, settings, metrics)
+    for logger in trainer.loggers:
+        write_to(logger, partial(log_results, logger, run, metrics, trainer.global_step))
     print_summary(metrics, run_dir)
     return f"{file} could not be written: {failure}" if failure else ""
-
-
-def log_results(trainer: Trainer, settings: Settings, metrics: dict[str, Any]) -> None:
-    """Adds the run's command and results to TensorBoard, where HPARAMS compares runs, and all of metrics.json to W&B's
-    summary of the run; only rank 0 has loggers."""
-    options, recipe = flat(settings), settings.recipe
-    shown = {name: options[name] for name in settings.output.hparams}
-    shown |= {name: metrics[name] for name in HPARAMS}
-    shown |= {"lr": recipe.optimizer.options.get("lr"), "optimizer": recipe.optimizer.name}
-    shown["schedule"] = recipe.schedule.name
-    results = {name: metrics[name] for name in ("test/acc", "val/acc", "test/loss", "perf/images_per_second")}
-    results["mem/peak_gb"] = max(metrics["mem/peak_rank_bytes"], default=0) / 1e9
-    known = {name: value for name, value in results.items() if value is not None}
-    for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger):
-            text = card(command(Path(sys.argv[0]).stem, *sys.argv[1:]), metrics)
-            write_to(logger, partial(show_result, logger, text, shown, known, trainer.global_step))
-        elif isinstance(logger, WandbLogger):
-            write_to(logger, partial(logger.experiment.summary.update, metrics))
 
 
 def _compute_dtype(trainer: Trainer, parameters: torch.dtype) -> torch.dtype:

@@ -26,7 +26,7 @@ from cifar_zero.training import fast_loop
 from cifar_zero.training.callbacks.curves import TrainingCurves
 from cifar_zero.training.callbacks.flops import training_flops
 from cifar_zero.training.callbacks.memory import Memory
-from cifar_zero.training.callbacks.progress import Progress
+from cifar_zero.training.callbacks.progress import ProgressLines
 from cifar_zero.training.callbacks.summary import EngineInfo
 from cifar_zero.training.callbacks.throughput import Throughput
 
@@ -128,8 +128,8 @@ def fit(tmp_path: Path) -> Callable[..., Run]:
         curves = TrainingCurves()
         flops = training_flops(settings.recipe.model, len(CLASSES), settings.recipe.batch_size)
         settings = settings.changed(warmup_steps=warmup_steps)
-        progress = Progress(settings.recipe.batch_size, curves)
-        observers = [curves, Memory(), EngineInfo(), progress, Throughput(settings, flops, on_point=progress.line)]
+        throughput = Throughput(settings, flops)
+        observers = [curves, Memory(), EngineInfo(), throughput, ProgressLines(curves, throughput)]
         trainer = Trainer(
             accelerator="cpu",
             devices=1,
@@ -143,9 +143,8 @@ def fit(tmp_path: Path) -> Callable[..., Run]:
             default_root_dir=folder,
             use_distributed_sampler=False,
             enable_model_summary=False,
-            enable_progress_bar=False,
             num_sanity_val_steps=0,
-            **{"enable_checkpointing": False, **options},
+            **{"enable_checkpointing": False, "enable_progress_bar": False, **options},
         )
         module = module_class(settings, len(CLASSES))
         datamodule = RandomImages(num_train, settings.recipe.batch_size, settings.placement.accumulate, change)

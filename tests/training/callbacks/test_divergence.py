@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from torch import Tensor
 
 from cifar_zero.config.settings import make_settings
@@ -31,18 +30,8 @@ def test_the_step_is_named_at_any_log_interval(fit: Callable[..., Any], log_inte
     """A step has two micro-batches: micro-batch 9 is the first of step 5. From then on the weights are NaN too."""
     config = make_settings(epochs=1, batch_size=4, accumulate=2, log_interval=log_interval)
     curves = TrainingCurves(writes_losses=False)
-    with pytest.raises(RunError, match=r"from step 5 on \(epoch 1, learning rate 0.001"):
+    with pytest.raises(RunError, match=r"from step 5 on: lower"):
         fit(config, 48, curves, Divergence(curves), change=Poison(9))
-
-
-def test_the_learning_rate_is_the_one_that_was_lowered(fit: Callable[..., Any]):
-    class Lowered(Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            trainer.optimizers[0].param_groups[0]["lr"] = 0.0001
-
-    curves = TrainingCurves(writes_losses=False)
-    with pytest.raises(RunError, match=r"learning rate 0\.0001\b"):
-        fit(make_settings(epochs=1, batch_size=4), 48, curves, Divergence(curves), Lowered(), change=Poison(9))
 
 
 def test_no_checkpoint_is_written_after_divergence(fit: Callable[..., Any], tmp_path: Path):
@@ -56,22 +45,11 @@ def test_no_checkpoint_is_written_after_divergence(fit: Callable[..., Any], tmp_
     assert [path.stem for path in sorted((tmp_path / "kept").iterdir())] == ["epoch=0-step=1", "epoch=0-step=2"]
 
 
-def test_skip_skips_the_micro_batch(fit: Callable[..., Any], capsys: pytest.CaptureFixture[str]):
-    curves = TrainingCurves(writes_losses=False)
-    config = make_settings(epochs=1, batch_size=4, log_interval=1, on_nan="skip")
-    run = fit(config, 48, curves, Divergence(curves), change=Poison(3))
-    assert run.module.skipped == 1
-    assert all(parameter.isfinite().all() for parameter in run.module.parameters())
-    losses = {event.step: event.value for event in run.events.Scalars("train/loss")}
-    assert losses[3] == 0
-    assert losses[4] > 1
-
-
 @pytest.mark.parametrize(
     ("rate", "held_out", "message", "saved"),
     [
-        ("1e30", "0.1", "error: the loss of the validation after step 1 is NaN or infinite (", []),
-        ("1e30", "0", "error: the loss of the test after step 1 is NaN or infinite (", ["last.ckpt"]),
+        ("1e30", "0.1", "error: the loss of the validation after step 1 is NaN or infinite: lower", []),
+        ("1e30", "0", "error: the loss of the test after step 1 is NaN or infinite: lower", ["last.ckpt"]),
     ],
 )
 def test_the_last_update_diverges(
@@ -96,5 +74,5 @@ def test_infinite_weights_are_not_saved(strategy: str, ranks: int, small_data: l
     flags += ["--optimizer.lr", "1e38", "--optimizer.weight_decay", "1e30", "--out", str(tmp_path)]
     done = run_program("train.py", *flags, "--strategy", strategy, "--devices", str(ranks), "--accelerator", "cpu")
     assert done.returncode == 1, done.stderr[-2000:]
-    assert "error: weights are NaN or infinite after step 1 (" in done.stderr
+    assert "error: weights are NaN or infinite after step 1: lower" in done.stderr
     assert [*run_folder_of(tmp_path).glob("checkpoints/*")] == []

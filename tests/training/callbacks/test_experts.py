@@ -11,9 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from cifar_zero.config.recipe import Choice
 from cifar_zero.config.settings import Settings, make_settings
 from cifar_zero.models.moe import Routing, gates
-from cifar_zero.reports.figures import expert_figure
-from cifar_zero.training.callbacks import experts
-from cifar_zero.training.callbacks.experts import Experts, experts_of_classes
+from cifar_zero.training.callbacks.experts import Experts
 from tests.support.helpers import run_folder_of, train_all
 
 Fit = Callable[..., Any]
@@ -89,61 +87,6 @@ def test_the_last_point_of_a_run_that_is_stopped_early_is_that_of_the_training(f
         assert entropy[6] == pytest.approx(share_of_largest_entropy(routing), rel=1e-6)
 
 
-def test_the_experts_of_each_class_of_the_test(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compares with all test images in one pass."""
-    drawn: dict[str, Any] = {}
-
-    def keep(counts: Any, class_names: Any) -> Any:
-        drawn["counts"] = counts
-        return expert_figure(counts, class_names)
-
-    monkeypatch.setattr(experts, "expert_figure", keep)
-    run = fit(config(top_k=2), 32, Experts())
-    run.trainer.test(run.module, datamodule=run.datamodule, verbose=False)
-
-    images, labels = run.datamodule.test_images[:-1], run.datamodule.test_labels[:-1]  # without the padding
-    with torch.no_grad():
-        run.module.eval()(images)
-    for routing, counts in zip(routings(run.module), drawn["counts"], strict=True):
-        expected = np.zeros_like(counts)
-        for choice in routing.experts:
-            np.add.at(expected, (labels.numpy(), choice.numpy()), 1)
-        assert np.array_equal(counts, expected)
-        assert counts.sum(axis=1).tolist() == (2 * labels.bincount(minlength=10)).tolist()
-
-    assert (run.folder / "experts.png").read_bytes().startswith(b"\x89PNG")
-    assert "figures/experts" in run.read().events.Tags()["images"]
-
-
-def test_tokens_count_for_the_class_of_their_image() -> None:
-    """Three tokens per image, one of which is dropped; the second image is padding."""
-    labels = torch.tensor([1, -1, 0])
-    sent_to = torch.tensor([[0, 1, 1, 0, 0, 0, 1, 1, 1], [1, -1, 0, 1, 1, 1, 0, 0, 0]])
-    counts = experts_of_classes(labels, sent_to, num_classes=3, num_experts=2)
-    assert counts.tolist() == [[3, 3], [2, 3], [0, 0]]
-
-
-def test_panels_show_shares_of_each_class() -> None:
-    counts = [np.array([[3, 1], [0, 0], [0, 8]]), np.array([[1, 2, 1], [0, 0, 0], [4, 0, 4]])]
-    names = ["bird", "cat", "dog"]
-    panels = expert_figure(counts, names).axes[:2]
-    assert [axes.get_title() for axes in panels] == ["mixture 0: 2 experts", "mixture 1: 3 experts"]
-    assert np.array_equal(np.asarray(panels[0].images[0].get_array()), [[0.75, 0.25], [0, 0], [0, 1]])
-    written = [{text.get_position()[::-1]: text.get_text() for text in axes.texts} for axes in panels]
-    assert written[0] == {(0, 0): "75", (0, 1): "25", (2, 1): "100"}
-    assert written[1] == {(0, 0): "25", (0, 1): "50", (0, 2): "25", (2, 0): "50", (2, 2): "50"}
-    assert [label.get_text() for label in panels[0].get_yticklabels()] == names
-
-
-def test_many_panels_and_classes() -> None:
-    counts = [np.ones((100, num_experts), dtype=np.int64) for num_experts in (2, 2, 4, 4, 8, 16, 16)]
-    figure = expert_figure(counts, [f"class {label}" for label in range(100)])
-    panels = [axes for axes in figure.axes if axes.get_title()]
-    assert [axes.get_title().split()[2] for axes in panels] == ["2", "2", "4", "4", "8", "16", "16"]
-    assert not any(axes.texts or axes.get_yticklabels() for axes in panels)
-    assert figure.get_size_inches()[0] < 20
-
-
 @pytest.mark.distributed
 def test_two_ranks_count_all_tokens(small_data: list[str], tmp_path: Path) -> None:
     options = ["--model", "net_moe", "--model.num_experts", "[2]", "--model.capacity_factor", "2"]
@@ -161,4 +104,3 @@ def test_two_ranks_count_all_tokens(small_data: list[str], tmp_path: Path) -> No
     assert values("dropped/mixture_0") == [0, 0]
     assert values("load_balance_loss/mixture_0") == pytest.approx([1, 1], abs=0.2)
     assert values("gate_entropy/mixture_0") == pytest.approx([1, 1], abs=0.2)
-    assert (folder / "experts.png").exists()

@@ -1,0 +1,134 @@
+"""A delta file holds only the trained weights; with its base, every program reads the whole model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from cifar_zero import models
+from cifar_zero.checkpoints.finetuning.load import apply_delta, load_full_weights, read_plain
+from cifar_zero.checkpoints.finetuning.network import build
+from cifar_zero.checkpoints.read import RECORD, plain_network
+from cifar_zero.config import command_line
+from cifar_zero.config.recipe import Choice, LoRAConfig
+from cifar_zero.config.settings import Settings, make_settings, tree_of
+from cifar_zero.core.errors import UsageError
+from cifar_zero.exporting import export, formats
+from cifar_zero.training import evaluate
+
+FLAGS = ["--lora.rank", "2", "--lora.target", "fc1", "--trainable", "fc3.*", "--accelerator", "cpu"]
+TRAINED = {"fc1.lora_a", "fc1.lora_b", "fc3.weight", "fc3.bias"}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    torch.manual_seed(1)
+    torch.save(models.build("net", 10).state_dict(), tmp_path / "base.pt")
+    return tmp_path / "base.pt"
+
+
+@pytest.fixture
+def checkpoint(base: Path, small_data: list[str], tmp_path: Path) -> Path:
+    """A checkpoint of a run that started from the base; the weights are made up."""
+    config = command_line.parse([*small_data, *FLAGS, "--weights", str(base)])
+    net = build(config.recipe.model, 10, config.recipe.trainable, config.recipe.lora)
+    load_full_weights(net, torch.load(base))
+    with torch.no_grad():
+        for parameter in net.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.1)
+    return saved(tmp_path / "last.ckpt", dict(net.state_dict()), config)
+
+
+def saved(file: Path, weights: dict[str, Tensor], settings: Settings) -> Path:
+    state = {f"net.{name}": value for name, value in weights.items()}
+    record = {"config": tree_of(settings), "classes": [f"class {label}" for label in range(10)]}
+    torch.save({"state_dict": state, RECORD: record, "global_step": 7}, file)
+    return file
+
+
+@pytest.fixture
+def delta(checkpoint: Path, tmp_path: Path) -> Path:
+    formats.export_delta(checkpoint, tmp_path / "last.delta.safetensors")
+    return tmp_path / "last.delta.safetensors"
+
+
+def run(program: object, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["program", *map(str, arguments)])
+    return program.main()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_holds_only_the_trained_weights_and_restores_the_model_bit_for_bit(base: Path, checkpoint: Path, delta: Path):
+    assert load_file(delta).keys() == TRAINED
+    assert delta.stat().st_size < base.stat().st_size / 10
+    expected = torch.load(checkpoint, weights_only=True)["state_dict"]
+    found = apply_delta(base, delta)["state_dict"]
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_the_programs_read_a_delta(
+    base: Path,
+    checkpoint: Path,
+    delta: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    images = torch.rand(3, 3, 32, 32)
+    expected = formats.load(str(checkpoint)).scores(images)
+    assert torch.equal(formats.load(str(base), delta=str(delta)).scores(images), expected)
+    whole = tmp_path / "whole.safetensors"
+    arguments = ("--to", "safetensors", "--output", whole)
+    assert run(export, monkeypatch, base, "--delta", delta, *arguments) == 0
+    assert load_file(whole).keys() == torch.load(base).keys()  # no adapters: a plain model
+    assert torch.equal(formats.load(str(whole)).scores(images), expected)
+    capsys.readouterr()
+    assert run(evaluate, monkeypatch, checkpoint, "--accelerator", "cpu") == 0
+    of_checkpoint = capsys.readouterr().out.splitlines()
+    assert run(evaluate, monkeypatch, base, "--delta", delta, "--accelerator", "cpu") == 0
+    assert capsys.readouterr().out.splitlines()[1:] == of_checkpoint[1:]
+    assert of_checkpoint[-1].startswith("test loss ")
+
+
+def test_belongs_only_to_its_base(base: Path, checkpoint: Path, delta: Path, tmp_path: Path):
+    weights = torch.load(base)
+    torch.save({**weights, "fc3.bias": torch.zeros(10)}, base)  # trained, so that the base's own value does not matter
+    apply_delta(base, delta)
+    torch.save({**weights, "fc1.weight": weights["fc1.weight"] + 1e-6}, base)
+    with pytest.raises(UsageError, match=r"has another base than .* checksums"):
+        apply_delta(base, delta)
+    torch.save(models.build("vit_tiny", 10).state_dict(), base)
+    with pytest.raises(UsageError, match=r"which has no conv1\.weight"):
+        apply_delta(base, delta)
+    with pytest.raises(UsageError, match=f"--weights BASE --delta {delta}"):
+        read_plain(delta)
+    with pytest.raises(UsageError, match=r"was not written by cifar-zero export --to delta"):
+        apply_delta(base, export_of(checkpoint, tmp_path))
+
+
+def export_of(checkpoint: Path, folder: Path) -> Path:
+    formats.export(checkpoint, folder / "net.safetensors", "safetensors")
+    return folder / "net.safetensors"
+
+
+def test_a_run_that_trained_everything_has_no_delta(tmp_path: Path):
+    weights = dict(models.build("net", 10).state_dict())
+    with pytest.raises(UsageError, match="trained all of its weights"):
+        formats.export_delta(saved(tmp_path / "last.ckpt", weights, make_settings()), tmp_path / "d.safetensors")
+
+
+def test_the_weights_of_a_checkpoint_older_than_adapters(tmp_path: Path):
+    weights = dict(models.build("net", 10).state_dict())
+    config = tree_of(make_settings(model=Choice("net")))
+    for key in ("weights", "delta", "trainable", "lora"):
+        del config[key]
+    state = {f"net.{name}": value for name, value in weights.items()}
+    found = plain_network({"state_dict": state, RECORD: {"config": config}})
+    assert all(torch.equal(found[name], value) for name, value in weights.items())
+    assert LoRAConfig() == make_settings().recipe.lora
