@@ -60,6 +60,7 @@ class CIFARModule(LightningModule):
         strategy = None if self._trainer is None else self._trainer.strategy
         load_full_weights(self.net, {**self.starting_weights(), **self._weights}, hooks_of(strategy).write)
         self._weights = {}
+        self.gates = gates(self.net)
         if settings.placement.channels_last and strategy is not None:
             lay_channels_last(self.net, strategy)
         if settings.placement.activation_checkpointing:

@@ -1,4 +1,4 @@
-"""Which releases of DeepSpeed train as plain PyTorch does: `cifar-zero compare --acceptance` with each, as one
+"""Which releases of DeepSpeed compute what plain PyTorch does: `cifar-zero compare --acceptance` with each, as one
 Markdown table.
 
 Each release is installed in a folder of its own, which is put in front of the environment's packages; the environment
@@ -26,7 +26,7 @@ from cifar_zero.reports.summary import write_json
 
 HEADING = "| DeepSpeed | strategies | verdict | first case that fails | upstream |\n|---|---|---|---|---|\n"
 
-KINDS = ("passes", "cannot run", "different")  # Verdicts, the worst last
+KINDS = ("passes", "not judged", "cannot run", "different")  # Verdicts, the worst last
 
 Rows = dict[str, Sequence[str]]  # by strategy: one of KINDS, and the first case that has this verdict, with the reason
 
@@ -38,7 +38,7 @@ def main() -> int:
     add("releases", nargs="+", metavar="RELEASE", help="of DeepSpeed: 0.18.4")
     add("--folder", type=Path, default=Path("comparisons/releases"), help="keeps it all (default: %(default)s)")
     add("--strategies", nargs="+", metavar="NAME", default=[], help="default: all")
-    add("--quick", action="store_true", help="only the most telling cases")
+    add("--quick", action="store_true", help="only the three most telling recipes")
     given = parser.parse_args()
     exits.install()
     given.folder.mkdir(parents=True, exist_ok=True)
@@ -74,15 +74,14 @@ def verdicts(release: str, folder: Path, flags: Sequence[str]) -> Rows:
     rows: Rows = {}
     for strategy in dict.fromkeys(case["strategy"] for case in cases):
         worst = max((case for case in cases if case["strategy"] == strategy), key=lambda case: KINDS.index(kind(case)))
-        case, why = worst["name"].partition(", ")[2], worst["error"] or worst["verdict"]["remark"]
-        rows[strategy] = kind(worst), "" if kind(worst) == "passes" else f"{case}: {why}"
+        rows[strategy] = kind(worst), "" if kind(worst) == "passes" else f"{worst['case']}: {worst['remark']}"
     return rows
 
 
 def kind(case: dict[str, Any]) -> str:
     """Returns which of KINDS a case of comparison.json is."""
-    verdict = case["verdict"]["kind"]
-    return "passes" if verdict in GOOD else "cannot run" if verdict == "not trained" else "different"
+    verdict = case["kind"]
+    return "passes" if verdict in GOOD else "cannot run" if verdict == "not trained" else verdict
 
 
 def installed(release: str, place: Path) -> str:

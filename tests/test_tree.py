@@ -35,6 +35,7 @@ FLOORS = (
     ("data", "launch"),
     ("checkpoints",),
     ("strategies", "reports"),
+    ("step_check",),
     ("training",),
     ("planning",),
     ("train",),

@@ -16,6 +16,7 @@ METRICS = "metrics.json"
 LOSSES = "losses.csv"
 DEEPSPEED_CONFIG = "deepspeed.json"
 RANKS = "ranks.json"
+STEP_CHECK = "step_check.json"
 
 
 def check_writable(out: str, name: str) -> None:

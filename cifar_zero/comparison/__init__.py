@@ -1,5 +1,19 @@
 """Trains one recipe under several strategies, reads the runs back, judges whether they agree, and writes the report."""
 
-from cifar_zero.comparison.recorded.own_module import assert_agrees
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["assert_agrees"]
+from cifar_zero.comparison.own_module import assert_agrees
+
+if TYPE_CHECKING:
+    from cifar_zero.step_check.callback import StepCheck
+
+__all__ = ["StepCheck", "assert_agrees"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports StepCheck, and with it torch and Lightning, when it is asked for: --help of compare is quick."""
+    if name != "StepCheck":
+        raise AttributeError(name)
+    from cifar_zero.step_check.callback import StepCheck
+
+    return StepCheck

@@ -8,21 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.comparison import report
-from cifar_zero.comparison.reading import grouped, load, perturbed_runs
-from cifar_zero.comparison.recorded import own_module
-from cifar_zero.comparison.recorded.cases import RECIPE, plan_cases
-from cifar_zero.comparison.result import Comparison, Run
-from cifar_zero.comparison.trainings import PERTURB, PERTURBED, Planned, Runner, plan, prepare
-from cifar_zero.config import command_line
+from cifar_zero.comparison import own_module, report
+from cifar_zero.comparison.cases import RECIPE, plan_cases
+from cifar_zero.comparison.reading import grouped, load
+from cifar_zero.comparison.result import Comparison
+from cifar_zero.comparison.trainings import Planned, Runner, plan, prepare
 from cifar_zero.config.rules import check_plain_name
 from cifar_zero.core import exits
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import RunError, Stopped, UsageError
 from cifar_zero.core.hardware import gpu_count, this_computer
-from cifar_zero.launch import local_launcher, rank_environment
-from cifar_zero.train import train
-from cifar_zero.training.resolve import resolve
+from cifar_zero.launch import rank_environment
 
 TRAIN_JOBS = "train-jobs"
 """First argument of the ranks that --acceptance starts; the second is the file of their trainings."""
@@ -31,10 +27,11 @@ JOBS = ("cifar_zero", "compare", TRAIN_JOBS)
 """The program of these ranks, see `run_process.start`."""
 
 EPILOG = """\
-exit code: 0 if every variant trained and agrees with the reference (and reaches --min_accuracy), 1 if one did not, 2
-for wrong usage
+Each training is checked in place: at some of its steps, in --acceptance and --module at all, the loss, the gradient,
+the update and the buffers must be those of plain PyTorch from the same weights, images and random numbers.
 
-"%(prog)s perturb" trains one perturbed run, from which --runs learns what rounding alone does to the recipe.
+exit code: 0 if every variant trained and agrees (and reaches --min_accuracy), 1 if one did not or could not be judged,
+2 for wrong usage
 
 examples:
   %(prog)s --strategies baseline deepspeed_stage_1 deepspeed_stage_3_offload --devices 2 --max_steps 500
@@ -42,18 +39,14 @@ examples:
   %(prog)s --acceptance --junit comparisons/acceptance.xml
   %(prog)s --module my_module.py:MyModule --datamodule my_data.py:MyData --module.lr 0.1 --devices 2
   %(prog)s --strategies baseline my_deepspeed.json --junit comparisons/compare.xml
-  %(prog)s perturb --config runs/net-baseline/version_0/config.yaml
-  %(prog)s --runs runs/net-baseline/version_0 runs/net-baseline/version_1 runs/net-deepspeed_stage_2/version_3
+  %(prog)s --runs runs/net-baseline/version_0 runs/net-deepspeed_stage_2/version_3
 """
 
 
 def main() -> int:
     """Compares and prints the verdicts; returns the exit code, 1 if a variant did not train or does not agree."""
-    if sys.argv[1:2] == ["perturb"]:
-        return perturb(sys.argv[2:])
     if sys.argv[1:2] == [TRAIN_JOBS]:
-        from cifar_zero.comparison.recorded.record import train_jobs
-        from cifar_zero.comparison.recorded.recording import train_recipe
+        from cifar_zero.comparison.jobs import train_jobs, train_recipe
 
         return train_jobs(Path(sys.argv[2]), train_recipe)
     arguments, rest = _parse()
@@ -68,7 +61,7 @@ def main() -> int:
     comparison.require(arguments.min_accuracy)
     from cifar_zero.comparison.page import write_page
 
-    (report.show_by_strategy if arguments.acceptance else report.show)(comparison, folder)
+    report.show(comparison, folder, by_strategy=arguments.acceptance)
     report.write_comparison(comparison, folder / "comparison.json")
     if arguments.junit:
         report.write_junit(comparison, Path(arguments.junit))
@@ -76,17 +69,6 @@ def main() -> int:
     if comparison.stopped_by:
         raise Stopped(comparison.stopped_by, f"{folder} has the verdicts on what had been trained")
     return 0 if comparison.passed else 1
-
-
-def perturb(flags: list[str]) -> int:
-    """Trains one perturbed run, in this process or in ranks that it starts; returns the exit code."""
-    run = resolve(command_line.parse(flags))
-    if run.placement.world_size > 1 and not rank_environment.is_rank():
-        return local_launcher.run(run.placement.world_size, run.on_cpu)
-    from cifar_zero.comparison.perturbed import perturbed
-
-    train(run, perturbed(run.placement.precision, run.placement.accelerator))
-    return 0
 
 
 def of_cases(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
@@ -98,7 +80,7 @@ def of_cases(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compariso
     if arguments.print_cases:
         print(*(case.name for case in cases), sep="\n")
         raise SystemExit(0)
-    from cifar_zero.comparison.recorded.trials import try_all
+    from cifar_zero.comparison.jobs import try_all
 
     folder = run_folder.claim(arguments.out, arguments.name or "acceptance")
     return folder, try_all(cases, folder, JOBS, _command(), f"acceptance: {len(cases)} cases", RECIPE)
@@ -106,14 +88,14 @@ def of_cases(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compariso
 
 def of_module(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
     """Trains a user's own module; returns the folder of the report, and the comparison."""
-    from cifar_zero.comparison.recorded.trials import try_all
+    from cifar_zero.comparison.jobs import try_all
 
     if arguments.seeds is not None:
         raise UsageError("--module trains each strategy once: leave out --seeds")
     flags = ["--module", arguments.module, *(["--datamodule", arguments.datamodule] if arguments.datamodule else [])]
     cases = own_module.plan(arguments.strategies or (), _ranks(arguments), arguments.accumulate or (), [*flags, *rest])
     name = Path(arguments.module).name.replace(":", "-")
-    ranks = cases[0].ours.ranks
+    ranks = cases[0].ranks
     title = f"{name} on {ranks} rank{'s'[: ranks > 1]}: {len(cases)} cases"
     folder = run_folder.claim(arguments.out, arguments.name or name)
     recipe = {"module": arguments.module, "datamodule": arguments.datamodule or "the module's own loader"}
@@ -142,8 +124,7 @@ def of_runs(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison
     from cifar_zero.comparison.verdicts import summarize
 
     folder = run_folder.claim(arguments.out, arguments.name or "runs")
-    perturbed = perturbed_runs(runs, variants[0])
-    return folder, summarize(variants, lambda seeds: perturbed, _command(), arguments.trust)
+    return folder, summarize(variants, _command(), arguments.trust)
 
 
 def of_trainings(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
@@ -163,25 +144,10 @@ def of_trainings(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compa
 
 
 def trained(planned: Sequence[Planned], runner: Runner, trust: bool) -> Comparison:
-    """Trains all variants, and a perturbed run of the reference where one is needed; returns the comparison."""
+    """Trains all variants; returns the comparison."""
     from cifar_zero.comparison.verdicts import summarize
 
-    reference, failures = planned[0], []
-
-    def perturbed_runs(seeds: set[int]) -> list[Run]:
-        runner.runs += len(seeds)
-        runs = []
-        for seed in sorted(seeds):
-            flags = [*reference.flags_of(seed), "--logger", "none"]  # TensorBoard shows only the variants
-            try:
-                name = PERTURBED + reference.run_name(seed)
-                runs.append(load(runner.run(name, PERTURB, flags, reference.launcher)))
-            except (RunError, UsageError) as error:
-                failures.append(f"The perturbed run of the reference failed (seed {seed}): {error}.")
-        return runs
-
-    comparison = summarize([runner.train(each) for each in planned], perturbed_runs, _command(), trust)
-    comparison.notes += failures
+    comparison = summarize([runner.train(each) for each in planned], _command(), trust)
     comparison.machine |= this_computer()
     return comparison
 
@@ -207,8 +173,7 @@ def _parse() -> tuple[Namespace, list[str]]:
         usage="%(prog)s --strategies NAME ... [--devices N ...] [--<option of train> VALUE ...]\n"
         "       %(prog)s --runs RUN ...\n"
         "       %(prog)s --acceptance [--quick] [--strategies NAME ...] [--devices N]\n"
-        "       %(prog)s --module FILE.py:NAME [--datamodule FILE.py:NAME] [--module.ARGUMENT VALUE ...]\n"
-        "       %(prog)s perturb [--<option of train> VALUE ...]",
+        "       %(prog)s --module FILE.py:NAME [--datamodule FILE.py:NAME] [--module.ARGUMENT VALUE ...]",
     )
     add = parser.add_argument
     strategies = "strategies of train, or raw DeepSpeed configurations (*.json)"
@@ -220,8 +185,8 @@ def _parse() -> tuple[Namespace, list[str]]:
     add("--launcher", metavar="COMMAND", default="", help=started)
     mode = parser.add_mutually_exclusive_group().add_argument
     mode("--runs", nargs="+", metavar="RUN", help="compare these run folders; nothing is trained")
-    mode("--acceptance", action="store_true", help="train short cases that cover all pairs of settings")
-    add("--quick", action="store_true", help="with --acceptance: only the most telling cases")
+    mode("--acceptance", action="store_true", help="train a dozen short recipes under every strategy")
+    add("--quick", action="store_true", help="with --acceptance: only the three most telling recipes")
     add("--print_cases", action="store_true", help="with --acceptance: list the cases and exit")
     mode("--module", metavar="NAME", help="compare your own LightningModule: FILE.py:NAME or PACKAGE.MODULE:NAME")
     add("--datamodule", metavar="NAME", help="its LightningDataModule; default: the module's own loader")

@@ -17,8 +17,7 @@ from matplotlib.ticker import LogFormatter
 from numpy.typing import NDArray
 
 from cifar_zero.comparison import report
-from cifar_zero.comparison.agreement import Pair
-from cifar_zero.comparison.result import Comparison, Curve, Variant
+from cifar_zero.comparison.result import SIGNS, Comparison, Curve, Variant
 
 STYLE: dict[Any, Any] = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "text.parse_math": False}
 """matplotlib's options for the plots; a $ in a name stays a $."""
@@ -54,8 +53,31 @@ def write_page(comparison: Comparison, folder: Path) -> None:
     )
     text = Path(__file__).with_name("report.html.j2").read_text()
     template = Template(text, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page = template.render(comparison=comparison, sections=sections, plots=plots, zip=zip)
+    page = template.render(
+        comparison=comparison,
+        sections=sections,
+        plots=plots,
+        matrix=matrix(comparison),
+        signs=SIGNS,
+        shade=shade,
+        zip=zip,
+    )
     (folder / "report.html").write_text(page, encoding="utf-8")
+
+
+def matrix(comparison: Comparison) -> dict[str, dict[str, Variant]]:
+    """Returns the cases of an acceptance by recipe and strategy; empty for other comparisons."""
+    table: dict[str, dict[str, Variant]] = {}
+    for variant in comparison.variants:
+        if variant.case:
+            table.setdefault(variant.case, {})[variant.strategy] = variant
+    return table
+
+
+def shade(variant: Variant) -> float:
+    """Returns how dark a case's cell is, from 0 to 1: the logarithm of the share of its bound that was used."""
+    used = variant.check.get("used") or 0.0
+    return min(1.0, max(0.0, 1 + math.log10(used) / 4)) if used else 0.0
 
 
 def loss_plot(comparison: Comparison) -> Figure | None:
@@ -76,8 +98,7 @@ def loss_plot(comparison: Comparison) -> Figure | None:
     for axes in below:
         _draw_differences(axes, comparison, differences)
     figure.axes[-1].set_xlabel("optimizer step" + f" ({comparison.recipe.get('batch_size')} images each)")
-    kinds = {variant.name: variant.verdict.kind if variant.verdict else "not judged" for variant in variants}
-    _legend(figure, comparison, {name: f"{name} ({kind})" for name, kind in kinds.items()})
+    _legend(figure, comparison, {variant.name: f"{variant.name} ({variant.kind})" for variant in variants})
     return figure
 
 
@@ -110,29 +131,23 @@ def _draw(axes: Axes, comparison: Comparison, lines: Sequence[Line], marker: str
 
 
 def _draw_differences(axes: Axes, comparison: Comparison, differences: Sequence[Line]) -> None:
-    """Draws differences on a log axis; steps that do not differ are gaps, and the bound of rounding is grey."""
+    """Draws differences on a log axis; steps that do not differ are gaps."""
     _draw(axes, comparison, [(name, x, np.where(y > 0, y, np.nan)) for name, x, y in differences], marker=".")
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(LogFormatter())  # 1e-05 and the like: matplotlib's own labels are formulas
-    for variant in comparison.variants:
-        if variant.verdict is not None and variant.verdict.first_parting is not None:
-            axes.axvline(variant.verdict.first_parting, linestyle=":", **_style(comparison, variant.name))
-    title = f"largest difference to {comparison.reference} at a step; dotted: first step beyond rounding"
-    if comparison.rounding is not None and comparison.rounding.steps:
-        bottom = axes.get_ylim()[0]
-        _, x, bound = _line("", [comparison.rounding], np.fmax.reduce)
-        axes.fill_between(x, bottom / 10, bound, color="gray", alpha=0.2, linewidth=0)
-        axes.set_ylim(bottom=bottom)
-        title += "; grey: what rounding may do"
+    title = f"largest difference to {comparison.reference} at a step: rounding grows in a training, and decides nothing"
     axes.set(title=title, ylabel="difference of the loss")
 
 
 def _differences(reference: Variant, variant: Variant) -> list[Curve]:
     """Returns the differences of the losses, one curve per seed; empty if there are none."""
     seeds = reference.by_seed.keys() & variant.by_seed.keys()
-    pairs = [Pair(reference.by_seed[seed], variant.by_seed[seed], weights=None) for seed in seeds]
-    found = any(0 < value < math.inf for pair in pairs for value in pair.differences)
-    return [Curve(pair.steps, pair.differences) for pair in pairs] if found else []
+    found = []
+    for seed in seeds:
+        ours, theirs = reference.by_seed[seed].losses.by_step, variant.by_seed[seed].losses.by_step
+        steps = [step for step in ours if step in theirs]
+        found.append(Curve(steps, [abs(ours[step] - theirs[step]) for step in steps]))
+    return found if any(0 < value < math.inf for curve in found for value in curve.values) else []
 
 
 def _line(name: str, curves: Sequence[Curve], of_several: Callable[..., Array]) -> Line:

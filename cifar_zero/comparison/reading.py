@@ -9,25 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.comparison.result import Curve, Difference, Run, Variant
+from cifar_zero.comparison.result import Curve, Difference, FinishedRun, Variant
 from cifar_zero.config.settings import flat, owner_of
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.plain_data import read_json, read_yaml
 
-PERTURBED = "perturbed.json"  # file that marks the run folder of a perturbed run; written by comparison.perturbed
-
 MEASURED = ("dataset", "num_train")
 """Keys of metrics.json that say what was trained, as the recipe does."""
 
 ENVIRONMENT = ("precision", "accelerator", "device_name", "git_commit", "versions")
-"""Keys of metrics.json whose differences are shown, but do not prevent a verdict: its bound accounts for rounding, and
-the rest is what is tested."""
+"""Keys of metrics.json whose differences are shown, but do not prevent a verdict: they are what is tested."""
 
 SHAPE = ("strategy", "world_size", "num_nodes", "accumulate")  # keys of metrics.json that define a variant
 
 
-def load(folder: Path) -> Run:
+def load(folder: Path) -> FinishedRun:
     """Reads the folder of a finished run. Raises UsageError if the run has not finished, or a file is damaged."""
     if not (folder / run_folder.CONFIG).is_file():
         raise UsageError(f"{folder} is not a run folder: give <out>/<name>/version_N")
@@ -42,8 +39,9 @@ def load(folder: Path) -> Run:
         engine = folder / run_folder.DEEPSPEED_CONFIG
         deepspeed = read_json(engine, str(engine)) if engine.is_file() else {}
         losses, curves = read_losses(folder / run_folder.LOSSES), read_curves(folder)
-        run = Run(str(folder), metrics["seed"], metrics, settings, deepspeed, losses, curves)
-        run.perturbed = (folder / PERTURBED).is_file()
+        run = FinishedRun(str(folder), metrics["seed"], metrics, settings, deepspeed, losses, curves)
+        check = folder / run_folder.STEP_CHECK
+        run.check = read_json(check, str(check)) if check.is_file() else None
         checkpoint = last_checkpoint(run)
         files = [checkpoint, *checkpoint.rglob("*")]
         run.checkpoint_bytes = sum(file.stat().st_size for file in files if file.is_file()) or None
@@ -54,7 +52,7 @@ def load(folder: Path) -> Run:
         raise UsageError(f"{folder} cannot be read: {' '.join(str(error).split())}") from error
 
 
-def last_checkpoint(run: Run) -> Path:
+def last_checkpoint(run: FinishedRun) -> Path:
     """Returns the path of the checkpoint after the last step: a file, or a folder under DeepSpeed."""
     return Path(run.folder, run_folder.CHECKPOINTS, "last.ckpt")
 
@@ -85,7 +83,7 @@ def read_curves(folder: Path) -> dict[str, Curve]:
     return curves
 
 
-def shared(run: Run) -> dict[str, Any]:
+def shared(run: FinishedRun) -> dict[str, Any]:
     """Returns what a run should share with the runs that it is compared to, by dotted names: its recipe, but for the
     seed, as runs are compared seed by seed, and where it ran."""
     recipe = {key: value for key, value in run.settings.items() if owner_of(key) == "recipe" and key != "seed"}
@@ -123,11 +121,11 @@ def variant_names(shapes: Sequence[Sequence[Any]]) -> list[str]:
     return [", ".join(compress(parts, varies)) or parts[0] for parts in named]
 
 
-def grouped(runs: Sequence[Run]) -> list[Variant]:
+def grouped(runs: Sequence[FinishedRun]) -> list[Variant]:
     """Returns the variants of existing runs, baseline first. Runs that differ only in the seed are one variant."""
-    groups: dict[tuple[str, int], list[Run]] = {}
+    groups: dict[tuple[str, int], list[FinishedRun]] = {}
     repeats: Counter[tuple[str, int]] = Counter()
-    for run in (run for run in runs if not run.perturbed):
+    for run in runs:
         asked = {key: value for key, value in run.settings.items() if owner_of(key) == "placement"}
         same = json.dumps({**asked, **_recipe(run)}, sort_keys=True, default=str)
         groups.setdefault((same, repeats[same, run.seed]), []).append(run)
@@ -142,13 +140,6 @@ def grouped(runs: Sequence[Run]) -> list[Variant]:
     return sorted(variants, key=lambda variant: variant.strategy != "baseline")
 
 
-def perturbed_runs(runs: Sequence[Run], reference: Variant) -> list[Run]:
-    """Returns the perturbed runs of the reference's recipe, at most one per seed."""
-    recipe = _recipe(reference.runs[0])
-    found = [run for run in runs if run.perturbed and run.seed in reference.by_seed and _recipe(run) == recipe]
-    return [*{run.seed: run for run in found}.values()]
-
-
-def _recipe(run: Run) -> dict[str, Any]:
+def _recipe(run: FinishedRun) -> dict[str, Any]:
     """Returns the shared settings, the strategy, the ranks and the micro-batches."""
     return {**shared(run), **{key: run.metrics[key] for key in SHAPE}}

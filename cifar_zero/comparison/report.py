@@ -3,7 +3,7 @@
 import math
 import re
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from rich.table import Table
 from cifar_zero.comparison.result import Comparison, Spread
 from cifar_zero.reports.summary import IN_EFFECT, curves, write_json
 
-SCHEMA = 1  # version of comparison.json: keys may be added, but none changes its meaning
+SCHEMA = 2  # version of comparison.json: keys may be added, but none changes its meaning
 
 NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML 1.0 forbids, such as the control characters of colours in a log."""
@@ -128,20 +128,20 @@ def spread(figure: Spread | None, form: Form) -> str:
     return mean if lowest == highest else f"{mean} ({lowest} to {highest})"
 
 
-def show(comparison: Comparison, folder: Path) -> None:
-    """Prints the differing settings, the verdicts with their numbers and causes, and where the report is (`folder`)."""
-    console = _console()
+def show(comparison: Comparison, folder: Path, by_strategy: bool) -> None:
+    """Prints the differing settings, the verdicts, and where the report is (`folder`). `by_strategy`: of the many cases
+    of an acceptance, a row for each strategy, and each case that did not pass."""
+    console = Console(highlight=False, width=None if Console().is_terminal else 160)
     for difference in comparison.differences:
         console.print(f"[bold]not the same: {escape(difference.setting)}[/] {escape(str(difference))}", soft_wrap=True)
-    found = figures(comparison, ON_THE_CONSOLE)
-    table = Table("variant", "verdict", *found)
-    for place, variant in enumerate(comparison.variants):
-        style = "green" if variant.passed else "red"
-        cells = [cells[place].text for cells in found.values()]
-        table.add_row(escape(variant.name), f"[{style}]{escape(variant.outcome)}[/]", *cells)
-    console.print(table)
-    causes = [f"{each.name}: {cause}" for each in comparison.variants if each.verdict for cause in each.verdict.causes]
-    _show_end(comparison, causes, folder, console)
+    console.print(_table_by_strategy(comparison) if by_strategy else _table(comparison))
+    lines = [f"[bold]{escape(comparison.headline)}[/]", *map(escape, comparison.notes)]
+    if by_strategy:
+        failed = [each for each in comparison.variants if not each.passed]
+        lines = [*(f"[red]{escape(each.name)}[/]: {escape(each.outcome)}" for each in failed), *lines]
+    for line in lines:
+        console.print(line, soft_wrap=True)
+    console.print(f"[dim]report  [/]{escape(str(folder / 'report.html'))}", soft_wrap=True)
     if any(folder.glob("*/version_*/events.out.tfevents.*")):  # not with --runs
         from torch.utils.tensorboard import SummaryWriter
 
@@ -152,35 +152,29 @@ def show(comparison: Comparison, folder: Path) -> None:
         console.print(f"[dim]curves  [/]{escape(curves(folder))}", soft_wrap=True)
 
 
-def show_by_strategy(comparison: Comparison, folder: Path) -> None:
-    """Prints an acceptance: a row for each strategy with its worst case, and each case that did not pass."""
-    console = _console()
-    table = Table("strategy", "cases", "bit-identical", "within rounding", "failed", "worst case")
+def _table(comparison: Comparison) -> Table:
+    found = figures(comparison, ON_THE_CONSOLE)
+    table = Table("variant", "verdict", *found)
+    for place, variant in enumerate(comparison.variants):
+        style = "green" if variant.passed else "red"
+        cells = [cells[place].text for cells in found.values()]
+        table.add_row(escape(variant.name), f"[{style}]{escape(variant.outcome)}[/]", *cells)
+    return table
+
+
+def _table_by_strategy(comparison: Comparison) -> Table:
     kinds = ("bit-identical", "within rounding")
+    table = Table("strategy", "cases", *kinds, "failed", "values judged", "most of a bound used")
     for strategy in dict.fromkeys(variant.strategy for variant in comparison.variants):
         variants = [variant for variant in comparison.variants if variant.strategy == strategy]
-        found = [variant.verdict.kind if variant.verdict else "not judged" for variant in variants]
-        worst = next((each for each in variants if not each.passed), variants[found.index(max(found))])
-        counts = [str(found.count(kind)) for kind in kinds]
-        failed = sum(kind not in kinds for kind in found)
+        counts = [sum(variant.kind == kind for variant in variants) for kind in kinds]
+        failed = len(variants) - sum(counts)
+        judged = min((variant.check.get("judged", 0.0) for variant in variants), default=0.0)
+        used = max((variant.check.get("used") or 0.0 for variant in variants), default=0.0)
         style = "red" if failed else "green"
-        table.add_row(strategy, str(len(found)), *counts, f"[{style}]{failed}[/]", escape(worst.name))
-    console.print(table)
-    for variant in comparison.variants:
-        if not variant.passed:
-            console.print(f"[red]{escape(variant.name)}[/]: {escape(variant.outcome)}", soft_wrap=True)
-    _show_end(comparison, [], folder, console)
-
-
-def _console() -> Console:
-    return Console(highlight=False, width=None if Console().is_terminal else 160)
-
-
-def _show_end(comparison: Comparison, causes: Sequence[str], folder: Path, console: Console) -> None:
-    """Prints the lines below a table, and where the report is."""
-    for line in (f"[bold]{escape(comparison.headline)}[/]", *map(escape, [*causes, *comparison.notes])):
-        console.print(line, soft_wrap=True)
-    console.print(f"[dim]report  [/]{escape(str(folder / 'report.html'))}", soft_wrap=True)
+        cells = [*map(str, counts), f"[{style}]{failed}[/]", f"{judged:.1%}", f"{used:.1%}"]
+        table.add_row(strategy, str(len(variants)), *cells)
+    return table
 
 
 def write_comparison(comparison: Comparison, file: Path) -> None:
@@ -202,7 +196,7 @@ def write_junit(comparison: Comparison, file: Path) -> None:
         if variant.passed:
             ET.SubElement(case, "system-out").text = variant.outcome
         else:
-            lines = [variant.outcome, *(variant.verdict.causes if variant.verdict else []), f"again: {variant.command}"]
+            lines = [variant.outcome, f"again: {variant.command}"]
             ET.SubElement(case, "failure", message=variant.outcome).text = "\n".join(lines)
     ET.indent(root)
     text = ET.tostring(root, encoding="utf-8", xml_declaration=True).decode()

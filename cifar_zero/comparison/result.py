@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-VerdictKind = Literal["reference", "bit-identical", "within rounding", "different", "not trained"]
+VerdictKind = Literal["reference", "bit-identical", "within rounding", "different", "not judged", "not trained"]
 
 GOOD: tuple[VerdictKind, ...] = ("reference", "bit-identical", "within rounding")
 """Verdicts with which a comparison passes."""
@@ -17,6 +17,7 @@ SIGNS: dict[VerdictKind, str] = {
     "bit-identical": "=",
     "within rounding": "≈",
     "different": "≠",
+    "not judged": "?",
     "not trained": "✗",
 }
 """Sign before each verdict, so that colour is not the only difference."""
@@ -24,30 +25,11 @@ SIGNS: dict[VerdictKind, str] = {
 FLAT = 0.01  # share of a loss by which it must fall before a training counts as learning
 
 
-def fall_of(losses: Sequence[float]) -> float:
-    """Returns how far a loss has fallen, between the means of the first and of the last quarter of the steps."""
-    quarter = max(1, len(losses) // 4)
-    return statistics.fmean(losses[:quarter]) - statistics.fmean(losses[-quarter:]) if losses else 0.0
-
-
 def has_fallen(losses: Sequence[float]) -> bool:
-    """Whether a loss has fallen by more than FLAT: without it agreement says nothing."""
-    return bool(losses) and fall_of(losses) > FLAT * abs(losses[0])
-
-
-@dataclass
-class Verdict:
-    """Whether a variant trains the same model as the reference; the worst of its seeds."""
-
-    kind: VerdictKind
-    loss_difference: float | None = None  # difference of the loss at the step that uses most of its bound
-    loss_bound: float | None = None  # bound at that step: what rounding may change in the loss
-    weight_difference: float | None = None  # largest of a weight at the end, in the tensor that uses most of its bound
-    weight_bound: float | None = None
-    first_difference: int | None = None  # first step (from 1) whose losses are not bit-identical
-    first_parting: int | None = None  # first step whose losses differ by more than rounding, or that only one run has
-    causes: list[str] = field(default_factory=list)  # known ones that apply to this variant, one sentence each
-    remark: str = ""  # what the numbers do not show: runs of different length, weights that are NaN or infinite
+    """Whether a loss has fallen by more than FLAT, between the means of the first and the last quarter of the steps."""
+    quarter = max(1, len(losses) // 4)
+    fall = statistics.fmean(losses[:quarter]) - statistics.fmean(losses[-quarter:]) if losses else 0.0
+    return bool(losses) and fall > FLAT * abs(losses[0])
 
 
 @dataclass
@@ -65,7 +47,7 @@ class Curve:
 
 
 @dataclass
-class Run:
+class FinishedRun:
     """One run folder."""
 
     folder: str
@@ -75,7 +57,7 @@ class Run:
     deepspeed: dict[str, Any]  # DeepSpeed's configuration (deepspeed.json); empty for other strategies
     losses: Curve  # loss of each optimizer step, mean over micro-batches and ranks
     curves: dict[str, Curve]  # TensorBoard's curves by tag: train/loss, val/acc, val/loss, ...
-    perturbed: bool = False  # whether this is a perturbed run, see comparison.perturbed
+    check: dict[str, Any] | None = None  # the content of step_check.json; None if no steps were checked
     checkpoint_bytes: int | None = None
 
 
@@ -97,20 +79,22 @@ class Variant:
     world_size: int
     accumulate: int
     command: str  # the command that trains it again
-    runs: list[Run] = field(default_factory=list)  # one for each seed
+    runs: list[FinishedRun] = field(default_factory=list)  # one for each seed
     figures: dict[str, Spread] = field(default_factory=dict)
     """Metrics by their key in metrics.json; of a list with a number per rank, the largest. Also checkpoint_bytes and
     predicted_bytes (model states of the fullest rank by ZeRO's formulas)."""
-    error: str = ""  # the error line of the run that failed
-    verdict: Verdict | None = None
-    unjudged: str = ""  # why there is no verdict
+    kind: VerdictKind = "not judged"
+    remark: str = ""  # the verdict's line: what was judged, what differs, or why there is no verdict
+    check: dict[str, Any] = field(default_factory=dict)  # of the step check, see `step_check.verdict.Verdict.as_dict`
+    drift: str = ""  # how far losses and weights are from the reference's at the end: information, no verdict
+    case: str = ""  # of an acceptance: the row of the table, without the strategy
     too_low: str = ""  # how its accuracy falls short of --min_accuracy
-    seconds: float = 0.0  # of a recorded training; runs have perf/fit_seconds
+    seconds: float = 0.0  # of a case; runs have perf/fit_seconds
 
     @property
     def agrees(self) -> bool:
-        """Whether it trained and agrees with the reference."""
-        return self.verdict is not None and self.verdict.kind in GOOD
+        """Whether it trained and agrees with plain PyTorch."""
+        return self.kind in GOOD
 
     @property
     def passed(self) -> bool:
@@ -120,22 +104,15 @@ class Variant:
     @property
     def outcome(self) -> str:
         """The verdict with its numbers, or why there is none, in one line."""
-        verdict = self.verdict
-        if verdict is None:
-            return f"not judged: {self.unjudged}"
-        parts = [self.too_low, self.error, verdict.remark]
-        if verdict.first_difference is not None:
-            parts.append(f"first unequal loss at step {verdict.first_difference:,}")
-        if verdict.first_parting is not None:
-            parts.append(f"beyond rounding from step {verdict.first_parting:,} on")
-        if verdict.loss_difference is not None and verdict.loss_bound is not None:
-            parts.append(f"loss off by {verdict.loss_difference:.1e} of {verdict.loss_bound:.1e}")
-        if verdict.weight_difference is not None and verdict.weight_bound is not None:
-            parts.append(f"weight off by {verdict.weight_difference:.1e} of {verdict.weight_bound:.1e}")
-        return ": ".join(filter(None, [f"{SIGNS[verdict.kind]} {verdict.kind}", ", ".join(filter(None, parts))]))
+        parts = ", ".join(filter(None, [self.too_low, self.remark, self.drift]))
+        return ": ".join(filter(None, [f"{SIGNS[self.kind]} {self.kind}", parts]))
+
+    def judge(self, kind: VerdictKind, remark: str = "") -> None:
+        """Sets the verdict."""
+        self.kind, self.remark = kind, remark
 
     @property
-    def by_seed(self) -> dict[int, Run]:
+    def by_seed(self) -> dict[int, FinishedRun]:
         """Its runs by seed."""
         return {run.seed: run for run in self.runs}
 
@@ -156,17 +133,16 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """The variants of one recipe, each judged against the reference."""
+    """The variants of one recipe, or the cases of an acceptance."""
 
     title: str
     command: str
     machine: dict[str, str]  # device, cores, and the versions of the libraries
     recipe: dict[str, str]  # settings that all variants share: dataset, model, optimizer and others
-    reference: str  # name of the variant that the others are judged against
+    reference: str  # what the others agree with or not: name of a variant, or plain PyTorch
     variants: list[Variant]  # the reference first
     differences: list[Difference] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # notes on the verdicts, one sentence each
-    rounding: Curve | None = None  # the smallest bound of the loss at each step; None if no pair needed one
     stopped_by: int = 0  # number of the signal that ended the trainings early; 0 if none did
     created: str = field(default_factory=lambda: f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}")  # ISO 8601
 
@@ -178,20 +154,12 @@ class Comparison:
     @property
     def headline(self) -> str:
         """The outcome in one sentence."""
-        kinds = [variant.verdict.kind for variant in self.variants if variant.verdict is not None]
-        found = ", ".join(f"{kinds.count(kind)} {kind}" for kind in GOOD[1:] if kind in kinds)
-        first = self.variants[0].name == self.reference  # otherwise the reference is no variant
-        others = len(self.variants) - max(first, kinds.count("reference"))
-        agree = f"{sum(map(kinds.count, GOOD[1:]))} of {others} variants agree with the reference, {self.reference}"
-        parts = [agree + (f": {found}" if found else "")]
-        for variant in self.variants:
-            if variant.verdict is None:
-                parts.append(f"{variant.name} was not judged")
-            elif not variant.agrees:
-                step = variant.verdict.first_parting
-                parts.append(f"{variant.name}: {variant.verdict.kind}" + (f" from step {step:,} on" if step else ""))
-            elif variant.too_low:
-                parts.append(f"{variant.name}: {variant.too_low}")
+        kinds = [variant.kind for variant in self.variants]
+        judged = len(kinds) - kinds.count("reference")
+        counts = [f"{kinds.count(kind)} {kind}" for kind in SIGNS if kind != "reference" and kind in kinds]
+        agree = sum(kinds.count(kind) for kind in GOOD[1:])
+        parts = [f"{agree} of {judged} agree with {self.reference}: {', '.join(counts)}"]
+        parts += [f"{each.name}: {each.too_low}" for each in self.variants if each.too_low]
         return "; ".join(filter(None, [*parts, self.unlearned]))
 
     @property

@@ -15,10 +15,8 @@ from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.training import run_process
 from cifar_zero.training.resolve import resolve, warn_of_few_cores
 
-PERTURB = ("cifar_zero", "compare", "perturb")
-"""The module that trains a perturbed run, and its first arguments; see `run_process.start`."""
-
-PERTURBED = "perturbed-"  # prefix of the names of perturbed runs
+CHECKED_STEPS = 20
+"""Optimizer steps of each training that are checked in place unless --check_steps is given, spread over all of them."""
 
 
 @dataclass
@@ -48,14 +46,14 @@ class Runner:
     runs: int  # total number of runs, for the progress
     started: int = 0
 
-    def run(self, name: str, program: Sequence[str], flags: Sequence[str], launcher: Sequence[str] = ()) -> Path:
-        """Trains one run, with `run_process.TRAIN` or PERTURB, and returns its folder. Raises RunError with its
-        last error line if it failed; KeyboardInterrupt and Stopped only after the run has ended."""
+    def run(self, name: str, flags: Sequence[str], launcher: Sequence[str] = ()) -> Path:
+        """Trains one run and returns its folder. Raises RunError with its last error line if it failed;
+        KeyboardInterrupt and Stopped only after the run has ended."""
         self.started += 1
         log = self.folder / f"{name}.log"
         say(f"[{self.started}/{self.runs}] {name}: training, see {log}")
         where = ["--out", str(self.folder), "--name", name]
-        with run_process.start(program, [*flags, *where], log, launcher=launcher) as child:
+        with run_process.start(run_process.TRAIN, [*flags, *where], log, launcher=launcher) as child:
             child.wait()
         found = run_process.folders(self.folder, name)
         if child.returncode or not found:
@@ -65,7 +63,7 @@ class Runner:
         return found[0]
 
     def train(self, planned: Planned) -> Variant:
-        """Trains a variant; a run that failed or cannot be read is left out, and named in `error`."""
+        """Trains a variant; a run that failed or cannot be read is left out."""
         config = planned.run
         line = command("train", *planned.flags_of(planned.seeds[0]))
         variant = Variant(
@@ -73,14 +71,12 @@ class Runner:
         )
         for seed in planned.seeds:
             try:
-                run = load(
-                    self.run(planned.run_name(seed), run_process.TRAIN, planned.flags_of(seed), planned.launcher)
-                )
+                run = load(self.run(planned.run_name(seed), planned.flags_of(seed), planned.launcher))
                 if planned.launcher and run.metrics["world_size"] != variant.world_size:
                     raise UsageError(f"--launcher started {run.metrics['world_size']} ranks, not {variant.world_size}")
                 variant.runs.append(run)
             except (RunError, UsageError) as error:
-                variant.error = variant.error or str(error)
+                variant.judge("not trained", str(error))
         return variant
 
 
@@ -108,7 +104,12 @@ def plan(
     ordered = sorted(strategies, key=lambda name: name != "baseline")
     planned: list[Planned] = []
     for strategy, ranks, parts in product(ordered or [""], devices or [""], accumulate or [""]):
-        flags = [*rest, *(command_line.strategy_flags(strategy) if strategy else [])]
+        flags = [
+            "--check_steps",
+            str(CHECKED_STEPS),
+            *rest,
+            *(command_line.strategy_flags(strategy) if strategy else []),
+        ]
         for size in {*sizes.values()} & given - {sizes.get(strategy)}:
             flags += [f"--{size}", "0"]
         nodes, _, each = ranks.rpartition("x")
@@ -134,7 +135,7 @@ def plan(
         variant.name = name
         variant.launcher = launcher if variant.run.placement.num_nodes > 1 or not several else ()
     folders = [variant.run_name(variant.seeds[0]) for variant in planned]
-    if len({*folders, PERTURBED + folders[0]}) <= len(folders):
+    if len({*folders}) < len(folders):
         names = ", ".join(variant.name for variant in planned)
         raise UsageError(f"two variants would share a folder; give each value once and rename *.json files: {names}")
     return planned

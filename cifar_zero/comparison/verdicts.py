@@ -1,21 +1,19 @@
 """Builds a comparison from its variants: figures over the seeds, recipe, differences, and the verdicts."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.read import network, read
-from cifar_zero.comparison.agreement import Apart, Bound, Pair, bound, eps_of, judge, worst
-from cifar_zero.comparison.causes import causes
 from cifar_zero.comparison.reading import differences, hinders, last_checkpoint, shared
-from cifar_zero.comparison.result import Comparison, Curve, Run, Spread, Variant, Verdict
+from cifar_zero.comparison.result import Comparison, FinishedRun, Spread, Variant
 from cifar_zero.config import command_line
-from cifar_zero.core.console import command
 from cifar_zero.core.errors import UsageError
 from cifar_zero.planning.model_states import network_of, predicted
 from cifar_zero.reports.summary import FALLBACK
@@ -26,13 +24,10 @@ RECIPE = ("dataset", "model", "optimizer", "schedule", "precision", "batch_size"
 
 Weights = Mapping[str, Tensor]  # tensors by the names of the plain model's state_dict, including buffers
 
-Perturb = Callable[[set[int]], list[Run]]
-"""Trains or finds a perturbed run of the reference for each of the given seeds."""
 
-
-def summarize(variants: Sequence[Variant], perturb: Perturb, command: str, trust: bool = False) -> Comparison:
-    """Returns the comparison of the variants, the reference first, with their figures and verdicts. `perturb` is called
-    once, if a variant is not bit-identical to the reference; `trust` loads checkpoints that could run code."""
+def summarize(variants: Sequence[Variant], command: str, trust: bool = False) -> Comparison:
+    """Returns the comparison of the variants, the reference first, with their figures and verdicts; `trust` loads
+    checkpoints that could run code."""
     reference, found = variants[0], differences(variants)
     settings = shared(reference.runs[0]) if reference.runs else {}
     recipe = {key: str(settings[key]) for key in RECIPE if key in settings}
@@ -54,65 +49,92 @@ def summarize(variants: Sequence[Variant], perturb: Perturb, command: str, trust
         variant.figures = _figures(variant.runs)
         fallbacks = dict.fromkeys(run.metrics[FALLBACK] for run in variant.runs if run.metrics.get(FALLBACK))
         comparison.notes += [f"{variant.name}: {line}." for line in fallbacks]
-    _judge_all(comparison, perturb, trust)
+        _judge(comparison, variant, trust)
     return comparison
 
 
-def _judge_all(comparison: Comparison, perturb: Perturb, trust: bool) -> None:
-    reference, notes = comparison.variants[0], comparison.notes
-    variants = _comparable(comparison)
-    pairs: dict[str, list[Pair]] = {variant.name: [] for variant in variants}
-    for seed, run in reference.by_seed.items() if variants else ():
-        others = {variant.name: variant.by_seed[seed] for variant in variants if seed in variant.by_seed}
-        for name, pair in zip(others, _pairs(run, others.values(), trust, notes), strict=True):
-            pairs[name].append(pair)
-    seeds = {pair.reference.seed for found in pairs.values() for pair in found if pair.needs_bound}
-    perturbed: dict[int, Pair] = {}
-    for run in perturb(seeds) if seeds else ():
-        perturbed[run.seed] = next(_pairs(reference.by_seed[run.seed], [run], trust, notes))
-    bounds: list[tuple[Pair, Bound]] = []
-    for variant in variants:
-        found = [(pair, bound(pair, perturbed.get(pair.reference.seed))) for pair in pairs[variant.name]]
-        _judge(variant, found, seeds <= perturbed.keys())
-        bounds += [(pair, allowed) for pair, allowed in found if pair.needs_bound]
-    _explain(comparison, bounds)
-
-
-def _comparable(comparison: Comparison) -> list[Variant]:
-    """Returns the variants to judge. Sets the verdict of the reference, and why other variants cannot be judged."""
+def _judge(comparison: Comparison, variant: Variant, trust: bool) -> None:
+    """Sets a variant's verdict: that its losses and weights are the reference's, or else what its step check found."""
     reference = comparison.variants[0]
-    reference.verdict = Verdict("reference" if reference.runs and not reference.error else "not trained")
-    for variant in comparison.variants[1:]:
-        hindering = [each.setting for each in comparison.differences if hinders(each, reference.name, variant.name)]
-        seeds = reference.by_seed.keys() & variant.by_seed.keys()
-        if variant.error or not variant.runs:
-            variant.verdict = Verdict("not trained")
-        elif reference.verdict.kind == "not trained":
-            variant.unjudged = "the reference did not train"
-        elif hindering:
-            variant.unjudged = f"its recipe differs from the reference's ({', '.join(hindering)})"
-        elif not seeds:
-            variant.unjudged = "no seed in common with the reference"
-        elif seeds != reference.by_seed.keys() | variant.by_seed.keys():
-            common = ", ".join(map(str, sorted(seeds)))
-            comparison.notes.append(f"{variant.name} is judged by the seeds in common with the reference: {common}.")
-    return [variant for variant in comparison.variants if variant.verdict is None and not variant.unjudged]
+    if variant.kind == "not trained":
+        return
+    hindering = [each.setting for each in comparison.differences if hinders(each, reference.name, variant.name)]
+    worst = max((run.check or UNCHECKED for run in variant.runs), key=_badness, default=UNCHECKED)
+    variant.check = worst
+    if worst["outcome"] == "different":
+        variant.judge("different", worst["text"])
+        return
+    if variant is reference:
+        variant.judge("reference", worst["text"])
+        return
+    if hindering:
+        variant.judge("not judged", f"its recipe differs from the reference's ({', '.join(hindering)})")
+        return
+    seeds = reference.by_seed.keys() & variant.by_seed.keys()
+    if reference.kind == "not trained" or not seeds:
+        trained = reference.kind != "not trained"
+        variant.judge(
+            "not judged", "no seed in common with the reference" if trained else "the reference did not train"
+        )
+        return
+    for seed in seeds:
+        ours, theirs = (of.by_seed[seed].losses.values[:1] for of in (reference, variant))
+        if ours and theirs and not math.isclose(ours[0], theirs[0], rel_tol=FIRST_LOSS):
+            remark = f"the first loss is {theirs[0]:.4g} and the reference's {ours[0]:.4g}: other images or weights"
+            variant.judge("different", remark)
+            return
+    drifts = [_drift(reference.by_seed[seed], variant.by_seed[seed], trust, comparison.notes) for seed in seeds]
+    variant.drift = max(drifts, key=len, default="")
+    if not any(drifts):
+        variant.judge("bit-identical", "losses and weights are the reference's")
+    else:
+        variant.judge("not judged" if worst["outcome"] == "not judged" else "within rounding", worst["text"])
 
 
-def _pairs(reference: Run, others: Iterable[Run], trust: bool, notes: list[str]) -> Iterator[Pair]:
-    """Compares runs of several variants with the reference's run, whose weights are read once."""
-    ours = _weights(reference, trust, notes)
-    # Weights of shape (out, in, height, width) are those of convolutions.
-    convolves = ours is None or any(value.dim() == 4 for value in ours.values())
-    normalises = ours is not None and any(name.endswith("running_mean") for name in ours)
-    for other in others:
-        theirs = _weights(other, trust, notes)
-        differing = None if ours is None or theirs is None else apart(ours, theirs)
-        eps = max(eps_of(run.metrics["precision"], run.metrics["accelerator"], convolves) for run in (reference, other))
-        yield Pair(reference, other, differing, eps, normalises)
+FIRST_LOSS = 0.02
+"""Relative difference of the losses of the first step, from the same weights and images, that no precision explains:
+bfloat16 has 8 bits."""
+
+UNCHECKED = {"outcome": "not judged", "used": 0.0, "text": "no step was checked (--check_steps)"}
+"""What counts as the step check of a run without one."""
+
+OUTCOMES = ("bit-identical", "within rounding", "not judged", "different")
+"""What a step check may say, the worst last."""
 
 
-def _weights(run: Run, trust: bool, notes: list[str]) -> Weights | None:
+def _badness(check: Mapping[str, Any]) -> tuple[int, float]:
+    return OUTCOMES.index(check["outcome"]), check["used"]
+
+
+def _drift(reference: FinishedRun, other: FinishedRun, trust: bool, notes: list[str]) -> str:
+    """Returns how far a run's losses and last weights are from the reference's; empty if they are equal bit by bit."""
+    ours, theirs = reference.losses.by_step, other.losses.by_step
+    parts = []
+    if ours.keys() != theirs.keys():
+        parts.append(f"{len(ours):,} steps against {len(theirs):,}")
+    unequal = [step for step in ours if step in theirs and ours[step] != theirs[step]]
+    if unequal:
+        last = unequal[-1]
+        parts.append(
+            f"losses differ from step {unequal[0]:,} on, by {abs(ours[last] - theirs[last]):.1e} at step {last:,}"
+        )
+    one, two = _weights(reference, trust, notes), _weights(other, trust, notes)
+    if one is None or two is None:
+        parts.append("weights not compared")
+    elif one.keys() != two.keys() or any(one[name].shape != two[name].shape for name in one):
+        parts.append("weights of other names or shapes")
+    else:
+        furthest = max((_furthest(one[name], two[name]) for name in one), default=0.0)
+        equal = all(torch.equal(one[name], two[name]) for name in one)
+        parts += [] if equal else [f"weights by up to {furthest:.1e}"]
+    return "; ".join(parts)
+
+
+def _furthest(one: Tensor, other: Tensor) -> float:
+    return float((one.double() - other.double()).abs().max()) if one.numel() else 0.0
+
+
+def _weights(run: FinishedRun, trust: bool, notes: list[str]) -> Weights | None:
     """Returns the weights of a run's last checkpoint, not the average of --ema; None, with a note, if unreadable."""
     try:
         if not (checkpoint := last_checkpoint(run)).exists():
@@ -123,64 +145,7 @@ def _weights(run: Run, trust: bool, notes: list[str]) -> Weights | None:
         return None
 
 
-def apart(reference: Weights, other: Weights) -> dict[str, Apart]:
-    """Compares two runs tensor by tensor; integers (batch norm's count of batches) are left out."""
-    names = {name: None for run in (reference, other) for name, value in run.items() if value.is_floating_point()}
-    return {name: _apart(reference.get(name), other.get(name)) for name in names}
-
-
-def _apart(one: Tensor | None, other: Tensor | None) -> Apart:
-    """Returns the difference; infinite if a run lacks the tensor, if the shapes differ, or if only one has a number."""
-    largest = 0.0 if one is None or not one.numel() else float(one.abs().max())
-    if one is None or other is None or one.shape != other.shape:
-        return Apart(math.inf, largest)
-    if not one.numel():
-        return Apart(0.0, largest)
-    one, other = one.double(), other.double()
-    same = (one == other) | (one.isnan() & other.isnan())
-    difference = float(torch.where(same, 0.0, (one - other).abs()).max())
-    return Apart(math.inf if math.isnan(difference) else difference, largest)
-
-
-def _judge(variant: Variant, pairs: Sequence[tuple[Pair, Bound]], has_perturbed: bool) -> None:
-    """Sets the worst verdict of a variant's seeds, or why there is none."""
-    if not all(pair.steps for pair, _ in pairs):
-        variant.unjudged = "no optimizer step in common with the reference"
-        return
-    verdicts = []
-    for pair, allowed in pairs:
-        verdicts.append(judge(pair, allowed))
-        verdicts[-1].causes = causes(pair, verdicts[-1].kind)
-    found = worst(verdicts)
-    blind = any(pair.needs_bound and allowed.undecided == pair.steps[0] for pair, allowed in pairs)
-    if not blind or found.kind == "different":
-        variant.verdict = found
-    elif has_perturbed:
-        variant.unjudged = "rounding alone may change the losses by more than a tenth from the first step on"
-    else:
-        variant.unjudged = f"no perturbed run shows what rounding may do, see {command('compare', 'perturb')}"
-
-
-def _explain(comparison: Comparison, bounds: Sequence[tuple[Pair, Bound]]) -> None:
-    """Notes how far the bounds reach, and stores the lowest for the plot."""
-    limits: dict[int, float] = {}
-    end = math.inf
-    for pair, allowed in bounds:
-        end = min(end, allowed.undecided or math.inf)
-        for step, limit in zip(pair.steps, allowed.losses, strict=True):
-            limits[step] = min(limit, limits.get(step, math.inf))
-    steps = [step for step in sorted(limits) if step < end]
-    if not steps:
-        return
-    comparison.rounding = Curve(steps, [limits[step] for step in steps])
-    if end < math.inf:
-        comparison.notes.append(
-            f"From step {end:,} on rounding alone may change the losses by more than a tenth: only the steps before "
-            "are judged. After it, only a loss that is off by more than the largest loss so far counts."
-        )
-
-
-def _figures(runs: Sequence[Run]) -> dict[str, Spread]:
+def _figures(runs: Sequence[FinishedRun]) -> dict[str, Spread]:
     """Returns mean and range over the seeds; a metric with a number per rank counts with its largest."""
     found: dict[str, list[float]] = {}
     for run in runs:
@@ -193,7 +158,7 @@ def _figures(runs: Sequence[Run]) -> dict[str, Spread]:
     return {key: Spread(sum(values) / len(values), min(values), max(values)) for key, values in found.items()}
 
 
-def _predicted_bytes(run: Run) -> int | None:
+def _predicted_bytes(run: FinishedRun) -> int | None:
     """Returns the predicted model states of the fullest rank; None if there is no formula."""
     try:
         config = command_line.parse(["--config", str(Path(run.folder, run_folder.CONFIG))])

@@ -89,8 +89,11 @@ def options_of(file: str) -> dict[str, Any]:
     optimizer, schedule = _ours(raw, "optimizer"), _ours(raw, "scheduler")
     if optimizer:
         optimizer["weight_decay_on"] = "all"
-        if not optimizer.pop("adam_w_mode", True) and raw["optimizer"]["type"].lower() == "adam":
+        adam_w_mode, by_torch = optimizer.pop("adam_w_mode", True), optimizer.pop("torch_adam", False)
+        if not adam_w_mode and raw["optimizer"]["type"].lower() == "adam":
             optimizer["name"] = "adam"
+        elif by_torch:  # whose AdamW decays by default
+            optimizer["weight_decay"] = raw["optimizer"]["params"].get("weight_decay", 0.01)
     if "warmup_max_lr" in schedule:
         optimizer["lr"] = schedule.pop("warmup_max_lr")
     if "total_num_steps" in schedule:

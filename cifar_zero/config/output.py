@@ -52,6 +52,10 @@ class Output:
     test_figures: bool = True
     """Draw the confusion matrix and the worst mistakes after the test. false: a short run ends seconds earlier."""
 
+    check_steps: int = 0
+    """Check so many optimizer steps, spread over the training: loss, gradient, update and buffers must be those of
+    plain PyTorch. A checked step takes about four times as long. Writes step_check.json. 0: none."""
+
     log_interval: int = limited(100, at_least=1)
     """Optimizer steps between two logged points of the training metrics."""
 

@@ -1,6 +1,7 @@
 """Activation checkpointing (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"): the forward pass stores
 only each block's input, and the backward pass recomputes the block's activations."""
 
+import math
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -19,18 +20,20 @@ def checkpoint_blocks(net: nn.Module) -> None:
     """Makes each block of a model recompute its activations in the backward pass, in place.
 
     The blocks are the children of the model's outermost lists (nn.Sequential, nn.ModuleList), which transformers,
-    ResNets and most models of torchvision have. A list of plain layers, such as VGG's, has no blocks: a single
-    layer would save nothing.
+    ResNets and most models of torchvision have. A list of plain layers, such as VGG's, is cut into pieces of
+    about the square root of its length (Chen et al. 2016, section 4.1): a single layer would save nothing.
 
     Only functions are replaced, no modules, so that parameters keep their names. Losses and weights stay the same bit
     for bit. Raises UsageError: the model has no blocks.
     """
     found = False
     for layers in _outermost_lists(net):
-        for block in layers:
-            if any(True for _ in block.children()):
-                block.forward = partial(_checkpointed, block, block.forward)
-                found = True
+        blocks = [child for child in layers if any(True for _ in child.children())]
+        if not blocks and isinstance(layers, nn.Sequential) and len(pieces := _pieces(layers)) > 1:
+            blocks, layers.forward = pieces, nn.Sequential(*pieces).forward
+        for block in blocks:
+            block.forward = partial(_checkpointed, block, block.forward)
+        found = found or bool(blocks)
     if not found:
         raise UsageError(f"--activation_checkpointing: {type(net).__name__} has no list of blocks to recompute")
 
@@ -41,6 +44,16 @@ def _outermost_lists(module: nn.Module) -> Iterator[nn.Sequential | nn.ModuleLis
         return
     for child in module.children():
         yield from _outermost_lists(child)
+
+
+def _pieces(layers: nn.Sequential) -> list[nn.Sequential]:
+    """Each piece begins with a layer that has parameters: an in-place activation would overwrite the stored input."""
+    pieces: list[list[nn.Module]] = [[]]
+    for layer in layers:
+        if len(pieces[-1]) >= math.isqrt(len(layers)) and any(True for _ in layer.parameters()):
+            pieces.append([])
+        pieces[-1].append(layer)
+    return [nn.Sequential(*piece) for piece in pieces]
 
 
 def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -3,9 +3,13 @@
 Only the strategies know how a parameter is sharded, and where its gradient and its optimizer's copy of it are.
 """
 
+import copy
 import math
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +18,38 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import Tensor, _foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_leaves
 
 from cifar_zero.optimizers import Implementation
+
+
+@dataclass(frozen=True)
+class Updated:
+    """A tensor that an optimizer updates on this rank: a weight, a shard, or a flat part of several master weights."""
+
+    target: Any
+    parameters: Sequence[Any]  # of the module, in order
+    cut: Callable[
+        [Sequence[Tensor]], Tensor
+    ]  # from unsharded tensors of the parameters this rank's part, no collective
+    optimizer: Any
+    group: dict[str, Any]  # the options of its step
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """The optimizer's state of the tensor; empty before the first step."""
+        return self.optimizer.state.get(self.target, {})
+
+    def optimizer_of(self, twin: Parameter) -> Any:
+        """Returns an optimizer that does with a copy of the tensor, and copies of its state, what this one does."""
+        other = object.__new__(type(self.optimizer))  # copy.copy would drop attributes of its own (torch 2.15)
+        vars(other).update(vars(self.optimizer))
+        other.param_groups = [{**self.group, "params": [twin]}]
+        other.state = defaultdict(dict)
+        if self.state:
+            other.state[twin] = copy.deepcopy({**self.state})
+        return other
 
 
 class Hooks:
@@ -108,15 +140,43 @@ class Hooks:
 
     def local(self, parameter: Any) -> Tensor:
         """Returns the tensor that this rank holds, not a copy: the parameter itself, or its shard."""
-        return _local(parameter)
+        return local_of(parameter)
 
     def cut(self, whole: Tensor, parameter: Any) -> Tensor:
         """Returns this rank's shard of an unsharded tensor, without communication."""
-        return _local(cut(whole, parameter))
+        return local_of(cut(whole, parameter))
+
+    def compute_dtype(self, parameter: Any) -> torch.dtype:
+        """Returns the type in which the forward pass uses a parameter, but for autocast."""
+        return parameter.dtype
+
+    def held(self, parameter: Any, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields each tensor with which this rank computes, and what it must be if the parameter is `whole`."""
+        local = self.local(parameter).detach()
+        yield local, self.cut(whole, parameter).to(local.dtype)
+
+    def updated(self, optimizer: Any) -> Iterator[Updated]:
+        """Yields what this rank's optimizer updates in the step that comes next; nothing if that is out of reach."""
+        own = getattr(optimizer, "optimizer", optimizer)  # Lightning's wrapper
+        for group in own.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    yield Updated(parameter, [parameter], partial(self._cut_one, parameter), own, group)
+
+    def _cut_one(self, parameter: Any, wholes: Sequence[Tensor]) -> Tensor:
+        return cut(wholes[0], parameter)
 
     def rewriting(self) -> AbstractContextManager[None]:
         """Returns a context in which `local` may be overwritten in place during a fit; all ranks enter it."""
         return nullcontext()
+
+    def starts_step(self, batch_idx: int, accumulate: int) -> bool:
+        """Returns whether the micro-batch is the first of a step; asked before its forward pass."""
+        return batch_idx % accumulate == 0
+
+    def clip_limit(self, trainer: Any) -> float:
+        """Returns the norm to which the gradient is clipped; 0: it is not."""
+        return trainer.gradient_clip_val or 0.0
 
     def ends_step(self) -> bool:
         """Returns whether the micro-batch is at an accumulation boundary; asked in `on_before_optimizer_step`."""
@@ -143,7 +203,7 @@ class Hooks:
             divided = divided or ranks > 1
             if parameter.grad is not None:
                 # torch's get_total_norm would round the norm of each gradient to the gradient's type.
-                total += ranks * torch.linalg.vector_norm(_local(parameter.grad), dtype=torch.float32).square()
+                total += ranks * torch.linalg.vector_norm(local_of(parameter.grad), dtype=torch.float32).square()
         if divided:  # the world / ranks copies of each part are all added up
             dist.all_reduce(total)
             total /= dist.get_world_size()
@@ -152,7 +212,7 @@ class Hooks:
     def clip(self, parameters: Iterable[Any], limit: float) -> None:
         """Clips gradients by `norm`; collective. torch's clip_grad_norm_ (2.15) takes no DTensors of several meshes."""
         given = [*parameters]
-        gradients = [_local(parameter.grad) for parameter in given if parameter.grad is not None]
+        gradients = [local_of(parameter.grad) for parameter in given if parameter.grad is not None]
         scale = (limit / (self.norm(given) + 1e-6)).clamp(max=1)
         if gradients:
             _foreach_mul_(gradients, scale)
@@ -205,7 +265,7 @@ def count_bytes(parameters: Any, gradients: Any, state: Any) -> tuple[int, int, 
     def count(container: Any) -> int:
         total = 0
         for tensor in tensors_in(container):
-            storage = _local(tensor).untyped_storage()
+            storage = local_of(tensor).untyped_storage()
             key = storage.device, storage.data_ptr()
             total += 0 if key in counted else storage.nbytes()
             counted.add(key)
@@ -223,5 +283,6 @@ def _unsharded(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def _local(tensor: Any) -> Any:
+def local_of(tensor: Any) -> Any:
+    """Returns this rank's shard of a DTensor, and any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor, nn
@@ -26,6 +27,9 @@ class MeshHooks(Hooks):
     def optimizer_implementation(self, device_type: str, clips: bool) -> Implementation:
         fuses = device_type == "cuda" and self.strategy.fuses
         return "torch_fused_dtensor" if fuses else "torch"
+
+    def compute_dtype(self, parameter: Any) -> torch.dtype:
+        return torch.bfloat16 if self.strategy.casts and parameter.is_floating_point() else parameter.dtype
 
 
 class MeshStrategy(ModelParallelStrategy):

@@ -25,6 +25,7 @@ from cifar_zero.launch import rank_environment
 from cifar_zero.models import MixtureOptions
 from cifar_zero.optimizers import BY_DEEPSPEED, OFFLOADED_BY
 from cifar_zero.reports.figures import draw_schedule
+from cifar_zero.step_check.callback import StepCheck
 from cifar_zero.training import DATAMODULE, fast_loop, loggers
 from cifar_zero.training.callbacks.averaging import Averaging, BatchNormStatistics
 from cifar_zero.training.callbacks.checkpoint import LastCheckpoint, Resume
@@ -40,6 +41,9 @@ from cifar_zero.training.callbacks.progress import ProgressBar, ProgressLines, i
 from cifar_zero.training.callbacks.stop import EarlyStop, Interrupt, keep_handlers
 from cifar_zero.training.callbacks.summary import EngineInfo
 from cifar_zero.training.callbacks.throughput import Throughput
+
+STATISTICS = ["running_mean", "running_var"]
+"""Buffers of batch norms."""
 
 
 def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None = None, elements: int = 0) -> Trainer:
@@ -95,6 +99,10 @@ def strategy_of(run: Run) -> Strategy | str:
         engine: Any = strategy
         engine.config["train_micro_batch_size_per_gpu"] = run.micro_batch  # DeepSpeed (0.19.8) only reports it
         engine.precision_plugin.casts_batches = False  # the module does
+        if run.placement.precision != "32-true":
+            # Left to itself, DeepSpeed (0.19.8) keeps all buffers in float32, not only the statistics of batch norms.
+            dtype = "bf16" if "bf16" in run.placement.precision else "fp16"
+            engine.config.setdefault("data_types", {"buffer_dtype": dtype, "keep_in_fp32_modules": STATISTICS})
         engine.shards_while_building = not issubclass(models.MODELS[run.recipe.model.name], models.ThirdParty)
         if run.spec.offload_optimizer and OFFLOADED_BY.get(run.recipe.optimizer.name) == BY_DEEPSPEED:
             engine.operators = ("cpu_adam", *engine.operators)
@@ -140,6 +148,9 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
         )
     if recipe.early_stopping:
         made.append(EarlyStop(recipe.early_stopping, monitor=recipe.monitor, mode=mode))
+    if run.output.check_steps:
+        file = run_dir and run_dir / run_folder.STEP_CHECK
+        made.append(StepCheck(count=run.output.check_steps, on_fault="warn", file=file))
     return made
 
 

@@ -102,5 +102,6 @@ def log_results(logger: Logger, run: Any, metrics: dict[str, Any], step: int) ->
         results = {name: metrics[name] for name in RESULTS if metrics[name] is not None}
         results["mem/peak_gb"] = max(metrics["mem/peak_rank_bytes"], default=0) / 1e9
         logger.log_hyperparams(shown, results, step)
+        logger.experiment.flush()
     elif isinstance(logger, WandbLogger):
         logger.experiment.summary.update(metrics)

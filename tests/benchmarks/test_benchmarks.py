@@ -108,15 +108,30 @@ def test_the_bare_loop_trains_what_train_py_trains(tmp_path: Path):
 def test_the_table_of_releases_names_the_upstream_report():
     rows = {
         "deepspeed_stage_1": ("passes", ""),
-        "deepspeed_stage_2": ("different", "net, sgd: step 1: gradient of fc|1"),
+        "deepspeed_stage_2": ("different", "float32, accumulated, 2 ranks: step 1: gradient of fc|1"),
         "deepspeed_stage_3": ("passes", ""),
     }
     link = "[7718](https://github.com/deepspeedai/DeepSpeed/issues/7718)"
     assert releases.lines("0.18.2", rows) == [
         "| 0.18.2 | stage_1, stage_3 | passes |  |  |\n",
-        f"| 0.18.2 | stage_2 | different | net, sgd: step 1: gradient of fc 1 | {link} |\n",
+        f"| 0.18.2 | stage_2 | different | float32, accumulated, 2 ranks: step 1: gradient of fc 1 | {link} |\n",
     ]
     assert link not in "".join(releases.lines("0.18.3", rows))
+
+
+@pytest.mark.parametrize(
+    ("verdict", "kind"),
+    [
+        ("bit-identical", "passes"),
+        ("within rounding", "passes"),
+        ("not judged", "not judged"),
+        ("not trained", "cannot run"),
+        ("different", "different"),
+    ],
+)
+def test_only_agreement_lets_a_release_pass(verdict: str, kind: str):
+    assert releases.kind({"kind": verdict}) == kind
+    assert kind in releases.KINDS
 
 
 @pytest.mark.parametrize("flags", [("limit", "--steps", "0"), ("data", "--repeats", "0")])

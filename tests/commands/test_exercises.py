@@ -95,7 +95,7 @@ def test_mistakes_of_usage_are_one_line(tmp_path: Path):
     assert code == 2
     assert "SyntaxError" in line
     assert "line 1" in line
-    code, line = exercises.judge(1, str(ROOT / "tests" / "support" / "wire.py"))
+    code, line = exercises.judge(1, str(ROOT / "tests" / "support" / "sends_signal.py"))
     assert (code, line[-20:]) == (2, "has no training_step")
 
 

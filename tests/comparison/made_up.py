@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cifar_zero.comparison.result import Curve, Run
+from cifar_zero.comparison.result import Curve, FinishedRun
 from cifar_zero.config.settings import flat
 
 SETTINGS: dict[str, Any] = {
@@ -25,13 +25,15 @@ def made_up(
     settings: Any = None,
     deepspeed: Any = None,
     rates: Any = (),
-    perturbed: bool = False,
+    check: Any = None,
     first: int = 1,
     folder: str = "somewhere",
     **metrics: Any,
-) -> Run:
+) -> FinishedRun:
     """Returns a made-up run with the given differences from the usual one; its losses begin at step `first`."""
     steps = list(range(first, len(losses) + first))
     curves = {"train/learning_rate": Curve(list(range(1, len(rates) + 1)), list(rates))}
     measured, asked = {**METRICS, **metrics}, flat({**SETTINGS, **(settings or {})})
-    return Run(folder, measured["seed"], measured, asked, deepspeed or {}, Curve(steps, [*losses]), curves, perturbed)
+    return FinishedRun(
+        folder, measured["seed"], measured, asked, deepspeed or {}, Curve(steps, [*losses]), curves, check
+    )

@@ -1,4 +1,4 @@
-"""Reading run folders, also damaged ones; which runs form a variant, and which are perturbed runs of the reference."""
+"""Reading run folders, also damaged ones; which runs form a variant."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cifar_zero.comparison.reading import grouped, load, perturbed_runs
+from cifar_zero.comparison.reading import grouped, load
 from cifar_zero.comparison.result import Variant
 from cifar_zero.core.errors import UsageError
 from tests.comparison.made_up import METRICS, SETTINGS, made_up
@@ -28,11 +28,11 @@ def folder(path: Path, **changes: Any) -> Path:
     return path
 
 
-def test_a_run_is_read_with_its_perturbed_mark(tmp_path: Path) -> None:
+def test_a_run_is_read_with_its_step_check(tmp_path: Path) -> None:
     run = load(folder(tmp_path))
-    assert (run.losses.values, run.perturbed, run.deepspeed) == ([2.5, 1.25], False, {})
+    assert (run.losses.values, run.check, run.deepspeed) == ([2.5, 1.25], None, {})
     assert (run.settings["model"], run.settings["optimizer.lr"]) == ("net", 0.1)
-    assert load(folder(tmp_path, perturbed__json="{}")).perturbed
+    assert load(folder(tmp_path, step_check__json='{"used": 0.5}')).check == {"used": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def sizes(variants: list[Variant]) -> list[int]:
 
 def test_runs_become_variants_by_what_differs() -> None:
     runs = [made_up(strategy="ddp"), made_up(), made_up(seed=1), made_up(strategy="ddp", accumulate=4)]
-    variants = grouped([made_up(perturbed=True), *runs])
+    variants = grouped(runs)
     names = [variant.name for variant in variants]
     assert names == ["baseline, 1 micro-batch", "ddp, 1 micro-batch", "ddp, 4 micro-batches"]
     assert sizes(variants) == [2, 1, 1]
@@ -87,11 +87,3 @@ def test_a_repeated_run_is_a_separate_variant() -> None:
 def test_runs_that_differ_only_in_an_option_without_effect_on_the_maths_are_variants() -> None:
     compiled = made_up(folder="version_1", settings={"data": {"source": "digits", "root": "data", "loader": "torch"}})
     assert [variant.name for variant in grouped([made_up(), compiled])] == ["baseline", "baseline (version_1)"]
-
-
-def test_perturbed_runs_are_those_of_the_reference_with_its_recipe() -> None:
-    (reference,) = grouped([made_up(), made_up(seed=1)])
-    perturbed = made_up(perturbed=True, settings={"name": "any"})
-    others = [made_up(perturbed=True, strategy="ddp"), made_up(perturbed=True, settings={"epochs": 3})]
-    repeat, unknown = made_up(seed=1, settings={"out": "elsewhere"}), made_up(perturbed=True, seed=7)
-    assert perturbed_runs([*reference.runs, repeat, perturbed, *others, unknown], reference) == [perturbed]

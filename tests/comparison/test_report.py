@@ -24,7 +24,7 @@ from cifar_zero.comparison.report import (
     size,
     spread,
 )
-from cifar_zero.comparison.result import Comparison, Curve, Difference, Run, Spread, Variant, Verdict, VerdictKind
+from cifar_zero.comparison.result import Comparison, Curve, Difference, FinishedRun, Spread, Variant, VerdictKind
 
 STEPS = 30
 NASTY = '<script src="http://host/x.js">|`*&$\\x$'
@@ -35,7 +35,7 @@ def trained(name: str, kind: VerdictKind = "bit-identical", seeds: int = 1, off:
     """Returns a variant whose losses differ from the reference's by `off` from step 8 on."""
     steps = list(range(1, STEPS + 1))
     runs = [
-        Run(
+        FinishedRun(
             folder=f"runs/{name}/{seed}",
             seed=seed,
             metrics={"compute_dtype": "float32", "skipped_steps": 0, "reduce_bucket_size": 50_000_000 + seed},
@@ -46,11 +46,11 @@ def trained(name: str, kind: VerdictKind = "bit-identical", seeds: int = 1, off:
         )
         for seed in range(seeds)
     ]
-    verdict = Verdict(kind, off, 1e-6, off, 1e-6, 8 if off else None, 8 if kind == "different" else None)
     means = {"perf/images_per_second": 4000.0 if off else 2000.0, "mem/model_state_rank_bytes": 1.4e6}
     spreads = {key: Spread(mean, mean, mean) for key, mean in means.items()}
     command = f"python train.py --name '{name}'"
-    return Variant(name, name, 2, 1, command, runs, figures=spreads, verdict=verdict)
+    remark = "step 8: gradient of net.fc1.weight off by 20 %" if kind == "different" else ""
+    return Variant(name, name, 2, 1, command, runs, figures=spreads, kind=kind, remark=remark)
 
 
 def comparison(*others: Variant, **fields) -> Comparison:
@@ -62,7 +62,7 @@ def comparison(*others: Variant, **fields) -> Comparison:
 
 def failed(name: str) -> Variant:
     command = f"python train.py --name {name}"
-    return Variant(name, name, 2, 1, command, error="error: <no> GPU", verdict=Verdict("not trained"))
+    return Variant(name, name, 2, 1, command, kind="not trained", remark="error: <no> GPU")
 
 
 class Page(HTMLParser):
@@ -86,8 +86,6 @@ class Page(HTMLParser):
 def test_the_page_asks_for_nothing_and_shows_names_as_they_are(tmp_path: Path):
     differing = Difference(NASTY, {"baseline": "1", NASTY: "2"})
     nasty = trained(NASTY)
-    assert nasty.verdict is not None
-    nasty.verdict.causes = ["Known & harmless."]
     whole = comparison(nasty, failed("fsdp"), differences=[differing], title=NASTY, notes=["Bounds & all."])
     write_page(whole, tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {"report.html", "losses.png", "accuracy.png"}
@@ -100,16 +98,16 @@ def test_the_page_asks_for_nothing_and_shows_names_as_they_are(tmp_path: Path):
     assert "@import" not in text
     assert NASTY in page.shown
     assert any("<no> GPU" in part for part in page.shown)
-    assert {"Bounds & all.", "Known & harmless."} <= set(page.shown)
+    assert "Bounds & all." in page.shown
 
 
 def test_unknown_values_are_left_out(tmp_path: Path):
-    bare = Variant("ddp", "ddp", 2, 1, "", runs=[Run("runs/ddp", 0, {}, {}, {}, Curve([], []), {})])
+    bare = Variant("ddp", "ddp", 2, 1, "", runs=[FinishedRun("runs/ddp", 0, {}, {}, {}, Curve([], []), {})])
     nothing = Comparison("net", "", {}, {}, "baseline", [failed("baseline"), bare])
     write_page(nothing, tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
     shown = Page((tmp_path / "report.html").read_text()).shown
-    assert "0 of 1 variants agree with the reference, baseline; baseline: not trained; ddp was not judged." in shown
+    assert "0 of 2 agree with baseline: 1 not judged, 1 not trained." in shown
     assert {"Loss", "Speed", "Memory of the fullest rank"}.isdisjoint(shown)
 
 
@@ -118,17 +116,17 @@ def test_headline_of_variants_with_one_that_is_the_reference():
     for variants in ([trained("baseline", "reference"), trained("ddp", "bit-identical")],) * 2:
         variants.reverse()
         made = Comparison("net", "", {}, {}, "plain PyTorch", variants)
-        assert made.headline.startswith("1 of 1 variants agree with the reference, plain PyTorch")
+        assert made.headline.startswith("1 of 1 agree with plain PyTorch: 1 bit-identical")
 
 
 @pytest.mark.parametrize(
     ("others", "sentence"),
     [
         ([("ddp", "bit-identical"), ("fsdp2", "within rounding")],
-         "2 of 2 variants agree with the reference, baseline: 1 bit-identical, 1 within rounding"),
+         "2 of 2 agree with baseline: 1 bit-identical, 1 within rounding"),
         ([("ddp", "different"), ("fsdp2", "bit-identical")],
-         "1 of 2 variants agree with the reference, baseline: 1 bit-identical; ddp: different from step 8 on"),
-        ([("ddp", "not trained")], "0 of 1 variants agree with the reference, baseline; ddp: not trained"),
+         "1 of 2 agree with baseline: 1 bit-identical, 1 different"),
+        ([("ddp", "not trained")], "0 of 1 agree with baseline: 1 not trained"),
     ],
 )  # fmt: skip
 def test_headline(others: list[tuple[str, VerdictKind]], sentence: str):
@@ -144,14 +142,14 @@ def test_agreement_without_learning_is_said_and_may_fail(accuracy: float, said: 
     for variant in variants.variants[:2]:
         variant.figures["test/acc"] = Spread(accuracy, accuracy, accuracy)
         variant.runs[0].metrics |= {"num_test": 10_000, "test/acc_per_class": dict.fromkeys("abcdefghij", accuracy)}
-    assert variants.headline.endswith(f"fsdp2: different from step 8 on{said}")
+    assert variants.headline.endswith(f"1 bit-identical, 1 different{said}")
     variants.require(0.1)
     assert [variant.passed for variant in variants.variants] == [True, True, False]
     variants.require(0.5)
     assert [variant.agrees for variant in variants.variants] == [True, True, False]
     assert not any(variant.passed for variant in variants.variants)
     assert f"ddp: accuracy {accuracy:.2%} is less than --min_accuracy 50.00%" in variants.headline
-    assert variants.variants[2].outcome.startswith("≠ different: not tested, as --min_accuracy needs, beyond rounding")
+    assert variants.variants[2].outcome.startswith("≠ different: not tested, as --min_accuracy needs, step 8: gradient")
 
 
 def test_a_flat_loss_is_said_whatever_the_accuracy():
@@ -179,17 +177,22 @@ def test_memory_that_zero_3_does_not_save_is_explained():
     assert on_memory(compared) == "On a CPU the peak is that of the whole process, most of it PyTorch itself."
 
 
-def test_a_verdict_has_its_numbers_or_the_reason_for_none():
-    late = trained("ddp")
-    late.verdict, late.unjudged = None, "no optimizer step in common with the reference"
-    short = Variant("fsdp2", "fsdp2", 2, 1, "", verdict=Verdict("different", remark="one run ended earlier"))
-    assert late.outcome == "not judged: no optimizer step in common with the reference"
-    assert short.outcome == "≠ different: one run ended earlier"
-    assert trained("ddp", "different", off=0.25).outcome == (
-        "≠ different: first unequal loss at step 8, beyond rounding from step 8 on, "
-        "loss off by 2.5e-01 of 1.0e-06, weight off by 2.5e-01 of 1.0e-06"
-    )
+def test_an_outcome_has_the_verdict_its_reason_and_the_drift():
+    other = trained("ddp", "within rounding")
+    other.remark, other.drift = "20 steps checked", "losses differ from step 2 on"
+    assert other.outcome == "≈ within rounding: 20 steps checked, losses differ from step 2 on"
+    assert trained("ddp", "different").outcome == "≠ different: step 8: gradient of net.fc1.weight off by 20 %"
     assert failed("fsdp").outcome == "✗ not trained: error: <no> GPU"
+
+
+def test_an_acceptance_begins_with_a_table_whose_cells_lead_to_their_numbers(tmp_path: Path):
+    cases = [Variant("ddp: float32", "ddp", 2, 1, "", kind="bit-identical", case="float32")]
+    cases.append(Variant("fsdp2: float32", "fsdp2", 2, 1, "", kind="different", remark="step 1: ...", case="float32"))
+    write_page(Comparison("acceptance", "", {}, {}, "plain PyTorch", cases), tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    assert 'href="#case-1" title="≠ different: step 1: ...">≠</a>' in text
+    assert '<tr id="case-1">' in text
+    assert text.index("Recipes and strategies") < text.index("Recipe and machine")
 
 
 @pytest.mark.parametrize(
@@ -234,7 +237,7 @@ def test_equal_curves_are_all_seen():
         figure.legends[0].remove()
         assert min(count(figure, color) for color in PALETTE[:2]) > 100
         assert figure.axes[0].lines[0].get_linewidth() == 7, "the reference, wide and below"
-        assert figure.axes[0].get_title() == "2 of 2 variants agree with the reference, baseline: 2 bit-identical"
+        assert figure.axes[0].get_title() == "2 of 2 agree with baseline: 2 bit-identical"
 
 
 def test_losses_are_drawn_up_to_the_first_nan():
@@ -249,7 +252,7 @@ def test_losses_are_drawn_up_to_the_first_nan():
 def test_the_second_panel_has_the_largest_difference_of_the_seeds_and_gaps_where_there_is_none():
     other = trained("ddp", "different", seeds=2, off=0.25)
     other.runs[1].losses.values[-1] += 1.0
-    figure = loss_plot(comparison(other, trained("fsdp2", seeds=2), rounding=Curve([1, STEPS], [1e-6, 1e-5])))
+    figure = loss_plot(comparison(other, trained("fsdp2", seeds=2)))
     assert figure is not None
     above, below = figure.axes
     (line,) = (line for line in below.lines if len(np.asarray(line.get_xdata())) == STEPS)
@@ -258,7 +261,6 @@ def test_the_second_panel_has_the_largest_difference_of_the_seeds_and_gaps_where
     assert np.allclose(y[7:-1], 0.25)
     assert np.isclose(y[-1], 1.25)
     assert below.get_yscale() == "log"
-    assert [np.asarray(line.get_xdata())[0] for line in below.lines if len(np.asarray(line.get_xdata())) == 2] == [8]
     entries = [text.get_text() for text in figure.legends[0].get_texts()]
     assert entries == ["baseline (reference)", "ddp (different)", "fsdp2 (bit-identical)"]
     mean = np.asarray(above.lines[0].get_ydata(), dtype=float)

@@ -10,7 +10,7 @@ import pytest
 
 from cifar_zero.checkpoints.resume import check_same_run
 from cifar_zero.comparison import reading
-from cifar_zero.comparison.result import Curve, Run, Variant
+from cifar_zero.comparison.result import Curve, FinishedRun, Variant
 from cifar_zero.config import command_line
 from cifar_zero.config.settings import OWNERS, Settings, flat, make_settings, may_change_on_resume, owner_of, tree_of
 from cifar_zero.core.errors import UsageError
@@ -58,10 +58,10 @@ def other(value: Any) -> Any:
     return [*value, "other"] if isinstance(value, list) else f"{value}other"
 
 
-def finished(**changes: Any) -> Run:
+def finished(**changes: Any) -> FinishedRun:
     """Returns a finished run with these options, of which metrics.json says nothing."""
     metrics = {"dataset": "digits", "num_train": 100, "strategy": "ddp", "world_size": 1, "num_nodes": 1}
-    return Run("runs/x", 0, {**metrics, "accumulate": 1}, {**EVERY, **changes}, {}, Curve([], []), {})
+    return FinishedRun("runs/x", 0, {**metrics, "accumulate": 1}, {**EVERY, **changes}, {}, Curve([], []), {})
 
 
 def test_runs_of_one_recipe_are_compared_and_of_two_are_not():

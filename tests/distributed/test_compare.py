@@ -48,23 +48,17 @@ def test_a_lost_all_reduce_is_found_at_its_step(tmp_path: Path, small_data: list
     comparison = json.loads((folder / "comparison.json").read_text())
     assert comparison["passed"] is False
     reference, broken = comparison["variants"]
-    assert reference["verdict"]["kind"] == "reference"
-    # The step's own loss is computed before its update; the next step is the first with other weights.
-    assert broken["verdict"]["kind"] == "different"
-    assert broken["verdict"]["first_difference"] == BROKEN_STEP + 1
-    assert BROKEN_STEP < broken["verdict"]["first_parting"] <= STEPS
-    assert broken["verdict"]["loss_difference"] > 2 * broken["verdict"]["loss_bound"]
+    assert reference["kind"] == "reference"
+    assert broken["kind"] == "different"
+    assert broken["remark"].startswith(f"step {BROKEN_STEP}: gradient of net.")
     assert broken["runs"][0]["losses"]["steps"] == [*range(1, STEPS + 1)]
     assert set(reference["runs"][0]["curves"]) >= {"train/loss", "train/learning_rate"}
     assert reference["runs"][0]["checkpoint_bytes"] > 4 * 62_006
-    # One folder for TensorBoard: the report, a run for each variant, and none of the perturbed run.
+    # One folder for TensorBoard: the report, and a run for each variant.
     logged = {file.parent.relative_to(folder).parts[:1] for file in folder.rglob("events.out.tfevents.*")}
     assert logged == {(), ("baseline",), ("ddp",)}
     (failure,) = ET.parse(tmp_path / "compare.xml").getroot().iter("failure")
-    assert f"first unequal loss at step {BROKEN_STEP + 1}," in failure.attrib["message"]
-    assert broken["verdict"]["causes"] == [], "no known cause excuses a lost all-reduce"
-    assert (folder / "perturbed-baseline" / "version_0" / "perturbed.json").is_file()
-    assert comparison["rounding"]["steps"][0] == 1
+    assert f"step {BROKEN_STEP}: gradient of net." in failure.attrib["message"]
 
 
 @of_make_fuzz

@@ -16,8 +16,8 @@ from tests.support.helpers import WHOLE, last_weights, run_folder_of, train_all
 pytestmark = pytest.mark.distributed
 
 RECIPES = {
-    "ddp": "--strategy ddp --batch_size 8 --accumulate 2 --max_steps 10",
-    "every layer sharded": "--ds_config {everything} --batch_size 8 --accumulate 2 --max_steps 10",
+    "ddp": "--strategy ddp --model vit_tiny --batch_size 8 --accumulate 2 --max_steps 10",
+    "every layer sharded": "--ds_config {everything} --model vit_tiny --batch_size 8 --accumulate 2 --max_steps 10",
 }
 if WHOLE:
     names = [*(f"deepspeed_stage_{stage}" for stage in range(4)), "deepspeed_stage_3_offload"]

@@ -114,14 +114,6 @@ class Words(LightningTransformer):
         return DataLoader(TensorDataset(words[:, :-1], words[:, 1:]), 4, shuffle=True)
 
 
-class BrokenUnderZeRO(Digits):
-    """Doubles its loss under DeepSpeed."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        return 2 * loss if hasattr(self.trainer.strategy, "deepspeed_engine") else loss
-
-
 class Stream(IterableDataset):
     """Images that come without saying how many there are."""
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import stage_1_and_2
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import nn
 
 STEP = 3
@@ -40,6 +41,102 @@ def micro_batch_lost() -> None:
         return backward(self, 0 * loss if self.micro_steps % 4 == 1 else loss, *args, **options)
 
     DeepSpeedEngine.backward = broken
+
+
+def bfloat16_gradients_scaled() -> None:
+    backward = DeepSpeedEngine.backward
+
+    def broken(self, loss, *args, **options):
+        return backward(self, 1.2 * loss if self.bfloat16_enabled() else loss, *args, **options)
+
+    DeepSpeedEngine.backward = broken
+
+
+def bfloat16_micro_batch_lost() -> None:
+    backward = DeepSpeedEngine.backward
+
+    def broken(self, loss, *args, **options):
+        lost = self.bfloat16_enabled() and self.micro_steps % 4 == 1
+        return backward(self, 0 * loss if lost else loss, *args, **options)
+
+    DeepSpeedEngine.backward = broken
+
+
+def bfloat16_decay_dropped() -> None:
+    step = stage_1_and_2.DeepSpeedZeroOptimizer._optimizer_step
+
+    def broken(self, group_no):
+        groups = self.optimizer.param_groups
+        kept = [group["weight_decay"] for group in groups]
+        for group in groups:
+            group["weight_decay"] *= self.dtype != torch.bfloat16
+        step(self, group_no)
+        for group, decay in zip(groups, kept, strict=True):
+            group["weight_decay"] = decay
+
+    stage_1_and_2.DeepSpeedZeroOptimizer._optimizer_step = broken
+
+
+def stale_weights_of_one_rank() -> None:
+    """One rank does not receive the weights that a step has updated."""
+    step = stage_1_and_2.DeepSpeedZeroOptimizer.step
+
+    def broken(self, *args, **options):
+        before = [flat.clone() for flat in self.bit16_groups_flat]
+        step(self, *args, **options)
+        if dist.get_rank() == 1 and _count(self, "steps") == STEP:
+            for flat, old in zip(self.bit16_groups_flat, before, strict=True):
+                flat.copy_(old)
+
+    stage_1_and_2.DeepSpeedZeroOptimizer.step = broken
+
+
+def bucket_not_reduced() -> None:
+    """The first of several buckets of a step is flushed without its all-reduce."""
+    reduce = stage_1_and_2.DeepSpeedZeroOptimizer.average_tensor
+
+    def broken(self, *args, **options):
+        if _count(self, "reductions") > 1:
+            reduce(self, *args, **options)
+
+    stage_1_and_2.DeepSpeedZeroOptimizer.average_tensor = broken
+
+
+def shard_changed_at_release() -> None:
+    """Stage 3 changes a shard when it frees the whole parameter."""
+    name = "_PartitionedParameterCoordinator__release_param"
+    release = getattr(PartitionedParameterCoordinator, name)
+
+    def broken(self, param, *args, **options):
+        release(self, param, *args, **options)
+        if param.dim() and _count(PartitionedParameterCoordinator, "releases") == 5:
+            param.ds_tensor.mul_(1.04)
+
+    setattr(PartitionedParameterCoordinator, name, broken)
+
+
+def batch_norm_never_updated() -> None:
+    forward = DeepSpeedEngine.forward
+
+    def broken(self, *args, **options):
+        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        result = forward(self, *args, **options)
+        for buffer, old in buffers:
+            buffer.data.copy_(old)
+        return result
+
+    DeepSpeedEngine.forward = broken
+
+
+def dead_partition() -> None:
+    """One rank no longer updates its part from a step on."""
+    step = stage_1_and_2.DeepSpeedZeroOptimizer._optimizer_step
+
+    def broken(self, group_no):
+        if dist.get_rank() != 1 or _count(self, f"steps{group_no}") < STEP:
+            step(self, group_no)
+
+    stage_1_and_2.DeepSpeedZeroOptimizer._optimizer_step = broken
 
 
 def all_reduce_left_out() -> None:

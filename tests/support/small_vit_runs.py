@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 
 from cifar_zero.core import exits
-from cifar_zero.models import SHAPES, Shape
+from cifar_zero.models import LAYOUTS, Layout
 from tests.support.many_runs import main
 
-SHAPES["tiny"] = Shape(width=64, depth=4, heads=4)
+LAYOUTS["tiny"] = Layout(width=64, depth=4, heads=4)
 
 __all__ = ["main"]
 

@@ -110,8 +110,11 @@ def optimizer_groups(engine: Any) -> Iterator[tuple[list[Parameter], Tensor, Sha
         for group, target in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
             yield group, target, lambda wholes, group=group: torch.cat([*map(cut, wholes, group)])
     elif stage:
-        for number, group in enumerate(optimizer.round_robin_bit16_groups):
-            target = optimizer.single_partition_of_fp32_groups[number]
+        # grad_accum_dtype fp32 makes stage 1 another optimizer, deepspeed/runtime/bf16_optimizer.py.
+        kept = hasattr(optimizer, "fp32_groups_flat_partition")
+        groups = optimizer.bf16_groups if kept else optimizer.round_robin_bit16_groups
+        targets = optimizer.fp32_groups_flat_partition if kept else optimizer.single_partition_of_fp32_groups
+        for number, (group, target) in enumerate(zip(groups, targets, strict=True)):
             start = deepspeed.comm.get_rank(group=optimizer.real_dp_process_group[number]) * target.numel()
             part = slice(start, start + target.numel())
             yield group, target, lambda wholes, part=part: _flat(wholes)[part]

@@ -32,10 +32,7 @@ def engine_config(placement: Placement, spec: Spec, num_parameters: int, largest
     if by_flags and spec.stage == 3:
         # DeepSpeed's own linear layer (0.19.8, zero/linear.py) is Python, and saves memory only if weights are sharded.
         by_flags["memory_efficient_linear"] = num_parameters > placement.zero.param_persistence_threshold
-    # Left to itself, DeepSpeed (0.19.8) keeps all buffers in float32, not only the statistics of batch norms.
-    types = {"buffer_dtype": dtype, "keep_in_fp32_modules": ["running_mean", "running_var"]}
     return {
-        **({} if dtype == "fp32" else {"data_types": types}),
         **raw,
         **{key: {**raw.get(key, source[key]), "enabled": key == dtype} for key in ("bf16", "fp16")},
         **owned,

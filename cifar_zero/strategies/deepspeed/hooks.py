@@ -1,23 +1,28 @@
 """What other packages read from DeepSpeed's engine, under ZeROStrategy and under Lightning's own DeepSpeedStrategy."""
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import deepspeed
 import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero import GatheredParameters, parameter_offload
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_grad
 from torch import Tensor
 from torch.nn import Module
+from torch.optim import Adam, AdamW, Optimizer
 
 from cifar_zero.checkpoints.zero_folder import EXPERT
 from cifar_zero.launch.collectives import gather
 from cifar_zero.optimizers import Implementation
+from cifar_zero.optimizers.torch_updates import TorchLion
 from cifar_zero.strategies.deepspeed import experts
 from cifar_zero.strategies.deepspeed.checkpoint import cut, forget_second_copies, optimizer_groups, plain_names_of
-from cifar_zero.strategies.hooks import Hooks, count_bytes, tensors_in
+from cifar_zero.strategies.hooks import Hooks, Updated, count_bytes, tensors_in
 
 GRADIENTS = (
     "averaged_gradients",  # deepspeed/runtime/zero/stage_1_and_2.py: of this rank's part
@@ -95,11 +100,29 @@ class EngineHooks(Hooks):
             parameter.copy_(value)
 
     def local(self, parameter: Any) -> Tensor:
-        """Returns the parameter itself, at ZeRO 3 its flat shard."""
-        return getattr(parameter, "ds_tensor", parameter)
+        """Returns the parameter itself, at ZeRO 3 its flat shard without the padding, which may be NaN."""
+        return parameter.ds_tensor[: _used(parameter)] if hasattr(parameter, "ds_tensor") else parameter
 
     def cut(self, whole: Tensor, parameter: Any) -> Tensor:
-        return cut(whole, parameter) if hasattr(parameter, "ds_tensor") else whole
+        return cut(whole, parameter)[: _used(parameter)] if hasattr(parameter, "ds_tensor") else whole
+
+    def held(self, parameter: Any, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """At ZeRO 3 a rank holds its shard, and next to it small parameters whole."""
+        yield from super().held(parameter, whole)
+        if hasattr(parameter, "ds_tensor") and parameter.shape == whole.shape:
+            yield parameter.detach(), whole.to(parameter.dtype)
+
+    def updated(self, optimizer: Any) -> Iterator[Updated]:
+        engine, zero = self.engine, self.engine.optimizer
+        if offload_device(self.strategy, "offload_optimizer") == "nvme":
+            return
+        own = engine.basic_optimizer
+        kind = UpdatedByDeepSpeed if torch_class(own) else Updated
+        group_of = getattr(zero, "sub_group_to_group_id", {})  # of ZeRO 3
+        for number, (parameters, target, cut_of) in enumerate(optimizer_groups(engine)):
+            holders = [group for group in own.param_groups if any(each is target for each in group["params"])]
+            group = holders[0] if holders else own.param_groups[group_of.get(number, 0)]
+            yield kind(target, parameters, cut_of, own, group)
 
     @contextmanager
     def rewriting(self) -> Generator[None, None, None]:
@@ -111,6 +134,13 @@ class EngineHooks(Hooks):
         if shards:
             self.engine.optimizer.checkpoint_event_epilogue()
             forget_second_copies(self.engine.module)
+
+    def starts_step(self, batch_idx: int, accumulate: int) -> bool:
+        """DeepSpeed carries micro-batches over from one epoch to the next."""
+        return self.engine.micro_steps % self.engine.gradient_accumulation_steps() == 0
+
+    def clip_limit(self, trainer: Any) -> float:
+        return self.engine.gradient_clipping() or 0.0
 
     def ends_step(self) -> bool:
         """DeepSpeed steps after each micro-batch, so that Lightning calls its hook for each of them."""
@@ -184,6 +214,35 @@ class EngineHooks(Hooks):
             parameter_offload.FWD_MODULE_STACK.clear()
             cached = vars(PartitionedParameterCoordinator)["_PartitionedParameterCoordinator__params_to_release"]
             cached.__closure__[0].cell_contents.cache_clear()
+
+
+class UpdatedByDeepSpeed(Updated):
+    """A tensor whose optimizer DeepSpeed has compiled; torch has the definition of its step."""
+
+    def optimizer_of(self, twin: torch.nn.Parameter) -> Any:
+        kind: Any = torch_class(self.optimizer)
+        options = {name: self.group[name] for name in ("lr", "betas", "eps", "weight_decay") if name in self.group}
+        other = kind([twin], **options)
+        if self.state:
+            other.state[twin] = {key: value.clone() for key, value in self.state.items() if isinstance(value, Tensor)}
+            if kind is not TorchLion:  # which counts no steps
+                other.state[twin]["step"] = torch.tensor(float(self.state["step"]))
+        return other
+
+
+def _used(parameter: Any) -> int:
+    """Returns the elements of this rank's shard at ZeRO 3 that are no padding."""
+    size = parameter.ds_tensor.ds_numel
+    return max(0, min(size, parameter.ds_numel - deepspeed.comm.get_rank(group=parameter.ds_process_group) * size))
+
+
+def torch_class(optimizer: Any) -> type[Optimizer] | None:
+    """Returns the class in torch that defines the steps of an optimizer of DeepSpeed; None for any other optimizer."""
+    if isinstance(optimizer, (DeepSpeedCPUAdam, FusedAdam)):
+        return AdamW if optimizer.adam_w_mode else Adam
+    if isinstance(optimizer, (DeepSpeedCPULion, FusedLion)):
+        return TorchLion
+    return None
 
 
 def offload_device(strategy: Any, part: str) -> str:

@@ -1,8 +1,7 @@
-"""Compares strategies on a user's own LightningModule: `cifar-zero compare --module FILE.py:NAME`, and `assert_agrees`.
+"""Checks strategies on a user's own LightningModule: `cifar-zero compare --module FILE.py:NAME`, and `assert_agrees`.
 
 Module, data, loss, optimizer and schedule are the user's; strategy, ranks, precision, accumulation and clipping are
-ours. The reference is DDP on the same number of ranks, one too: only with several ranks, or a strategy made for them,
-does Lightning (2.6.6) replace the sampler of a loader by a DistributedSampler, which shuffles in another order.
+ours. Each training is checked step by step in place, so that none needs another one as its reference.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentError, ArgumentParser
 
-from cifar_zero.comparison.recorded.cases import Case, Job
+from cifar_zero.comparison.cases import Case
 from cifar_zero.config import command_line
 from cifar_zero.config.arguments import Arguments, read_arguments
 from cifar_zero.config.placement import DeviceOptions, StrategyOptions
@@ -29,12 +28,12 @@ from cifar_zero.config.suggestions import refuse_mistyped
 from cifar_zero.core import exits, user_code
 from cifar_zero.core.errors import UsageError, short
 from cifar_zero.core.usage import nearest
+from cifar_zero.step_check.verdict import Verdict
 from cifar_zero.training.resolve import resolve
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule
 
-    from cifar_zero.comparison.recorded.record import Record
 
 STEPS = 20  # optimizer steps by default
 
@@ -52,7 +51,7 @@ ONE_OPTIMIZER = (
     "one optimizer, in parameter groups"
 )
 
-PROGRAM = ("cifar_zero.comparison.recorded.own_module",)  # trains a file of jobs, see `run_process.start`
+PROGRAM = ("cifar_zero.comparison.own_module",)  # trains a file of jobs, see `run_process.start`
 
 
 def plan(strategies: Sequence[str], ranks: int, accumulate: Sequence[str], flags: Sequence[str]) -> list[Case]:
@@ -73,37 +72,35 @@ def plan(strategies: Sequence[str], ranks: int, accumulate: Sequence[str], flags
     loader = getattr(module, "train_dataloader", None)
     if datamodule is None and loader is LightningModule.train_dataloader:
         raise UsageError("--module has no train_dataloader: name its data with --datamodule FILE.py:NAME")
-    precision = command_line.settings_of_arguments(ours).placement.precision
     cases = []
     for parts in accumulate or ["1"]:
-        size = ["--devices", str(ranks), "--accumulate", parts]
-        reference = Job(ranks, (*flags, *size, "--strategy", "ddp"))
         for name in strategies or DEFAULT:
-            job = Job(ranks, (*flags, *size, *command_line.strategy_flags(name)))
+            size = ["--devices", str(ranks), "--accumulate", parts]
+            given = (*flags, *size, *command_line.strategy_flags(name))
             try:
                 if STRATEGIES.get(name) and STRATEGIES[name].one_replica:
                     raise UsageError(f"--strategies {name}: splits only the vision transformers of this program")
-                _run(_arguments(job.flags)[1])
+                _run(_arguments(given)[1])
             except UsageError:
                 if strategies:
                     raise
                 continue
-            job = reference if name == "baseline" else job  # whose order of the images may be another
             name = Path(name).stem
-            title = name if len(accumulate) < 2 else f"{name}, accumulate {parts}"
-            cases.append(Case(title, name, int(parts), precision, job, reference, must_learn=False))
+            row = f"accumulate {parts}"
+            title = name if len(accumulate) < 2 else f"{name}, {row}"
+            cases.append(Case(title, row, name, ranks, int(parts), given))
     return cases
 
 
-def train(flags: list[str], sign: int, folder: Path) -> Record:
-    """Trains a user's module as one rank, without output; returns its record, on every rank. `sign` is that of its
-    perturbation, 0 for none. Raises UsageError for manual optimization, several optimizers, or code that fails."""
-    import torch
-    from lightning.pytorch import seed_everything
+def train(flags: list[str], folder: Path) -> Verdict:
+    """Trains a user's module as one rank, without output. Raises UsageError for manual optimization, several
+    optimizers, or code that fails."""
+    from lightning.pytorch import LightningModule, seed_everything
+    from lightning.pytorch.loggers.logger import DummyLogger
+    from lightning.pytorch.strategies import DDPStrategy
 
-    from cifar_zero.comparison.perturbed import perturb
-    from cifar_zero.comparison.recorded.recording import Recording, Reseed, quiet_trainer
-    from cifar_zero.strategies import hooks_of
+    from cifar_zero.comparison import jobs
+    from cifar_zero.step_check.callback import StepCheck
 
     theirs, ours = _arguments(flags)
     run = _run(ours)
@@ -111,23 +108,19 @@ def train(flags: list[str], sign: int, folder: Path) -> Record:
     module, datamodule = (_instance(part, theirs) for part in PARTS)
     if not module.automatic_optimization:
         raise UsageError(f"--module uses manual optimization: {ONE_OPTIMIZER}")
-    build = module.configure_model
-
-    def configure_model() -> None:
-        build()
-        if sign:
-            hooks = hooks_of(module.trainer.strategy)
-            perturb(module, run.placement.precision, run.placement.accelerator, sign, hooks)
-
-    module.configure_model = configure_model
     elements = sum(parameter.numel() for parameter in module.parameters()) or run.placement.zero.reduce_bucket_size
-    recording = Recording(run.recipe.max_steps)
-    callbacks = [Reseed(run.recipe.seed), recording]
-    trainer = quiet_trainer(run, folder, callbacks, elements, use_distributed_sampler=True)
+    check = StepCheck(every=1, on_fault="warn")
+    # What modules of others ask for: a logger, and a validation whose metrics a schedule monitors.
+    theirs_too = {"logger": DummyLogger(), "limit_val_batches": 1, "use_distributed_sampler": True}
+    trainer = jobs.quiet_trainer(run, folder, [check], elements, **theirs_too)
     strategy: Any = trainer.strategy
     if run.spec.family == "fsdp2":
         strategy.parts = lambda module: [*module.children()]
-    torch.manual_seed(run.recipe.seed)
+        if type(module).configure_model is LightningModule.configure_model:  # Lightning (2.6.6) wants one of its own
+            module.__class__ = type(type(module).__name__, (type(module),), {"configure_model": lambda self: None})
+    elif isinstance(strategy, DDPStrategy):
+        strategy._ddp_kwargs["find_unused_parameters"] = True
+    seed_everything(run.recipe.seed, verbose=False)
     try:
         trainer.fit(module, datamodule=datamodule)
     except RuntimeError as error:
@@ -135,7 +128,7 @@ def train(flags: list[str], sign: int, folder: Path) -> Record:
             raise
         # Lightning (2.6.6) advises to use it, in optimizer._validate_multiple_optimizers_support.
         raise UsageError(f"--module has several optimizers: {ONE_OPTIMIZER}") from error
-    return recording.record
+    return check.verdict
 
 
 def assert_agrees(
@@ -151,7 +144,7 @@ def assert_agrees(
     module_options: Mapping[str, Any] | None = None,
     datamodule_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Trains a LightningModule under each strategy in new processes and compares it with plain PyTorch, for tests.
+    """Trains a LightningModule under each strategy in new processes and checks each step, for tests.
 
     The classes are at the top level of a file or of an importable module; without a datamodule the module has a
     train_dataloader; `*_options` are their arguments. The strategies are train's, by default those of DeepSpeed that
@@ -160,7 +153,7 @@ def assert_agrees(
 
     Raises AssertionError: says what differs first, and UsageError: a strategy cannot train here.
     """
-    from cifar_zero.comparison.recorded.trials import try_all
+    from cifar_zero.comparison.jobs import try_all
 
     flags = ["--max_steps", str(steps), "--precision", precision, "--gradient_clip_val", str(gradient_clip_val)]
     for part, given, options in zip(PARTS, (module, datamodule), (module_options, datamodule_options), strict=True):
@@ -222,7 +215,7 @@ def _name_of(user_class: type) -> str:
 
 def main() -> int:
     """Trains the file of jobs that the command line names."""
-    from cifar_zero.comparison.recorded.record import train_jobs
+    from cifar_zero.comparison.jobs import train_jobs
 
     return train_jobs(Path(sys.argv[1]), train)
 

@@ -1,1 +1,0 @@
-"""Short trainings recorded step by step, tensor by tensor, and judged against a reference."""

@@ -1,0 +1,438 @@
+"""`StepCheck`: compares what a strategy computes in a step with what plain PyTorch computes of the same step.
+
+At a step that it checks it replays the same micro-batches through a plain, unsharded copy of the module, and lets
+torch's optimizer do the step from the state, gradient and learning rate that the strategy had. What the strategy
+computed must equal that up to this step's own rounding, which a replay in float64 measures. There is no reference
+training, so nothing drifts: the bound is one step's rounding at step 1 and at step 10,000.
+"""
+
+import math
+import zlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from rich.filesize import decimal
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
+
+from cifar_zero.core.console import say
+from cifar_zero.core.errors import RunError
+from cifar_zero.launch.collectives import gather
+from cifar_zero.reports.summary import write_json
+from cifar_zero.step_check.replay import MicroBatch, Replay, Replica, random_state, random_state_kept
+from cifar_zero.step_check.verdict import Finding, Kind, Verdict
+from cifar_zero.strategies import hooks_of
+from cifar_zero.strategies.hooks import Updated, local_of
+
+ROUNDINGS = 3.0
+"""Multiple of a step's own rounding that a value may be off: the strategy adds up in another order than the replay. In
+the acceptance's cases healthy engines use up to a fifth of the bound (two CPU ranks, DeepSpeed 0.19.8, torch 2.15)."""
+
+LEAST = 4.0
+"""Smallest error that counts, in eps of the format in which the strategy computes: two right sums may differ so."""
+
+SMALL = 1e-3
+"""Share of the whole gradient's norm that counts as part of every tensor's: the rounding of a gradient that cancels to
+nearly 0 is that of its summands."""
+
+UPDATE = 1e-4
+"""Relative error that another order of the same float32 arithmetic may cause in an update, an optimizer's state or a
+norm. Healthy engines: 4e-6; DeepSpeed's Adam on the CPU keeps 1 - beta2 in float32, which is off by up to 6e-5."""
+
+CONSTANT = 0.02
+"""Share of a gradient that may be left over when it is called another one times a constant factor."""
+
+
+@dataclass
+class Expected:
+    """The update of one tensor as torch's optimizer makes it."""
+
+    names: list[str]  # of its parameters, by the plain model's names
+    updated: Updated
+    before: Tensor
+    twin: Tensor  # after the update
+    state: Mapping[str, Any]  # of torch's optimizer after the update
+    used: Tensor  # bool: the elements that are no padding, which may have any value
+
+    @property
+    def name(self) -> str:
+        """The first and the last parameter."""
+        return self.names[0] if len(self.names) == 1 else f"{self.names[0]} to {self.names[-1]}"
+
+
+class StepCheck(Callback):
+    """Checks steps of a training, in place, whatever its module, data and strategy; every rank has it.
+
+    A checked step takes about four times as long; the memory of a rank grows by one unsharded copy of the model with
+    its gradients. `verdict` says afterwards what was judged.
+    """
+
+    def __init__(
+        self,
+        every: int = 0,
+        steps: Collection[int] = (),
+        count: int = 0,
+        on_fault: Literal["raise", "warn"] = "raise",
+        file: Path | None = None,
+    ):
+        """Chooses the steps, which count from 1.
+
+        Args:
+            every: Check each step whose number this divides; 0: none.
+            steps: Check these.
+            count: Check so many, spread evenly over the training, the first and the last included.
+            on_fault: Raise RunError at the first step with a fault, or warn and go on.
+            file: JSON file to which rank 0 writes the verdict at the end.
+        """
+        self._every, self._steps, self._count, self._on_fault, self._file = every, {*steps}, count, on_fault, file
+        self.verdict = Verdict()
+        self._replica: Any = None
+        self._micro_batches: list[MicroBatch] = []
+        self._losses: list[Tensor] = []
+        self._weights: dict[str, Tensor] = {}
+        self._expected: list[Expected] = []
+        self._findings: list[Finding] = []
+        self._replay: Replay | None = None
+        self._exact: Replay | None = None
+        self._can_check = self._overflows = self._clips_known = False
+        self._norm = 0.0
+        self._step = 0  # the number of the step that is being checked, from 1
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Copies the module before the strategy shards it."""
+        if stage == "fit":
+            self.verdict, self._replica, self._micro_batches = Verdict(), None, []
+            try:
+                self._replica = Replica(pl_module)
+            except Exception as error:  # whatever an attribute of the user's raises
+                self.verdict.note(f"the module cannot be copied ({type(error).__name__}: {error})")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Builds the copy, and says what the check costs."""
+        if not pl_module.automatic_optimization:
+            self.verdict.note("the module steps its optimizers itself")
+        total, first = trainer.estimated_stepping_batches, trainer.global_step + 1
+        if self._count and 0 < total < math.inf:
+            parts = max(self._count - 1, 1)
+            self._steps |= {first + round(part * (total - first) / parts) for part in range(self._count)}
+        elif self._count:
+            self.verdict.note("the number of steps is not known: give `every` or `steps`")
+        for reason in (reason for of_rank in gather(self.verdict.not_checked) for reason in of_rank):
+            self.verdict.note(reason)
+        self._can_check = not self.verdict.not_checked
+        if not self._can_check:
+            return
+        if any(getattr(each, "_backward_hooks", None) for each in pl_module.parameters()):
+            self.verdict.note("hooks of parameters, which a copy does not have")
+        self._replica.build(trainer)
+        shape = hooks_of(trainer.strategy).shape
+        elements = sum(math.prod(shape(each)) for each in pl_module.parameters())
+        if trainer.is_global_zero and elements > 10**7:
+            size = decimal(elements * 8 * 2)  # weights and gradients in float64
+            say(f"step check: a checked step takes about four times as long and {size} of memory on each rank")
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Keeps what a replay needs: weights and buffers before the step, each micro-batch with its random state."""
+        del self._micro_batches[len(self._losses) :]  # one that the module has skipped
+        if not self._micro_batches:
+            starts = hooks_of(trainer.strategy).starts_step(batch_idx, trainer.accumulate_grad_batches)
+            if not starts or not self._is_checked(trainer.global_step + 1):
+                return
+            self._step = trainer.global_step + 1
+            self._findings, self._losses = [], []
+            self._weights = self._checked_weights(trainer, pl_module)
+            self._replica.remember(pl_module)
+            if _shares_buffers(trainer.strategy.model):
+                self._replica.buffers_from_rank_0()
+        kept = tree_map_only(Tensor, Tensor.clone, batch)
+        self._micro_batches.append(MicroBatch(kept, batch_idx, random_state()))
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Compares the gradients, and computes the update that torch's optimizer makes of them."""
+        hooks = hooks_of(trainer.strategy)
+        if not self._micro_batches or not hooks.ends_step():
+            return
+        gradients = {name: gradient.double() for name, gradient in hooks.gradients(pl_module).items()}
+        own = {name: hooks.compute_dtype(each) for name, each in pl_module.named_parameters()}
+        lowest = min(own.values(), key=lambda dtype: torch.finfo(dtype).bits)
+        plain = hooks.plain_names(own)
+        dtypes = dict.fromkeys(self._weights, lowest)  # of weights that only other ranks have
+        dtypes |= {plain[name]: dtype for name, dtype in own.items()}
+        scale = hooks.loss_scale()
+        self._norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))
+        self._overflows = scale is not None and not math.isfinite(self._norm)
+        given, error = (trainer, self._micro_batches, self._weights, dtypes), ""
+        try:
+            with random_state_kept():
+                self._replay = self._replica.replay(*given, scale=scale or 1.0)
+                self._exact = self._replica.replay(*given, exact=True)
+            if not self._overflows:
+                self._expect_updates(trainer, pl_module, optimizer, gradients)
+        except Exception as failure:  # whatever the module's code raises, in float64 for example
+            error = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+        errors = [each for each in gather(error) if each]
+        if errors:
+            self.verdict.note(f"steps that cannot be computed again: {errors[0]}")
+            self._forget()
+            return
+        assert self._replay is not None
+        assert self._exact is not None
+        self._replay.average(trainer)
+        self._exact.average(trainer)
+        if not self._overflows:
+            self._compare_gradients(gradients, self._replay.gradients, self._exact.gradients, dtypes)
+        self._compare_rates(trainer, optimizer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Compares the rest, after the last micro-batch of a step: losses, updates, weights and buffers."""
+        if not self._micro_batches:
+            return
+        self._losses.append(outputs["loss"] if isinstance(outputs, Mapping) else outputs)
+        if self._replay is None:
+            return
+        hooks = hooks_of(trainer.strategy)
+        self._compare_losses()
+        updated = {
+            name for of_rank in gather([name for each in self._expected for name in each.names]) for name in of_rank
+        }
+        if updated.intersection(*gather(self._replay.unused)):
+            self.verdict.note(
+                "weights that a step did not use: the engine updates them with a gradient of 0, torch does not"
+            )
+        if self._overflows:
+            self.verdict.note(f"the update of step {self._step}, whose gradient overflows in float16")
+        elif updated:
+            self._compare_updates()
+        elif self._clips_known:
+            self.verdict.note("updates, as the optimizer's state cannot be read where it is")
+        norm = hooks.step_gradient_norm()
+        if norm is not None and not self._overflows:
+            self._add("gradient norm", "", abs(norm - self._norm) / max(self._norm, 1e-30), UPDATE)
+        after = self._checked_weights(trainer, pl_module)
+        if updated or self._overflows:  # what no optimizer updates must stay
+            for name in after.keys() - updated:
+                self._add("weight", name, _off(after[name], self._weights[name]), 0.0, 1, "no optimizer updates it")
+        self._compare_buffers(pl_module)
+        self._forget()
+        self._finish(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Says what was judged."""
+        if self._micro_batches:
+            self.verdict.note(f"step {self._step}, which did not end")
+        if self._can_check and not self.verdict.steps:
+            self.verdict.note("no step of this training is among those to check")
+        if trainer.is_global_zero:
+            say(f"step check: {self.verdict.outcome}: {self.verdict}")
+        if self._file is not None and trainer.is_global_zero:
+            write_json(self._file, self.verdict.as_dict())
+
+    def _is_checked(self, step: int) -> bool:
+        return self._can_check and (step in self._steps or (bool(self._every) and step % self._every == 0))
+
+    def _forget(self) -> None:
+        self._micro_batches, self._losses, self._expected, self._replay = [], [], [], None
+
+    def _add(self, kind: Kind, name: str, off: float, allowed: float, elements: int = 1, pattern: str = "") -> None:
+        self._findings.append(Finding(self._step, kind, name, off, allowed, elements, pattern))
+
+    def _checked_weights(self, trainer: Trainer, module: LightningModule) -> dict[str, Tensor]:
+        """Returns the unsharded weights by name. Each rank compares with them what it computes with, and all compare
+        them with one another."""
+        hooks = hooks_of(trainer.strategy)
+        weights = hooks.weights(module)
+        parameters = dict(module.named_parameters())
+        for name, plain in hooks.plain_names(parameters).items():
+            parameter = parameters[name]
+            for held, expected in hooks.held(parameter, weights[plain].to(parameter.device)):
+                if held.shape != expected.shape:
+                    self.verdict.note("weights that a rank holds elsewhere than in memory")
+                    continue
+                self._add("weight", plain, _off(held, expected), 0.0, held.numel())
+        sums = {name: zlib.crc32(value.contiguous().numpy().data) for name, value in weights.items()}
+        for rank, others in enumerate(gather(sums)):
+            for name in sums:
+                if others.get(name) != sums[name]:
+                    self._add("weight", name, math.inf, 0.0, 1, f"rank {rank} has another")
+        return weights
+
+    def _compare_gradients(
+        self,
+        found: Mapping[str, Tensor],
+        low: Mapping[str, Tensor],
+        exact: Mapping[str, Tensor],
+        dtypes: Mapping[str, torch.dtype],
+    ) -> None:
+        whole = math.sqrt(sum(float(gradient.square().sum()) for gradient in exact.values()))
+        for name in exact:
+            if name not in found:
+                self._add("gradient", name, math.inf, 0.0, exact[name].numel(), "the strategy has none")
+                continue
+            gradient = found[name]
+            size = max(float(exact[name].norm()) + SMALL * whole, 1e-300)
+            off = float((gradient - low[name]).norm()) / size
+            rounding = float((low[name] - exact[name]).norm()) / size
+            allowed = ROUNDINGS * rounding + LEAST * torch.finfo(dtypes[name]).eps
+            self._add("gradient", name, off, allowed, gradient.numel(), _factor(gradient, low[name], off > allowed))
+
+    def _compare_rates(self, trainer: Trainer, optimizer: Any) -> None:
+        """Compares the rates with the scheduler's and with those of the other ranks."""
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        if any(others != rates for others in gather(rates)):
+            self._add("learning rate", "", math.inf, 0.0, 1, "not the same on all ranks")
+        for config in trainer.lr_scheduler_configs:
+            last = getattr(config.scheduler, "get_last_lr", list)()
+            if len(last) != len(rates) or len(trainer.lr_scheduler_configs) > 1:
+                self.verdict.note("the rates of a scheduler that does not set those of all parameter groups alone")
+                continue
+            for number, (rate, wanted) in enumerate(zip(rates, last, strict=True)):
+                off = abs(rate - float(wanted)) / max(abs(float(wanted)), 1e-30)
+                self._add("learning rate", f"parameter group {number}", off, 1e-6)
+
+    def _expect_updates(
+        self, trainer: Trainer, module: LightningModule, optimizer: Any, gradients: Mapping[str, Tensor]
+    ) -> None:
+        """Lets a copy of the optimizer make the step, on this rank's share of the weights."""
+        hooks = hooks_of(trainer.strategy)
+        by_norm = trainer.gradient_clip_algorithm in (None, "norm")
+        self._clips_known = by_norm and not is_overridden("configure_gradient_clipping", module)
+        if not self._clips_known:
+            self.verdict.note("updates, as the gradient is not clipped by its norm")
+            return
+        limit = hooks.clip_limit(trainer)
+        scale = min(1.0, limit / (self._norm + 1e-6)) if limit else 1.0
+        names = {id(each): name for name, each in module.named_parameters()}
+        plain = hooks.plain_names([*names.values()])
+        for updated in hooks.updated(optimizer):
+            own = [plain[names[id(each)]] for each in updated.parameters]
+            if not any(name in gradients for name in own):  # frozen
+                continue
+            before = updated.target.detach().clone()
+            twin = torch.nn.Parameter(before.clone())
+            twin.grad = _laid(updated, [_gradient(gradients, name, self._weights) * scale for name in own])
+            used = _laid(updated, [torch.ones_like(self._weights[name]) for name in own])
+            state = torch_step(updated, twin)
+            self._expected.append(Expected(own, updated, before, twin.detach(), state, local_of(used).bool()))
+
+    def _compare_updates(self) -> None:
+        for each in self._expected:
+            target, before, twin = (
+                local_of(tensor)[each.used] for tensor in (each.updated.target.detach(), each.before, each.twin)
+            )
+            wanted = (twin - before).double()
+            if not wanted.any():  # a rate of 0, for example
+                self._add("update", each.name, _off(target, before), 0.0, target.numel())
+                continue
+            size = float(wanted.norm())
+            off = float(((target - before).double() - wanted).norm()) / size
+            rounding = torch.finfo(target.dtype).eps * float(before.double().norm()) / size
+            self._add("update", each.name, off, UPDATE + rounding, target.numel())
+            for key, value in each.state.items():
+                found, name = each.updated.state.get(key), f"{key} of {each.name}"
+                if isinstance(value, Tensor) and value.dim():
+                    same = isinstance(found, Tensor) and found.shape == value.shape
+                    off = _off(local_of(found)[each.used], local_of(value)[each.used]) if same else math.inf
+                    self._add("state", name, off, UPDATE, value.numel())
+                elif isinstance(value, (Tensor, int, float)):
+                    same = found is not None and float(found) == float(value)
+                    self._add("state", name, 0.0 if same else math.inf, 0.0)
+
+    def _compare_losses(self) -> None:
+        assert self._replay is not None
+        assert self._exact is not None
+        exact = self._exact.losses
+        dtype = min((value.dtype for value in self._losses), key=lambda dtype: torch.finfo(dtype).bits)
+        for number, (found, low, high) in enumerate(zip(self._losses, self._replay.losses, exact, strict=True), 1):
+            size = max(abs(high), 1e-30)
+            allowed = ROUNDINGS * abs(low - high) / size + LEAST * torch.finfo(dtype).eps
+            self._add("loss", f"micro-batch {number}", abs(float(found) - low) / size, allowed)
+
+    def _compare_buffers(self, module: LightningModule) -> None:
+        assert self._replay is not None
+        assert self._exact is not None
+        low, exact = self._replay.buffers, self._exact.buffers
+        for name, buffer in module.named_buffers():
+            if name not in low or low[name].shape != buffer.shape:
+                self.verdict.note(f"the buffer {name}, which the copy does not have")
+                continue
+            allowed = 0.0
+            if buffer.is_floating_point():
+                rounding = float((low[name].double() - exact[name].double()).norm())
+                allowed = ROUNDINGS * rounding / max(float(exact[name].double().norm()), 1e-30)
+                allowed += LEAST * torch.finfo(buffer.dtype).eps
+            self._add("buffer", name, _off(buffer, low[name]), allowed, buffer.numel())
+
+    def _finish(self, trainer: Trainer) -> None:
+        """Counts the findings of all ranks: each rank has all, and so the same verdict."""
+        shared: tuple[Kind, ...] = ("gradient", "gradient norm")
+        findings = []
+        for rank, of_rank in enumerate(gather(self._findings)):
+            for found in of_rank:
+                if found.kind not in shared:
+                    where = f"on rank {rank}" if trainer.world_size > 1 and found.share > 1 else ""
+                    findings.append(replace(found, pattern=found.pattern or where))
+                elif rank == 0:
+                    findings.append(found)
+        faults = self.verdict.add(self._step, findings)
+        if faults and self._on_fault == "raise":
+            raise RunError(str(self.verdict))
+        if faults and trainer.is_global_zero:
+            say(f"warning: {faults[0]}")
+
+
+def torch_step(updated: Updated, twin: torch.nn.Parameter) -> Mapping[str, Any]:
+    """Lets torch's optimizer update a copy of one of its tensors in place; returns its state after that."""
+    optimizer = updated.optimizer_of(twin)
+    kind = type(optimizer)
+    with torch.no_grad():
+        # Without the hooks that torch wraps around it, and a scheduler around that of the instance.
+        getattr(kind.step, "__wrapped__", kind.step)(optimizer)
+    return optimizer.state.get(twin, {})
+
+
+def _gradient(gradients: Mapping[str, Tensor], name: str, weights: Mapping[str, Tensor]) -> Tensor:
+    """Returns the gradient of a parameter; zeros for a frozen one that an engine keeps next to trained ones."""
+    return gradients[name].float() if name in gradients else torch.zeros_like(weights[name])
+
+
+def _laid(updated: Updated, wholes: list[Tensor]) -> Tensor:
+    """Returns unsharded tensors of the parameters as the optimizer's tensor has them; padding is 0."""
+    part: Any = updated.cut(wholes)
+    part = part.to(updated.target.device, updated.target.dtype)
+    if part.numel() == updated.target.numel():
+        return part.view_as(updated.target)
+    flat = torch.zeros_like(updated.target)
+    flat[: part.numel()].copy_(part)
+    return flat
+
+
+def _off(found: Tensor, wanted: Tensor) -> float:
+    """Returns the difference of two tensors as a share of the second's size; 0 if they are equal bit by bit."""
+    if torch.equal(found, wanted):
+        return 0.0
+    wanted = wanted.double()
+    return float((found.double() - wanted).norm()) / max(float(wanted.norm()), 1e-30)
+
+
+def _factor(found: Tensor, wanted: Tensor, is_fault: bool) -> str:
+    """Returns the constant factor between two gradients in words, if that is what is wrong."""
+    if not is_fault:
+        return ""
+    factor = float((found * wanted).sum() / wanted.square().sum().clamp(min=1e-300))
+    rest = float((found - factor * wanted).norm()) / max(float(found.norm()), 1e-300)
+    return f"it is {factor:.3g} of the right one" if rest < CONSTANT else ""
+
+
+def _shares_buffers(model: Any) -> bool:
+    """Whether DDP copies the buffers of rank 0 to the others before a step; torch 2.15 has renamed the option."""
+    if not isinstance(model, DistributedDataParallel):
+        return False
+    return bool(getattr(model, "forward_sync_buffers", getattr(model, "broadcast_buffers", False)))

@@ -1,0 +1,246 @@
+"""A plain, unsharded copy of a module computes micro-batches again: in the training's precision, and in float64."""
+
+import copy
+import inspect
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map, tree_map_only
+
+from cifar_zero.models.cast import keep_batch_norm_float32
+
+LOW = (torch.float16, torch.bfloat16, torch.float32)
+
+WIDER: dict[Any, Callable[..., Any]] = dict.fromkeys(
+    (Tensor.half, Tensor.bfloat16, Tensor.float), lambda tensor, *args, **kwargs: tensor.double()
+)
+"""Casts to a low precision, and what the exact replay does instead."""
+
+DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d}
+
+DRAWS = {torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.bernoulli, torch.normal, torch.multinomial}
+
+DRAWS_IN_PLACE = {Tensor.uniform_, Tensor.normal_, Tensor.exponential_, Tensor.bernoulli_}
+
+Plain = (bool, int, float, str)
+"""Types of the attributes that the copy takes over from the module before a step: counters, temperatures, modes."""
+
+
+@dataclass
+class MicroBatch:
+    """What a replay needs of a micro-batch."""
+
+    batch: Any
+    index: int  # batch_idx
+    random_state: tuple[Any, ...]
+
+
+@dataclass
+class Replay:
+    """What a copy computed of a step."""
+
+    losses: list[float]  # of each micro-batch on this rank
+    gradients: dict[str, Tensor]  # float64, of this rank until `average`; zeros for a weight that was not used
+    buffers: dict[str, Tensor]  # after the step, on this rank
+    unused: set[str]  # weights that no micro-batch of this rank used
+
+    def average(self, trainer: Trainer) -> None:
+        """Replaces the gradients by their mean over the ranks, on the CPU. Collective."""
+        for name, gradient in self.gradients.items():
+            if trainer.world_size > 1:
+                dist.all_reduce(gradient)
+                gradient /= trainer.world_size
+            self.gradients[name] = gradient.cpu()
+
+
+class Replica:
+    """A copy of a module, made before a strategy shards it; its weights are set for each replay and freed after it."""
+
+    def __init__(self, module: LightningModule):
+        """Copies the module; raises what `copy.deepcopy` raises for something that cannot be copied."""
+        with _detached(module), random_state_kept():
+            self.module: Any = copy.deepcopy(module)
+        self._attributes: dict[tuple[str, str], Any] = {}
+        self._buffers: dict[str, Tensor] = {}
+        self._trained: dict[str, bool] = {}
+        self._takes_index = len(inspect.signature(self.module.training_step).parameters) > 1
+
+    def build(self, trainer: Trainer) -> None:
+        """Builds what the module builds in `setup` and `configure_model`; from now on it logs nothing."""
+        plain = self.module
+        plain._trainer = trainer
+        plain.log = plain.log_dict = _nothing
+        with random_state_kept():
+            plain.setup("fit")
+            plain.configure_model()
+        for part in plain.modules():
+            part._compiled_call_impl = None
+        plain.to(trainer.strategy.root_device)
+        self._free()
+
+    def remember(self, module: LightningModule) -> None:
+        """Keeps the buffers and the plain attributes of the module before a step."""
+        self._buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+        self._trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+        for name, part in module.named_modules():
+            for key, value in vars(part).items():
+                if type(value) in Plain:
+                    self._attributes[name, key] = value
+
+    def buffers_from_rank_0(self) -> None:
+        """Takes the remembered buffers of rank 0, as DDP does before a step unless it is told not to."""
+        for buffer in self._buffers.values():
+            dist.broadcast(buffer, 0)
+
+    def replay(
+        self,
+        trainer: Trainer,
+        micro_batches: Sequence[MicroBatch],
+        weights: Mapping[str, Tensor],
+        dtypes: Mapping[str, torch.dtype],
+        *,
+        scale: float = 1.0,
+        exact: bool = False,
+    ) -> Replay:
+        """Computes the loss of the micro-batches and its gradient, each with its own random state.
+
+        Args:
+            trainer: Of the training.
+            micro_batches: Those of a step.
+            weights: float32, before the step, by name.
+            dtypes: In which the strategy computes with each weight.
+            scale: Of the loss in float16; the gradients are divided by it.
+            exact: Compute in float64 with the same weights and random numbers.
+        """
+        plain, device = self.module, trainer.strategy.root_device
+        self._restore(weights, dtypes, device, exact)
+        lowest = min(dtypes.values(), key=lambda dtype: torch.finfo(dtype).bits, default=torch.float32)
+        losses = []
+        for each in micro_batches:
+            batch = tree_map_only(Tensor, lambda value: _wide(value.clone()) if exact else value.clone(), each.batch)
+            set_random_state(each.random_state)
+            with Exact(lowest) if exact else trainer.precision_plugin.train_step_context():
+                outputs = plain.training_step(*((batch, each.index) if self._takes_index else (batch,)))
+                loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
+                loss = loss / trainer.accumulate_grad_batches
+                (loss * scale).backward()
+            losses.append(float(loss.detach()))
+        gradients, unused = {}, set()
+        for name, parameter in plain.named_parameters():
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    unused.add(name)
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                gradients[name] = gradient.double() / scale
+        buffers = {name: buffer.detach().clone() for name, buffer in plain.named_buffers()}
+        self._free()
+        return Replay(losses, gradients, buffers, unused)
+
+    def _restore(
+        self, weights: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], device: torch.device, exact: bool
+    ) -> None:
+        for name, part in self.module.named_modules():
+            for key in [key for owner, key in self._attributes if owner == name]:
+                vars(part)[key] = self._attributes[name, key]
+        for name, parameter in self.module.named_parameters():
+            value = weights[name].to(dtypes[name])
+            parameter.data = (value.double() if exact else value).to(device, copy=True)
+            parameter.grad = None
+            parameter.requires_grad_(self._trained.get(name, parameter.requires_grad))
+        for name, buffer in self.module.named_buffers():
+            if name in self._buffers:
+                value = self._buffers[name]
+                buffer.data = _wide(value.clone()) if exact else value.clone()
+        keep_batch_norm_float32(self.module)
+
+    def _free(self) -> None:
+        for parameter in self.module.parameters():
+            parameter.data = torch.empty(0, device=parameter.device)
+            parameter.grad = None
+
+
+class Exact(TorchFunctionMode):
+    """Computes in float64 what is called within it, whatever precision is asked for, with the same random numbers.
+
+    Random numbers are drawn in the type in which the training draws them, as generators draw others for float64. What
+    a compiled function draws inside, such as attention with dropout, is not seen.
+    """
+
+    def __init__(self, lowest: torch.dtype):
+        super().__init__()
+        self._lowest = lowest
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in DROPOUTS:
+            mask = func(torch.ones_like(args[0], dtype=self._lowest, requires_grad=False), *args[1:], **kwargs)
+            return args[0] * mask.double()
+        if func in DRAWS_IN_PLACE:
+            drawn = func(torch.empty_like(args[0], dtype=torch.float32), *args[1:], **kwargs)
+            return args[0].copy_(drawn)
+        if func in DRAWS:
+            args, kwargs = tree_map(_narrow, (args, kwargs))
+        else:
+            args, kwargs = tree_map(_wide, (args, kwargs))
+            func = WIDER.get(func, func)
+        return tree_map(_wide, func(*args, **kwargs))
+
+
+def _wide(value: Any) -> Any:
+    """Returns a tensor of a low precision in float64, float64 for such a type, and anything else as it is."""
+    if isinstance(value, Tensor):
+        return value.double() if value.dtype in LOW else value
+    return torch.float64 if isinstance(value, torch.dtype) and value in LOW else value
+
+
+def _narrow(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype == torch.float64 else value
+
+
+def random_state() -> tuple[Any, ...]:
+    """Returns the state of all random generators that a training step may use."""
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
+
+
+def set_random_state(state: tuple[Any, ...]) -> None:
+    """Restores what `random_state` returned."""
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1])
+    random.setstate(state[2])
+    np.random.set_state(state[3])
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Restores the random states at the end of the context."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)
+
+
+@contextmanager
+def _detached(module: Any) -> Iterator[None]:
+    """Takes the trainer off a module, which would be copied with it."""
+    trainer, module._trainer = module._trainer, None
+    try:
+        yield
+    finally:
+        module._trainer = trainer
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands for `self.log` in a replay."""

@@ -1,0 +1,165 @@
+"""What a step check judged and what it found; plain Python, no torch."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Kind = Literal["weight", "loss", "gradient", "learning rate", "gradient norm", "update", "state", "buffer"]
+
+Outcome = Literal["bit-identical", "within rounding", "different", "not judged"]
+
+BLUNT = 0.5
+"""Largest error, as a share of a value's size, that rounding may explain: beyond it the value is not judged."""
+
+ENOUGH = 0.95
+"""Least share of the elements of gradients and of updates that must be judged; with less there is no agreement."""
+
+FAULTS_KEPT = 50
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One compared value: how far it was off, and how far rounding may put it off, both as shares of its size."""
+
+    step: int  # optimizer step, from 1
+    kind: Kind
+    name: str  # of the tensor, by the plain model's names; of a loss its micro-batch
+    off: float
+    allowed: float
+    elements: int = 1
+    pattern: str = ""  # what explains a fault: a constant factor, a rank
+
+    @property
+    def share(self) -> float:
+        """The share of the bound that was used; above 1 it is a fault. NaN counts as one."""
+        if self.off == 0:
+            return 0.0
+        return math.inf if math.isnan(self.off) or not self.allowed else self.off / self.allowed
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether the bound is tight enough to say something. An error beyond a blunt bound is a fault all the same."""
+        return self.allowed <= BLUNT or self.share > 1
+
+    def __str__(self) -> str:
+        how_far = f"off by {percent(self.off)} where rounding allows {percent(self.allowed)}"
+        if not math.isfinite(self.off):
+            how_far = "NaN, infinite or not the same on all ranks"
+        of = f" of {self.name}" if self.name else ""
+        return f"step {self.step}: {self.kind}{of} {how_far}{self.pattern and '; ' + self.pattern}"
+
+
+@dataclass
+class Tally:
+    """All compared values of a kind."""
+
+    elements: int = 0
+    judged: int = 0
+    tightest: float = math.inf  # the smallest bound of a value that is not exact: the smallest error that is seen
+    worst: Finding | None = None  # the judged value that used most of its bound
+
+    def add(self, found: Finding) -> None:
+        """Counts a comparison."""
+        self.elements += found.elements
+        if not found.is_judged:
+            return
+        self.judged += found.elements
+        if found.allowed:
+            self.tightest = min(self.tightest, found.allowed)
+        if self.worst is None or found.share > self.worst.share:
+            self.worst = found
+
+
+@dataclass
+class Verdict:
+    """What was judged, and what was found."""
+
+    steps: list[int] = field(default_factory=list)  # the checked steps, from 1
+    tallies: dict[str, Tally] = field(default_factory=dict)  # by kind
+    faults: list[Finding] = field(default_factory=list)  # the first FAULTS_KEPT
+    not_checked: list[str] = field(default_factory=list)  # what could not be judged and why, one clause each
+
+    def add(self, step: int, findings: Iterable[Finding]) -> list[Finding]:
+        """Counts the comparisons of a step; returns the faults among them."""
+        self.steps.append(step)
+        faults = []
+        for found in findings:
+            self.tallies.setdefault(found.kind, Tally()).add(found)
+            if found.share > 1:
+                faults.append(found)
+        self.faults += faults[: FAULTS_KEPT - len(self.faults)]
+        return faults
+
+    def note(self, reason: str) -> None:
+        """Notes once what is not checked."""
+        if reason not in self.not_checked:
+            self.not_checked.append(reason)
+
+    @property
+    def judged(self) -> float:
+        """The share of the elements of gradients and updates that was judged, of the kind with less; 0 without any."""
+        counted = [self.tallies.get(kind, Tally()) for kind in ("gradient", "update")]
+        return min(tally.judged / tally.elements if tally.elements else 0.0 for tally in counted)
+
+    @property
+    def used(self) -> float:
+        """The largest share of a bound that a judged value used."""
+        return max((tally.worst.share for tally in self.tallies.values() if tally.worst), default=0.0)
+
+    @property
+    def outcome(self) -> Outcome:
+        """The verdict in a word."""
+        if self.faults:
+            return "different"
+        if self.judged < ENOUGH:
+            return "not judged"
+        whole = all(tally.judged == tally.elements for tally in self.tallies.values())
+        return "bit-identical" if whole and not self.used and not self.not_checked else "within rounding"
+
+    def __str__(self) -> str:
+        """The verdict in a line: the worst fault of the kind that was found first, or what was judged and the smallest
+        error that would be seen."""
+        if self.faults:
+            first = self.faults[0]
+            others = sum(each.step == first.step and each.kind == first.kind for each in self.faults) - 1
+            return f"{first}{(others and f' (and {others} more)') or ''}"
+        text = f"{len(self.steps)} steps checked"
+        parts = []
+        for kind, tally in self.tallies.items():
+            if tally.worst is not None:
+                parts.append(f"{kind} {tally.judged:,} values, {percent(tally.worst.share)} of a bound used")
+        gradient = self.tallies.get("gradient", Tally())
+        if gradient.tightest < math.inf:
+            parts.append(f"a scale error of {percent(gradient.tightest)} would be seen")
+        if self.judged < ENOUGH:
+            parts.append(f"only {percent(self.judged)} of the gradients and updates could be judged")
+        return "; ".join([text, *parts, *(f"not checked: {reason}" for reason in self.not_checked)])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns plain data for JSON."""
+        return {
+            "outcome": self.outcome,
+            "text": str(self),
+            "steps": self.steps,
+            "judged": self.judged,
+            "used": self.used,
+            "tallies": {
+                kind: {
+                    "elements": tally.elements,
+                    "judged": tally.judged,
+                    "smallest_visible": None if math.isinf(tally.tightest) else tally.tightest,
+                    "used": tally.worst.share if tally.worst else None,
+                    "worst": str(tally.worst or ""),
+                }
+                for kind, tally in self.tallies.items()
+            },
+            "faults": [str(fault) for fault in self.faults],
+            "not_checked": self.not_checked,
+        }
+
+
+def percent(share: float) -> str:
+    """Returns a share in percent with two digits: 0.0017 %, 32 %."""
+    value = 100 * share
+    return f"{value:.2g} %" if value < 10 else f"{value:,.0f} %"

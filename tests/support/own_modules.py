@@ -1,0 +1,227 @@
+"""LightningModules as people have them, each with something that strategies or a replay could stumble over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def images(count: int = 96, *shape: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(
+        torch.randn(count, *(shape or (24,)), generator=generator), torch.randint(0, 10, (count,), generator=generator)
+    )
+
+
+class Own(LightningModule):
+    """Classifies what `net` maps to ten scores."""
+
+    net: Any
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, labels = batch
+        loss = F.cross_entropy(self.net(inputs.to(self.dtype)).float(), labels)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(images(), 4, shuffle=True)
+
+
+class Encoder(Own):
+    """A transformer of tokens as Hugging Face's are: a head tied to the embedding, rotary buffers in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 50, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("inv_freq", 1 / 10000 ** (torch.arange(0, 8, 2) / 8), persistent=False)
+
+    def rotated(self, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[-2], device=x.device).float()
+        angles = torch.outer(positions, self.inv_freq.float())  # pyright: ignore
+        cos, sin = (part.repeat(1, 2).to(x.dtype) for part in (angles.cos(), angles.sin()))
+        left, right = x.chunk(2, dim=-1)
+        return x * cos + torch.cat([-right, left], dim=-1) * sin
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (words,) = batch
+        hidden = self.embedding(words)
+        query, key, value = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(hidden).chunk(3, dim=-1))
+        mixed = F.scaled_dot_product_attention(self.rotated(query), self.rotated(key), value, is_causal=True)
+        hidden = self.norm(hidden + self.out(mixed.transpose(1, 2).flatten(2)))
+        return F.cross_entropy(self.head(hidden)[:, :-1].flatten(0, 1).float(), words[:, 1:].flatten())
+
+    def train_dataloader(self) -> Any:
+        words = torch.randint(0, 50, (96, 9), generator=torch.Generator().manual_seed(0))
+        return DataLoader(TensorDataset(words), 4, shuffle=True)
+
+
+class PackedLSTM(Own):
+    """Sequences of different lengths, and a last batch that is smaller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.head = nn.LSTM(6, 12, batch_first=True), nn.Linear(12, 10)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, labels = batch
+        lengths = (labels % 4 + 1).cpu()
+        sequences = inputs.to(self.dtype).unflatten(1, (4, 6))
+        packed = nn.utils.rnn.pack_padded_sequence(sequences, lengths, batch_first=True, enforce_sorted=False)
+        _, (state, _) = self.rows(packed)
+        return F.cross_entropy(self.head(state[-1]).float(), labels)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(images(90), 4)
+
+
+class UNet(Own):
+    """Batch norm and dropout in two resolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout2d(0.2))
+        self.up = nn.Sequential(nn.Conv2d(5, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU())
+        self.head = nn.Sequential(nn.Flatten(), nn.Dropout(0.1), nn.Linear(3 * 64, 10))
+
+    def net(self, x: Tensor) -> Tensor:  # pyright: ignore
+        low = F.interpolate(self.down(F.max_pool2d(x, 2)), scale_factor=2)
+        return self.head(self.up(torch.cat([x, low], dim=1)))
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(images(96, 1, 8, 8), 4, shuffle=True)
+
+
+class Contrastive(Own):
+    """Gathers the embeddings of all ranks within its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 8))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, _ = batch
+        one = F.normalize(self.net(inputs.to(self.dtype)), dim=1)
+        other = F.normalize(self.net((inputs + 0.1 * torch.randn_like(inputs)).to(self.dtype)), dim=1)
+        gathered: Any = self.all_gather(other, sync_grads=True)
+        others = gathered.reshape(-1, 8)
+        return F.cross_entropy(
+            one.float() @ others.float().T / 0.1, torch.arange(len(one)) + len(one) * self.global_rank
+        )
+
+
+class TwoLoaders(Own):
+    """Batches of a CombinedLoader, a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(24, 10)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return sum(super(TwoLoaders, self).training_step(part, batch_idx) for part in batch.values())  # pyright: ignore
+
+    def train_dataloader(self) -> Any:
+        loaders = {"one": DataLoader(images(64), 4), "two": DataLoader(images(96), 2)}
+        return CombinedLoader(loaders, "min_size")
+
+
+class FrozenBackbone(Own):
+    """A frozen part in evaluation mode, and two rates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(24, 32), nn.BatchNorm1d(32), nn.ReLU()).requires_grad_(False)
+        self.middle, self.head = nn.Linear(32, 32), nn.Linear(32, 10)
+
+    def net(self, x: Tensor) -> Tensor:  # pyright: ignore
+        return self.head(F.gelu(self.middle(self.backbone.eval()(x))))
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.middle.parameters(), "lr": 0.001}, {"params": self.head.parameters()}]
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+class OneCycle(Own):
+    """A schedule that moves the rate and the momentum at each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 10))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.001)
+        schedule = OneCycleLR(optimizer, 0.1, total_steps=200)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Plateau(OneCycle):
+    """Asks for validations and a logger: ReduceLROnPlateau, EarlyStopping, LearningRateMonitor, logger.experiment."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "val_loss"},
+        }
+
+    def configure_callbacks(self) -> Any:
+        return [EarlyStopping("val_loss", patience=50), LearningRateMonitor("step")]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.logger.experiment.add_scalar("seen", batch_idx)  # pyright: ignore
+        self.log("val_loss", F.cross_entropy(self.net(batch[0].to(self.dtype)).float(), batch[1]))
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(images(8), 4)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(images(16), 4)
+
+
+class LoRA(Own):
+    """Adapters next to frozen weights, and a group of which nothing is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(24, 10).requires_grad_(False)
+        self.a, self.b = nn.Linear(24, 4, bias=False), nn.Linear(4, 10, bias=False)
+
+    def net(self, x: Tensor) -> Tensor:  # pyright: ignore
+        return self.base(x) + self.b(self.a(x))
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.base.parameters()}, {"params": [*self.a.parameters(), *self.b.parameters()]}]
+        return torch.optim.AdamW(groups, lr=0.01)
+
+
+class Experts(Own):
+    """A mixture of experts of its own: each image trains one expert only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(24, 4)
+        self.experts = nn.ModuleList(nn.Linear(24, 10) for _ in range(4))
+
+    def net(self, x: Tensor) -> Tensor:  # pyright: ignore
+        weights, chosen = self.gate(x).softmax(1).max(1)
+        outputs = torch.stack([expert(x) for expert in self.experts])
+        return weights[:, None] * outputs[chosen, torch.arange(len(x))]
+
+
+OTHERS = (PackedLSTM, UNet, Contrastive, TwoLoaders, FrozenBackbone, OneCycle, LoRA, Experts)
+"""All but Encoder and Plateau."""
