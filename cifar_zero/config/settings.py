@@ -32,10 +32,6 @@ def sections(part: type) -> dict[str, type]:
     }
 
 
-SECTIONS = {name for part in OWNERS.values() for name in sections(part)}
-"""Names of all sections: --data.root, or data: {root: ...} in a recipe."""
-
-
 @dataclass(frozen=True)
 class DataConfig(DataAccess, DataRecipe):
     """The images of a run: which ones (from the recipe), and where and how they are read (from the placement)."""

@@ -61,10 +61,12 @@ def ranks_on_another_disk(folder: Path | None) -> list[int]:
 
 
 def average_over_ranks(values: Sequence[Tensor]) -> None:
-    """Replaces each tensor by its mean over all ranks, computed in float32. Each rank must call it."""
+    """Replaces each tensor by its mean over all ranks, computed in float32, or in float64 if one is of that type. Each
+    rank must call it."""
     if not values or not _has_others():
         return
-    flat = torch.cat([value.float().flatten() for value in values])  # one reduction for all
+    wide = [value.to(torch.promote_types(value.dtype, torch.float32)).flatten() for value in values]
+    flat = torch.cat(wide)  # one reduction for all
     dist.all_reduce(flat)
     flat /= dist.get_world_size()
     for value, mean in zip(values, flat.split([value.numel() for value in values]), strict=True):

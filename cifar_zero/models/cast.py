@@ -12,11 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+STATISTICS = ("running_mean", "running_var")
+"""Buffers of batch norms, which stay in float32."""
+
 
 def cast_buffers(net: nn.Module, dtype: torch.dtype) -> None:
     """Casts the floating-point buffers, but for the statistics of batch norms, in place."""
     for name, buffer in net.named_buffers():
-        if buffer.is_floating_point() and not name.endswith(("running_mean", "running_var")):
+        if buffer.is_floating_point() and not name.endswith(STATISTICS):
             buffer.data = buffer.data.to(dtype)
 
 

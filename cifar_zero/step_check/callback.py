@@ -8,8 +8,8 @@ training, so nothing drifts: the bound is one step's rounding at step 1 and at s
 
 import math
 import zlib
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,10 +25,10 @@ from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError
 from cifar_zero.launch.collectives import gather
 from cifar_zero.reports.summary import write_json
-from cifar_zero.step_check.replay import MicroBatch, Replay, Replica, random_state, random_state_kept
+from cifar_zero.step_check.replay import MicroBatch, Replay, Replica, lowest, random_state, random_state_kept
+from cifar_zero.step_check.updates import UPDATE, Expected, expected_updates, off_by
 from cifar_zero.step_check.verdict import Finding, Kind, Verdict
 from cifar_zero.strategies import hooks_of
-from cifar_zero.strategies.hooks import Updated, local_of
 
 ROUNDINGS = 3.0
 """Multiple of a step's own rounding that a value may be off: the strategy adds up in another order than the replay. In
@@ -41,29 +41,8 @@ SMALL = 1e-3
 """Share of the whole gradient's norm that counts as part of every tensor's: the rounding of a gradient that cancels to
 nearly 0 is that of its summands."""
 
-UPDATE = 1e-4
-"""Relative error that another order of the same float32 arithmetic may cause in an update, an optimizer's state or a
-norm. Healthy engines: 4e-6; DeepSpeed's Adam on the CPU keeps 1 - beta2 in float32, which is off by up to 6e-5."""
-
 CONSTANT = 0.02
 """Share of a gradient that may be left over when it is called another one times a constant factor."""
-
-
-@dataclass
-class Expected:
-    """The update of one tensor as torch's optimizer makes it."""
-
-    names: list[str]  # of its parameters, by the plain model's names
-    updated: Updated
-    before: Tensor
-    twin: Tensor  # after the update
-    state: Mapping[str, Any]  # of torch's optimizer after the update
-    used: Tensor  # bool: the elements that are no padding, which may have any value
-
-    @property
-    def name(self) -> str:
-        """The first and the last parameter."""
-        return self.names[0] if len(self.names) == 1 else f"{self.names[0]} to {self.names[-1]}"
 
 
 class StepCheck(Callback):
@@ -98,8 +77,7 @@ class StepCheck(Callback):
         self._weights: dict[str, Tensor] = {}
         self._expected: list[Expected] = []
         self._findings: list[Finding] = []
-        self._replay: Replay | None = None
-        self._exact: Replay | None = None
+        self._replays: tuple[Replay, Replay] | None = None  # in the training's precision, and in float64
         self._can_check = self._overflows = self._clips_known = False
         self._norm = 0.0
         self._step = 0  # the number of the step that is being checked, from 1
@@ -141,8 +119,9 @@ class StepCheck(Callback):
         """Keeps what a replay needs: weights and buffers before the step, each micro-batch with its random state."""
         del self._micro_batches[len(self._losses) :]  # one that the module has skipped
         if not self._micro_batches:
-            starts = hooks_of(trainer.strategy).starts_step(batch_idx, trainer.accumulate_grad_batches)
-            if not starts or not self._is_checked(trainer.global_step + 1):
+            if not self._is_checked(trainer.global_step + 1):
+                return
+            if not hooks_of(trainer.strategy).starts_step(batch_idx, trainer.accumulate_grad_batches):
                 return
             self._step = trainer.global_step + 1
             self._findings, self._losses = [], []
@@ -155,14 +134,15 @@ class StepCheck(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Compares the gradients, and computes the update that torch's optimizer makes of them."""
+        if not self._micro_batches:
+            return
         hooks = hooks_of(trainer.strategy)
-        if not self._micro_batches or not hooks.ends_step():
+        if not hooks.ends_step():
             return
         gradients = {name: gradient.double() for name, gradient in hooks.gradients(pl_module).items()}
         own = {name: hooks.compute_dtype(each) for name, each in pl_module.named_parameters()}
-        lowest = min(own.values(), key=lambda dtype: torch.finfo(dtype).bits)
         plain = hooks.plain_names(own)
-        dtypes = dict.fromkeys(self._weights, lowest)  # of weights that only other ranks have
+        dtypes = dict.fromkeys(self._weights, lowest(own.values()))  # of weights that only other ranks have
         dtypes |= {plain[name]: dtype for name, dtype in own.items()}
         scale = hooks.loss_scale()
         self._norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))
@@ -170,8 +150,9 @@ class StepCheck(Callback):
         given, error = (trainer, self._micro_batches, self._weights, dtypes), ""
         try:
             with random_state_kept():
-                self._replay = self._replica.replay(*given, scale=scale or 1.0)
-                self._exact = self._replica.replay(*given, exact=True)
+                low = self._replica.replay(*given, scale=scale or 1.0)
+                exact = self._replica.replay(*given, exact=True)
+            self._replays = low, exact
             if not self._overflows:
                 self._expect_updates(trainer, pl_module, optimizer, gradients)
         except Exception as failure:  # whatever the module's code raises, in float64 for example
@@ -181,12 +162,12 @@ class StepCheck(Callback):
             self.verdict.note(f"steps that cannot be computed again: {errors[0]}")
             self._forget()
             return
-        assert self._replay is not None
-        assert self._exact is not None
-        self._replay.average(trainer)
-        self._exact.average(trainer)
+        assert self._replays is not None
+        low, exact = self._replays
+        low.average()
+        exact.average()
         if not self._overflows:
-            self._compare_gradients(gradients, self._replay.gradients, self._exact.gradients, dtypes)
+            self._compare_gradients(gradients, low.gradients, exact.gradients, dtypes)
         self._compare_rates(trainer, optimizer)
 
     def on_train_batch_end(
@@ -196,21 +177,22 @@ class StepCheck(Callback):
         if not self._micro_batches:
             return
         self._losses.append(outputs["loss"] if isinstance(outputs, Mapping) else outputs)
-        if self._replay is None:
+        if self._replays is None:
             return
         hooks = hooks_of(trainer.strategy)
-        self._compare_losses()
-        updated = {
-            name for of_rank in gather([name for each in self._expected for name in each.names]) for name in of_rank
-        }
-        if updated.intersection(*gather(self._replay.unused)):
+        low, exact = self._replays
+        self._compare_losses(low.losses, exact.losses)
+        updated = set().union(*gather({name for each in self._expected for name in each.names}))
+        if updated.intersection(*gather(low.unused)):
             self.verdict.note(
                 "weights that a step did not use: the engine updates them with a gradient of 0, torch does not"
             )
         if self._overflows:
             self.verdict.note(f"the update of step {self._step}, whose gradient overflows in float16")
         elif updated:
-            self._compare_updates()
+            for each in self._expected:
+                for found in each.compared():
+                    self._add(*found)
         elif self._clips_known:
             self.verdict.note("updates, as the optimizer's state cannot be read where it is")
         norm = hooks.step_gradient_norm()
@@ -219,8 +201,8 @@ class StepCheck(Callback):
         after = self._checked_weights(trainer, pl_module)
         if updated or self._overflows:  # what no optimizer updates must stay
             for name in after.keys() - updated:
-                self._add("weight", name, _off(after[name], self._weights[name]), 0.0, 1, "no optimizer updates it")
-        self._compare_buffers(pl_module)
+                self._add("weight", name, off_by(after[name], self._weights[name]), 0.0, 1, "no optimizer updates it")
+        self._compare_buffers(pl_module, low.buffers, exact.buffers)
         self._forget()
         self._finish(trainer)
 
@@ -239,7 +221,7 @@ class StepCheck(Callback):
         return self._can_check and (step in self._steps or (bool(self._every) and step % self._every == 0))
 
     def _forget(self) -> None:
-        self._micro_batches, self._losses, self._expected, self._replay = [], [], [], None
+        self._micro_batches, self._losses, self._expected, self._replays = [], [], [], None
 
     def _add(self, kind: Kind, name: str, off: float, allowed: float, elements: int = 1, pattern: str = "") -> None:
         self._findings.append(Finding(self._step, kind, name, off, allowed, elements, pattern))
@@ -256,7 +238,7 @@ class StepCheck(Callback):
                 if held.shape != expected.shape:
                     self.verdict.note("weights that a rank holds elsewhere than in memory")
                     continue
-                self._add("weight", plain, _off(held, expected), 0.0, held.numel())
+                self._add("weight", plain, off_by(held, expected), 0.0, held.numel())
         sums = {name: zlib.crc32(value.contiguous().numpy().data) for name, value in weights.items()}
         for rank, others in enumerate(gather(sums)):
             for name in sums:
@@ -309,56 +291,19 @@ class StepCheck(Callback):
             return
         limit = hooks.clip_limit(trainer)
         scale = min(1.0, limit / (self._norm + 1e-6)) if limit else 1.0
-        names = {id(each): name for name, each in module.named_parameters()}
-        plain = hooks.plain_names([*names.values()])
-        for updated in hooks.updated(optimizer):
-            own = [plain[names[id(each)]] for each in updated.parameters]
-            if not any(name in gradients for name in own):  # frozen
-                continue
-            before = updated.target.detach().clone()
-            twin = torch.nn.Parameter(before.clone())
-            twin.grad = _laid(updated, [_gradient(gradients, name, self._weights) * scale for name in own])
-            used = _laid(updated, [torch.ones_like(self._weights[name]) for name in own])
-            state = torch_step(updated, twin)
-            self._expected.append(Expected(own, updated, before, twin.detach(), state, local_of(used).bool()))
+        clipped = {name: gradient.float() * scale for name, gradient in gradients.items()}
+        parameters = dict(module.named_parameters())
+        names = {id(parameters[name]): plain for name, plain in hooks.plain_names(parameters).items()}
+        self._expected = [*expected_updates(hooks, optimizer, names, clipped, self._weights)]
 
-    def _compare_updates(self) -> None:
-        for each in self._expected:
-            target, before, twin = (
-                local_of(tensor)[each.used] for tensor in (each.updated.target.detach(), each.before, each.twin)
-            )
-            wanted = (twin - before).double()
-            if not wanted.any():  # a rate of 0, for example
-                self._add("update", each.name, _off(target, before), 0.0, target.numel())
-                continue
-            size = float(wanted.norm())
-            off = float(((target - before).double() - wanted).norm()) / size
-            rounding = torch.finfo(target.dtype).eps * float(before.double().norm()) / size
-            self._add("update", each.name, off, UPDATE + rounding, target.numel())
-            for key, value in each.state.items():
-                found, name = each.updated.state.get(key), f"{key} of {each.name}"
-                if isinstance(value, Tensor) and value.dim():
-                    same = isinstance(found, Tensor) and found.shape == value.shape
-                    off = _off(local_of(found)[each.used], local_of(value)[each.used]) if same else math.inf
-                    self._add("state", name, off, UPDATE, value.numel())
-                elif isinstance(value, (Tensor, int, float)):
-                    same = found is not None and float(found) == float(value)
-                    self._add("state", name, 0.0 if same else math.inf, 0.0)
-
-    def _compare_losses(self) -> None:
-        assert self._replay is not None
-        assert self._exact is not None
-        exact = self._exact.losses
-        dtype = min((value.dtype for value in self._losses), key=lambda dtype: torch.finfo(dtype).bits)
-        for number, (found, low, high) in enumerate(zip(self._losses, self._replay.losses, exact, strict=True), 1):
+    def _compare_losses(self, of_low: Sequence[float], of_exact: Sequence[float]) -> None:
+        dtype = lowest(value.dtype for value in self._losses)
+        for number, (found, low, high) in enumerate(zip(self._losses, of_low, of_exact, strict=True), 1):
             size = max(abs(high), 1e-30)
             allowed = ROUNDINGS * abs(low - high) / size + LEAST * torch.finfo(dtype).eps
             self._add("loss", f"micro-batch {number}", abs(float(found) - low) / size, allowed)
 
-    def _compare_buffers(self, module: LightningModule) -> None:
-        assert self._replay is not None
-        assert self._exact is not None
-        low, exact = self._replay.buffers, self._exact.buffers
+    def _compare_buffers(self, module: LightningModule, low: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> None:
         for name, buffer in module.named_buffers():
             if name not in low or low[name].shape != buffer.shape:
                 self.verdict.note(f"the buffer {name}, which the copy does not have")
@@ -368,7 +313,7 @@ class StepCheck(Callback):
                 rounding = float((low[name].double() - exact[name].double()).norm())
                 allowed = ROUNDINGS * rounding / max(float(exact[name].double().norm()), 1e-30)
                 allowed += LEAST * torch.finfo(buffer.dtype).eps
-            self._add("buffer", name, _off(buffer, low[name]), allowed, buffer.numel())
+            self._add("buffer", name, off_by(buffer, low[name]), allowed, buffer.numel())
 
     def _finish(self, trainer: Trainer) -> None:
         """Counts the findings of all ranks: each rank has all, and so the same verdict."""
@@ -386,40 +331,6 @@ class StepCheck(Callback):
             raise RunError(str(self.verdict))
         if faults and trainer.is_global_zero:
             say(f"warning: {faults[0]}")
-
-
-def torch_step(updated: Updated, twin: torch.nn.Parameter) -> Mapping[str, Any]:
-    """Lets torch's optimizer update a copy of one of its tensors in place; returns its state after that."""
-    optimizer = updated.optimizer_of(twin)
-    kind = type(optimizer)
-    with torch.no_grad():
-        # Without the hooks that torch wraps around it, and a scheduler around that of the instance.
-        getattr(kind.step, "__wrapped__", kind.step)(optimizer)
-    return optimizer.state.get(twin, {})
-
-
-def _gradient(gradients: Mapping[str, Tensor], name: str, weights: Mapping[str, Tensor]) -> Tensor:
-    """Returns the gradient of a parameter; zeros for a frozen one that an engine keeps next to trained ones."""
-    return gradients[name].float() if name in gradients else torch.zeros_like(weights[name])
-
-
-def _laid(updated: Updated, wholes: list[Tensor]) -> Tensor:
-    """Returns unsharded tensors of the parameters as the optimizer's tensor has them; padding is 0."""
-    part: Any = updated.cut(wholes)
-    part = part.to(updated.target.device, updated.target.dtype)
-    if part.numel() == updated.target.numel():
-        return part.view_as(updated.target)
-    flat = torch.zeros_like(updated.target)
-    flat[: part.numel()].copy_(part)
-    return flat
-
-
-def _off(found: Tensor, wanted: Tensor) -> float:
-    """Returns the difference of two tensors as a share of the second's size; 0 if they are equal bit by bit."""
-    if torch.equal(found, wanted):
-        return 0.0
-    wanted = wanted.double()
-    return float((found.double() - wanted).norm()) / max(float(wanted.norm()), 1e-30)
 
 
 def _factor(found: Tensor, wanted: Tensor, is_fault: bool) -> str:

@@ -3,7 +3,7 @@
 import copy
 import inspect
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map, tree_map_only
 
+from cifar_zero.launch.collectives import average_over_ranks
 from cifar_zero.models.cast import keep_batch_norm_float32
 
 LOW = (torch.float16, torch.bfloat16, torch.float32)
@@ -54,13 +55,10 @@ class Replay:
     buffers: dict[str, Tensor]  # after the step, on this rank
     unused: set[str]  # weights that no micro-batch of this rank used
 
-    def average(self, trainer: Trainer) -> None:
+    def average(self) -> None:
         """Replaces the gradients by their mean over the ranks, on the CPU. Collective."""
-        for name, gradient in self.gradients.items():
-            if trainer.world_size > 1:
-                dist.all_reduce(gradient)
-                gradient /= trainer.world_size
-            self.gradients[name] = gradient.cpu()
+        average_over_ranks([*self.gradients.values()])
+        self.gradients = {name: gradient.cpu() for name, gradient in self.gradients.items()}
 
 
 class Replica:
@@ -70,7 +68,7 @@ class Replica:
         """Copies the module; raises what `copy.deepcopy` raises for something that cannot be copied."""
         with _detached(module), random_state_kept():
             self.module: Any = copy.deepcopy(module)
-        self._attributes: dict[tuple[str, str], Any] = {}
+        self._attributes: dict[str, dict[str, Any]] = {}  # by the name of the submodule
         self._buffers: dict[str, Tensor] = {}
         self._trained: dict[str, bool] = {}
         self._takes_index = len(inspect.signature(self.module.training_step).parameters) > 1
@@ -93,9 +91,7 @@ class Replica:
         self._buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
         self._trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
         for name, part in module.named_modules():
-            for key, value in vars(part).items():
-                if type(value) in Plain:
-                    self._attributes[name, key] = value
+            self._attributes[name] = {key: value for key, value in vars(part).items() if type(value) in Plain}
 
     def buffers_from_rank_0(self) -> None:
         """Takes the remembered buffers of rank 0, as DDP does before a step unless it is told not to."""
@@ -124,12 +120,11 @@ class Replica:
         """
         plain, device = self.module, trainer.strategy.root_device
         self._restore(weights, dtypes, device, exact)
-        lowest = min(dtypes.values(), key=lambda dtype: torch.finfo(dtype).bits, default=torch.float32)
         losses = []
         for each in micro_batches:
             batch = tree_map_only(Tensor, lambda value: _wide(value.clone()) if exact else value.clone(), each.batch)
             set_random_state(each.random_state)
-            with Exact(lowest) if exact else trainer.precision_plugin.train_step_context():
+            with Exact(lowest(dtypes.values())) if exact else trainer.precision_plugin.train_step_context():
                 outputs = plain.training_step(*((batch, each.index) if self._takes_index else (batch,)))
                 loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
                 loss = loss / trainer.accumulate_grad_batches
@@ -150,8 +145,7 @@ class Replica:
         self, weights: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], device: torch.device, exact: bool
     ) -> None:
         for name, part in self.module.named_modules():
-            for key in [key for owner, key in self._attributes if owner == name]:
-                vars(part)[key] = self._attributes[name, key]
+            vars(part).update(self._attributes.get(name, {}))
         for name, parameter in self.module.named_parameters():
             value = weights[name].to(dtypes[name])
             parameter.data = (value.double() if exact else value).to(device, copy=True)
@@ -194,6 +188,11 @@ class Exact(TorchFunctionMode):
             args, kwargs = tree_map(_wide, (args, kwargs))
             func = WIDER.get(func, func)
         return tree_map(_wide, func(*args, **kwargs))
+
+
+def lowest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """Returns the type with the fewest bits."""
+    return min(dtypes, key=lambda dtype: torch.finfo(dtype).bits)
 
 
 def _wide(value: Any) -> Any:

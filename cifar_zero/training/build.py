@@ -23,6 +23,7 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.core.usage import nearest
 from cifar_zero.launch import rank_environment
 from cifar_zero.models import MixtureOptions
+from cifar_zero.models.cast import STATISTICS
 from cifar_zero.optimizers import BY_DEEPSPEED, OFFLOADED_BY
 from cifar_zero.reports.figures import draw_schedule
 from cifar_zero.step_check.callback import StepCheck
@@ -41,9 +42,6 @@ from cifar_zero.training.callbacks.progress import ProgressBar, ProgressLines, i
 from cifar_zero.training.callbacks.stop import EarlyStop, Interrupt, keep_handlers
 from cifar_zero.training.callbacks.summary import EngineInfo
 from cifar_zero.training.callbacks.throughput import Throughput
-
-STATISTICS = ["running_mean", "running_var"]
-"""Buffers of batch norms."""
 
 
 def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None = None, elements: int = 0) -> Trainer:
@@ -102,7 +100,7 @@ def strategy_of(run: Run) -> Strategy | str:
         if run.placement.precision != "32-true":
             # Left to itself, DeepSpeed (0.19.8) keeps all buffers in float32, not only the statistics of batch norms.
             dtype = "bf16" if "bf16" in run.placement.precision else "fp16"
-            engine.config.setdefault("data_types", {"buffer_dtype": dtype, "keep_in_fp32_modules": STATISTICS})
+            engine.config.setdefault("data_types", {"buffer_dtype": dtype, "keep_in_fp32_modules": [*STATISTICS]})
         engine.shards_while_building = not issubclass(models.MODELS[run.recipe.model.name], models.ThirdParty)
         if run.spec.offload_optimizer and OFFLOADED_BY.get(run.recipe.optimizer.name) == BY_DEEPSPEED:
             engine.operators = ("cpu_adam", *engine.operators)

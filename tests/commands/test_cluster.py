@@ -156,17 +156,17 @@ def test_torchrun_and_train_py_accept_the_command_of_the_manifest(monkeypatch: p
     monkeypatch.setenv("PET_MAX_RESTARTS", str(elastic["maxRestarts"]))
     program, *flags = container["command"]
     assert program == "torchrun"
-    told = parse_args(flags)
-    assert (told.nnodes, told.nproc_per_node, told.max_restarts) == ("2:2", "8", 10)
-    assert (told.rdzv_backend, told.rdzv_endpoint) == ("c10d", "cifar-zero-worker-0:23456")
-    assert int(told.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
-    assert told.training_script == "train.py"
-    config = command_line.parse(told.training_script_args)
+    given = parse_args(flags)
+    assert (given.nnodes, given.nproc_per_node, given.max_restarts) == ("2:2", "8", 10)
+    assert (given.rdzv_backend, given.rdzv_endpoint) == ("c10d", "cifar-zero-worker-0:23456")
+    assert int(given.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
+    assert given.training_script == "train.py"
+    config = command_line.parse(given.training_script_args)
     paths = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert {config.data.root, config.output.out} <= paths
     # Without worker-0, which holds the rendezvous, every container starts its command again.
     assert (config.output.resume, config.output.name) == ("auto", job["metadata"]["name"])
-    assert config.recipe.batch_size % (int(told.nproc_per_node) * elastic["maxReplicas"]) == 0
+    assert config.recipe.batch_size % (int(given.nproc_per_node) * elastic["maxReplicas"]) == 0
 
 
 def test_torchrun_and_train_py_accept_the_command_of_the_trainjob(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,11 +179,11 @@ def test_torchrun_and_train_py_accept_the_command_of_the_trainjob(monkeypatch: p
     monkeypatch.setenv("PET_MASTER_ADDR", "cifar-zero-node-0-0.cifar-zero")
     program, *flags = trainer["command"]
     assert program == "torchrun"
-    told = parse_args(flags)
-    assert (told.nnodes, told.nproc_per_node, told.node_rank) == ("2", "8", 1)
-    assert told.master_addr == "cifar-zero-node-0-0.cifar-zero"
+    given = parse_args(flags)
+    assert (given.nnodes, given.nproc_per_node, given.node_rank) == ("2", "8", 1)
+    assert given.master_addr == "cifar-zero-node-0-0.cifar-zero"
     assert trainer["numProcPerNode"] == trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
-    config = command_line.parse(told.training_script_args)
+    config = command_line.parse(given.training_script_args)
     pod = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert {config.data.root, config.output.out} <= {mount["mountPath"] for mount in container["volumeMounts"]}
@@ -209,7 +209,7 @@ def test_commands_of_the_page(small_data: list[str], tmp_path: Path) -> None:
             continue
         trains = "train.py" in arguments
         started = [str(Path(sys.executable).parent / program), *arguments, *(small if trains else [])]
-        machines = [
+        nodes = [
             subprocess.Popen(
                 started,
                 cwd=ROOT,
@@ -220,6 +220,6 @@ def test_commands_of_the_page(small_data: list[str], tmp_path: Path) -> None:
             )
             for _ in range(2 if program == "torchrun" else 1)
         ]
-        for machine in machines:
-            said = machine.communicate(timeout=HANG_SECONDS)[0]
-            assert machine.returncode == 0, f"{line}\n{said[-3000:]}"
+        for node in nodes:
+            said = node.communicate(timeout=HANG_SECONDS)[0]
+            assert node.returncode == 0, f"{line}\n{said[-3000:]}"
