@@ -74,7 +74,7 @@ def verdicts(release: str, folder: Path, flags: Sequence[str]) -> Rows:
     rows: Rows = {}
     for strategy in dict.fromkeys(case["strategy"] for case in cases):
         worst = max((case for case in cases if case["strategy"] == strategy), key=lambda case: KINDS.index(kind(case)))
-        rows[strategy] = kind(worst), "" if kind(worst) == "passes" else f"{worst['case']}: {worst['remark']}"
+        rows[strategy] = kind(worst), "" if kind(worst) == "passes" else f"{worst['row']}: {worst['remark']}"
     return rows
 
 

@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cifar_zero.comparison.result import Variant
 from cifar_zero.config import command_line
 from cifar_zero.config.strategy_specs import STRATEGIES
+from cifar_zero.core.console import command
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import gpu_count
 from cifar_zero.training.resolve import resolve
 
-STEPS = 8
+STEPS = 5
 """Optimizer steps of a case, all of them checked: a wrong gradient shows at the first, a stale state at the second."""
 
 BATCH = 32
@@ -18,12 +20,18 @@ BATCH = 32
 
 COMMON = [
     *("--data.source", "synthetic", "--data.val_fraction", "0", "--max_steps", str(STEPS), "--epochs", str(STEPS)),
-    # Each step has another learning rate, and the first one moves the weights.
-    *("--schedule", "exponential", "--schedule.gamma", "0.85", "--check_steps", str(STEPS)),
+    *("--check_steps", str(STEPS)),
 ]
+
+FALLING = "--schedule exponential --schedule.gamma 0.85"
+"""Each step has another learning rate, and the first one moves the weights."""
+
+WARMUP = "--schedule warmup_lr --schedule.warmup_num_steps 4"
+"""DeepSpeed's WarmupLR, as in DeepSpeedExamples' CIFAR-10 program."""
 
 SGD = "--optimizer sgd --optimizer.lr 0.02"  # hides no wrong scale of the gradient, as Adam does
 ADAMW = "--optimizer adamw --optimizer.lr 0.005 --optimizer.weight_decay 0.5"  # matrices decay, so there are two groups
+MUON = "--optimizer muon_sgd"
 EDGE_CASES = "--model torture"
 NET = "--model net --init he"
 # With places for every image in every expert none is dropped: dropping is random.
@@ -32,6 +40,8 @@ CLIP = "--gradient_clip_val 0.5"  # less than the norm of each model's gradient
 
 CONFIGURATIONS = Path(__file__).parent / "configurations"
 """DeepSpeed configurations with options that no strategy here turns on."""
+
+ALL_STAGES = "0123"
 
 
 @dataclass(frozen=True)
@@ -42,9 +52,9 @@ class Row:
     why: str  # the code that it executes
     flags: str
     accumulate: int = 1
-    one_rank: bool = False  # train on one rank too, or only
-    several_ranks: bool = True
-    stages: str = "0123"  # of ZeRO; those of other families train the rows with all stages
+    one_rank: bool = False  # train on one rank too
+    schedule: str = FALLING
+    stages: str = ALL_STAGES  # of ZeRO; those of other families train the rows with all stages
     raw: str = ""  # a file of CONFIGURATIONS, in place of the strategies
 
 
@@ -60,6 +70,7 @@ ROWS = (
         "a bucket that is reduced in mid-backward; a parameter larger than a bucket",
         f"{EDGE_CASES} {SGD} --model.unused true --zero.reduce_bucket_size 2000",
         4,
+        schedule=WARMUP,
         stages="123",
     ),
     Row(
@@ -69,6 +80,13 @@ ROWS = (
         "--zero.max_live_parameters 20000 --zero.sub_group_size 20000",
         4,
         stages="3",
+    ),
+    Row(
+        "Muon, warmed up",
+        "an optimizer that needs whole matrices, two rules",
+        f"{NET} {MUON}",
+        schedule=WARMUP,
+        stages="0",
     ),
     Row("a group without trained weights", "an empty group", f"{NET} {ADAMW} {CLIP} --trainable *.bias", stages="123"),
     Row("experts", "a gate, experts that every rank has", f"{EXPERTS} {ADAMW} --model.ep_size 1", 4, one_rank=True),
@@ -101,6 +119,9 @@ ON_GPUS = (Row("float16, clipped", "the loss scale, skipped steps", f"{NET} {SGD
 WITHOUT = ("baseline", "fsdp", "tensor_parallel", "pipeline")
 """Strategies without cases: plain PyTorch, another name of fsdp2, and those that train only vision transformers."""
 
+DEFAULT = [name for name in STRATEGIES if name not in WITHOUT]
+"""Strategies whose cases are trained unless some are named, as far as this machine can train them."""
+
 RECIPE = {
     "steps": str(STEPS),
     "batch_size": f"{BATCH}, or the next multiple of micro-batches x ranks",
@@ -109,19 +130,7 @@ RECIPE = {
 """What all cases share, for the report."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """A training of which each step is checked."""
-
-    name: str
-    row: str  # the recipe; the other axis of the table is the strategy
-    strategy: str
-    ranks: int
-    accumulate: int
-    flags: tuple[str, ...]  # of cifar-zero train; with --module, of a user's own LightningModule
-
-
-def plan_cases(strategies: Sequence[str], ranks: int, quick: bool, seeds: int = 1) -> list[Case]:
+def plan_cases(strategies: Sequence[str], ranks: int, quick: bool, seeds: int = 1) -> list[Variant]:
     """Returns the cases of this machine, those of one number of ranks next to each other.
 
     Args:
@@ -136,44 +145,48 @@ def plan_cases(strategies: Sequence[str], ranks: int, quick: bool, seeds: int = 
     for name in strategies:
         command_line.parse(command_line.strategy_flags(name))  # refuses an unknown name, and says which is meant
     rows = [*ROWS[:QUICK]] if quick else [*ROWS, *(ON_GPUS if gpu_count() else ())]
-    names = [*strategies] or [name for name in STRATEGIES if name not in WITHOUT]
-    cases: list[Case] = []
+    cases: list[Variant] = []
     refused: dict[str, str] = {}
     for size in sorted({ranks, 1}, reverse=True):
         for row in rows:
-            if not (row.several_ranks if size > 1 else row.one_rank or ranks == 1):
+            if size < ranks and not row.one_rank:
                 continue
-            for name in [str(CONFIGURATIONS / row.raw)] * (not strategies) if row.raw else names:
-                if not row.raw and not _belongs(name, row):
-                    continue
+            for name in _strategies_of(row, strategies):
                 try:
                     cases += [_case(name, row, size, seed) for seed in range(seeds)]
                 except UsageError as error:
                     refused.setdefault(name, str(error))
-    found = {case.strategy for case in cases if case.ranks == ranks}
-    for name in strategies if strategies else names[:1]:
+    found = {case.strategy for case in cases if case.world_size == ranks}
+    for name in strategies or DEFAULT[:1]:
         if Path(name).stem not in found:
             raise UsageError(f"--strategies {name}: no case on {ranks} ranks: {refused.get(name, 'it has none')}")
     return cases
 
 
-def _belongs(strategy: str, row: Row) -> bool:
-    """Whether a row is for a strategy: a stage of ZeRO, or if it is for all stages, any other one."""
-    spec = STRATEGIES.get(strategy)
-    if spec is None or spec.family != "deepspeed":
-        return row.stages == "0123"
-    return str(spec.stage) in row.stages
+def _strategies_of(row: Row, strategies: Sequence[str]) -> list[str]:
+    """Returns the strategies that train a row: all stages of ZeRO that it names, and if these are all, other families
+    too. A row with a raw configuration is trained with that, unless strategies are given."""
+    if row.raw:
+        return [] if strategies else [str(CONFIGURATIONS / row.raw)]
+    found = []
+    for name in strategies or DEFAULT:
+        spec = STRATEGIES.get(name)
+        stage = str(spec.stage) if spec is not None and spec.family == "deepspeed" else "other"
+        if row.stages == ALL_STAGES or stage in row.stages:
+            found.append(name)
+    return found
 
 
-def _case(strategy: str, row: Row, ranks: int, seed: int) -> Case:
+def _case(strategy: str, row: Row, ranks: int, seed: int) -> Variant:
     """Returns a case; raises UsageError if it cannot train here."""
     pieces = row.accumulate * ranks
     batch = -(-BATCH // pieces) * pieces
     flags = [*COMMON, *command_line.strategy_flags(strategy), "--devices", str(ranks), "--seed", str(seed)]
     flags += ["--batch_size", str(batch), "--data.synthetic_size", str(2 * batch)]
-    flags += ["--accumulate", str(row.accumulate), *row.flags.split()]
+    flags += ["--accumulate", str(row.accumulate), *row.schedule.split(), *row.flags.split()]
     resolve(command_line.parse(flags))
     name = Path(strategy).stem
-    of = f"{row.name}, 1 rank" if ranks == 1 else f"{row.name}, {ranks} ranks"
-    of += f", seed {seed}" if seed else ""
-    return Case(f"{name}: {of}", of, name, ranks, row.accumulate, tuple(flags))
+    of = f"{row.name}, {ranks} rank{'s' if ranks > 1 else ''}"
+    if seed:
+        of += f", seed {seed}"
+    return Variant(f"{name}: {of}", name, ranks, flags, command("train", *flags), row=of)

@@ -11,8 +11,8 @@ from cifar_zero.checkpoints import run_folder
 from cifar_zero.comparison import own_module, report
 from cifar_zero.comparison.cases import RECIPE, plan_cases
 from cifar_zero.comparison.reading import grouped, load
-from cifar_zero.comparison.result import Comparison
-from cifar_zero.comparison.trainings import Planned, Runner, plan, prepare
+from cifar_zero.comparison.result import PLAIN, Comparison
+from cifar_zero.comparison.trainings import plan, prepare, train_all
 from cifar_zero.config.rules import check_plain_name
 from cifar_zero.core import exits
 from cifar_zero.core.console import command
@@ -31,13 +31,14 @@ Each training is checked in place: at some of its steps, in --acceptance and --m
 the update and the buffers must be those of plain PyTorch from the same weights, images and random numbers.
 
 exit code: 0 if every variant trained and agrees (and reaches --min_accuracy), 1 if one did not or could not be judged,
-2 for wrong usage
+2 for wrong usage, or a module that cannot be trained under DeepSpeed at all
 
 examples:
   %(prog)s --strategies baseline deepspeed_stage_1 deepspeed_stage_3_offload --devices 2 --max_steps 500
   %(prog)s --accumulate 1 4 --devices 1 2 --config configs/deepspeed.yaml --seeds 3
   %(prog)s --acceptance --junit comparisons/acceptance.xml
   %(prog)s --module my_module.py:MyModule --datamodule my_data.py:MyData --module.lr 0.1 --devices 2
+  %(prog)s --module my_module.py:MyModule --datamodule my_data.py:MyData --config lightning_cli.yaml
   %(prog)s --strategies baseline my_deepspeed.json --junit comparisons/compare.xml
   %(prog)s --runs runs/net-baseline/version_0 runs/net-deepspeed_stage_2/version_3
 """
@@ -54,14 +55,19 @@ def main() -> int:
         raise UsageError("cifar-zero compare starts the ranks itself: start it once, without torchrun or srun")
     # After a SLURM requeue the comparison starts again: its runs must not resume.
     os.environ.pop("SLURM_RESTART_COUNT", None)
-    compare = of_trainings
-    for mode, given in ((of_cases, arguments.acceptance), (of_module, arguments.module), (of_runs, arguments.runs)):
-        compare = mode if given else compare
-    folder, comparison = compare(arguments, rest)
-    comparison.require(arguments.min_accuracy)
+    if arguments.acceptance:
+        folder, comparison = of_cases(arguments, rest)
+    elif arguments.module:
+        folder, comparison = of_module(arguments, rest)
+    elif arguments.runs:
+        folder, comparison = of_runs(arguments, rest)
+    else:
+        folder, comparison = of_trainings(arguments, rest)
+    if arguments.min_accuracy:
+        comparison.require(arguments.min_accuracy)
     from cifar_zero.comparison.page import write_page
 
-    report.show(comparison, folder, by_strategy=arguments.acceptance)
+    report.show(comparison, folder)
     report.write_comparison(comparison, folder / "comparison.json")
     if arguments.junit:
         report.write_junit(comparison, Path(arguments.junit))
@@ -80,26 +86,23 @@ def of_cases(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compariso
     if arguments.print_cases:
         print(*(case.name for case in cases), sep="\n")
         raise SystemExit(0)
-    from cifar_zero.comparison.jobs import try_all
+    from cifar_zero.comparison.jobs import train_cases
 
     folder = run_folder.claim(arguments.out, arguments.name or "acceptance")
-    return folder, try_all(cases, folder, JOBS, _command(), f"acceptance: {len(cases)} cases", RECIPE)
+    comparison = Comparison(f"acceptance: {len(cases)} cases", _command(), RECIPE, PLAIN, cases)
+    return folder, train_cases(comparison, folder, JOBS)
 
 
 def of_module(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
     """Trains a user's own module; returns the folder of the report, and the comparison."""
-    from cifar_zero.comparison.jobs import try_all
-
     if arguments.seeds is not None:
         raise UsageError("--module trains each strategy once: leave out --seeds")
     flags = ["--module", arguments.module, *(["--datamodule", arguments.datamodule] if arguments.datamodule else [])]
     cases = own_module.plan(arguments.strategies or (), _ranks(arguments), arguments.accumulate or (), [*flags, *rest])
     name = Path(arguments.module).name.replace(":", "-")
-    ranks = cases[0].ranks
-    title = f"{name} on {ranks} rank{'s'[: ranks > 1]}: {len(cases)} cases"
     folder = run_folder.claim(arguments.out, arguments.name or name)
-    recipe = {"module": arguments.module, "datamodule": arguments.datamodule or "the module's own loader"}
-    return folder, try_all(cases, folder, own_module.PROGRAM, _command(), title, recipe)
+    title = f"{name}, ranks: {cases[0].world_size}, cases: {len(cases)}"
+    return folder, own_module.compare(cases, title, _command(), folder)
 
 
 def _ranks(arguments: Namespace) -> int:
@@ -133,23 +136,17 @@ def of_trainings(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compa
     rest = [*rest, *["--trust"] * arguments.trust]
     planned = plan(*axes, arguments.seeds or 1, rest, shlex.split(arguments.launcher))
     prepare(planned)
+    from cifar_zero.comparison.verdicts import summarize
+
     folder = run_folder.claim(arguments.out, arguments.name or planned[0].run.recipe.model_name)
-    runner = Runner(folder, sum(len(variant.seeds) for variant in planned))
     try:
-        return folder, trained(planned, runner, arguments.trust)
+        comparison = summarize(train_all(planned, folder), _command(), arguments.trust)
     except Stopped as stop:
         raise Stopped(stop.number, _how_to_compare(folder)) from stop
     except OSError as error:
         raise RunError(f"{error.strerror or error} ({error.filename}); {_how_to_compare(folder)}") from error
-
-
-def trained(planned: Sequence[Planned], runner: Runner, trust: bool) -> Comparison:
-    """Trains all variants; returns the comparison."""
-    from cifar_zero.comparison.verdicts import summarize
-
-    comparison = summarize([runner.train(each) for each in planned], _command(), trust)
     comparison.machine |= this_computer()
-    return comparison
+    return folder, comparison
 
 
 def _how_to_compare(folder: Path) -> str:

@@ -4,7 +4,7 @@ import gc
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -14,12 +14,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cifar_zero.comparison.cases import Case
 from cifar_zero.comparison.result import Comparison, Variant
 from cifar_zero.config import command_line
 from cifar_zero.config.run import Run
-from cifar_zero.core.console import command, quieten
-from cifar_zero.core.errors import Stopped
+from cifar_zero.core.console import quieten
+from cifar_zero.core.errors import Stopped, UsageError
 from cifar_zero.core.hardware import cpu_name, gpu_count, this_computer
 from cifar_zero.launch import local_launcher, rank_environment
 from cifar_zero.reports.summary import git_commit, versions, write_json
@@ -62,8 +61,8 @@ class Free(Callback):
 
 def train_jobs(file: Path, train: Train) -> int:
     """Trains the jobs of a file in the same ranks, which it starts if there are several: that takes seconds. Rank 0
-    writes their verdicts. Returns the exit code. `file` is JSON: the number of ranks, and of each job its number and
-    its flags."""
+    writes their verdicts. Returns the exit code. `file` is JSON: the number of ranks, and the flags of each job by the
+    path of its verdict."""
     work = json.loads(file.read_text())
     if work["ranks"] > 1 and not rank_environment.is_rank():
         return local_launcher.run(work["ranks"], on_cpu=gpu_count() == 0)
@@ -72,92 +71,66 @@ def train_jobs(file: Path, train: Train) -> int:
     if gpu_count() == 0:
         torch.set_num_threads(1)  # enough for these models, and threads wait for one another on a busy machine
     environment, rank = dict(os.environ), rank_environment.global_rank()
-    for job in work["jobs"]:
+    for verdict_file, flags in work["jobs"].items():
         os.environ.update(environment)  # Lightning removes WORLD_SIZE at the end of a training
         # With TF32 the bounds of a float32 case would be a thousand times as wide on a GPU (torch, CUDA semantics).
         with torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False, allow_tf32=False):
-            verdict = train(job["flags"], file.parent)
+            verdict = train(flags, file.parent)
         if rank == 0:
-            write_json(_verdict_file(file.parent, job["number"]), verdict.as_dict())
+            write_json(Path(verdict_file), verdict.as_dict())
     return 0
 
 
-def _verdict_file(folder: Path, number: int) -> Path:
-    return folder / f"case-{number}.json"
-
-
-def try_all(
-    cases: Sequence[Case], folder: Path, program: Sequence[str], command: str, title: str, recipe: Mapping[str, str]
-) -> Comparison:
-    """Trains the cases and returns the verdicts; after Ctrl-C those of the finished ones. `folder` receives the logs;
-    `program` trains a file of jobs; the rest is for the report."""
+def train_cases(comparison: Comparison, folder: Path, program: Sequence[str]) -> Comparison:
+    """Trains the variants of a comparison, sets their verdicts, and returns it; after Ctrl-C with those of the finished
+    ones. `folder` receives the logs; `program` trains a file of jobs. Raises UsageError if the first is refused."""
     started = time.monotonic()
-    stopped_by = 0
-    variants = [_variant(case) for case in cases]
-    if not torch.cuda.is_available():
-        warn_of_few_cores(max(case.ranks for case in cases))
+    cases = comparison.variants
+    for case in cases:
+        case.judge("not judged", "stopped before it was trained")
+    if gpu_count() == 0:
+        warn_of_few_cores(max(case.world_size for case in cases))
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, TextColumn("left"), console=Console(stderr=True)) as progress:
         task = progress.add_task("trainings", total=len(cases))
         try:
-            for ranks in dict.fromkeys(case.ranks for case in cases):
-                _train(ranks, cases, variants, folder, program, lambda: progress.advance(task))
+            for ranks in dict.fromkeys(case.world_size for case in cases):
+                for _ in _train([case for case in cases if case.world_size == ranks], folder, program):
+                    progress.advance(task)
         except Stopped as stop:
-            stopped_by = stop.number
+            comparison.stopped_by = stop.number
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
+    libraries = {name: str(version) for name, version in versions().items()}
+    comparison.machine = {"device": device, **this_computer(), "commit": str(git_commit()), **libraries}
     trained = int(progress.tasks[0].completed)
-    return Comparison(
-        title=title,
-        command=command,
-        machine={"device": device, **this_computer(), "commit": str(git_commit())}
-        | {name: str(version) for name, version in versions().items()},
-        recipe=dict(recipe),
-        reference="plain PyTorch",
-        variants=variants,
-        notes=[f"{trained} of {len(cases)} trainings in {time.monotonic() - started:.0f} s."],
-        stopped_by=stopped_by,
-    )
+    comparison.notes.append(f"{trained} of {len(cases)} trainings in {time.monotonic() - started:.0f} s.")
+    return comparison
 
 
-def _variant(case: Case) -> Variant:
-    line = command("train", *case.flags) if "--module" not in case.flags else ""
-    variant = Variant(case.name, case.strategy, case.ranks, case.accumulate, line, case=case.row)
-    variant.judge("not judged", "stopped before it was trained")
-    return variant
-
-
-def _train(
-    ranks: int,
-    cases: Sequence[Case],
-    variants: Sequence[Variant],
-    folder: Path,
-    program: Sequence[str],
-    advance: Callable[[], None],
-) -> None:
-    """Trains the cases of one number of ranks in ranks that are started once, and again after each that failed; sets
-    their verdicts and times, the first with the start."""
-    todo = [number for number, case in enumerate(cases) if case.ranks == ranks]
-    starts = 0
+def _train(cases: Sequence[Variant], folder: Path, program: Sequence[str]) -> Iterator[Variant]:
+    """Trains cases of one number of ranks in ranks that are started once, and again after each that failed; sets their
+    verdicts and times, the first with the start. Yields those that were trained. Raises UsageError if the first one is
+    refused: what a user's module cannot do, it can under no strategy."""
+    ranks, todo = cases[0].world_size, [*cases]
     while todo:
-        log, file = folder / f"{ranks}-ranks-{starts}.log", folder / f"{ranks}-ranks-{starts}.json"
-        jobs = [{"number": number, "flags": cases[number].flags} for number in todo]
+        name = f"{ranks}-ranks-{len(cases) - len(todo)}"
+        log, file = folder / f"{name}.log", folder / f"{name}.json"
+        verdicts = [folder / f"{name}-case-{number}.json" for number in range(len(todo))]
+        jobs = {str(verdict): case.flags for verdict, case in zip(verdicts, todo, strict=True)}
         file.write_text(json.dumps({"ranks": ranks, "jobs": jobs}))
-        starts += 1
         began = time.monotonic()
         with run_process.start(program, [str(file)], log) as child:
-            failed = False
-            while todo and not failed:
-                ended = child.poll() is not None
-                verdict = _verdict_file(folder, todo[0])
-                if not verdict.exists() and not ended:
+            for verdict in verdicts:
+                while not verdict.exists() and child.poll() is None:
                     time.sleep(run_process.POLL_SECONDS)
-                    continue
-                variant = variants[todo.pop(0)]
-                variant.seconds, began = time.monotonic() - began, time.monotonic()
-                if verdict.exists():
-                    variant.check = json.loads(verdict.read_text())
-                    variant.judge(variant.check["outcome"], variant.check["text"])
-                    advance()
-                else:
-                    failed = True
-                    variant.judge("not trained", run_process.failure(log, child.returncode))
+                case = todo.pop(0)
+                case.seconds, began = time.monotonic() - began, time.monotonic()
+                if not verdict.exists():
+                    error = run_process.failure(log, child.wait())
+                    if case is cases[0] and child.returncode == 2:
+                        raise UsageError(error)
+                    case.judge("not trained", error)
+                    break
+                case.check = json.loads(verdict.read_text())
+                case.judge(case.check["outcome"], case.check["text"])
+                yield case

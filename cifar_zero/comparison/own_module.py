@@ -11,22 +11,24 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentError, ArgumentParser
+from yaml import YAMLError
 
-from cifar_zero.comparison.cases import Case
+from cifar_zero.comparison.result import PLAIN, Comparison, Variant
 from cifar_zero.config import command_line
 from cifar_zero.config.arguments import Arguments, read_arguments
 from cifar_zero.config.placement import DeviceOptions, StrategyOptions
 from cifar_zero.config.run import Run
-from cifar_zero.config.settings import DataConfig
+from cifar_zero.config.settings import DataConfig, flat
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.config.suggestions import refuse_mistyped
 from cifar_zero.core import exits, user_code
 from cifar_zero.core.errors import UsageError, short
+from cifar_zero.core.plain_data import check, is_plain, load_yaml
 from cifar_zero.core.usage import nearest
 from cifar_zero.step_check.verdict import Verdict
 from cifar_zero.training.resolve import resolve
@@ -46,6 +48,16 @@ APPLIED |= {"max_steps", "gradient_clip_val", "seed", "trainer"}
 DEFAULT = [name for name, spec in STRATEGIES.items() if spec.family == "deepspeed" and not spec.super_offload]
 """Strategies that are compared unless some are named, as far as this machine can train them."""
 
+SECTIONS = {"model": "module", "data": "datamodule"}
+"""Sections of a configuration of LightningCLI with the arguments of a class, and the options that have them here."""
+
+FROM_TRAINER = {
+    "precision": "precision",
+    "gradient_clip_val": "gradient_clip_val",
+    "accumulate_grad_batches": "accumulate",
+}
+"""Options in its section `trainer` that change the maths, by their names here; the other ones are not read."""
+
 ONE_OPTIMIZER = (
     "DeepSpeed has one optimizer, which it steps itself: leave automatic_optimization on, and give all parameters to "
     "one optimizer, in parameter groups"
@@ -54,12 +66,13 @@ ONE_OPTIMIZER = (
 PROGRAM = ("cifar_zero.comparison.own_module",)  # trains a file of jobs, see `run_process.start`
 
 
-def plan(strategies: Sequence[str], ranks: int, accumulate: Sequence[str], flags: Sequence[str]) -> list[Case]:
-    """Returns the cases of a user's module; `flags` are --module, --datamodule, their arguments, and those of APPLIED.
-    Without `strategies` they are those of DEFAULT that can train here. Raises UsageError."""
+def plan(strategies: Sequence[str], ranks: int, accumulate: Sequence[str], flags: Sequence[str]) -> list[Variant]:
+    """Returns the cases of a user's module; `flags` are --module, --datamodule, their arguments, --config (see
+    `options_of_cli`), and those of APPLIED. Without `strategies` they are those of DEFAULT that can train here. Raises
+    UsageError."""
     flags = ["--max_steps", str(STEPS), *flags]
-    theirs, ours = _arguments(flags)
-    for flag in ours.options:  # first: user's code takes seconds
+    given = _arguments(flags)
+    for flag in given.ours.options:  # first: user's code takes seconds
         if flag.split(".")[0] not in APPLIED:
             known = [f"--{name}" for name in sorted(APPLIED)]
             meant = nearest(f"--{flag}", known, cutoff=0.65, otherwise=f"or use {', '.join(known)}")
@@ -68,19 +81,18 @@ def plan(strategies: Sequence[str], ranks: int, accumulate: Sequence[str], flags
             )
     from lightning.pytorch import LightningModule
 
-    module, datamodule = (_instance(part, theirs, build=False) for part in PARTS)
+    module, datamodule = (_instance(part, given, build=False) for part in PARTS)
     loader = getattr(module, "train_dataloader", None)
     if datamodule is None and loader is LightningModule.train_dataloader:
         raise UsageError("--module has no train_dataloader: name its data with --datamodule FILE.py:NAME")
     cases = []
-    for parts in accumulate or ["1"]:
+    for parts in accumulate or [given.ours.options.get("accumulate", "1")]:
         for name in strategies or DEFAULT:
-            size = ["--devices", str(ranks), "--accumulate", parts]
-            given = (*flags, *size, *command_line.strategy_flags(name))
+            job = [*flags, "--devices", str(ranks), "--accumulate", parts, *command_line.strategy_flags(name)]
             try:
                 if STRATEGIES.get(name) and STRATEGIES[name].one_replica:
                     raise UsageError(f"--strategies {name}: splits only the vision transformers of this program")
-                _run(_arguments(given)[1])
+                _run(_arguments(job).ours)
             except UsageError:
                 if strategies:
                     raise
@@ -88,8 +100,18 @@ def plan(strategies: Sequence[str], ranks: int, accumulate: Sequence[str], flags
             name = Path(name).stem
             row = f"accumulate {parts}"
             title = name if len(accumulate) < 2 else f"{name}, {row}"
-            cases.append(Case(title, row, name, ranks, int(parts), given))
+            cases.append(Variant(title, name, ranks, job, row=row))
     return cases
+
+
+def compare(cases: list[Variant], title: str, command: str, folder: Path) -> Comparison:
+    """Trains the cases of `plan`, with the logs in `folder`; returns their verdicts. Raises UsageError: the module
+    cannot be trained under DeepSpeed."""
+    from cifar_zero.comparison.jobs import train_cases
+
+    theirs = _arguments(cases[0].flags).theirs
+    recipe = {"module": theirs["module"], "datamodule": theirs.get("datamodule", "the module's own loader")}
+    return train_cases(Comparison(title, command, recipe, PLAIN, cases), folder, PROGRAM)
 
 
 def train(flags: list[str], folder: Path) -> Verdict:
@@ -102,10 +124,10 @@ def train(flags: list[str], folder: Path) -> Verdict:
     from cifar_zero.comparison import jobs
     from cifar_zero.step_check.callback import StepCheck
 
-    theirs, ours = _arguments(flags)
-    run = _run(ours)
+    given = _arguments(flags)
+    run = _run(given.ours)
     seed_everything(run.recipe.seed, verbose=False)
-    module, datamodule = (_instance(part, theirs) for part in PARTS)
+    module, datamodule = (_instance(part, given) for part in PARTS)
     if not module.automatic_optimization:
         raise UsageError(f"--module uses manual optimization: {ONE_OPTIMIZER}")
     elements = sum(parameter.numel() for parameter in module.parameters()) or run.placement.zero.reduce_bucket_size
@@ -153,8 +175,6 @@ def assert_agrees(
 
     Raises AssertionError: says what differs first, and UsageError: a strategy cannot train here.
     """
-    from cifar_zero.comparison.jobs import try_all
-
     flags = ["--max_steps", str(steps), "--precision", precision, "--gradient_clip_val", str(gradient_clip_val)]
     for part, given, options in zip(PARTS, (module, datamodule), (module_options, datamodule_options), strict=True):
         flags += [f"--{part}", _name_of(given)] if given is not None else []
@@ -162,17 +182,59 @@ def assert_agrees(
             flags += [f"--{part}.{name}", value if isinstance(value, str) else json.dumps(value)]
     with tempfile.TemporaryDirectory() as folder:
         cases = plan(strategies, devices, [str(accumulate)], flags)
-        found = try_all(cases, Path(folder), PROGRAM, "", "", {})
+        found = compare(cases, "", "", Path(folder))
     failed = [f"{variant.name}: {variant.outcome}" for variant in found.variants if not variant.passed]
     assert not failed, "\n".join(failed)
 
 
-def _arguments(flags: Sequence[str]) -> tuple[dict[str, Any], Arguments]:
-    """Returns the options of the user's classes, and those of train."""
+@dataclass
+class Given:
+    """What a command line gives."""
+
+    theirs: dict[str, Any]  # options of the user's classes: module, module.lr, datamodule, ...
+    ours: Arguments  # options of train
+    in_files: set[str]  # those of the user's classes that --config gives
+
+
+def _arguments(flags: Sequence[str]) -> Given:
+    """Returns what a command line gives; its options override those of --config."""
     ours = read_arguments(flags)
-    theirs = {option: value for option, value in ours.options.items() if option.split(".")[0] in PARTS}
-    ours.options = {option: value for option, value in ours.options.items() if option not in theirs}
-    return theirs, ours
+    in_files: dict[str, Any] = {}
+    for file in ours.recipes:
+        in_files |= options_of_cli(file)
+    in_files = {option: value for option, value in in_files.items() if option not in ours.options}
+    options = {**in_files, **ours.options}
+    theirs = {option: value for option, value in options.items() if option.split(".")[0] in PARTS}
+    ours.options = {option: value for option, value in options.items() if option not in theirs}
+    ours.recipes = []
+    return Given(theirs, ours, in_files.keys() & theirs.keys())
+
+
+def options_of_cli(file: str) -> dict[str, Any]:
+    """Returns the options in a configuration of LightningCLI: arguments of the module and of the data, and those of
+    FROM_TRAINER. Its class names are not read: --module and --datamodule name classes, because a file may not load
+    code. Raises UsageError: the file cannot be read, or sets the optimizer."""
+    what = f"--config {file}"
+    try:
+        config = load_yaml(Path(file).read_text())
+    except (OSError, ValueError, YAMLError) as error:
+        raise UsageError(f"{what} cannot be read: {short(error)}") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"{what} is not a configuration of LightningCLI: it has no sections")
+    options = {}
+    for section, value in config.items():
+        value = value or {}
+        if section in ("optimizer", "lr_scheduler") and value:
+            raise UsageError(f"{what}: {section} would replace configure_optimizers: let your module configure it")
+        if section in SECTIONS:
+            arguments = value.get("init_args") or {} if "class_path" in value else value
+            check(arguments, what)
+            for name, argument in flat(arguments).items():
+                text = argument if isinstance(argument, str) else json.dumps(argument)
+                options[f"{SECTIONS[section]}.{name}"] = text
+        if section == "trainer":
+            options |= {ours: str(value[name]) for name, ours in FROM_TRAINER.items() if value.get(name) is not None}
+    return options
 
 
 def _run(ours: Arguments) -> Run:
@@ -185,16 +247,17 @@ def _run(ours: Arguments) -> Run:
     return resolve(settings.changed(fast_loop=False, data=images, **length))
 
 
-def _instance(part: str, options: Mapping[str, Any], build: bool = True) -> Any:
+def _instance(part: str, arguments: Given, build: bool = True) -> Any:
     """Returns the user's module or data, with the arguments among its options, as LightningCLI does; None without one.
     Not to `build` it only checks the arguments, and returns the class or function that is named."""
-    if part not in options:
+    if part not in arguments.theirs:
         return None
-    name = options[part]
-    given = {option: value for option, value in options.items() if option.startswith(f"{part}.")}
+    name = arguments.theirs[part]
+    given = {option: value for option, value in arguments.theirs.items() if option.startswith(f"{part}.")}
     user_class = user_code.load(name, f"--{part}")
     parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
     known = [key.removeprefix(f"{part}.") for key in parser.add_class_arguments(user_class, part, fail_untyped=False)]
+    _refuse_code(parser, arguments)
     try:
         parsed = parser.parse_args([f"--{option}={value}" for option, value in given.items()])
     except (ArgumentError, TypeError, ValueError) as error:
@@ -205,6 +268,17 @@ def _instance(part: str, options: Mapping[str, Any], build: bool = True) -> Any:
         refuse_mistyped(parser, given)
         raise UsageError(short(error, 300)) from error
     return parser.instantiate_classes(parsed)[part] if build else user_class
+
+
+def _refuse_code(parser: ArgumentParser, arguments: Given) -> None:
+    """Raises UsageError if a file gives a text to an argument whose type is not plain data: jsonargparse (4.53) would
+    import what the text names."""
+    for action in parser._actions:
+        value = arguments.theirs.get(action.dest)
+        kind = getattr(action, "_typehint", action.type)
+        is_text = isinstance(value, str) and isinstance(load_yaml(value), (str, list, dict))
+        if action.dest in arguments.in_files and is_text and not is_plain(kind):
+            raise UsageError(f"--{action.dest} in a file may not name code: give it on the command line")
 
 
 def _name_of(user_class: type) -> str:

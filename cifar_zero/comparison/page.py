@@ -3,7 +3,7 @@
 import base64
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,33 +45,16 @@ def write_page(comparison: Comparison, folder: Path) -> None:
                 figure.savefig(folder / name, dpi=120)  # legible on high-density screens, in a page of 250 kB
                 plots[name] = base64.b64encode((folder / name).read_bytes()).decode()
     sections = (
-        ("Loss", "losses.png", {}, ""),
-        ("Accuracy", "accuracy.png", report.figures(comparison, report.ACCURACY), ""),
-        ("Speed", "", report.figures(comparison, report.SPEED), ""),
-        ("Memory of the fullest rank", "", report.figures(comparison, report.MEMORY), report.on_memory(comparison)),
-        ("Settings in effect", "", report.settings(comparison) if plots else None, ""),
+        ("Loss", "losses.png", {}),
+        ("Accuracy", "accuracy.png", report.figures(comparison, report.ACCURACY)),
+        ("Speed", "", report.figures(comparison, report.SPEED)),
+        ("Memory of the fullest rank", "", report.figures(comparison, report.MEMORY)),
+        ("Settings in effect", "", report.settings(comparison) if plots else None),
     )
     text = Path(__file__).with_name("report.html.j2").read_text()
     template = Template(text, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page = template.render(
-        comparison=comparison,
-        sections=sections,
-        plots=plots,
-        matrix=matrix(comparison),
-        signs=SIGNS,
-        shade=shade,
-        zip=zip,
-    )
+    page = template.render(comparison=comparison, sections=sections, plots=plots, signs=SIGNS, shade=shade, zip=zip)
     (folder / "report.html").write_text(page, encoding="utf-8")
-
-
-def matrix(comparison: Comparison) -> dict[str, dict[str, Variant]]:
-    """Returns the cases of an acceptance by recipe and strategy; empty for other comparisons."""
-    table: dict[str, dict[str, Variant]] = {}
-    for variant in comparison.variants:
-        if variant.case:
-            table.setdefault(variant.case, {})[variant.strategy] = variant
-    return table
 
 
 def shade(variant: Variant) -> float:
@@ -81,24 +64,37 @@ def shade(variant: Variant) -> float:
 
 
 def loss_plot(comparison: Comparison) -> Figure | None:
-    """Plots the mean loss by step, and below it the largest difference; None if no run has losses."""
-    variants = [variant for variant in comparison.variants if any(run.losses.steps for run in variant.runs)]
-    if not variants:
+    """Plots the loss of each run by step, and below it the differences to the reference's run of the same seed; None if
+    no run has losses."""
+    reference = comparison.variants[0]
+    losses: list[Line] = []
+    differences: list[Line] = []
+    for variant in comparison.variants:
+        for run in variant.runs:
+            losses.append((variant.name, *_points(run.losses)))
+            if run.seed in reference.by_seed:
+                off = _points(_difference(reference.by_seed[run.seed].losses, run.losses))
+                if (off[1] > 0).any():
+                    differences.append((variant.name, off[0], np.where(off[1] > 0, off[1], np.nan)))
+    drawn = {name for name, x, _ in losses if len(x)}
+    if not drawn:
         return None
-    losses = [_line(variant.name, [run.losses for run in variant.runs], _mean) for variant in variants]
-    curves = {variant.name: _differences(comparison.variants[0], variant) for variant in variants}
-    differences = [_line(name, found, np.fmax.reduce) for name, found in curves.items() if found]
+    size = max(_size(len(run.losses.steps)) for variant in comparison.variants for run in variant.runs)
+    several = f", mean of {size:,} steps" if size > 1 else ""
     figure = Figure(figsize=(10, 6.5 if differences else 4.4), layout="constrained")
     above, *below = figure.subplots(2 if differences else 1, sharex=True, squeeze=False)[:, 0]
     _draw(above, comparison, losses)
-    size = max(_size(len(run.losses.steps)) for variant in variants for run in variant.runs)
-    unit = " (nats)" if variants[0].runs[0].settings.get("loss") == "cross_entropy" else ""
-    above.set(ylabel=f"training loss{unit}" + (f"\nmean of {size:,} steps" if size > 1 else ""))
+    above.set(ylabel=f"training loss{several}")
     above.set_title(textwrap.fill(comparison.headline, 110), weight="bold")
     for axes in below:
-        _draw_differences(axes, comparison, differences)
-    figure.axes[-1].set_xlabel("optimizer step" + f" ({comparison.recipe.get('batch_size')} images each)")
-    _legend(figure, comparison, {variant.name: f"{variant.name} ({variant.kind})" for variant in variants})
+        _draw(axes, comparison, differences, marker=".")
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(LogFormatter())  # 1e-05 and the like: matplotlib's own labels are formulas
+        axes.set_title(f"difference to {comparison.reference}: rounding grows in a training, and decides nothing")
+        axes.set(ylabel=f"difference of the loss{several}")
+    figure.axes[-1].set_xlabel(f"optimizer step ({comparison.recipe.get('batch_size')} images each)")
+    labels = {each.name: f"{each.name} ({each.kind})" for each in comparison.variants if each.name in drawn}
+    _legend(figure, comparison, labels)
     return figure
 
 
@@ -130,43 +126,23 @@ def _draw(axes: Axes, comparison: Comparison, lines: Sequence[Line], marker: str
             axes.plot(x, y, linestyle=dashes, **_style(comparison, name))
 
 
-def _draw_differences(axes: Axes, comparison: Comparison, differences: Sequence[Line]) -> None:
-    """Draws differences on a log axis; steps that do not differ are gaps."""
-    _draw(axes, comparison, [(name, x, np.where(y > 0, y, np.nan)) for name, x, y in differences], marker=".")
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(LogFormatter())  # 1e-05 and the like: matplotlib's own labels are formulas
-    title = f"largest difference to {comparison.reference} at a step: rounding grows in a training, and decides nothing"
-    axes.set(title=title, ylabel="difference of the loss")
+def _difference(one: Curve, other: Curve) -> Curve:
+    """Returns the absolute difference of two curves at the steps that both have."""
+    theirs = other.by_step
+    steps = [step for step in one.steps if step in theirs]
+    ours = one.by_step
+    return Curve(steps, [abs(ours[step] - theirs[step]) for step in steps])
 
 
-def _differences(reference: Variant, variant: Variant) -> list[Curve]:
-    """Returns the differences of the losses, one curve per seed; empty if there are none."""
-    seeds = reference.by_seed.keys() & variant.by_seed.keys()
-    found = []
-    for seed in seeds:
-        ours, theirs = reference.by_seed[seed].losses.by_step, variant.by_seed[seed].losses.by_step
-        steps = [step for step in ours if step in theirs]
-        found.append(Curve(steps, [abs(ours[step] - theirs[step]) for step in steps]))
-    return found if any(0 < value < math.inf for curve in found for value in curve.values) else []
-
-
-def _line(name: str, curves: Sequence[Curve], of_several: Callable[..., Array]) -> Line:
-    """Returns one line for the curves of several seeds, which need not have the same steps, thinned out to POINTS.
-    `of_several` reduces the values of several seeds, and of several steps, to one along the first axis."""
-    steps = np.unique(np.concatenate([_array(curve.steps) for curve in curves]))
-    values = np.full((len(curves), len(steps)), np.nan)
-    for row, curve in zip(values, curves, strict=True):
-        row[np.searchsorted(steps, curve.steps)] = _array(curve.values)
-    size = _size(len(steps))
-    over_seeds = of_several(values)
-    parts = [slice(start, start + size) for start in range(0, len(steps), size)]
-    x = np.array([steps[part].mean() for part in parts])
-    return name, x, np.array([of_several(over_seeds[part]) for part in parts])
-
-
-def _mean(values: Array) -> Array:
-    """Returns the mean of the finite values along the first axis."""
-    return np.ma.filled(np.ma.masked_invalid(values).mean(axis=0), np.nan)
+def _points(curve: Curve) -> tuple[Array, Array]:
+    """Returns x and y of at most POINTS points, each the mean of several steps."""
+    size = _size(len(curve.steps))
+    starts = range(0, len(curve.steps), size)
+    steps, values = _array(curve.steps), _array(curve.values)
+    return (
+        np.array([steps[start : start + size].mean() for start in starts]),
+        np.array([values[start : start + size].mean() for start in starts]),
+    )
 
 
 def _size(steps: int) -> int:

@@ -3,13 +3,13 @@
 import csv
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import compress
 from pathlib import Path
 from typing import Any
 
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.comparison.result import Curve, Difference, FinishedRun, Variant
+from cifar_zero.comparison.result import Curve, FinishedRun, Variant
 from cifar_zero.config.settings import flat, owner_of
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import UsageError
@@ -36,15 +36,13 @@ def load(folder: Path) -> FinishedRun:
         for key in settings:
             owner_of(key)  # raises KeyError for an option of another version of the program
         metrics = read_json(folder / run_folder.METRICS, str(folder / run_folder.METRICS))
-        engine = folder / run_folder.DEEPSPEED_CONFIG
-        deepspeed = read_json(engine, str(engine)) if engine.is_file() else {}
         losses, curves = read_losses(folder / run_folder.LOSSES), read_curves(folder)
-        run = FinishedRun(str(folder), metrics["seed"], metrics, settings, deepspeed, losses, curves)
+        run = FinishedRun(str(folder), metrics["seed"], metrics, settings, losses, curves)
         check = folder / run_folder.STEP_CHECK
         run.check = read_json(check, str(check)) if check.is_file() else None
         checkpoint = last_checkpoint(run)
         files = [checkpoint, *checkpoint.rglob("*")]
-        run.checkpoint_bytes = sum(file.stat().st_size for file in files if file.is_file()) or None
+        metrics["checkpoint_bytes"] = sum(file.stat().st_size for file in files if file.is_file()) or None
         return run
     except KeyError as error:
         raise UsageError(f"{folder} cannot be read: {error} is missing in its files, or unknown") from error
@@ -90,35 +88,45 @@ def shared(run: FinishedRun) -> dict[str, Any]:
     return {**recipe, **flat({key: run.metrics.get(key) for key in (*MEASURED, *ENVIRONMENT)})}
 
 
-def differences(variants: Sequence[Variant]) -> list[Difference]:
-    """Returns the settings in which variants differ, according to the first run of each."""
+def differences(variants: Sequence[Variant]) -> dict[str, dict[str, str]]:
+    """Returns the settings in which variants differ, according to the first run of each: the value by the variant's
+    name."""
     runs = {variant.name: shared(variant.runs[0]) for variant in variants if variant.runs}
-    found = []
+    found = {}
     for key in dict.fromkeys(key for settings in runs.values() for key in settings):
         values = {name: str(settings.get(key, "missing")) for name, settings in runs.items()}
         if len({*values.values()}) > 1:
-            found.append(Difference(key, values))
+            found[key] = values
     return found
 
 
-def hinders(difference: Difference, reference: str, other: str) -> bool:
-    """Whether a difference makes a verdict on a variant meaningless."""
-    shown = difference.setting.split(".")[0] in ENVIRONMENT
-    return not shown and difference.values.get(reference) != difference.values.get(other)
+def hindering(differences: Mapping[str, Mapping[str, str]], one: str, other: str) -> list[str]:
+    """Returns the settings whose difference makes a verdict on two variants meaningless."""
+    found = []
+    for setting, values in differences.items():
+        if setting.split(".")[0] not in ENVIRONMENT and values.get(one) != values.get(other):
+            found.append(setting)
+    return found
 
 
 def variant_names(shapes: Sequence[Sequence[Any]]) -> list[str]:
     """Returns the names of variants from their values of SHAPE: those of the values that vary."""
-
-    def counted(number: int, unit: str, plural: str = "s") -> str:
-        return f"{number} {unit}{plural * (number != 1)}"
-
     named = [
-        (strategy, counted(ranks, "rank"), counted(nodes, "node"), counted(parts, "micro-batch", "es"))
+        (
+            strategy,
+            counted(ranks, "rank", "ranks"),
+            counted(nodes, "node", "nodes"),
+            counted(parts, "micro-batch", "micro-batches"),
+        )
         for strategy, ranks, nodes, parts in shapes
     ]
     varies = [len({*values}) > 1 for values in zip(*named, strict=True)]
     return [", ".join(compress(parts, varies)) or parts[0] for parts in named]
+
+
+def counted(number: int, one: str, many: str) -> str:
+    """Returns a number with its unit, of which `one` and `many` are the forms."""
+    return f"{number} {one}" if number == 1 else f"{number} {many}"
 
 
 def grouped(runs: Sequence[FinishedRun]) -> list[Variant]:
@@ -126,20 +134,18 @@ def grouped(runs: Sequence[FinishedRun]) -> list[Variant]:
     groups: dict[tuple[str, int], list[FinishedRun]] = {}
     repeats: Counter[tuple[str, int]] = Counter()
     for run in runs:
-        asked = {key: value for key, value in run.settings.items() if owner_of(key) == "placement"}
-        same = json.dumps({**asked, **_recipe(run)}, sort_keys=True, default=str)
+        placed = {key: value for key, value in run.settings.items() if owner_of(key) == "placement"}
+        shape = {key: run.metrics[key] for key in SHAPE}
+        same = json.dumps({**placed, **shared(run), **shape}, sort_keys=True, default=str)
         groups.setdefault((same, repeats[same, run.seed]), []).append(run)
         repeats[same, run.seed] += 1
     shapes = [[group[0].metrics[key] for key in SHAPE] for group in groups.values()]
     variants: list[Variant] = []
-    for name, shape, group in zip(variant_names(shapes), shapes, groups.values(), strict=True):
-        first, (strategy, ranks, _, accumulate) = group[0], shape
-        name += f" ({first.folder})" * any(other.name == name for other in variants)
+    for name, group in zip(variant_names(shapes), groups.values(), strict=True):
+        first = group[0]
+        if any(other.name == name for other in variants):
+            name += f" ({first.folder})"
         line = command("train", "--config", Path(first.folder, run_folder.CONFIG))
-        variants.append(Variant(name, strategy, ranks, accumulate, line, group))
+        metrics = first.metrics
+        variants.append(Variant(name, metrics["strategy"], metrics["world_size"], command=line, runs=group))
     return sorted(variants, key=lambda variant: variant.strategy != "baseline")
-
-
-def _recipe(run: FinishedRun) -> dict[str, Any]:
-    """Returns the shared settings, the strategy, the ranks and the micro-batches."""
-    return {**shared(run), **{key: run.metrics[key] for key in SHAPE}}

@@ -6,32 +6,26 @@ import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
+import rich.table
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
-from rich.table import Table
 
-from cifar_zero.comparison.result import Comparison, Spread
+from cifar_zero.comparison.result import Comparison
 from cifar_zero.reports.summary import IN_EFFECT, curves, write_json
 
-SCHEMA = 2  # version of comparison.json: keys may be added, but none changes its meaning
+SCHEMA = 3  # version of comparison.json: keys may be added, but none changes its meaning
 
 NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML 1.0 forbids, such as the control characters of colours in a log."""
 
 MISSING = "-"  # text for an unknown number
 
-
-class Cell(NamedTuple):
-    """One cell of a table."""
-
-    text: str
-    bar: float = 0.0  # length of the bar behind the text, from 0 to 1
+MANY = 8  # variants of which the console shows a row each
 
 
-Columns = dict[str, list[Cell]]  # A table: the cells of each column by its title, in the order of the variants
+Table = dict[str, list[str]]  # the cells of each column by its title, in the order of the variants
 
 
 def number(value: float) -> str:
@@ -80,91 +74,62 @@ ON_THE_CONSOLE: Figures = {title: SPEED[title] for title in ("images/s", "step (
 ON_THE_CONSOLE |= {"memory": MEMORY["peak"], "accuracy (%)": ACCURACY["test accuracy (%)"]}
 
 
-def figures(comparison: Comparison, columns: Figures) -> Columns:
-    """Returns the figures over the seeds, without columns that no variant has; the bars show the means."""
-    table: Columns = {}
+def figures(comparison: Comparison, columns: Figures) -> Table:
+    """Returns the figures of all variants, the values of several seeds one after the other, without columns that no
+    variant has."""
+    table: Table = {}
     for title, (key, form) in columns.items():
-        found = [variant.figures.get(key) for variant in comparison.variants]
-        longest = max((each.mean for each in found if each), default=math.nan)
-        bars = [each.mean / longest if each and longest > 0 else 0.0 for each in found]
+        found = [variant.figures.get(key, []) for variant in comparison.variants]
         if any(found):
-            table[title] = [Cell(spread(each, form), bar) for each, bar in zip(found, bars, strict=True)]
+            table[title] = [", ".join(map(form, values)) or MISSING for values in found]
     return table
 
 
-def settings(comparison: Comparison) -> Columns:
+def settings(comparison: Comparison) -> Table:
     """Returns the settings actually in effect."""
-    table: Columns = {}
+    table: Table = {}
     for key in IN_EFFECT:
-        found = [dict.fromkeys(run.metrics.get(key) for run in variant.runs) for variant in comparison.variants]
-        texts = [", ".join(MISSING if value is None else str(value) for value in values) for values in found]
-        table[key.replace("_", " ")] = [Cell(text) for text in texts]
+        cells = []
+        for variant in comparison.variants:
+            values = dict.fromkeys(run.metrics.get(key) for run in variant.runs)
+            cells.append(", ".join(MISSING if value is None else str(value) for value in values))
+        table[key.replace("_", " ")] = cells
     return table
 
 
-def on_memory(comparison: Comparison) -> str:
-    """Returns why ZeRO 3 may hold as many bytes of parameters as the reference, and what the peak of a CPU rank is."""
-    key, whole = "mem/parameter_rank_bytes", comparison.variants[0].figures
-    names, threshold = [], 0
-    for variant in comparison.variants if key in whole else ():
-        zero = variant.runs[0].deepspeed.get("zero_optimization", {}) if variant.runs else {}
-        if zero.get("stage") == 3 and variant.world_size > 1 and variant.figures[key].mean >= whole[key].mean:
-            names, threshold = [*names, variant.name], zero["param_persistence_threshold"]
-    why = (
-        f"Under {' and '.join(names)} each rank holds all parameters: ZeRO 3 shards only those of more than "
-        f"{threshold:,} elements, and this model has none (--zero.param_persistence_threshold 0 shards all)."
-    )
-    remarks = [why] if names else []
-    if any(run.metrics.get("accelerator") == "cpu" for variant in comparison.variants for run in variant.runs):
-        remarks.append("On a CPU the peak is that of the whole process, most of it PyTorch itself.")
-    return " ".join(remarks)
-
-
-def spread(figure: Spread | None, form: Form) -> str:
-    """Returns a mean, and if the seeds differ, the lowest and the highest value in brackets."""
-    if figure is None:
-        return MISSING
-    mean, lowest, highest = form(figure.mean), form(figure.lowest), form(figure.highest)
-    return mean if lowest == highest else f"{mean} ({lowest} to {highest})"
-
-
-def show(comparison: Comparison, folder: Path, by_strategy: bool) -> None:
-    """Prints the differing settings, the verdicts, and where the report is (`folder`). `by_strategy`: of the many cases
-    of an acceptance, a row for each strategy, and each case that did not pass."""
+def show(comparison: Comparison, folder: Path) -> None:
+    """Prints the differing settings, the verdicts, and where the report is (`folder`). Of more than MANY variants it
+    prints a row for each strategy, and each variant that did not pass."""
     console = Console(highlight=False, width=None if Console().is_terminal else 160)
-    for difference in comparison.differences:
-        console.print(f"[bold]not the same: {escape(difference.setting)}[/] {escape(str(difference))}", soft_wrap=True)
-    console.print(_table_by_strategy(comparison) if by_strategy else _table(comparison))
-    lines = [f"[bold]{escape(comparison.headline)}[/]", *map(escape, comparison.notes)]
-    if by_strategy:
-        failed = [each for each in comparison.variants if not each.passed]
-        lines = [*(f"[red]{escape(each.name)}[/]: {escape(each.outcome)}" for each in failed), *lines]
-    for line in lines:
+    for setting, values in comparison.differences.items():
+        given = "; ".join(f"{value} ({name})" for name, value in values.items())
+        console.print(f"[bold]not the same: {escape(setting)}[/] {escape(given)}", soft_wrap=True)
+    if len(comparison.variants) > MANY:
+        console.print(_table_by_strategy(comparison))
+        for variant in comparison.variants:
+            if not variant.passed:
+                console.print(f"[red]{escape(variant.name)}[/]: {escape(variant.outcome)}", soft_wrap=True)
+    else:
+        console.print(_table(comparison))
+    for line in (f"[bold]{escape(comparison.headline)}[/]", *map(escape, comparison.notes)):
         console.print(line, soft_wrap=True)
     console.print(f"[dim]report  [/]{escape(str(folder / 'report.html'))}", soft_wrap=True)
     if any(folder.glob("*/version_*/events.out.tfevents.*")):  # not with --runs
-        from torch.utils.tensorboard import SummaryWriter
-
-        rows = "\n".join(f"| {variant.name} | {variant.outcome} |" for variant in comparison.variants)
-        table = f"| variant | verdict |\n|---|---|\n{rows}"
-        with SummaryWriter(str(folder)) as writer:
-            writer.add_text("comparison", f"`{comparison.command}`\n\n**{comparison.headline}**\n\n{table}")
         console.print(f"[dim]curves  [/]{escape(curves(folder))}", soft_wrap=True)
 
 
-def _table(comparison: Comparison) -> Table:
+def _table(comparison: Comparison) -> rich.table.Table:
     found = figures(comparison, ON_THE_CONSOLE)
-    table = Table("variant", "verdict", *found)
-    for place, variant in enumerate(comparison.variants):
+    table = rich.table.Table("variant", "verdict", *found)
+    for variant, *cells in zip(comparison.variants, *found.values(), strict=True):
         style = "green" if variant.passed else "red"
-        cells = [cells[place].text for cells in found.values()]
         table.add_row(escape(variant.name), f"[{style}]{escape(variant.outcome)}[/]", *cells)
     return table
 
 
-def _table_by_strategy(comparison: Comparison) -> Table:
+def _table_by_strategy(comparison: Comparison) -> rich.table.Table:
     kinds = ("bit-identical", "within rounding")
-    table = Table("strategy", "cases", *kinds, "failed", "values judged", "most of a bound used")
+    table = rich.table.Table("strategy", "cases", *kinds, "failed", "values judged", "most of a bound used")
     for strategy in dict.fromkeys(variant.strategy for variant in comparison.variants):
         variants = [variant for variant in comparison.variants if variant.strategy == strategy]
         counts = [sum(variant.kind == kind for variant in variants) for kind in kinds]

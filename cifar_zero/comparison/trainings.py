@@ -24,60 +24,52 @@ class Planned:
     """A variant to train, with a run for each seed."""
 
     run: Run  # the run of its first seed
-    flags: list[str]  # flags of train, without --seed, --out and --name
+    variant: Variant  # its flags are those of train, without --seed, --out and --name
     seeds: range
-    name: str = ""
     launcher: Sequence[str] = ()  # see `run_process.start`
 
     def flags_of(self, seed: int) -> list[str]:
         """Returns the flags of train, without --out and --name."""
-        return [*self.flags, "--seed", str(seed)]
+        return [*self.variant.flags, "--seed", str(seed)]
 
     def run_name(self, seed: int) -> str:
         """Returns the name of a run, of its folder and of its curves."""
-        return self.name.replace(", ", "-").replace(" ", "_") + f"-seed_{seed}" * (len(self.seeds) > 1)
+        name = self.variant.name.replace(", ", "-").replace(" ", "_")
+        return name if len(self.seeds) == 1 else f"{name}-seed_{seed}"
 
 
-@dataclass
-class Runner:
-    """Trains runs one after the other, each in its own process group, and leaves no process behind."""
-
-    folder: Path  # of the comparison; receives the run folders and the log of each run
-    runs: int  # total number of runs, for the progress
-    started: int = 0
-
-    def run(self, name: str, flags: Sequence[str], launcher: Sequence[str] = ()) -> Path:
-        """Trains one run and returns its folder. Raises RunError with its last error line if it failed;
-        KeyboardInterrupt and Stopped only after the run has ended."""
-        self.started += 1
-        log = self.folder / f"{name}.log"
-        say(f"[{self.started}/{self.runs}] {name}: training, see {log}")
-        where = ["--out", str(self.folder), "--name", name]
-        with run_process.start(run_process.TRAIN, [*flags, *where], log, launcher=launcher) as child:
-            child.wait()
-        found = run_process.folders(self.folder, name)
-        if child.returncode or not found:
-            error = run_process.failure(log, child.returncode)
-            say(f"{name}: {error}")
-            raise RunError(error)
-        return found[0]
-
-    def train(self, planned: Planned) -> Variant:
-        """Trains a variant; a run that failed or cannot be read is left out."""
-        config = planned.run
-        line = command("train", *planned.flags_of(planned.seeds[0]))
-        variant = Variant(
-            planned.name, config.placement.strategy_name, config.placement.world_size, config.placement.accumulate, line
-        )
-        for seed in planned.seeds:
+def train_all(planned: Sequence[Planned], folder: Path) -> list[Variant]:
+    """Trains the variants, seed by seed, into a folder, and returns them. A run that failed or cannot be read is left
+    out, and its variant is not trained."""
+    total, started = sum(len(each.seeds) for each in planned), 0
+    for each in planned:
+        for seed in each.seeds:
+            started += 1
+            name = each.run_name(seed)
+            say(f"[{started}/{total}] {name}: training, see {folder / name}.log")
             try:
-                run = load(self.run(planned.run_name(seed), planned.flags_of(seed), planned.launcher))
-                if planned.launcher and run.metrics["world_size"] != variant.world_size:
-                    raise UsageError(f"--launcher started {run.metrics['world_size']} ranks, not {variant.world_size}")
-                variant.runs.append(run)
+                run = load(train_run(name, each.flags_of(seed), folder, each.launcher))
+                ranks = run.metrics["world_size"]
+                if each.launcher and ranks != each.variant.world_size:
+                    raise UsageError(f"--launcher started {ranks} ranks, not {each.variant.world_size}")
+                each.variant.runs.append(run)
             except (RunError, UsageError) as error:
-                variant.judge("not trained", str(error))
-        return variant
+                say(f"{name}: {error}")
+                each.variant.judge("not trained", str(error))
+    return [each.variant for each in planned]
+
+
+def train_run(name: str, flags: Sequence[str], folder: Path, launcher: Sequence[str] = ()) -> Path:
+    """Trains one run in a process group of its own, which it leaves empty, and returns the run's folder. Raises
+    RunError with its last error line if it failed; KeyboardInterrupt and Stopped only after the run has ended."""
+    log = folder / f"{name}.log"
+    where = ["--out", str(folder), "--name", name]
+    with run_process.start(run_process.TRAIN, [*flags, *where], log, launcher=launcher) as child:
+        child.wait()
+    found = run_process.folders(folder, name)
+    if child.returncode or not found:
+        raise RunError(run_process.failure(log, child.returncode))
+    return found[0]
 
 
 def plan(
@@ -99,46 +91,50 @@ def plan(
         raise UsageError("--strategy is for a single run: name the strategies to compare with --strategies")
     if max(len(strategies), len(devices), len(accumulate)) < 2:
         raise UsageError("nothing to compare: give two or more --strategies, --devices or --accumulate, or --runs")
-    # --tensor_parallel_size is for the strategies that have it, not for the reference.
-    sizes = {name: STRATEGIES[name].size for name in strategies if name in STRATEGIES}
+    common = ["--check_steps", str(CHECKED_STEPS), *rest]
+    for file in strategies:  # all variants train the recipe of a DeepSpeed configuration
+        if file.endswith(".json"):
+            common = [*ds_config.flags_of(ds_config.options_of(file)), *common]
     ordered = sorted(strategies, key=lambda name: name != "baseline")
-    planned: list[Planned] = []
+    planned = []
     for strategy, ranks, parts in product(ordered or [""], devices or [""], accumulate or [""]):
-        flags = [
-            "--check_steps",
-            str(CHECKED_STEPS),
-            *rest,
-            *(command_line.strategy_flags(strategy) if strategy else []),
-        ]
-        for size in {*sizes.values()} & given - {sizes.get(strategy)}:
-            flags += [f"--{size}", "0"]
-        nodes, _, each = ranks.rpartition("x")
-        flags += ["--num_nodes", nodes] if nodes else []
-        flags += ["--devices", each] if each else []
-        flags += ["--accumulate", parts] if parts else []
-        for file in (name for name in strategies if name.endswith(".json")):  # all variants train its recipe
-            flags = [*ds_config.flags_of(ds_config.options_of(file)), *flags]
+        flags = [*common, *_sizes(strategy, strategies, given)]
+        if strategy:
+            flags += command_line.strategy_flags(strategy)
+        if ranks:
+            nodes, _, each = ranks.rpartition("x")
+            flags += ["--devices", each, *(["--num_nodes", nodes] if nodes else [])]
+        if parts:
+            flags += ["--accumulate", parts]
         run = _resolved(flags, launcher)
-        planned.append(Planned(run, flags, range(run.recipe.seed, run.recipe.seed + seeds)))
-        _resolved(planned[-1].flags_of(planned[-1].seeds[-1]), launcher)
-    shapes = [
-        (
-            config.placement.strategy_name,
-            config.placement.world_size,
-            config.placement.num_nodes,
-            config.placement.accumulate,
-        )
-        for config in (variant.run for variant in planned)
-    ]
-    several = any(nodes > 1 for _, _, nodes, _ in shapes)
-    for variant, name in zip(planned, variant_names(shapes), strict=True):
-        variant.name = name
-        variant.launcher = launcher if variant.run.placement.num_nodes > 1 or not several else ()
-    folders = [variant.run_name(variant.seeds[0]) for variant in planned]
-    if len({*folders}) < len(folders):
-        names = ", ".join(variant.name for variant in planned)
-        raise UsageError(f"two variants would share a folder; give each value once and rename *.json files: {names}")
+        variant = Variant("", run.placement.strategy_name, run.placement.world_size, flags)
+        first = run.recipe.seed
+        planned.append(Planned(run, variant, range(first, first + seeds)))
+        _resolved(planned[-1].flags_of(first + seeds - 1), launcher)
+        variant.command = command("train", *planned[-1].flags_of(first))
+    places = [each.run.placement for each in planned]
+    shapes = [(each.strategy_name, each.world_size, each.num_nodes, each.accumulate) for each in places]
+    names = variant_names(shapes)
+    several = any(place.num_nodes > 1 for place in places)
+    for each, name in zip(planned, names, strict=True):
+        each.variant.name = name
+        if each.run.placement.num_nodes > 1 or not several:
+            each.launcher = launcher
+    if len({each.run_name(each.seeds[0]) for each in planned}) < len(planned):
+        listed = ", ".join(names)
+        raise UsageError(f"two variants would share a folder; give each value once and rename *.json files: {listed}")
     return planned
+
+
+def _sizes(strategy: str, strategies: Sequence[str], given: set[str]) -> list[str]:
+    """Returns the flags that undo a size, such as --tensor_parallel_size, which is given for other strategies."""
+    sizes = {STRATEGIES[name].size for name in strategies if name in STRATEGIES}
+    own = STRATEGIES[strategy].size if strategy in STRATEGIES else None
+    flags = []
+    for size in sizes & given:
+        if size != own:
+            flags += [f"--{size}", "0"]
+    return flags
 
 
 def prepare(planned: Sequence[Planned]) -> None:
@@ -147,11 +143,12 @@ def prepare(planned: Sequence[Planned]) -> None:
     from cifar_zero.training import build, starting
 
     quieten()
-    warn_of_few_cores(max(int(variant.run.placement.devices) if variant.run.on_cpu else 1 for variant in planned))
-    for run in (variant.run for variant in planned):
+    runs = [each.run for each in planned]
+    warn_of_few_cores(max(int(run.placement.devices) if run.on_cpu else 1 for run in runs))
+    for run in runs:
         build.check_trainer_options(run)
         starting.pretrained_weights(run)
-    data.prepare(planned[0].run.data)
+    data.prepare(runs[0].data)
 
 
 def _resolved(flags: list[str], launcher: Sequence[str]) -> Run:

@@ -4,15 +4,14 @@ import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.read import network, read
-from cifar_zero.comparison.reading import differences, hinders, last_checkpoint, shared
-from cifar_zero.comparison.result import Comparison, FinishedRun, Spread, Variant
+from cifar_zero.comparison.reading import differences, hindering, last_checkpoint, shared
+from cifar_zero.comparison.result import Comparison, FinishedRun, Variant, VerdictKind
 from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
 from cifar_zero.planning.model_states import network_of, predicted
@@ -25,70 +24,59 @@ RECIPE = ("dataset", "model", "optimizer", "schedule", "precision", "batch_size"
 Weights = Mapping[str, Tensor]  # tensors by the names of the plain model's state_dict, including buffers
 
 
-def summarize(variants: Sequence[Variant], command: str, trust: bool = False) -> Comparison:
+def summarize(variants: list[Variant], command: str, trust: bool = False) -> Comparison:
     """Returns the comparison of the variants, the reference first, with their figures and verdicts; `trust` loads
     checkpoints that could run code."""
-    reference, found = variants[0], differences(variants)
-    settings = shared(reference.runs[0]) if reference.runs else {}
-    recipe = {key: str(settings[key]) for key in RECIPE if key in settings}
-    for difference in found:
-        recipe.pop(difference.setting, None)
-    comparison = Comparison(
-        title=": ".join(filter(None, [recipe.get("model"), f"{len(variants)} variants"])),
-        command=command,
-        machine={},
-        recipe={**recipe, "seeds": ", ".join(map(str, reference.by_seed))},
-        reference=reference.name,
-        variants=[*variants],
-        differences=found,
-    )
-    for run in reference.runs[:1]:
-        about = run.metrics
+    reference = variants[0]
+    comparison = Comparison("", command, {}, reference.name, variants, differences=differences(variants))
+    if reference.runs:
+        run = reference.runs[0]
+        about, settings = run.metrics, shared(run)
         comparison.machine = {"device": about["device_name"], **about["versions"], "commit": about["git_commit"]}
+        common = [key for key in RECIPE if key in settings and key not in comparison.differences]
+        comparison.recipe = {key: str(settings[key]) for key in common}
+        comparison.recipe["seeds"] = ", ".join(map(str, reference.by_seed))
+    comparison.title = f"{comparison.recipe.get('model', 'several models')}: {len(variants)} variants"
     for variant in variants:
         variant.figures = _figures(variant.runs)
         fallbacks = dict.fromkeys(run.metrics[FALLBACK] for run in variant.runs if run.metrics.get(FALLBACK))
         comparison.notes += [f"{variant.name}: {line}." for line in fallbacks]
-        _judge(comparison, variant, trust)
+        if variant.kind != "not trained":
+            variant.judge(*_verdict(comparison, variant, trust))
     return comparison
 
 
-def _judge(comparison: Comparison, variant: Variant, trust: bool) -> None:
-    """Sets a variant's verdict: that its losses and weights are the reference's, or else what its step check found."""
+def _verdict(comparison: Comparison, variant: Variant, trust: bool) -> tuple[VerdictKind, str]:
+    """Returns a variant's verdict and its line: that its losses and weights are the reference's, or else what its step
+    check found. Sets its `check` and `drift`."""
     reference = comparison.variants[0]
-    if variant.kind == "not trained":
-        return
-    hindering = [each.setting for each in comparison.differences if hinders(each, reference.name, variant.name)]
-    worst = max((run.check or UNCHECKED for run in variant.runs), key=_badness, default=UNCHECKED)
+    checks = [run.check or UNCHECKED for run in variant.runs]
+    worst = max(checks, key=lambda check: (OUTCOMES.index(check["outcome"]), check["used"]))
     variant.check = worst
     if worst["outcome"] == "different":
-        variant.judge("different", worst["text"])
-        return
+        return "different", worst["text"]
     if variant is reference:
-        variant.judge("reference", worst["text"])
-        return
-    if hindering:
-        variant.judge("not judged", f"its recipe differs from the reference's ({', '.join(hindering)})")
-        return
+        return "reference", worst["text"]
+    if other := hindering(comparison.differences, reference.name, variant.name):
+        return "not judged", f"its recipe differs from the reference's ({', '.join(other)})"
+    if reference.kind == "not trained":
+        return "not judged", "the reference did not train"
     seeds = reference.by_seed.keys() & variant.by_seed.keys()
-    if reference.kind == "not trained" or not seeds:
-        trained = reference.kind != "not trained"
-        variant.judge(
-            "not judged", "no seed in common with the reference" if trained else "the reference did not train"
-        )
-        return
+    if not seeds:
+        return "not judged", "no seed in common with the reference"
+    drifts = []
     for seed in seeds:
-        ours, theirs = (of.by_seed[seed].losses.values[:1] for of in (reference, variant))
-        if ours and theirs and not math.isclose(ours[0], theirs[0], rel_tol=FIRST_LOSS):
-            remark = f"the first loss is {theirs[0]:.4g} and the reference's {ours[0]:.4g}: other images or weights"
-            variant.judge("different", remark)
-            return
-    drifts = [_drift(reference.by_seed[seed], variant.by_seed[seed], trust, comparison.notes) for seed in seeds]
-    variant.drift = max(drifts, key=len, default="")
+        ours, theirs = reference.by_seed[seed], variant.by_seed[seed]
+        one, other = ours.losses.values[:1], theirs.losses.values[:1]
+        if one and other and not math.isclose(one[0], other[0], rel_tol=FIRST_LOSS):
+            found = f"the first loss is {other[0]:.4g} and the reference's {one[0]:.4g}: other images or weights"
+            return "different", found
+        drifts.append(_drift(ours, theirs, trust, comparison.notes))
+    variant.drift = max(drifts, key=len)
     if not any(drifts):
-        variant.judge("bit-identical", "losses and weights are the reference's")
-    else:
-        variant.judge("not judged" if worst["outcome"] == "not judged" else "within rounding", worst["text"])
+        return "bit-identical", "losses and weights are the reference's"
+    # Steps may be plain PyTorch's bit by bit, and the trainings differ: the reference sums in another order.
+    return "not judged" if worst["outcome"] == "not judged" else "within rounding", worst["text"]
 
 
 FIRST_LOSS = 0.02
@@ -100,10 +88,6 @@ UNCHECKED = {"outcome": "not judged", "used": 0.0, "text": "no step was checked 
 
 OUTCOMES = ("bit-identical", "within rounding", "not judged", "different")
 """What a step check may say, the worst last."""
-
-
-def _badness(check: Mapping[str, Any]) -> tuple[int, float]:
-    return OUTCOMES.index(check["outcome"]), check["used"]
 
 
 def _drift(reference: FinishedRun, other: FinishedRun, trust: bool, notes: list[str]) -> str:
@@ -145,17 +129,16 @@ def _weights(run: FinishedRun, trust: bool, notes: list[str]) -> Weights | None:
         return None
 
 
-def _figures(runs: Sequence[FinishedRun]) -> dict[str, Spread]:
-    """Returns mean and range over the seeds; a metric with a number per rank counts with its largest."""
+def _figures(runs: Sequence[FinishedRun]) -> dict[str, list[float]]:
+    """Returns the numbers of the runs by their key; a metric with a number per rank counts with its largest."""
     found: dict[str, list[float]] = {}
     for run in runs:
-        own = {"checkpoint_bytes": run.checkpoint_bytes, "predicted_bytes": _predicted_bytes(run)}
-        for key, value in (run.metrics | own).items():
+        for key, value in {**run.metrics, "predicted_bytes": _predicted_bytes(run)}.items():
             values = value if isinstance(value, list) else [value]
-            numbers = [each for each in values if isinstance(each, Real) and not isinstance(each, bool)]
+            numbers = [float(each) for each in values if isinstance(each, Real) and not isinstance(each, bool)]
             if numbers:
-                found.setdefault(key, []).append(max(map(float, numbers)))
-    return {key: Spread(sum(values) / len(values), min(values), max(values)) for key, values in found.items()}
+                found.setdefault(key, []).append(max(numbers))
+    return found
 
 
 def _predicted_bytes(run: FinishedRun) -> int | None:

@@ -23,7 +23,6 @@ METRICS: dict[str, Any] = {
 def made_up(
     losses: tuple[float, ...] = (2.0, 1.0),
     settings: Any = None,
-    deepspeed: Any = None,
     rates: Any = (),
     check: Any = None,
     first: int = 1,
@@ -34,6 +33,4 @@ def made_up(
     steps = list(range(first, len(losses) + first))
     curves = {"train/learning_rate": Curve(list(range(1, len(rates) + 1)), list(rates))}
     measured, asked = {**METRICS, **metrics}, flat({**SETTINGS, **(settings or {})})
-    return FinishedRun(
-        folder, measured["seed"], measured, asked, deepspeed or {}, Curve(steps, [*losses]), curves, check
-    )
+    return FinishedRun(folder, measured["seed"], measured, asked, Curve(steps, [*losses]), curves, check)

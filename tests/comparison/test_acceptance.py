@@ -9,6 +9,7 @@ import pytest
 
 from cifar_zero.comparison import cases
 from cifar_zero.comparison.cases import ROWS, plan_cases
+from cifar_zero.comparison.result import Variant
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.core.errors import UsageError
 from tests.support.helpers import assert_ok, of_make_fuzz, run_program
@@ -59,8 +60,8 @@ def test_a_mistake_is_refused(flags: str, expected: str):
 def test_every_row_trains_on_any_number_of_ranks(ranks: int, monkeypatch: pytest.MonkeyPatch):
     """But for experts on several ranks, which need an even number."""
     monkeypatch.setattr("cifar_zero.config.rules.free_memory_bytes", lambda: 2**40)  # whatever this computer has
-    found = {case.row.rpartition(",")[0] for case in plan_cases([], ranks, False) if case.ranks == ranks}
-    expected = {row.name for row in ROWS if ranks > 1 or row.one_rank or row.several_ranks}
+    found = {case.row.rpartition(",")[0] for case in plan_cases([], ranks, False) if case.world_size == ranks}
+    expected = {row.name for row in ROWS}
     assert found == expected - ({"experts, spread"} if ranks % 2 else set())
 
 
@@ -71,7 +72,7 @@ def test_each_stage_of_zero_has_cases():
 
 
 def test_no_case_on_the_ranks_that_are_asked_for_is_a_mistake(monkeypatch: pytest.MonkeyPatch):
-    def refused(strategy: str, row: cases.Row, ranks: int, seed: int) -> cases.Case:
+    def refused(strategy: str, row: cases.Row, ranks: int, seed: int) -> Variant:
         raise UsageError("8 ranks are too many")
 
     monkeypatch.setattr(cases, "_case", refused)

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from cifar_zero.comparison import compare, trainings
-from cifar_zero.comparison.result import FinishedRun
-from cifar_zero.comparison.trainings import Planned, Runner, plan, prepare
+from cifar_zero.comparison import compare
+from cifar_zero.comparison.trainings import Planned, plan, prepare
 from cifar_zero.core.errors import RunError, UsageError
 from tests.comparison.made_up import made_up
 
@@ -19,49 +18,16 @@ pytestmark = pytest.mark.usefixtures("signal_handlers")
 SMALL = ["--data.source", "synthetic", "--accelerator", "cpu", "--batch_size", "16"]
 
 
-class MadeUpRuns(Runner):
-    """Runs whose names are not in `losses` fail."""
-
-    def __init__(self, **losses: tuple[float, ...]):
-        super().__init__(Path(), len(losses))
-        self.losses = losses
-
-    def run(self, name: str, flags: Any, launcher: Any = ()) -> Path:
-        """Returns the run's folder, which has its name."""
-        if name not in self.losses:
-            raise RunError("out of memory")
-        return Path(name)
-
-    def load(self, folder: Path) -> FinishedRun:
-        """Replaces reading.load."""
-        if not self.losses[str(folder)]:
-            raise UsageError(f"{folder} cannot be read")
-        return made_up(self.losses[str(folder)], strategy=str(folder))
-
-
 @pytest.fixture
 def planned() -> list[Planned]:
     return plan(["baseline", "ddp"], ["1"], [], 1, SMALL)
-
-
-def trained(monkeypatch: pytest.MonkeyPatch, runner: MadeUpRuns, planned: list[Planned]) -> Any:
-    monkeypatch.setattr(trainings, "load", runner.load)
-    return compare.trained(planned, runner, trust=False)
-
-
-def test_an_unreadable_run_counts_as_not_trained(monkeypatch: pytest.MonkeyPatch, planned: list[Planned]) -> None:
-    comparison = trained(monkeypatch, MadeUpRuns(baseline=(2.0,), ddp=()), planned)
-    assert comparison.variants[1].remark == "ddp cannot be read"
-    assert comparison.machine.keys() >= {"host", "system", "processor", "cores", "memory", "commit", "torch"}
-    assert [variant.kind for variant in comparison.variants] == ["reference", "not trained"]
-    assert "cores" in comparison.machine
 
 
 def test_a_full_disk_ends_with_the_folder_of_the_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device", "a.log")
 
-    monkeypatch.setattr(compare, "trained", full)
+    monkeypatch.setattr(compare, "train_all", full)
     monkeypatch.setattr(compare, "prepare", lambda planned: None)
     arguments = Namespace(
         strategies=["baseline", "ddp"],

@@ -30,7 +30,7 @@ def folder(path: Path, **changes: Any) -> Path:
 
 def test_a_run_is_read_with_its_step_check(tmp_path: Path) -> None:
     run = load(folder(tmp_path))
-    assert (run.losses.values, run.check, run.deepspeed) == ([2.5, 1.25], None, {})
+    assert (run.losses.values, run.check) == ([2.5, 1.25], None)
     assert (run.settings["model"], run.settings["optimizer.lr"]) == ("net", 0.1)
     assert load(folder(tmp_path, step_check__json='{"used": 0.5}')).check == {"used": 0.5}
 
@@ -45,7 +45,6 @@ def test_a_run_is_read_with_its_step_check(tmp_path: Path) -> None:
         ({"config__yaml": ""}, "cannot be read"),
         ({"metrics__json": "{}"}, "'seed' is missing"),
         ({"metrics__json": '{"seed"'}, "is not JSON"),
-        ({"deepspeed__json": "{"}, "is not JSON"),
         ({"events__out__tfevents__1": ""}, "cannot be read"),
     ],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cifar_zero.comparison.trainings import Runner, plan, prepare
+from cifar_zero.comparison.trainings import plan, prepare, train_all, train_run
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.core.hardware import core_count
 from cifar_zero.training import run_process
@@ -22,7 +22,7 @@ SMALL = ["--data.source", "synthetic", "--accelerator", "cpu", "--batch_size", "
 
 
 def names(strategies: list[str], devices: list[str], accumulate: list[str]) -> list[str]:
-    return [variant.name for variant in plan(strategies, devices, accumulate, 1, SMALL)]
+    return [each.variant.name for each in plan(strategies, devices, accumulate, 1, SMALL)]
 
 
 def test_names_contain_what_varies() -> None:
@@ -33,7 +33,8 @@ def test_names_contain_what_varies() -> None:
 
 def test_a_launcher_starts_only_the_runs_on_several_nodes() -> None:
     one, two = plan(["ddp"], ["2", "2x1"], [], 1, SMALL, ["srun"])
-    assert (one.name, one.launcher, two.name, two.launcher) == ("1 node", (), "2 nodes", ["srun"])
+    names = one.variant.name, two.variant.name
+    assert (names, one.launcher, two.launcher) == (("1 node", "2 nodes"), (), ["srun"])
     assert [variant.launcher for variant in plan(["ddp", "fsdp2"], [], [], 1, SMALL, ["srun"])] == [["srun"]] * 2
 
 
@@ -107,10 +108,6 @@ def test_a_mistake_is_reported_before_anything_runs(
 PROGRAM = "import signal, sys, time; print('error: the first'); {what}"
 
 
-def runner(folder: Path) -> Runner:
-    return Runner(folder, runs=2)
-
-
 @pytest.fixture
 def run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
     """Runs a program given as its source, a module of the test's directory, as the run `a`."""
@@ -120,20 +117,27 @@ def run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
         (tmp_path / "modules").mkdir()
         (tmp_path / "modules" / "program_of_a_test.py").write_text(code)
         monkeypatch.setattr(run_process, "TRAIN", ("program_of_a_test",))
-        return runner(tmp_path).run("a", [])
+        return train_run("a", [], tmp_path)
 
     return run
 
 
-def test_a_failed_run_is_reported_with_its_last_error(
-    run_code: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_run_is_reported_with_its_last_error(run_code: Callable[[str], Path]) -> None:
     what = "print('error: the last', file=sys.stderr); print('more'); sys.exit(1)"
     with pytest.raises(RunError, match=r"^the last$"):
         run_code(PROGRAM.format(what=what))
+
+
+def test_a_failed_run_leaves_its_variant_untrained(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    planned = plan(["baseline", "ddp"], ["1"], [], 1, [*SMALL, "--max_steps", "1"])
+    planned[0].variant.flags += ["--optimizer.lr", "fast"]
+    variants = train_all(planned, tmp_path)
+    assert [variant.kind for variant in variants] == ["not trained", "not judged"]
+    assert "--optimizer.lr" in variants[0].remark
+    assert [len(variant.runs) for variant in variants] == [0, 1]
     said = capfd.readouterr().err
-    assert "[1/2] a: training, see " in said
-    assert "a: the last" in said
+    assert "[1/2] baseline: training, see " in said
+    assert f"baseline: {variants[0].remark}" in said
 
 
 def test_a_run_without_an_error_line_is_reported_by_its_signal(run_code: Callable[[str], Path]) -> None:
@@ -196,4 +200,4 @@ def test_a_run_finds_this_repository_first(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     (tmp_path / "checks.py").write_text("print('error: the wrong one'); raise SystemExit(3)")
     with pytest.raises(RunError, match="--devices"):
-        runner(tmp_path).run("a", ["--devices", "none"])
+        train_run("a", ["--devices", "none"], tmp_path)

@@ -61,14 +61,14 @@ def other(value: Any) -> Any:
 def finished(**changes: Any) -> FinishedRun:
     """Returns a finished run with these options, of which metrics.json says nothing."""
     metrics = {"dataset": "digits", "num_train": 100, "strategy": "ddp", "world_size": 1, "num_nodes": 1}
-    return FinishedRun("runs/x", 0, {**metrics, "accumulate": 1}, {**EVERY, **changes}, {}, Curve([], []), {})
+    return FinishedRun("runs/x", 0, {**metrics, "accumulate": 1}, {**EVERY, **changes}, Curve([], []), {})
 
 
 def test_runs_of_one_recipe_are_compared_and_of_two_are_not():
     for option, value in EVERY.items():
         runs = {"a": finished(), "b": finished(**{option: other(value)})}
-        differences = reading.differences([Variant(name, "ddp", 1, 1, "", [run]) for name, run in runs.items()])
-        hindered = [difference.setting for difference in differences if reading.hinders(difference, "a", "b")]
+        differences = reading.differences([Variant(name, "ddp", 1, runs=[run]) for name, run in runs.items()])
+        hindered = reading.hindering(differences, "a", "b")
         assert hindered == ([option] if owner_of(option) == "recipe" and option != "seed" else []), option
 
 

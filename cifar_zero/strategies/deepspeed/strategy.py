@@ -5,6 +5,7 @@ import shutil
 import signal
 from collections.abc import Generator
 from contextlib import contextmanager
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ from cifar_zero.strategies.deepspeed.hooks import EngineHooks
 LINEAR = torch.nn.functional.linear
 """torch's own. ZeRO 3 replaces it for as long as the process lives (DeepSpeed 0.19.8, `_enable_mem_efficient_linear`),
 for other models too; a fit or a test puts it back at its end."""
+
+GROUP_LISTS = {"param_groups", "base_lrs", "_last_lr", "lr_lambdas", "min_lrs"}
+"""Attributes of torch's optimizers and schedulers: lists with an element for each parameter group."""
 
 ENGINE = "_deepspeed_engine"
 """Attribute of a module: the engine that trained it, whose gradient hooks must be removed before a second fit."""
@@ -124,6 +128,14 @@ class ZeROStrategy(DeepSpeedStrategy):
         assert isinstance(self.config, dict)
         if "bf16" in self.config:
             self.config["bf16"].setdefault("check_grad_overflow", False)
+
+    def _auto_select_batch_size(self) -> int:
+        """Returns the micro-batch that DeepSpeed is told of, which only its log shows. Lightning (2.6.6) reads the
+        attribute `batch_sampler`, which a CombinedLoader does not have."""
+        try:
+            return super()._auto_select_batch_size()
+        except AttributeError:
+            return 1
 
     def setup_distributed(self) -> None:
         """Starts the process group; on the CPU without Lightning's check of GPU indices."""
@@ -274,6 +286,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         """Starts the engine, which at stage 0 in a low precision would step once with gradients of 0 (DeepSpeed 0.19.8,
         fp16/unfused_optimizer.py, `initialize_optimizer_states`; its pull request 5104): Adam would count a step too
         many, so that its first update is 0.74 of the right one, and AdamW's decay would act."""
+        _drop_frozen_groups(optimizer, lr_scheduler)
         step, optimizer.step = optimizer.step, lambda *args, **kwargs: None
         # SuperOffload's process inherits how Ctrl-C is handled, which must not end it before the run is saved.
         spawns = self._zero.get("offload_optimizer", {}).get("super_offload")
@@ -302,3 +315,16 @@ class ZeROStrategy(DeepSpeedStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+
+def _drop_frozen_groups(optimizer: Any, scheduler: Any) -> None:
+    """Removes the parameter groups in which nothing is trained from an optimizer and from its scheduler. ZeRO 1 and 2
+    (DeepSpeed 0.19.8, stage_1_and_2.py) read the first trained parameter of each group and raise IndexError."""
+    trained = [any(each.requires_grad for each in group["params"]) for group in optimizer.param_groups]
+    if all(trained) or not any(trained):
+        return
+    for owner in filter(None, (optimizer, scheduler, *getattr(scheduler, "_schedulers", ()))):
+        for name in GROUP_LISTS & vars(owner).keys():
+            values = getattr(owner, name)
+            if isinstance(values, list) and len(values) == len(trained):
+                setattr(owner, name, [*compress(values, trained)])
