@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from lightning.pytorch import LightningModule
 
-from cifar_zero.comparison import assert_agrees
+from cifar_zero.comparison import assert_agrees, own_module
 from cifar_zero.comparison.compare import main
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import gpu_count
 from tests.support.helpers import ROOT, of_make_fuzz, run_program
 from tests.support.own_code import Alone, Digits, DigitsData, Words
-from tests.support.own_modules import OTHERS, Encoder, Plateau
+from tests.support.own_modules import OTHERS, Encoder, LoRA, Plateau
 
 FILE = ROOT / "tests" / "support" / "own_code.py"
 
@@ -40,7 +40,9 @@ def test_the_command_in_another_directory(tmp_path: Path):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=of_make_fuzz)])
-@pytest.mark.parametrize("module", [Encoder, Plateau, *(pytest.param(each, marks=of_make_fuzz) for each in OTHERS)])
+@pytest.mark.parametrize(
+    "module", [Encoder, Plateau, LoRA, *(pytest.param(each, marks=of_make_fuzz) for each in OTHERS)]
+)
 def test_modules_as_people_have_them(module: type[LightningModule], precision: str):
     names = ["ddp", "deepspeed_stage_2", "deepspeed_stage_3"]
     assert_agrees(module, strategies=names, devices=2, steps=6, precision=precision)
@@ -87,9 +89,47 @@ def test_what_the_data_cannot_do_is_one_line(tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "refused"), [({"manual": True}, "uses manual optimization"), ({"optimizers": 2}, "several optimizers")]
 )
-def test_what_deepspeed_cannot_step_is_refused_with_the_same_advice(options: dict[str, int], refused: str):
+def test_what_deepspeed_cannot_step_is_refused_at_the_first_training(options: dict[str, int], refused: str):
     """Lightning advises manual optimization for several optimizers, which is refused too."""
-    with pytest.raises(AssertionError) as error:
-        assert_agrees(Digits, DigitsData, strategies=["deepspeed_stage_1"], module_options=options)
+    with pytest.raises(UsageError) as error:
+        assert_agrees(Digits, DigitsData, strategies=["deepspeed_stage_1", "ddp"], module_options=options)
     assert re.search(rf"--module (has )?{refused}: DeepSpeed has one optimizer.*leave automatic_opt", str(error.value))
     assert "self.automatic_optimization = False" not in str(error.value)
+
+
+CLI = """
+trainer: {max_epochs: 3, precision: bf16-mixed, accumulate_grad_batches: 2, gradient_clip_val: 0.5, callbacks: null}
+model: {class_path: mine.Digits, init_args: {lr: 0.02}}
+data: {batch_size: 4}
+"""
+
+
+def test_a_configuration_of_lightning_cli_gives_arguments_and_maths(tmp_path: Path):
+    file = tmp_path / "cli.yaml"
+    file.write_text(CLI)
+    (case,) = own_module.plan(["deepspeed_stage_2"], 1, [], [*OWN, "--config", str(file), "--module.lr", "0.3"])
+    given = own_module._arguments(case.flags)
+    assert given.theirs["module.lr"] == "0.3", "the command line overrides the file"
+    assert given.theirs["datamodule.batch_size"] == "4"
+    run = own_module._run(given.ours)
+    placement = run.placement
+    assert (placement.precision, placement.accumulate, run.recipe.gradient_clip_val) == ("bf16-mixed", 2, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("model: {foo: 3}", "--module.foo is not an argument of"),
+        ("optimizer: {class_path: torch.optim.SGD}", "optimizer would replace configure_optimizers"),
+        ("model: {lr: {class_path: os.system}}", "class_path, which names code"),
+        ("model: {norm: evil.Code}", "--module.norm in a file may not name code"),
+        ("- a list", "it has no sections"),
+        ("trainer: {precision: 17}", "precision"),
+        ("model: [", "cannot be read"),
+    ],
+)
+def test_a_configuration_that_cannot_be_taken_is_refused(text: str, expected: str, tmp_path: Path):
+    file = tmp_path / "cli.yaml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=re.escape(expected)):
+        own_module.plan(["deepspeed_stage_2"], 1, [], [*OWN, "--config", str(file)])

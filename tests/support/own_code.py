@@ -55,13 +55,19 @@ def seven_scores() -> nn.Module:
 class Digits(LightningModule):
     """Lightning's MNIST example with dropout, batch norm, an LSTM over the rows, and a frozen layer."""
 
-    def __init__(self, lr: float = 0.01, manual: bool = False, optimizers: int = 1):
+    def __init__(
+        self,
+        lr: float = 0.01,
+        manual: bool = False,
+        optimizers: int = 1,
+        norm: type[nn.Module] = nn.BatchNorm1d,
+    ):
         super().__init__()
-        self.save_hyperparameters()
+        self.save_hyperparameters(ignore="norm")
         self.automatic_optimization = not manual
         self.frozen = nn.Linear(8, 16).requires_grad_(False)
         self.rows = nn.LSTM(16, 12, batch_first=True)
-        self.norm = nn.BatchNorm1d(12)
+        self.norm = norm(12)
         self.head = nn.Sequential(nn.Dropout(0.2), nn.Linear(12, 10))
 
     def forward(self, images: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ class Own(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         inputs, labels = batch
-        loss = F.cross_entropy(self.net(inputs.to(self.dtype)).float(), labels)
+        loss = F.cross_entropy(self.net(inputs).float(), labels)
         self.log("train_loss", loss)
         return loss
 
@@ -81,7 +81,7 @@ class PackedLSTM(Own):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         inputs, labels = batch
         lengths = (labels % 4 + 1).cpu()
-        sequences = inputs.to(self.dtype).unflatten(1, (4, 6))
+        sequences = inputs.unflatten(1, (4, 6))
         packed = nn.utils.rnn.pack_padded_sequence(sequences, lengths, batch_first=True, enforce_sorted=False)
         _, (state, _) = self.rows(packed)
         return F.cross_entropy(self.head(state[-1]).float(), labels)
@@ -116,8 +116,8 @@ class Contrastive(Own):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         inputs, _ = batch
-        one = F.normalize(self.net(inputs.to(self.dtype)), dim=1)
-        other = F.normalize(self.net((inputs + 0.1 * torch.randn_like(inputs)).to(self.dtype)), dim=1)
+        one = F.normalize(self.net(inputs), dim=1)
+        other = F.normalize(self.net(inputs + 0.1 * torch.randn_like(inputs)), dim=1)
         gathered: Any = self.all_gather(other, sync_grads=True)
         others = gathered.reshape(-1, 8)
         return F.cross_entropy(
@@ -184,7 +184,7 @@ class Plateau(OneCycle):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.logger.experiment.add_scalar("seen", batch_idx)  # pyright: ignore
-        self.log("val_loss", F.cross_entropy(self.net(batch[0].to(self.dtype)).float(), batch[1]))
+        self.log("val_loss", F.cross_entropy(self.net(batch[0]).float(), batch[1]))
 
     def val_dataloader(self) -> Any:
         return DataLoader(images(8), 4)
@@ -223,5 +223,5 @@ class Experts(Own):
         return weights[:, None] * outputs[chosen, torch.arange(len(x))]
 
 
-OTHERS = (PackedLSTM, UNet, Contrastive, TwoLoaders, FrozenBackbone, OneCycle, LoRA, Experts)
-"""All but Encoder and Plateau."""
+OTHERS = (PackedLSTM, UNet, Contrastive, TwoLoaders, FrozenBackbone, OneCycle, Experts)
+"""All but Encoder, Plateau and LoRA."""
