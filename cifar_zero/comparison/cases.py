@@ -26,7 +26,7 @@ COMMON = [
 FALLING = "--schedule exponential --schedule.gamma 0.85"
 """Each step has another learning rate, and the first one moves the weights."""
 
-WARMUP = "--schedule warmup_lr --schedule.warmup_num_steps 4"
+WARMUP = "--schedule warmup_lr --schedule.warmup_num_steps 4 --schedule.warmup_min_lr 0.002"
 """DeepSpeed's WarmupLR, as in DeepSpeedExamples' CIFAR-10 program."""
 
 SGD = "--optimizer sgd --optimizer.lr 0.02"  # hides no wrong scale of the gradient, as Adam does

@@ -150,6 +150,8 @@ def train(flags: list[str], folder: Path) -> Verdict:
             raise
         # Lightning (2.6.6) advises to use it, in optimizer._validate_multiple_optimizers_support.
         raise UsageError(f"--module has several optimizers: {ONE_OPTIMIZER}") from error
+    if not trainer.num_training_batches:
+        raise UsageError("--module: its training data have no batch for each rank; use more data or a smaller batch")
     return check.verdict
 
 

@@ -199,10 +199,12 @@ class FitLoop(_FitLoop):
         """Makes the loader. Raises UsageError: an epoch ends within a step, as its batches are limited or a user's."""
         super().setup_data()
         parts, batches = self.trainer.accumulate_grad_batches, self.max_batches
+        if 0 < batches < parts:
+            raise UsageError(f"--accumulate {parts} is more than the batches of an epoch on each rank, {batches}")
         if batches != math.inf and batches % parts:  # infinite: an IterableDataset
             raise UsageError(
                 f"--accumulate {parts} does not divide the {batches} batches of an epoch, and DeepSpeed would add the "
-                f"rest to the next epoch's: add --trainer.limit_train_batches {max(parts, batches // parts * parts)}"
+                f"rest to the next epoch's: add --trainer.limit_train_batches {batches // parts * parts}"
             )
 
     def reset(self) -> None:

@@ -79,11 +79,20 @@ def test_a_module_without_data_is_refused(monkeypatch: pytest.MonkeyPatch):
         main()
 
 
-def test_what_the_data_cannot_do_is_one_line(tmp_path: Path):
-    flags = ["--strategies", "deepspeed_stage_1", "--devices", "1", "--out", str(tmp_path), "--accumulate", "3"]
-    done = run_program("compare", *OWN, *flags)
-    assert done.returncode == 1
-    assert "--trainer.limit_train_batches 15" in " ".join((done.stdout + done.stderr).split())
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--accumulate 3", "--accumulate 3 does not divide the 16 batches of an epoch"),
+        ("--accumulate 32", "--accumulate 32 is more than the batches of an epoch on each rank, 16"),
+        ("--datamodule.drop_last true --datamodule.batch_size 200", "its training data have no batch for each rank"),
+    ],
+)
+def test_what_the_data_cannot_do_is_one_line(flags: str, expected: str, tmp_path: Path):
+    flags_of_all = ["--strategies", "deepspeed_stage_1", "--devices", "1", "--out", str(tmp_path)]
+    done = run_program("compare", *OWN, *flags_of_all, *flags.split())
+    assert done.returncode == 2
+    assert expected in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

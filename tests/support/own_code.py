@@ -90,9 +90,9 @@ class Digits(LightningModule):
 class DigitsData(LightningDataModule):
     """Shuffled, and split at random without a generator of its own."""
 
-    def __init__(self, batch_size: int = 8):
+    def __init__(self, batch_size: int = 8, drop_last: bool = False):
         super().__init__()
-        self.batch_size = batch_size
+        self.batch_size, self.drop_last = batch_size, drop_last
 
     def setup(self, stage: str) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -100,7 +100,7 @@ class DigitsData(LightningDataModule):
         self.train, self.val = random_split(TensorDataset(images, labels), [128, 16])
 
     def train_dataloader(self) -> DataLoader:
-        return DataLoader(self.train, self.batch_size, shuffle=True)
+        return DataLoader(self.train, self.batch_size, shuffle=True, drop_last=self.drop_last)
 
     def val_dataloader(self) -> DataLoader:
         return DataLoader(self.val, self.batch_size)
