@@ -88,7 +88,7 @@ ROWS = (
         schedule=WARMUP,
         stages="0",
     ),
-    Row("a group without trained weights", "an empty group", f"{NET} {ADAMW} {CLIP} --trainable *.bias", stages="123"),
+    Row("frozen weights", "weights that no optimizer has", f"{NET} {ADAMW} {CLIP} --trainable *.bias", stages="123"),
     Row("experts", "a gate, experts that every rank has", f"{EXPERTS} {ADAMW} --model.ep_size 1", 4, one_rank=True),
     Row("experts, spread", "experts on several ranks", f"{EXPERTS} {ADAMW} --model.ep_size 2", stages="012"),
     Row(

@@ -9,7 +9,8 @@ import pytest
 
 from cifar_zero.comparison import cases
 from cifar_zero.comparison.cases import ROWS, plan_cases
-from cifar_zero.comparison.result import Variant
+from cifar_zero.comparison.jobs import train_cases
+from cifar_zero.comparison.result import PLAIN, Comparison, Variant
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.core.errors import UsageError
 from tests.support.helpers import assert_ok, of_make_fuzz, run_program
@@ -35,6 +36,39 @@ def test_a_raw_configuration_is_a_strategy_too(tmp_path: Path):
 def test_the_pinned_release_passes(tmp_path: Path):
     done = run_program("compare", "--acceptance", "--quick", "--out", str(tmp_path))
     assert_ok(done)
+
+
+CODE = {
+    "float32, accumulated": ("deepspeed_stage_2", "average_tensor", 4),
+    "bfloat16, accumulated": ("deepspeed_stage_2", "average_tensor", 4),
+    "bfloat16, AdamW, clipped": ("deepspeed_stage_1", "unscale_and_clip_grads", 1),
+    "AdamW, clipped, accumulated": ("deepspeed_stage_1", "scaled_global_norm", 1),
+    "several buckets": ("deepspeed_stage_2", "average_tensor", 8),
+    "all parameters sharded": ("deepspeed_stage_3", "__release_param", 4),
+    "Muon, warmed up": ("deepspeed_stage_0", "TorchMuon._muon", 1),
+    "experts": ("deepspeed_stage_2", "MOELayer.forward", 4),
+    "experts, spread": ("deepspeed_stage_2", "all_to_all_single", 1),
+    "gradients that are not contiguous": ("deepspeed_stage_2_not_contiguous", "buffered_reduce_fallback", 1),
+    "gradients kept in float32": ("deepspeed_stage_1_fp32_gradients", "BF16_Optimizer._update_hp_grad", 10),
+    "parameters fetched by all-reduce": ("deepspeed_stage_3_all_reduce", "AllReduceCoalescedHandle.wait", 1),
+}
+"""Of each row but "frozen weights", which has no code of its own: a strategy, a function, and how often an optimizer
+step calls it at least."""
+
+
+@pytest.mark.distributed
+def test_each_row_executes_the_code_that_it_is_there_for(tmp_path: Path):
+    assert CODE.keys() == {row.name for row in ROWS} - {"frozen weights"}
+    wanted = {(f"{row}, 2 ranks", strategy): (name, calls) for row, (strategy, name, calls) in CODE.items()}
+    found = [case for case in plan_cases([], 2, quick=False) if (case.row, case.strategy) in wanted]
+    assert len(found) == len(CODE)
+    comparison = train_cases(Comparison("", "", {}, PLAIN, found), tmp_path, ("tests.support.counted_calls",))
+    assert comparison.passed, [case.outcome for case in found if not case.passed]
+    counts = [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
+    for case, counted in zip(found, counts, strict=True):
+        name, calls = wanted[case.row, case.strategy]
+        (count,) = (count for function, count in counted.items() if function.endswith(name))
+        assert count >= calls * cases.STEPS, (case.name, counted)
 
 
 @pytest.mark.parametrize(
