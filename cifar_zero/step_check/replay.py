@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from cifar_zero.launch.collectives import average_over_ranks
 from cifar_zero.models.cast import keep_batch_norm_float32
@@ -33,8 +35,11 @@ DRAWS = {torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.berno
 
 DRAWS_IN_PLACE = {Tensor.uniform_, Tensor.normal_, Tensor.exponential_, Tensor.bernoulli_}
 
-Plain = (bool, int, float, str)
-"""Types of the attributes that the copy takes over from the module before a step: counters, temperatures, modes."""
+Plain = (bool, int, float, str, NoneType)
+
+INTERNAL = vars(LightningModule()).keys() - {"training"}
+"""Attributes of a module that the copy does not take over before a step, as it does a user's own: counters, modes,
+hidden states."""
 
 
 @dataclass
@@ -87,11 +92,12 @@ class Replica:
         self._free()
 
     def remember(self, module: LightningModule) -> None:
-        """Keeps the buffers and the plain attributes of the module before a step."""
+        """Keeps the buffers and the state in attributes of the module before a step."""
         self._buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
         self._trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
         for name, part in module.named_modules():
-            self._attributes[name] = {key: value for key, value in vars(part).items() if type(value) in Plain}
+            own = {key: value for key, value in vars(part).items() if key not in INTERNAL and _is_state(value)}
+            self._attributes[name] = _copied(own)
 
     def buffers_from_rank_0(self) -> None:
         """Takes the remembered buffers of rank 0, as DDP does before a step unless it is told not to."""
@@ -145,7 +151,7 @@ class Replica:
         self, weights: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], device: torch.device, exact: bool
     ) -> None:
         for name, part in self.module.named_modules():
-            vars(part).update(self._attributes.get(name, {}))
+            vars(part).update(_copied(self._attributes.get(name, {})))
         for name, parameter in self.module.named_parameters():
             value = weights[name].to(dtypes[name])
             parameter.data = (value.double() if exact else value).to(device, copy=True)
@@ -204,6 +210,16 @@ def _wide(value: Any) -> Any:
 
 def _narrow(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype == torch.float64 else value
+
+
+def _is_state(value: Any) -> bool:
+    """Whether a value is plain data, a tensor, or lists, dictionaries and tuples of them."""
+    leaves = tree_leaves(value)
+    return all(type(leaf) in Plain or (isinstance(leaf, Tensor) and not isinstance(leaf, Parameter)) for leaf in leaves)
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), state)
 
 
 def random_state() -> tuple[Any, ...]:

@@ -1,0 +1,86 @@
+"""StepCheck in a plain Trainer of Lightning, on one rank: what it follows, what it cannot judge, and a fault."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from cifar_zero.comparison import StepCheck
+from cifar_zero.core.errors import RunError
+from tests.support.own_modules import images
+
+
+class Module(LightningModule):
+    """A linear layer, whose loss a test may change."""
+
+    def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> None:
+        super().__init__()
+        self.net, self.optimizer = torch.nn.Linear(24, 10), optimizer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters(), lr=0.1)  # pyright: ignore
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(images(48), 8)
+
+
+class Counting(Module):
+    """A loss that grows with three kinds of state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.seen, self.hidden = 0, list[dict[str, float]](), torch.zeros(1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx) * (1 + self.calls + len(self.seen) + self.hidden.item())
+        self.calls += 1
+        self.seen.append({"loss": loss.item()})
+        self.hidden = self.hidden + 1
+        return loss
+
+
+class Faulty(Module):
+    """An optimizer step after which a bias is off."""
+
+    def optimizer_step(self, *arguments: Any, **options: Any) -> None:
+        super().optimizer_step(*arguments, **options)
+        self.net.bias.data.add_(1e-3)
+
+
+def trained(module: LightningModule, **options: Any) -> StepCheck:
+    check = StepCheck(every=1, **options)
+    quiet: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    Trainer(accelerator="cpu", max_steps=5, accumulate_grad_batches=2, callbacks=[check], **quiet).fit(module)
+    return check
+
+
+def test_state_in_attributes_is_followed():
+    verdict = trained(Counting()).verdict
+    assert verdict.outcome == "bit-identical", str(verdict)
+    assert (verdict.steps, verdict.judged) == ([1, 2, 3, 4, 5], 1.0)
+
+
+def test_an_optimizer_that_calls_the_loss_several_times_is_not_judged():
+    verdict = trained(Module(torch.optim.LBFGS)).verdict
+    assert (verdict.outcome, verdict.faults) == ("not judged", [])
+    assert "steps that cannot be computed again" in str(verdict)
+
+
+def test_a_wrong_update_raises_at_its_step():
+    with pytest.raises(RunError, match=r"step 1: update of net\.bias"):
+        trained(Faulty())
+
+
+def test_a_wrong_update_is_counted():
+    verdict = trained(Faulty(), on_fault="warn").verdict
+    assert verdict.steps == [1, 2, 3, 4, 5]
+    assert {fault.name for fault in verdict.faults} == {"net.bias"}
