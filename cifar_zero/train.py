@@ -21,7 +21,7 @@ def main() -> int:
     rank_environment.adopt()
     run = resolve(survey.without_auto(command_line.parse(before=resume.saved_config)))
     if run.output.plot_schedule:
-        from cifar_zero.training.build import plot_schedule
+        from cifar_zero.training.plot_schedule import plot_schedule
 
         return plot_schedule(run)
     if run.output.check_gradients:
@@ -47,8 +47,8 @@ def train(run: Run, module_class: Any = None, last: bool = True) -> dict[str, An
     # These import torch and Lightning, which --help and errors in the command line do not wait for.
     from cifar_zero.launch import rendezvous
     from cifar_zero.launch.collectives import gather
-    from cifar_zero.training import build, starting
-    from cifar_zero.training.callbacks import stop, summary
+    from cifar_zero.training import build, loggers, results, starting
+    from cifar_zero.training.callbacks import stop
 
     quieten()
     build.check_trainer_options(run)
@@ -78,8 +78,11 @@ def train(run: Run, module_class: Any = None, last: bool = True) -> dict[str, An
         if not run.recipe.only_measures:
             trainer.test(module, datamodule=datamodule, verbose=False)
 
-        metrics = summary.collect(trainer, module, datamodule, run)
-        unwritten = summary.report(trainer, run, metrics, run_dir)
+        metrics = results.collect(trainer, module, datamodule, run)
+        unwritten = ""
+        if run_dir is not None:
+            unwritten = results.report(metrics, run_dir)
+            loggers.log_results(trainer, run, metrics)
         stop.shutdown(trainer, destroy_group=last)
     stop.check_saved(trainer)
     if unwritten:

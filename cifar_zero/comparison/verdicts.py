@@ -16,8 +16,8 @@ from cifar_zero.comparison.result import Comparison, FinishedRun, Spread, Varian
 from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
 from cifar_zero.planning.model_states import network_of, predicted
-from cifar_zero.reports.summary import FALLBACK
 from cifar_zero.training.resolve import make_run
+from cifar_zero.training.results import FALLBACK
 
 RECIPE = ("dataset", "model", "optimizer", "schedule", "precision", "batch_size", "epochs", "max_steps")
 """Shared settings at the top of a report."""

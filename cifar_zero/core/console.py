@@ -101,6 +101,12 @@ def torchrun(name: str, nodes: object = "N", ranks: object = "M") -> str:
     return f"{start} --rdzv_backend c10d --rdzv_endpoint HOST:PORT {program}"
 
 
+def curves(folder: Path) -> str:
+    """Returns how to look at the curves of all runs in a folder: TensorBoard's command, and its page to open."""
+    command = f"{shlex.quote(next_to_python('tensorboard'))} --logdir {shlex.quote(str(folder))} --host localhost"
+    return f"{command}  # then open http://localhost:6006/#custom_scalars"
+
+
 def next_to_python(name: str) -> str:
     """Returns how a shell starts a program of the running interpreter's environment, which may not be activated: its
     name if PATH leads to it or it does not exist there, otherwise its path."""

@@ -1,11 +1,19 @@
-"""What this computer has; torch is imported only where there is a GPU driver, because that takes seconds."""
+"""What this computer has, and the versions of its software; torch is imported only where there is a GPU driver, because
+that takes seconds."""
 
 import os
 import platform
 import re
+import subprocess
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 
 import psutil
+
+REPOSITORY = Path(__file__).parents[2]
+
+PACKAGES = ("torch", "lightning", "deepspeed", "torchmetrics")
 
 CGROUPS = Path("/sys/fs/cgroup")  # control groups of Linux, version 2
 
@@ -89,3 +97,23 @@ def this_computer() -> dict[str, str]:
         "cores": str(core_count()),
         "memory": f"{psutil.virtual_memory().total / 1e9:.1f} GB",
     }
+
+
+def versions() -> dict[str, str | None]:
+    """Returns the versions of the packages that a result depends on; None for one that is not installed."""
+    found: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return {**found, "python": platform.python_version()}
+
+
+def git_commit(folder: Path = REPOSITORY) -> str | None:
+    """Returns the commit checked out in a folder, with -dirty if tracked files differ; None if git knows none."""
+    if not (folder / ".git").exists():  # installed: an enclosing repository is another project's
+        return None
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):  # git is not installed, or the repository has no commit yet
+        return None

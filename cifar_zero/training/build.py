@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser
@@ -25,22 +24,20 @@ from cifar_zero.launch import rank_environment
 from cifar_zero.models import MixtureOptions
 from cifar_zero.models.cast import STATISTICS
 from cifar_zero.optimizers import BY_DEEPSPEED, OFFLOADED_BY
-from cifar_zero.reports.figures import draw_schedule
 from cifar_zero.step_check.callback import StepCheck
-from cifar_zero.training import DATAMODULE, fast_loop, loggers
+from cifar_zero.training import fast_loop, loggers
 from cifar_zero.training.callbacks.averaging import Averaging, BatchNormStatistics
 from cifar_zero.training.callbacks.checkpoint import LastCheckpoint, Resume
 from cifar_zero.training.callbacks.cpu_kernels import CPUKernels
 from cifar_zero.training.callbacks.curves import GradientLogger, TrainingCurves
 from cifar_zero.training.callbacks.divergence import Divergence
+from cifar_zero.training.callbacks.engine import EngineInfo, Memory
 from cifar_zero.training.callbacks.experts import Experts
 from cifar_zero.training.callbacks.figures import TestFigures
 from cifar_zero.training.callbacks.flops import training_flops
 from cifar_zero.training.callbacks.learning_rate import ReduceOnPlateau
-from cifar_zero.training.callbacks.memory import Memory
 from cifar_zero.training.callbacks.progress import ProgressBar, ProgressLines, is_terminal
 from cifar_zero.training.callbacks.stop import EarlyStop, Interrupt, keep_handlers
-from cifar_zero.training.callbacks.summary import EngineInfo
 from cifar_zero.training.callbacks.throughput import Throughput
 
 
@@ -171,25 +168,3 @@ def check_trainer_options(settings: Settings) -> None:
     for name in settings.recipe.trainer:
         if name not in known:
             raise UsageError(f"--trainer.{name} is not an option of Lightning's Trainer: {nearest(name, known)}")
-
-
-def plot_schedule(run: Run) -> int:
-    """Draws the learning rate over the steps of the run, on rank 0; returns the exit code."""
-    if rank_environment.global_rank() == 0:
-        file, schedule = Path(run.output.plot_schedule), run.recipe.schedule
-        file.parent.mkdir(parents=True, exist_ok=True)
-        draw_schedule(schedule, run.recipe.optimizer, run_steps(run, resolve_name(DATAMODULE)(run)), file)
-        print(f"the learning rate of {schedule.name} is drawn in {file}")
-    return 0
-
-
-def run_steps(settings: Settings, datamodule: Any) -> int:
-    """Returns the optimizer steps of a run that is not started: of all epochs, or --max_steps; as Lightning counts
-    them (`Trainer.estimated_stepping_batches`). Decodes the images if that has not been done, to learn their number.
-    """
-    datamodule.setup()
-    batches = len(datamodule.train_dataloader())
-    limit = settings.recipe.trainer.get("overfit_batches") or settings.recipe.trainer.get("limit_train_batches", 1.0)
-    batches = int(batches * limit) if isinstance(limit, float) else min(batches, limit)
-    steps = settings.recipe.epochs * -(-batches // settings.placement.accumulate)
-    return steps if settings.recipe.max_steps == -1 else min(steps, settings.recipe.max_steps)

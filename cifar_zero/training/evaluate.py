@@ -69,9 +69,8 @@ def evaluate(run: Run, checkpoint: Path, content: dict[str, Any] | None = None) 
     """Tests a checkpoint, whose `content` may be read already; prints its table and returns the test/* of
     metrics.json."""
     from cifar_zero.checkpoints.read import RECORD, load_weights, network, read
-    from cifar_zero.reports.summary import print_test_table
     from cifar_zero.training import build
-    from cifar_zero.training.callbacks.summary import test_metrics
+    from cifar_zero.training.results import print_test_table, test_metrics
 
     quieten()
     content = content or read(checkpoint, run.consent.trust)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from cifar_zero.config.settings import FALLBACK_SUFFIX
 from cifar_zero.core import exits
+from cifar_zero.core.hardware import REPOSITORY
 from cifar_zero.launch import local_launcher
-from cifar_zero.reports.summary import REPOSITORY
 
 POLL_SECONDS = 0.25  # time between two checks of a run
 SAVING_SECONDS = 45.0  # time that a run has to end: the launcher gives the ranks 30 s to write a checkpoint

@@ -13,6 +13,7 @@ from cifar_zero.checkpoints.read import RECORD, check_resumable, load_weights, n
 from cifar_zero.checkpoints.resume import check_classes, check_same_run, checkpoint_to_resume, newest_of
 from cifar_zero.config import command_line, ds_config
 from cifar_zero.config.run import Run
+from cifar_zero.core.atomic import write_json
 from cifar_zero.core.console import command, say
 from cifar_zero.core.errors import UsageError
 from cifar_zero.launch import rank_environment
@@ -20,7 +21,6 @@ from cifar_zero.launch.collectives import by_rank_0, ranks_on_another_disk
 from cifar_zero.launch.rendezvous import Place
 from cifar_zero.models import MODELS, External
 from cifar_zero.models.external import pretrained
-from cifar_zero.reports.summary import write_json
 from cifar_zero.training.resolve import rank_0_decides, with_checkpoint
 
 

@@ -23,7 +23,7 @@ from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.read import read
 from cifar_zero.config.ds_config import get_ds_config
 from cifar_zero.launch.local_launcher import free_port
-from cifar_zero.reports.summary import MEASURED
+from cifar_zero.training.results import MEASURED
 from tests.support.helpers import (
     HANG_SECONDS,
     ROOT,

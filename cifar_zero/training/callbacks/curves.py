@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.checkpoints.io import attempt
+from cifar_zero.core.atomic import attempt
 from cifar_zero.strategies import hooks_of
 from cifar_zero.training.loggers import write_to
 
@@ -74,7 +74,7 @@ class TrainingCurves(IntervalCallback):
         self._gradient_norm: Tensor | None = None
 
     @property
-    def totals(self) -> dict[str, float | None]:
+    def totals_of_run(self) -> dict[str, float | None]:
         """Values of metrics.json."""
         return {"epochs": self.last_epoch, "train/loss": self.last_loss}
 

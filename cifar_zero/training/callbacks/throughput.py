@@ -39,7 +39,7 @@ class Throughput(IntervalCallback):
         self._point_step, self._point_seconds, self._point_data_seconds = 0, 0.0, 0.0  # until the newest point
 
     @property
-    def totals(self) -> dict[str, float | None]:
+    def totals_of_run(self) -> dict[str, float | None]:
         """perf/* of metrics.json, over all timed steps, if a step was timed. perf/fit_seconds is the wall-clock time of
         the whole fit; perf/seconds_to_first_step runs from the start of the command to the end of the first optimizer
         step."""

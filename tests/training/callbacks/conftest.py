@@ -24,10 +24,9 @@ from cifar_zero.data.dataset import Split, TrainOrder
 from cifar_zero.data.memory_loader import MemoryLoader
 from cifar_zero.training import fast_loop
 from cifar_zero.training.callbacks.curves import TrainingCurves
+from cifar_zero.training.callbacks.engine import EngineInfo, Memory
 from cifar_zero.training.callbacks.flops import training_flops
-from cifar_zero.training.callbacks.memory import Memory
 from cifar_zero.training.callbacks.progress import ProgressLines
-from cifar_zero.training.callbacks.summary import EngineInfo
 from cifar_zero.training.callbacks.throughput import Throughput
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")

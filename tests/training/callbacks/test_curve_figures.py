@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from cifar_zero.reports.figures import curve_figure
+from cifar_zero.training.callbacks.figures import curve_figure
 
 NAMES = [f"class {label}" for label in range(100)]
 STEP = (torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0.0, 0.6, 1.0]))

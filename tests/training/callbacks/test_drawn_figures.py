@@ -3,7 +3,7 @@ import io
 import numpy as np
 import pytest
 
-from cifar_zero.reports.figures import confusion_figure, mistakes_figure
+from cifar_zero.training.callbacks.figures import confusion_figure, mistakes_figure
 
 NAMES = [f"class {label}" for label in range(100)]
 

@@ -1,13 +1,6 @@
-"""The end of a run: metrics.json, and the tables printed from it."""
+"""The results of a run: the contents of metrics.json, and the tables printed from it; no torch."""
 
-import json
-import math
-import platform
-import shlex
-import subprocess
 from collections.abc import Mapping
-from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +8,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from cifar_zero.core import atomic
-from cifar_zero.core.console import next_to_python
+from cifar_zero.checkpoints import run_folder
+from cifar_zero.config.settings import Settings
+from cifar_zero.core.atomic import failure_of, write_json
+from cifar_zero.core.console import curves
+from cifar_zero.core.hardware import git_commit, versions
 
 SCHEMA = 1  # version of metrics.json's keys; raised when a key changes its meaning
-
-REPOSITORY = Path(__file__).parents[2]
 
 IN_EFFECT = ("compute_dtype", "parameter_dtype", "skipped_steps", "reduce_bucket_size", "allgather_bucket_size")
 """Keys of metrics.json with the settings actually in effect."""
@@ -57,43 +51,54 @@ SHOWN = {
 
 MOST_ROWS = 25  # classes that the table of a test has rows for; metrics.json has all
 
-PACKAGES = ("torch", "lightning", "deepspeed", "torchmetrics")
 
-
-def metrics_json(measured: Mapping[str, Any], fell_back: bool = False) -> dict[str, Any]:
-    """Returns the contents of metrics.json, its keys in their order; `fell_back`: to the embedded digits."""
-    metrics = {"schema": SCHEMA, **{key: measured.get(key) for key in MEASURED}}
-    metrics |= {"versions": versions(), "git_commit": git_commit()}
-    if fell_back:
+def collect(trainer: Any, module: Any, datamodule: Any, settings: Settings) -> dict[str, Any]:
+    """Returns the contents of metrics.json after fit and test, its keys in their order; None for what a run without
+    test or validation lacks. The callbacks add their `totals_of_run`."""
+    metrics = {"schema": SCHEMA, **dict.fromkeys(MEASURED), "versions": versions(), "git_commit": git_commit()}
+    metrics |= {
+        "dataset": datamodule.dataset.name,
+        "num_train": datamodule.num_train,
+        "num_test": datamodule.num_test,
+        "model": settings.recipe.model.name,
+        "strategy": settings.placement.strategy_name,
+        "world_size": trainer.world_size,
+        "num_nodes": trainer.num_nodes,
+        "precision": settings.placement.precision,
+        "seed": settings.recipe.seed,
+        "batch_size": settings.recipe.batch_size,
+        "accumulate": settings.placement.accumulate,
+        "micro_batch_size": datamodule.micro_batch_size,
+        "steps": trainer.global_step,
+        **test_metrics(module, datamodule),
+    }
+    if module.val_metrics.confusion.update_called:
+        metrics["val/acc"] = module.val_metrics.overall()["acc"]
+    for callback in trainer.callbacks:
+        metrics |= getattr(callback, "totals_of_run", {})
+    if settings.fell_back:
         metrics[FALLBACK] = "CIFAR-10 is not available: these are the results of the embedded handwritten digits"
     return metrics
 
 
-def versions() -> dict[str, str | None]:
-    """Returns the versions of the packages that a result depends on; None for one that is not installed."""
-    found: dict[str, str | None] = dict.fromkeys(PACKAGES)
-    for name in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return {**found, "python": platform.python_version()}
+def test_metrics(module: Any, datamodule: Any) -> dict[str, Any]:
+    """Returns the test/* of metrics.json that a run has, none without a test. Every rank calls it."""
+    metrics: dict[str, Any] = {}
+    tested = module.test_metrics
+    if tested.confusion.update_called:
+        for name, values in tested.per_class().items():
+            metrics[f"test/{name}_per_class"] = dict(zip(datamodule.classes, values.tolist(), strict=True))
+        for name, value in tested.overall().items():
+            metrics[f"test/{name}"] = value
+    return metrics
 
 
-def git_commit(folder: Path = REPOSITORY) -> str | None:
-    """Returns the commit checked out in a folder, with -dirty if tracked files differ; None if git knows none."""
-    if not (folder / ".git").exists():  # installed: an enclosing repository is another project's
-        return None
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):  # git is not installed, or the repository has no commit yet
-        return None
-
-
-def write_json(file: Path, values: Mapping[str, Any] | list[Any]) -> None:
-    """Writes a JSON file, whole or not at all; NaN and infinities, which JSON lacks, become null."""
-    text = json.dumps(_finite(values), indent=2, allow_nan=False, ensure_ascii=False)
-    atomic.staged(file).write_text(text + "\n")
-    atomic.put_in_place(file)
+def report(metrics: Mapping[str, Any], run_dir: Path) -> str:
+    """Writes metrics.json and prints it. Returns why it could not be written; empty if it could."""
+    file = run_dir / run_folder.METRICS
+    failure = failure_of(lambda: write_json(file, metrics))
+    print_summary(metrics, run_dir)
+    return f"{file} could not be written: {failure}" if failure else ""
 
 
 def print_summary(metrics: Mapping[str, Any], run_dir: Path) -> None:
@@ -105,12 +110,6 @@ def print_summary(metrics: Mapping[str, Any], run_dir: Path) -> None:
         print(f"WARNING: {metrics[FALLBACK]}")
     print(f"run folder  {run_dir}")
     print(f"curves      {curves(run_dir.parent.parent)}")
-
-
-def curves(folder: Path) -> str:
-    """Returns how to look at the curves of all runs in a folder: TensorBoard's command, and its page to open."""
-    command = f"{shlex.quote(next_to_python('tensorboard'))} --logdir {shlex.quote(str(folder))} --host localhost"
-    return f"{command}  # then open http://localhost:6006/#custom_scalars"
 
 
 def print_test_table(metrics: Mapping[str, Any]) -> None:
@@ -158,11 +157,3 @@ def summary_rows(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
         peak, states = max(metrics["mem/peak_rank_bytes"]), max(metrics["mem/model_state_rank_bytes"])
         rows.append(("memory", f"at most {peak / 1e9:.2f} GB per rank, {states / 1e6:,.2f} MB of it model states"))
     return rows
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
