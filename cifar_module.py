@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.optim.lr_scheduler import LRScheduler
 
-from cifar_zero.checkpoints.finetuning import network
-from cifar_zero.checkpoints.finetuning.load import load_full_weights
-from cifar_zero.checkpoints.finetuning.network import freeze_statistics
+from cifar_zero.checkpoints import network
+from cifar_zero.checkpoints.network import freeze_statistics
+from cifar_zero.checkpoints.weights import load_full_weights
 from cifar_zero.config.recipe import Views
 from cifar_zero.config.settings import Settings
 from cifar_zero.data.augment import memory_format, normalize
@@ -24,7 +24,7 @@ from cifar_zero.optimizers import OPTIMIZERS
 from cifar_zero.optimizers.groups import keep_own_options, lay_like_parameters, parameter_groups
 from cifar_zero.schedules import SCHEDULES, Constant, Schedule, with_total_steps
 from cifar_zero.strategies import hooks_of
-from cifar_zero.training.metrics import CurveMetrics, SplitMetrics, loss
+from cifar_zero.training.metrics import SplitMetrics, loss
 
 
 class CIFARModule(LightningModule):
@@ -46,7 +46,7 @@ class CIFARModule(LightningModule):
         self.net: nn.Module | None = None
         self.gates: tuple[Gate, ...] = ()  # of the mixtures of experts, during a fit
         self.val_metrics = SplitMetrics(num_classes, settings.recipe.loss)
-        self.test_metrics = CurveMetrics(num_classes, settings.recipe.loss)
+        self.test_metrics = SplitMetrics(num_classes, settings.recipe.loss, curves=True)
 
     def configure_model(self) -> None:
         """Builds the model where the strategy needs it; ZeRO-3 shards each layer as it is made. The seed is set here,
@@ -164,13 +164,6 @@ class CIFARModule(LightningModule):
             rates = schedule.get_lr()
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
-
-    def summary(self) -> str:
-        """Returns the result of the newest test in one line. Every rank calls it."""
-        found, ranks = self.test_metrics.overall(), self.trainer.world_size
-        model, strategy = self.settings.recipe.model.name, self.settings.placement.strategy_name
-        on = "1 rank" if ranks == 1 else f"{ranks} ranks"
-        return f"{model}, {strategy} on {on}: {found['acc']:.2%} of the test images correct, loss {found['loss']:.4f}"
 
     def _evaluate(self, metrics: SplitMetrics, batch: tuple[Tensor, Tensor], tta: Views = "none") -> Tensor:
         images, labels = batch

@@ -148,17 +148,12 @@ def check_same_run(settings: Settings, recipe: dict[str, Any]) -> None:
             raise UsageError(f"--resume {resume}: that run had --{option} {before[option]}, not {now[option]}")
 
 
-def other_classes(images: DataConfig, record: dict[str, Any]) -> str:
-    """Returns which classes of the images are not those of the run that left the record; empty if all are the same."""
+def check_classes(images: DataConfig, record: dict[str, Any], checkpoint: object) -> None:
+    """Raises UsageError if the images have other classes than the run that left a checkpoint with this `record`."""
     names, known = [*data.class_names(images)], record["classes"]
-    return "" if names == known else ", ".join(sorted({*names} ^ {*known})[:6]) or "their order"
-
-
-def check_classes(settings: Settings, record: dict[str, Any]) -> None:
-    """Refuses to continue a run on images of other classes; `record` is its checkpoint's."""
-    source, resume = settings.data.source, settings.output.resume
-    if differing := other_classes(settings.data, record):
+    if names != known:
+        differing = ", ".join(sorted({*names} ^ {*known})[:6]) or "their order"
         raise UsageError(
-            f"--resume {resume}: that run had other classes than --data.source {source} now has ({differing}): "
-            f"give the data that it had, or fine-tune it with --weights {resume} without --resume"
+            f"{checkpoint} was trained on other classes than --data.source {images.source} has ({differing}): give the "
+            f"data that it had, or fine-tune it with --weights {checkpoint}"
         )

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.checkpoints.read import network, read
+from cifar_zero.checkpoints.read import read
+from cifar_zero.checkpoints.weights import network
 from cifar_zero.comparison.reading import differences, hinders, last_checkpoint, shared
 from cifar_zero.comparison.result import Comparison, FinishedRun, Spread, Variant
 from cifar_zero.config import command_line

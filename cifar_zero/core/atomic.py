@@ -77,12 +77,19 @@ def flush_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
+def write(file: Path, content: bytes) -> None:
+    """Writes a file, whole or not at all. Raises OSError: it cannot be written."""
+    try:
+        staged(file).write_bytes(content)
+        put_in_place(file)
+    finally:
+        discard(staged(file))
+
+
 def write_json(file: Path, values: Mapping[str, Any] | list[Any]) -> None:
     """Writes a JSON file, whole or not at all; NaN and infinities, which JSON lacks, become null."""
     finite = json.loads(json.dumps(values), parse_constant=lambda _: None)
-    text = json.dumps(finite, indent=2, ensure_ascii=False)
-    staged(file).write_text(text + "\n")
-    put_in_place(file)
+    write(file, json.dumps(finite, indent=2, ensure_ascii=False).encode() + b"\n")
 
 
 def failure_of(write: Callable[[], Any]) -> str:

@@ -13,8 +13,8 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 
 from cifar_zero import models, strategies
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.checkpoints.finetuning.network import on_meta
 from cifar_zero.checkpoints.io import AtomicCheckpointIO
+from cifar_zero.checkpoints.network import on_meta
 from cifar_zero.config.run import Run
 from cifar_zero.config.settings import Settings
 from cifar_zero.config.suggestions import OWNED
@@ -29,16 +29,13 @@ from cifar_zero.training import fast_loop, loggers
 from cifar_zero.training.callbacks.averaging import Averaging, BatchNormStatistics
 from cifar_zero.training.callbacks.checkpoint import LastCheckpoint, Resume
 from cifar_zero.training.callbacks.cpu_kernels import CPUKernels
-from cifar_zero.training.callbacks.curves import GradientLogger, TrainingCurves
-from cifar_zero.training.callbacks.divergence import Divergence
+from cifar_zero.training.callbacks.curves import Experts, GradientLogger, TrainingCurves
 from cifar_zero.training.callbacks.engine import EngineInfo, Memory
-from cifar_zero.training.callbacks.experts import Experts
 from cifar_zero.training.callbacks.figures import TestFigures
-from cifar_zero.training.callbacks.flops import training_flops
-from cifar_zero.training.callbacks.learning_rate import ReduceOnPlateau
+from cifar_zero.training.callbacks.monitors import Divergence, EarlyStop, ReduceOnPlateau
 from cifar_zero.training.callbacks.progress import ProgressBar, ProgressLines, is_terminal
-from cifar_zero.training.callbacks.stop import EarlyStop, Interrupt, keep_handlers
-from cifar_zero.training.callbacks.throughput import Throughput
+from cifar_zero.training.callbacks.stop import Interrupt, keep_handlers
+from cifar_zero.training.callbacks.throughput import Throughput, training_flops
 
 
 def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None = None, elements: int = 0) -> Trainer:

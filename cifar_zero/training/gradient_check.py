@@ -5,7 +5,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from cifar_zero.checkpoints.finetuning import network
+from cifar_zero.checkpoints import network
 from cifar_zero.config.run import Run
 from cifar_zero.models import IMAGE_SHAPE
 from cifar_zero.training.metrics import loss

@@ -7,18 +7,17 @@ from pathlib import Path
 
 from cifar_zero import data
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.checkpoints.finetuning.load import Match, apply_delta, match, read_plain
-from cifar_zero.checkpoints.finetuning.network import check_patterns, on_meta
-from cifar_zero.checkpoints.read import RECORD, check_resumable, load_weights, network, plain_network, read
+from cifar_zero.checkpoints.network import check_patterns, on_meta
+from cifar_zero.checkpoints.read import RECORD, check_resumable, read
 from cifar_zero.checkpoints.resume import check_classes, check_same_run, checkpoint_to_resume, newest_of
+from cifar_zero.checkpoints.weights import Match, apply_delta, load_weights, match, network, plain_network, read_plain
 from cifar_zero.config import command_line, ds_config
 from cifar_zero.config.run import Run
 from cifar_zero.core.atomic import write_json
 from cifar_zero.core.console import command, say
 from cifar_zero.core.errors import UsageError
 from cifar_zero.launch import rank_environment
-from cifar_zero.launch.collectives import by_rank_0, ranks_on_another_disk
-from cifar_zero.launch.rendezvous import Place
+from cifar_zero.launch.collectives import Place, by_rank_0, ranks_on_another_disk
 from cifar_zero.models import MODELS, External
 from cifar_zero.models.external import pretrained
 from cifar_zero.training.resolve import rank_0_decides, with_checkpoint
@@ -55,7 +54,7 @@ def check_checkpoint(run: Run) -> Mapping[str, int] | None:
         if RECORD not in checkpoint:
             return None
         check_same_run(run, checkpoint[RECORD]["config"])
-        check_classes(run, checkpoint[RECORD])
+        check_classes(run.data, checkpoint[RECORD], run.output.resume)
         return checkpoint[RECORD]["images"]
 
     return by_rank_0(images) if run.output.resume else None

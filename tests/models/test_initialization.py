@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cifar_module import CIFARModule
 from cifar_zero import models
-from cifar_zero.checkpoints.finetuning import network
+from cifar_zero.checkpoints import network
 from cifar_zero.config.command_line import parse
 from cifar_zero.config.recipe import Choice, LoRAConfig
 from cifar_zero.models.initialization import initialize

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cifar_zero.checkpoints.finetuning.network import on_meta
+from cifar_zero.checkpoints.network import on_meta
 from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
 from cifar_zero.planning import activations, overheads

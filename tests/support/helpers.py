@@ -28,8 +28,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from cifar_zero import models
 from cifar_zero.__main__ import COMMANDS
-from cifar_zero.checkpoints.finetuning.network import on_meta
-from cifar_zero.checkpoints.read import load_weights, network, read
+from cifar_zero.checkpoints.network import on_meta
+from cifar_zero.checkpoints.read import read
+from cifar_zero.checkpoints.weights import load_weights, network
 from cifar_zero.config import command_line
 from cifar_zero.config.placement import OffloadConfig, ZeROConfig
 from cifar_zero.config.recipe import Choice

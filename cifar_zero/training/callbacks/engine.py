@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.checkpoints.finetuning.network import on_meta
+from cifar_zero.checkpoints.network import on_meta
 from cifar_zero.core.atomic import attempt
 from cifar_zero.core.hardware import cpu_name
 from cifar_zero.launch.collectives import gather

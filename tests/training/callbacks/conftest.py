@@ -25,9 +25,8 @@ from cifar_zero.data.memory_loader import MemoryLoader
 from cifar_zero.training import fast_loop
 from cifar_zero.training.callbacks.curves import TrainingCurves
 from cifar_zero.training.callbacks.engine import EngineInfo, Memory
-from cifar_zero.training.callbacks.flops import training_flops
 from cifar_zero.training.callbacks.progress import ProgressLines
-from cifar_zero.training.callbacks.throughput import Throughput
+from cifar_zero.training.callbacks.throughput import Throughput, training_flops
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 NUM_TEST = 60

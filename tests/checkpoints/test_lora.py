@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from cifar_zero.checkpoints.finetuning.network import adapt, build, merged, on_meta
+from cifar_zero.checkpoints.network import adapt, build, merged, on_meta
 from cifar_zero.config.recipe import Choice, LoRAConfig
 from cifar_zero.core.errors import UsageError
 from cifar_zero.models import Layout

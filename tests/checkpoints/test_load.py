@@ -8,9 +8,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from cifar_zero import models
-from cifar_zero.checkpoints.finetuning.load import FILE, load_full_weights, match, read_plain
-from cifar_zero.checkpoints.finetuning.network import build
+from cifar_zero.checkpoints.network import build
 from cifar_zero.checkpoints.read import RECORD
+from cifar_zero.checkpoints.weights import FILE, load_full_weights, match, read_plain
 from cifar_zero.config.recipe import Choice, LoRAConfig
 from cifar_zero.config.settings import make_settings, tree_of
 from cifar_zero.core.errors import UsageError

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cifar_zero import models
-from cifar_zero.checkpoints.finetuning.load import apply_delta, load_full_weights, read_plain
-from cifar_zero.checkpoints.finetuning.network import build
-from cifar_zero.checkpoints.read import RECORD, plain_network
+from cifar_zero.checkpoints.network import build
+from cifar_zero.checkpoints.read import RECORD
+from cifar_zero.checkpoints.weights import apply_delta, load_full_weights, plain_network, read_plain
 from cifar_zero.config import command_line
 from cifar_zero.config.recipe import Choice, LoRAConfig
 from cifar_zero.config.settings import Settings, make_settings, tree_of
