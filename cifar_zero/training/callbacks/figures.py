@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
+from torchmetrics.utilities.plot import plot_confusion_matrix, plot_curve
 
 from cifar_zero.config.recipe import Inputs
 from cifar_zero.core.atomic import attempt
@@ -46,7 +47,7 @@ class TestFigures(Callback):
         assert self._mistakes is not None
         of_each_rank = gather(tuple(part.cpu() for part in self._mistakes), hooks_of(trainer.strategy).data_group())
         tested = pl_module.test_metrics  # every rank calls it: it adds up the ranks' counts
-        counts, per_class = tested.confusion.compute().cpu().numpy(), tested.per_class()
+        counts, per_class = tested.confusion.compute().cpu(), tested.per_class()
         false_alarms, hits, _ = tested.roc.compute()
         precisions, recalls, _ = tested.precision_recall.compute()
         if not trainer.is_global_zero:
@@ -54,13 +55,12 @@ class TestFigures(Callback):
         names = trainer.datamodule.classes  # pyright: ignore[reportAttributeAccessIssue]
         confidence, images, true, predicted = merge(of_each_rank)  # pyright: ignore[reportArgumentType]
         mistakes = as_pixels(images, pl_module.inputs).numpy(), true.numpy(), predicted.numpy(), confidence.numpy()
-        roc, precision_recall = [*zip(false_alarms, hits, strict=True)], [*zip(recalls, precisions, strict=True)]
-        rates = ["false positive rate", "true positive rate"]
-        averages = per_class["average_precision"]
         _write(trainer, confusion_figure(counts, names), "confusion_matrix")
         _write(trainer, mistakes_figure(*mistakes, names), "mistakes")
-        _write(trainer, curve_figure(roc, per_class["auroc"], names, "AUROC", rates), "roc")
-        figure = curve_figure(precision_recall, averages, names, "average precision", ["recall", "precision"])
+        axes = "false positive rate", "true positive rate"
+        _write(trainer, curve_figure((false_alarms, hits), per_class["auroc"], names, "AUROC", axes), "roc")
+        curves, areas = (recalls, precisions), per_class["average_precision"]
+        figure = curve_figure(curves, areas, names, "average precision", ("recall", "precision"))
         _write(trainer, figure, "precision_recall")
 
 
@@ -99,20 +99,15 @@ def _write(trainer: Trainer, figure: Figure, name: str) -> None:
             write_to(logger, partial(logger.log_image, tag, [str(file)], trainer.global_step))
 
 
-def confusion_figure(counts: NDArray[np.int64], class_names: Sequence[str]) -> Figure:
-    """Draws the confusion matrix of counts (classes, classes), true by predicted: colours are shares of a row."""
+def confusion_figure(counts: Tensor, class_names: Sequence[str]) -> Figure:
+    """Draws the confusion matrix of counts (classes, classes), true by predicted."""
     figure = Figure(figsize=(10, 9), layout="constrained")
-    axes = figure.add_subplot(xlabel="predicted", ylabel="true")
-    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)  # a class without images has a row of zeros
-    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    if len(class_names) <= LABELLED_CLASSES:
-        axes.set_xticks(range(len(class_names)), class_names, rotation=45, ha="right", rotation_mode="anchor")
-        axes.set_yticks(range(len(class_names)), class_names)
-        for row, column in np.argwhere(counts):
-            colour = "white" if shares[row, column] > 0.5 else "black"
-            axes.text(column, row, f"{counts[row, column]:,}", ha="center", va="center", fontsize=8, color=colour)
-    axes.set_title(f"{counts.sum():,} test images, {counts.trace() / max(counts.sum(), 1):.2%} correct")
-    figure.colorbar(image, ax=axes, label="share of the true class")
+    axes = figure.add_subplot()
+    named = len(class_names) <= LABELLED_CLASSES
+    plot_confusion_matrix(counts, axes, add_text=named, labels=[*class_names], cmap="Blues")
+    if not named:
+        axes.set(xticks=[], yticks=[])
+    axes.set_title(f"{counts.sum():,} test images, {counts.trace() / counts.sum():.2%} correct")
     return figure
 
 
@@ -138,18 +133,13 @@ def mistakes_figure(
     return figure
 
 
-def curve_figure(
-    curves: Sequence[tuple[Tensor, Tensor]], metrics: Tensor, class_names: Sequence[str], title: str, labels: list[str]
-) -> Figure:
-    """Draws a curve of each class against the rest, abscissae and ordinates from 0 to 1, but for the classes whose
-    metric (classes,), which the legend has, is NaN. `labels` are those of the axes."""
-    figure = Figure(figsize=(7.6, 4.8), layout="constrained")  # with room for the names of the classes
-    axes = figure.add_subplot(xlabel=labels[0], ylabel=labels[1])
-    axes.set_title(f"{title} {metrics.nanmean():.4f}, mean over the classes", fontsize=10)
-    axes.grid(alpha=0.3)
-    for (x, y), metric, name in zip(curves, metrics.tolist(), class_names, strict=True):
-        if np.isfinite(metric):
-            axes.plot(x.cpu(), y.cpu(), linewidth=1.2, label=f"{name} ({metric:.3f})")
-    if len(class_names) <= LABELLED_CLASSES:
-        figure.legend(loc="outside right center", fontsize=8)
+def curve_figure(curves: Any, areas: Tensor, class_names: Sequence[str], title: str, axes: tuple[str, str]) -> Figure:
+    """Draws a curve of each class against the rest; `curves` are the abscissae and the ordinates of all, from 0 to 1.
+    The legend has the area under each, of (classes,), NaN for a class without images. `axes`: their names."""
+    figure = Figure(figsize=(7.6, 4.8), layout="constrained")
+    plot = figure.add_subplot()
+    plot_curve(curves, areas, plot, axes, labels=[*class_names])
+    plot.set_title(f"{title} {areas.nanmean():.4f}, mean over the classes")
+    if len(class_names) > LABELLED_CLASSES:
+        plot.legend().remove()
     return figure

@@ -38,30 +38,18 @@ class Throughput(IntervalCallback):
     def __init__(self, settings: Settings, flops_per_step: int):
         self._config = settings
         self._flops_per_step = flops_per_step
+        # perf/* of metrics.json, the rates over all timed steps. perf/fit_seconds is the wall-clock time of the whole
+        # fit; perf/seconds_to_first_step runs from the start of the command to the end of the first optimizer step.
+        self.totals_of_run: dict[str, float] = {}
         self.newest_rates: dict[str, float] = {}  # of the newest point; empty during the warm-up
         self.peak_flops: float | None = None  # FLOP/s that all devices together can reach, if known
         self._device = torch.device("cpu")
-        self._fit_started = self._fit_seconds = 0.0
-        self._seconds_to_first_step: float | None = None
-        self._first_step = self._first_timed_step = 0
+        self._fit_started = 0.0
+        self._first_step = self._first_timed_step = self._point_step = 0
         self._clock_started: float | None = None  # None while the clock stands still
         self._batch_ended = 0.0
-        self._seconds = self._data_seconds = 0.0  # of all timed steps
-        self._point_step, self._point_seconds, self._point_data_seconds = 0, 0.0, 0.0  # until the newest point
-
-    @property
-    def totals_of_run(self) -> dict[str, float | None]:
-        """perf/* of metrics.json, over all timed steps, if a step was timed. perf/fit_seconds is the wall-clock time of
-        the whole fit; perf/seconds_to_first_step runs from the start of the command to the end of the first optimizer
-        step."""
-        totals: dict[str, float | None] = {
-            "perf/seconds_to_first_step": self._seconds_to_first_step,
-            "perf/fit_seconds": self._fit_seconds,
-        }
-        steps = self._point_step - self._first_timed_step
-        if steps > 0:
-            totals |= self.rates(self._point_seconds, self._point_data_seconds, steps)
-        return totals
+        self._seconds = self._data_seconds = 0.0  # of the steps since the newest point
+        self._all_seconds = self._all_data_seconds = 0.0  # of the timed steps before
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -88,9 +76,10 @@ class Throughput(IntervalCallback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Notes the end of the first step; writes a point if one is due."""
-        if self._seconds_to_first_step is None and trainer.global_step > self._first_step:
+        key = "perf/seconds_to_first_step"
+        if key not in self.totals_of_run and trainer.global_step > self._first_step:
             started = float(os.environ.get(exits.STARTED) or psutil.Process().create_time())
-            self._seconds_to_first_step = time.time() - started
+            self.totals_of_run[key] = time.time() - started
         super().on_train_batch_end(trainer, pl_module)
         self._batch_ended = time.perf_counter()
 
@@ -103,18 +92,19 @@ class Throughput(IntervalCallback):
     on_validation_start = on_save_checkpoint = on_train_epoch_end = _pause
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._fit_seconds = time.perf_counter() - self._fit_started
+        self.totals_of_run["perf/fit_seconds"] = time.perf_counter() - self._fit_started
 
     def _log(self, trainer: Trainer) -> None:
         was_running = self._clock_started is not None
         self._pause()
-        steps = trainer.global_step - self._point_step
+        steps, all_steps = (trainer.global_step - first for first in (self._point_step, self._first_timed_step))
         if steps > 0:
-            data_seconds = self._data_seconds - self._point_data_seconds
-            self.newest_rates = self.rates(self._seconds - self._point_seconds, data_seconds, steps)
+            self.newest_rates = self.rates(self._seconds, self._data_seconds, steps)
             log_scalars(trainer, self.newest_rates)
-            self._point_step, self._point_seconds = trainer.global_step, self._seconds
-            self._point_data_seconds = self._data_seconds
+            self._all_seconds += self._seconds
+            self._all_data_seconds += self._data_seconds
+            self.totals_of_run |= self.rates(self._all_seconds, self._all_data_seconds, all_steps)
+            self._point_step, self._seconds, self._data_seconds = trainer.global_step, 0.0, 0.0
         if was_running:
             self._clock_started = self._now()
 
