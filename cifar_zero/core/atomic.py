@@ -20,11 +20,6 @@ def staged(final: Path) -> Path:
     return final.with_name(final.name + STAGED)
 
 
-def aside(final: Path) -> Path:
-    """Returns the path of the previous folder, for the instant in which the new one gets its name."""
-    return final.with_name(final.name + ASIDE)
-
-
 def discard(path: Path) -> None:
     """Removes a file or a folder if it exists. A folder is renamed first, so that nobody finds half of it."""
     if path.is_dir() and not path.is_symlink():
@@ -38,7 +33,7 @@ def discard(path: Path) -> None:
 
 def put_in_place(final: Path) -> None:
     """Flushes what was staged to the disk and renames it to its final name, in place of the previous one."""
-    new, old = staged(final), aside(final)
+    new, old = staged(final), final.with_name(final.name + ASIDE)
     for path in (*new.rglob("*"), new) if new.is_dir() else (new,):
         flush_to_disk(path)
     if new.is_dir():

@@ -42,24 +42,22 @@ def has_bfloat16() -> bool:
 
 def free_memory_bytes() -> int:
     """Returns the memory that new processes can use without swapping and within the limits of their control groups."""
-    return max(0, min([psutil.virtual_memory().available, *map(_left_in_group, _limiting_groups())]))
+    return max(0, min([psutil.virtual_memory().available, *_left_in_groups()]))
 
 
-def _limiting_groups() -> list[Path]:
-    """Returns the folders of this process's control groups that limit its memory (a container's, for example)."""
-    own = Path("/proc/self/cgroup")
-    if not own.exists():
-        return []
-    group = CGROUPS / own.read_text().rpartition("0::/")[2].strip()  # the line of version 2 is the last one
-    limits = [folder / "memory.max" for folder in (group, *group.parents)]
-    return [limit.parent for limit in limits if limit.exists() and limit.read_text().strip() != "max"]
-
-
-def _left_in_group(folder: Path) -> int:
-    """Returns a group's limit less its use; cached files are given up first (kernel.org, admin-guide/cgroup-v2)."""
-    limit, current = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
-    counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    return limit - current + int(counts.get("inactive_file", 0))
+def _left_in_groups() -> list[int]:
+    """Returns, for each control group that limits this process (a container's, for example), the limit less its use;
+    cached files are given up first (kernel.org, admin-guide/cgroup-v2)."""
+    own, left = Path("/proc/self/cgroup"), list[int]()
+    if own.exists():
+        group = CGROUPS / own.read_text().rpartition("0::/")[2].strip()  # the line of version 2 is the last one
+        for folder in (group, *group.parents):
+            limit = folder / "memory.max"
+            if limit.exists() and (most := limit.read_text().strip()) != "max":
+                counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                used = int((folder / "memory.current").read_text()) - int(counts.get("inactive_file", 0))
+                left.append(int(most) - used)
+    return left
 
 
 def cores() -> list[int]:

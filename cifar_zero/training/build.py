@@ -30,7 +30,7 @@ from cifar_zero.training.callbacks.averaging import Averaging, BatchNormStatisti
 from cifar_zero.training.callbacks.checkpoint import LastCheckpoint, Resume
 from cifar_zero.training.callbacks.cpu_kernels import CPUKernels
 from cifar_zero.training.callbacks.curves import Experts, GradientLogger, TrainingCurves
-from cifar_zero.training.callbacks.engine import EngineInfo, Memory
+from cifar_zero.training.callbacks.engine import EngineInfo
 from cifar_zero.training.callbacks.figures import TestFigures
 from cifar_zero.training.callbacks.monitors import Divergence, EarlyStop, ReduceOnPlateau
 from cifar_zero.training.callbacks.progress import ProgressBar, ProgressLines, is_terminal
@@ -112,7 +112,7 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
         made.append(GradientLogger())
     if recipe.reduce_on_plateau:
         made.append(ReduceOnPlateau(recipe.reduce_on_plateau))
-    made += [Memory(), EngineInfo(), Interrupt(), Resume()]
+    made += [EngineInfo(), Interrupt(), Resume()]
     if recipe.ema or recipe.swa_from:
         made.append(Averaging(recipe.ema, recipe.swa_from))
     made += _given(run.consent.callbacks)

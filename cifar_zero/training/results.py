@@ -104,7 +104,30 @@ def report(metrics: Mapping[str, Any], run_dir: Path) -> str:
 def print_summary(metrics: Mapping[str, Any], run_dir: Path) -> None:
     """Prints the results of a run, of metrics.json, and where they are kept: <out>/<name>/version_N."""
     print_test_table(metrics)
-    for name, value in summary_rows(metrics):
+    rows = [("trained", f"{metrics['model']} with {metrics['strategy']}, {metrics['precision']}")]
+    if metrics["trained_parameters"] < metrics["parameters"]:
+        rows.append(("parameters", f"{metrics['trained_parameters']:,} trained of {metrics['parameters']:,}"))
+    ranks = "1 rank" if metrics["world_size"] == 1 else f"{metrics['world_size']} ranks"
+    rows += [
+        ("device", f"{ranks}, {metrics['device_name']}"),
+        ("images", f"{metrics['dataset']}, {metrics['num_train']:,} to train, {metrics['num_test']:,} to test"),
+        ("steps", f"{metrics['steps']:,} of {metrics['batch_size']} images, {metrics['epochs']:.3g} epochs"),
+        ("time", f"{metrics['perf/fit_seconds']:.1f} s"),
+    ]
+    if metrics["train/loss"] is not None:
+        rows.append(("loss", f"{metrics['train/loss']:.4f} in training, mean of the last interval"))
+    if metrics["perf/images_per_second"] is not None:
+        step_time, data_time = metrics["perf/step_time_ms"], metrics["perf/data_time_ms"]
+        step = f"{step_time:.2f} ms per step, {data_time:.2f} ms of it waiting for data"
+        rows.append(("speed", f"{metrics['perf/images_per_second']:,.0f} images/s, {step}"))
+    if metrics["perf/tflops"] is not None:
+        rows.append(("computation", f"{metrics['perf/tflops']:.3g} TFLOP/s"))
+    if metrics["perf/mfu"] is not None:
+        rows.append(("MFU", f"{metrics['perf/mfu']:.2%} of the devices' peak"))
+    if metrics["mem/peak_rank_bytes"]:  # empty if a resumed run had no step left
+        peak, states = max(metrics["mem/peak_rank_bytes"]), max(metrics["mem/model_state_rank_bytes"])
+        rows.append(("memory", f"at most {peak / 1e9:.2f} GB per rank, {states / 1e6:,.2f} MB of it model states"))
+    for name, value in rows:
         print(f"{name:12}{value}")
     if FALLBACK in metrics:
         print(f"WARNING: {metrics[FALLBACK]}")
@@ -129,31 +152,3 @@ def print_test_table(metrics: Mapping[str, Any]) -> None:
         value = metrics.get(f"test/{name}")  # a data set of few classes has no top-5 accuracy
         if value is not None:
             print(f"{title:24}{value:.4f}")
-
-
-def summary_rows(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns (label, text) rows of the summary."""
-    rows = [("trained", f"{metrics['model']} with {metrics['strategy']}, {metrics['precision']}")]
-    if metrics["trained_parameters"] < metrics["parameters"]:
-        rows.append(("parameters", f"{metrics['trained_parameters']:,} trained of {metrics['parameters']:,}"))
-    ranks = "1 rank" if metrics["world_size"] == 1 else f"{metrics['world_size']} ranks"
-    rows += [
-        ("device", f"{ranks}, {metrics['device_name']}"),
-        ("images", f"{metrics['dataset']}, {metrics['num_train']:,} to train, {metrics['num_test']:,} to test"),
-        ("steps", f"{metrics['steps']:,} of {metrics['batch_size']} images, {metrics['epochs']:.3g} epochs"),
-        ("time", f"{metrics['perf/fit_seconds']:.1f} s"),
-    ]
-    if metrics["train/loss"] is not None:
-        rows.append(("loss", f"{metrics['train/loss']:.4f} in training, mean of the last interval"))
-    if metrics["perf/images_per_second"] is not None:
-        step_time, data_time = metrics["perf/step_time_ms"], metrics["perf/data_time_ms"]
-        step = f"{step_time:.2f} ms per step, {data_time:.2f} ms of it waiting for data"
-        rows.append(("speed", f"{metrics['perf/images_per_second']:,.0f} images/s, {step}"))
-    if metrics["perf/tflops"] is not None:
-        rows.append(("computation", f"{metrics['perf/tflops']:.3g} TFLOP/s"))
-    if metrics["perf/mfu"] is not None:
-        rows.append(("MFU", f"{metrics['perf/mfu']:.2%} of the devices' peak"))
-    if metrics["mem/peak_rank_bytes"]:  # empty if a resumed run had no step left
-        peak, states = max(metrics["mem/peak_rank_bytes"]), max(metrics["mem/model_state_rank_bytes"])
-        rows.append(("memory", f"at most {peak / 1e9:.2f} GB per rank, {states / 1e6:,.2f} MB of it model states"))
-    return rows

@@ -71,9 +71,10 @@ def failure(log: Path, code: int) -> str:
     if DEBUG.intersection(sys.argv):
         sys.stderr.write(text)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-    return errors[-1] if errors else f"{how}: {lines[-1]}" if lines else how
+    for line in reversed(lines):
+        if line.startswith("error: "):
+            return line.removeprefix("error: ")
+    return ": ".join([local_launcher.how_ended(code), *lines[-1:]])
 
 
 def folders(out: Path, name: str) -> list[Path]:

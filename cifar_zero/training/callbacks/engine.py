@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
 from cifar_zero.checkpoints import run_folder
@@ -23,35 +23,74 @@ from cifar_zero.training.callbacks.curves import IntervalCallback, log_scalars
 PARTS = ("mem/parameter_rank_bytes", "mem/gradient_rank_bytes", "mem/optimizer_rank_bytes")
 """The summands of mem/model_state_rank_bytes."""
 
+MEMORY = ("mem/peak_rank_bytes", "mem/model_state_rank_bytes", *PARTS)
 
-class Memory(IntervalCallback):
-    """Writes the curve mem/peak_gb (10^9 bytes, of the rank with the most) and keeps the totals of the run."""
+
+class EngineInfo(IntervalCallback):
+    """Notes what is trained, on which device, in which formats, and with how much memory; writes the curve mem/peak_gb
+    (10^9 bytes, of the rank with the most). Under DeepSpeed rank 0 also writes the engine's configuration."""
 
     def __init__(self) -> None:
-        self._state_step = 0
+        self._state_step = self._first_step = self._applied_steps = 0
         self._states = (0, 0, 0)
-        # mem/* of metrics.json, one value per rank, after the fit
-        keys = ("mem/peak_rank_bytes", "mem/model_state_rank_bytes", *PARTS)
-        self.totals_of_run: dict[str, list[int]] = {key: [] for key in keys}
+        # Values of metrics.json: mem/* has one per rank, after the fit; bucket sizes are in elements, of stages 1 to 3.
+        self.totals_of_run: dict[str, Any] = {key: [] for key in MEMORY}
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Counts the parameters, of the whole model, and names the device."""
+        recipe, device = pl_module.settings.recipe, trainer.strategy.root_device
+        counted = [*on_meta(recipe.model, pl_module.num_classes, recipe.trainable, recipe.lora).parameters()]
+        self.totals_of_run["parameters"] = sum(parameter.numel() for parameter in counted)
+        self.totals_of_run["trained_parameters"] = sum(each.numel() for each in counted if each.requires_grad)
+        self.totals_of_run |= {"accelerator": "cpu", "device_name": cpu_name()}
+        if device.type == "cuda":
+            self.totals_of_run |= {"accelerator": "gpu", "device_name": torch.cuda.get_device_name(device)}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Reads the settings, and starts to count the steps that a gradient scaler lets through."""
         super().on_train_start(trainer, pl_module)
+        self._first_step = trainer.global_step
         # The optimizer has its state from the second step on; a run of one step is measured in that step.
-        self._state_step = trainer.global_step + (trainer.estimated_stepping_batches != trainer.global_step + 1)
+        self._state_step = self._first_step + (trainer.estimated_stepping_batches != self._first_step + 1)
+        parameters = next(pl_module.parameters()).dtype
+        self.totals_of_run["compute_dtype"] = _name(_compute_dtype(trainer, parameters))
+        self.totals_of_run["parameter_dtype"] = _name(parameters)
+        config = hooks_of(trainer.strategy).engine_config()
+        zero = config.get("zero_optimization", {})
+        if zero.get("stage"):
+            gathered = "prefetch_bucket_size" if zero["stage"] == 3 else "allgather_bucket_size"
+            self.totals_of_run["reduce_bucket_size"] = zero["reduce_bucket_size"]
+            self.totals_of_run["allgather_bucket_size"] = zero[gathered]
+        if config and trainer.is_global_zero:
+            text = json.dumps(config, indent=1, default=str)
+            file = Path(trainer.default_root_dir) / run_folder.DEEPSPEED_CONFIG
+            attempt(lambda: file.write_text(text + "\n"), file)
+        if _is_scaled(trainer):
+            trainer.optimizers[0].register_step_post_hook(self._count)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if trainer.global_step == self._state_step:
             self._states = hooks_of(trainer.strategy).state_bytes(pl_module, trainer.optimizers[0])
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Gathers the memory of the ranks, and counts the optimizer steps that float16 skipped because a gradient
+        overflowed; 0 in other formats."""
+        super().on_train_end(trainer, pl_module)
+        of_rank = (peak_bytes(pl_module.device), sum(self._states), *self._states)
+        for key, value in zip(MEMORY, of_rank, strict=True):
+            self.totals_of_run[key] = gather(value)
+        skipped = hooks_of(trainer.strategy).skipped_steps()
+        if _is_scaled(trainer):
+            skipped = trainer.global_step - self._first_step - self._applied_steps
+        self.totals_of_run["skipped_steps"] = skipped
 
     def _log(self, trainer: Trainer) -> None:
         device = trainer.strategy.root_device
         highest = trainer.strategy.reduce(torch.tensor(peak_bytes(device), device=device), reduce_op="max")
         log_scalars(trainer, {"mem/peak_gb": int(highest) / 1e9})
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        of_rank = (peak_bytes(pl_module.device), sum(self._states), *self._states)
-        for key, value in zip(self.totals_of_run, of_rank, strict=True):
-            self.totals_of_run[key] = gather(value)
+    def _count(self, *_: Any) -> None:
+        self._applied_steps += 1
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -66,52 +105,8 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-class EngineInfo(Callback):
-    """Notes what is trained, on which device and in which formats: dtypes, skipped steps, and for ZeRO's stages 1 to 3
-    the bucket sizes, in elements. Under DeepSpeed rank 0 also writes the engine's configuration."""
-
-    def __init__(self) -> None:
-        self._first_step = self._applied_steps = 0
-        self.totals_of_run: dict[str, Any] = {}
-
-    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Counts the parameters, of the whole model, and names the device."""
-        recipe, device = pl_module.settings.recipe, trainer.strategy.root_device
-        counted = [*on_meta(recipe.model, pl_module.num_classes, recipe.trainable, recipe.lora).parameters()]
-        self.totals_of_run["parameters"] = sum(parameter.numel() for parameter in counted)
-        self.totals_of_run["trained_parameters"] = sum(each.numel() for each in counted if each.requires_grad)
-        self.totals_of_run |= {"accelerator": "cpu", "device_name": cpu_name()}
-        if device.type == "cuda":
-            self.totals_of_run |= {"accelerator": "gpu", "device_name": torch.cuda.get_device_name(device)}
-
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Reads the settings, and starts to count the steps that a gradient scaler lets through."""
-        parameters = next(pl_module.parameters()).dtype
-        self.totals_of_run["compute_dtype"] = _name(_compute_dtype(trainer, parameters))
-        self.totals_of_run["parameter_dtype"] = _name(parameters)
-        config = hooks_of(trainer.strategy).engine_config()
-        zero = config.get("zero_optimization", {})
-        if zero.get("stage"):
-            gathered = "prefetch_bucket_size" if zero["stage"] == 3 else "allgather_bucket_size"
-            self.totals_of_run["reduce_bucket_size"] = zero["reduce_bucket_size"]
-            self.totals_of_run["allgather_bucket_size"] = zero[gathered]
-        if config and trainer.is_global_zero:
-            text = json.dumps(config, indent=1, default=str)
-            file = Path(trainer.default_root_dir) / run_folder.DEEPSPEED_CONFIG
-            attempt(lambda: file.write_text(text + "\n"), file)
-        if getattr(trainer.precision_plugin, "scaler", None) is not None:
-            self._first_step, self._applied_steps = trainer.global_step, 0
-            trainer.optimizers[0].register_step_post_hook(self._count)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Counts the optimizer steps that float16 skipped because a gradient overflowed; 0 in other formats."""
-        skipped = hooks_of(trainer.strategy).skipped_steps()
-        if getattr(trainer.precision_plugin, "scaler", None) is not None:
-            skipped = trainer.global_step - self._first_step - self._applied_steps
-        self.totals_of_run["skipped_steps"] = skipped
-
-    def _count(self, *_: Any) -> None:
-        self._applied_steps += 1
+def _is_scaled(trainer: Trainer) -> bool:
+    return getattr(trainer.precision_plugin, "scaler", None) is not None
 
 
 def _compute_dtype(trainer: Trainer, parameters: torch.dtype) -> torch.dtype:

@@ -48,20 +48,17 @@ class Divergence(Callback):
             raise RunError(f"weights are NaN or infinite after step {trainer.global_step}: {FIX}")
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        self._check_split(trainer, "val", "validation")
+        for split, name in (("val", "validation"), ("test", "test")):
+            if not math.isfinite(trainer.callback_metrics.get(f"{split}/loss", 0.0)):
+                raise RunError(f"the loss of the {name} after step {trainer.global_step} is NaN or infinite: {FIX}")
 
-    def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
-        self._check_split(trainer, "test", "test")
-
-    def _check_split(self, trainer: Trainer, split: str, name: str) -> None:
-        if not math.isfinite(trainer.callback_metrics.get(f"{split}/loss", 0.0)):
-            raise RunError(f"the loss of the {name} after step {trainer.global_step} is NaN or infinite: {FIX}")
+    on_test_end = on_validation_end
 
     def _check(self, trainer: Trainer, losses: list[float]) -> None:
         """Checks the losses of the newest micro-batches, the last of which belongs to the newest step."""
-        for ago, loss in zip(range(len(losses) - 1, -1, -1), losses, strict=True):
+        for number, loss in enumerate(losses):
             if not math.isfinite(loss):
-                step = trainer.global_step - ago // trainer.accumulate_grad_batches
+                step = trainer.global_step - (len(losses) - 1 - number) // trainer.accumulate_grad_batches
                 raise RunError(f"the loss is NaN or infinite from step {step} on: {FIX}")
 
 
