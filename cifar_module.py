@@ -13,7 +13,6 @@ from torch.autograd.graph import save_on_cpu
 from torch.optim.lr_scheduler import LRScheduler
 
 from cifar_zero.checkpoints import network
-from cifar_zero.checkpoints.network import freeze_statistics
 from cifar_zero.checkpoints.weights import load_full_weights
 from cifar_zero.config.recipe import Views
 from cifar_zero.config.settings import Settings
@@ -55,8 +54,7 @@ class CIFARModule(LightningModule):
             return
         settings = self.settings
         torch.manual_seed(settings.recipe.seed)
-        model = settings.recipe.model, self.num_classes, settings.recipe.trainable, settings.recipe.lora
-        self.net = network.build(*model, settings.recipe.init, settings.recipe.seed)
+        self.net = network.build(settings.recipe, self.num_classes)
         strategy = None if self._trainer is None else self._trainer.strategy
         load_full_weights(self.net, {**self.starting_weights(), **self._weights}, hooks_of(strategy).write)
         self._weights = {}
@@ -84,7 +82,7 @@ class CIFARModule(LightningModule):
         """Looks up the gates of the model as the strategy has made it; keeps the statistics of frozen batch norms."""
         assert self.net is not None
         self.gates = gates(self.net)
-        freeze_statistics(self.net)
+        network.freeze_statistics(self.net)
 
     def forward(self, images: Tensor) -> Tensor:
         """Returns class scores (N, classes) of images (N, 3, H, W), uint8 or normalised.

@@ -157,12 +157,16 @@ class CIFARDataModule(LightningDataModule):
 
     @property
     def _device(self) -> torch.device:
-        return self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
+        if self.trainer is not None:
+            return self.trainer.strategy.root_device
+        return torch.device("cpu")
 
     @property
     def _replica(self) -> tuple[int, int]:
         """Number of ranks that train on different images, and this one's index among them."""
-        return hooks_of(self.trainer.strategy).replica() if self.trainer is not None else (1, 0)
+        if self.trainer is not None:
+            return hooks_of(self.trainer.strategy).replica()
+        return (1, 0)
 
 
 def _counts(identity: Mapping[str, int]) -> str:

@@ -110,15 +110,20 @@ def newest_of(agents: Collection[str], out: str, name: str) -> Path | None:
         if earlier.intersection(agents) - {""}:
             atomic.recover(file.parent)
             found += run_folder.checkpoints(file.parent)
-    return run_folder.newest(found) if found else None
+    if found:
+        return run_folder.newest(found)
+    return None
 
 
 def resuming(run: Run, checkpoint: Path | str) -> str:
     """Returns the command that resumes a run; consent to run its code must be on the command line."""
     model, transform, flags = run.recipe.model.name, run.recipe.augment.transform, [*run.consent.callbacks]
-    flags += ["--model", model] if issubclass(MODELS[model], UserModel) else []
-    flags += ["--augment.transform", transform] if transform else []
-    flags += ["--trust"] if run.consent.trust else []
+    if issubclass(MODELS[model], UserModel):
+        flags += ["--model", model]
+    if transform:
+        flags += ["--augment.transform", transform]
+    if run.consent.trust:
+        flags.append("--trust")
     launched = rank_environment.is_rank() and rank_environment.RUN_FILE not in os.environ  # and not by this program
     return command("train", "--resume", checkpoint, *flags) + ", started by the same launcher" * launched
 
@@ -127,7 +132,9 @@ def from_newest(run: Run, run_dir: Path) -> str:
     """Returns the command that resumes a run from its newest checkpoint, or from the one that it resumed itself; empty
     if there is none."""
     checkpoint = run_dir if run_folder.checkpoints(run_dir) else run.output.resume
-    return resuming(run, checkpoint) if checkpoint else ""
+    if checkpoint:
+        return resuming(run, checkpoint)
+    return ""
 
 
 def check_same_run(settings: Settings, recipe: dict[str, Any]) -> None:
@@ -137,8 +144,7 @@ def check_same_run(settings: Settings, recipe: dict[str, Any]) -> None:
         raise UsageError(f"--resume {resume} continues with the weights of its checkpoint: remove --weights")
     before, now = flat(recipe), flat(settings)
     source, asked = before.get("data.source", "auto"), settings.data.source
-    may_continue = ("auto", "cifar10", "digits") if asked == "auto" else (asked,)
-    if source not in may_continue:
+    if source != asked and (asked != "auto" or source not in ("cifar10", "digits")):
         raise UsageError(
             f"--resume {resume}: that run trained on --data.source {source}, this one has {asked}: "
             f"--data.source {source} continues it, --weights {resume} without --resume fine-tunes it"

@@ -107,7 +107,9 @@ def find_checkpoint(path: str) -> Path:
     for folder in (given, *given.absolute().parents[:2]):  # Lightning issues 20453 and 17763: which one is it?
         if is_checkpoint_folder(folder):
             return folder
-    return given if given.is_file() else newest_checkpoint(given)
+    if given.is_file():
+        return given
+    return newest_checkpoint(given)
 
 
 def is_checkpoint_folder(path: Path) -> bool:
@@ -127,4 +129,6 @@ def recipe_of(checkpoint: Path) -> Path | None:
     """Returns the config.yaml of the run folder that contains a checkpoint; None outside of a run folder."""
     folder = checkpoint.resolve().parent
     recipe = folder.parent / CONFIG
-    return recipe if folder.name == CHECKPOINTS and recipe.is_file() else None
+    if folder.name == CHECKPOINTS and recipe.is_file():
+        return recipe
+    return None

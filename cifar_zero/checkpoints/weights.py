@@ -181,7 +181,9 @@ def _few(names: list[str]) -> str:
 
 def read_with_delta(checkpoint: Path, delta: str, trust: bool) -> dict[str, Any]:
     """Returns the content of a checkpoint, or of a `delta` and the checkpoint that its run started from."""
-    return apply_delta(checkpoint, Path(delta), trust) if delta else read(checkpoint, trust)
+    if delta:
+        return apply_delta(checkpoint, Path(delta), trust)
+    return read(checkpoint, trust)
 
 
 def write_delta(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[str]:
@@ -190,7 +192,7 @@ def write_delta(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[
     metadata = metadata_of(checkpoint, name)
     record = checkpoint[RECORD]
     recipe = settings_of(record["config"]).recipe
-    trained = trained_names(on_meta(recipe.model, len(record["classes"]), recipe.trainable, recipe.lora))
+    trained = trained_names(on_meta(recipe, len(record["classes"])))
     weights = network(checkpoint)
     base = {key: value for key, value in weights.items() if key not in trained}
     if not base:

@@ -112,7 +112,9 @@ def next_to_python(name: str) -> str:
     name if PATH leads to it or it does not exist there, otherwise its path."""
     program, found = Path(sys.executable).with_name(name), shutil.which(name)
     known = found is not None and os.path.samefile(os.path.dirname(found), program.parent)
-    return name if known or not program.exists() else _short(program)
+    if known or not program.exists():
+        return name
+    return _short(program)
 
 
 def _thread_failed(failed: threading.ExceptHookArgs) -> None:

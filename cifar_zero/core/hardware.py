@@ -62,7 +62,9 @@ def _left_in_groups() -> list[int]:
 
 def cores() -> list[int]:
     """Returns the numbers of the cores that this process may run on."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return [*range(os.cpu_count() or 1)]
 
 
 def core_count() -> int:
@@ -83,7 +85,9 @@ def cpu_name() -> str:
     """Returns the name of this computer's processor."""
     cpuinfo = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    return found[1] if found else platform.processor() or platform.machine()
+    if found:
+        return found[1]
+    return platform.processor() or platform.machine()
 
 
 def this_computer() -> dict[str, str]:

@@ -40,7 +40,9 @@ def main() -> int:
         else:
             named = ", ".join(f"{name} {100 * probability:.1f} %" for name, probability in found)
             print(printable(f"{file}: {named}"))
-    return UsageError.exit_code if unreadable else 0
+    if unreadable:
+        return UsageError.exit_code
+    return 0
 
 
 def predict(classifier: Classifier, files: list[Path], top: int) -> Iterator[tuple[Path, Named | UsageError]]:

@@ -102,7 +102,7 @@ def measure(run: Run, computes: Computes) -> LinearFit:
     if activation checkpointing finds no blocks."""
     few = max(2, run.micro_batch)  # batch normalisation cannot take a single image
     # Some models of other packages read values while they are built, which FakeTensorMode refuses (torch 2.15).
-    net = on_meta(run.recipe.model, run.num_classes, run.recipe.trainable, run.recipe.lora)
+    net = on_meta(run.recipe, run.num_classes)
     net.to(torch.bfloat16 if computes == "cast" else torch.float32)
     with FAKE():
         net = _fake(net)

@@ -73,7 +73,7 @@ def network_of(run: Run) -> Network:
     from cifar_zero.checkpoints.network import check_patterns, on_meta
     from cifar_zero.models.moe import MixtureOfExperts
 
-    net = on_meta(run.recipe.model, run.num_classes, run.recipe.trainable, run.recipe.lora)
+    net = on_meta(run.recipe, run.num_classes)
     ep_size = run.recipe.model.options.get("ep_size", 1)
     check_patterns(net, run.recipe.trainable, ep_size)
     experts: set[int] = set()

@@ -84,7 +84,7 @@ def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None
 
 def strategy_of(run: Run) -> Strategy | str:
     """Returns the strategy of a run with its own model and optimizer."""
-    net = on_meta(run.recipe.model, run.num_classes, lora=run.recipe.lora)
+    net = on_meta(run.recipe, run.num_classes)
     sizes = [parameter.numel() for parameter in net.parameters()]
     strategy = strategies.build(run.placement, sum(sizes), max(sizes))
     if isinstance(strategy, DeepSpeedStrategy):
@@ -132,7 +132,9 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
     folder = run_dir and run_dir / run_folder.CHECKPOINTS  # rank 0's is broadcast to the others
     last = folder and folder / run_folder.LAST
     made.append(LastCheckpoint(last, run.output.save_every_n_steps))
-    mode = "min" if recipe.monitor.endswith(("loss", "error")) else "max"
+    mode = "max"
+    if recipe.monitor.endswith(("loss", "error")):
+        mode = "min"
     if run.data.val_fraction:
         name, kept = "best-epoch{epoch:02d}-step{step:06d}", run.output.save_top_k
         made.append(
@@ -156,7 +158,9 @@ def _given(flags: tuple[str, ...]) -> list[Callback]:
         made = parser.instantiate_classes(parser.parse_args([*flags]))["trainer.callbacks"]
     except (ArgumentError, TypeError, ValueError) as error:
         raise UsageError(f"--trainer.callbacks: {' '.join(str(error).split())}") from error
-    return made if isinstance(made, list) else [made]
+    if isinstance(made, list):
+        return made
+    return [made]
 
 
 def check_trainer_options(settings: Settings) -> None:

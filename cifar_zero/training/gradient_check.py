@@ -23,10 +23,7 @@ def check_gradients(run: Run) -> int:
     """Prints the derivative of the loss by one number of each parameter, the one with the steepest slope, found by
     autograd and by moving that number, in float64, without dropout; returns the exit code, 1 if they differ."""
     torch.manual_seed(run.recipe.seed)
-    net = network.build(
-        run.recipe.model, run.num_classes, run.recipe.trainable, run.recipe.lora, run.recipe.init, run.recipe.seed
-    )
-    net = net.double().eval()
+    net = network.build(run.recipe, run.num_classes).double().eval()
     side = run.data.image_size
     images = torch.rand(IMAGES, IMAGE_SHAPE[0], side, side, dtype=torch.float64) * 2 - 1
     labels = torch.arange(IMAGES) % run.num_classes

@@ -57,7 +57,9 @@ def loss(
     of_images = each(scores, shares, reduction="none").sum(dim=1)
     if not soft:
         of_images = of_images.masked_fill(labels == IGNORED, 0)
-    return of_images.mean() if reduction == "mean" else of_images
+    if reduction == "mean":
+        return of_images.mean()
+    return of_images
 
 
 class SplitMetrics:

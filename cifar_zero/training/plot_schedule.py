@@ -51,4 +51,6 @@ def run_steps(settings: Settings, datamodule: Any) -> int:
     limit = settings.recipe.trainer.get("overfit_batches") or settings.recipe.trainer.get("limit_train_batches", 1.0)
     batches = int(batches * limit) if isinstance(limit, float) else min(batches, limit)
     steps = settings.recipe.epochs * -(-batches // settings.placement.accumulate)
-    return steps if settings.recipe.max_steps == -1 else min(steps, settings.recipe.max_steps)
+    if settings.recipe.max_steps == -1:
+        return steps
+    return min(steps, settings.recipe.max_steps)

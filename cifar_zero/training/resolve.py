@@ -43,12 +43,8 @@ def resolve(settings: Settings) -> Run:
 def announce(run: Run) -> None:
     """Prints in one line what is started, and a warning of too few cores."""
     ranks, placement = run.placement.world_size, run.placement
-    kind = "CPU process" if run.on_cpu else "GPU"
-    if ranks > 1:
-        kind = "CPU processes" if run.on_cpu else "GPUs"
-    source = "CIFAR-10 or else the digits" if run.data.source == "auto" else run.data.source
-    what = f"model {run.recipe.model.name}, strategy {placement.strategy_name}, {ranks} {kind}, data {source}"
-    say(f"starting: {what}, batch size {run.recipe.batch_size}")
+    what = f"model {run.recipe.model.name}, strategy {placement.strategy_name}, data {run.data.source}"
+    say(f"starting: {what}, batch size {run.recipe.batch_size}, ranks {ranks} ({placement.accelerator})")
     if run.on_cpu:
         warn_of_few_cores(ranks // placement.num_nodes)
 

@@ -98,7 +98,9 @@ def report(metrics: Mapping[str, Any], run_dir: Path) -> str:
     file = run_dir / run_folder.METRICS
     failure = failure_of(lambda: write_json(file, metrics))
     print_summary(metrics, run_dir)
-    return f"{file} could not be written: {failure}" if failure else ""
+    if failure:
+        return f"{file} could not be written: {failure}"
+    return ""
 
 
 def print_summary(metrics: Mapping[str, Any], run_dir: Path) -> None:

@@ -12,6 +12,7 @@ from cifar_zero.checkpoints.read import RECORD, check_resumable, read
 from cifar_zero.checkpoints.resume import check_classes, check_same_run, checkpoint_to_resume, newest_of
 from cifar_zero.checkpoints.weights import Match, apply_delta, load_weights, match, network, plain_network, read_plain
 from cifar_zero.config import command_line, ds_config
+from cifar_zero.config.recipe import LoRAConfig
 from cifar_zero.config.run import Run
 from cifar_zero.core.atomic import write_json
 from cifar_zero.core.console import command, say
@@ -47,7 +48,7 @@ def check_checkpoint(run: Run) -> Mapping[str, int] | None:
     version, recipe, model or other classes, or cannot be trusted."""
 
     def images() -> Mapping[str, int] | None:
-        model = on_meta(run.recipe.model, run.num_classes, run.recipe.trainable, run.recipe.lora)
+        model = on_meta(run.recipe, run.num_classes)
         checkpoint = read(Path(run.output.resume), run.consent.trust, device="meta")
         check_resumable(checkpoint, run.output.resume)
         load_weights(model, network(checkpoint), run.output.resume)
@@ -57,7 +58,9 @@ def check_checkpoint(run: Run) -> Mapping[str, int] | None:
         check_classes(run.data, checkpoint[RECORD], run.output.resume)
         return checkpoint[RECORD]["images"]
 
-    return by_rank_0(images) if run.output.resume else None
+    if run.output.resume:
+        return by_rank_0(images)
+    return None
 
 
 def agree_on_images(run: Run) -> Run:
@@ -71,7 +74,7 @@ def agree_on_images(run: Run) -> Run:
 def pretrained_weights(run: Run) -> Match | None:
     """Returns the weights to start from; None for fresh ones or a resumed run. Raises UsageError: they are damaged or
     of another model, or --trainable or --lora.target names nothing."""
-    model = on_meta(run.recipe.model, run.num_classes, run.recipe.trainable, run.recipe.lora)
+    model = on_meta(run.recipe, run.num_classes)
     check_patterns(model, run.recipe.trainable, run.recipe.model.options.get("ep_size", 1))
     if run.output.resume:
         return None
@@ -85,7 +88,7 @@ def pretrained_weights(run: Run) -> Match | None:
         if not isinstance(entry, External) or not entry.weights:
             return None
         weights, source = by_rank_0(lambda: pretrained(entry)), entry.weights
-    return match(on_meta(run.recipe.model, run.num_classes), weights, source)
+    return match(on_meta(replace(run.recipe, lora=LoRAConfig()), run.num_classes), weights, source)
 
 
 def open_run(run: Run, weights: Match | None) -> Path:

@@ -36,7 +36,7 @@ def base(tmp_path: Path) -> Path:
 def checkpoint(base: Path, small_data: list[str], tmp_path: Path) -> Path:
     """A checkpoint of a run that started from the base; the weights are made up."""
     config = command_line.parse([*small_data, *FLAGS, "--weights", str(base)])
-    net = build(config.recipe.model, 10, config.recipe.trainable, config.recipe.lora)
+    net = build(config.recipe, 10)
     load_full_weights(net, torch.load(base))
     with torch.no_grad():
         for parameter in net.parameters():

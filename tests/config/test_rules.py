@@ -95,7 +95,7 @@ def test_what_is_started_is_said(monkeypatch: pytest.MonkeyPatch, capfd: pytest.
     monkeypatch.setattr("cifar_zero.training.resolve.core_count", lambda: 2)
     announce(resolve(command_line.parse(["--devices", "3", "--batch_size", "3", "--data.source", "digits"])))
     first, second = capfd.readouterr().err.splitlines()
-    assert first == "starting: model net, strategy baseline, 3 CPU processes, data digits, batch size 3"
+    assert first == "starting: model net, strategy baseline, data digits, batch size 3, ranks 3 (cpu)"
     assert second == "warning: 3 CPU ranks take turns on 2 cores: with --devices 2 each has its own"
 
 

@@ -185,7 +185,7 @@ def test_lacking_memory_is_named() -> None:
 def test_equal_blocks_are_extrapolated_from_three() -> None:
     """The result equals that of counting all blocks, to the byte."""
     run = make_run(command_line.parse(["--model", "vit_tiny", "--activation_checkpointing", "--devices", "1"]))
-    net = on_meta(run.recipe.model, run.num_classes).bfloat16()
+    net = on_meta(run.recipe, run.num_classes).bfloat16()
     with activations.FAKE():
         net = activations._fake(net)
         whole = activations.counted(net, 4, "cast")

@@ -38,8 +38,10 @@ class EngineInfo(IntervalCallback):
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Counts the parameters, of the whole model, and names the device."""
-        recipe, device = pl_module.settings.recipe, trainer.strategy.root_device
-        counted = [*on_meta(recipe.model, pl_module.num_classes, recipe.trainable, recipe.lora).parameters()]
+        device, counted = (
+            trainer.strategy.root_device,
+            [*on_meta(pl_module.settings.recipe, pl_module.num_classes).parameters()],
+        )
         self.totals_of_run["parameters"] = sum(parameter.numel() for parameter in counted)
         self.totals_of_run["trained_parameters"] = sum(each.numel() for each in counted if each.requires_grad)
         self.totals_of_run |= {"accelerator": "cpu", "device_name": cpu_name()}
@@ -115,7 +117,9 @@ def _compute_dtype(trainer: Trainer, parameters: torch.dtype) -> torch.dtype:
         return torch.bfloat16  # strategies/fsdp2.py
     device = trainer.strategy.root_device.type
     with trainer.precision_plugin.forward_context():
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parameters
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+        return parameters
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -64,9 +64,12 @@ class Interrupt(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Installs the signal handlers."""
-        wanted = [*exits.SIGNALS, *([SLURM_REQUEUE] if "SLURM_JOB_ID" in os.environ else [])]
-        wanted = [number for number in wanted if signal.getsignal(number) != signal.SIG_IGN]  # as under nohup
-        self._previous = {number: signal.signal(number, self._request) for number in wanted}
+        wanted = [*exits.SIGNALS]
+        if "SLURM_JOB_ID" in os.environ:
+            wanted.append(SLURM_REQUEUE)
+        for number in wanted:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                self._previous[number] = signal.signal(number, self._request)
         self.has_started = True
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

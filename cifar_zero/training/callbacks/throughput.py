@@ -18,8 +18,8 @@ import torch
 from lightning.fabric.utilities.throughput import measure_flops
 from lightning.pytorch import LightningModule, Trainer
 
-from cifar_zero.checkpoints.network import NO_LORA, build
-from cifar_zero.config.recipe import Choice, LoRAConfig
+from cifar_zero.checkpoints.network import build
+from cifar_zero.config.recipe import Choice, LoRAConfig, Recipe
 from cifar_zero.config.settings import Settings
 from cifar_zero.core import exits
 from cifar_zero.models import IMAGE_SHAPE, MODELS, UserModel
@@ -136,7 +136,7 @@ def training_flops(
     num_classes: int,
     batch_size: int,
     trainable: Sequence[str] = (),
-    lora: LoRAConfig = NO_LORA,
+    lora: LoRAConfig | None = None,
     side: int = IMAGE_SHAPE[1],
 ) -> int:
     """Returns the FLOPs of a forward and backward pass of images of `side` pixels, two for each multiply-add. Counts
@@ -144,7 +144,7 @@ def training_flops(
     recomputes is not included."""
 
     def count() -> int:
-        net = build(model, num_classes, trainable, lora)
+        net = build(Recipe(model=model, trainable=[*trainable], lora=lora or LoRAConfig()), num_classes)
         images = torch.zeros(batch_size, IMAGE_SHAPE[0], side, side)
         return measure_flops(net, lambda: net(images), torch.Tensor.sum)
 
@@ -204,7 +204,9 @@ PEAKS = {
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
     """Returns the dense peak of a device, in FLOP/s; None for a CPU or if unknown. `precision`: of the run."""
-    return peak_by_name(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
+    if device.type == "cuda":
+        return peak_by_name(torch.cuda.get_device_name(device), precision)
+    return None
 
 
 def peak_by_name(device_name: str, precision: str) -> float | None:
@@ -219,4 +221,6 @@ def peak_by_name(device_name: str, precision: str) -> float | None:
     if precision.startswith("16"):
         return peak.float16
     tensor_cores = torch.get_float32_matmul_precision() != "highest"
-    return peak.tfloat32 if tensor_cores and peak.tfloat32 else peak.float32
+    if tensor_cores and peak.tfloat32:
+        return peak.tfloat32
+    return peak.float32
