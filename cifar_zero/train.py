@@ -21,11 +21,11 @@ def main() -> int:
     rank_environment.adopt()
     run = resolve(survey.without_auto(command_line.parse(before=resume.saved_config)))
     if run.output.plot_schedule:
-        from cifar_zero.training.plot_schedule import plot_schedule
+        from cifar_zero.training.instead import plot_schedule
 
         return plot_schedule(run)
     if run.output.check_gradients:
-        from cifar_zero.training.gradient_check import check_gradients
+        from cifar_zero.training.instead import check_gradients
 
         return check_gradients(run)
     launched = rank_environment.RUN_FILE in os.environ  # by a process that has done the following

@@ -33,9 +33,8 @@ from cifar_zero.training.callbacks.curves import Experts, GradientLogger, Traini
 from cifar_zero.training.callbacks.engine import EngineInfo
 from cifar_zero.training.callbacks.figures import TestFigures
 from cifar_zero.training.callbacks.monitors import Divergence, EarlyStop, ReduceOnPlateau
-from cifar_zero.training.callbacks.progress import ProgressBar, ProgressLines, is_terminal
 from cifar_zero.training.callbacks.stop import Interrupt, keep_handlers
-from cifar_zero.training.callbacks.throughput import Throughput, training_flops
+from cifar_zero.training.callbacks.throughput import ProgressBar, ProgressLines, Throughput, is_terminal, training_flops
 
 
 def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None = None, elements: int = 0) -> Trainer:

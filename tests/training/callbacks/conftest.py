@@ -25,8 +25,7 @@ from cifar_zero.data.memory_loader import MemoryLoader
 from cifar_zero.training import fast_loop
 from cifar_zero.training.callbacks.curves import TrainingCurves
 from cifar_zero.training.callbacks.engine import EngineInfo
-from cifar_zero.training.callbacks.progress import ProgressLines
-from cifar_zero.training.callbacks.throughput import Throughput, training_flops
+from cifar_zero.training.callbacks.throughput import ProgressLines, Throughput, training_flops
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 NUM_TEST = 60
