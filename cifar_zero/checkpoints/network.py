@@ -75,9 +75,10 @@ def trained_names(net: nn.Module) -> set[str]:
     """Returns the names of what training changes: parameters that are not frozen, and the buffers of their layers."""
     found: set[str] = set()
     for prefix, module in net.named_modules():
-        trained = [name for name, own in module.named_parameters(recurse=False) if own.requires_grad]
-        buffers = [name for name, _ in module.named_buffers(recurse=False)] if trained else []
-        found |= {f"{prefix}.{name}".removeprefix(".") for name in (*trained, *buffers)}
+        trained = [name for name, own in module.named_parameters(prefix, recurse=False) if own.requires_grad]
+        found.update(trained)
+        if trained:
+            found.update(dict(module.named_buffers(prefix, recurse=False)))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Finds the checkpoint that a run resumes and refuses one of another run, before anything is launched; no torch.
+"""Finds the checkpoint that a run resumes, before anything is launched, and refuses one of another run; no torch.
 
 `config/strategy_rules.py` refuses strategies that cannot resume, `training/starting.py` other weights and damage.
 """
@@ -10,7 +10,6 @@ from typing import Any
 
 from cifar_zero import data
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.checkpoints.safe_load import check_records
 from cifar_zero.config import command_line
 from cifar_zero.config.run import Run
 from cifar_zero.config.settings import FALLBACK_SUFFIX, DataConfig, Settings, flat, may_change_on_resume, settings_of
@@ -56,17 +55,12 @@ def config_of_checkpoint(
 
 
 def checkpoint_to_resume(settings: Settings) -> str:
-    """Returns the path of the checkpoint that --resume names; empty for a new run. Reads no weights: rank 0 compares
-    checksums, names and shapes later, see `training.starting.check_checkpoint`. Raises UsageError: there is none, it is
-    incomplete, or of another run."""
+    """Returns the path of the checkpoint that --resume names; empty for a new run. Reads nothing: rank 0 compares it
+    with the run later, see `training.starting.check_checkpoint`. Raises UsageError: there is none."""
     checkpoint = _checkpoint_of(settings)
     if checkpoint is None:
         return ""
-    for file in sorted(checkpoint.rglob("*.pt")) if checkpoint.is_dir() else [checkpoint]:
-        check_records(file, checksums=False)
-    recipe = run_folder.recipe_of(checkpoint)
-    if recipe is not None:
-        check_same_run(settings.changed(resume=str(checkpoint)), command_line.read_recipe(recipe))
+    if run_folder.recipe_of(checkpoint) is not None:
         atomic.remove_unfinished(checkpoint.parent)
     return str(checkpoint)
 

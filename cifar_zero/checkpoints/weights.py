@@ -175,8 +175,10 @@ def _with_shape(name: str, tensor: Tensor) -> str:
 
 
 def _few(names: list[str]) -> str:
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more
+    listed = ", ".join(names[:LISTED])
+    if len(names) > LISTED:
+        listed += f" and {len(names) - LISTED} more"
+    return listed
 
 
 def read_with_delta(checkpoint: Path, delta: str, trust: bool) -> dict[str, Any]:

@@ -92,7 +92,9 @@ def _start(number: int, environment: Mapping[str, str], cores: set[int], log: Pa
         # Two ranks that each use all cores were measured 5 times slower than two with a share each.
         environment["OMP_NUM_THREADS"] = str(len(cores))
     with log.open("wb") as file:
-        output = None if number == 0 else file  # only rank 0 prints
+        output = None  # only rank 0 prints
+        if number:
+            output = file
         process = subprocess.Popen(
             [sys.executable, *sys.orig_argv[1:], *flags],
             env=environment,

@@ -120,7 +120,11 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
     flops = training_flops(*counted)
     # After the others: it would count their work as waiting.
     throughput = Throughput(run, flops * run.placement.replicas * run.placement.accumulate)
-    made += [throughput, ProgressBar(curves) if is_terminal() else ProgressLines(curves, throughput)]
+    made.append(throughput)
+    if is_terminal():
+        made.append(ProgressBar(curves))
+    else:
+        made.append(ProgressLines(curves, throughput))
     if run.on_cpu:
         made.append(CPUKernels(flops, run.placement.precision))
     if recipe.only_measures:

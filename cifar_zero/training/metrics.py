@@ -53,7 +53,9 @@ def loss(
     soft = labels.is_floating_point()
     shares = labels if soft else F.one_hot(labels.clamp(min=0), scores.shape[1]).to(scores.dtype)
     shares = shares * (1 - label_smoothing) + label_smoothing / scores.shape[1]
-    each = F.mse_loss if name == "mse" else F.binary_cross_entropy_with_logits
+    each = F.binary_cross_entropy_with_logits
+    if name == "mse":
+        each = F.mse_loss
     of_images = each(scores, shares, reduction="none").sum(dim=1)
     if not soft:
         of_images = of_images.masked_fill(labels == IGNORED, 0)
@@ -140,7 +142,9 @@ class SplitMetrics:
     def named(self, split: str, class_names: tuple[str, ...]) -> dict[str, float]:
         """Returns <split>/<metric>, and <split>/<metric>_class/<name> of classes with images. Every rank calls it."""
         per_class = self.per_class()
-        curves = ("acc", "precision", "f1") if self.num_classes <= 30 else ("acc",)  # a curve for each class
+        curves = ["acc"]  # with a curve for each class
+        if self.num_classes <= 30:
+            curves += ["precision", "f1"]
         logged = {f"{split}/{metric}": value for metric, value in self.overall().items()}
         for metric in curves:
             for name, value in zip(class_names, per_class[metric].tolist(), strict=True):

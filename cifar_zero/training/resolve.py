@@ -121,7 +121,9 @@ def with_checkpoint(run: Run, resume: str) -> Run:
     if resume and (file := run_folder.recipe_of(Path(resume))):
         run = run.with_images_of(command_line.read_recipe(file).get("data.source", "auto"))
     if recipe.weights:
-        weights = Path(recipe.weights) if resume else run_folder.find_checkpoint(recipe.weights)
+        weights = Path(recipe.weights)
+        if not resume:
+            weights = run_folder.find_checkpoint(recipe.weights)
         if recipe.delta and not Path(recipe.delta).is_file():
             raise UsageError(f"--delta {recipe.delta} is not a file")
         delta = recipe.delta and str(Path(recipe.delta).absolute())

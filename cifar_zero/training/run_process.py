@@ -39,8 +39,9 @@ def start(
     this process. `launcher` is a command that starts the ranks (srun ...). The end of the context asks a live run to
     end, then kills its process group; a second Ctrl-C kills it at once."""
     # torchrun and DeepSpeed's launcher start Python themselves.
-    starts = launcher and Path(launcher[0]).name in ("torchrun", "deepspeed")
-    python = ["--module"] if starts else [sys.executable, "-P", "-m"]
+    python = [sys.executable, "-P", "-m"]
+    if launcher and Path(launcher[0]).name in ("torchrun", "deepspeed"):
+        python = ["--module"]
     with log.open("w") as output:
         run = subprocess.Popen(
             [*launcher, *python, *program, *flags, *DEBUG.intersection(sys.argv)],

@@ -110,9 +110,10 @@ class TrainingCurves(IntervalCallback):
         if self._learning_rate is not None:  # unknown if the run was stopped at a step that nobody could foresee
             scalars["train/learning_rate"] = self.last_learning_rate = self._learning_rate
             norm = self._gradient_norm
-            scalar = hooks_of(trainer.strategy).step_gradient_norm() if norm is None else norm.item()
-            if scalar is not None:
-                scalars["train/grad_norm"] = scalar
+            if norm is None:
+                norm = hooks_of(trainer.strategy).step_gradient_norm()
+            if norm is not None:
+                scalars["train/grad_norm"] = float(norm)
         log_scalars(trainer, scalars)
         self.losses = []
         self._learning_rate = self._gradient_norm = None

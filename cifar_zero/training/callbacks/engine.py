@@ -60,7 +60,9 @@ class EngineInfo(IntervalCallback):
         config = hooks_of(trainer.strategy).engine_config()
         zero = config.get("zero_optimization", {})
         if zero.get("stage"):
-            gathered = "prefetch_bucket_size" if zero["stage"] == 3 else "allgather_bucket_size"
+            gathered = "allgather_bucket_size"
+            if zero["stage"] == 3:
+                gathered = "prefetch_bucket_size"
             self.totals_of_run["reduce_bucket_size"] = zero["reduce_bucket_size"]
             self.totals_of_run["allgather_bucket_size"] = zero[gathered]
         if config and trainer.is_global_zero:

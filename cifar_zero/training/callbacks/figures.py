@@ -33,19 +33,18 @@ Mistakes = tuple[Tensor, Tensor, Tensor, Tensor]
 class TestFigures(Callback):
     """Writes the figures of a test into the run folder and the loggers."""
 
-    _mistakes: Mistakes | None = None
+    _mistakes: Sequence[Mistakes] = ()  # at most one
 
     def on_test_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self._mistakes = None
+        self._mistakes = ()
 
     def on_test_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
         """Keeps the most confident mistakes so far, on the device; `outputs`: class scores (N, classes)."""
-        found = surest_mistakes(outputs, *batch)
-        self._mistakes = found if self._mistakes is None else merge([self._mistakes, found])
+        self._mistakes = [merge([*self._mistakes, surest_mistakes(outputs, *batch)])]
 
     def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
-        assert self._mistakes is not None
-        of_each_rank = gather(tuple(part.cpu() for part in self._mistakes), hooks_of(trainer.strategy).data_group())
+        own = tuple(part.cpu() for part in self._mistakes[0])
+        of_each_rank = gather(own, hooks_of(trainer.strategy).data_group())
         tested = pl_module.test_metrics  # every rank calls it: it adds up the ranks' counts
         counts, per_class = tested.confusion.compute().cpu(), tested.per_class()
         false_alarms, hits, _ = tested.roc.compute()
