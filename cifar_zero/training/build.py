@@ -116,8 +116,8 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
         made.append(Averaging(recipe.ema, recipe.swa_from))
     made += _given(run.consent.callbacks)
 
-    counted = (recipe.model, run.num_classes, run.micro_batch, recipe.trainable, recipe.lora, run.data.image_size)
-    flops = training_flops(*counted)
+    side, fine_tuning = run.data.image_size, {"trainable": recipe.trainable, "lora": recipe.lora}
+    flops = training_flops(recipe.model, run.num_classes, run.micro_batch, side, **fine_tuning)
     # After the others: it would count their work as waiting.
     throughput = Throughput(run, flops * run.placement.replicas * run.placement.accumulate)
     made.append(throughput)

@@ -11,7 +11,6 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 
 from cifar_zero.checkpoints.network import build
-from cifar_zero.config.recipe import Choice, LoRAConfig, Recipe
+from cifar_zero.config.recipe import Choice, Recipe
 from cifar_zero.config.settings import Settings
 from cifar_zero.core import exits
 from cifar_zero.core.console import say
@@ -196,20 +195,13 @@ class ProgressLines(IntervalCallback):
         say(" | ".join(parts))
 
 
-def training_flops(
-    model: Choice,
-    num_classes: int,
-    batch_size: int,
-    trainable: Sequence[str] = (),
-    lora: LoRAConfig | None = None,
-    side: int = IMAGE_SHAPE[1],
-) -> int:
+def training_flops(model: Choice, num_classes: int, batch_size: int, side: int = IMAGE_SHAPE[1], **recipe: Any) -> int:
     """Returns the FLOPs of a forward and backward pass of images of `side` pixels, two for each multiply-add. Counts
     matrix products and convolutions, as torch's FlopCounterMode does. What activation checkpointing
     recomputes is not included."""
 
     def count() -> int:
-        net = build(Recipe(model=model, trainable=[*trainable], lora=lora or LoRAConfig()), num_classes)
+        net = build(Recipe(model=model, **recipe), num_classes)
         images = torch.zeros(batch_size, IMAGE_SHAPE[0], side, side)
         return measure_flops(net, lambda: net(images), torch.Tensor.sum)
 
