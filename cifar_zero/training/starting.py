@@ -48,15 +48,15 @@ def check_checkpoint(run: Run) -> Mapping[str, int] | None:
     version, recipe, model or other classes, or cannot be trusted."""
 
     def images() -> Mapping[str, int] | None:
-        model = on_meta(run.recipe, run.num_classes)
-        checkpoint = read(Path(run.output.resume), run.consent.trust, device="meta")
-        check_resumable(checkpoint, run.output.resume)
-        load_weights(model, network(checkpoint), run.output.resume)
-        if RECORD not in checkpoint:
-            return None
-        check_same_run(run, checkpoint[RECORD]["config"])
-        check_classes(run.data, checkpoint[RECORD], run.output.resume)
-        return checkpoint[RECORD]["images"]
+        resume = run.output.resume
+        checkpoint = read(Path(resume), run.consent.trust, device="meta")
+        check_resumable(checkpoint, resume)
+        record = checkpoint.get(RECORD)
+        if record is not None:
+            check_same_run(run, record["config"])
+            check_classes(run.data, record, resume)
+        load_weights(on_meta(run.recipe, run.num_classes), network(checkpoint), resume)
+        return record and record["images"]
 
     if run.output.resume:
         return by_rank_0(images)
