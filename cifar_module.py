@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.optim.lr_scheduler import LRScheduler
 
-from cifar_zero.checkpoints.finetuning import network
-from cifar_zero.checkpoints.finetuning.load import load_full_weights
-from cifar_zero.checkpoints.finetuning.network import freeze_statistics
+from cifar_zero.checkpoints import network
+from cifar_zero.checkpoints.weights import load_full_weights
 from cifar_zero.config.recipe import Views
 from cifar_zero.config.settings import Settings
 from cifar_zero.data.augment import memory_format, normalize
@@ -24,7 +23,7 @@ from cifar_zero.optimizers import OPTIMIZERS
 from cifar_zero.optimizers.groups import keep_own_options, lay_like_parameters, parameter_groups
 from cifar_zero.schedules import SCHEDULES, Constant, Schedule, with_total_steps
 from cifar_zero.strategies import hooks_of
-from cifar_zero.training.metrics import CurveMetrics, SplitMetrics, loss
+from cifar_zero.training.metrics import SplitMetrics, loss
 
 
 class CIFARModule(LightningModule):
@@ -46,7 +45,7 @@ class CIFARModule(LightningModule):
         self.net: nn.Module | None = None
         self.gates: tuple[Gate, ...] = ()  # of the mixtures of experts, during a fit
         self.val_metrics = SplitMetrics(num_classes, settings.recipe.loss)
-        self.test_metrics = CurveMetrics(num_classes, settings.recipe.loss)
+        self.test_metrics = SplitMetrics(num_classes, settings.recipe.loss, curves=True)
 
     def configure_model(self) -> None:
         """Builds the model where the strategy needs it; ZeRO-3 shards each layer as it is made. The seed is set here,
@@ -55,8 +54,7 @@ class CIFARModule(LightningModule):
             return
         settings = self.settings
         torch.manual_seed(settings.recipe.seed)
-        model = settings.recipe.model, self.num_classes, settings.recipe.trainable, settings.recipe.lora
-        self.net = network.build(*model, settings.recipe.init, settings.recipe.seed)
+        self.net = network.build(settings.recipe, self.num_classes)
         strategy = None if self._trainer is None else self._trainer.strategy
         load_full_weights(self.net, {**self.starting_weights(), **self._weights}, hooks_of(strategy).write)
         self._weights = {}
@@ -84,7 +82,7 @@ class CIFARModule(LightningModule):
         """Looks up the gates of the model as the strategy has made it; keeps the statistics of frozen batch norms."""
         assert self.net is not None
         self.gates = gates(self.net)
-        freeze_statistics(self.net)
+        network.freeze_statistics(self.net)
 
     def forward(self, images: Tensor) -> Tensor:
         """Returns class scores (N, classes) of images (N, 3, H, W), uint8 or normalised.
@@ -164,13 +162,6 @@ class CIFARModule(LightningModule):
             rates = schedule.get_lr()
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
-
-    def summary(self) -> str:
-        """Returns the result of the newest test in one line. Every rank calls it."""
-        found, ranks = self.test_metrics.overall(), self.trainer.world_size
-        model, strategy = self.settings.recipe.model.name, self.settings.placement.strategy_name
-        on = "1 rank" if ranks == 1 else f"{ranks} ranks"
-        return f"{model}, {strategy} on {on}: {found['acc']:.2%} of the test images correct, loss {found['loss']:.4f}"
 
     def _evaluate(self, metrics: SplitMetrics, batch: tuple[Tensor, Tensor], tta: Views = "none") -> Tensor:
         images, labels = batch

@@ -120,16 +120,9 @@ class CIFARDataModule(LightningDataModule):
         split = Split(self.dataset.train_images, self.dataset.train_labels, self._train)
         # Lightning's overfit_batches trains on the first batches of an epoch: they must be the same in every epoch.
         shuffle = not getattr(self.trainer, "overfit_batches", 0)
-        settings = self.settings
-        order = TrainOrder(
-            split.count,
-            settings.recipe.batch_size,
-            settings.placement.accumulate,
-            *self._replica,
-            settings.recipe.seed,
-            shuffle,
-        )
-        return self._loader(split, order, settings.recipe.augment)
+        recipe, accumulate = self.settings.recipe, self.settings.placement.accumulate
+        order = TrainOrder(split.count, recipe.batch_size, accumulate, *self._replica, recipe.seed, shuffle)
+        return self._loader(split, order, recipe.augment)
 
     def val_dataloader(self) -> Any:
         """Returns every validation image once; without any an empty list, with which Lightning skips validation."""
@@ -157,12 +150,14 @@ class CIFARDataModule(LightningDataModule):
 
     @property
     def _device(self) -> torch.device:
-        return self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
+        if self.trainer is not None:
+            return self.trainer.strategy.root_device
+        return torch.device("cpu")
 
     @property
     def _replica(self) -> tuple[int, int]:
         """Number of ranks that train on different images, and this one's index among them."""
-        return hooks_of(self.trainer.strategy).replica() if self.trainer is not None else (1, 0)
+        return hooks_of(self.trainer and self.trainer.strategy).replica()
 
 
 def _counts(identity: Mapping[str, int]) -> str:

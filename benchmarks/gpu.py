@@ -25,8 +25,8 @@ from cifar_zero.checkpoints.read import read
 from cifar_zero.checkpoints.run_folder import METRICS, newest_checkpoint
 from cifar_zero.comparison.result import GOOD
 from cifar_zero.core import exits
+from cifar_zero.core.atomic import write_json
 from cifar_zero.core.hardware import gpu_count
-from cifar_zero.reports.summary import write_json
 
 Row = dict[str, Any]  # what a cell measured, by column; "failed" says why it counts as a failure
 

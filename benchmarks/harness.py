@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from benchmarks.runs import ROOT, RunFailed
 from cifar_zero.core import exits
 from cifar_zero.core.errors import UsageError
-from cifar_zero.core.hardware import core_count, cpu_name, gpu_count
-from cifar_zero.reports.summary import git_commit, versions
+from cifar_zero.core.hardware import core_count, cpu_name, git_commit, gpu_count, versions
 
 Figures = Mapping[str, float]  # what one run measured; keys are those of UNITS, and others that no table shows
 

@@ -21,8 +21,8 @@ from packaging.specifiers import SpecifierSet
 from benchmarks.runs import ROOT
 from cifar_zero.comparison.result import GOOD
 from cifar_zero.core import exits
+from cifar_zero.core.atomic import write_json
 from cifar_zero.diagnosis.software import FAULTS
-from cifar_zero.reports.summary import write_json
 
 HEADING = "| DeepSpeed | strategies | verdict | first case that fails | upstream |\n|---|---|---|---|---|\n"
 

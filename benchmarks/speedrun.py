@@ -24,7 +24,7 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.training import build
 from cifar_zero.training.callbacks.averaging import BatchNormStatistics
 from cifar_zero.training.callbacks.cpu_kernels import CPUKernels
-from cifar_zero.training.callbacks.flops import training_flops
+from cifar_zero.training.callbacks.throughput import training_flops
 from cifar_zero.training.resolve import resolve
 from datamodule import CIFARDataModule
 

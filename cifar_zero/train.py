@@ -21,16 +21,15 @@ def main() -> int:
     rank_environment.adopt()
     run = resolve(survey.without_auto(command_line.parse(before=resume.saved_config)))
     if run.output.plot_schedule:
-        from cifar_zero.training.build import plot_schedule
+        from cifar_zero.training.instead import plot_schedule
 
         return plot_schedule(run)
     if run.output.check_gradients:
-        from cifar_zero.training.gradient_check import check_gradients
+        from cifar_zero.training.instead import check_gradients
 
         return check_gradients(run)
     launched = rank_environment.RUN_FILE in os.environ  # by a process that has done the following
     if rank_environment.global_rank() == 0 and not launched:
-        run_folder.check_writable(run.output.out, run.run_name)
         announce(run)
     if run.placement.world_size == 1 or rank_environment.is_rank():
         train(run)
@@ -45,14 +44,13 @@ def train(run: Run, module_class: Any = None, last: bool = True) -> dict[str, An
     """Trains and tests as one rank; rank 0 leaves the run folder behind. Returns metrics.json's content on every rank.
     `module_class` replaces the run's own module; after the `last` run the process group is destroyed."""
     # These import torch and Lightning, which --help and errors in the command line do not wait for.
-    from cifar_zero.launch import rendezvous
-    from cifar_zero.launch.collectives import gather
-    from cifar_zero.training import build, starting
-    from cifar_zero.training.callbacks import stop, summary
+    from cifar_zero.launch import collectives
+    from cifar_zero.training import build, loggers, results, starting
+    from cifar_zero.training.callbacks import stop
 
     quieten()
     build.check_trainer_options(run)
-    places = rendezvous.init_process_group(run)
+    places = collectives.init_process_group(run)
     run = starting.agree_on_checkpoint(run, places)
     images = starting.check_checkpoint(run)
     weights = starting.pretrained_weights(run)
@@ -61,14 +59,14 @@ def train(run: Run, module_class: Any = None, last: bool = True) -> dict[str, An
     datamodule = resolve_name(DATAMODULE)(run, images)
     if rank_environment.local_rank() == 0:
         datamodule.prepare_data()
-    gather(None)  # waits for the images
+    collectives.gather(None)  # waits for the images
     datamodule.setup()
     is_rank_0 = rank_environment.global_rank() == 0
     run_dir = starting.open_run(run, weights) if is_rank_0 else None
 
     with run_folder.removed_on_failure(run_dir):
         starting.record_places(run, places, run_dir)
-        rendezvous.set_timeout(run)
+        collectives.set_timeout(run)
         module = (module_class or resolve_name(MODULE))(run, run.num_classes, weights and weights.loaded)
         trainer = build.trainer(run, run_dir)
 
@@ -78,8 +76,11 @@ def train(run: Run, module_class: Any = None, last: bool = True) -> dict[str, An
         if not run.recipe.only_measures:
             trainer.test(module, datamodule=datamodule, verbose=False)
 
-        metrics = summary.collect(trainer, module, datamodule, run)
-        unwritten = summary.report(trainer, run, metrics, run_dir)
+        metrics = results.collect(trainer, module, datamodule, run)
+        unwritten = ""
+        if run_dir is not None:
+            unwritten = results.report(metrics, run_dir)
+            loggers.log_results(trainer, run, metrics)
         stop.shutdown(trainer, destroy_group=last)
     stop.check_saved(trainer)
     if unwritten:

@@ -34,7 +34,7 @@ FLOORS = (
     ("config",),
     ("data", "launch"),
     ("checkpoints",),
-    ("strategies", "reports"),
+    ("strategies",),
     ("step_check",),
     ("training",),
     ("planning",),

@@ -22,7 +22,7 @@ from cifar_zero.data.augment import memory_format
 from cifar_zero.data.dataset import TrainOrder
 from cifar_zero.models.net import Net
 from cifar_zero.training.callbacks.cpu_kernels import CPUKernels
-from cifar_zero.training.callbacks.flops import training_flops
+from cifar_zero.training.callbacks.throughput import training_flops
 
 SEED = 0  # the seed of the weights and of the order: train.py's default
 

@@ -1,6 +1,5 @@
 """Lightning's interface for writing, reading and removing checkpoints."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ from lightning.pytorch.plugins.io import CheckpointIO
 
 from cifar_zero.checkpoints.read import read
 from cifar_zero.core import atomic
+from cifar_zero.core.atomic import failure_of
 from cifar_zero.core.console import say
 
 
@@ -55,26 +55,3 @@ def save(content: Any, file: Path) -> None:
             torch.save(content, stream)
     except RuntimeError as error:  # torch finds its archive truncated when it closes it
         raise error.__context__ if isinstance(error.__context__, OSError) else OSError(str(error)) from error
-
-
-def failure_of(write: Callable[[], Any]) -> str:
-    """Runs what writes to the disk on one rank; returns its error of any kind as text, empty if there was none: raised,
-    it would leave the other ranks waiting for this one."""
-    try:
-        write()
-    except Exception as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None and not isinstance(cause, OSError):  # Lightning's loggers (2.6.6) hide it
-            cause = cause.__cause__
-        if isinstance(cause, OSError):
-            return cause.strerror or str(cause) or type(cause).__name__
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def attempt(write: Callable[[], Any], what: object) -> bool:
-    """Runs what writes to the disk and returns whether it succeeded. Reports an error, which does not end the run."""
-    failure = failure_of(write)
-    if failure:
-        say(f"{what} could not be written: {failure}. The training continues.")
-    return not failure

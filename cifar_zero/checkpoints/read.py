@@ -1,21 +1,16 @@
-"""Reads a checkpoint of any strategy in the one form that Lightning's plain strategies write, and its weights."""
+"""Reads a checkpoint of any strategy in the one form that Lightning's plain strategies write; without Lightning."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
-
-from cifar_zero.checkpoints.finetuning.network import merged
 from cifar_zero.checkpoints.safe_load import load
-from cifar_zero.checkpoints.zero_folder import AVERAGE, read_folder
+from cifar_zero.checkpoints.zero_folder import read_folder
 from cifar_zero.config.settings import settings_of, tree_of
 from cifar_zero.core.errors import UsageError, short
 
 RECORD = "cifar_zero"
 """Key of what callbacks/checkpoint.py adds to each checkpoint: configuration, class names, random states of a run."""
-
-PREFIX = "net."  # prefix of the model's names in the LightningModule
 
 
 def read(checkpoint: Path, trust: bool = False, verify: bool = True, device: str = "cpu") -> dict[str, Any]:
@@ -69,26 +64,3 @@ def of_another_version(name: object, error: Exception) -> UsageError:
     return UsageError(
         f"{name} is damaged, or another version of cifar-zero train wrote it ({why}): use the version that did"
     )
-
-
-def network(checkpoint: Mapping[str, Any], averaged: bool = True) -> dict[str, Tensor]:
-    """Returns the weights by the model's own names; the averaged ones if there are any and they are wanted."""
-    average = checkpoint[AVERAGE]["weights"] if averaged and AVERAGE in checkpoint else {}
-    state = checkpoint["state_dict"]
-    return {key.removeprefix(PREFIX): average.get(key, value) for key, value in state.items() if key.startswith(PREFIX)}
-
-
-def plain_network(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns the same with adapters merged: the weights of a plain model of models/."""
-    lora = checkpoint.get(RECORD, {}).get("config", {}).get("lora", {})
-    return merged(network(checkpoint), lora.get("alpha", 0.0))
-
-
-def load_weights(net: nn.Module, weights: Mapping[str, Tensor], checkpoint: str) -> None:
-    """Loads weights into a model, or compares names and shapes if both are on torch's meta device. Raises UsageError:
-    weights are missing, unknown, or of another shape than the model's."""
-    try:
-        net.load_state_dict(dict(weights))
-    except RuntimeError as error:
-        differing = short(str(error).partition(":")[2], 160)  # torch (2.15) names the class first, then what differs
-        raise UsageError(f"{checkpoint} is of another model: {differing}") from error

@@ -1,4 +1,4 @@
-"""Finds the checkpoint that a run resumes and refuses one of another run, before anything is launched; no torch.
+"""Finds the checkpoint that a run resumes, before anything is launched, and refuses one of another run; no torch.
 
 `config/strategy_rules.py` refuses strategies that cannot resume, `training/starting.py` other weights and damage.
 """
@@ -10,7 +10,6 @@ from typing import Any
 
 from cifar_zero import data
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.checkpoints.safe_load import check_records
 from cifar_zero.config import command_line
 from cifar_zero.config.run import Run
 from cifar_zero.config.settings import FALLBACK_SUFFIX, DataConfig, Settings, flat, may_change_on_resume, settings_of
@@ -56,17 +55,12 @@ def config_of_checkpoint(
 
 
 def checkpoint_to_resume(settings: Settings) -> str:
-    """Returns the path of the checkpoint that --resume names; empty for a new run. Reads no weights: rank 0 compares
-    checksums, names and shapes later, see `training.starting.check_checkpoint`. Raises UsageError: there is none, it is
-    incomplete, or of another run."""
+    """Returns the path of the checkpoint that --resume names; empty for a new run. Reads nothing: rank 0 compares it
+    with the run later, see `training.starting.check_checkpoint`. Raises UsageError: there is none."""
     checkpoint = _checkpoint_of(settings)
     if checkpoint is None:
         return ""
-    for file in sorted(checkpoint.rglob("*.pt")) if checkpoint.is_dir() else [checkpoint]:
-        check_records(file, checksums=False)
-    recipe = run_folder.recipe_of(checkpoint)
-    if recipe is not None:
-        check_same_run(settings.changed(resume=str(checkpoint)), command_line.read_recipe(recipe))
+    if run_folder.recipe_of(checkpoint) is not None:
         atomic.remove_unfinished(checkpoint.parent)
     return str(checkpoint)
 
@@ -110,15 +104,20 @@ def newest_of(agents: Collection[str], out: str, name: str) -> Path | None:
         if earlier.intersection(agents) - {""}:
             atomic.recover(file.parent)
             found += run_folder.checkpoints(file.parent)
-    return run_folder.newest(found) if found else None
+    if found:
+        return run_folder.newest(found)
+    return None
 
 
 def resuming(run: Run, checkpoint: Path | str) -> str:
     """Returns the command that resumes a run; consent to run its code must be on the command line."""
     model, transform, flags = run.recipe.model.name, run.recipe.augment.transform, [*run.consent.callbacks]
-    flags += ["--model", model] if issubclass(MODELS[model], UserModel) else []
-    flags += ["--augment.transform", transform] if transform else []
-    flags += ["--trust"] if run.consent.trust else []
+    if issubclass(MODELS[model], UserModel):
+        flags += ["--model", model]
+    if transform:
+        flags += ["--augment.transform", transform]
+    if run.consent.trust:
+        flags.append("--trust")
     launched = rank_environment.is_rank() and rank_environment.RUN_FILE not in os.environ  # and not by this program
     return command("train", "--resume", checkpoint, *flags) + ", started by the same launcher" * launched
 
@@ -127,7 +126,9 @@ def from_newest(run: Run, run_dir: Path) -> str:
     """Returns the command that resumes a run from its newest checkpoint, or from the one that it resumed itself; empty
     if there is none."""
     checkpoint = run_dir if run_folder.checkpoints(run_dir) else run.output.resume
-    return resuming(run, checkpoint) if checkpoint else ""
+    if checkpoint:
+        return resuming(run, checkpoint)
+    return ""
 
 
 def check_same_run(settings: Settings, recipe: dict[str, Any]) -> None:
@@ -137,8 +138,7 @@ def check_same_run(settings: Settings, recipe: dict[str, Any]) -> None:
         raise UsageError(f"--resume {resume} continues with the weights of its checkpoint: remove --weights")
     before, now = flat(recipe), flat(settings)
     source, asked = before.get("data.source", "auto"), settings.data.source
-    may_continue = ("auto", "cifar10", "digits") if asked == "auto" else (asked,)
-    if source not in may_continue:
+    if source != asked and (asked != "auto" or source not in ("cifar10", "digits")):
         raise UsageError(
             f"--resume {resume}: that run trained on --data.source {source}, this one has {asked}: "
             f"--data.source {source} continues it, --weights {resume} without --resume fine-tunes it"
@@ -148,17 +148,12 @@ def check_same_run(settings: Settings, recipe: dict[str, Any]) -> None:
             raise UsageError(f"--resume {resume}: that run had --{option} {before[option]}, not {now[option]}")
 
 
-def other_classes(images: DataConfig, record: dict[str, Any]) -> str:
-    """Returns which classes of the images are not those of the run that left the record; empty if all are the same."""
+def check_classes(images: DataConfig, record: dict[str, Any], checkpoint: object) -> None:
+    """Raises UsageError if the images have other classes than the run that left a checkpoint with this `record`."""
     names, known = [*data.class_names(images)], record["classes"]
-    return "" if names == known else ", ".join(sorted({*names} ^ {*known})[:6]) or "their order"
-
-
-def check_classes(settings: Settings, record: dict[str, Any]) -> None:
-    """Refuses to continue a run on images of other classes; `record` is its checkpoint's."""
-    source, resume = settings.data.source, settings.output.resume
-    if differing := other_classes(settings.data, record):
+    if names != known:
+        differing = ", ".join(sorted({*names} ^ {*known})[:6]) or "their order"
         raise UsageError(
-            f"--resume {resume}: that run had other classes than --data.source {source} now has ({differing}): "
-            f"give the data that it had, or fine-tune it with --weights {resume} without --resume"
+            f"{checkpoint} was trained on other classes than --data.source {images.source} has ({differing}): give the "
+            f"data that it had, or fine-tune it with --weights {checkpoint}"
         )

@@ -1,9 +1,8 @@
 """The folder of a run, <out>/<name>/version_N, claimed by one process, and the checkpoints in it."""
 
-import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cifar_zero.config.settings import FALLBACK_SUFFIX
@@ -19,29 +18,19 @@ RANKS = "ranks.json"
 STEP_CHECK = "step_check.json"
 
 
-def check_writable(out: str, name: str) -> None:
-    """Raises UsageError if a run's folder cannot be made. Leaves nothing, and no later time on the folder of the run's
-    name, by which `last_checkpoint` finds the newest."""
-    wanted = Path(out, name).absolute()
-    folder = next(path for path in (wanted, *wanted.parents) if path.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"--out {out}: {folder} cannot be written: name another directory")
-
-
 def claim(out: str, name: str) -> Path:
     """Makes and returns the first free version_N of a run's name. Raises UsageError: it cannot be made."""
     parent = Path(out) / name
     try:
         parent.mkdir(parents=True, exist_ok=True)
         taken = [int(suffix) for entry in parent.glob("version_*") if (suffix := entry.name[8:]).isdecimal()]
-        version = max(taken, default=-1) + 1
+        version = max(taken, default=-1)
         while True:
-            folder = parent / f"version_{version}"
-            try:
+            version += 1
+            with suppress(FileExistsError):  # another run was faster
+                folder = parent / f"version_{version}"
                 folder.mkdir()
                 return folder
-            except FileExistsError:  # another run was faster
-                version += 1
     except OSError as error:
         raise UsageError(f"--out {out}: {parent} cannot be written ({error.strerror})") from error
 
@@ -81,10 +70,9 @@ def newest(found: list[Path]) -> Path:
 
 def _run_of(checkpoint: Path) -> tuple[Path, int]:
     """Returns the folder of the name of a checkpoint's run, and its version; outside of a run folder -1."""
-    for folder in checkpoint.absolute().parents:
-        if folder.name.startswith("version_") and folder.name[8:].isdecimal():
-            return folder.parent, int(folder.name[8:])
-    return checkpoint.absolute().parent, -1
+    folder = checkpoint.absolute().parent.parent  # of <name>/version_N/checkpoints/last.ckpt
+    version = folder.name.removeprefix("version_")
+    return folder.parent, int(version) if version.isdecimal() else -1
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -95,16 +83,19 @@ def checkpoints(folder: Path) -> list[Path]:
 def last_checkpoint(out: str, name: str, fallback: bool = False) -> Path:
     """Returns the checkpoint that `--resume last` names: the newest of a run's name under `out`; with `fallback` also
     of one that fell back from CIFAR-10 to the digits. Raises UsageError: there is none."""
-    own, digits = (Path(out) / (name + suffix) for suffix in ("", FALLBACK_SUFFIX))
-    folders = [folder for folder in ((own, digits) if fallback else (own,)) if folder.is_dir()]
-    if not folders and digits.is_dir():
+    own, digits = Path(out, name), Path(out, name + FALLBACK_SUFFIX)
+    folders = [own]
+    if fallback:
+        folders.append(digits)
+    elif digits.is_dir() and not own.is_dir():
         raise UsageError(
             f"--resume last: the only run of the name {name} under {out} is on the embedded digits, not CIFAR-10: "
             f"--resume {digits} continues it"
         )
-    if not folders:
-        raise UsageError(f"--resume last: no run of the name {name} under {out}")
-    return newest_checkpoint(max(folders, key=lambda folder: folder.stat().st_mtime_ns))
+    found = [checkpoint for folder in folders for checkpoint in checkpoints(folder)]
+    if not found:
+        raise UsageError(f"--resume last: no run of the name {name} under {out} has a checkpoint")
+    return newest(found)
 
 
 def find_checkpoint(path: str) -> Path:
@@ -116,7 +107,9 @@ def find_checkpoint(path: str) -> Path:
     for folder in (given, *given.absolute().parents[:2]):  # Lightning issues 20453 and 17763: which one is it?
         if is_checkpoint_folder(folder):
             return folder
-    return given if given.is_file() else newest_checkpoint(given)
+    if given.is_file():
+        return given
+    return newest_checkpoint(given)
 
 
 def is_checkpoint_folder(path: Path) -> bool:
@@ -124,14 +117,18 @@ def is_checkpoint_folder(path: Path) -> bool:
     return (path / "latest").is_file() and (path / "checkpoint").is_dir()
 
 
-def written(checkpoint: Path) -> tuple[int, str]:
-    """Returns a key that orders checkpoints by the time at which they were finished; on a tie last.ckpt is newer."""
-    finished = checkpoint / "latest" if checkpoint.is_dir() else checkpoint  # written last
-    return finished.stat().st_mtime_ns, checkpoint.name
+def written(checkpoint: Path) -> int:
+    """Returns when a checkpoint was finished, in nanoseconds since 1970."""
+    finished = checkpoint
+    if checkpoint.is_dir():
+        finished = checkpoint / "latest"  # DeepSpeed writes it last
+    return finished.stat().st_mtime_ns
 
 
 def recipe_of(checkpoint: Path) -> Path | None:
     """Returns the config.yaml of the run folder that contains a checkpoint; None outside of a run folder."""
     folder = checkpoint.resolve().parent
     recipe = folder.parent / CONFIG
-    return recipe if folder.name == CHECKPOINTS and recipe.is_file() else None
+    if folder.name == CHECKPOINTS and recipe.is_file():
+        return recipe
+    return None

@@ -94,12 +94,13 @@ def plain_names(names: Iterable[str], rank: int = 0) -> dict[str, str]:
     numbers: dict[str, set[str]] = {}
     for expert in filter(None, found.values()):
         numbers.setdefault(expert[1], set()).add(expert[2])
-    return {
-        name: f"{expert[1]}.experts.{rank * len(numbers[expert[1]]) + int(expert[2])}.{expert[3]}"
-        if expert
-        else name.replace(".deepspeed_moe.gate.", ".gate.")
-        for name, expert in found.items()
-    }
+    plain: dict[str, str] = {}
+    for name, expert in found.items():
+        plain[name] = name.replace(".deepspeed_moe.gate.", ".gate.")
+        if expert:
+            number = rank * len(numbers[expert[1]]) + int(expert[2])
+            plain[name] = f"{expert[1]}.experts.{number}.{expert[3]}"
+    return plain
 
 
 def _files(folder: Path) -> tuple[list[Path], ...]:
@@ -254,9 +255,9 @@ def _as_torch(
         first += len(numbered)
         entries = {number: states[name] for number, name in numbered.items() if name in states}
         for number, entry in entries.items():
-            if (step := entry.get("step")) is not None:
-                has_value = not isinstance(step, Tensor) or not step.is_meta
-                entry["step"] = torch.tensor(float(step)) if has_value else step
+            step = entry.get("step")
+            if step is not None and not (isinstance(step, Tensor) and step.is_meta):
+                entry["step"] = torch.tensor(float(step))
             state[number] = entry
         options = {key: value for key, value in group.items() if key not in DEEPSPEED_GROUP_KEYS}
         param_groups.append({**options, "params": [*numbered], "param_names": [*numbered.values()]})

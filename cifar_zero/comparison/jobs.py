@@ -17,11 +17,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cifar_zero.comparison.result import Comparison, Variant
 from cifar_zero.config import command_line
 from cifar_zero.config.run import Run
+from cifar_zero.core.atomic import write_json
 from cifar_zero.core.console import quieten
 from cifar_zero.core.errors import Stopped, UsageError
-from cifar_zero.core.hardware import cpu_name, gpu_count, this_computer
+from cifar_zero.core.hardware import cpu_name, git_commit, gpu_count, this_computer, versions
 from cifar_zero.launch import local_launcher, rank_environment
-from cifar_zero.reports.summary import git_commit, versions, write_json
 from cifar_zero.step_check.callback import StepCheck
 from cifar_zero.step_check.verdict import Verdict
 from cifar_zero.strategies import hooks_of

@@ -13,7 +13,9 @@ from rich.filesize import decimal
 from rich.markup import escape
 
 from cifar_zero.comparison.result import Comparison
-from cifar_zero.reports.summary import IN_EFFECT, curves, write_json
+from cifar_zero.core.atomic import write_json
+from cifar_zero.core.console import curves
+from cifar_zero.training.results import IN_EFFECT
 
 SCHEMA = 3  # version of comparison.json: keys may be added, but none changes its meaning
 

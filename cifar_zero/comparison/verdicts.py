@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.checkpoints.read import network, read
+from cifar_zero.checkpoints.read import read
+from cifar_zero.checkpoints.weights import network
 from cifar_zero.comparison.reading import differences, hindering, last_checkpoint, shared
 from cifar_zero.comparison.result import Comparison, FinishedRun, Variant, VerdictKind
 from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
 from cifar_zero.planning.model_states import network_of, predicted
-from cifar_zero.reports.summary import FALLBACK
 from cifar_zero.training.resolve import make_run
+from cifar_zero.training.results import FALLBACK
 
 RECIPE = ("dataset", "model", "optimizer", "schedule", "precision", "batch_size", "epochs", "max_steps")
 """Shared settings at the top of a report."""

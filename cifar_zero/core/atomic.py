@@ -1,9 +1,15 @@
-"""Writes a file or a folder so that a crash at any moment leaves the previous one whole, and findable."""
+"""Writes a file or a folder so that a crash at any moment leaves the previous one whole, and findable;
+reports errors of writing that must not end a run."""
 
+import json
 import os
 import shutil
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+from cifar_zero.core.console import say
 
 STAGED = ".tmp"  # suffix of what is being written
 ASIDE = ".old"  # suffix of the previous folder, for the instant in which the new one gets its name
@@ -12,11 +18,6 @@ ASIDE = ".old"  # suffix of the previous folder, for the instant in which the ne
 def staged(final: Path) -> Path:
     """Returns the temporary path under which something is written."""
     return final.with_name(final.name + STAGED)
-
-
-def aside(final: Path) -> Path:
-    """Returns the path of the previous folder, for the instant in which the new one gets its name."""
-    return final.with_name(final.name + ASIDE)
 
 
 def discard(path: Path) -> None:
@@ -32,7 +33,7 @@ def discard(path: Path) -> None:
 
 def put_in_place(final: Path) -> None:
     """Flushes what was staged to the disk and renames it to its final name, in place of the previous one."""
-    new, old = staged(final), aside(final)
+    new, old = staged(final), final.with_name(final.name + ASIDE)
     for path in (*new.rglob("*"), new) if new.is_dir() else (new,):
         flush_to_disk(path)
     if new.is_dir():
@@ -69,3 +70,41 @@ def flush_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write(file: Path, content: bytes) -> None:
+    """Writes a file, whole or not at all. Raises OSError: it cannot be written."""
+    try:
+        staged(file).write_bytes(content)
+        put_in_place(file)
+    finally:
+        discard(staged(file))
+
+
+def write_json(file: Path, values: Mapping[str, Any] | list[Any]) -> None:
+    """Writes a JSON file, whole or not at all; NaN and infinities, which JSON lacks, become null."""
+    finite = json.loads(json.dumps(values), parse_constant=lambda _: None)
+    write(file, json.dumps(finite, indent=2, ensure_ascii=False).encode() + b"\n")
+
+
+def failure_of(write: Callable[[], Any]) -> str:
+    """Runs what writes to the disk on one rank; returns its error of any kind as text, empty if there was none: raised,
+    it would leave the other ranks waiting for this one."""
+    try:
+        write()
+    except Exception as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None and not isinstance(cause, OSError):  # Lightning's loggers (2.6.6) hide it
+            cause = cause.__cause__
+        if isinstance(cause, OSError):
+            return cause.strerror or str(cause) or type(cause).__name__
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def attempt(write: Callable[[], Any], what: object) -> bool:
+    """Runs what writes to the disk and returns whether it succeeded. Reports an error, which does not end the run."""
+    failure = failure_of(write)
+    if failure:
+        say(f"{what} could not be written: {failure}. The training continues.")
+    return not failure

@@ -101,12 +101,20 @@ def torchrun(name: str, nodes: object = "N", ranks: object = "M") -> str:
     return f"{start} --rdzv_backend c10d --rdzv_endpoint HOST:PORT {program}"
 
 
+def curves(folder: Path) -> str:
+    """Returns how to look at the curves of all runs in a folder: TensorBoard's command, and its page to open."""
+    command = f"{shlex.quote(next_to_python('tensorboard'))} --logdir {shlex.quote(str(folder))} --host localhost"
+    return f"{command}  # then open http://localhost:6006/#custom_scalars"
+
+
 def next_to_python(name: str) -> str:
     """Returns how a shell starts a program of the running interpreter's environment, which may not be activated: its
     name if PATH leads to it or it does not exist there, otherwise its path."""
     program, found = Path(sys.executable).with_name(name), shutil.which(name)
     known = found is not None and os.path.samefile(os.path.dirname(found), program.parent)
-    return name if known or not program.exists() else _short(program)
+    if known or not program.exists():
+        return name
+    return _short(program)
 
 
 def _thread_failed(failed: threading.ExceptHookArgs) -> None:

@@ -92,7 +92,9 @@ def guarded(main: Callable[[], int]) -> int:
 def _unexplained(error: Exception) -> str:
     """Returns the system's words for an OSError, else the library's message, shortened."""
     if isinstance(error, OSError):
-        return f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
+        if error.filename:
+            return f"{error.strerror or error} ({error.filename})"
+        return error.strerror or str(error)
     if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
         return f"the package {error.name} is not installed: pip install {error.name}"
     return f"{user_code.where(error)}{type(error).__name__}: {short(error, 300)} (--debug shows where)"

@@ -1,11 +1,19 @@
-"""What this computer has; torch is imported only where there is a GPU driver, because that takes seconds."""
+"""What this computer has, and the versions of its software; torch is imported only where there is a GPU driver, because
+that takes seconds."""
 
 import os
 import platform
 import re
+import subprocess
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 
 import psutil
+
+REPOSITORY = Path(__file__).parents[2]
+
+PACKAGES = ("torch", "lightning", "deepspeed", "torchmetrics")
 
 CGROUPS = Path("/sys/fs/cgroup")  # control groups of Linux, version 2
 
@@ -34,29 +42,29 @@ def has_bfloat16() -> bool:
 
 def free_memory_bytes() -> int:
     """Returns the memory that new processes can use without swapping and within the limits of their control groups."""
-    return max(0, min([psutil.virtual_memory().available, *map(_left_in_group, _limiting_groups())]))
+    return max(0, min([psutil.virtual_memory().available, *_left_in_groups()]))
 
 
-def _limiting_groups() -> list[Path]:
-    """Returns the folders of this process's control groups that limit its memory (a container's, for example)."""
-    own = Path("/proc/self/cgroup")
-    if not own.exists():
-        return []
-    group = CGROUPS / own.read_text().rpartition("0::/")[2].strip()  # the line of version 2 is the last one
-    limits = [folder / "memory.max" for folder in (group, *group.parents)]
-    return [limit.parent for limit in limits if limit.exists() and limit.read_text().strip() != "max"]
-
-
-def _left_in_group(folder: Path) -> int:
-    """Returns a group's limit less its use; cached files are given up first (kernel.org, admin-guide/cgroup-v2)."""
-    limit, current = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
-    counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    return limit - current + int(counts.get("inactive_file", 0))
+def _left_in_groups() -> list[int]:
+    """Returns, for each control group that limits this process (a container's, for example), the limit less its use;
+    cached files are given up first (kernel.org, admin-guide/cgroup-v2)."""
+    own, left = Path("/proc/self/cgroup"), list[int]()
+    if own.exists():
+        group = CGROUPS / own.read_text().rpartition("0::/")[2].strip()  # the line of version 2 is the last one
+        for folder in (group, *group.parents):
+            limit = folder / "memory.max"
+            if limit.exists() and (most := limit.read_text().strip()) != "max":
+                counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                used = int((folder / "memory.current").read_text()) - int(counts.get("inactive_file", 0))
+                left.append(int(most) - used)
+    return left
 
 
 def cores() -> list[int]:
     """Returns the numbers of the cores that this process may run on."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return [*range(os.cpu_count() or 1)]
 
 
 def core_count() -> int:
@@ -77,7 +85,9 @@ def cpu_name() -> str:
     """Returns the name of this computer's processor."""
     cpuinfo = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    return found[1] if found else platform.processor() or platform.machine()
+    if found:
+        return found[1]
+    return platform.processor() or platform.machine()
 
 
 def this_computer() -> dict[str, str]:
@@ -89,3 +99,23 @@ def this_computer() -> dict[str, str]:
         "cores": str(core_count()),
         "memory": f"{psutil.virtual_memory().total / 1e9:.1f} GB",
     }
+
+
+def versions() -> dict[str, str | None]:
+    """Returns the versions of the packages that a result depends on; None for one that is not installed."""
+    found: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return {**found, "python": platform.python_version()}
+
+
+def git_commit(folder: Path = REPOSITORY) -> str | None:
+    """Returns the commit checked out in a folder, with -dirty if tracked files differ; None if git knows none."""
+    if not (folder / ".git").exists():  # installed: an enclosing repository is another project's
+        return None
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):  # git is not installed, or the repository has no commit yet
+        return None

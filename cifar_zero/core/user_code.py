@@ -46,7 +46,9 @@ def load(name: str, flag: str) -> Any:
 def where(error: BaseException) -> str:
     """Returns "FILE, line N: " of the innermost line of a user's file that an error came through; else nothing."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in _FILES]
-    return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}: " if frames else ""
+    if frames:
+        return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}: "
+    return ""
 
 
 def _import_file(path: Path) -> ModuleType:

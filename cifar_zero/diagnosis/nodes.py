@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch.cuda import nccl
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from cifar_zero.core import hardware
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import RunError, short
 from cifar_zero.diagnosis.check import Finding, Options, failed, ok
 from cifar_zero.launch import rank_environment
 from cifar_zero.launch.collectives import gather, ranks_on_another_disk
-from cifar_zero.reports import summary
 
 BANDWIDTH = "Bandwidth is not measured: run all_reduce_perf of https://github.com/NVIDIA/nccl-tests"
 
@@ -83,11 +83,11 @@ def _no_gpu() -> str:
 
 def versions() -> dict[str, str]:
     """Returns the versions that must be the same on all nodes: Python, packages, NCCL, NVIDIA's driver, the commit."""
-    found = {name: version or "none" for name, version in summary.versions().items()}
+    found = {name: version or "none" for name, version in hardware.versions().items()}
     if torch.cuda.is_available():
         found["nccl"] = ".".join(map(str, nccl.version()))
         found["driver"] = DRIVER.read_text().strip() if DRIVER.is_file() else "unknown"
-    return {**found, "commit": summary.git_commit() or "unknown"}
+    return {**found, "commit": hardware.git_commit() or "unknown"}
 
 
 def check_gpus(arrivals: Sequence[tuple[str, str]]) -> Finding:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,8 +19,6 @@ if TYPE_CHECKING:
     from cifar_zero.exporting.formats import Classifier
 
 Named = list[tuple[str, float]]  # class names with their probabilities, from 0 to 1, the most probable first
-
-BATCH_SIZE = 64  # images that are decoded and classified together
 
 
 def main() -> int:
@@ -44,7 +40,9 @@ def main() -> int:
         else:
             named = ", ".join(f"{name} {100 * probability:.1f} %" for name, probability in found)
             print(printable(f"{file}: {named}"))
-    return UsageError.exit_code if unreadable else 0
+    if unreadable:
+        return UsageError.exit_code
+    return 0
 
 
 def predict(classifier: Classifier, files: list[Path], top: int) -> Iterator[tuple[Path, Named | UsageError]]:
@@ -54,25 +52,17 @@ def predict(classifier: Classifier, files: list[Path], top: int) -> Iterator[tup
     from cifar_zero.data.augment import normalize
     from cifar_zero.data.images import decode
 
-    def read(path: Path) -> torch.Tensor | UsageError:
+    top = min(top, len(classifier.classes))
+    for file in files:
         try:
-            return torch.tensor(decode(path, inputs.side))
+            image = torch.tensor(decode(file, classifier.inputs.side))
         except UsageError as error:
-            return error
-
-    top, inputs = min(top, len(classifier.classes)), classifier.inputs
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow releases the GIL
-        for start in range(0, len(files), BATCH_SIZE):
-            batch = files[start : start + BATCH_SIZE]
-            found = [*pool.map(read, batch)]
-            images = [image for image in found if isinstance(image, torch.Tensor)]
-            rows = iter(classifier.scores(normalize(torch.stack(images), inputs)).softmax(1) if images else ())
-            for file, image in zip(batch, found, strict=True):
-                if isinstance(image, UsageError):
-                    yield file, image
-                    continue
-                best = zip(*(values.tolist() for values in next(rows).topk(top)), strict=True)
-                yield file, [(classifier.classes[label], probability) for probability, label in best]
+            yield file, error
+            continue
+        (scores,) = classifier.scores(normalize(image[None], classifier.inputs))
+        best = scores.softmax(0).topk(top)
+        labels, probabilities = best.indices.tolist(), best.values.tolist()
+        yield file, [(classifier.classes[label], share) for label, share in zip(labels, probabilities, strict=True)]
 
 
 def find_images(paths: Sequence[str]) -> list[Path]:

@@ -92,7 +92,9 @@ def _start(number: int, environment: Mapping[str, str], cores: set[int], log: Pa
         # Two ranks that each use all cores were measured 5 times slower than two with a share each.
         environment["OMP_NUM_THREADS"] = str(len(cores))
     with log.open("wb") as file:
-        output = None if number == 0 else file  # only rank 0 prints
+        output = None  # only rank 0 prints
+        if number:
+            output = file
         process = subprocess.Popen(
             [sys.executable, *sys.orig_argv[1:], *flags],
             env=environment,
@@ -194,12 +196,22 @@ def _code(rank: Rank, received: Collection[int]) -> int | None:
     return code
 
 
+def how_ended(code: int) -> str:
+    """Returns a process's exit code, or the signal that ended it, in words."""
+    if code < 0:
+        return f"signal {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
 def _report(rank: Rank) -> None:
     """Names a failed rank with its last lines, unless it was rank 0, which has printed its own error."""
     code = rank.process.returncode
     if rank.number == 0 and code > 0:
         return
-    how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
     lines = [line.rstrip() for line in rank.log.read_text(errors="replace").splitlines() if line.strip()]
-    shown = lines if "--debug" in sys.argv else lines[-TAIL_LINES:]
-    say(f"error: rank {rank.number} ended with {how}" + "; its last lines:" * bool(shown), *shown)
+    if "--debug" not in sys.argv:
+        lines = lines[-TAIL_LINES:]
+    what = f"error: rank {rank.number} ended with {how_ended(code)}"
+    if lines:
+        what += "; its last lines:"
+    say(what, *lines)

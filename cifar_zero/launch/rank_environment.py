@@ -81,7 +81,9 @@ def torchrun_agent() -> str:
     Each torchrun process makes one temporary folder with a unique name, in which every start has a file
     `attempt_<n>/<local rank>/error.json` (torch 2.15, DefaultLogsSpecs)."""
     parts = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parts
-    return parts[-4] if len(parts) > 4 else ""
+    if len(parts) > 4:
+        return parts[-4]
+    return ""
 
 
 def _of_slurm(environment: Mapping[str, str]) -> dict[str, str]:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from cifar_zero.checkpoints.finetuning.network import on_meta
+from cifar_zero.checkpoints.network import on_meta
 from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import Spec
 from cifar_zero.models import IMAGE_SHAPE
@@ -102,7 +102,7 @@ def measure(run: Run, computes: Computes) -> LinearFit:
     if activation checkpointing finds no blocks."""
     few = max(2, run.micro_batch)  # batch normalisation cannot take a single image
     # Some models of other packages read values while they are built, which FakeTensorMode refuses (torch 2.15).
-    net = on_meta(run.recipe.model, run.num_classes, run.recipe.trainable, run.recipe.lora)
+    net = on_meta(run.recipe, run.num_classes)
     net.to(torch.bfloat16 if computes == "cast" else torch.float32)
     with FAKE():
         net = _fake(net)

@@ -70,10 +70,10 @@ class Network:
 def network_of(run: Run) -> Network:
     """Returns the model of a run, with its adapters and frozen weights; built without values (torch's meta device).
     Raises UsageError if --lora.target or --trainable matches nothing in the model."""
-    from cifar_zero.checkpoints.finetuning.network import check_patterns, on_meta
+    from cifar_zero.checkpoints.network import check_patterns, on_meta
     from cifar_zero.models.moe import MixtureOfExperts
 
-    net = on_meta(run.recipe.model, run.num_classes, run.recipe.trainable, run.recipe.lora)
+    net = on_meta(run.recipe, run.num_classes)
     ep_size = run.recipe.model.options.get("ep_size", 1)
     check_patterns(net, run.recipe.trainable, ep_size)
     experts: set[int] = set()

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
+from cifar_zero.core.atomic import write_json
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError
 from cifar_zero.launch.collectives import gather
-from cifar_zero.reports.summary import write_json
 from cifar_zero.step_check.replay import MicroBatch, Replay, Replica, lowest, random_state, random_state_kept
 from cifar_zero.step_check.updates import UPDATE, Expected, expected_updates, off_by
 from cifar_zero.step_check.verdict import Finding, Kind, Verdict

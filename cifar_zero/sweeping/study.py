@@ -202,4 +202,6 @@ def report(study: optuna.Study, names: list[str], rest: list[str]) -> int:
 
 def shown(value: object) -> str:
     """Returns a value as text, a number with six digits."""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value)

@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser
@@ -14,8 +13,8 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 
 from cifar_zero import models, strategies
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.checkpoints.finetuning.network import on_meta
 from cifar_zero.checkpoints.io import AtomicCheckpointIO
+from cifar_zero.checkpoints.network import on_meta
 from cifar_zero.config.run import Run
 from cifar_zero.config.settings import Settings
 from cifar_zero.config.suggestions import OWNED
@@ -25,23 +24,17 @@ from cifar_zero.launch import rank_environment
 from cifar_zero.models import MixtureOptions
 from cifar_zero.models.cast import STATISTICS
 from cifar_zero.optimizers import BY_DEEPSPEED, OFFLOADED_BY
-from cifar_zero.reports.figures import draw_schedule
 from cifar_zero.step_check.callback import StepCheck
-from cifar_zero.training import DATAMODULE, fast_loop, loggers
+from cifar_zero.training import fast_loop, loggers
 from cifar_zero.training.callbacks.averaging import Averaging, BatchNormStatistics
 from cifar_zero.training.callbacks.checkpoint import LastCheckpoint, Resume
 from cifar_zero.training.callbacks.cpu_kernels import CPUKernels
-from cifar_zero.training.callbacks.curves import GradientLogger, TrainingCurves
-from cifar_zero.training.callbacks.divergence import Divergence
-from cifar_zero.training.callbacks.experts import Experts
+from cifar_zero.training.callbacks.curves import Experts, GradientLogger, TrainingCurves
+from cifar_zero.training.callbacks.engine import EngineInfo
 from cifar_zero.training.callbacks.figures import TestFigures
-from cifar_zero.training.callbacks.flops import training_flops
-from cifar_zero.training.callbacks.learning_rate import ReduceOnPlateau
-from cifar_zero.training.callbacks.memory import Memory
-from cifar_zero.training.callbacks.progress import ProgressBar, ProgressLines, is_terminal
-from cifar_zero.training.callbacks.stop import EarlyStop, Interrupt, keep_handlers
-from cifar_zero.training.callbacks.summary import EngineInfo
-from cifar_zero.training.callbacks.throughput import Throughput
+from cifar_zero.training.callbacks.monitors import Divergence, EarlyStop, ReduceOnPlateau
+from cifar_zero.training.callbacks.stop import Interrupt, keep_handlers
+from cifar_zero.training.callbacks.throughput import ProgressBar, ProgressLines, Throughput, is_terminal, training_flops
 
 
 def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None = None, elements: int = 0) -> Trainer:
@@ -90,7 +83,7 @@ def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None
 
 def strategy_of(run: Run) -> Strategy | str:
     """Returns the strategy of a run with its own model and optimizer."""
-    net = on_meta(run.recipe.model, run.num_classes, lora=run.recipe.lora)
+    net = on_meta(run.recipe, run.num_classes)
     sizes = [parameter.numel() for parameter in net.parameters()]
     strategy = strategies.build(run.placement, sum(sizes), max(sizes))
     if isinstance(strategy, DeepSpeedStrategy):
@@ -118,16 +111,20 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
         made.append(GradientLogger())
     if recipe.reduce_on_plateau:
         made.append(ReduceOnPlateau(recipe.reduce_on_plateau))
-    made += [Memory(), EngineInfo(), Interrupt(), Resume()]
+    made += [EngineInfo(), Interrupt(), Resume()]
     if recipe.ema or recipe.swa_from:
         made.append(Averaging(recipe.ema, recipe.swa_from))
     made += _given(run.consent.callbacks)
 
-    counted = (recipe.model, run.num_classes, run.micro_batch, recipe.trainable, recipe.lora, run.data.image_size)
-    flops = training_flops(*counted)
+    side, fine_tuning = run.data.image_size, {"trainable": recipe.trainable, "lora": recipe.lora}
+    flops = training_flops(recipe.model, run.num_classes, run.micro_batch, side, **fine_tuning)
     # After the others: it would count their work as waiting.
     throughput = Throughput(run, flops * run.placement.replicas * run.placement.accumulate)
-    made += [throughput, ProgressBar(curves) if is_terminal() else ProgressLines(curves, throughput)]
+    made.append(throughput)
+    if is_terminal():
+        made.append(ProgressBar(curves))
+    else:
+        made.append(ProgressLines(curves, throughput))
     if run.on_cpu:
         made.append(CPUKernels(flops, run.placement.precision))
     if recipe.only_measures:
@@ -138,7 +135,9 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
     folder = run_dir and run_dir / run_folder.CHECKPOINTS  # rank 0's is broadcast to the others
     last = folder and folder / run_folder.LAST
     made.append(LastCheckpoint(last, run.output.save_every_n_steps))
-    mode = "min" if recipe.monitor.endswith(("loss", "error")) else "max"
+    mode = "max"
+    if recipe.monitor.endswith(("loss", "error")):
+        mode = "min"
     if run.data.val_fraction:
         name, kept = "best-epoch{epoch:02d}-step{step:06d}", run.output.save_top_k
         made.append(
@@ -162,7 +161,9 @@ def _given(flags: tuple[str, ...]) -> list[Callback]:
         made = parser.instantiate_classes(parser.parse_args([*flags]))["trainer.callbacks"]
     except (ArgumentError, TypeError, ValueError) as error:
         raise UsageError(f"--trainer.callbacks: {' '.join(str(error).split())}") from error
-    return made if isinstance(made, list) else [made]
+    if isinstance(made, list):
+        return made
+    return [made]
 
 
 def check_trainer_options(settings: Settings) -> None:
@@ -171,25 +172,3 @@ def check_trainer_options(settings: Settings) -> None:
     for name in settings.recipe.trainer:
         if name not in known:
             raise UsageError(f"--trainer.{name} is not an option of Lightning's Trainer: {nearest(name, known)}")
-
-
-def plot_schedule(run: Run) -> int:
-    """Draws the learning rate over the steps of the run, on rank 0; returns the exit code."""
-    if rank_environment.global_rank() == 0:
-        file, schedule = Path(run.output.plot_schedule), run.recipe.schedule
-        file.parent.mkdir(parents=True, exist_ok=True)
-        draw_schedule(schedule, run.recipe.optimizer, run_steps(run, resolve_name(DATAMODULE)(run)), file)
-        print(f"the learning rate of {schedule.name} is drawn in {file}")
-    return 0
-
-
-def run_steps(settings: Settings, datamodule: Any) -> int:
-    """Returns the optimizer steps of a run that is not started: of all epochs, or --max_steps; as Lightning counts
-    them (`Trainer.estimated_stepping_batches`). Decodes the images if that has not been done, to learn their number.
-    """
-    datamodule.setup()
-    batches = len(datamodule.train_dataloader())
-    limit = settings.recipe.trainer.get("overfit_batches") or settings.recipe.trainer.get("limit_train_batches", 1.0)
-    batches = int(batches * limit) if isinstance(limit, float) else min(batches, limit)
-    steps = settings.recipe.epochs * -(-batches // settings.placement.accumulate)
-    return steps if settings.recipe.max_steps == -1 else min(steps, settings.recipe.max_steps)

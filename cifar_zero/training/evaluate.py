@@ -7,7 +7,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.checkpoints.resume import config_of_checkpoint, other_classes
+from cifar_zero.checkpoints.resume import check_classes, config_of_checkpoint
 from cifar_zero.config import command_line
 from cifar_zero.config.arguments import Arguments, read_arguments
 from cifar_zero.config.recipe import Choice
@@ -42,7 +42,7 @@ def main() -> int:
     given = read_arguments(overrides)
     content: dict[str, Any] | None = None
     if arguments.delta:
-        from cifar_zero.checkpoints.finetuning.load import apply_delta
+        from cifar_zero.checkpoints.weights import apply_delta
 
         content = apply_delta(checkpoint, Path(arguments.delta), given.consent.trust)
         checkpoint = Path(arguments.delta)
@@ -68,15 +68,15 @@ def resolve_run(checkpoint: Path, given: Arguments, content: dict[str, Any] | No
 def evaluate(run: Run, checkpoint: Path, content: dict[str, Any] | None = None) -> dict[str, Any]:
     """Tests a checkpoint, whose `content` may be read already; prints its table and returns the test/* of
     metrics.json."""
-    from cifar_zero.checkpoints.read import RECORD, load_weights, network, read
-    from cifar_zero.reports.summary import print_test_table
+    from cifar_zero.checkpoints.read import RECORD, read
+    from cifar_zero.checkpoints.weights import load_weights, network
     from cifar_zero.training import build
-    from cifar_zero.training.callbacks.summary import test_metrics
+    from cifar_zero.training.results import print_test_table, test_metrics
 
     quieten()
     content = content or read(checkpoint, run.consent.trust)
-    if RECORD in content and (differing := other_classes(run.data, content[RECORD])):
-        raise UsageError(f"{checkpoint} was trained on other classes than --data.source has ({differing})")
+    if RECORD in content:
+        check_classes(run.data, content[RECORD], checkpoint)
     module, datamodule = resolve_name(MODULE)(run, run.num_classes), resolve_name(DATAMODULE)(run)
     module.configure_model()
     averaged = bool(run.recipe.ema or run.recipe.swa_from)

@@ -19,7 +19,6 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
-from torch import Tensor
 
 from cifar_zero.core.errors import UsageError
 from cifar_zero.data.memory_loader import MemoryLoader
@@ -102,7 +101,13 @@ class EpochLoop(_TrainingEpochLoop):
         accumulating = self._should_accumulate()
         no_sync = accumulating and engine is None and isinstance(strategy, DDPStrategy)
         with strategy.block_backward_sync() if no_sync else nullcontext():
-            outputs, loss = self._forward(batch, batch_idx)
+            outputs: Any = strategy.training_step(batch, batch_idx)
+            if not isinstance(outputs, dict):
+                outputs = {"loss": outputs}
+            loss = outputs["loss"]
+            if trainer.accumulate_grad_batches > 1:
+                loss = loss / trainer.accumulate_grad_batches
+            outputs = {**outputs, "loss": loss.detach()}
             self._zero_grad(batch_idx, [] if engine else optimizer.param_groups)
             self._call("on_before_backward", loss)
             strategy.precision_plugin.backward(loss, trainer.lightning_module, None)
@@ -135,16 +140,6 @@ class EpochLoop(_TrainingEpochLoop):
             for parameter in group["params"]:
                 parameter.grad = None
         progress.increment_completed()
-
-    def _forward(self, batch: Any, batch_idx: int) -> tuple[dict[str, Any], Tensor]:
-        """Returns the training step's outputs, with the loss detached, and the loss to differentiate."""
-        outputs: Any = self.trainer.strategy.training_step(batch, batch_idx)
-        outputs = dict(outputs) if isinstance(outputs, dict) else {"loss": outputs}
-        loss = outputs["loss"]
-        if self.trainer.accumulate_grad_batches > 1:
-            loss = loss / self.trainer.accumulate_grad_batches
-        outputs["loss"] = loss.detach()
-        return outputs, loss
 
     def _call(self, name: str, *args: Any) -> None:
         for hook in self._hooks[name]:

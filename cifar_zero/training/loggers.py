@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.checkpoints.io import attempt, failure_of
 from cifar_zero.config.run import Run
+from cifar_zero.config.settings import Settings
+from cifar_zero.core.atomic import attempt, failure_of
 from cifar_zero.core.errors import UsageError
 
 LAYOUT = {
@@ -90,7 +92,13 @@ def _wandb(run: Run, run_dir: Path) -> Logger:
     return logger
 
 
-def log_results(logger: Logger, run: Any, metrics: dict[str, Any], step: int) -> None:
+def log_results(trainer: Trainer, run: Settings, metrics: dict[str, Any]) -> None:
+    """Adds the results of a run, of metrics.json, to its loggers; an error does not end the run."""
+    for logger in trainer.loggers:
+        write_to(logger, partial(_log_results, logger, run, metrics, trainer.global_step))
+
+
+def _log_results(logger: Logger, run: Settings, metrics: dict[str, Any], step: int) -> None:
     """Adds a row to TensorBoard's table of runs and the results as points at `step`, or metrics.json to W&B's summary
     of the run. TensorBoard shows the number 4 as 4.0000, so whole numbers are text in its table."""
     if isinstance(logger, TensorBoardLogger):

@@ -53,19 +53,28 @@ def loss(
     soft = labels.is_floating_point()
     shares = labels if soft else F.one_hot(labels.clamp(min=0), scores.shape[1]).to(scores.dtype)
     shares = shares * (1 - label_smoothing) + label_smoothing / scores.shape[1]
-    each = F.mse_loss if name == "mse" else F.binary_cross_entropy_with_logits
+    each = F.binary_cross_entropy_with_logits
+    if name == "mse":
+        each = F.mse_loss
     of_images = each(scores, shares, reduction="none").sum(dim=1)
     if not soft:
         of_images = of_images.masked_fill(labels == IGNORED, 0)
-    return of_images.mean() if reduction == "mean" else of_images
+    if reduction == "mean":
+        return of_images.mean()
+    return of_images
 
 
 class SplitMetrics:
     """Loss, accuracy, precision, recall, F1, calibration and confusion matrix over one pass of a split, on all ranks.
     Counts are int64 and the loss is summed in float32, whatever the precision of the run. It is not an nn.Module, so
-    that DeepSpeed, which visits all layers several times per step, does not visit it. IGNORED labels do not count."""
+    that DeepSpeed, which visits all layers several times per step, does not visit it. IGNORED labels do not count.
 
-    def __init__(self, num_classes: int, loss: LossName = "cross_entropy"):
+    `curves` adds the curves over all thresholds, of each class against the rest (one-vs-rest). They are exact, so every
+    rank keeps, and at the end gathers, all probabilities in float64: 8 bytes x images x classes, 8 MB for CIFAR-100.
+    float32 would round the probabilities of a confident model to 1, and tie them.
+    """
+
+    def __init__(self, num_classes: int, loss: LossName = "cross_entropy", curves: bool = False):
         self.num_classes = num_classes
         self.loss: LossName = loss
         # A sum keeps a NaN. torchmetrics' MeanMetric (1.9.0) drops it, or its weights with nan_strategy="disable".
@@ -77,23 +86,39 @@ class SplitMetrics:
         }
         if num_classes > TOP:
             self.shares[f"acc_top{TOP}"] = MulticlassAccuracy(num_classes, top_k=TOP, average="micro", **OPTIONS)
+        self.curves: tuple[Metric, ...] = ()
+        if curves:
+            self.roc = MulticlassROC(num_classes, **OPTIONS)
+            self.precision_recall = MulticlassPrecisionRecallCurve(num_classes, **OPTIONS)
+            self.curves = (self.roc, self.precision_recall)
 
     def update(self, scores: Tensor, labels: Tensor) -> None:
         """Counts a batch: scores (N, classes) in float32, before the softmax; labels (N,)."""
         self.loss_sum.update(loss(self.loss, scores, labels, reduction="none"))
         probabilities = scores.double().softmax(dim=1)
-        for metric in (self.confusion, *self.shares.values()):
+        for metric in (self.confusion, *self.shares.values(), *self.curves):
             metric.update(probabilities, labels)
 
     def per_class(self) -> dict[str, Tensor]:
         """Returns metrics of each class, float64 (classes,) on the CPU; NaN without images. The precision of a class
-        that was never predicted is 0, as in scikit-learn. Every rank calls it."""
+        that was never predicted is 0, as in scikit-learn. With `curves` the area under the ROC curve and the average
+        precision too. Every rank calls it."""
         counts = self.confusion.compute().cpu().double()  # true class by predicted class
         right, images, predicted = counts.diagonal(), counts.sum(dim=1), counts.sum(dim=0)
         absent = images == 0
         precision = (right / predicted.clamp(min=1)).masked_fill(absent, torch.nan)
         f1 = (2 * right / (images + predicted)).masked_fill(absent, torch.nan)
-        return {"acc": right / images, "precision": precision, "recall": right / images, "f1": f1}
+        metrics = {"acc": right / images, "precision": precision, "recall": right / images, "f1": f1}
+        if self.curves:
+            is_alone = absent.sum() == self.num_classes - 1  # there is no rest
+            # Not by torchmetrics' MulticlassAUROC and MulticlassAveragePrecision, which would sort the scores again.
+            false_alarms, hits, _ = self.roc.compute()
+            areas = torch.stack([torch.trapezoid(y, x) for x, y in zip(false_alarms, hits, strict=True)])
+            precisions, recalls, _ = self.precision_recall.compute()
+            sums = torch.stack([-x.diff() @ y[:-1] for x, y in zip(recalls, precisions, strict=True)])
+            metrics["auroc"] = areas.cpu().double().masked_fill(absent | is_alone, torch.nan)
+            metrics["average_precision"] = sums.cpu().double().masked_fill(absent, torch.nan)
+        return metrics
 
     def overall(self) -> dict[str, float]:
         """Returns metrics of the split. Every rank calls it. precision, recall, f1 and the others of `per_class` are
@@ -117,7 +142,9 @@ class SplitMetrics:
     def named(self, split: str, class_names: tuple[str, ...]) -> dict[str, float]:
         """Returns <split>/<metric>, and <split>/<metric>_class/<name> of classes with images. Every rank calls it."""
         per_class = self.per_class()
-        curves = ("acc", "precision", "f1") if self.num_classes <= 30 else ("acc",)  # a curve for each class
+        curves = ["acc"]  # with a curve for each class
+        if self.num_classes <= 30:
+            curves += ["precision", "f1"]
         logged = {f"{split}/{metric}": value for metric, value in self.overall().items()}
         for metric in curves:
             for name, value in zip(class_names, per_class[metric].tolist(), strict=True):
@@ -125,46 +152,8 @@ class SplitMetrics:
                     logged[f"{split}/{metric}_class/{name}"] = value
         return logged
 
-    def all(self) -> list[Metric]:
-        """Returns every metric of torchmetrics that this one consists of."""
-        return [self.loss_sum, self.confusion, *self.shares.values()]
-
     def reset(self, device: torch.device, group: ProcessGroup | None = None) -> None:
         """Sets all counts to 0, on `device`; `group`: the ranks that together see all images once."""
-        for metric in self.all():
+        for metric in (self.loss_sum, self.confusion, *self.shares.values(), *self.curves):
             metric.process_group = group
             metric.to(device).reset()
-
-
-class CurveMetrics(SplitMetrics):
-    """Adds the curves over all thresholds, of each class against the rest (one-vs-rest). They are exact, so every rank
-    keeps, and at the end gathers, all probabilities in float64: 8 bytes x images x classes, 8 MB for CIFAR-100. float32
-    would round the probabilities of a confident model to 1, and tie them."""
-
-    def __init__(self, num_classes: int, loss: LossName = "cross_entropy"):
-        super().__init__(num_classes, loss)
-        self.roc = MulticlassROC(num_classes, **OPTIONS)
-        self.precision_recall = MulticlassPrecisionRecallCurve(num_classes, **OPTIONS)
-
-    def update(self, scores: Tensor, labels: Tensor) -> None:
-        super().update(scores, labels)
-        probabilities = scores.double().softmax(dim=1)
-        self.roc.update(probabilities, labels)
-        self.precision_recall.update(probabilities, labels)
-
-    def per_class(self) -> dict[str, Tensor]:
-        """Adds the area under the ROC curve and the average precision. Every rank calls it."""
-        metrics = super().per_class()
-        absent = metrics["recall"].isnan()
-        is_alone = absent.sum() == self.num_classes - 1  # there is no rest
-        # From the curves: torchmetrics' MulticlassAUROC and MulticlassAveragePrecision would sort the scores again.
-        false_alarms, hits, _ = self.roc.compute()
-        areas = torch.stack([torch.trapezoid(y, x) for x, y in zip(false_alarms, hits, strict=True)])
-        precisions, recalls, _ = self.precision_recall.compute()
-        sums = torch.stack([-x.diff() @ y[:-1] for x, y in zip(recalls, precisions, strict=True)])
-        metrics["auroc"] = areas.cpu().double().masked_fill(absent | is_alone, torch.nan)
-        metrics["average_precision"] = sums.cpu().double().masked_fill(absent, torch.nan)
-        return metrics
-
-    def all(self) -> list[Metric]:
-        return [*super().all(), self.roc, self.precision_recall]

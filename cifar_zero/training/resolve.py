@@ -43,12 +43,8 @@ def resolve(settings: Settings) -> Run:
 def announce(run: Run) -> None:
     """Prints in one line what is started, and a warning of too few cores."""
     ranks, placement = run.placement.world_size, run.placement
-    kind = "CPU process" if run.on_cpu else "GPU"
-    if ranks > 1:
-        kind = "CPU processes" if run.on_cpu else "GPUs"
-    source = "CIFAR-10 or else the digits" if run.data.source == "auto" else run.data.source
-    what = f"model {run.recipe.model.name}, strategy {placement.strategy_name}, {ranks} {kind}, data {source}"
-    say(f"starting: {what}, batch size {run.recipe.batch_size}")
+    what = f"model {run.recipe.model.name}, strategy {placement.strategy_name}, data {run.data.source}"
+    say(f"starting: {what}, batch size {run.recipe.batch_size}, ranks {ranks} ({placement.accelerator})")
     if run.on_cpu:
         warn_of_few_cores(ranks // placement.num_nodes)
 
@@ -125,7 +121,9 @@ def with_checkpoint(run: Run, resume: str) -> Run:
     if resume and (file := run_folder.recipe_of(Path(resume))):
         run = run.with_images_of(command_line.read_recipe(file).get("data.source", "auto"))
     if recipe.weights:
-        weights = Path(recipe.weights) if resume else run_folder.find_checkpoint(recipe.weights)
+        weights = Path(recipe.weights)
+        if not resume:
+            weights = run_folder.find_checkpoint(recipe.weights)
         if recipe.delta and not Path(recipe.delta).is_file():
             raise UsageError(f"--delta {recipe.delta} is not a file")
         delta = recipe.delta and str(Path(recipe.delta).absolute())

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from cifar_zero.config.settings import FALLBACK_SUFFIX
 from cifar_zero.core import exits
+from cifar_zero.core.hardware import REPOSITORY
 from cifar_zero.launch import local_launcher
-from cifar_zero.reports.summary import REPOSITORY
 
 POLL_SECONDS = 0.25  # time between two checks of a run
 SAVING_SECONDS = 45.0  # time that a run has to end: the launcher gives the ranks 30 s to write a checkpoint
@@ -39,8 +39,9 @@ def start(
     this process. `launcher` is a command that starts the ranks (srun ...). The end of the context asks a live run to
     end, then kills its process group; a second Ctrl-C kills it at once."""
     # torchrun and DeepSpeed's launcher start Python themselves.
-    starts = launcher and Path(launcher[0]).name in ("torchrun", "deepspeed")
-    python = ["--module"] if starts else [sys.executable, "-P", "-m"]
+    python = [sys.executable, "-P", "-m"]
+    if launcher and Path(launcher[0]).name in ("torchrun", "deepspeed"):
+        python = ["--module"]
     with log.open("w") as output:
         run = subprocess.Popen(
             [*launcher, *python, *program, *flags, *DEBUG.intersection(sys.argv)],
@@ -71,9 +72,10 @@ def failure(log: Path, code: int) -> str:
     if DEBUG.intersection(sys.argv):
         sys.stderr.write(text)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-    return errors[-1] if errors else f"{how}: {lines[-1]}" if lines else how
+    for line in reversed(lines):
+        if line.startswith("error: "):
+            return line.removeprefix("error: ")
+    return ": ".join([local_launcher.how_ended(code), *lines[-1:]])
 
 
 def folders(out: Path, name: str) -> list[Path]:

@@ -7,20 +7,20 @@ from pathlib import Path
 
 from cifar_zero import data
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.checkpoints.finetuning.load import Match, apply_delta, match, read_plain
-from cifar_zero.checkpoints.finetuning.network import check_patterns, on_meta
-from cifar_zero.checkpoints.read import RECORD, check_resumable, load_weights, network, plain_network, read
+from cifar_zero.checkpoints.network import check_patterns, on_meta
+from cifar_zero.checkpoints.read import RECORD, check_resumable, read
 from cifar_zero.checkpoints.resume import check_classes, check_same_run, checkpoint_to_resume, newest_of
+from cifar_zero.checkpoints.weights import Match, apply_delta, load_weights, match, network, plain_network, read_plain
 from cifar_zero.config import command_line, ds_config
+from cifar_zero.config.recipe import LoRAConfig
 from cifar_zero.config.run import Run
+from cifar_zero.core.atomic import write_json
 from cifar_zero.core.console import command, say
 from cifar_zero.core.errors import UsageError
 from cifar_zero.launch import rank_environment
-from cifar_zero.launch.collectives import by_rank_0, ranks_on_another_disk
-from cifar_zero.launch.rendezvous import Place
+from cifar_zero.launch.collectives import Place, by_rank_0, ranks_on_another_disk
 from cifar_zero.models import MODELS, External
 from cifar_zero.models.external import pretrained
-from cifar_zero.reports.summary import write_json
 from cifar_zero.training.resolve import rank_0_decides, with_checkpoint
 
 
@@ -48,17 +48,19 @@ def check_checkpoint(run: Run) -> Mapping[str, int] | None:
     version, recipe, model or other classes, or cannot be trusted."""
 
     def images() -> Mapping[str, int] | None:
-        model = on_meta(run.recipe.model, run.num_classes, run.recipe.trainable, run.recipe.lora)
-        checkpoint = read(Path(run.output.resume), run.consent.trust, device="meta")
-        check_resumable(checkpoint, run.output.resume)
-        load_weights(model, network(checkpoint), run.output.resume)
-        if RECORD not in checkpoint:
-            return None
-        check_same_run(run, checkpoint[RECORD]["config"])
-        check_classes(run, checkpoint[RECORD])
-        return checkpoint[RECORD]["images"]
+        resume = run.output.resume
+        checkpoint = read(Path(resume), run.consent.trust, device="meta")
+        check_resumable(checkpoint, resume)
+        record = checkpoint.get(RECORD)
+        if record is not None:
+            check_same_run(run, record["config"])
+            check_classes(run.data, record, resume)
+        load_weights(on_meta(run.recipe, run.num_classes), network(checkpoint), resume)
+        return record and record["images"]
 
-    return by_rank_0(images) if run.output.resume else None
+    if run.output.resume:
+        return by_rank_0(images)
+    return None
 
 
 def agree_on_images(run: Run) -> Run:
@@ -72,7 +74,7 @@ def agree_on_images(run: Run) -> Run:
 def pretrained_weights(run: Run) -> Match | None:
     """Returns the weights to start from; None for fresh ones or a resumed run. Raises UsageError: they are damaged or
     of another model, or --trainable or --lora.target names nothing."""
-    model = on_meta(run.recipe.model, run.num_classes, run.recipe.trainable, run.recipe.lora)
+    model = on_meta(run.recipe, run.num_classes)
     check_patterns(model, run.recipe.trainable, run.recipe.model.options.get("ep_size", 1))
     if run.output.resume:
         return None
@@ -86,7 +88,7 @@ def pretrained_weights(run: Run) -> Match | None:
         if not isinstance(entry, External) or not entry.weights:
             return None
         weights, source = by_rank_0(lambda: pretrained(entry)), entry.weights
-    return match(on_meta(run.recipe.model, run.num_classes), weights, source)
+    return match(on_meta(replace(run.recipe, lora=LoRAConfig()), run.num_classes), weights, source)
 
 
 def open_run(run: Run, weights: Match | None) -> Path:

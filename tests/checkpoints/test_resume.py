@@ -179,12 +179,12 @@ def test_a_run_continues_on_the_images_that_it_had(before: str, now: str, contin
     record = {"config": tree_of(command_line.parse([*resume, before])), "classes": classes}
     check_same_run(config, record["config"])
     if before == "digits":
-        with pytest.raises(UsageError, match=r"had other classes than --data.source digits now has \("):
-            check_classes(config.with_images_of("digits"), record)
+        with pytest.raises(UsageError, match=r"was trained on other classes than --data.source digits has \("):
+            check_classes(config.with_images_of("digits").data, record, "last.ckpt")
         record["classes"] = [*data.class_names(command_line.parse(["--data.source", "digits"]).data)]
     found = config.with_images_of(cast(SourceName, before))
     assert (found.data.source, found.fell_back) == (continued, (before, now) == ("digits", "auto"))
-    check_classes(found, record)
+    check_classes(found.data, record, "last.ckpt")
 
 
 def test_a_folder_must_have_the_classes_that_it_had(tmp_path: Path):
@@ -194,10 +194,10 @@ def test_a_folder_must_have_the_classes_that_it_had(tmp_path: Path):
             (tmp_path / split / name / "0.png").touch()
     config = command_line.parse(["--resume", "last.ckpt", "--data.source", "folder", "--data.root", str(tmp_path)])
     record = {"config": tree_of(config), "classes": ["cat", "dog"]}
-    check_classes(config, record)
+    check_classes(config.data, record, "last.ckpt")
     record["classes"] = ["bird", "dog"]
-    with pytest.raises(UsageError, match=r"now has \(bird, cat\): .* --weights last.ckpt without --resume"):
-        check_classes(config, record)
+    with pytest.raises(UsageError, match=r"has \(bird, cat\): .* --weights last.ckpt"):
+        check_classes(config.data, record, "last.ckpt")
 
 
 @pytest.mark.parametrize("damaged", ["", "[1]", "{", '[{"rank": 0}]', "\udcff"])

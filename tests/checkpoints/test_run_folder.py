@@ -24,18 +24,6 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path):
         run_folder.claim(str(tmp_path / "file"), "net-baseline")
 
 
-def test_a_directory_is_tried_out_and_left_as_it_was(tmp_path: Path):
-    (tmp_path / "net").mkdir()
-    os.utime(tmp_path / "net", (100, 100))
-    run_folder.check_writable(str(tmp_path), "net")
-    run_folder.check_writable(str(tmp_path / "new" / "runs"), "net")
-    assert [path.name for path in tmp_path.iterdir()] == ["net"]
-    assert (tmp_path / "net").stat().st_mtime == 100
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=f"--out {tmp_path}/file: .* cannot be written"):
-        run_folder.check_writable(str(tmp_path / "file"), "net")
-
-
 def make(path: Path, when: float) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.name.startswith("sharded"):

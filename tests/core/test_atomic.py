@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.core import atomic
@@ -68,3 +71,14 @@ def test_what_a_killed_writer_leaves_is_removed(tmp_path: Path):
         (tmp_path / name).touch()
     atomic.remove_unfinished(tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["best.safetensors", "last.ckpt", "notes.tmp"]
+
+
+def test_json_is_written_whole_and_without_nan(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.json"
+    atomic.write_json(file, {"loss": float("nan"), "deep": [{"norm": float("inf")}, 1.5]})
+    assert json.loads(file.read_text(), parse_constant=pytest.fail) == {"loss": None, "deep": [{"norm": None}, 1.5]}
+    with pytest.raises(TypeError):
+        atomic.write_json(file, {"loss": object()})
+    assert json.loads(file.read_text())["loss"] is None  # the old file still stands
+    atomic.write_json(file, {"loss": 1})
+    assert list(tmp_path.iterdir()) == [file]

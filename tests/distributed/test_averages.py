@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from cifar_zero.checkpoints.read import network
-from cifar_zero.checkpoints.safetensors_file import read_safetensors
+from cifar_zero.checkpoints.weights import network, read_safetensors
 from cifar_zero.checkpoints.zero_folder import AVERAGE
 from cifar_zero.config.arguments import read_arguments
 from cifar_zero.exporting import formats

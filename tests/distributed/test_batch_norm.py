@@ -12,7 +12,7 @@ from torch.optim.swa_utils import update_bn
 
 from cifar_zero import data as sources
 from cifar_zero import models
-from cifar_zero.checkpoints.read import network
+from cifar_zero.checkpoints.weights import network
 from cifar_zero.checkpoints.zero_folder import AVERAGE
 from cifar_zero.config import command_line
 from cifar_zero.data.augment import normalize

@@ -22,5 +22,5 @@ def test_two_ranks_write_figures_and_print_once(small_data: list[str], tmp_path:
     assert done.stdout.count("run folder") == 1
     may_come = ("Preparing the images", "other programs use")
     first, last = [line for line in done.stderr.splitlines() if line and not line.startswith(may_come)]
-    assert first.startswith("starting: model net, strategy deepspeed_stage_2, 2 CPU processes, data synthetic, batch")
+    assert first.startswith("starting: model net, strategy deepspeed_stage_2, data synthetic, batch")
     assert last.startswith("Step 3/3 |")

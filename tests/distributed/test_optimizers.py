@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cifar_zero.checkpoints.read import network
+from cifar_zero.checkpoints.weights import network
 from cifar_zero.optimizers import BY_DEEPSPEED, OFFLOADED_BY, OPTIMIZERS
 from tests.support.helpers import WHOLE, last_checkpoint, run_folder_of, train_all
 

@@ -20,7 +20,7 @@ from cifar_zero.comparison.reading import read_losses
 from cifar_zero.config import command_line
 from cifar_zero.optimizers import OFFLOADED_BY
 from cifar_zero.schedules import SCHEDULES
-from cifar_zero.training.build import run_steps
+from cifar_zero.training.instead import run_steps
 from datamodule import CIFARDataModule
 from tests.support.helpers import ROOT, on_a_small_cpu, run_folder_of, train_all
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cifar_zero.checkpoints.read import network
+from cifar_zero.checkpoints.weights import network
 from tests.support.helpers import largest_difference, last_checkpoint, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.launch import rendezvous
+from cifar_zero.launch.collectives import OWN_STORE
 from tests.support.helpers import (
     HANG_SECONDS,
     ROOT,
@@ -49,7 +49,7 @@ RECIPE = [
 ]
 """An epoch has 40 steps."""
 
-NETWORK = {"GLOO_SOCKET_IFNAME": DEVICE, rendezvous.OWN_STORE: "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+NETWORK = {"GLOO_SOCKET_IFNAME": DEVICE, OWN_STORE: "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 """What docs/cluster.md says to set on each node: a host's own name resolves to its loopback address."""
 
 SLOW = "20mbit"

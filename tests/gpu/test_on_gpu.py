@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cifar_zero.config.strategy_specs import STRATEGIES
-from cifar_zero.training.callbacks.flops import peak_by_name
+from cifar_zero.training.callbacks.throughput import peak_by_name
 from tests.support.helpers import assert_ok, loss_by_step, run_folder_of, run_program
 
 pytestmark = [

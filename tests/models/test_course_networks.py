@@ -12,7 +12,7 @@ from cifar_zero import models
 from cifar_zero.config import command_line
 from cifar_zero.config.recipe import Choice
 from cifar_zero.core.errors import UsageError
-from cifar_zero.training.callbacks.flops import training_flops
+from cifar_zero.training.callbacks.throughput import training_flops
 from tests.support.helpers import parameter_count
 
 SMALL: dict[str, dict[str, Any]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cifar_module import CIFARModule
 from cifar_zero import models
-from cifar_zero.checkpoints.finetuning import network
+from cifar_zero.checkpoints import network
 from cifar_zero.config.command_line import parse
-from cifar_zero.config.recipe import Choice, LoRAConfig
+from cifar_zero.config.recipe import Choice, LoRAConfig, Recipe
 from cifar_zero.models.initialization import initialize
 from cifar_zero.training.resolve import make_run
 
@@ -97,6 +97,6 @@ class Draws(TorchDispatchMode):
 def test_weights_on_a_gpu_are_those_of_a_cpu(model: str, scheme: str):
     """Baseline, DDP and ZeRO build the model on the GPU, fsdp2 and a machine without one on the CPU."""
     with FakeTensorMode(), Draws() as draws, torch.device("cuda"):
-        net = network.build(Choice(model), 10, init=scheme, lora=LoRAConfig(rank=2))
+        net = network.build(Recipe(model=Choice(model), init=cast(Any, scheme), lora=LoRAConfig(rank=2)), 10)
     assert {parameter.device.type for parameter in net.parameters()} == {"cuda"}
     assert draws.devices == {torch.device("cpu")}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cifar_zero.checkpoints.read import network
+from cifar_zero.checkpoints.weights import network
 from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
 from tests.support.helpers import ROOT, assert_ok, last_checkpoint, run_folder_of, run_program, train_all

@@ -11,5 +11,5 @@ def test_a_container_may_have_less_than_the_machine(tmp_path: Path, monkeypatch:
     limit = {"memory.max": "3000000\n", "memory.current": "2500000\n", "memory.stat": "anon 1\ninactive_file 1000000\n"}
     for name, text in limit.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(hardware, "_limiting_groups", lambda: [tmp_path])
+    monkeypatch.setattr(hardware, "CGROUPS", tmp_path)
     assert hardware.free_memory_bytes() == 1_500_000

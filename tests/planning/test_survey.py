@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cifar_zero.checkpoints.finetuning.network import on_meta
+from cifar_zero.checkpoints.network import on_meta
 from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
 from cifar_zero.planning import activations, overheads
@@ -185,7 +185,7 @@ def test_lacking_memory_is_named() -> None:
 def test_equal_blocks_are_extrapolated_from_three() -> None:
     """The result equals that of counting all blocks, to the byte."""
     run = make_run(command_line.parse(["--model", "vit_tiny", "--activation_checkpointing", "--devices", "1"]))
-    net = on_meta(run.recipe.model, run.num_classes).bfloat16()
+    net = on_meta(run.recipe, run.num_classes).bfloat16()
     with activations.FAKE():
         net = activations._fake(net)
         whole = activations.counted(net, 4, "cast")

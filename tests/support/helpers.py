@@ -28,11 +28,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from cifar_zero import models
 from cifar_zero.__main__ import COMMANDS
-from cifar_zero.checkpoints.finetuning.network import on_meta
-from cifar_zero.checkpoints.read import load_weights, network, read
+from cifar_zero.checkpoints.network import on_meta
+from cifar_zero.checkpoints.read import read
+from cifar_zero.checkpoints.weights import load_weights, network
 from cifar_zero.config import command_line
 from cifar_zero.config.placement import OffloadConfig, ZeROConfig
-from cifar_zero.config.recipe import Choice
+from cifar_zero.config.recipe import Choice, Recipe
 from cifar_zero.core.console import next_to_python
 
 WHOLE = "FUZZ" in os.environ
@@ -283,7 +284,7 @@ def loss_by_step(run: Path) -> dict[int, float]:
 
 def parameter_count(model: Choice, num_classes: int) -> int:
     """Returns the parameters of a model, in elements."""
-    return sum(parameter.numel() for parameter in on_meta(model, num_classes).parameters())
+    return sum(parameter.numel() for parameter in on_meta(Recipe(model=model), num_classes).parameters())
 
 
 def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

@@ -23,11 +23,10 @@ import matplotlib.pyplot
 import sklearn.metrics
 
 from cifar_zero.core.console import quieten
-from cifar_zero.reports import figures, summary
-from cifar_zero.training import build
-from cifar_zero.training.callbacks import summary as end_of_run
+from cifar_zero.training import build, results
+from cifar_zero.training.callbacks import figures
 
-IMPORTED = (matplotlib.pyplot, sklearn.metrics, build, end_of_run, figures, summary, quieten)
+IMPORTED = (matplotlib.pyplot, sklearn.metrics, build, figures, results, quieten)
 """These modules are imported, but nothing has been called: a fork begins like a program that has just started."""
 
 REQUEST_BYTES = 2**16

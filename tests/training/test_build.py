@@ -10,7 +10,7 @@ from cifar_zero import train
 from cifar_zero.config import command_line
 from cifar_zero.schedules import Cosine
 from cifar_zero.training import build
-from cifar_zero.training.build import run_steps
+from cifar_zero.training.instead import run_steps
 from cifar_zero.training.resolve import resolve
 from datamodule import CIFARDataModule
 

@@ -5,7 +5,7 @@ import torch
 
 from cifar_zero.config import command_line
 from cifar_zero.models.net import Net
-from cifar_zero.training.gradient_check import check_gradients
+from cifar_zero.training.instead import check_gradients
 from cifar_zero.training.resolve import resolve
 
 

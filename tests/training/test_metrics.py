@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from cifar_zero.data.dataset import IGNORED, EvalOrder
-from cifar_zero.training.metrics import BINS, CurveMetrics, SplitMetrics
+from cifar_zero.training.metrics import BINS, SplitMetrics
 
 reference: Any = sklearn.metrics  # Any: it has no annotations, and pyright misreads its docstrings
 
@@ -39,7 +39,7 @@ def measure(case: str, rank: int, ranks: int) -> dict[str, Any]:
     # The padding: if it counted, it would change every metric.
     scores = torch.cat([scores, 50 * torch.ones(1, CASES[case]).cumsum(1)])
     labels = torch.cat([labels, torch.tensor([IGNORED])])
-    metrics = CurveMetrics(CASES[case])
+    metrics = SplitMetrics(CASES[case], curves=True)
     metrics.reset(torch.device("cpu"))
     for positions in EvalOrder(ROWS, BATCH_SIZE, ranks, rank).positions():
         metrics.update(scores[positions], labels[positions])
@@ -173,7 +173,7 @@ def test_a_class_without_images_has_no_curve_and_many_classes_have_only_accuraci
 
 
 def test_nan_scores_raise_nothing():
-    metrics = CurveMetrics(10)
+    metrics = SplitMetrics(10, curves=True)
     metrics.update(torch.full((20, 10), torch.nan), torch.arange(20) % 10)
     assert np.isnan(metrics.overall()["loss"])
 
@@ -196,7 +196,7 @@ def test_a_padded_nan_is_not_counted():
 
 def test_a_reset_forgets_everything():
     scores, labels = scores_and_labels("ten classes")
-    metrics = CurveMetrics(10)
+    metrics = SplitMetrics(10, curves=True)
     metrics.update(-scores, labels)
     metrics.overall()
     metrics.reset(torch.device("cpu"))

@@ -11,9 +11,10 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from torch import Tensor
 from torch.nn import Parameter
 
-from cifar_zero.checkpoints.io import failure_of, save
+from cifar_zero.checkpoints.io import save
 from cifar_zero.checkpoints.safe_load import load
 from cifar_zero.checkpoints.zero_folder import plain_names
+from cifar_zero.core.atomic import failure_of
 from cifar_zero.optimizers.groups import by_name
 from cifar_zero.strategies.deepspeed.experts import ep_size
 

@@ -21,10 +21,11 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 from torch.nn import Module
 
-from cifar_zero.checkpoints.io import AtomicCheckpointIO, failure_of
+from cifar_zero.checkpoints.io import AtomicCheckpointIO
 from cifar_zero.checkpoints.read import read
 from cifar_zero.checkpoints.zero_folder import GROUPS, ON_DISK, PROGRESS, SHAPE, TAG, shape_of
 from cifar_zero.core import atomic
+from cifar_zero.core.atomic import failure_of
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import UsageError
 from cifar_zero.launch.collectives import gather

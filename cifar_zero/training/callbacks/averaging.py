@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
-from cifar_zero.checkpoints.finetuning.network import freeze_statistics, frozen_batch_norms, tracked_batch_norms
+from cifar_zero.checkpoints.network import freeze_statistics, frozen_batch_norms, tracked_batch_norms
 from cifar_zero.checkpoints.zero_folder import AVERAGE
 from cifar_zero.launch.collectives import average_over_ranks
 from cifar_zero.strategies import hooks_of
@@ -52,8 +52,9 @@ class Averaging(Callback):
     """
 
     def __init__(self, ema: float, swa_from: float):
-        self._kind = "ema" if ema else "swa"
-        self._max_count = 1 / (1 - ema) - 1 if ema else math.inf  # weighs the average against new weights
+        self._kind, self._max_count = "swa", math.inf  # the latter weighs the average against new weights
+        if ema:
+            self._kind, self._max_count = "ema", 1 / (1 - ema) - 1
         self._average_in = get_swa_multi_avg_fn()  # moves averages towards values by 1 / (count + 1) of the difference
         self._swa_from = swa_from
         self._first_step = 0
@@ -108,7 +109,8 @@ class Averaging(Callback):
         self._count, self._averages = saved["count"], []
         for name, part in parts.items():
             value = saved["weights"][plain[name]]
-            value = value if saved["sharded"] else hooks.cut(value, part)
+            if not saved["sharded"]:
+                value = hooks.cut(value, part)
             self._averages.append(value.to(hooks.local(part).device, torch.float32, copy=True))
 
     # Not in inference mode, in which Lightning calls them: stage 3 gathers parameters here that are trained afterwards.

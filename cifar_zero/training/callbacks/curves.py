@@ -1,6 +1,8 @@
-"""The training curves: loss, epoch, learning rate and gradient norm over the optimizer steps; when they get a point."""
+"""The training curves over the optimizer steps: loss, epoch, learning rate, gradients, and how mixtures of experts
+distribute their tokens; when they get a point."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.checkpoints.io import attempt
+from cifar_zero.core.atomic import attempt
+from cifar_zero.models.moe import Gate, gates
 from cifar_zero.strategies import hooks_of
 from cifar_zero.training.loggers import write_to
 
@@ -74,7 +77,7 @@ class TrainingCurves(IntervalCallback):
         self._gradient_norm: Tensor | None = None
 
     @property
-    def totals(self) -> dict[str, float | None]:
+    def totals_of_run(self) -> dict[str, float | None]:
         """Values of metrics.json."""
         return {"epochs": self.last_epoch, "train/loss": self.last_loss}
 
@@ -107,9 +110,10 @@ class TrainingCurves(IntervalCallback):
         if self._learning_rate is not None:  # unknown if the run was stopped at a step that nobody could foresee
             scalars["train/learning_rate"] = self.last_learning_rate = self._learning_rate
             norm = self._gradient_norm
-            scalar = hooks_of(trainer.strategy).step_gradient_norm() if norm is None else norm.item()
-            if scalar is not None:
-                scalars["train/grad_norm"] = scalar
+            if norm is None:
+                norm = hooks_of(trainer.strategy).step_gradient_norm()
+            if norm is not None:
+                scalars["train/grad_norm"] = float(norm)
         log_scalars(trainer, scalars)
         self.losses = []
         self._learning_rate = self._gradient_norm = None
@@ -148,3 +152,52 @@ class GradientLogger(IntervalCallback):
                 for name, gradient in gradients.items():
                     point = f"gradients/{name}", gradient, trainer.global_step
                     write_to(logger, partial(logger.experiment.add_histogram, *point))
+
+
+class Experts(IntervalCallback):
+    """Writes the moe/* curves. Between two points it only keeps references to tensors that the gates already have on
+    the device."""
+
+    def __init__(self) -> None:
+        self._gates: Sequence[Gate] = ()
+        self._newest: list[Any] = []  # the `Routing` of the last micro-batch, which is as large as the others, by gate
+        self._tokens: list[list[Tensor]] = []  # since the newest point, by gate: tokens of each expert, int64 (E,)
+        self._losses: list[list[Tensor]] = []  # the load-balancing losses, float32 scalars
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._gates = gates(pl_module.net)  # as the strategy has made them
+        self._forget()
+
+    def on_train_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
+        self._newest = [gate.routing for gate in self._gates]
+        for routing, tokens, losses in zip(self._newest, self._tokens, self._losses, strict=True):
+            tokens.append(routing.tokens)
+            losses.append(routing.load_balance_loss.detach())
+        super().on_train_batch_end(trainer, *arguments)
+
+    def _log(self, trainer: Trainer) -> None:
+        own: list[Tensor] = []
+        for routing, tokens, losses in zip(self._newest, self._tokens, self._losses, strict=True):
+            p = routing.probabilities
+            entropy = torch.special.entr(p).sum(dim=1).mean() / math.log(max(2, p.shape[1]))  # a share of its maximum
+            means = torch.stack([torch.stack(losses).mean(), entropy])
+            own.append(torch.cat([torch.stack(tokens).sum(dim=0).double(), means.double()]))
+        # One reduction and one copy to the host for all curves of all mixtures.
+        summed = trainer.strategy.reduce(torch.cat(own), reduce_op="sum").cpu().split([len(each) for each in own])
+        scalars: dict[str, float] = {}
+        for number, (routing, values) in enumerate(zip(self._newest, summed, strict=True)):
+            *tokens, load_balance_loss, entropy = values.tolist()
+            micro_batches = len(self._tokens[number])
+            for expert, count in enumerate(tokens):
+                of_step = count / micro_batches * trainer.accumulate_grad_batches
+                scalars[f"moe/tokens/mixture_{number}/expert_{expert}"] = of_step
+            routes = micro_batches * routing.experts.numel() * trainer.world_size
+            scalars[f"moe/dropped/mixture_{number}"] = 1 - sum(tokens) / routes
+            scalars[f"moe/load_balance_loss/mixture_{number}"] = load_balance_loss / trainer.world_size
+            scalars[f"moe/gate_entropy/mixture_{number}"] = entropy / trainer.world_size
+        log_scalars(trainer, scalars)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._tokens, self._losses = [[] for _ in self._gates], [[] for _ in self._gates]

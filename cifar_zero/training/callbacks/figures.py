@@ -1,27 +1,28 @@
 """The figures of a test: confusion matrix, most confident mistakes, ROC and precision-recall curves."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 from torch import Tensor
+from torchmetrics.utilities.plot import plot_confusion_matrix, plot_curve
 
-from cifar_zero.checkpoints.io import attempt
 from cifar_zero.config.recipe import Inputs
+from cifar_zero.core.atomic import attempt
 from cifar_zero.launch.collectives import gather
-from cifar_zero.reports.figures import (
-    MISTAKE_COLUMNS,
-    MISTAKE_ROWS,
-    confusion_figure,
-    curve_figure,
-    mistakes_figure,
-)
 from cifar_zero.strategies import hooks_of
 from cifar_zero.training.loggers import write_to
+
+MISTAKE_ROWS, MISTAKE_COLUMNS = 4, 6  # rows and columns of the grid of mistakes
+
+LABELLED_CLASSES = 30  # most classes whose names and counts can be read in a figure
 
 SHOWN = MISTAKE_ROWS * MISTAKE_COLUMNS  # mistakes that the figure has room for, and that are kept
 
@@ -32,21 +33,20 @@ Mistakes = tuple[Tensor, Tensor, Tensor, Tensor]
 class TestFigures(Callback):
     """Writes the figures of a test into the run folder and the loggers."""
 
-    _mistakes: Mistakes | None = None
+    _mistakes: Sequence[Mistakes] = ()  # at most one
 
     def on_test_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self._mistakes = None
+        self._mistakes = ()
 
     def on_test_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
         """Keeps the most confident mistakes so far, on the device; `outputs`: class scores (N, classes)."""
-        found = surest_mistakes(outputs, *batch)
-        self._mistakes = found if self._mistakes is None else merge([self._mistakes, found])
+        self._mistakes = [merge([*self._mistakes, surest_mistakes(outputs, *batch)])]
 
     def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
-        assert self._mistakes is not None
-        of_each_rank = gather(tuple(part.cpu() for part in self._mistakes), hooks_of(trainer.strategy).data_group())
+        own = tuple(part.cpu() for part in self._mistakes[0])
+        of_each_rank = gather(own, hooks_of(trainer.strategy).data_group())
         tested = pl_module.test_metrics  # every rank calls it: it adds up the ranks' counts
-        counts, per_class = tested.confusion.compute().cpu().numpy(), tested.per_class()
+        counts, per_class = tested.confusion.compute().cpu(), tested.per_class()
         false_alarms, hits, _ = tested.roc.compute()
         precisions, recalls, _ = tested.precision_recall.compute()
         if not trainer.is_global_zero:
@@ -54,13 +54,12 @@ class TestFigures(Callback):
         names = trainer.datamodule.classes  # pyright: ignore[reportAttributeAccessIssue]
         confidence, images, true, predicted = merge(of_each_rank)  # pyright: ignore[reportArgumentType]
         mistakes = as_pixels(images, pl_module.inputs).numpy(), true.numpy(), predicted.numpy(), confidence.numpy()
-        roc, precision_recall = [*zip(false_alarms, hits, strict=True)], [*zip(recalls, precisions, strict=True)]
-        rates = ["false positive rate", "true positive rate"]
-        averages = per_class["average_precision"]
         _write(trainer, confusion_figure(counts, names), "confusion_matrix")
         _write(trainer, mistakes_figure(*mistakes, names), "mistakes")
-        _write(trainer, curve_figure(roc, per_class["auroc"], names, "AUROC", rates), "roc")
-        figure = curve_figure(precision_recall, averages, names, "average precision", ["recall", "precision"])
+        axes = "false positive rate", "true positive rate"
+        _write(trainer, curve_figure((false_alarms, hits), per_class["auroc"], names, "AUROC", axes), "roc")
+        curves, areas = (recalls, precisions), per_class["average_precision"]
+        figure = curve_figure(curves, areas, names, "average precision", ("recall", "precision"))
         _write(trainer, figure, "precision_recall")
 
 
@@ -97,3 +96,49 @@ def _write(trainer: Trainer, figure: Figure, name: str) -> None:
             write_to(logger, partial(logger.experiment.add_figure, tag, figure, trainer.global_step))
         elif isinstance(logger, WandbLogger):
             write_to(logger, partial(logger.log_image, tag, [str(file)], trainer.global_step))
+
+
+def confusion_figure(counts: Tensor, class_names: Sequence[str]) -> Figure:
+    """Draws the confusion matrix of counts (classes, classes), true by predicted."""
+    figure = Figure(figsize=(10, 9), layout="constrained")
+    axes = figure.add_subplot()
+    named = len(class_names) <= LABELLED_CLASSES
+    plot_confusion_matrix(counts, axes, add_text=named, labels=[*class_names], cmap="Blues")
+    if not named:
+        axes.set(xticks=[], yticks=[])
+    axes.set_title(f"{counts.sum():,} test images, {counts.trace() / counts.sum():.2%} correct")
+    return figure
+
+
+def mistakes_figure(
+    images: NDArray[np.uint8],
+    true: NDArray[np.int64],
+    predicted: NDArray[np.int64],
+    confidence: NDArray[np.float32],
+    class_names: Sequence[str],
+) -> Figure:
+    """Draws a grid of wrongly classified images (N, 3, H, W), RGB, in the order given; the first 24 are shown. Labels
+    are (N,), and so is the confidence, the probability given to the predicted class."""
+    figure = Figure(figsize=(1.75 * MISTAKE_COLUMNS, 2.1 * MISTAKE_ROWS + 0.4), layout="constrained")
+    figure.suptitle("most confident mistakes: true → predicted" if len(images) else "no mistakes")
+    cells = list(figure.subplots(MISTAKE_ROWS, MISTAKE_COLUMNS).flat)
+    for axes in cells:
+        axes.set_axis_off()
+    for axes, image, label, guess, share in zip(cells, images, true, predicted, confidence, strict=False):
+        axes.imshow(image.transpose(1, 2, 0), interpolation="nearest")
+        # Rounded down: 100 % would claim a certainty that a softmax does not have.
+        percent = min(int(100 * np.nan_to_num(share)), 99)
+        axes.set_title(f"{class_names[label]} →\n{class_names[guess]} {percent} %", fontsize=9)
+    return figure
+
+
+def curve_figure(curves: Any, areas: Tensor, class_names: Sequence[str], title: str, axes: tuple[str, str]) -> Figure:
+    """Draws a curve of each class against the rest; `curves` are the abscissae and the ordinates of all, from 0 to 1.
+    The legend has the area under each, of (classes,), NaN for a class without images. `axes`: their names."""
+    figure = Figure(figsize=(7.6, 4.8), layout="constrained")
+    plot = figure.add_subplot()
+    plot_curve(curves, areas, plot, axes, labels=[*class_names])
+    plot.set_title(f"{title} {areas.nanmean():.4f}, mean over the classes")
+    if len(class_names) > LABELLED_CLASSES:
+        plot.legend().remove()
+    return figure

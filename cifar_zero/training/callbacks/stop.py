@@ -11,13 +11,11 @@ from typing import Any
 
 import torch.distributed
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping
 
 from cifar_zero.checkpoints import resume
 from cifar_zero.checkpoints.io import AtomicCheckpointIO
 from cifar_zero.config.run import Run
 from cifar_zero.core import exits
-from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError, Stopped
 from cifar_zero.launch.collectives import gather
 
@@ -66,9 +64,12 @@ class Interrupt(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Installs the signal handlers."""
-        wanted = [*exits.SIGNALS, *([SLURM_REQUEUE] if "SLURM_JOB_ID" in os.environ else [])]
-        wanted = [number for number in wanted if signal.getsignal(number) != signal.SIG_IGN]  # as under nohup
-        self._previous = {number: signal.signal(number, self._request) for number in wanted}
+        wanted = [*exits.SIGNALS]
+        if "SLURM_JOB_ID" in os.environ:
+            wanted.append(SLURM_REQUEUE)
+        for number in wanted:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                self._previous[number] = signal.signal(number, self._request)
         self.has_started = True
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -96,30 +97,6 @@ class Interrupt(Callback):
         self._requested = self._requested or number
         if number == signal.SIGINT:
             signal.signal(number, self._previous[number])
-
-
-class EarlyStop(EarlyStopping):
-    """Lightning's EarlyStopping on the metric of the best checkpoint, --monitor; reports in one line when it stops. A
-    resumed run continues the count with its own patience, and ends at once if that is already exhausted. An epoch that
-    --max_steps cuts short has no validation and does not count. `patience` is in validations."""
-
-    def __init__(self, patience: int, monitor: str = "val/acc", mode: str = "max"):
-        super().__init__(monitor, mode=mode, patience=patience, strict=False)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the count, but not the patience of the old run, as Lightning (2.6.6) would."""
-        super().load_state_dict({**state_dict, "patience": self.patience})
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ends a resumed training whose patience is already exhausted."""
-        trainer.should_stop = trainer.should_stop or self.wait_count >= self.patience
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prints why the training has ended."""
-        if self.wait_count >= self.patience and trainer.is_global_zero:
-            waited = "1 validation" if self.wait_count == 1 else f"{self.wait_count} validations"
-            best = f"{self.monitor} has not improved on {self.best_score.item():.4g} in {waited}"
-            say(f"early stopping after epoch {self.stopped_epoch + 1}: {best}")
 
 
 def keep_handlers(trainer: Trainer) -> None:

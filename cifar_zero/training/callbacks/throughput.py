@@ -1,18 +1,32 @@
-"""How fast a run trains: time per optimizer step, its share of waiting for data, images and FLOPs per second."""
+"""Speed and progress of a run: time per optimizer step, its share of waiting for data, images and FLOPs per second.
+
+FLOPs are counted on a copy of the model with shapes and no values (torch's meta device), so that it does not matter
+whether the strategy shards, casts or offloads the model. The dense peak of NVIDIA's GPUs is the denominator of the
+model FLOPs utilisation (MFU). Lightning's table (2.6.6, lightning/fabric/utilities/throughput.py) does not serve: for
+the H100 NVL and the H200 it has figures with sparsity, twice what a dense model can reach (issue 21677), and it knows
+neither the name "NVIDIA H200" nor the tensor cores of GeForce cards.
+"""
 
 import os
+import re
+import sys
 import time
-from typing import Any
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import psutil
 import torch
+from lightning.fabric.utilities.throughput import measure_flops
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import TQDMProgressBar
 
+from cifar_zero.checkpoints.network import build
+from cifar_zero.config.recipe import Choice, Recipe
 from cifar_zero.config.settings import Settings
 from cifar_zero.core import exits
-from cifar_zero.models import MODELS
-from cifar_zero.training.callbacks.curves import IntervalCallback, log_scalars
-from cifar_zero.training.callbacks.flops import peak_flops
+from cifar_zero.core.console import say
+from cifar_zero.models import IMAGE_SHAPE, MODELS, UserModel
+from cifar_zero.training.callbacks.curves import IntervalCallback, TrainingCurves, log_scalars
 
 
 class Throughput(IntervalCallback):
@@ -27,30 +41,18 @@ class Throughput(IntervalCallback):
     def __init__(self, settings: Settings, flops_per_step: int):
         self._config = settings
         self._flops_per_step = flops_per_step
+        # perf/* of metrics.json, the rates over all timed steps. perf/fit_seconds is the wall-clock time of the whole
+        # fit; perf/seconds_to_first_step runs from the start of the command to the end of the first optimizer step.
+        self.totals_of_run: dict[str, float] = {}
         self.newest_rates: dict[str, float] = {}  # of the newest point; empty during the warm-up
         self.peak_flops: float | None = None  # FLOP/s that all devices together can reach, if known
         self._device = torch.device("cpu")
-        self._fit_started = self._fit_seconds = 0.0
-        self._seconds_to_first_step: float | None = None
-        self._first_step = self._first_timed_step = 0
+        self._fit_started = 0.0
+        self._first_step = self._first_timed_step = self._point_step = 0
         self._clock_started: float | None = None  # None while the clock stands still
         self._batch_ended = 0.0
-        self._seconds = self._data_seconds = 0.0  # of all timed steps
-        self._point_step, self._point_seconds, self._point_data_seconds = 0, 0.0, 0.0  # until the newest point
-
-    @property
-    def totals(self) -> dict[str, float | None]:
-        """perf/* of metrics.json, over all timed steps, if a step was timed. perf/fit_seconds is the wall-clock time of
-        the whole fit; perf/seconds_to_first_step runs from the start of the command to the end of the first optimizer
-        step."""
-        totals: dict[str, float | None] = {
-            "perf/seconds_to_first_step": self._seconds_to_first_step,
-            "perf/fit_seconds": self._fit_seconds,
-        }
-        steps = self._point_step - self._first_timed_step
-        if steps > 0:
-            totals |= self.rates(self._point_seconds, self._point_data_seconds, steps)
-        return totals
+        self._seconds = self._data_seconds = 0.0  # of the steps since the newest point
+        self._all_seconds = self._all_data_seconds = 0.0  # of the timed steps before
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -77,9 +79,10 @@ class Throughput(IntervalCallback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Notes the end of the first step; writes a point if one is due."""
-        if self._seconds_to_first_step is None and trainer.global_step > self._first_step:
+        key = "perf/seconds_to_first_step"
+        if key not in self.totals_of_run and trainer.global_step > self._first_step:
             started = float(os.environ.get(exits.STARTED) or psutil.Process().create_time())
-            self._seconds_to_first_step = time.time() - started
+            self.totals_of_run[key] = time.time() - started
         super().on_train_batch_end(trainer, pl_module)
         self._batch_ended = time.perf_counter()
 
@@ -92,18 +95,19 @@ class Throughput(IntervalCallback):
     on_validation_start = on_save_checkpoint = on_train_epoch_end = _pause
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._fit_seconds = time.perf_counter() - self._fit_started
+        self.totals_of_run["perf/fit_seconds"] = time.perf_counter() - self._fit_started
 
     def _log(self, trainer: Trainer) -> None:
         was_running = self._clock_started is not None
         self._pause()
-        steps = trainer.global_step - self._point_step
+        steps, all_steps = (trainer.global_step - first for first in (self._point_step, self._first_timed_step))
         if steps > 0:
-            data_seconds = self._data_seconds - self._point_data_seconds
-            self.newest_rates = self.rates(self._seconds - self._point_seconds, data_seconds, steps)
+            self.newest_rates = self.rates(self._seconds, self._data_seconds, steps)
             log_scalars(trainer, self.newest_rates)
-            self._point_step, self._point_seconds = trainer.global_step, self._seconds
-            self._point_data_seconds = self._data_seconds
+            self._all_seconds += self._seconds
+            self._all_data_seconds += self._data_seconds
+            self.totals_of_run |= self.rates(self._all_seconds, self._all_data_seconds, all_steps)
+            self._point_step, self._seconds, self._data_seconds = trainer.global_step, 0.0, 0.0
         if was_running:
             self._clock_started = self._now()
 
@@ -128,3 +132,152 @@ class Throughput(IntervalCallback):
         if self.peak_flops is not None:
             rates["perf/mfu"] = flops_per_second / self.peak_flops
         return rates
+
+
+RATES = {
+    "perf/step_time_ms": "Time: {:.4g}ms",
+    "perf/tflops": "TFLOPS: {:.3g}",
+    "perf/images_per_second": "Images/s: {:.0f}",
+    "perf/tokens_per_second": "Tokens/s: {:.0f}",
+}
+"""The parts of a line, by the tags of the curves."""
+
+
+def is_terminal() -> bool:
+    """Returns whether a bar can be drawn where Lightning draws it."""
+    return sys.stdout.isatty()
+
+
+class ProgressBar(TQDMProgressBar):
+    """Lightning's bar, with the loss of the newest point of the curves and the accuracy of the newest validation."""
+
+    def __init__(self, curves: TrainingCurves):
+        super().__init__(refresh_rate=20)  # drawing it takes as long as a step of a small model
+        self._curves = curves
+
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        shown: dict[str, Any] = {}
+        if self._curves.last_loss is not None:
+            shown["loss"] = f"{self._curves.last_loss:.3f}"
+        if "val/acc" in trainer.callback_metrics:
+            shown["val/acc"] = f"{trainer.callback_metrics['val/acc']:.2%}"
+        return shown
+
+
+class ProgressLines(IntervalCallback):
+    """Prints the newest point of the curves, on rank 0, in the form of DeepSpeedExamples
+    (training/DeepSpeed-SuperOffload/finetune_zero3.py). The callbacks of the curves must come before it."""
+
+    def __init__(self, curves: TrainingCurves, throughput: Throughput):
+        self._curves, self._throughput = curves, throughput
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        metrics = trainer.callback_metrics
+        if trainer.is_global_zero:
+            epoch = trainer.current_epoch + 1
+            say(f"epoch {epoch}  val/loss {metrics['val/loss']:.3f}  val/acc {metrics['val/acc']:.2%}")
+
+    def _log(self, trainer: Trainer) -> None:
+        if not trainer.is_global_zero:
+            return
+        step, rates, total = trainer.global_step, self._throughput.newest_rates, trainer.estimated_stepping_batches
+        is_known = 0 < total < float("inf")
+        parts = [f"Step {step}/{total}" if is_known else f"Step {step}", f"epoch {self._curves.last_epoch:.2f}"]
+        parts.append(f"Loss: {self._curves.last_loss:.4f}")
+        if self._curves.last_learning_rate is not None:
+            parts.append(f"Learning rate: {self._curves.last_learning_rate:.4g}")
+        for tag, form in RATES.items():
+            if tag in rates:
+                parts.append(form.format(rates[tag]))
+        if is_known and rates:
+            seconds = (total - step) * rates["perf/step_time_ms"] / 1e3
+            parts.append(f"{timedelta(seconds=int(seconds))} left")
+        say(" | ".join(parts))
+
+
+def training_flops(model: Choice, num_classes: int, batch_size: int, side: int = IMAGE_SHAPE[1], **recipe: Any) -> int:
+    """Returns the FLOPs of a forward and backward pass of images of `side` pixels, two for each multiply-add. Counts
+    matrix products and convolutions, as torch's FlopCounterMode does. What activation checkpointing
+    recomputes is not included."""
+
+    def count() -> int:
+        net = build(Recipe(model=model, **recipe), num_classes)
+        images = torch.zeros(batch_size, IMAGE_SHAPE[0], side, side)
+        return measure_flops(net, lambda: net(images), torch.Tensor.sum)
+
+    with torch.autograd.set_detect_anomaly(False):  # it would check values, which do not exist
+        try:
+            with torch.device("meta"):
+                return count()
+        except (RuntimeError, NotImplementedError):
+            if not issubclass(MODELS[model.name], UserModel):
+                raise
+            return count()  # what a user's model computes may depend on values
+
+
+class Peak(NamedTuple):
+    """FLOP/s of one GPU without sparsity, two for each multiply-add; None for a type that its tensor cores lack."""
+
+    float32: float  # outside the tensor cores
+    tfloat32: float | None
+    bfloat16: float | None
+    float16: float | None  # with accumulation in float32, which torch uses
+
+
+# Half of the figure if a data sheet only gives it with sparsity. Patterns are searched in the name that
+# torch.cuda.get_device_name returns; \b keeps the A10 from the A100, the L4 from the L40S and the H200 from the GH200.
+PEAKS = {
+    # NVIDIA V100 data sheet (nvidia.com/content/dam/en-zz/Solutions/Data-Center/v100/pdf, January 2020)
+    r"\bV100-SXM": Peak(15.7e12, None, None, 125e12),
+    r"\bV100-PCIE": Peak(14e12, None, None, 112e12),
+    r"\bV100S-PCIE": Peak(16.4e12, None, None, 130e12),
+    # NVIDIA T4 data sheet (t4-tensor-core-datasheet-951643)
+    r"\bT4$": Peak(8.1e12, None, None, 65e12),
+    # NVIDIA A10 data sheet (a10-datasheet)
+    r"\bA10$": Peak(31.2e12, 62.5e12, 125e12, 125e12),
+    # NVIDIA A100 data sheet (nvidia-a100-datasheet-us-nvidia-1758950-r4-web); SXM and PCIe alike
+    r"\bA100\b": Peak(19.5e12, 156e12, 312e12, 312e12),
+    # NVIDIA Ampere GA102 architecture white paper, version 2, RTX 3090 next to the Titan RTX
+    r"\bGeForce RTX 3090$": Peak(35.6e12, 35.6e12, 71e12, 71e12),
+    # NVIDIA Ada architecture white paper, version 2.1, appendix A
+    r"\bGeForce RTX 4090$": Peak(82.6e12, 82.6e12, 165.2e12, 165.2e12),
+    # NVIDIA L4 data sheet: 120, 242 and 242 with sparsity
+    r"\bL4$": Peak(30.3e12, 60e12, 121e12, 121e12),
+    # NVIDIA L40S data sheet (l40s-datasheet)
+    r"\bL40S$": Peak(91.6e12, 183e12, 362.05e12, 362.05e12),
+    # NVIDIA H100 data sheet (h100-datasheet-24306): SXM 989, 1,979 and 1,979 with sparsity; NVL 835, 1,671 and 1,671.
+    # PCIe, in an earlier edition: 756, 1,513 and 1,513
+    r"\bH100\b.* HBM3$": Peak(67e12, 494.5e12, 989.5e12, 989.5e12),
+    r"\bH100 PCIe$": Peak(51e12, 378e12, 756.5e12, 756.5e12),
+    r"\bH100 NVL$": Peak(60e12, 417.5e12, 835.5e12, 835.5e12),
+    # NVIDIA H200 data sheet (hpc-datasheet-sc23-h200-datasheet-3002446): SXM and NVL as the H100's
+    r"\bH200$": Peak(67e12, 494.5e12, 989.5e12, 989.5e12),
+    r"\bH200 NVL$": Peak(60e12, 417.5e12, 835.5e12, 835.5e12),
+    # NVIDIA Blackwell data sheet, a GPU of the HGX B200: 2,200, 4,500 and 4,500 with sparsity
+    r"\bB200$": Peak(75e12, 1100e12, 2250e12, 2250e12),
+}
+"""Peaks by a pattern of the device's name. A slice of a GPU (MIG) and other GPUs have no known peak."""
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Returns the dense peak of a device, in FLOP/s; None for a CPU or if unknown. `precision`: of the run."""
+    if device.type == "cuda":
+        return peak_by_name(torch.cuda.get_device_name(device), precision)
+    return None
+
+
+def peak_by_name(device_name: str, precision: str) -> float | None:
+    """Returns the dense peak of one GPU, named as torch.cuda.get_device_name does, in FLOP/s; None if unknown. The
+    precision 32-true counts as TF32 where torch.get_float32_matmul_precision() allows that; cuDNN uses TF32 for
+    convolutions whatever it says, unless torch.backends.cudnn.allow_tf32 is off."""
+    peak = next((peak for pattern, peak in PEAKS.items() if re.search(pattern, device_name)), None)
+    if peak is None or " MIG " in device_name:
+        return None
+    if precision.startswith("bf16"):
+        return peak.bfloat16
+    if precision.startswith("16"):
+        return peak.float16
+    tensor_cores = torch.get_float32_matmul_precision() != "highest"
+    if tensor_cores and peak.tfloat32:
+        return peak.tfloat32
+    return peak.float32

@@ -24,11 +24,8 @@ from cifar_zero.data.dataset import Split, TrainOrder
 from cifar_zero.data.memory_loader import MemoryLoader
 from cifar_zero.training import fast_loop
 from cifar_zero.training.callbacks.curves import TrainingCurves
-from cifar_zero.training.callbacks.flops import training_flops
-from cifar_zero.training.callbacks.memory import Memory
-from cifar_zero.training.callbacks.progress import ProgressLines
-from cifar_zero.training.callbacks.summary import EngineInfo
-from cifar_zero.training.callbacks.throughput import Throughput
+from cifar_zero.training.callbacks.engine import EngineInfo
+from cifar_zero.training.callbacks.throughput import ProgressLines, Throughput, training_flops
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 NUM_TEST = 60
@@ -129,7 +126,7 @@ def fit(tmp_path: Path) -> Callable[..., Run]:
         flops = training_flops(settings.recipe.model, len(CLASSES), settings.recipe.batch_size)
         settings = settings.changed(warmup_steps=warmup_steps)
         throughput = Throughput(settings, flops)
-        observers = [curves, Memory(), EngineInfo(), throughput, ProgressLines(curves, throughput)]
+        observers = [curves, EngineInfo(), throughput, ProgressLines(curves, throughput)]
         trainer = Trainer(
             accelerator="cpu",
             devices=1,

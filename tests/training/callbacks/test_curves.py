@@ -17,7 +17,7 @@ from cifar_zero.config.settings import Settings, make_settings
 from cifar_zero.schedules import WarmupLR
 from cifar_zero.training.build import strategy_of
 from cifar_zero.training.callbacks.curves import IntervalCallback, TrainingCurves
-from cifar_zero.training.callbacks.summary import EngineInfo
+from cifar_zero.training.callbacks.engine import EngineInfo
 from cifar_zero.training.resolve import make_run
 
 Fit = Callable[..., Any]
@@ -94,7 +94,7 @@ def test_every_deepspeed_stage_logs_the_curves_of_the_baseline(fit: Fit) -> None
         run = fit(settings, 40, strategy=strategy)
         for tag in ("train/grad_norm", "train/loss", "train/learning_rate", "train/epoch"):
             assert run.points(tag) == pytest.approx(baseline.points(tag), rel=1e-5), f"stage {stage}, {tag}"
-        effective = run.observer(EngineInfo).totals
+        effective = run.observer(EngineInfo).totals_of_run
         assert (effective["compute_dtype"], effective["skipped_steps"]) == ("float32", 0)
         assert effective.get("reduce_bucket_size") == (62006 if stage else None)
         assert json.loads((run.folder / "deepspeed.json").read_text())["zero_optimization"]["stage"] == stage

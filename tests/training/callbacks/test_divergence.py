@@ -9,7 +9,7 @@ from torch import Tensor
 from cifar_zero.config.settings import make_settings
 from cifar_zero.core.errors import RunError
 from cifar_zero.training.callbacks.curves import TrainingCurves
-from cifar_zero.training.callbacks.divergence import Divergence
+from cifar_zero.training.callbacks.monitors import Divergence
 from tests.support.helpers import run_folder_of, run_program
 
 

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from cifar_zero.config.recipe import Choice
 from cifar_zero.config.settings import Settings, make_settings
 from cifar_zero.models.moe import Routing, gates
-from cifar_zero.training.callbacks.experts import Experts
+from cifar_zero.training.callbacks.curves import Experts
 from tests.support.helpers import run_folder_of, train_all
 
 Fit = Callable[..., Any]

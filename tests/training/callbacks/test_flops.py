@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cifar_zero.config.recipe import Choice
-from cifar_zero.training.callbacks.flops import PEAKS, peak_by_name, peak_flops, training_flops
+from cifar_zero.training.callbacks.throughput import PEAKS, peak_by_name, peak_flops, training_flops
 from tests.support.helpers import parameter_count
 
 TERA = 1e12

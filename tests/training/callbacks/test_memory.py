@@ -8,7 +8,7 @@ import torch
 from cifar_zero.config.recipe import Choice
 from cifar_zero.config.settings import make_settings
 from cifar_zero.strategies.hooks import Hooks
-from cifar_zero.training.callbacks.memory import Memory, peak_bytes
+from cifar_zero.training.callbacks.engine import EngineInfo, peak_bytes
 
 PARAMETERS = 62_006
 FLOAT32 = 4
@@ -23,7 +23,7 @@ FLOAT32 = 4
 )
 def test_model_states_of_a_run(fit: Callable[..., Any], optimizer: str, state: int) -> None:
     run = fit(make_settings(epochs=1, batch_size=8, accumulate=2, optimizer=Choice(optimizer)), 32)
-    totals = run.observer(Memory).totals
+    totals = run.observer(EngineInfo).totals_of_run
     expected = PARAMETERS * FLOAT32 * 2 + state
     assert totals["mem/parameter_rank_bytes"] == totals["mem/gradient_rank_bytes"] == [PARAMETERS * FLOAT32]
     assert totals["mem/optimizer_rank_bytes"] == [state]

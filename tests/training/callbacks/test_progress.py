@@ -7,7 +7,7 @@ from lightning.pytorch import Callback, Trainer
 
 from cifar_zero.config.settings import make_settings
 from cifar_zero.training.callbacks.curves import TrainingCurves
-from cifar_zero.training.callbacks.progress import ProgressBar
+from cifar_zero.training.callbacks.throughput import ProgressBar
 
 
 class StopAt(Callback):

@@ -18,7 +18,8 @@ from cifar_zero.config.settings import Consent, make_settings
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import Stopped
 from cifar_zero.training.callbacks.checkpoint import LastCheckpoint
-from cifar_zero.training.callbacks.stop import EarlyStop, Interrupt, reported
+from cifar_zero.training.callbacks.monitors import EarlyStop
+from cifar_zero.training.callbacks.stop import Interrupt, reported
 from cifar_zero.training.resolve import resolve
 
 CONFIG = make_settings(epochs=3, batch_size=8)

@@ -81,7 +81,7 @@ def test_the_clock_leaves_out_warm_up_validation_and_checkpoints(
     points = run.points("perf/step_time_ms")
     assert list(points) == (list(range(5, 25)) if log_interval == 1 else [24])
     assert list(points.values()) == pytest.approx([1e3 * STEP_SECONDS] * len(points))
-    totals = run.observer(Throughput).totals
+    totals = run.observer(Throughput).totals_of_run
     assert totals["perf/step_time_ms"] == pytest.approx(1e3 * STEP_SECONDS)
     assert totals["perf/images_per_second"] == pytest.approx(4 / STEP_SECONDS)
     assert totals["perf/tflops"] == pytest.approx(12_818_880 / STEP_SECONDS / 1e12)
@@ -114,7 +114,7 @@ def test_the_wait_for_data_and_the_utilisation(fit: Callable[..., Any], monkeypa
     assert run.points("perf/data_time_ms") == pytest.approx({step: 1e3 * wait for step, wait in waits.items()})
     assert run.points("perf/step_time_ms") == pytest.approx({step: 1e3 * seconds for step, seconds in steps.items()})
     assert run.points("perf/mfu") == pytest.approx({step: 0.1 / seconds for step, seconds in steps.items()})
-    totals = run.observer(Throughput).totals
+    totals = run.observer(Throughput).totals_of_run
     assert totals["perf/data_time_ms"] == pytest.approx(1e3 * sum(waits.values()) / 12)
     assert totals["perf/step_time_ms"] == pytest.approx(1e3 * sum(steps.values()) / 12)
     assert totals["perf/mfu"] == pytest.approx(0.1 * 12 / sum(steps.values()))

@@ -8,10 +8,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from cifar_zero import models
-from cifar_zero.checkpoints.finetuning.load import FILE, load_full_weights, match, read_plain
-from cifar_zero.checkpoints.finetuning.network import build
+from cifar_zero.checkpoints.network import build
 from cifar_zero.checkpoints.read import RECORD
-from cifar_zero.config.recipe import Choice, LoRAConfig
+from cifar_zero.checkpoints.weights import FILE, load_full_weights, match, read_plain
+from cifar_zero.config.recipe import Choice, LoRAConfig, Recipe
 from cifar_zero.config.settings import make_settings, tree_of
 from cifar_zero.core.errors import UsageError
 
@@ -36,7 +36,7 @@ def test_every_kind_of_file(net: nn.Module, tmp_path: Path):
 
 def test_adapters_in_a_checkpoint_are_merged(net: nn.Module, tmp_path: Path):
     lora = LoRAConfig(rank=2, alpha=4.0, target=["fc1"])
-    adapted = build(Choice("net"), 10, lora=lora)
+    adapted = build(Recipe(model=Choice("net"), lora=lora), 10)
     load_full_weights(adapted, net.state_dict())
     nn.init.ones_(adapted.get_parameter("fc1.lora_b"))
     state = {f"net.{name}": value for name, value in adapted.state_dict().items()}

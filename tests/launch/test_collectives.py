@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cifar_zero.config import command_line
-from cifar_zero.launch import rendezvous
+from cifar_zero.launch import collectives
 from cifar_zero.training.resolve import make_run
 
 
@@ -40,9 +40,9 @@ def _start(accelerator: str, monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> 
     for name, value in (("RANK", rank), ("LOCAL_RANK", rank % 2), ("WORLD_SIZE", 4), ("LOCAL_WORLD_SIZE", 2)):
         monkeypatch.setenv(name, str(value))
     given: dict[str, Any] = {}
-    monkeypatch.setattr(rendezvous.dist, "init_process_group", lambda backend, **options: given.update(options))
-    monkeypatch.setattr(rendezvous, "_set_timeout", lambda limit: None)
+    monkeypatch.setattr(collectives.dist, "init_process_group", lambda backend, **options: given.update(options))
+    monkeypatch.setattr(collectives, "_set_timeout", lambda limit: None)
     monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
     flags = ["--accelerator", accelerator, "--devices", "2", "--num_nodes", "2"]
-    rendezvous.init_process_group(make_run(command_line.parse([*flags, "--precision", "32-true"])))
+    collectives.init_process_group(make_run(command_line.parse([*flags, "--precision", "32-true"])))
     return given

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from cifar_zero.checkpoints.finetuning.network import adapt, build, merged, on_meta
-from cifar_zero.config.recipe import Choice, LoRAConfig
+from cifar_zero.checkpoints.network import adapt, build, merged, on_meta
+from cifar_zero.config.recipe import Choice, LoRAConfig, Recipe
 from cifar_zero.core.errors import UsageError
 from cifar_zero.models import Layout
 from cifar_zero.models.vit import ViT
@@ -61,7 +61,14 @@ def test_dropout_acts_only_on_the_adapter_and_in_training():
 
 
 def test_only_the_adapters_and_the_named_parameters_are_trained():
-    net = on_meta(Choice("vit_tiny"), 10, ["head.*"], LoRAConfig(rank=8, target=["blocks.*.attention.qkv"]))
+    net = on_meta(
+        Recipe(
+            model=Choice("vit_tiny"),
+            trainable=["head.*"],
+            lora=LoRAConfig(rank=8, target=["blocks.*.attention.qkv"]),
+        ),
+        10,
+    )
     trained = {name for name, parameter in net.named_parameters() if parameter.requires_grad}
     adapters = {f"blocks.{block}.attention.qkv.lora_{side}" for block in range(12) for side in "ab"}
     assert trained == {"head.weight", "head.bias"} | adapters
@@ -77,7 +84,7 @@ def test_only_the_adapters_and_the_named_parameters_are_trained():
 )
 def test_refused(model: str, target: str, expected: str):
     with pytest.raises(UsageError, match=expected) as error:
-        build(Choice(model), 10, lora=LoRAConfig(rank=1, target=[target]))
+        build(Recipe(model=Choice(model), lora=LoRAConfig(rank=1, target=[target])), 10)
     assert "\n" not in str(error.value)
 
 

@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cifar_module import CIFARModule
 from cifar_zero import models
-from cifar_zero.checkpoints.finetuning.network import check_patterns, freeze, on_meta
-from cifar_zero.config.recipe import Choice
+from cifar_zero.checkpoints.network import check_patterns, freeze, on_meta
+from cifar_zero.config.recipe import Choice, Recipe
 from cifar_zero.config.settings import make_settings
 from cifar_zero.core.errors import UsageError
 
@@ -24,7 +24,7 @@ def test_patterns_select_the_trained_parameters():
 
 
 def test_a_pattern_without_a_match_is_refused():
-    net = on_meta(Choice("vit_tiny"), 10, ["head"])
+    net = on_meta(Recipe(model=Choice("vit_tiny"), trainable=["head"]), 10)
     with pytest.raises(
         UsageError, match=r"--trainable head matches no parameter .* did you mean head\.\w+ or "
     ) as error:
@@ -36,8 +36,8 @@ def test_experts_spread_over_ranks_are_all_trained_or_all_frozen():
     model = Choice("net_moe", {"num_experts": [4], "ep_size": 2})
     one, all_of_them = ["fc3.0.experts.1.*"], ["fc3.0.experts.*"]
     with pytest.raises(UsageError, match=r"all experts or none, as in fc3\.0\.experts\.\*\.weight"):
-        check_patterns(on_meta(model, 10, one), one, ep_size=2)
-    check_patterns(on_meta(model, 10, all_of_them), all_of_them, ep_size=2)
+        check_patterns(on_meta(Recipe(model=model, trainable=one), 10), one, ep_size=2)
+    check_patterns(on_meta(Recipe(model=model, trainable=all_of_them), 10), all_of_them, ep_size=2)
 
 
 class WithoutCurves(CIFARModule):

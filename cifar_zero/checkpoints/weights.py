@@ -1,5 +1,5 @@
-"""Reads the weights that a run starts from, compares them with the model and loads them; and deltas: safetensors files
-with only what a run has trained, which need the weights that it started from."""
+"""The weights of a model: reads them from any file, compares them with a model and loads them; and deltas, safetensors
+files with only what a run has trained, which need the weights that it started from."""
 
 import hashlib
 import json
@@ -8,16 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from cifar_zero.checkpoints.finetuning.network import on_meta, trained_names
-from cifar_zero.checkpoints.read import PREFIX, RECORD, checked, network, of_another_version, plain_network, read
+from cifar_zero.checkpoints.network import merged, on_meta, trained_names
+from cifar_zero.checkpoints.read import RECORD, checked, of_another_version, read
 from cifar_zero.checkpoints.safe_load import load
-from cifar_zero.checkpoints.safetensors_file import metadata_of, read_safetensors, write_safetensors
-from cifar_zero.config.settings import settings_of
-from cifar_zero.core import plain_data
-from cifar_zero.core.errors import UsageError
+from cifar_zero.checkpoints.zero_folder import AVERAGE
+from cifar_zero.config.settings import DataConfig, settings_of
+from cifar_zero.core import atomic, plain_data
+from cifar_zero.core.errors import UsageError, short
+
+PREFIX = "net."  # prefix of the model's names in the LightningModule
 
 BASE, DTYPES, RECIPE = "base", "base_dtypes", "recipe"
 """Further keys of a delta's metadata: the checksum of the frozen tensors, and two JSON objects, the dtype of each of
@@ -25,6 +29,70 @@ them in the run (DeepSpeed's mixed precision rounds it) and the run's configurat
 
 FILE = "weights.txt"  # file in the run folder with all that was loaded, initialised and not used
 LISTED = 4  # maximum number of names of each kind in a line on the console
+
+
+def network(checkpoint: Mapping[str, Any], averaged: bool = True) -> dict[str, Tensor]:
+    """Returns the weights by the model's own names; the averaged ones if there are any and they are wanted."""
+    average = checkpoint[AVERAGE]["weights"] if averaged and AVERAGE in checkpoint else {}
+    state = checkpoint["state_dict"]
+    return {key.removeprefix(PREFIX): average.get(key, value) for key, value in state.items() if key.startswith(PREFIX)}
+
+
+def plain_network(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the same with adapters merged: the weights of a plain model of models/."""
+    lora = checkpoint.get(RECORD, {}).get("config", {}).get("lora", {})
+    return merged(network(checkpoint), lora.get("alpha", 0.0))
+
+
+def load_weights(net: nn.Module, weights: Mapping[str, Tensor], checkpoint: str) -> None:
+    """Loads weights into a model, or compares names and shapes if both are on torch's meta device. Raises UsageError:
+    weights are missing, unknown, or of another shape than the model's."""
+    try:
+        net.load_state_dict(dict(weights))
+    except RuntimeError as error:
+        differing = short(str(error).partition(":")[2], 160)  # torch (2.15) names the class first, then what differs
+        raise UsageError(f"{checkpoint} is of another model: {differing}") from error
+
+
+def metadata_of(checkpoint: Mapping[str, Any], name: str, dtype: str = "float32") -> dict[str, str]:
+    """Returns what a checkpoint says of its model as strings, the only values that safetensors allows.
+
+    `model`, `options` (JSON object) and `classes` (JSON list) build the model; `image_size` is the side of its images
+    in pixels, `mean` and `std` normalise them, for pixels from 0 to 1, as numbers for red, green and blue; `dtype`;
+    `checkpoint` and `step` are the origin of the weights. `format` is what transformers and others require in a
+    safetensors file of torch. Raises UsageError: the checkpoint was not written by cifar-zero train.
+    """
+    if RECORD not in checkpoint:
+        raise UsageError(f"{name} does not say which model it is of: it was not written by cifar-zero train")
+    record = checkpoint[RECORD]
+    side, mean, std = DataConfig(**record["config"]["data"]).inputs
+    return {
+        "format": "pt",
+        "model": record["config"]["model"]["name"],
+        "options": json.dumps(record["config"]["model"]["options"]),
+        "classes": json.dumps(record["classes"]),
+        "image_size": str(side),
+        "mean": ",".join(map(str, mean)),
+        "std": ",".join(map(str, std)),
+        "dtype": dtype,
+        "checkpoint": name,
+        "step": str(checkpoint["global_step"]),
+    }
+
+
+def encode(weights: Mapping[str, Tensor], metadata: dict[str, str]) -> bytes:
+    """Returns the content of a safetensors file. Weights that share memory are written once for each name."""
+    plain = {name: value.detach().cpu().contiguous().clone() for name, value in weights.items()}
+    return safetensors.torch.save(plain, metadata)
+
+
+def read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Returns weights, on the CPU, and metadata, which may be empty. Raises UsageError: the file is damaged."""
+    try:
+        with safe_open(file, "pt") as content:
+            return {name: content.get_tensor(name) for name in content.keys()}, content.metadata() or {}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"{file} cannot be read, it is damaged or no safetensors file: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -107,8 +175,17 @@ def _with_shape(name: str, tensor: Tensor) -> str:
 
 
 def _few(names: list[str]) -> str:
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more
+    listed = ", ".join(names[:LISTED])
+    if len(names) > LISTED:
+        listed += f" and {len(names) - LISTED} more"
+    return listed
+
+
+def read_with_delta(checkpoint: Path, delta: str, trust: bool) -> dict[str, Any]:
+    """Returns the content of a checkpoint, or of a `delta` and the checkpoint that its run started from."""
+    if delta:
+        return apply_delta(checkpoint, Path(delta), trust)
+    return read(checkpoint, trust)
 
 
 def write_delta(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[str]:
@@ -117,7 +194,7 @@ def write_delta(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[
     metadata = metadata_of(checkpoint, name)
     record = checkpoint[RECORD]
     recipe = settings_of(record["config"]).recipe
-    trained = trained_names(on_meta(recipe.model, len(record["classes"]), recipe.trainable, recipe.lora))
+    trained = trained_names(on_meta(recipe, len(record["classes"])))
     weights = network(checkpoint)
     base = {key: value for key, value in weights.items() if key not in trained}
     if not base:
@@ -128,7 +205,7 @@ def write_delta(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[
         RECIPE: json.dumps(record["config"]),
     }
     own = {key: value for key, value in weights.items() if key in trained}
-    write_safetensors(own, output, metadata)
+    atomic.write(output, encode(own, metadata))
     return [*own]
 
 
@@ -141,8 +218,6 @@ def apply_delta(base: Path, delta: Path, trust: bool = False) -> dict[str, Any]:
     try:
         said = {key: plain_data.parse_json(metadata[key], key) for key in (DTYPES, RECIPE, "classes")}
         dtypes = {name: getattr(torch, dtype) for name, dtype in said[DTYPES].items()}
-        if not all(isinstance(dtype, torch.dtype) for dtype in dtypes.values()):
-            raise TypeError(f"{DTYPES} names something else than a dtype")
         record = {"config": said[RECIPE], "classes": said["classes"]}
         step = int(metadata["step"])
     except (AttributeError, KeyError, TypeError, UsageError, ValueError) as error:

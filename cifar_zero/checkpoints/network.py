@@ -9,6 +9,7 @@ keeps its names, and its adapters are `<layer>.lora_a` and `<layer>.lora_b`.
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -17,37 +18,28 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cifar_zero import models
-from cifar_zero.config.recipe import Choice, LoRAConfig
+from cifar_zero.config.recipe import LoRAConfig, Recipe
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.usage import nearest
 from cifar_zero.models.initialization import DrawnOnCPU, initialize
 from cifar_zero.models.moe import Gate
 
-NO_LORA = LoRAConfig()
 
-
-def build(
-    model: Choice,
-    num_classes: int,
-    trainable: Sequence[str] = (),
-    lora: LoRAConfig = NO_LORA,
-    init: str = "default",
-    seed: int = 0,
-) -> nn.Module:
-    """Returns the model with fresh weights (`initialization.initialize`), adapters (`adapt`) and `freeze`. Raises
-    UsageError: a target of LoRA is no linear layer."""
+def build(recipe: Recipe, num_classes: int) -> nn.Module:
+    """Returns the model of a recipe with fresh weights (`initialization.initialize`), adapters (`adapt`) and `freeze`.
+    Raises UsageError: a target of LoRA is no linear layer."""
     with DrawnOnCPU():
-        net = models.build(model.name, num_classes, **model.options)
-        initialize(net, init, seed)
-        adapt(net, lora)
-    freeze(net, trainable)
+        net = models.build(recipe.model.name, num_classes, **recipe.model.options)
+        initialize(net, recipe.init, recipe.seed)
+        adapt(net, recipe.lora)
+    freeze(net, recipe.trainable)
     return net
 
 
-def on_meta(model: Choice, num_classes: int, trainable: Sequence[str] = (), lora: LoRAConfig = NO_LORA) -> nn.Module:
+def on_meta(recipe: Recipe, num_classes: int) -> nn.Module:
     """Returns the model of `build` with shapes and without values."""
     with torch.device("meta"):
-        return build(model, num_classes, trainable, lora)
+        return build(replace(recipe, init="default"), num_classes)
 
 
 def freeze(net: nn.Module, trainable: Sequence[str]) -> None:
@@ -83,9 +75,10 @@ def trained_names(net: nn.Module) -> set[str]:
     """Returns the names of what training changes: parameters that are not frozen, and the buffers of their layers."""
     found: set[str] = set()
     for prefix, module in net.named_modules():
-        trained = [name for name, own in module.named_parameters(recurse=False) if own.requires_grad]
-        buffers = [name for name, _ in module.named_buffers(recurse=False)] if trained else []
-        found |= {f"{prefix}.{name}".removeprefix(".") for name in (*trained, *buffers)}
+        trained = [name for name, own in module.named_parameters(prefix, recurse=False) if own.requires_grad]
+        found.update(trained)
+        if trained:
+            found.update(dict(module.named_buffers(prefix, recurse=False)))
     return found
 
 

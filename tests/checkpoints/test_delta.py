@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cifar_zero import models
-from cifar_zero.checkpoints.finetuning.load import apply_delta, load_full_weights, read_plain
-from cifar_zero.checkpoints.finetuning.network import build
-from cifar_zero.checkpoints.read import RECORD, plain_network
+from cifar_zero.checkpoints.network import build
+from cifar_zero.checkpoints.read import RECORD
+from cifar_zero.checkpoints.weights import apply_delta, load_full_weights, plain_network, read_plain
 from cifar_zero.config import command_line
 from cifar_zero.config.recipe import Choice, LoRAConfig
 from cifar_zero.config.settings import Settings, make_settings, tree_of
@@ -36,7 +36,7 @@ def base(tmp_path: Path) -> Path:
 def checkpoint(base: Path, small_data: list[str], tmp_path: Path) -> Path:
     """A checkpoint of a run that started from the base; the weights are made up."""
     config = command_line.parse([*small_data, *FLAGS, "--weights", str(base)])
-    net = build(config.recipe.model, 10, config.recipe.trainable, config.recipe.lora)
+    net = build(config.recipe, 10)
     load_full_weights(net, torch.load(base))
     with torch.no_grad():
         for parameter in net.parameters():

@@ -2,24 +2,25 @@ import io
 
 import numpy as np
 import pytest
+import torch
 
-from cifar_zero.reports.figures import confusion_figure, mistakes_figure
+from cifar_zero.training.callbacks.figures import confusion_figure, mistakes_figure
 
 NAMES = [f"class {label}" for label in range(100)]
 
 
-def test_colours_are_shares_of_the_true_class_and_numbers_are_counts() -> None:
-    counts = np.array([[3, 1, 0], [0, 0, 0], [5, 0, 15]])  # no image of the second class
+def test_colours_and_numbers_are_counts() -> None:
+    counts = torch.tensor([[3, 1, 0], [0, 0, 0], [5, 0, 15]])  # no image of the second class
     axes = confusion_figure(counts, NAMES[:3]).axes[0]
-    assert np.array_equal(np.asarray(axes.images[0].get_array()), [[0.75, 0.25, 0], [0, 0, 0], [0.25, 0, 0.75]])
+    assert np.array_equal(np.asarray(axes.images[0].get_array()), counts)
     written = {(text.get_position()[1], text.get_position()[0]): text.get_text() for text in axes.texts}
-    assert written == {(0, 0): "3", (0, 1): "1", (2, 0): "5", (2, 2): "15"}
+    assert written == {(row, column): str(counts[row, column].item()) for row in range(3) for column in range(3)}
     assert [label.get_text() for label in axes.get_yticklabels()] == NAMES[:3]
     assert axes.get_title() == "24 test images, 75.00% correct"
 
 
 def test_a_hundred_classes_are_drawn_without_text() -> None:
-    axes = confusion_figure(np.eye(100, dtype=np.int64), NAMES).axes[0]
+    axes = confusion_figure(torch.eye(100, dtype=torch.int64), NAMES).axes[0]
     assert not axes.texts
 
 

@@ -1,0 +1,128 @@
+"""What a run's engine holds and does: the memory of each rank, its model states (the ZeRO paper's term: the bytes of
+parameters, gradients and optimizer state), and the settings in effect."""
+
+import json
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.optim import Optimizer
+
+from cifar_zero.checkpoints import run_folder
+from cifar_zero.checkpoints.network import on_meta
+from cifar_zero.core.atomic import attempt
+from cifar_zero.core.hardware import cpu_name
+from cifar_zero.launch.collectives import gather
+from cifar_zero.strategies import hooks_of
+from cifar_zero.strategies.mesh import MeshStrategy
+from cifar_zero.training.callbacks.curves import IntervalCallback, log_scalars
+
+PARTS = ("mem/parameter_rank_bytes", "mem/gradient_rank_bytes", "mem/optimizer_rank_bytes")
+"""The summands of mem/model_state_rank_bytes."""
+
+MEMORY = ("mem/peak_rank_bytes", "mem/model_state_rank_bytes", *PARTS)
+
+
+class EngineInfo(IntervalCallback):
+    """Notes what is trained, on which device, in which formats, and with how much memory; writes the curve mem/peak_gb
+    (10^9 bytes, of the rank with the most). Under DeepSpeed rank 0 also writes the engine's configuration."""
+
+    def __init__(self) -> None:
+        self._state_step = self._first_step = self._applied_steps = 0
+        self._states = (0, 0, 0)
+        # Values of metrics.json: mem/* has one per rank, after the fit; bucket sizes are in elements, of stages 1 to 3.
+        self.totals_of_run: dict[str, Any] = {key: [] for key in MEMORY}
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Counts the parameters, of the whole model, and names the device."""
+        device, counted = (
+            trainer.strategy.root_device,
+            [*on_meta(pl_module.settings.recipe, pl_module.num_classes).parameters()],
+        )
+        self.totals_of_run["parameters"] = sum(parameter.numel() for parameter in counted)
+        self.totals_of_run["trained_parameters"] = sum(each.numel() for each in counted if each.requires_grad)
+        self.totals_of_run |= {"accelerator": "cpu", "device_name": cpu_name()}
+        if device.type == "cuda":
+            self.totals_of_run |= {"accelerator": "gpu", "device_name": torch.cuda.get_device_name(device)}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Reads the settings, and starts to count the steps that a gradient scaler lets through."""
+        super().on_train_start(trainer, pl_module)
+        self._first_step = trainer.global_step
+        # The optimizer has its state from the second step on; a run of one step is measured in that step.
+        self._state_step = self._first_step + (trainer.estimated_stepping_batches != self._first_step + 1)
+        parameters = next(pl_module.parameters()).dtype
+        self.totals_of_run["compute_dtype"] = _name(_compute_dtype(trainer, parameters))
+        self.totals_of_run["parameter_dtype"] = _name(parameters)
+        config = hooks_of(trainer.strategy).engine_config()
+        zero = config.get("zero_optimization", {})
+        if zero.get("stage"):
+            gathered = "allgather_bucket_size"
+            if zero["stage"] == 3:
+                gathered = "prefetch_bucket_size"
+            self.totals_of_run["reduce_bucket_size"] = zero["reduce_bucket_size"]
+            self.totals_of_run["allgather_bucket_size"] = zero[gathered]
+        if config and trainer.is_global_zero:
+            text = json.dumps(config, indent=1, default=str)
+            file = Path(trainer.default_root_dir) / run_folder.DEEPSPEED_CONFIG
+            attempt(lambda: file.write_text(text + "\n"), file)
+        if _is_scaled(trainer):
+            trainer.optimizers[0].register_step_post_hook(self._count)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if trainer.global_step == self._state_step:
+            self._states = hooks_of(trainer.strategy).state_bytes(pl_module, trainer.optimizers[0])
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Gathers the memory of the ranks, and counts the optimizer steps that float16 skipped because a gradient
+        overflowed; 0 in other formats."""
+        super().on_train_end(trainer, pl_module)
+        of_rank = (peak_bytes(pl_module.device), sum(self._states), *self._states)
+        for key, value in zip(MEMORY, of_rank, strict=True):
+            self.totals_of_run[key] = gather(value)
+        skipped = hooks_of(trainer.strategy).skipped_steps()
+        if _is_scaled(trainer):
+            skipped = trainer.global_step - self._first_step - self._applied_steps
+        self.totals_of_run["skipped_steps"] = skipped
+
+    def _log(self, trainer: Trainer) -> None:
+        device = trainer.strategy.root_device
+        highest = trainer.strategy.reduce(torch.tensor(peak_bytes(device), device=device), reduce_op="max")
+        log_scalars(trainer, {"mem/peak_gb": int(highest) / 1e9})
+
+    def _count(self, *_: Any) -> None:
+        self._applied_steps += 1
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Returns the peak memory of this rank so far: of tensors on its GPU; on the CPU of the whole process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "linux":
+        # Not getrusage, in which a process starts with its parent's peak.
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(status.split("VmHWM:")[1].split()[0])
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): bytes on macOS, kilobytes elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _is_scaled(trainer: Trainer) -> bool:
+    return getattr(trainer.precision_plugin, "scaler", None) is not None
+
+
+def _compute_dtype(trainer: Trainer, parameters: torch.dtype) -> torch.dtype:
+    """Returns the dtype of the layers: autocast's, the one that fully_shard casts to, or the parameters'."""
+    if isinstance(trainer.strategy, MeshStrategy) and trainer.strategy.casts:
+        return torch.bfloat16  # strategies/fsdp2.py
+    device = trainer.strategy.root_device.type
+    with trainer.precision_plugin.forward_context():
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+        return parameters
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,115 @@
+"""What losses and metrics decide: the end of a run that has diverged, a lower learning rate, early stopping."""
+
+import math
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
+
+from cifar_zero.core.console import say
+from cifar_zero.core.errors import RunError
+from cifar_zero.strategies import hooks_of
+from cifar_zero.training.callbacks.curves import TrainingCurves
+
+LEAST_SCALE = 1.0  # of the loss, DeepSpeed's lowest; torch's scaler would halve it without end if all steps overflow
+
+FIX = "lower --optimizer.lr or set --gradient_clip_val 1"
+
+FACTOR = 0.1  # torch's default, of ReduceLROnPlateau
+
+
+class Divergence(Callback):
+    """Checks the losses at each point of the curves, where they are on the host already, and before each checkpoint.
+    No training loss shows what the last update did: the losses of the validation and the test are checked too, and the
+    weights before each checkpoint. The callback of the curves must come before it. All values are the same on every
+    rank."""
+
+    def __init__(self, curves: TrainingCurves):
+        self._curves = curves
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+        if self._curves.losses:  # no point
+            return
+        scale = hooks_of(trainer.strategy).loss_scale()
+        if scale is not None and scale <= LEAST_SCALE:
+            raise RunError(
+                f"float16 overflowed until the loss scale was {scale:g}, at step {trainer.global_step}: "
+                "use --precision bf16-mixed, or lower --optimizer.lr"
+            )
+        self._check(trainer, self._curves.point_losses)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        if self._curves.losses:
+            self._check(trainer, self._curves.reduced_losses(trainer))
+        hooks = hooks_of(trainer.strategy)
+        trained = [parameter for parameter in pl_module.parameters() if parameter.requires_grad]
+        finite = all(bool(hooks.local(parameter).isfinite().all()) for parameter in trained)
+        if not trainer.strategy.reduce_boolean_decision(finite):  # each rank has checked its own shards
+            raise RunError(f"weights are NaN or infinite after step {trainer.global_step}: {FIX}")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        for split, name in (("val", "validation"), ("test", "test")):
+            if not math.isfinite(trainer.callback_metrics.get(f"{split}/loss", 0.0)):
+                raise RunError(f"the loss of the {name} after step {trainer.global_step} is NaN or infinite: {FIX}")
+
+    on_test_end = on_validation_end
+
+    def _check(self, trainer: Trainer, losses: list[float]) -> None:
+        """Checks the losses of the newest micro-batches, the last of which belongs to the newest step."""
+        for number, loss in enumerate(losses):
+            if not math.isfinite(loss):
+                step = trainer.global_step - (len(losses) - 1 - number) // trainer.accumulate_grad_batches
+                raise RunError(f"the loss is NaN or infinite from step {step} on: {FIX}")
+
+
+class ReduceOnPlateau(Callback):
+    """Multiplies the learning rate by FACTOR after `patience` validations in a row without a lower val/loss. torch's
+    ReduceLROnPlateau takes none of DeepSpeed's optimizers, and Lightning (2.6.6) steps it after the epoch's checkpoint
+    is written: a resumed run would not know that validation. The checkpoint's optimizer holds the rate."""
+
+    def __init__(self, patience: int):
+        self._patience, self._best, self._waited = patience, math.inf, 0
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Counts a validation, the same on every rank."""
+        loss = trainer.callback_metrics["val/loss"].item()
+        self._waited += 1
+        if loss < self._best:
+            self._best, self._waited = loss, 0
+        if self._waited < self._patience:
+            return
+        self._waited = 0
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] *= FACTOR
+        if trainer.is_global_zero:
+            say(f"val/loss has not fallen below {self._best:.4f}: learning rate {group['lr']:.2g} from here on")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self._best, "waited": self._waited}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._best, self._waited = state_dict["best"], state_dict["waited"]
+
+
+class EarlyStop(EarlyStopping):
+    """Lightning's EarlyStopping on the metric of the best checkpoint, --monitor; reports in one line when it stops. A
+    resumed run continues the count with its own patience, and ends at once if that is already exhausted. An epoch that
+    --max_steps cuts short has no validation and does not count. `patience` is in validations."""
+
+    def __init__(self, patience: int, monitor: str = "val/acc", mode: str = "max"):
+        super().__init__(monitor, mode=mode, patience=patience, strict=False)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores the count, but not the patience of the old run, as Lightning (2.6.6) would."""
+        super().load_state_dict({**state_dict, "patience": self.patience})
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ends a resumed training whose patience is already exhausted."""
+        trainer.should_stop = trainer.should_stop or self.wait_count >= self.patience
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Prints why the training has ended."""
+        if self.wait_count >= self.patience and trainer.is_global_zero:
+            waited = "1 validation" if self.wait_count == 1 else f"{self.wait_count} validations"
+            best = f"{self.monitor} has not improved on {self.best_score.item():.4g} in {waited}"
+            say(f"early stopping after epoch {self.stopped_epoch + 1}: {best}")

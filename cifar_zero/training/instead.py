@@ -1,0 +1,108 @@
+"""What train shows instead of training: `--plot_schedule`, the learning rate over the steps of a run, and
+`--check_gradients`, the derivatives that autograd finds next to finite differences."""
+
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from cifar_zero.checkpoints import network
+from cifar_zero.config.run import Run
+from cifar_zero.config.settings import Settings
+from cifar_zero.core.errors import UsageError
+from cifar_zero.launch import rank_environment
+from cifar_zero.models import IMAGE_SHAPE
+from cifar_zero.optimizers import OPTIMIZERS
+from cifar_zero.schedules import SCHEDULES, with_total_steps
+from cifar_zero.training import DATAMODULE
+from cifar_zero.training.metrics import loss
+
+POINTS = 2000  # most points of the curve: more than the figure has pixels
+
+IMAGES = 4
+
+STEP = 1e-6
+"""Distance on each side, in float64: the error of the central difference is about 1e-12 (its square) plus 1e-10
+(rounding of the loss, divided by it)."""
+
+TOLERANCE = 1e-5  # largest difference, as a share of the derivative
+
+
+def plot_schedule(run: Run) -> int:
+    """Draws the learning rate of each optimizer step into a PNG file, on rank 0; returns the exit code. Raises
+    UsageError: the file cannot be written."""
+    if rank_environment.global_rank() != 0:
+        return 0
+    file, schedule, optimizer = Path(run.output.plot_schedule), run.recipe.schedule, run.recipe.optimizer
+    steps = run_steps(run, resolve_name(DATAMODULE)(run))
+    formula = with_total_steps(SCHEDULES[schedule.name](**schedule.options), lambda: steps)
+    base_lr = OPTIMIZERS[optimizer.name](**optimizer.options).lr
+    shown = range(0, steps, max(1, steps // POINTS))
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot(xlabel="optimizer step", ylabel="learning rate")
+    axes.set_title(f"{schedule.name}, {optimizer.name} with {base_lr:g}, {steps:,} steps")
+    axes.plot(shown, [formula.rate(step, base_lr) for step in shown])
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(file, format="png", dpi=120)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}") from error
+    print(f"the learning rate of {schedule.name} is drawn in {file}")
+    return 0
+
+
+def run_steps(settings: Settings, datamodule: Any) -> int:
+    """Returns the optimizer steps of a run that is not started: of all epochs, or --max_steps; as Lightning counts
+    them (`Trainer.estimated_stepping_batches`). Decodes the images if that has not been done, to learn their number.
+    """
+    datamodule.setup()
+    batches = len(datamodule.train_dataloader())
+    limit = settings.recipe.trainer.get("overfit_batches") or settings.recipe.trainer.get("limit_train_batches", 1.0)
+    batches = int(batches * limit) if isinstance(limit, float) else min(batches, limit)
+    steps = settings.recipe.epochs * -(-batches // settings.placement.accumulate)
+    if settings.recipe.max_steps == -1:
+        return steps
+    return min(steps, settings.recipe.max_steps)
+
+
+def check_gradients(run: Run) -> int:
+    """Prints the derivative of the loss by one number of each parameter, the one with the steepest slope, found by
+    autograd and by moving that number, in float64, without dropout; returns the exit code, 1 if they differ."""
+    torch.manual_seed(run.recipe.seed)
+    net = network.build(run.recipe, run.num_classes).double().eval()
+    side = run.data.image_size
+    images = torch.rand(IMAGES, IMAGE_SHAPE[0], side, side, dtype=torch.float64) * 2 - 1
+    labels = torch.arange(IMAGES) % run.num_classes
+
+    def value() -> Tensor:
+        return loss(run.recipe.loss, net(images), labels, run.recipe.label_smoothing)
+
+    value().backward()
+    table = Table("parameter", "autograd", "finite difference", "relative difference")
+    worst = 0.0
+    for name, parameter in net.named_parameters():
+        if parameter.grad is None or not parameter.grad.any():
+            continue
+        place = int(parameter.grad.abs().argmax())
+        exact, numbers = parameter.grad.flatten()[place].item(), parameter.data.view(-1)
+        here, sides = numbers[place].item(), []
+        for step in (STEP, -STEP):
+            numbers[place] = here + step
+            with torch.no_grad():
+                sides.append(value().item())
+        numbers[place] = here
+        difference = (sides[0] - sides[1]) / (2 * STEP)
+        relative = abs(difference - exact) / abs(exact)
+        worst = max(worst, relative)
+        table.add_row(name, f"{exact:.9f}", f"{difference:.9f}", f"{relative:.1e}")
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(f"{'agree' if worst <= TOLERANCE else 'DIFFER'}: at most {worst:.1e} of the derivative")
+    return int(worst > TOLERANCE)
