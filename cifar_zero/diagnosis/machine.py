@@ -17,7 +17,7 @@ from cifar_zero.config.rules import CPU_RANK_BYTES
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import short
 from cifar_zero.core.hardware import core_count, cpu_name, free_memory_bytes, has_gpu_driver
-from cifar_zero.diagnosis.check import Finding, Options, failed, ok, warning
+from cifar_zero.diagnosis import Finding, Options, failed, ok, warning
 from cifar_zero.launch import local_launcher
 
 NO_GPU = "no GPU, ranks run on the CPU"

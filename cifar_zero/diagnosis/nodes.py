@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import RunError, short
-from cifar_zero.diagnosis.check import Finding, Options, failed, ok
+from cifar_zero.diagnosis import Finding, Options, failed, ok
 from cifar_zero.launch import rank_environment
 from cifar_zero.launch.collectives import gather, ranks_on_another_disk
 from cifar_zero.reports import summary
