@@ -54,11 +54,13 @@ class Dataset:
     identity: Mapping[str, int]  # numbers of images, and checksums: equal only for the same images in the same order
 
 
-def ensure(directory: Path, source: str, fingerprint: str, build: Callable[[Path], tuple[str, ...]]) -> None:
+def ensure(
+    directory: Path, source: str, classes: tuple[str, ...], fingerprint: str, build: Callable[[Path], None]
+) -> None:
     """Makes `directory` hold the decoded images of `source` with this `fingerprint` of their inputs.
 
-    If it is missing, out of date or damaged, `build` is called with an empty directory, fills it by `allocate`, and
-    returns the class names. Any number of processes may call this at once: one builds, the others wait. Raises
+    If it is missing, out of date or damaged, `build` is called with an empty directory and fills it by `allocate`. Any
+    number of processes may call this at once: one builds, the others wait. Raises
     UsageError if the place cannot be written to, RunError if writing fails (a full disk), and what `build` raises.
     """
     if _is_ready(directory, fingerprint):
@@ -67,7 +69,7 @@ def ensure(directory: Path, source: str, fingerprint: str, build: Callable[[Path
         directory.parent.mkdir(parents=True, exist_ok=True)
         with locked(directory.with_name(f"{directory.name}.lock"), f"prepares {source}"):
             if not _is_ready(directory, fingerprint):
-                _write(directory, source, fingerprint, build)
+                _write(directory, source, classes, fingerprint, build)
     except OSError as error:
         kind = UsageError if error.errno in _USERS_MISTAKES else RunError
         raise kind(
@@ -127,7 +129,9 @@ def _read_meta(directory: Path) -> dict[str, Any]:
     return json.loads((directory / META).read_text(encoding="utf-8"))
 
 
-def _write(directory: Path, source: str, fingerprint: str, build: Callable[[Path], tuple[str, ...]]) -> None:
+def _write(
+    directory: Path, source: str, classes: tuple[str, ...], fingerprint: str, build: Callable[[Path], None]
+) -> None:
     """Builds a new cache and replaces the old one. The caller holds the lock. Raises UsageError: the folder, which this
     would remove, is not a cache."""
     temporary = atomic.staged(directory)
@@ -138,7 +142,7 @@ def _write(directory: Path, source: str, fingerprint: str, build: Callable[[Path
     say(f"Preparing the images of {source} in {directory} ({why}).")
     temporary.mkdir()
     try:
-        classes = build(temporary)
+        build(temporary)
         meta = {
             "schema": SCHEMA,
             "source": source,

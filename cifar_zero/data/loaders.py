@@ -1,17 +1,23 @@
-"""The memory loader: micro-batches cut from blocks of images that a GPU or the host stores; no Python per image, unless
-it has to come from the disk."""
+"""The loaders of --data.loader. memory: micro-batches cut from blocks of images that a GPU or the host stores, without
+Python per image unless it has to come from the disk. torch: the PyTorch tutorial's transforms, image by image, in a
+DataLoader with worker processes."""
 
 import math
 import mmap
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms import Compose, Normalize, ToTensor
 
-from cifar_zero.config.recipe import AugmentConfig
+from cifar_zero.config.recipe import PLAIN, AugmentConfig, Inputs
+from cifar_zero.core.errors import FEWER_WORKERS, KILLED_WORKER, RunError
 from cifar_zero.data.augment import Augmentation, memory_format
 from cifar_zero.data.dataset import Order, Split, map_beyond_memory
 from cifar_zero.data.draws import Draws
@@ -155,3 +161,47 @@ class MemoryLoader(Resumable):
                     labels[:, block].flatten(),
                     draws.each(lambda column, at=block: column[:, at].flatten(0, 2)),
                 )
+
+
+class TransformedImages(Dataset[tuple[Tensor, int]]):
+    """A split's images one by one, after the tutorial's transforms: float32 (3, H, W), normalised."""
+
+    def __init__(self, split: Split, inputs: Inputs) -> None:
+        self._split = split
+        map_beyond_memory(split.images)
+        self._transform: Callable[[Image.Image], Tensor] = Compose([ToTensor(), Normalize(inputs.mean, inputs.std)])
+
+    def __len__(self) -> int:
+        return self._split.count
+
+    def __getitem__(self, position: int) -> tuple[Tensor, int]:
+        pixels = self._split.images[self._split.indices[position]]
+        image = Image.fromarray(pixels.transpose(1, 2, 0))
+        return self._transform(image), int(self._split.labels[position])
+
+
+class TorchLoader(Resumable, DataLoader[Any]):
+    """A DataLoader that can continue in the middle of an epoch, and looks up the order at the first batch.
+
+    Lightning (2.6.6) asks for the iterator of a resumed run before it sets the epoch: DataLoader's own iterator would
+    look up the order too early. Yields (images float32 (m, 3, H, W), labels int64 (m,)).
+    """
+
+    batch_sampler: Order
+
+    def __init__(self, split: Split, order: Order, workers: int, inputs: Inputs = PLAIN, pin: bool = False) -> None:
+        # Not the global generator: dropout would differ from that with the memory loader.
+        options: Any = {"num_workers": workers, "persistent_workers": workers > 0, "generator": torch.Generator()}
+        # Pinned, so that the host does not wait for the copy to a GPU.
+        super().__init__(TransformedImages(split, inputs), batch_sampler=order, pin_memory=pin, **options)
+
+    def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Yields an epoch, or its rest if the loader whose state was loaded has begun it."""
+        self.batch_sampler.skipped = self._begin()
+        try:
+            for batch in super().__iter__():
+                self._count()
+                yield batch
+        except ConnectionError as error:
+            # A batch's tensors come from its worker; torch (2.15) does not say that the worker was killed meanwhile.
+            raise RunError(f"{KILLED_WORKER}; {FEWER_WORKERS}") from error
