@@ -13,7 +13,7 @@ from cifar_zero.core import exits
 from cifar_zero.core.console import command, torchrun
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import gpu_count
-from cifar_zero.planning.model_states import network_of
+from cifar_zero.planning.formulas import network_of
 from cifar_zero.planning.survey import RULE, MemoryEstimate, available, gigabytes, recommended, survey
 from cifar_zero.training.resolve import make_run, resolve_devices
 

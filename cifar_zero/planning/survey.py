@@ -19,8 +19,8 @@ from cifar_zero.core.console import say
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import free_memory_bytes
 from cifar_zero.launch import rank_environment
-from cifar_zero.planning import overheads
-from cifar_zero.planning.model_states import Network, Prediction, network_of, predicted
+from cifar_zero.planning import formulas
+from cifar_zero.planning.formulas import Network, Prediction, network_of, predicted
 from cifar_zero.training.resolve import make_run, resolve_devices
 
 if TYPE_CHECKING:
@@ -157,18 +157,18 @@ def _need(run: Run, network: Network, room: MemoryBudget, lines: dict[str, Linea
         placement.zero,
     )
     assert states is not None
-    average = overheads.average(run, network)  # stored where the parameters are
+    average = formulas.average(run, network)  # stored where the parameters are
     average_on_host = average if run.spec.offload_parameters else 0
     need = MemoryEstimate(
         placement.strategy,
         states,
-        buckets=overheads.buckets(run, network),
+        buckets=formulas.buckets(run, network),
         activations=0,
-        update=overheads.update(run, network),
+        update=formulas.update(run, network),
         average=average - average_on_host,
-        host_buffers=overheads.host_buffers(run, network) + average_on_host,
+        host_buffers=formulas.host_buffers(run, network) + average_on_host,
         activation_offload=placement.activation_offload,
-        built_on_host=overheads.built_on_host(run, network),
+        built_on_host=formulas.built_on_host(run, network),
     )
     try:
         strategy_rules.check(run)
