@@ -20,11 +20,11 @@ from jsonargparse import ArgumentError, ArgumentParser
 from cifar_zero.comparison.cases import Case
 from cifar_zero.config import command_line
 from cifar_zero.config.arguments import Arguments, read_arguments
+from cifar_zero.config.help import refuse_mistyped
 from cifar_zero.config.placement import DeviceOptions, StrategyOptions
 from cifar_zero.config.run import Run
 from cifar_zero.config.settings import DataConfig
 from cifar_zero.config.strategy_specs import STRATEGIES
-from cifar_zero.config.suggestions import refuse_mistyped
 from cifar_zero.core import exits, user_code
 from cifar_zero.core.errors import UsageError, short
 from cifar_zero.core.usage import nearest

@@ -17,13 +17,14 @@ from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from cifar_zero.config import ds_config, help
 from cifar_zero.config.arguments import PLOT, Arguments, read_arguments
+from cifar_zero.config.help import choices, chosen, refuse_mistyped, refuse_unknown
 from cifar_zero.config.output import Output
 from cifar_zero.config.placement import ComputeOptions, DeviceOptions, Placement, StrategyOptions
 from cifar_zero.config.recipe import Choice, DataRecipe, FineTuning, Regularization, Training
 from cifar_zero.config.rules import check_values
 from cifar_zero.config.settings import (
-    CHOICES,
     OWNERS,
+    REGISTRIES,
     Consent,
     DataConfig,
     Settings,
@@ -35,7 +36,6 @@ from cifar_zero.config.settings import (
     tree_of,
 )
 from cifar_zero.config.strategy_specs import AUTO
-from cifar_zero.config.suggestions import REGISTRIES, choices, chosen, refuse_mistyped, refuse_unknown
 from cifar_zero.core import plain_data, user_code
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import UsageError, short
@@ -69,7 +69,7 @@ def settings_of_arguments(arguments: Arguments, before: Before | None = None) ->
     options, said = _merged(recipes, given)
     if before is not None and (earlier := before(_early_settings(options, arguments.consent))) is not None:
         options, said = _merged([_inherited(earlier, given), *recipes], given)
-    names = {key: chosen(options, key) for key in CHOICES}
+    names = {key: chosen(options, key) for key in REGISTRIES}
 
     parser = _parser(names, with_help=asked_help is not None)
     if asked_help is not None:
@@ -81,7 +81,7 @@ def settings_of_arguments(arguments: Arguments, before: Before | None = None) ->
     except (ArgumentError, TypeError, ValueError) as error:
         refuse_mistyped(parser, options)
         raise UsageError(short(error, 300)) from error
-    for key in CHOICES:
+    for key in REGISTRIES:
         tree[key] = {"name": tree[key].pop("name"), "options": tree[key]}
     known = {option.name for part in OWNERS.values() for option in fields(part)}
     settings = settings_of({name: value for name, value in tree.items() if name in known})
@@ -105,7 +105,7 @@ def strategy_flags(strategy: str) -> list[str]:
 def dump(given: Settings) -> str:
     """Returns the settings as a YAML recipe, from which `--config` repeats the run."""
     tree = tree_of(given)
-    for key in CHOICES:
+    for key in REGISTRIES:
         tree[key] = {"name": tree[key]["name"], **tree[key]["options"]}
     return yaml.safe_dump(json.loads(json.dumps(tree)), sort_keys=False)  # by JSON, because YAML has no tuples
 
@@ -150,7 +150,7 @@ def _merged(recipes: Sequence[dict[str, Any]], given: dict[str, Any]) -> tuple[d
 
 def _overridden(options: dict[str, Any], by: dict[str, Any]) -> dict[str, Any]:
     """Returns options overridden by others; a new model, optimizer or schedule drops the old one's options."""
-    for key in CHOICES:
+    for key in REGISTRIES:
         if key in by and by[key] != options.get(key, by[key]):
             options = {option: value for option, value in options.items() if not option.startswith(f"{key}.")}
     return {**options, **by}
@@ -181,7 +181,7 @@ def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns options as jsonargparse takes them: optimizer.lr within optimizer, whose own value is its `name`."""
     tree: dict[str, Any] = {}
     for option, value in options.items():
-        *outer, last = (f"{option}.name" if option in CHOICES else option).split(".")
+        *outer, last = (f"{option}.name" if option in REGISTRIES else option).split(".")
         inner = tree
         for section in outer:
             inner = inner.setdefault(section, {})

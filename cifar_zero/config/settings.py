@@ -8,13 +8,16 @@ from cifar_zero.config.output import Output
 from cifar_zero.config.placement import DataAccess, Placement
 from cifar_zero.config.recipe import Choice, DataRecipe, Recipe, SourceName
 from cifar_zero.core.errors import UsageError
+from cifar_zero.models import MODELS
+from cifar_zero.optimizers import OPTIMIZERS
+from cifar_zero.schedules import SCHEDULES
 
 Owner = Literal["recipe", "placement", "output"]
 
 OWNERS: dict[Owner, type] = {"recipe": Recipe, "placement": Placement, "output": Output}
 
-CHOICES = ("model", "optimizer", "schedule")
-"""Options that are a name from a registry with options of its own."""
+REGISTRIES: dict[str, Mapping[str, Any]] = {"model": MODELS, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
+"""Registry of each option that is a name with options of its own, a `Choice` of the recipe."""
 
 FALLBACK_SUFFIX = "-digits-fallback"
 """Suffix of the name of a run on the embedded digits because CIFAR-10 was not available."""
@@ -105,7 +108,7 @@ def settings_of(tree: Mapping[str, Any]) -> Settings:
     """Returns the settings of `tree_of`'s result. Raises TypeError if it has unknown options, of another version of the
     program, and UsageError if it sets `trust`."""
     check_no_consent(tree, "the checkpoint's configuration")
-    types = {**sections(Recipe), **sections(Placement), "data": DataConfig, **dict.fromkeys(CHOICES, Choice)}
+    types = {**sections(Recipe), **sections(Placement), "data": DataConfig, **dict.fromkeys(REGISTRIES, Choice)}
     return make_settings(**{key: types[key](**value) if key in types else value for key, value in tree.items()})
 
 
@@ -123,7 +126,7 @@ def flat(given: Settings | Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Mapping):
             options = {**value}
             inner = {}
-            if key in CHOICES and "name" in options:
+            if key in REGISTRIES and "name" in options:
                 inner[key] = options.pop("name")
                 options = options.pop("options", options)  # in a record; config.yaml has them next to the name
             inner |= {f"{key}.{option}": setting for option, setting in options.items()}

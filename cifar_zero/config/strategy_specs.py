@@ -17,7 +17,7 @@ Device = Literal["", "cpu", "nvme"]  # the place that something is offloaded to;
 class Spec:
     """What a strategy does and can do."""
 
-    family: Literal["baseline", "deepspeed", "fsdp2", "tensor_parallel", "pipeline"]  # module of `strategies`
+    family: Literal["baseline", "deepspeed", "fsdp2", "tensor_parallel", "pipeline"]  # in `strategies`
     summary: str  # one line for the help and the documentation
     stage: int = 0  # ZeRO stage; 0 shards nothing
     offload_optimizer: Device = ""  # where the optimizer's state and update are
