@@ -146,14 +146,10 @@ def spec_of(placement: Placement) -> Spec:
     return Spec(
         "deepspeed",
         "a raw DeepSpeed configuration",
-        casts=True,
-        spreads_experts=True,
         stage=stage,
         offload_optimizer=devices[0],
         offload_parameters=devices[1],
         super_offload=bool(zero.get("offload_optimizer", {}).get("super_offload")),
-        shards_tensors=stage > 0,
-        averages=devices[1] != "nvme",
         raw=raw,
     )
 
