@@ -13,7 +13,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from torch import Tensor, nn
 
-from cifar_zero.models.moe import Gate, MixtureOfExperts, outside_of_graph
+from cifar_zero.models.moe import Gate, MixtureOfExperts
 
 
 class SpreadGate(Gate):
@@ -69,7 +69,7 @@ class SpreadMixture(MoE):
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Returns what the plain mixture would."""
         gate: Any = self.deepspeed_moe.gate
-        return outside_of_graph(self._forward, x) if gate.breaks_graph else self._forward(x)
+        return gate.run(self._forward, x)
 
     def _forward(self, x: Tensor) -> Tensor:
         try:
