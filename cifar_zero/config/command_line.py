@@ -83,8 +83,9 @@ def settings_of_arguments(arguments: Arguments, before: Before | None = None) ->
         raise UsageError(short(error, 300)) from error
     for key in REGISTRIES:
         tree[key] = {"name": tree[key].pop("name"), "options": tree[key]}
-    known = {option.name for part in OWNERS.values() for option in fields(part)}
-    settings = settings_of({name: value for name, value in tree.items() if name in known})
+    for option in (*ONLY_FLAGS, "trust"):
+        tree.pop(option, None)
+    settings = settings_of(tree)
     settings = replace(settings, consent=arguments.consent, named=frozenset(options))
     if settings.output.plot_schedule == PLOT:
         settings = settings.changed(plot_schedule=str(Path(settings.output.out, Path(PLOT).name)))

@@ -61,9 +61,12 @@ def normalize(images: Tensor, inputs: Inputs = PLAIN, dtype: torch.dtype = torch
     if not images.is_floating_point():
         # On a GPU torch divides by a Python number by multiplying with its reciprocal, which is off in 111 of the 256
         # values. (x / 255 - 0.5) / 0.5 takes two passes: as 0.5 is a power of two, taking it in first changes no bit.
-        half = inputs.mean == inputs.std == (0.5,)
-        images = images.float().div_(spread((127.5 if half else 255.0,), images))
-        images = images.sub_(1) if half else images.sub_(spread(inputs.mean, images)).div_(spread(inputs.std, images))
+        images = images.float()
+        if inputs.mean == inputs.std == (0.5,):
+            images = images.div_(spread((127.5,), images)).sub_(1)
+        else:
+            images = images.div_(spread((255.0,), images))
+            images = images.sub_(spread(inputs.mean, images)).div_(spread(inputs.std, images))
     return images.to(dtype)
 
 
@@ -88,7 +91,9 @@ def memory_format(device: torch.device, channels_last: bool = False) -> torch.me
     if device.type == "cpu":
         onednn = torch.backends.mkldnn
         channels_last = onednn.is_available() and bool(onednn.enabled)
-    return torch.channels_last if channels_last else torch.contiguous_format
+    if channels_last:
+        return torch.channels_last
+    return torch.contiguous_format
 
 
 def flip_and_crop(
@@ -100,7 +105,9 @@ def flip_and_crop(
     the image at its outermost pixels (torch's reflection padding).
     """
     count, height, width, channels = images.shape
-    variants = [images] if flip is None else [images, images.flip(2)]
+    variants = [images]
+    if flip is not None:
+        variants.append(images.flip(2))
     canvas = images.new_zeros(count, len(variants), height + 2 * border, width + 2 * border, channels)
     for which, pixels in enumerate(variants):
         canvas[:, which, border : border + height, border : border + width] = pixels

@@ -159,7 +159,7 @@ def _write(
 def _check_ours(folder: Path) -> None:
     """Raises UsageError if a folder holds anything but the files of a cache; it may be missing or empty."""
     ours = {META, *(f"{name}.npy" for name in ARRAYS)}
-    foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in ours) if folder.is_dir() else []
+    foreign = sorted({entry.name for entry in folder.glob("*")} - ours)
     if foreign:
         raise UsageError(
             f"{folder} would be replaced by decoded images, but it holds {short(', '.join(foreign))}: choose another "
@@ -182,4 +182,6 @@ def _open(directory: Path, name: str) -> np.memmap[Any, Any]:
 
 def _checksum(directory: Path, name: str) -> int:
     content = _open(directory, name).reshape(-1).view(np.uint8)
-    return zlib.crc32(content[:: PAGE_BYTES if name.endswith("_images") else 1].tobytes())
+    if name.endswith("_images"):
+        content = content[::PAGE_BYTES]
+    return zlib.crc32(content.tobytes())

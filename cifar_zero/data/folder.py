@@ -38,7 +38,7 @@ def class_names(config: DataConfig) -> tuple[str, ...]:
     has other classes than train/."""
     train, test = (_folders(Path(config.root) / split) for split in SPLITS)
     if len(train) < 2:
-        found = f"only {train[0]}" if train else "none"
+        found = ", ".join(train) or "none"
         raise UsageError(f"{config.root}/train needs two or more classes, found {found}: {_LAYOUT}")
     if train != test:
         differing = ", ".join(sorted({*train} ^ {*test}))
@@ -140,7 +140,9 @@ def _decode_all(paths: list[str], images: NDArray[np.uint8], title: str) -> None
     def decode_row(row: int) -> None:
         images[row] = decode(paths[row], images.shape[2])
 
-    interval_s = 0.1 if sys.stderr.isatty() else 10.0  # not a terminal: a log file, a cluster's job output
+    interval_s = 0.1
+    if not sys.stderr.isatty():  # a log file, a cluster's job output
+        interval_s = 10.0
     # Threads, as Pillow decodes outside the interpreter's lock. Not processes: the children of a killed run would
     # survive it and keep the cache's lock.
     with ThreadPool(os.cpu_count()) as pool:

@@ -51,13 +51,16 @@ class Stored:
             # The map is read-only to protect the other ranks' images; nothing here writes to it.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
             self._images = torch.from_numpy(images.transpose(0, 2, 3, 1))
-        self.device = torch.device(device if torch.device(device).type == "cuda" else "cpu")
-        if self.device.type == "cuda":
+        self.device = torch.device("cpu")
+        if torch.device(device).type == "cuda":
+            self.device = torch.device(device)
             free_bytes, _ = torch.cuda.mem_get_info(self.device)
             if self._images.nbytes <= free_bytes * RESIDENT_SHARE:
                 self._images = self._images.to(self.device)
         self.rows_device = self._images.device
-        self._map = map_beyond_memory(images) if self.rows_device.type == "cpu" else None
+        self._map = None
+        if self.rows_device.type == "cpu":
+            self._map = map_beyond_memory(images)
         self._start = getattr(images, "offset", 0)  # of the first image in the map, in bytes
 
     def take(self, rows: Tensor) -> Tensor:
@@ -92,8 +95,10 @@ class Resumable:
 
     def _begin(self) -> int:
         """Starts a pass, whose epoch is known by now; returns the number of micro-batches to skip."""
-        begun = self._resumed.get("epoch") == self.batch_sampler.epoch
-        self._given, self._resumed = self._resumed["given"] if begun else 0, {}
+        self._given = 0
+        if self._resumed.get("epoch") == self.batch_sampler.epoch:
+            self._given = self._resumed["given"]
+        self._resumed = {}
         return self._given
 
     def _count(self) -> None:
@@ -125,7 +130,8 @@ class MemoryLoader(Resumable):
         self._augmentation = augmentation or Augmentation(AugmentConfig(), split.count, 0, 0)
         self._format = memory_format(self._stored.device, channels_last)
         images = self._augmentation.inputs.as_many(BLOCK_IMAGES[self._stored.device.type])
-        images *= GROUPED_BLOCK if self._augmentation.in_groups else 1
+        if self._augmentation.in_groups:
+            images *= GROUPED_BLOCK
         self._block = math.ceil(images / order.batch_size)  # micro-batches in a block
 
     def __len__(self) -> int:

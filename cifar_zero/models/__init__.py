@@ -8,7 +8,7 @@ its network when it builds the model, so that the command line knows every optio
 import inspect
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, field, make_dataclass
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
@@ -279,7 +279,7 @@ class External(ThirdParty):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value in dict(self.kwargs).items():
+        for name, value in self.kwargs.items():
             if not _harmless(value):
                 raise ValueError(f"kwargs.{name} must be a number, true or false, or a list of them")
 
@@ -296,7 +296,7 @@ class UserModel(ThirdParty):
     def build(self, num_classes: int) -> "nn.Module":
         from cifar_zero.models.external import built
 
-        options = {option.name: getattr(self, option.name) for option in fields(self)}
+        options = {**vars(self)}
         if self.takes_classes:
             options["num_classes"] = num_classes
         return built(partial(type(self).make, **options))

@@ -172,8 +172,9 @@ def predicted(
 
 def parameter_size(spec: Spec, precision: str) -> int:
     """Returns the bytes of an element of the parameters that the model computes with."""
-    cast = precision == "bf16-true" or (spec.family == "deepspeed" and precision != "32-true")
-    return 2 if cast else FLOAT32
+    if precision == "bf16-true" or (spec.family == "deepspeed" and precision != "32-true"):
+        return 2
+    return FLOAT32
 
 
 def _state_size(optimizer: Choice, size: int) -> float:
@@ -193,9 +194,8 @@ def buckets(run: Run, network: Network) -> int:
         # A block, the block gathered ahead, and the gradients of one block. In mixed precision these have a float32
         # copy, in which they are reduced (reduce_dtype in strategies/fsdp2.py; foreach_reduce in torch 2.15's
         # _fsdp_collectives.py). A model without blocks is one block.
-        computed_in = FLOAT32 if run.placement.precision == "32-true" else 2
-        copy = FLOAT32 if run.placement.precision == "bf16-mixed" else 0
-        return network.largest_block * (3 * computed_in + copy)
+        each = {"32-true": 3 * FLOAT32, "bf16-mixed": 3 * 2 + FLOAT32, "bf16-true": 3 * 2}[run.placement.precision]
+        return network.largest_block * each
     if run.spec.stage == 0:
         return 0
     zero = run.placement.zero
@@ -217,8 +217,10 @@ def update(run: Run, network: Network) -> int:
     part = math.ceil(network.trained / run.placement.world_size)
     if run.spec.stage == 3:
         return min(part, run.placement.zero.sub_group_size) * FLOAT32
+    if run.spec.stage == 0:
+        part = network.trained
     if size == FLOAT32:  # the flat copy that is sent
-        return part * size if run.spec.stage > 0 else network.trained * size
+        return part * size
     if run.spec.stage > 0:  # flat, then in float32 (zero/stage_1_and_2.py, step)
         return part * (size + FLOAT32)
     # At most float32 gradients, and those again, flat, for the norm (DeepSpeed 0.19.8, fp16/unfused_optimizer.py).
@@ -229,9 +231,12 @@ def average(run: Run, network: Network) -> int:
     """Returns the average of the weights (callbacks/averaging.py): float32, with a float32 copy of cast weights."""
     if not (run.recipe.ema or run.recipe.swa_from):
         return 0
-    ranks = run.placement.world_size if run.spec.stage == 3 else 1
-    copies = 2 if parameter_size(run.spec, run.placement.precision) < FLOAT32 else 1
-    return network.trained // ranks * FLOAT32 * copies
+    elements = network.trained
+    if run.spec.stage == 3:
+        elements //= run.placement.world_size
+    if parameter_size(run.spec, run.placement.precision) < FLOAT32:
+        elements *= 2
+    return elements * FLOAT32
 
 
 def host_buffers(run: Run, network: Network) -> int:
@@ -242,8 +247,9 @@ def host_buffers(run: Run, network: Network) -> int:
     if run.spec.offload_optimizer and run.spec.stage < 3:
         # Updated weights on their way back (param_buffer_of_bit16_for_cpu_offload_groups), and the gradients of several
         # micro-batches (accumulated_grads_in_cpu, zero/stage_1_and_2.py).
-        copies = 2 if run.placement.accumulate > 1 else 1
-        return part * parameter_size(run.spec, run.placement.precision) * copies
+        if run.placement.accumulate > 1:
+            part *= 2
+        return part * parameter_size(run.spec, run.placement.precision)
     return 0
 
 
@@ -256,5 +262,6 @@ def built_on_host(run: Run, network: Network) -> int:
     size = network.elements * (2 if run.placement.precision == "bf16-true" else FLOAT32)
     if run.spec.family == "fsdp2" or issubclass(MODELS[run.recipe.model.name], ThirdParty):
         return size
-    on_host = run.spec.offload_parameters == "cpu" or (run.on_cpu and not run.spec.offload_parameters)
-    return math.ceil(size / run.placement.world_size) if on_host else 0
+    if run.spec.offload_parameters == "cpu" or (run.on_cpu and not run.spec.offload_parameters):
+        return math.ceil(size / run.placement.world_size)
+    return 0

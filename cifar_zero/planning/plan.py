@@ -111,7 +111,11 @@ def print_plan(needs: Sequence[MemoryEstimate]) -> None:
     print(row.format("GB per rank", "states", "buckets", "activations", "device", "host", "fits", "images"))
     for need in needs:
         parts = (need.states.device.total, need.buckets, need.activations, need.device, need.host)
-        fits = "-" if need.refused else "yes" if need.fits else "no"
+        fits = "no"
+        if need.refused:
+            fits = "-"
+        elif need.fits:
+            fits = "yes"
         print(row.format(need.strategy, *map(gigabytes, parts), fits, f"{need.most_images:,}"))
     print("states: on the device; device, host: the peak; images: the largest micro-batch that fits")
     for need in needs:

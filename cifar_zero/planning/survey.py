@@ -125,7 +125,9 @@ class MemoryEstimate:
 
     def compared(self, room: MemoryBudget) -> int:
         """Returns what must fit on the device, including the host's part if both are one memory."""
-        return max(self.built_on_host, self.device + self._host_in_training) if room.shared else self.device
+        if room.shared:
+            return max(self.built_on_host, self.device + self._host_in_training)
+        return self.device
 
     def lacking(self, room: MemoryBudget) -> dict[str, tuple[int, int]]:
         """Returns the needed and the available bytes of device and host, for those that are too small."""
@@ -157,15 +159,16 @@ def _need(run: Run, network: Network, room: MemoryBudget, lines: dict[str, Linea
         placement.zero,
     )
     assert states is not None
-    average = formulas.average(run, network)  # stored where the parameters are
-    average_on_host = average if run.spec.offload_parameters else 0
+    average, average_on_host = formulas.average(run, network), 0
+    if run.spec.offload_parameters:  # it is stored where the parameters are
+        average, average_on_host = 0, average
     need = MemoryEstimate(
         placement.strategy,
         states,
         buckets=formulas.buckets(run, network),
         activations=0,
         update=formulas.update(run, network),
-        average=average - average_on_host,
+        average=average,
         host_buffers=formulas.host_buffers(run, network) + average_on_host,
         activation_offload=placement.activation_offload,
         built_on_host=formulas.built_on_host(run, network),

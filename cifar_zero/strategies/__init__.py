@@ -50,9 +50,7 @@ def _plain(placement: Placement) -> Strategy | str:
     known = inspect.signature(DistributedDataParallel).parameters  # torch 2.15 has renamed it
     sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     options: dict[str, Any] = {sync_buffers: False}
-    return DDPStrategy(
-        process_group_backend="gloo" if placement.on_cpu else None, gradient_as_bucket_view=True, **options
-    )
+    return DDPStrategy(gradient_as_bucket_view=True, **options)
 
 
 def hooks_of(strategy: Strategy | None) -> Hooks:

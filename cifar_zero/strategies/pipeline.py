@@ -110,7 +110,9 @@ class PipelineHooks(MeshHooks):
         return self._from_its_rank(parameter, super().full_gradient(parameter))
 
     def ranks_of(self, parameter: Any) -> int:
-        return parameter.stage.size() if hasattr(parameter, "stage") else super().ranks_of(parameter)
+        if hasattr(parameter, "stage"):
+            return parameter.stage.size()
+        return super().ranks_of(parameter)
 
     @staticmethod
     def _from_its_rank(parameter: Any, tensor: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ def build(placement: Placement, spec: Spec, num_parameters: int, largest_paramet
         config=config,
         precision_plugin=ZeROPrecision(placement.precision),  # pyright: ignore[reportArgumentType]
         remote_device=devices[1],  # where the shards are
-        process_group_backend="gloo" if placement.on_cpu else None,
     )
     if "nvme" in devices:
         strategy.operators = ("async_io",)

@@ -59,7 +59,9 @@ class ZeROPrecision(DeepSpeedPrecision):
 
     def convert_input(self, data: Any) -> Any:
         """Returns the batch itself: the module casts the images, and soft labels must not be rounded."""
-        return super().convert_input(data) if self.casts_batches else data
+        if self.casts_batches:
+            return super().convert_input(data)
+        return data
 
 
 class ZeROStrategy(DeepSpeedStrategy):
@@ -96,7 +98,9 @@ class ZeROStrategy(DeepSpeedStrategy):
     @property
     def root_device(self) -> torch.device:
         """The rank's device; DeepSpeed asks for its index, which Lightning's CPU devices lack."""
-        return torch.device("cpu", 0) if self.on_cpu else super().root_device
+        if self.on_cpu:
+            return torch.device("cpu", 0)
+        return super().root_device
 
     def setup_environment(self) -> None:
         """Starts the process group. A plain Trainer has given Lightning's own plugins, which are replaced."""
@@ -143,8 +147,10 @@ class ZeROStrategy(DeepSpeedStrategy):
         gives other weights (DeepSpeed 0.19.8)."""
         self._init_config_if_needed()
         assert isinstance(self.config, dict)
-        low = ("bf16", "fp16") if self._casts_shards else ()
-        config = {key: value for key, value in self.config.items() if key not in low}
+        config = {**self.config}
+        if self._casts_shards:
+            for low in ("bf16", "fp16"):
+                config.pop(low, None)
         # The group of zero_hpz_partition_size, which DeepSpeed (0.19.8, utils/groups.py) makes once in a process.
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
         where, shards = self.remote_device, self._builds_sharded
