@@ -73,7 +73,10 @@ def settings_of_arguments(arguments: Arguments, before: Before | None = None) ->
 
     parser = _parser(names, with_help=asked_help is not None)
     if asked_help is not None:
-        print(parser.format_help() if asked_help == "all" else help.short(parser), end="")
+        text = help.short(parser)
+        if asked_help == "all":
+            text = parser.format_help()
+        print(text, end="")
         raise SystemExit(0)
     refuse_unknown(parser, options)
     try:
@@ -99,8 +102,9 @@ def settings_of_arguments(arguments: Arguments, before: Before | None = None) ->
 
 def strategy_flags(strategy: str) -> list[str]:
     """Returns the flags that choose a strategy, or a raw DeepSpeed configuration (*.json)."""
-    raw = ["--strategy", Placement.strategy, "--ds_config", strategy]
-    return raw if strategy.endswith(".json") else ["--strategy", strategy]
+    if strategy.endswith(".json"):
+        return ["--strategy", Placement.strategy, "--ds_config", strategy]
+    return ["--strategy", strategy]
 
 
 def dump(given: Settings) -> str:
@@ -145,7 +149,9 @@ def _merged(recipes: Sequence[dict[str, Any]], given: dict[str, Any]) -> tuple[d
         if Path(theirs).is_file():  # a finished run has no more need of it
             options = _overridden(options, ds_config.options_of(theirs))
         options = _overridden(options, recipe)
-    said = ds_config.options_of(given["ds_config"]) if given.get("ds_config") else {}
+    said: dict[str, Any] = {}
+    if given.get("ds_config"):
+        said = ds_config.options_of(given["ds_config"])
     return _overridden(_overridden(options, said), given), said
 
 
@@ -173,8 +179,9 @@ def _inherited(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """Returns an earlier run's configuration as far as it holds under the strategy that is given."""
     if given.get("strategy") == AUTO:
         del given["strategy"]
-    changed = any(given.get(key, base.get(key)) != base.get(key) for key in ("strategy", "ds_config"))
-    of_strategy = {option.name for option in fields(StrategyOptions)} if changed else set()
+    if all(given.get(key, base.get(key)) == base.get(key) for key in ("strategy", "ds_config")):
+        return base
+    of_strategy = {option.name for option in fields(StrategyOptions)}
     return {option: value for option, value in base.items() if option.split(".")[0] not in of_strategy}
 
 
@@ -182,7 +189,10 @@ def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns options as jsonargparse takes them: optimizer.lr within optimizer, whose own value is its `name`."""
     tree: dict[str, Any] = {}
     for option, value in options.items():
-        *outer, last = (f"{option}.name" if option in REGISTRIES else option).split(".")
+        path = option
+        if option in REGISTRIES:
+            path = f"{option}.name"
+        *outer, last = path.split(".")
         inner = tree
         for section in outer:
             inner = inner.setdefault(section, {})

@@ -41,9 +41,13 @@ def micro_batch_size(batch_size: int, world_size: int, accumulate: int) -> int:
     Raises UsageError if batch_size = micro-batch x world_size x accumulate has no solution in whole images."""
     parts = world_size * accumulate
     if batch_size % parts:
-        below, above = batch_size // parts * parts, (batch_size // parts + 1) * parts
-        nearest = f"{below} or {above}" if below else f"{above}"
-        ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+        below = batch_size // parts * parts
+        nearest = f"{below + parts}"
+        if below:
+            nearest = f"{below} or {nearest}"
+        ranks = f"{world_size} ranks"
+        if world_size == 1:
+            ranks = "1 rank"
         raise UsageError(
             f"--batch_size {batch_size} = micro-batch x {ranks} x --accumulate {accumulate} "
             f"gives no whole micro-batch; the nearest that divide: {nearest}"

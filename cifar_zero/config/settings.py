@@ -77,7 +77,9 @@ class Settings:
         """Returns the settings with --data.source auto decided; on the digits, the run's name says so."""
         if self.data.source != "auto":
             return self
-        name = self.run_name + FALLBACK_SUFFIX if source == "digits" else self.output.name
+        name = self.output.name
+        if source == "digits":
+            name = self.run_name + FALLBACK_SUFFIX
         return self.changed(data=replace(self.data, source=source), name=name)
 
     def option(self, name: str) -> Any:
@@ -121,7 +123,9 @@ def flat(given: Settings | Mapping[str, Any]) -> dict[str, Any]:
     """Returns every option and its value by its flag: data.root, optimizer.lr, seed; model is the model's name. Takes
     settings, or the content of a recipe or of a checkpoint's record."""
     found: dict[str, Any] = {}
-    for key, value in (tree_of(given) if isinstance(given, Settings) else given).items():
+    if isinstance(given, Settings):
+        given = tree_of(given)
+    for key, value in given.items():
         inner = {key: value}
         if isinstance(value, Mapping):
             options = {**value}
@@ -151,8 +155,10 @@ def may_change_on_resume(flag: str) -> bool:
     if owner_of(flag) != "recipe":
         return True
     name, _, option = flag.partition(".")
-    part, name = (DataRecipe, option) if name == "data" else (Recipe, name)
-    return next(field.metadata.get("may_change_on_resume", False) for field in fields(part) if field.name == name)
+    part = Recipe
+    if name == "data":
+        part, name = DataRecipe, option
+    return part.__dataclass_fields__[name].metadata.get("may_change_on_resume", False)
 
 
 def check_no_consent(tree: Mapping[str, Any], source: str) -> None:

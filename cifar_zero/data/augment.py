@@ -6,6 +6,7 @@ operation here lets a processor fuse a multiplication with an addition (lerp and
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,19 +21,22 @@ Transform = Callable[[Tensor], Tensor]
 """Maps uint8 images (N, 3, H, W) to the same shape, as torchvision.transforms.v2: it draws once for a call."""
 
 
+@dataclass
 class Augmentation:
-    """The augmentation and normalisation of the `count` images of a split; with the defaults of --augment only the
-    latter. `num_classes` is the width of mixed labels."""
+    """The augmentation and normalisation of the images of a split; with the defaults of --augment only the latter."""
 
-    def __init__(self, config: AugmentConfig, count: int, num_classes: int, seed: int, inputs: Inputs = PLAIN) -> None:
-        self._config, self._count, self._num_classes, self._seed = config, count, num_classes, seed
-        self._transforms = transforms_of(config)
-        self.in_groups = bool(self._transforms)  # whether transforms are drawn for groups of images
-        self.inputs = inputs
+    config: AugmentConfig
+    count: int  # images of the split
+    num_classes: int  # width of mixed labels
+    seed: int
+    inputs: Inputs = PLAIN
+
+    def __post_init__(self) -> None:
+        self.transforms = transforms_of(self.config)  # drawn for groups of images
 
     def draw(self, epoch: int) -> Draws:
         """Draws what happens to each image in an epoch, by position in the split."""
-        return draw(self._config, self._count, self._seed, epoch, self.inputs.side)
+        return draw(self.config, self.count, self.seed, epoch, self.inputs.side)
 
     def apply(self, images: Tensor, labels: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         """Returns a block of stored images as the model sees it: normalised float32 images, and labels.
@@ -41,9 +45,9 @@ class Augmentation:
         mixing from 2n images and labels, the partners last, to labels float32 (n, classes). `draws` has a row for each.
         """
         if draws.flip is not None or draws.crop is not None:
-            images = flip_and_crop(images, draws.flip, draws.crop, self._config.crop, self._config.padding)
+            images = flip_and_crop(images, draws.flip, draws.crop, self.config.crop, self.config.padding)
         if draws.group is not None:
-            images = in_groups(images.permute(0, 3, 1, 2), draws.group, self._transforms).permute(0, 2, 3, 1)
+            images = in_groups(images.permute(0, 3, 1, 2), draws.group, self.transforms).permute(0, 2, 3, 1)
         images = normalize(images.permute(0, 3, 1, 2), self.inputs).permute(0, 2, 3, 1)
         for boxes in (draws.cutout, draws.erasing):
             if boxes is not None:
@@ -51,7 +55,7 @@ class Augmentation:
         if draws.box is None or draws.weight is None:
             return images, labels
         count = len(images) // 2
-        return mix(images, labels, draws.box[:count], draws.weight[:count], self._num_classes)
+        return mix(images, labels, draws.box[:count], draws.weight[:count], self.num_classes)
 
 
 def normalize(images: Tensor, inputs: Inputs = PLAIN, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -130,7 +130,7 @@ class MemoryLoader(Resumable):
         self._augmentation = augmentation or Augmentation(AugmentConfig(), split.count, 0, 0)
         self._format = memory_format(self._stored.device, channels_last)
         images = self._augmentation.inputs.as_many(BLOCK_IMAGES[self._stored.device.type])
-        if self._augmentation.in_groups:
+        if self._augmentation.transforms:
             images *= GROUPED_BLOCK
         self._block = math.ceil(images / order.batch_size)  # micro-batches in a block
 

@@ -52,7 +52,8 @@ class Gate(nn.Module):
     def forward(self, tokens: Tensor) -> Routing:
         """Routes tokens (S, hidden_size)."""
         with torch.autocast("cuda" if tokens.is_cuda else "cpu", enabled=False):
-            tokens = tokens if tokens.dtype == torch.float64 else tokens.float()
+            if tokens.dtype != torch.float64:
+                tokens = tokens.float()
             if self.training and self.options.noisy_gate_policy == "Jitter":
                 tokens = tokens * torch.empty_like(tokens).uniform_(1 - JITTER, 1 + JITTER)
             logits = F.linear(tokens, self.wg.weight.to(tokens.dtype))
@@ -96,7 +97,9 @@ class Gate(nn.Module):
     def _capacity(self, masks: Tensor) -> int:
         """Places of an expert, computed in training from shapes only, without waiting for the device."""
         routes, tokens, experts = masks.shape
-        factor = self.options.capacity_factor if self.training else self.options.eval_capacity_factor
+        factor = self.options.eval_capacity_factor
+        if self.training:
+            factor = self.options.capacity_factor
         if factor:
             # Rounded up, but not because of the factor's last digits.
             share = math.ceil(tokens * routes * factor / experts - 1e-6)

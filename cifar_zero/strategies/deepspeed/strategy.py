@@ -81,11 +81,12 @@ class ZeROStrategy(DeepSpeedStrategy):
     operators: tuple[str, ...] = ()
     """DeepSpeed's operators that the run needs; they are compiled at their first use."""
 
+    config: dict[str, Any]
+
     _trained: Any = None
 
     def __init__(self, stage: int = 2, overlap_comm: bool = False, **options: Any):
         super().__init__(stage=stage, overlap_comm=overlap_comm, **options)
-        assert isinstance(self.config, dict)
         self.config.setdefault("zero_force_ds_cpu_optimizer", False)  # any optimizer may be offloaded
         # It waits for the device twice in each step (DeepSpeed 0.19.8, utils/timer.py).
         self.config.setdefault("timers", {"throughput": {"enabled": False}})
@@ -125,7 +126,6 @@ class ZeROStrategy(DeepSpeedStrategy):
         """Completes the configuration. In bfloat16 ZeRO 1 and 2 would wait for a check of all gradients in each step,
         and leave out a step with NaN, as no other strategy does (DeepSpeed 0.19.8, runtime/precision_config.py)."""
         super()._format_config()
-        assert isinstance(self.config, dict)
         if "bf16" in self.config:
             self.config["bf16"].setdefault("check_grad_overflow", False)
 
@@ -146,7 +146,6 @@ class ZeROStrategy(DeepSpeedStrategy):
         other strategies do, and `setup` casts the shards. zero.Init would draw them in the low precision, which
         gives other weights (DeepSpeed 0.19.8)."""
         self._init_config_if_needed()
-        assert isinstance(self.config, dict)
         config = {**self.config}
         if self._casts_shards:
             for low in ("bf16", "fp16"):
@@ -260,7 +259,6 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     @property
     def _zero(self) -> dict[str, Any]:
-        assert isinstance(self.config, dict)
         return self.config.get("zero_optimization", {})
 
     def _initialize_deepspeed_train(self, model: Module) -> None:
