@@ -224,8 +224,9 @@ def _parser(names: dict[str, str], with_help: bool) -> ArgumentParser:
     )
     for group in (StrategyOptions, DeviceOptions, ComputeOptions, Training, Regularization, FineTuning, Output):
         parser.add_class_arguments(group, skip={*sections(group)})
-    for key, section in (item for part in OWNERS.values() for item in sections(part).items()):
-        parser.add_argument_group(section.__doc__).add_class_arguments(section, key, as_group=False)
+    for part in OWNERS.values():
+        for key, section in sections(part).items():
+            parser.add_argument_group(section.__doc__).add_class_arguments(section, key, as_group=False)
     for key, registry in REGISTRIES.items():
         entry = registry[names[key]]
         group = parser.add_argument_group(f"{key} {names[key]}", description=help.summary(entry))

@@ -132,7 +132,7 @@ def chosen(options: Mapping[str, Any], key: str) -> str:
 
 def refuse_unknown(parser: ArgumentParser, options: Mapping[str, Any]) -> None:
     """Raises UsageError for the first unknown option."""
-    known = {flag.lstrip("-") for action in parser._actions for flag in action.option_strings} | {*REGISTRIES}
+    known = {flag.lstrip("-") for flag in parser._option_string_actions} | {*REGISTRIES}
     for option in options:
         section, _, name = option.partition(".")
         if section == "trainer" and name in OWNED:

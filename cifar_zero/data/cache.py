@@ -120,7 +120,7 @@ def _is_ready(directory: Path, fingerprint: str) -> bool:
     try:
         meta = _read_meta(directory)
         current = (meta["schema"], meta["fingerprint"]) == (SCHEMA, fingerprint)
-        return current and meta["checksums"] == {name: _checksum(directory, name) for name in ARRAYS}
+        return current and meta["checksums"] == _checksums(directory)
     except _DAMAGE:
         return False
 
@@ -148,7 +148,7 @@ def _write(
             "source": source,
             "fingerprint": fingerprint,
             "classes": classes,
-            "checksums": {name: _checksum(temporary, name) for name in ARRAYS},
+            "checksums": _checksums(temporary),
         }
         (temporary / META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
         atomic.put_in_place(directory)
@@ -180,8 +180,11 @@ def _open(directory: Path, name: str) -> np.memmap[Any, Any]:
     return np.lib.format.open_memmap(directory / f"{name}.npy", mode="r")  # refuses what is not a .npy file
 
 
-def _checksum(directory: Path, name: str) -> int:
-    content = _open(directory, name).reshape(-1).view(np.uint8)
-    if name.endswith("_images"):
-        content = content[::PAGE_BYTES]
-    return zlib.crc32(content.tobytes())
+def _checksums(directory: Path) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name in ARRAYS:
+        content = _open(directory, name).reshape(-1).view(np.uint8)
+        if name.endswith("_images"):
+            content = content[::PAGE_BYTES]
+        found[name] = zlib.crc32(content.tobytes())
+    return found

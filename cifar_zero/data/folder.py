@@ -20,7 +20,6 @@ from cifar_zero.models import IMAGE_SHAPE
 SPLITS = ("train", "test")
 _LAYOUT = "a folder source is <root>/train/<class>/*.png|jpg and <root>/test/<class>/*.png|jpg"
 
-
 FORMATS = ("PNG", "JPEG")
 """Pillow tries only these decoders, whatever a file's name says: others start programs (EPS: Ghostscript)."""
 
@@ -38,7 +37,9 @@ def class_names(config: DataConfig) -> tuple[str, ...]:
     has other classes than train/."""
     train, test = (_folders(Path(config.root) / split) for split in SPLITS)
     if len(train) < 2:
-        found = ", ".join(train) or "none"
+        found = "none"
+        if train:
+            found = f"only {train[0]}"
         raise UsageError(f"{config.root}/train needs two or more classes, found {found}: {_LAYOUT}")
     if train != test:
         differing = ", ".join(sorted({*train} ^ {*test}))

@@ -150,13 +150,14 @@ def all_reduce(options: Options) -> Finding:
     finally:
         for rank in ranks:
             rank.kill()
-    printed = [rank.communicate() for rank in ranks]
-    if report := printed[0][0]:
-        (found,) = [check for check in json.loads(report)["checks"] if check.pop("name") == "all-reduce"]
-        return Finding(**found)
-    errors = [
-        f"rank {rank}: {short(text.splitlines()[-1], 300)}" for rank, (_, text) in enumerate(printed) if text.strip()
-    ]
+    errors: list[str] = []
+    for number, rank in enumerate(ranks):
+        report, text = rank.communicate()
+        for check in json.loads(report or '{"checks": []}')["checks"]:  # of rank 0
+            if check.pop("name") == "all-reduce":
+                return Finding(**check)
+        if text.strip():
+            errors.append(f"rank {number}: {short(text.splitlines()[-1], 300)}")
     return failed(
         "; ".join(errors) or "a rank ended without an error message",
         "if the network interface is the cause: export GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo",

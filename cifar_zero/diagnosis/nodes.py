@@ -49,11 +49,11 @@ def examine(options: Options) -> dict[str, Finding]:
             raise RunError(f"rank {other} did not come within {options.timeout:g} s") from error
         arrivals.append(json.loads(store.get(f"arrival/{other}")))
     hosts, lacks_gpu, software = zip(*arrivals, strict=True)
-    backend, device = "gloo", torch.device("cpu")
+    backend, gpu = "gloo", None
     if not any(lacks_gpu):
-        backend, device = "nccl", torch.device("cuda", rank_environment.local_rank())
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
-    data = torch.full((ELEMENTS,), float(rank), device=device)
+        backend, gpu = "nccl", torch.device("cuda", rank_environment.local_rank())
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit, device_id=gpu)
+    data = torch.full((ELEMENTS,), float(rank), device=gpu)
     dist.all_reduce(data)
     sums = gather(bool((data == sum(range(ranks))).all()))
     out = Path(options.out)

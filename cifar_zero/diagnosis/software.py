@@ -65,12 +65,10 @@ def package(name: str, options: Options) -> Finding:
     except metadata.PackageNotFoundError:
         return failed("not installed", INSTALL)
     if version not in wanted:
-        faults = (
-            f"{strategy or 'it'} {what}"
-            for of, releases, strategy, what in FAULTS
-            if of == name and version in SpecifierSet(releases)
-        )
-        found = "; ".join([f"{version}, but {wanted} is the tested range", *faults])
+        found = f"{version}, but {wanted} is the tested range"
+        for of, releases, strategy, what in FAULTS:
+            if of == name and version in SpecifierSet(releases):
+                found += f"; {strategy or 'it'} {what}"
         return warning(found, f"pip install '{name}{wanted}'")
     return ok(str(version))
 

@@ -58,10 +58,9 @@ def keep_own_options(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, A
     wanted = [group["param_names"] for group in own_groups]
     if [group["param_names"] for group in state["param_groups"]] != wanted:  # else they may be ZeRO's flat ones
         state = _regrouped(state, wanted)
-    groups = [
-        {**own, **{key: saved[key] for key in ("lr", "initial_lr", "params") if key in saved}}
-        for own, saved in zip(own_groups, state["param_groups"], strict=True)
-    ]
+    groups: list[dict[str, Any]] = []
+    for own, saved in zip(own_groups, state["param_groups"], strict=True):
+        groups.append({**own, **{key: saved[key] for key in ("lr", "initial_lr", "params") if key in saved}})
     return {**state, "param_groups": groups}
 
 
@@ -75,11 +74,11 @@ def lay_like_parameters(optimizer: Optimizer) -> None:
 
 def by_name(state: dict[str, Any]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """Returns for each parameter its group in a checkpoint's optimizer, and its state, empty before the first step."""
-    return {
-        name: (group, state["state"].get(number, {}))
-        for group in state["param_groups"]
-        for name, number in zip(group["param_names"], group["params"], strict=True)
-    }
+    found: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+    for group in state["param_groups"]:
+        for name, number in zip(group["param_names"], group["params"], strict=True):
+            found[name] = group, state["state"].get(number, {})
+    return found
 
 
 def _regrouped(state: dict[str, Any], wanted: list[list[str]]) -> dict[str, Any]:

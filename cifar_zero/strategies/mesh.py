@@ -97,12 +97,14 @@ class MeshStrategy(ModelParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             whole = keep_own_options(optimizer, saved)
-            parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
-            state = {
-                number: {key: cut(value, parameters[number]) for key, value in entry.items()}
-                for number, entry in whole["state"].items()
-                if parameters[number].numel()
-            }
+            parameters: list[Any] = []
+            for group in optimizer.param_groups:
+                parameters += group["params"]
+            state: dict[int, dict[str, Any]] = {}
+            for number, entry in whole["state"].items():
+                parameter = parameters[number]
+                if parameter.numel():
+                    state[number] = {key: cut(value, parameter) for key, value in entry.items()}
             optimizer.load_state_dict({**whole, "state": state})
 
 

@@ -90,10 +90,10 @@ def restore(engine: Any, checkpoint: dict[str, Any]) -> bool:
 def group_shapes(engine: Any) -> list[dict[str, torch.Size]]:
     """Returns the plain names and the shapes of the parameters in each tensor that this rank's optimizer updates."""
     names = _names_of_parameters(engine)
-    return [
-        {names[parameter]: getattr(parameter, "ds_shape", parameter.shape) for parameter in parameters}
-        for parameters, *_ in optimizer_groups(engine)
-    ]
+    shapes: list[dict[str, torch.Size]] = []
+    for parameters, *_ in optimizer_groups(engine):
+        shapes.append({names[each]: getattr(each, "ds_shape", each.shape) for each in parameters})
+    return shapes
 
 
 def plain_names_of(engine: Any, names: Iterable[str]) -> dict[str, str]:

@@ -101,6 +101,8 @@ def parameter_groups(model: nn.Module, groups: list[dict[str, Any]]) -> list[dic
     dense = [{**group, "name": f"dense {number}"} for number, group in enumerate(groups)]
     split = split_params_into_different_moe_groups_for_optimizer(dense)
     names = {parameter: name for name, parameter in model.named_parameters()}
+    kept: list[dict[str, Any]] = []
     for group in split:
-        group["param_names"] = [names[parameter] for parameter in group["params"]]
-    return [group for group in split if group["params"]]
+        if group["params"]:
+            kept.append({**group, "param_names": [names[parameter] for parameter in group["params"]]})
+    return kept
