@@ -194,7 +194,11 @@ def buckets(run: Run, network: Network) -> int:
         # A block, the block gathered ahead, and the gradients of one block. In mixed precision these have a float32
         # copy, in which they are reduced (reduce_dtype in strategies/fsdp2.py; foreach_reduce in torch 2.15's
         # _fsdp_collectives.py). A model without blocks is one block.
-        each = {"32-true": 3 * FLOAT32, "bf16-mixed": 3 * 2 + FLOAT32, "bf16-true": 3 * 2}[run.placement.precision]
+        each = 3 * 2
+        if run.placement.precision == "32-true":
+            each = 3 * FLOAT32
+        elif run.placement.precision == "bf16-mixed":
+            each += FLOAT32
         return network.largest_block * each
     if run.spec.stage == 0:
         return 0
