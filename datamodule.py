@@ -18,8 +18,7 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.data.augment import Augmentation
 from cifar_zero.data.cache import Dataset
 from cifar_zero.data.dataset import EvalOrder, Order, Split, TrainOrder, stratified_split
-from cifar_zero.data.memory_loader import MemoryLoader, Stored
-from cifar_zero.data.torch_loader import TorchLoader
+from cifar_zero.data.loaders import MemoryLoader, Stored, TorchLoader
 from cifar_zero.launch import rank_environment
 from cifar_zero.launch.collectives import gather
 from cifar_zero.strategies import hooks_of

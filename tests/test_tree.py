@@ -26,7 +26,7 @@ MODULES = sorted(
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 WITHOUT_TORCH = [*COMMANDS.values(), "benchmarks.speed"]  # wrong usage is answered at once
 WITHOUT_TORCH += [f"cifar_zero.{name}" for name in ("core", "config", "launch", "models", "data", "strategies")]
-WITHOUT_TORCH += ["cifar_zero.config.rules", "cifar_zero.checkpoints.run_folder", "cifar_zero.planning.model_states"]
+WITHOUT_TORCH += ["cifar_zero.config.rules", "cifar_zero.checkpoints.run_folder", "cifar_zero.planning.formulas"]
 
 FLOORS = (
     ("core",),

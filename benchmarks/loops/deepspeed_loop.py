@@ -25,7 +25,7 @@ def train(cache: str, steps: int, stage: int) -> dict[str, float]:
     import deepspeed  # here: it reads DS_ACCELERATOR when it is imported, and the launching process needs none of it
     from deepspeed.accelerator import get_accelerator
 
-    from cifar_zero.strategies.deepspeed.config import get_ds_config
+    from cifar_zero.config.ds_config import get_ds_config
 
     os.environ["LOCAL_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]  # as DeepSpeed's own launcher does
     deepspeed.init_distributed()

@@ -21,11 +21,11 @@ from yaml import YAMLError
 from cifar_zero.comparison.result import PLAIN, Comparison, Variant
 from cifar_zero.config import command_line
 from cifar_zero.config.arguments import Arguments, read_arguments
+from cifar_zero.config.help import refuse_mistyped
 from cifar_zero.config.placement import DeviceOptions, StrategyOptions
 from cifar_zero.config.run import Run
 from cifar_zero.config.settings import DataConfig, flat
 from cifar_zero.config.strategy_specs import STRATEGIES
-from cifar_zero.config.suggestions import refuse_mistyped
 from cifar_zero.core import exits, user_code
 from cifar_zero.core.errors import UsageError, short
 from cifar_zero.core.plain_data import check, is_plain, load_yaml

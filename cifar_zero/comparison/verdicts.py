@@ -15,7 +15,7 @@ from cifar_zero.comparison.reading import differences, hindering, last_checkpoin
 from cifar_zero.comparison.result import Comparison, FinishedRun, Variant, VerdictKind
 from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
-from cifar_zero.planning.model_states import network_of, predicted
+from cifar_zero.planning.formulas import network_of, predicted
 from cifar_zero.training.resolve import make_run
 from cifar_zero.training.results import FALLBACK
 

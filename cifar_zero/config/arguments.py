@@ -50,11 +50,15 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
         is_option = re.match(r"--?[A-Za-z]", word) is not None
         if is_option:
             name, equals, value = word.lstrip("-").partition("=")
-            name = "help" if name == "h" else name
+            if name == "h":
+                name = "help"
         if name.startswith(CALLBACKS):
             found.callbacks.append(word)
         elif is_option:
-            values[name] = [*(values.get(name, []) if name == "config" else []), *([value] if equals else [])]
+            if name not in values or name != "config":
+                values[name] = []
+            if equals:
+                values[name].append(value)
         elif name:
             values[name].append(word)
         else:

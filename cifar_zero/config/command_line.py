@@ -17,13 +17,14 @@ from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from cifar_zero.config import ds_config, help
 from cifar_zero.config.arguments import PLOT, Arguments, read_arguments
+from cifar_zero.config.help import choices, chosen, refuse_mistyped, refuse_unknown
 from cifar_zero.config.output import Output
 from cifar_zero.config.placement import ComputeOptions, DeviceOptions, Placement, StrategyOptions
 from cifar_zero.config.recipe import Choice, DataRecipe, FineTuning, Regularization, Training
 from cifar_zero.config.rules import check_values
 from cifar_zero.config.settings import (
-    CHOICES,
     OWNERS,
+    REGISTRIES,
     Consent,
     DataConfig,
     Settings,
@@ -35,7 +36,6 @@ from cifar_zero.config.settings import (
     tree_of,
 )
 from cifar_zero.config.strategy_specs import AUTO
-from cifar_zero.config.suggestions import REGISTRIES, choices, chosen, refuse_mistyped, refuse_unknown
 from cifar_zero.core import plain_data, user_code
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import UsageError, short
@@ -69,11 +69,14 @@ def settings_of_arguments(arguments: Arguments, before: Before | None = None) ->
     options, said = _merged(recipes, given)
     if before is not None and (earlier := before(_early_settings(options, arguments.consent))) is not None:
         options, said = _merged([_inherited(earlier, given), *recipes], given)
-    names = {key: chosen(options, key) for key in CHOICES}
+    names = {key: chosen(options, key) for key in REGISTRIES}
 
     parser = _parser(names, with_help=asked_help is not None)
     if asked_help is not None:
-        print(parser.format_help() if asked_help == "all" else help.short(parser), end="")
+        text = help.short(parser)
+        if asked_help == "all":
+            text = parser.format_help()
+        print(text, end="")
         raise SystemExit(0)
     refuse_unknown(parser, options)
     try:
@@ -81,10 +84,11 @@ def settings_of_arguments(arguments: Arguments, before: Before | None = None) ->
     except (ArgumentError, TypeError, ValueError) as error:
         refuse_mistyped(parser, options)
         raise UsageError(short(error, 300)) from error
-    for key in CHOICES:
+    for key in REGISTRIES:
         tree[key] = {"name": tree[key].pop("name"), "options": tree[key]}
-    known = {option.name for part in OWNERS.values() for option in fields(part)}
-    settings = settings_of({name: value for name, value in tree.items() if name in known})
+    for option in (*ONLY_FLAGS, "trust"):
+        tree.pop(option, None)
+    settings = settings_of(tree)
     settings = replace(settings, consent=arguments.consent, named=frozenset(options))
     if settings.output.plot_schedule == PLOT:
         settings = settings.changed(plot_schedule=str(Path(settings.output.out, Path(PLOT).name)))
@@ -98,14 +102,15 @@ def settings_of_arguments(arguments: Arguments, before: Before | None = None) ->
 
 def strategy_flags(strategy: str) -> list[str]:
     """Returns the flags that choose a strategy, or a raw DeepSpeed configuration (*.json)."""
-    raw = ["--strategy", Placement.strategy, "--ds_config", strategy]
-    return raw if strategy.endswith(".json") else ["--strategy", strategy]
+    if strategy.endswith(".json"):
+        return ["--strategy", Placement.strategy, "--ds_config", strategy]
+    return ["--strategy", strategy]
 
 
 def dump(given: Settings) -> str:
     """Returns the settings as a YAML recipe, from which `--config` repeats the run."""
     tree = tree_of(given)
-    for key in CHOICES:
+    for key in REGISTRIES:
         tree[key] = {"name": tree[key]["name"], **tree[key]["options"]}
     return yaml.safe_dump(json.loads(json.dumps(tree)), sort_keys=False)  # by JSON, because YAML has no tuples
 
@@ -144,13 +149,15 @@ def _merged(recipes: Sequence[dict[str, Any]], given: dict[str, Any]) -> tuple[d
         if Path(theirs).is_file():  # a finished run has no more need of it
             options = _overridden(options, ds_config.options_of(theirs))
         options = _overridden(options, recipe)
-    said = ds_config.options_of(given["ds_config"]) if given.get("ds_config") else {}
+    said: dict[str, Any] = {}
+    if given.get("ds_config"):
+        said = ds_config.options_of(given["ds_config"])
     return _overridden(_overridden(options, said), given), said
 
 
 def _overridden(options: dict[str, Any], by: dict[str, Any]) -> dict[str, Any]:
     """Returns options overridden by others; a new model, optimizer or schedule drops the old one's options."""
-    for key in CHOICES:
+    for key in REGISTRIES:
         if key in by and by[key] != options.get(key, by[key]):
             options = {option: value for option, value in options.items() if not option.startswith(f"{key}.")}
     return {**options, **by}
@@ -172,8 +179,9 @@ def _inherited(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """Returns an earlier run's configuration as far as it holds under the strategy that is given."""
     if given.get("strategy") == AUTO:
         del given["strategy"]
-    changed = any(given.get(key, base.get(key)) != base.get(key) for key in ("strategy", "ds_config"))
-    of_strategy = {option.name for option in fields(StrategyOptions)} if changed else set()
+    if all(given.get(key, base.get(key)) == base.get(key) for key in ("strategy", "ds_config")):
+        return base
+    of_strategy = {option.name for option in fields(StrategyOptions)}
     return {option: value for option, value in base.items() if option.split(".")[0] not in of_strategy}
 
 
@@ -181,7 +189,10 @@ def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns options as jsonargparse takes them: optimizer.lr within optimizer, whose own value is its `name`."""
     tree: dict[str, Any] = {}
     for option, value in options.items():
-        *outer, last = (f"{option}.name" if option in CHOICES else option).split(".")
+        path = option
+        if option in REGISTRIES:
+            path = f"{option}.name"
+        *outer, last = path.split(".")
         inner = tree
         for section in outer:
             inner = inner.setdefault(section, {})
@@ -213,8 +224,9 @@ def _parser(names: dict[str, str], with_help: bool) -> ArgumentParser:
     )
     for group in (StrategyOptions, DeviceOptions, ComputeOptions, Training, Regularization, FineTuning, Output):
         parser.add_class_arguments(group, skip={*sections(group)})
-    for key, section in (item for part in OWNERS.values() for item in sections(part).items()):
-        parser.add_argument_group(section.__doc__).add_class_arguments(section, key, as_group=False)
+    for part in OWNERS.values():
+        for key, section in sections(part).items():
+            parser.add_argument_group(section.__doc__).add_class_arguments(section, key, as_group=False)
     for key, registry in REGISTRIES.items():
         entry = registry[names[key]]
         group = parser.add_argument_group(f"{key} {names[key]}", description=help.summary(entry))

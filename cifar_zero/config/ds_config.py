@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from cifar_zero.config.placement import Placement
 from cifar_zero.config.settings import Settings, flat
-from cifar_zero.config.strategy_specs import STRATEGIES, Spec
+from cifar_zero.config.strategy_specs import STRATEGIES, Device, Spec
 from cifar_zero.core import plain_data
 from cifar_zero.core.errors import UsageError
 
@@ -49,7 +49,7 @@ REFUSED_IF_ENABLED = {
 NAMES_FILE = ("_file", "_path", "_dir")
 """Ends of the keys that name a file or a folder to write or read: flops_profiler.output_file, data_cluster_path."""
 
-DEVICES = ("none", "cpu", "nvme")  # of offloading: DeepSpeed's OffloadDeviceEnum
+DEVICES: dict[str, Device] = {"none": "", "cpu": "cpu", "nvme": "nvme"}  # of offloading: DeepSpeed's OffloadDeviceEnum
 
 OURS: dict[str, dict[str, Any]] = {
     "adam": {"name": "adamw", "weight_decay": 0.0},  # engine._configure_basic_optimizer; adam_w_mode false is Adam
@@ -142,18 +142,14 @@ def spec_of(placement: Placement) -> Spec:
         device = _section(zero, section).get("device", "none")
         if device not in DEVICES:
             raise UsageError(f"--ds_config {file}: {section}.device must be one of {', '.join(DEVICES)}")
-        devices.append("" if device == "none" else device)
+        devices.append(DEVICES[device])
     return Spec(
         "deepspeed",
         "a raw DeepSpeed configuration",
-        casts=True,
-        spreads_experts=True,
         stage=stage,
         offload_optimizer=devices[0],
         offload_parameters=devices[1],
         super_offload=bool(zero.get("offload_optimizer", {}).get("super_offload")),
-        shards_tensors=stage > 0,
-        averages=devices[1] != "nvme",
         raw=raw,
     )
 

@@ -173,8 +173,11 @@ class Placement(ComputeOptions, DeviceOptions, StrategyOptions):
     def ranks_per_model(self) -> int:
         """Ranks that together hold one model and compute the same images."""
         spec = STRATEGIES[self.strategy]  # the default, baseline, next to a raw DeepSpeed configuration
-        given = getattr(self, spec.size) if spec.size else 1
-        return given or (self.world_size if spec.one_replica else 1)
+        if spec.size and getattr(self, spec.size):
+            return getattr(self, spec.size)
+        if spec.one_replica:
+            return self.world_size
+        return 1
 
     @property
     def replicas(self) -> int:
@@ -193,4 +196,6 @@ class Placement(ComputeOptions, DeviceOptions, StrategyOptions):
     @property
     def strategy_name(self) -> str:
         """The strategy, or the file name of the raw DeepSpeed configuration that replaces it."""
-        return Path(self.ds_config).stem if self.ds_config else self.strategy
+        if self.ds_config:
+            return Path(self.ds_config).stem
+        return self.strategy

@@ -19,9 +19,8 @@ from cifar_zero.config import strategy_rules
 from cifar_zero.config.placement import Placement
 from cifar_zero.config.recipe import AugmentConfig, LoRAConfig
 from cifar_zero.config.run import Run
-from cifar_zero.config.settings import Settings, sections
+from cifar_zero.config.settings import REGISTRIES, Settings, sections
 from cifar_zero.config.strategy_specs import AUTO, STRATEGIES
-from cifar_zero.config.suggestions import REGISTRIES
 from cifar_zero.core.errors import UsageError, short
 from cifar_zero.core.hardware import free_memory_bytes
 from cifar_zero.core.usage import check_numbers, nearest, refuse

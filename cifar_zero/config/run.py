@@ -1,7 +1,7 @@
 """The resolved run: what the user asked for, and what it came to on this computer; no torch."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from cifar_zero.config.settings import Settings
 from cifar_zero.config.strategy_specs import STRATEGIES, Spec
@@ -19,8 +19,7 @@ class Run(Settings):
     @classmethod
     def of(cls, given: Settings, spec: Spec, num_classes: int) -> "Run":
         """Returns the run of settings whose open options are decided."""
-        asked = {option.name: getattr(given, option.name) for option in fields(Settings)}
-        return cls(**asked, spec=spec, num_classes=num_classes)
+        return cls(**{**vars(given), "spec": spec, "num_classes": num_classes})
 
     @property
     def micro_batch(self) -> int:
@@ -42,9 +41,13 @@ def micro_batch_size(batch_size: int, world_size: int, accumulate: int) -> int:
     Raises UsageError if batch_size = micro-batch x world_size x accumulate has no solution in whole images."""
     parts = world_size * accumulate
     if batch_size % parts:
-        below, above = batch_size // parts * parts, (batch_size // parts + 1) * parts
-        nearest = f"{below} or {above}" if below else f"{above}"
-        ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+        below = batch_size // parts * parts
+        nearest = f"{below + parts}"
+        if below:
+            nearest = f"{below} or {nearest}"
+        ranks = f"{world_size} ranks"
+        if world_size == 1:
+            ranks = "1 rank"
         raise UsageError(
             f"--batch_size {batch_size} = micro-batch x {ranks} x --accumulate {accumulate} "
             f"gives no whole micro-batch; the nearest that divide: {nearest}"
@@ -56,6 +59,12 @@ def with_accelerator(settings: Settings, on_gpu: bool, has_bfloat16: Callable[[]
     """Returns the configuration for GPUs or for the CPU, with auto precision replaced. `has_bfloat16` is asked only for
     auto precision on GPUs."""
     precision = settings.placement.precision
+    if not on_gpu:
+        if precision == "auto":
+            precision = "32-true"
+        return settings.changed(accelerator="cpu", precision=precision)
     if precision == "auto":
-        precision = "32-true" if not on_gpu else "bf16-mixed" if has_bfloat16() else "16-mixed"
-    return settings.changed(accelerator="gpu" if on_gpu else "cpu", precision=precision)
+        precision = "16-mixed"
+        if has_bfloat16():
+            precision = "bf16-mixed"
+    return settings.changed(accelerator="gpu", precision=precision)

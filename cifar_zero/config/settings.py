@@ -8,13 +8,16 @@ from cifar_zero.config.output import Output
 from cifar_zero.config.placement import DataAccess, Placement
 from cifar_zero.config.recipe import Choice, DataRecipe, Recipe, SourceName
 from cifar_zero.core.errors import UsageError
+from cifar_zero.models import MODELS
+from cifar_zero.optimizers import OPTIMIZERS
+from cifar_zero.schedules import SCHEDULES
 
 Owner = Literal["recipe", "placement", "output"]
 
 OWNERS: dict[Owner, type] = {"recipe": Recipe, "placement": Placement, "output": Output}
 
-CHOICES = ("model", "optimizer", "schedule")
-"""Options that are a name from a registry with options of its own."""
+REGISTRIES: dict[str, Mapping[str, Any]] = {"model": MODELS, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
+"""Registry of each option that is a name with options of its own, a `Choice` of the recipe."""
 
 FALLBACK_SUFFIX = "-digits-fallback"
 """Suffix of the name of a run on the embedded digits because CIFAR-10 was not available."""
@@ -74,7 +77,9 @@ class Settings:
         """Returns the settings with --data.source auto decided; on the digits, the run's name says so."""
         if self.data.source != "auto":
             return self
-        name = self.run_name + FALLBACK_SUFFIX if source == "digits" else self.output.name
+        name = self.output.name
+        if source == "digits":
+            name = self.run_name + FALLBACK_SUFFIX
         return self.changed(data=replace(self.data, source=source), name=name)
 
     def option(self, name: str) -> Any:
@@ -105,7 +110,7 @@ def settings_of(tree: Mapping[str, Any]) -> Settings:
     """Returns the settings of `tree_of`'s result. Raises TypeError if it has unknown options, of another version of the
     program, and UsageError if it sets `trust`."""
     check_no_consent(tree, "the checkpoint's configuration")
-    types = {**sections(Recipe), **sections(Placement), "data": DataConfig, **dict.fromkeys(CHOICES, Choice)}
+    types = {**sections(Recipe), **sections(Placement), "data": DataConfig, **dict.fromkeys(REGISTRIES, Choice)}
     return make_settings(**{key: types[key](**value) if key in types else value for key, value in tree.items()})
 
 
@@ -118,12 +123,14 @@ def flat(given: Settings | Mapping[str, Any]) -> dict[str, Any]:
     """Returns every option and its value by its flag: data.root, optimizer.lr, seed; model is the model's name. Takes
     settings, or the content of a recipe or of a checkpoint's record."""
     found: dict[str, Any] = {}
-    for key, value in (tree_of(given) if isinstance(given, Settings) else given).items():
+    if isinstance(given, Settings):
+        given = tree_of(given)
+    for key, value in given.items():
         inner = {key: value}
         if isinstance(value, Mapping):
             options = {**value}
             inner = {}
-            if key in CHOICES and "name" in options:
+            if key in REGISTRIES and "name" in options:
                 inner[key] = options.pop("name")
                 options = options.pop("options", options)  # in a record; config.yaml has them next to the name
             inner |= {f"{key}.{option}": setting for option, setting in options.items()}
@@ -148,8 +155,10 @@ def may_change_on_resume(flag: str) -> bool:
     if owner_of(flag) != "recipe":
         return True
     name, _, option = flag.partition(".")
-    part, name = (DataRecipe, option) if name == "data" else (Recipe, name)
-    return next(field.metadata.get("may_change_on_resume", False) for field in fields(part) if field.name == name)
+    part = Recipe
+    if name == "data":
+        part, name = DataRecipe, option
+    return part.__dataclass_fields__[name].metadata.get("may_change_on_resume", False)
 
 
 def check_no_consent(tree: Mapping[str, Any], source: str) -> None:

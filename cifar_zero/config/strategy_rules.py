@@ -102,7 +102,7 @@ def _splitting(run: Run) -> Rules:
     given, ranks = f"--strategy {placement.strategy}", placement.ranks_per_model
     rules: Rules = {
         f"{given} has no loss scaling for float16: use --precision bf16-mixed": (
-            not spec.scales_loss and placement.precision == "16-mixed"
+            spec.cuts_model and placement.precision == "16-mixed"
         )
     }
     for flag in ("tensor_parallel_size", "pipeline_parallel_size"):
@@ -145,7 +145,7 @@ def _experts(run: Run) -> Rules:
             run.spec.stage == 3
         ),
         f"--model.ep_size {ep_size}: {placement.strategy_name} keeps all experts on each rank, add --model.ep_size 1; "
-        "deepspeed_stage_0, 1 and 2 spread them": spread and not run.spec.spreads_experts,
+        "deepspeed_stage_0, 1 and 2 spread them": spread and run.spec.family != "deepspeed",
         f"--model.ep_size {ep_size} does not divide the number of ranks, {ranks}": ranks % ep_size > 0,
         f"--init {run.recipe.init} initialises the experts of all ranks: add --model.ep_size 1": (
             spread and run.recipe.init != "default"

@@ -7,7 +7,6 @@ a strategy too (ds_config.py). No torch, Lightning or DeepSpeed.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 Device = Literal["", "cpu", "nvme"]  # the place that something is offloaded to; empty: it stays on the rank's device
@@ -17,7 +16,7 @@ Device = Literal["", "cpu", "nvme"]  # the place that something is offloaded to;
 class Spec:
     """What a strategy does and can do."""
 
-    family: Literal["baseline", "deepspeed", "fsdp2", "tensor_parallel", "pipeline"]  # module of `strategies`
+    family: Literal["baseline", "deepspeed", "fsdp2", "tensor_parallel", "pipeline"]  # in `strategies`
     summary: str  # one line for the help and the documentation
     stage: int = 0  # ZeRO stage; 0 shards nothing
     offload_optimizer: Device = ""  # where the optimizer's state and update are
@@ -25,50 +24,75 @@ class Spec:
     super_offload: bool = False  # DeepSpeed's SuperOffload, for CPU-GPU links as fast as a GH200's
     size: Literal["", "tensor_parallel_size", "pipeline_parallel_size"] = ""  # the option for the ranks of one model
     one_replica: bool = False  # without that option all ranks together hold one model and compute the same images
-    casts: bool = False  # mixed precision casts the model instead of running it under autocast
-    shards_tensors: bool = False  # a rank holds only parts of the parameters or of the optimizer state
-    scales_loss: bool = True  # it can train in float16
-    averages: bool = True  # --ema and --swa_from can average its weights
-    spreads_experts: bool = False  # the experts of a mixture can be spread over ranks
-    graphs: bool = False  # --cuda_graphs can record its steps, which must not move parameters
     raw: Mapping[str, Any] | None = None  # content of a raw DeepSpeed configuration (--ds_config)
 
+    @property
+    def cuts_model(self) -> bool:
+        """Whether torch's strategies cut the model itself; these scale no loss and average no weights."""
+        return self.family not in ("baseline", "deepspeed")
 
-_zero_0 = partial(Spec, "deepspeed", casts=True, spreads_experts=True)
-_zero = partial(_zero_0, shards_tensors=True)
-_shards = partial(Spec, shards_tensors=True, scales_loss=False, averages=False)
-_splits = partial(_shards, size="tensor_parallel_size")
+    @property
+    def shards_tensors(self) -> bool:
+        """Whether a rank holds only parts of the parameters or of the optimizer state."""
+        return self.cuts_model or self.stage > 0
+
+    @property
+    def casts(self) -> bool:
+        """Whether mixed precision casts the model instead of running it under autocast."""
+        return self.family in ("deepspeed", "fsdp2")
+
+    @property
+    def averages(self) -> bool:
+        """Whether --ema and --swa_from can average its weights."""
+        return not self.cuts_model and self.offload_parameters != "nvme"
+
+    @property
+    def graphs(self) -> bool:
+        """Whether --cuda_graphs can record its steps, which must not move parameters."""
+        return not self.cuts_model and self.stage < 3 and self.raw is None
+
 
 STRATEGIES: dict[str, Spec] = {
-    "baseline": Spec("baseline", "plain PyTorch on one device, DDP on several", graphs=True),
-    "ddp": Spec("baseline", "torch's DistributedDataParallel: every rank holds everything", graphs=True),
-    "deepspeed_stage_0": _zero_0("DeepSpeed's engine, nothing sharded", graphs=True),
-    "deepspeed_stage_1": _zero("ZeRO 1: optimizer state sharded", stage=1, graphs=True),
-    "deepspeed_stage_1_offload": _zero("ZeRO 1, optimizer on the CPU", stage=1, offload_optimizer="cpu", graphs=True),
-    "deepspeed_stage_2": _zero("ZeRO 2: optimizer state and gradients sharded", stage=2, graphs=True),
-    "deepspeed_stage_2_offload": _zero("ZeRO 2, optimizer on the CPU", stage=2, offload_optimizer="cpu", graphs=True),
-    "deepspeed_stage_3": _zero("ZeRO 3: optimizer state, gradients and parameters sharded", stage=3),
-    "deepspeed_stage_3_offload": _zero(
-        "ZeRO 3, optimizer and parameters on the CPU", stage=3, offload_optimizer="cpu", offload_parameters="cpu"
+    "baseline": Spec("baseline", "plain PyTorch on one device, DDP on several"),
+    "ddp": Spec("baseline", "torch's DistributedDataParallel: every rank holds everything"),
+    "deepspeed_stage_0": Spec("deepspeed", "DeepSpeed's engine, nothing sharded"),
+    "deepspeed_stage_1": Spec("deepspeed", "ZeRO 1: optimizer state sharded", stage=1),
+    "deepspeed_stage_1_offload": Spec("deepspeed", "ZeRO 1, optimizer on the CPU", stage=1, offload_optimizer="cpu"),
+    "deepspeed_stage_2": Spec("deepspeed", "ZeRO 2: optimizer state and gradients sharded", stage=2),
+    "deepspeed_stage_2_offload": Spec("deepspeed", "ZeRO 2, optimizer on the CPU", stage=2, offload_optimizer="cpu"),
+    "deepspeed_stage_3": Spec("deepspeed", "ZeRO 3: optimizer state, gradients and parameters sharded", stage=3),
+    "deepspeed_stage_3_offload": Spec(
+        "deepspeed",
+        "ZeRO 3, optimizer and parameters on the CPU",
+        stage=3,
+        offload_optimizer="cpu",
+        offload_parameters="cpu",
     ),
-    "deepspeed_stage_3_offload_nvme": _zero(
+    "deepspeed_stage_3_offload_nvme": Spec(
+        "deepspeed",
         "ZeRO 3, optimizer and parameters on disk",
         stage=3,
         offload_optimizer="nvme",
         offload_parameters="nvme",
-        averages=False,
     ),
-    "deepspeed_stage_3_superoffload": _zero(
-        "ZeRO 3, SuperOffload to the CPU (CUDA)", stage=3, offload_optimizer="cpu", super_offload=True
+    "deepspeed_stage_3_superoffload": Spec(
+        "deepspeed", "ZeRO 3, SuperOffload to the CPU (CUDA)", stage=3, offload_optimizer="cpu", super_offload=True
     ),
-    "fsdp2": _splits(
-        "fsdp2", "torch's fully_shard (FSDP2): optimizer state, gradients and parameters sharded", casts=True
+    "fsdp2": Spec(
+        "fsdp2",
+        "torch's fully_shard (FSDP2): optimizer state, gradients and parameters sharded",
+        size="tensor_parallel_size",
     ),
-    "fsdp": _splits("fsdp2", "the same as fsdp2: torch replaces FullyShardedDataParallel by it", casts=True),
-    "tensor_parallel": _splits(
-        "tensor_parallel", "each layer of a vit_* split over the ranks, which compute the same images", one_replica=True
+    "fsdp": Spec(
+        "fsdp2", "the same as fsdp2: torch replaces FullyShardedDataParallel by it", size="tensor_parallel_size"
     ),
-    "pipeline": _shards(
+    "tensor_parallel": Spec(
+        "tensor_parallel",
+        "each layer of a vit_* split over the ranks, which compute the same images",
+        size="tensor_parallel_size",
+        one_replica=True,
+    ),
+    "pipeline": Spec(
         "pipeline",
         "the blocks of a vit_* divided among the ranks, one after the other",
         size="pipeline_parallel_size",

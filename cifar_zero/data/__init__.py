@@ -1,12 +1,10 @@
 """Sources of images: each decodes its images into one cache that all ranks map into memory.
 
-To add a source, write a module with four functions of its configuration, and one line in `_MODULES`:
-- `class_names(config)` returns the classes, without decoding an image; raises UsageError: a wrong option;
+To add a source, name its classes in `CLASSES`, and write a module with three functions of its configuration, and one
+line in `_MODULES`:
 - `cache_key(config)`: the name of the directory for the decoded images, one for each set of inputs to keep;
 - `fingerprint(config)`: what the decoded images depend on; a cache with another one is out of date and replaced;
-- `build(config, directory)` fills the arrays of `cache.allocate(directory, ...)` for train and test; returns the class
-  names.
-A source's module imports no torch at its top, because the command line reads class names before anything starts.
+- `build(config, directory)` fills the arrays of `cache.allocate(directory, ...)` for train and test.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from cifar_zero.config.recipe import SourceName
 from cifar_zero.config.settings import DataConfig
@@ -31,12 +29,38 @@ _MODULES = {
     "synthetic": "cifar_zero.data.synthetic",
 }
 
+SUFFIXES = (".png", ".jpg", ".jpeg")
+"""Ends of the names of image files."""
+
+_CIFAR10 = "airplane automobile bird cat deer dog frog horse ship truck"
+_CIFAR100 = """
+    apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
+    caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant
+    flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree
+    motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain plate
+    poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail snake spider
+    squirrel streetcar sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle
+    wardrobe whale willow_tree wolf woman worm
+"""
+
+CLASSES: dict[str, tuple[str, ...]] = {
+    "auto": tuple(_CIFAR10.split()),
+    "cifar10": tuple(_CIFAR10.split()),
+    "cifar100": tuple(_CIFAR100.split()),
+    "digits": ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"),
+    "synthetic": tuple(f"class {label}" for label in range(10)),
+}
+"""Names of the classes, in the order of the labels, of each source but `folder`."""
+
 
 def class_names(config: DataConfig) -> tuple[str, ...]:
-    """Returns the classes of the configured source (for `auto` CIFAR-10's), without decoding, in milliseconds. Raises
-    UsageError for a folder as `folder.class_names` does."""
-    config = _named(config, "cifar10" if config.source == "auto" else config.source)
-    return _module(config).class_names(config)
+    """Returns the classes of the configured source, without decoding an image. Raises UsageError for a folder as
+    `folder.class_names` does."""
+    if config.source == "folder":
+        from cifar_zero.data import folder
+
+        return folder.class_names(config)
+    return CLASSES[config.source]
 
 
 def prepare(config: DataConfig) -> SourceName:
@@ -46,34 +70,31 @@ def prepare(config: DataConfig) -> SourceName:
     if config.source != "auto":
         from cifar_zero.data import cache
 
-        source = _module(config)
-        cache.ensure(_directory(config), config.source, source.fingerprint(config), partial(source.build, config))
+        source, classes = _module(config), class_names(config)
+        build = partial(source.build, config)
+        cache.ensure(_directory(config), config.source, classes, source.fingerprint(config), build)
         return config.source
     from cifar_zero.core.console import say
     from cifar_zero.data.cifar import DownloadError
 
     try:
-        return prepare(_named(config, "cifar10"))
+        return prepare(replace(config, source="cifar10"))
     except DownloadError as error:
         say(f"CIFAR-10 is not available: {error}.")
         say("WARNING: this run uses the embedded handwritten digits (--data.source digits) INSTEAD OF CIFAR-10.")
-        return prepare(_named(config, "digits"))
+        return prepare(replace(config, source="digits"))
 
 
 def load(config: DataConfig, source: str) -> Dataset:
     """Maps the images of `source`, the name that `prepare` returned; raises RunError if they are not prepared."""
     from cifar_zero.data import cache
 
-    return cache.load(_directory(_named(config, source)))
+    return cache.load(_directory(replace(config, source=source)))
 
 
 def _directory(config: DataConfig) -> Path:
     root = Path(config.cache) if config.cache else Path(config.root) / ".cifar-zero"
     return root / _module(config).cache_key(config)
-
-
-def _named(config: DataConfig, source: str) -> DataConfig:
-    return replace(config, source=cast(SourceName, source))
 
 
 def _module(config: DataConfig) -> Any:

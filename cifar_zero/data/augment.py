@@ -5,27 +5,38 @@ Each step is a few operations on all images. The same draws give the same bits w
 operation here lets a processor fuse a multiplication with an addition (lerp and addcmul do).
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+from torchvision.transforms import v2
 
 from cifar_zero.config.recipe import PLAIN, AugmentConfig, Inputs, Padding
+from cifar_zero.core import user_code
+from cifar_zero.core.errors import UsageError, short
 from cifar_zero.data.draws import Draws, draw
-from cifar_zero.data.policy import in_groups, transforms_of
+
+Transform = Callable[[Tensor], Tensor]
+"""Maps uint8 images (N, 3, H, W) to the same shape, as torchvision.transforms.v2: it draws once for a call."""
 
 
+@dataclass
 class Augmentation:
-    """The augmentation and normalisation of the `count` images of a split; with the defaults of --augment only the
-    latter. `num_classes` is the width of mixed labels."""
+    """The augmentation and normalisation of the images of a split; with the defaults of --augment only the latter."""
 
-    def __init__(self, config: AugmentConfig, count: int, num_classes: int, seed: int, inputs: Inputs = PLAIN) -> None:
-        self._config, self._count, self._num_classes, self._seed = config, count, num_classes, seed
-        self._transforms = transforms_of(config)
-        self.in_groups = bool(self._transforms)  # whether transforms are drawn for groups of images
-        self.inputs = inputs
+    config: AugmentConfig
+    count: int  # images of the split
+    num_classes: int  # width of mixed labels
+    seed: int
+    inputs: Inputs = PLAIN
+
+    def __post_init__(self) -> None:
+        self.transforms = transforms_of(self.config)  # drawn for groups of images
 
     def draw(self, epoch: int) -> Draws:
         """Draws what happens to each image in an epoch, by position in the split."""
-        return draw(self._config, self._count, self._seed, epoch, self.inputs.side)
+        return draw(self.config, self.count, self.seed, epoch, self.inputs.side)
 
     def apply(self, images: Tensor, labels: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         """Returns a block of stored images as the model sees it: normalised float32 images, and labels.
@@ -34,16 +45,17 @@ class Augmentation:
         mixing from 2n images and labels, the partners last, to labels float32 (n, classes). `draws` has a row for each.
         """
         if draws.flip is not None or draws.crop is not None:
-            images = flip_and_crop(images, draws.flip, draws.crop, self._config.crop, self._config.padding)
+            images = flip_and_crop(images, draws.flip, draws.crop, self.config.crop, self.config.padding)
         if draws.group is not None:
-            images = in_groups(images.permute(0, 3, 1, 2), draws.group, self._transforms).permute(0, 2, 3, 1)
+            images = in_groups(images.permute(0, 3, 1, 2), draws.group, self.transforms).permute(0, 2, 3, 1)
         images = normalize(images.permute(0, 3, 1, 2), self.inputs).permute(0, 2, 3, 1)
-        for boxes in (boxes for boxes in (draws.cutout, draws.erasing) if boxes is not None):
-            blank_out(images, boxes)
+        for boxes in (draws.cutout, draws.erasing):
+            if boxes is not None:
+                blank_out(images, boxes)
         if draws.box is None or draws.weight is None:
             return images, labels
         count = len(images) // 2
-        return mix(images, labels, draws.box[:count], draws.weight[:count], self._num_classes)
+        return mix(images, labels, draws.box[:count], draws.weight[:count], self.num_classes)
 
 
 def normalize(images: Tensor, inputs: Inputs = PLAIN, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -53,9 +65,12 @@ def normalize(images: Tensor, inputs: Inputs = PLAIN, dtype: torch.dtype = torch
     if not images.is_floating_point():
         # On a GPU torch divides by a Python number by multiplying with its reciprocal, which is off in 111 of the 256
         # values. (x / 255 - 0.5) / 0.5 takes two passes: as 0.5 is a power of two, taking it in first changes no bit.
-        half = inputs.mean == inputs.std == (0.5,)
-        images = images.float().div_(spread((127.5 if half else 255.0,), images))
-        images = images.sub_(1) if half else images.sub_(spread(inputs.mean, images)).div_(spread(inputs.std, images))
+        images = images.float()
+        if inputs.mean == inputs.std == (0.5,):
+            images = images.div_(spread((127.5,), images)).sub_(1)
+        else:
+            images = images.div_(spread((255.0,), images))
+            images = images.sub_(spread(inputs.mean, images)).div_(spread(inputs.std, images))
     return images.to(dtype)
 
 
@@ -80,7 +95,9 @@ def memory_format(device: torch.device, channels_last: bool = False) -> torch.me
     if device.type == "cpu":
         onednn = torch.backends.mkldnn
         channels_last = onednn.is_available() and bool(onednn.enabled)
-    return torch.channels_last if channels_last else torch.contiguous_format
+    if channels_last:
+        return torch.channels_last
+    return torch.contiguous_format
 
 
 def flip_and_crop(
@@ -92,7 +109,9 @@ def flip_and_crop(
     the image at its outermost pixels (torch's reflection padding).
     """
     count, height, width, channels = images.shape
-    variants = [images] if flip is None else [images, images.flip(2)]
+    variants = [images]
+    if flip is not None:
+        variants.append(images.flip(2))
     canvas = images.new_zeros(count, len(variants), height + 2 * border, width + 2 * border, channels)
     for which, pixels in enumerate(variants):
         canvas[:, which, border : border + height, border : border + width] = pixels
@@ -149,3 +168,50 @@ def sides(boxes: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
     pixel = torch.arange(images.shape[1], device=images.device)
     vertical, horizontal = ((pixel >= start) & (pixel < stop)).float().unbind(1)
     return vertical[:, :, None], horizontal.repeat_interleave(images.shape[3], dim=1)[:, None, :]
+
+
+def transforms_of(config: AugmentConfig) -> list[Transform]:
+    """Returns the transforms of --augment. Raises UsageError: the command line does not name the user's."""
+    transforms: list[Transform] = []
+    if config.policy == "randaugment":
+        transforms.append(v2.RandAugment())
+    elif config.policy == "autoaugment":
+        transforms.append(v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10))
+    elif config.policy == "trivialaugment":
+        transforms.append(v2.TrivialAugmentWide())
+    if config.transform:
+        transforms.append(user_code.allowed(config.transform, "--augment.transform"))
+    return transforms
+
+
+def in_groups(images: Tensor, seeds: Tensor, transforms: list[Transform]) -> Tensor:
+    """Returns images uint8 (n, 3, H, W) after the transforms, called once for all images with the same seed, int64 (n,)
+    on the CPU. The generators, from which torchvision draws, are seeded for each group, and restored."""
+    result = torch.empty_like(images)
+    with torch.random.fork_rng(devices=[images.device] if images.is_cuda else []):
+        for seed in seeds.unique().tolist():
+            members = (seeds == seed).nonzero().flatten().to(images.device, non_blocking=True)
+            torch.manual_seed(seed)
+            group = images[members]
+            for transform in transforms:
+                group = transform(group)
+            if (group.shape, group.dtype) != ((len(members), *images.shape[1:]), images.dtype):
+                raise ValueError(f"returns {group.dtype} {tuple(group.shape)} for {len(members)} uint8 images")
+            result[members] = group
+    return result
+
+
+def check_transform(config: AugmentConfig, side: int) -> None:
+    """Tries the user's transform on a few images. Raises UsageError: the command line does not name it, it fails, it
+    changes the shape or the type of the images, or what it does to an image depends on the others."""
+    (transform,) = transforms_of(AugmentConfig(transform=config.transform))
+    flag = f"--augment.transform {config.transform}"
+    brightness = torch.tensor([64, 128, 192, 255])[:, None, None, None]
+    images = (torch.rand(4, 3, side, side, generator=torch.Generator().manual_seed(0)) * brightness).byte()
+    seeds = torch.zeros(4, dtype=torch.int64)
+    try:
+        together, alone = (in_groups(images[:count], seeds[:count], [transform]) for count in (4, 1))
+    except Exception as error:  # a user's code may raise anything
+        raise UsageError(f"{flag}: {user_code.where(error)}{type(error).__name__}: {short(error)}") from error
+    if not torch.equal(together[:1], alone):
+        raise UsageError(f"{flag}: treats an image alone otherwise than with others: draw once for all of a call")

@@ -54,11 +54,13 @@ class Dataset:
     identity: Mapping[str, int]  # numbers of images, and checksums: equal only for the same images in the same order
 
 
-def ensure(directory: Path, source: str, fingerprint: str, build: Callable[[Path], tuple[str, ...]]) -> None:
+def ensure(
+    directory: Path, source: str, classes: tuple[str, ...], fingerprint: str, build: Callable[[Path], None]
+) -> None:
     """Makes `directory` hold the decoded images of `source` with this `fingerprint` of their inputs.
 
-    If it is missing, out of date or damaged, `build` is called with an empty directory, fills it by `allocate`, and
-    returns the class names. Any number of processes may call this at once: one builds, the others wait. Raises
+    If it is missing, out of date or damaged, `build` is called with an empty directory and fills it by `allocate`. Any
+    number of processes may call this at once: one builds, the others wait. Raises
     UsageError if the place cannot be written to, RunError if writing fails (a full disk), and what `build` raises.
     """
     if _is_ready(directory, fingerprint):
@@ -67,7 +69,7 @@ def ensure(directory: Path, source: str, fingerprint: str, build: Callable[[Path
         directory.parent.mkdir(parents=True, exist_ok=True)
         with locked(directory.with_name(f"{directory.name}.lock"), f"prepares {source}"):
             if not _is_ready(directory, fingerprint):
-                _write(directory, source, fingerprint, build)
+                _write(directory, source, classes, fingerprint, build)
     except OSError as error:
         kind = UsageError if error.errno in _USERS_MISTAKES else RunError
         raise kind(
@@ -118,7 +120,7 @@ def _is_ready(directory: Path, fingerprint: str) -> bool:
     try:
         meta = _read_meta(directory)
         current = (meta["schema"], meta["fingerprint"]) == (SCHEMA, fingerprint)
-        return current and meta["checksums"] == {name: _checksum(directory, name) for name in ARRAYS}
+        return current and meta["checksums"] == _checksums(directory)
     except _DAMAGE:
         return False
 
@@ -127,7 +129,9 @@ def _read_meta(directory: Path) -> dict[str, Any]:
     return json.loads((directory / META).read_text(encoding="utf-8"))
 
 
-def _write(directory: Path, source: str, fingerprint: str, build: Callable[[Path], tuple[str, ...]]) -> None:
+def _write(
+    directory: Path, source: str, classes: tuple[str, ...], fingerprint: str, build: Callable[[Path], None]
+) -> None:
     """Builds a new cache and replaces the old one. The caller holds the lock. Raises UsageError: the folder, which this
     would remove, is not a cache."""
     temporary = atomic.staged(directory)
@@ -138,13 +142,13 @@ def _write(directory: Path, source: str, fingerprint: str, build: Callable[[Path
     say(f"Preparing the images of {source} in {directory} ({why}).")
     temporary.mkdir()
     try:
-        classes = build(temporary)
+        build(temporary)
         meta = {
             "schema": SCHEMA,
             "source": source,
             "fingerprint": fingerprint,
             "classes": classes,
-            "checksums": {name: _checksum(temporary, name) for name in ARRAYS},
+            "checksums": _checksums(temporary),
         }
         (temporary / META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
         atomic.put_in_place(directory)
@@ -155,7 +159,7 @@ def _write(directory: Path, source: str, fingerprint: str, build: Callable[[Path
 def _check_ours(folder: Path) -> None:
     """Raises UsageError if a folder holds anything but the files of a cache; it may be missing or empty."""
     ours = {META, *(f"{name}.npy" for name in ARRAYS)}
-    foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in ours) if folder.is_dir() else []
+    foreign = sorted({entry.name for entry in folder.glob("*")} - ours)
     if foreign:
         raise UsageError(
             f"{folder} would be replaced by decoded images, but it holds {short(', '.join(foreign))}: choose another "
@@ -176,6 +180,11 @@ def _open(directory: Path, name: str) -> np.memmap[Any, Any]:
     return np.lib.format.open_memmap(directory / f"{name}.npy", mode="r")  # refuses what is not a .npy file
 
 
-def _checksum(directory: Path, name: str) -> int:
-    content = _open(directory, name).reshape(-1).view(np.uint8)
-    return zlib.crc32(content[:: PAGE_BYTES if name.endswith("_images") else 1].tobytes())
+def _checksums(directory: Path) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name in ARRAYS:
+        content = _open(directory, name).reshape(-1).view(np.uint8)
+        if name.endswith("_images"):
+            content = content[::PAGE_BYTES]
+        found[name] = zlib.crc32(content.tobytes())
+    return found

@@ -1,42 +1,23 @@
 """The `cifar10` and `cifar100` sources: Krizhevsky's archives of 50,000 + 10,000 labelled images of 32x32 pixels.
 
 torchvision checks and decodes them. It unpickles a file only if its MD5 is the published one, so no archive can run
-code. Only building the cache imports torchvision, which takes a second.
+code.
 """
-
-from __future__ import annotations
 
 import socket
 from http.client import HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 from urllib.error import URLError
+
+from torchvision.datasets import CIFAR10, CIFAR100
+from torchvision.datasets.utils import check_integrity, download_url, extract_archive
 
 from cifar_zero.config.settings import DataConfig
 from cifar_zero.core.errors import RunError, short
 from cifar_zero.data import cache
 
-if TYPE_CHECKING:
-    from torchvision.datasets import CIFAR10
-
-CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-_CIFAR100_NAMES = """
-    apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
-    caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant
-    flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree
-    motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain plate
-    poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail snake spider
-    squirrel streetcar sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle
-    wardrobe whale willow_tree wolf woman worm
-"""
-CIFAR100_CLASSES = tuple(_CIFAR100_NAMES.split())
-
 TIMEOUT_S = 10.0  # time limit of connecting, and of each read
-
-
-def class_names(config: DataConfig) -> tuple[str, ...]:
-    return CIFAR10_CLASSES if config.source == "cifar10" else CIFAR100_CLASSES
 
 
 def cache_key(config: DataConfig) -> str:
@@ -47,13 +28,10 @@ def fingerprint(config: DataConfig) -> str:
     return "archive as published"  # always the same images
 
 
-def build(config: DataConfig, directory: Path) -> tuple[str, ...]:
-    """Finds or downloads the archive and decodes it; returns the class names. Raises DownloadError if it cannot be
-    downloaded, RunError if it does not hold the published files."""
-    from torchvision.datasets import CIFAR10, CIFAR100
-    from torchvision.datasets.utils import extract_archive
-
-    published = CIFAR10 if config.source == "cifar10" else CIFAR100
+def build(config: DataConfig, directory: Path) -> None:
+    """Finds or downloads the archive and decodes it. Raises DownloadError if it cannot be downloaded, RunError if it
+    does not hold the published files."""
+    published = {"cifar10": CIFAR10, "cifar100": CIFAR100}[config.source]
     splits = _read(published, config.root)
     if splits is None:
         archive = _obtain(config, published)
@@ -66,7 +44,6 @@ def build(config: DataConfig, directory: Path) -> tuple[str, ...]:
         images, labels = cache.allocate(directory, name, len(split))
         images[:] = split.data.transpose(0, 3, 1, 2)  # from (N, 32, 32, 3)
         labels[:] = split.targets
-    return tuple(splits[0].classes)
 
 
 def _read(published: type[CIFAR10], root: str) -> list[CIFAR10] | None:
@@ -84,17 +61,11 @@ def _obtain(config: DataConfig, published: type[CIFAR10]) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     archive = root / published.filename
     fix = f"put {archive.name} into {root}, name a mirror with --data.url URL, or use --data.source digits"
-    if not _is_published(archive, published):
+    if not check_integrity(archive, published.tgz_md5):
         with cache.locked(archive.with_name(f"{archive.name}.lock"), f"downloads {archive.name}"):
-            if not _is_published(archive, published):
+            if not check_integrity(archive, published.tgz_md5):
                 download(config.url or published.url, archive, published.tgz_md5, fix)
     return archive
-
-
-def _is_published(archive: Path, published: type[CIFAR10]) -> bool:
-    from torchvision.datasets.utils import check_integrity
-
-    return check_integrity(archive, published.tgz_md5)
 
 
 class DownloadError(RunError):
@@ -104,8 +75,6 @@ class DownloadError(RunError):
 def download(url: str, target: Path, md5: str, fix: str) -> None:
     """Downloads `url` to `<target>.part` and renames it to `target` when its MD5 is right. `fix` ends the message of a
     DownloadError; an OSError comes from the disk."""
-    from torchvision.datasets.utils import download_url
-
     part = target.with_name(f"{target.name}.part")
     default_timeout_s = socket.getdefaulttimeout()
     socket.setdefaulttimeout(TIMEOUT_S)  # torchvision sets none, and a server that does not answer would block the run

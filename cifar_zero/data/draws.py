@@ -74,7 +74,9 @@ def _mixing(
         share = rng.beta(config.cutmix, config.cutmix, count)
         boxes = _boxes(rng, (side * np.sqrt(share)).astype(np.int64), side)
     if config.mixup:
-        blended = rng.integers(0, 2, count, dtype=bool) if config.cutmix else np.ones(count, bool)
+        blended = np.ones(count, bool)
+        if config.cutmix:
+            blended = rng.integers(0, 2, count, dtype=bool)
         boxes[blended] = [0, side, 0, side]
         weights = np.where(blended, rng.beta(config.mixup, config.mixup, count), 1).astype(np.float32)
     return boxes, weights

@@ -2,36 +2,55 @@
 
 import hashlib
 import os
+import sys
 from collections.abc import Iterator
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps, UnidentifiedImageError
+from tqdm import tqdm
 
 from cifar_zero.config.settings import DataConfig
 from cifar_zero.core.errors import UsageError
+from cifar_zero.data import SUFFIXES, cache
 from cifar_zero.models import IMAGE_SHAPE
 
 SPLITS = ("train", "test")
-SUFFIXES = (".png", ".jpg", ".jpeg")
-
 _LAYOUT = "a folder source is <root>/train/<class>/*.png|jpg and <root>/test/<class>/*.png|jpg"
+
+FORMATS = ("PNG", "JPEG")
+"""Pillow tries only these decoders, whatever a file's name says: others start programs (EPS: Ghostscript)."""
+
+MAX_PIXELS = 8192 * 8192
+"""Most pixels of an image: 200 MB as RGB for each core that decodes, and more than a camera's 50 megapixels."""
+
+CHUNK = 64  # images that a thread takes at a time: enough that handing them out costs nothing
+
+Image.MAX_IMAGE_PIXELS = None  # Pillow would warn from 89 million pixels on, and refuse twice as many
 
 
 def class_names(config: DataConfig) -> tuple[str, ...]:
     """Returns the names of the directories under train/, sorted. Raises UsageError if a directory is missing or
     unreadable or has control characters in its name, there are fewer than two classes, a class has no images, or test/
     has other classes than train/."""
-    entries = (_entries(Path(config.root) / split) for split in SPLITS)
-    train, test = (tuple(sorted(entry.name for entry in each if entry.is_dir())) for each in entries)
+    train, test = (_folders(Path(config.root) / split) for split in SPLITS)
     if len(train) < 2:
-        found = f"only {train[0]}" if train else "none"
+        found = "none"
+        if train:
+            found = f"only {train[0]}"
         raise UsageError(f"{config.root}/train needs two or more classes, found {found}: {_LAYOUT}")
     if train != test:
         differing = ", ".join(sorted({*train} ^ {*test}))
         raise UsageError(f"{config.root}/train and test must have the same classes; in one only: {differing}")
-    for name in (name for name in train if not name.isprintable()):
-        raise UsageError(f"{config.root}/train has the class {name!r}: give its folder a name that can be printed")
-    for directory in (Path(config.root) / split / name for split in SPLITS for name in train):
-        if next(_image_files(directory), None) is None:
-            raise UsageError(f"no {', '.join(SUFFIXES)} images in {directory}: {_LAYOUT}")
+    for name in train:
+        if not name.isprintable():
+            raise UsageError(f"{config.root}/train has the class {name!r}: give its folder a name that can be printed")
+        for split in SPLITS:
+            directory = Path(config.root) / split / name
+            if not any(_image_files(directory)):
+                raise UsageError(f"no {', '.join(SUFFIXES)} images in {directory}: {_LAYOUT}")
     return train
 
 
@@ -54,27 +73,25 @@ def fingerprint(config: DataConfig) -> str:
     return digest.hexdigest()
 
 
-def build(config: DataConfig, directory: Path) -> tuple[str, ...]:
-    """Decodes every image, on all cores; returns the class names. Raises UsageError for the first unreadable image."""
-    # Here, as `cifar-zero predict` needs SUFFIXES for an error in its command line.
-    from cifar_zero.data import cache
-    from cifar_zero.data.images import decode_all
-
+def build(config: DataConfig, directory: Path) -> None:
+    """Decodes every image, on all cores. Raises UsageError for the first unreadable image."""
     for split in SPLITS:
         files = _labelled_files(config, split)
         images, labels = cache.allocate(directory, split, len(files), config.image_size)
         labels[:] = [label for _, label in files]
-        decode_all([path for path, _ in files], images, f"Decoding {split} images")
-    return class_names(config)
+        _decode_all([path for path, _ in files], images, f"Decoding {split} images")
 
 
 def _labelled_files(config: DataConfig, split: str) -> list[tuple[str, int]]:
     """Returns the path and label of each image of a split, by class and then by name."""
-    return [
-        (path, label)
-        for label, name in enumerate(class_names(config))
-        for path in sorted(_image_files(Path(config.root) / split / name))
-    ]
+    found: list[tuple[str, int]] = []
+    for label, name in enumerate(class_names(config)):
+        found += [(path, label) for path in sorted(_image_files(Path(config.root) / split / name))]
+    return found
+
+
+def _folders(directory: Path) -> tuple[str, ...]:
+    return tuple(sorted(entry.name for entry in _entries(directory) if entry.is_dir()))
 
 
 def _image_files(directory: Path) -> Iterator[str]:
@@ -90,3 +107,46 @@ def _entries(directory: Path) -> Iterator[os.DirEntry[str]]:
             yield from (entry for entry in entries if not entry.name.startswith("."))
     except OSError as error:
         raise UsageError(f"cannot read {directory}: {error.strerror}; {_LAYOUT}") from error
+
+
+def decode(path: str | Path, side: int = IMAGE_SHAPE[1]) -> NDArray[np.uint8]:
+    """Reads an image file of any size and mode as RGB pixels (3, side, side), uint8, in the camera's orientation.
+
+    Transparency is ignored. An image of another size is scaled to `side` pixels on its shorter side (bilinear with
+    antialiasing, torchvision's default) and cropped at its centre. Raises UsageError if the file cannot be read as a
+    PNG or JPEG image, or has more than MAX_PIXELS pixels.
+    """
+    try:
+        with Image.open(path, formats=FORMATS) as file:  # reads only the header
+            if file.width * file.height > MAX_PIXELS:
+                raise ValueError(f"it has {file.width} x {file.height} pixels, more than {MAX_PIXELS:,}")
+            image = ImageOps.exif_transpose(file)
+            if image.mode.startswith("I"):  # 16 bits, which Pillow (13.0) would clip to 8
+                image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
+            image = image.convert("RGB")
+    except UnidentifiedImageError as error:
+        raise UsageError(f"cannot read the image {path}: it is not PNG or JPEG; convert or remove it") from error
+    except Exception as error:  # Pillow's decoders raise a dozen kinds, from OSError to struct.error
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise UsageError(f"cannot read the image {path}: {why}; fix or remove it") from error
+    if image.size != (side, side):
+        image = ImageOps.fit(image, (side, side), Image.Resampling.BILINEAR)
+    return np.asarray(image).transpose(2, 0, 1)
+
+
+def _decode_all(paths: list[str], images: NDArray[np.uint8], title: str) -> None:
+    """Decodes image files into the rows of `images` (N, 3, side, side), on all cores; `title` is the progress bar's.
+    Raises UsageError for the first unreadable image."""
+
+    def decode_row(row: int) -> None:
+        images[row] = decode(paths[row], images.shape[2])
+
+    interval_s = 0.1
+    if not sys.stderr.isatty():  # a log file, a cluster's job output
+        interval_s = 10.0
+    # Threads, as Pillow decodes outside the interpreter's lock. Not processes: the children of a killed run would
+    # survive it and keep the cache's lock.
+    with ThreadPool(os.cpu_count()) as pool:
+        decoded = pool.imap(decode_row, range(len(paths)), CHUNK)
+        for _ in tqdm(decoded, title, len(paths), mininterval=interval_s):
+            pass

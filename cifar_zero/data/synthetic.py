@@ -5,15 +5,10 @@ from pathlib import Path
 import numpy as np
 
 from cifar_zero.config.settings import DataConfig
-from cifar_zero.data import cache
+from cifar_zero.data import CLASSES, cache
 
-CLASSES = tuple(f"class {label}" for label in range(10))
 SEED = 0
 CHUNK = 4096  # images generated at once (12 MB), so that a set may be larger than the memory
-
-
-def class_names(config: DataConfig) -> tuple[str, ...]:
-    return CLASSES
 
 
 def cache_key(config: DataConfig) -> str:
@@ -24,13 +19,12 @@ def fingerprint(config: DataConfig) -> str:
     return f"seed {SEED}"
 
 
-def build(config: DataConfig, directory: Path) -> tuple[str, ...]:
-    """Writes uniformly random pixels, with labels 0, 1, ..., 9, 0, ...; returns the class names."""
+def build(config: DataConfig, directory: Path) -> None:
+    """Writes uniformly random pixels, with labels 0, 1, ..., 9, 0, ..."""
     rng = np.random.default_rng(SEED)
     for split, count in (("train", config.synthetic_size), ("test", min(10_000, config.synthetic_size))):
         images, labels = cache.allocate(directory, split, count)
         for start in range(0, count, CHUNK):
             chunk = images[start : start + CHUNK]
             chunk[:] = rng.integers(0, 256, size=chunk.shape, dtype=np.uint8)
-        labels[:] = np.arange(count) % len(CLASSES)
-    return CLASSES
+        labels[:] = np.arange(count) % len(CLASSES["synthetic"])

@@ -1,1 +1,47 @@
-"""cifar-zero doctor: checks of a machine, and of the nodes of a cluster."""
+"""cifar-zero doctor: checks of a machine, and of the nodes of a cluster. What a check is asked, and what it answers."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from cifar_zero.core.errors import short
+
+INSTALL = "pip install -r requirements.txt"  # fixes a missing or broken package
+
+
+class Options(Namespace):
+    """What the user asks about."""
+
+    checks: list[str]  # names of the checks to run; empty: all
+    nodes: bool  # compare the nodes of a run instead
+    json: bool  # print one JSON object
+    ranks: int  # processes of a run on this machine
+    out: str  # directory for run folders
+    data_root: str  # directory of the dataset
+    timeout: float  # limit, in seconds, of each step in which a rank waits for the others
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The answer of a check; warning: some runs are not possible, or will be slow; failed: no run will work."""
+
+    status: Literal["ok", "warning", "failed"]
+    found: str  # half a sentence
+    fix: str = ""  # what to do, as a command if there is one; empty if nothing is wrong
+
+
+ok = partial(Finding, "ok")
+warning = partial(Finding, "warning")
+failed = partial(Finding, "failed")
+
+
+def answer(check: Callable[[Options], Finding], options: Options) -> Finding:
+    """Returns the finding of a check; an exception is a finding too."""
+    try:
+        return check(options)
+    except ModuleNotFoundError as error:
+        return failed(f"{error.name} is not installed", INSTALL)
+    except Exception as error:
+        return failed(f"{type(error).__name__}: {short(error)}", "fix what the error names")

@@ -4,9 +4,8 @@ import argparse
 import json
 import math
 import os
-from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 
 from cifar_zero.config.output import Output
@@ -15,8 +14,7 @@ from cifar_zero.core import exits
 from cifar_zero.core.console import command, torchrun
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.usage import nearest
-from cifar_zero.diagnosis import machine, software
-from cifar_zero.diagnosis.check import Finding, Options, answer
+from cifar_zero.diagnosis import Finding, Options, answer, machine, software
 from cifar_zero.launch import rank_environment
 
 CHECKS: dict[str, Callable[[Options], Finding]] = {
@@ -53,11 +51,9 @@ examples:
 
 def main() -> int:
     """Prints a line for each check; returns the exit code, 1 if one failed."""
-    arguments = _parse()
-    options = Options(**{field.name: getattr(arguments, field.name) for field in fields(Options)})
-    findings: dict[str, Finding] = {}
+    options = _parse()
     closing = ""
-    if arguments.nodes:
+    if options.nodes:
         rank_environment.adopt()
         if not rank_environment.is_rank() or os.environ["WORLD_SIZE"] == "1":
             start = f"start it on each node with {torchrun('doctor')} --nodes"
@@ -68,23 +64,27 @@ def main() -> int:
         closing = f" {nodes.BANDWIDTH}"
         if rank_environment.global_rank():
             return 0
-    for name in [] if arguments.nodes else arguments.checks or CHECKS:
-        findings[name] = answer(CHECKS[name], options)
+    else:
+        findings = {name: answer(CHECKS[name], options) for name in options.checks or CHECKS}
     statuses = [finding.status for finding in findings.values()]
     failures = statuses.count("failed")
-    if arguments.json:
+    if options.json:
         checks = [{"name": name, **asdict(finding)} for name, finding in findings.items()]
         print(json.dumps({"schema": SCHEMA, "checks": checks}, indent=2))
-    else:
-        for name, finding in findings.items():
-            fix = f": {finding.fix}" if finding.fix else ""
-            print(f"{finding.status:<7}  {name:<12}  {finding.found}{fix}")
-        result = f"Not fit to train: {failures} failed" if failures else "Nothing failed"
-        print(f"{result}; warnings: {statuses.count('warning')}.{closing}")
+        return int(failures > 0)
+    for name, finding in findings.items():
+        line = f"{finding.status:<7}  {name:<12}  {finding.found}"
+        if finding.fix:
+            line += f": {finding.fix}"
+        print(line)
+    result = "Nothing failed"
+    if failures:
+        result = f"Not fit to train: {failures} failed"
+    print(f"{result}; warnings: {statuses.count('warning')}.{closing}")
     return int(failures > 0)
 
 
-def _parse() -> Namespace:
+def _parse() -> Options:
     parser = exits.Parser(
         prog=command("doctor"),
         description="Checks everything that a run needs on this machine, and says how to fix what is missing. "
@@ -102,14 +102,14 @@ def _parse() -> Namespace:
     add("--nodes", action="store_true", help="compare the nodes of a run instead; start it with torchrun or srun")
     add("--local_rank", help=argparse.SUPPRESS)  # given by DeepSpeed's launcher, which sets LOCAL_RANK too
     add("--json", action="store_true", help="print one JSON object, for programs")
-    arguments = parser.parse_intermixed_args()
-    for name in arguments.checks:
+    options = parser.parse_intermixed_args(namespace=Options())
+    for name in options.checks:
         if name not in CHECKS:
             raise UsageError(f"there is no check {name}: {nearest(name, CHECKS)}")
-    if arguments.ranks < 1:
-        raise UsageError(f"--ranks must be at least 1, not {arguments.ranks}")
-    if not 0 < arguments.timeout < math.inf:
-        raise UsageError(f"--timeout must be a number of seconds above 0, not {arguments.timeout:g}")
-    if arguments.nodes and arguments.checks:
+    if options.ranks < 1:
+        raise UsageError(f"--ranks must be at least 1, not {options.ranks}")
+    if not 0 < options.timeout < math.inf:
+        raise UsageError(f"--timeout must be a number of seconds above 0, not {options.timeout:g}")
+    if options.nodes and options.checks:
         raise UsageError("--nodes compares nodes: it cannot be combined with the name of a check")
-    return arguments
+    return options

@@ -17,7 +17,7 @@ from cifar_zero.config.rules import CPU_RANK_BYTES
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import short
 from cifar_zero.core.hardware import core_count, cpu_name, free_memory_bytes, has_gpu_driver
-from cifar_zero.diagnosis.check import Finding, Options, failed, ok, warning
+from cifar_zero.diagnosis import Finding, Options, failed, ok, warning
 from cifar_zero.launch import local_launcher
 
 NO_GPU = "no GPU, ranks run on the CPU"
@@ -150,13 +150,14 @@ def all_reduce(options: Options) -> Finding:
     finally:
         for rank in ranks:
             rank.kill()
-    printed = [rank.communicate() for rank in ranks]
-    if report := printed[0][0]:
-        (found,) = [check for check in json.loads(report)["checks"] if check.pop("name") == "all-reduce"]
-        return Finding(**found)
-    errors = [
-        f"rank {rank}: {short(text.splitlines()[-1], 300)}" for rank, (_, text) in enumerate(printed) if text.strip()
-    ]
+    errors: list[str] = []
+    for number, rank in enumerate(ranks):
+        report, text = rank.communicate()
+        for check in json.loads(report or '{"checks": []}')["checks"]:  # of rank 0
+            if check.pop("name") == "all-reduce":
+                return Finding(**check)
+        if text.strip():
+            errors.append(f"rank {number}: {short(text.splitlines()[-1], 300)}")
     return failed(
         "; ".join(errors) or "a rank ended without an error message",
         "if the network interface is the cause: export GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo",

@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 from cifar_zero.core import hardware
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import RunError, short
-from cifar_zero.diagnosis.check import Finding, Options, failed, ok
+from cifar_zero.diagnosis import Finding, Options, failed, ok
 from cifar_zero.launch import rank_environment
 from cifar_zero.launch.collectives import gather, ranks_on_another_disk
 
@@ -40,31 +40,29 @@ def examine(options: Options) -> dict[str, Finding]:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     tcp = TCPStore(address, port, is_master=opens, timeout=limit, wait_for_workers=False)
     store = PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp)
-    store.set(f"arrival/{rank}", json.dumps([socket.gethostname(), _no_gpu()]))
-    arrivals: list[tuple[str, str]] = []
+    store.set(f"arrival/{rank}", json.dumps([socket.gethostname(), _no_gpu(), versions()]))
+    arrivals: list[tuple[str, str, dict[str, str]]] = []
     for other in range(ranks):
         try:
             store.wait([f"arrival/{other}"], limit)
         except RuntimeError as error:
             raise RunError(f"rank {other} did not come within {options.timeout:g} s") from error
         arrivals.append(json.loads(store.get(f"arrival/{other}")))
-    hosts = [host for host, _ in arrivals]
-    on_gpu = not any(why for _, why in arrivals)
-    backend = "nccl" if on_gpu else "gloo"
-    device = torch.device("cuda", rank_environment.local_rank()) if on_gpu else None
-    group = PrefixStore("group", store)
-    dist.init_process_group(backend, store=group, rank=rank, world_size=ranks, timeout=limit, device_id=device)
-    data = torch.full((ELEMENTS,), float(rank), device="cuda" if on_gpu else "cpu")
+    hosts, lacks_gpu, software = zip(*arrivals, strict=True)
+    backend, gpu = "gloo", None
+    if not any(lacks_gpu):
+        backend, gpu = "nccl", torch.device("cuda", rank_environment.local_rank())
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit, device_id=gpu)
+    data = torch.full((ELEMENTS,), float(rank), device=gpu)
     dist.all_reduce(data)
-    right = bool((data == sum(range(ranks))).all())
-    sums, software = gather(right), gather(versions())
+    sums = gather(bool((data == sum(range(ranks))).all()))
     out = Path(options.out)
     existing = next(parent for parent in (out, *out.parents) if parent.exists())  # a relative path stays relative
     apart = ranks_on_another_disk(existing if rank == 0 else None)
     dist.destroy_process_group()
     return {
         "ranks": ok(f"{ranks} ranks on {len({*hosts})} nodes have met: {', '.join(dict.fromkeys(hosts))}"),
-        "gpu": check_gpus(arrivals),
+        "gpu": check_gpus(hosts, lacks_gpu),
         "all-reduce": check_sums(hosts, sums, backend),
         "versions": check_versions(hosts, software),
         "out": check_out(hosts, options.out, apart),
@@ -90,14 +88,14 @@ def versions() -> dict[str, str]:
     return {**found, "commit": hardware.git_commit() or "unknown"}
 
 
-def check_gpus(arrivals: Sequence[tuple[str, str]]) -> Finding:
-    """Whether all ranks have a GPU, or none has; `arrivals` holds each rank's host, and why it cannot use its GPU."""
-    lacking = {host: why for host, why in arrivals if why}
-    if not lacking:
+def check_gpus(hosts: Sequence[str], lacks: Sequence[str]) -> Finding:
+    """Whether all ranks have a GPU, or none has; `lacks` holds why each cannot use its GPU, empty if it can."""
+    if not any(lacks):
         return ok("each rank has one")
-    if all(why for _, why in arrivals):
+    if all(lacks):
         return ok("no rank has one, they run on the CPU")
-    named = ", ".join(f"{host} ({why})" for host, why in lacking.items())
+    reasons = {host: why for host, why in zip(hosts, lacks, strict=True) if why}
+    named = ", ".join(f"{host} ({why})" for host, why in reasons.items())
     return failed(f"not every rank has one: {named}", f"{command('doctor', 'gpu')}; under SLURM --gpus-per-node")
 
 

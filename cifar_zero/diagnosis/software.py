@@ -14,9 +14,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from cifar_zero.diagnosis.check import INSTALL, Finding, Options, failed, ok, warning
-
-PYTHON = (3, 11)  # oldest supported Python (pyproject.toml)
+from cifar_zero.diagnosis import INSTALL, Finding, Options, failed, ok, warning
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 """Has the tested ranges, where the program is not installed or is installed as editable."""
@@ -46,8 +44,6 @@ LIBAIO_HEADER = Path("/usr/include/libaio.h")
 
 
 def python(options: Options) -> Finding:
-    if sys.version_info < PYTHON:
-        return failed(f"{platform.python_version()}, but 3.11 is needed", "make setup PYTHON=python3.12")
     return ok(platform.python_version())
 
 
@@ -69,12 +65,10 @@ def package(name: str, options: Options) -> Finding:
     except metadata.PackageNotFoundError:
         return failed("not installed", INSTALL)
     if version not in wanted:
-        faults = (
-            f"{strategy or 'it'} {what}"
-            for of, releases, strategy, what in FAULTS
-            if of == name and version in SpecifierSet(releases)
-        )
-        found = "; ".join([f"{version}, but {wanted} is the tested range", *faults])
+        found = f"{version}, but {wanted} is the tested range"
+        for of, releases, strategy, what in FAULTS:
+            if of == name and version in SpecifierSet(releases):
+                found += f"; {strategy or 'it'} {what}"
         return warning(found, f"pip install '{name}{wanted}'")
     return ok(str(version))
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from cifar_zero.core import exits
 from cifar_zero.core.console import command, printable, quieten
 from cifar_zero.core.errors import UsageError
-from cifar_zero.data.folder import SUFFIXES
+from cifar_zero.data import SUFFIXES
 from cifar_zero.exporting.export import add_weight_options
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def predict(classifier: Classifier, files: list[Path], top: int) -> Iterator[tup
     import torch
 
     from cifar_zero.data.augment import normalize
-    from cifar_zero.data.images import decode
+    from cifar_zero.data.folder import decode
 
     top = min(top, len(classifier.classes))
     for file in files:

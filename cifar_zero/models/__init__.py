@@ -8,7 +8,7 @@ its network when it builds the model, so that the command line knows every optio
 import inspect
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, field, make_dataclass
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
@@ -45,11 +45,6 @@ LAYOUTS: dict[Size, Layout] = {
     "1b": Layout(2048, 26, 16),
     "13b": Layout(5120, 41, 40),
 }
-
-
-def scaled(channels: int, width: float) -> int:
-    """Returns the channels of a layer in a model `width` times as wide as the paper's, at least one."""
-    return max(1, round(channels * width))
 
 
 @dataclass
@@ -117,10 +112,7 @@ class Model(Options):
 class Net(Model):
     """the model of the PyTorch CIFAR-10 tutorial: two convolutions, three linear layers, 62,006 parameters"""
 
-    def build(self, num_classes: int) -> "nn.Module":
-        from cifar_zero.models.net import Net
-
-        return Net(num_classes)
+    network = "net.Net"
 
 
 @dataclass
@@ -155,26 +147,32 @@ class MLP(Model):
 
 
 @dataclass
-class VGG16(Model):
+class Scalable(Model):
+    """A model in any width."""
+
+    width: float = limited(1.0, over=0)
+    """Width of all hidden layers, as a multiple of the paper's: 0.25 suits a CPU."""
+
+    def scaled(self, channels: int) -> int:
+        """Returns the channels of a layer that has `channels` in the paper, at least one."""
+        return max(1, round(channels * self.width))
+
+
+@dataclass
+class VGG16(Scalable):
     """VGG-16 with batch normalisation (Simonyan and Zisserman 2015): 134 million parameters at width 1"""
 
     network = "vgg.VGG16"
-
-    width: float = limited(1.0, over=0)
-    """Width of all hidden layers, as a multiple of the paper's: 0.125 suits a CPU."""
 
     dropout: float = limited(0.5, below=1)
     """Share of the two hidden linear layers' outputs that is dropped in training; the paper's is 0.5."""
 
 
 @dataclass
-class SpeedNet(Model):
+class SpeedNet(Scalable):
     """the model of the CIFAR-10 speed records (airbench94, Jordan 2024): 1.97 million parameters at width 1"""
 
     network = "speednet.SpeedNet"
-
-    width: float = limited(1.0, over=0)
-    """Width of the blocks, as a multiple of the reference's: 0.25 suits a CPU."""
 
 
 @dataclass
@@ -188,14 +186,11 @@ class EdgeCases(Model):
 
 
 @dataclass
-class ResNet(Model):
+class ResNet(Scalable):
     """a residual network (He et al. 2016) with the first layer for images of 32 x 32 pixels"""
 
     network = "resnet.ResNet"
     depth: ClassVar[int]
-
-    width: float = limited(1.0, over=0)
-    """Width of all hidden layers, as a multiple of the paper's: 0.25 suits a CPU."""
 
 
 def _resnet(depth: int, parameters: str) -> type[ResNet]:
@@ -207,6 +202,7 @@ def _resnet(depth: int, parameters: str) -> type[ResNet]:
 class ViT(Model):
     """a vision transformer on patches of 4 x 4 pixels"""
 
+    network = "vit.ViT"
     tokens_per_image = (IMAGE_SHAPE[1] // PATCH_SIDE) ** 2
     size: ClassVar[Size]
 
@@ -221,11 +217,6 @@ class ViT(Model):
         layout = LAYOUTS[self.size]
         return layout._replace(depth=self.depth or layout.depth)
 
-    def build(self, num_classes: int) -> "nn.Module":
-        from cifar_zero.models.vit import ViT
-
-        return ViT(self.layout, num_classes, dropout=self.dropout)
-
 
 def _vit(size: Size, parameters: str) -> type[ViT]:
     return type(f"ViT_{size}", (ViT,), {"__doc__": f"{ViT.__doc__}: {parameters} parameters", "size": size})
@@ -235,8 +226,9 @@ def _vit(size: Size, parameters: str) -> type[ViT]:
 class ViTMoE(Model, MixtureOptions):
     """a vision transformer with mixtures of experts in place of every second MLP"""
 
-    network = "vit.vit_moe"
+    network = "vit.ViT"
     tokens_per_image = ViT.tokens_per_image
+    dropout: ClassVar[float] = 0.0
 
     num_experts: list[int] = field(default_factory=lambda: [4])
     """Experts of each mixture: one number for each of them (half of the blocks), or one for all."""
@@ -246,9 +238,13 @@ class ViTMoE(Model, MixtureOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        mixtures = LAYOUTS[self.size].depth // 2
+        mixtures = self.layout.depth // 2
         if len(self.num_experts) not in (1, mixtures):
             raise ValueError(f"num_experts must be one number, or one for each of {mixtures} mixtures")
+
+    @property
+    def layout(self) -> Layout:
+        return LAYOUTS[self.size]
 
 
 def _harmless(value: Any) -> bool:
@@ -283,7 +279,7 @@ class External(ThirdParty):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value in dict(self.kwargs).items():
+        for name, value in self.kwargs.items():
             if not _harmless(value):
                 raise ValueError(f"kwargs.{name} must be a number, true or false, or a list of them")
 
@@ -300,7 +296,7 @@ class UserModel(ThirdParty):
     def build(self, num_classes: int) -> "nn.Module":
         from cifar_zero.models.external import built
 
-        options = {option.name: getattr(self, option.name) for option in fields(self)}
+        options = {**vars(self)}
         if self.takes_classes:
             options["num_classes"] = num_classes
         return built(partial(type(self).make, **options))

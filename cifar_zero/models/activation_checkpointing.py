@@ -28,7 +28,7 @@ def checkpoint_blocks(net: nn.Module) -> None:
     """
     found = False
     for layers in _outermost_lists(net):
-        blocks = [child for child in layers if any(True for _ in child.children())]
+        blocks = [child for child in layers if [*child.children()]]
         if not blocks and isinstance(layers, nn.Sequential) and len(pieces := _pieces(layers)) > 1:
             blocks, layers.forward = pieces, nn.Sequential(*pieces).forward
         for block in blocks:
@@ -50,7 +50,7 @@ def _pieces(layers: nn.Sequential) -> list[nn.Sequential]:
     """Each piece begins with a layer that has parameters: an in-place activation would overwrite the stored input."""
     pieces: list[list[nn.Module]] = [[]]
     for layer in layers:
-        if len(pieces[-1]) >= math.isqrt(len(layers)) and any(True for _ in layer.parameters()):
+        if len(pieces[-1]) >= math.isqrt(len(layers)) and [*layer.parameters()]:
             pieces.append([])
         pieces[-1].append(layer)
     return [nn.Sequential(*piece) for piece in pieces]

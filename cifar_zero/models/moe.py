@@ -52,7 +52,8 @@ class Gate(nn.Module):
     def forward(self, tokens: Tensor) -> Routing:
         """Routes tokens (S, hidden_size)."""
         with torch.autocast("cuda" if tokens.is_cuda else "cpu", enabled=False):
-            tokens = tokens if tokens.dtype == torch.float64 else tokens.float()
+            if tokens.dtype != torch.float64:
+                tokens = tokens.float()
             if self.training and self.options.noisy_gate_policy == "Jitter":
                 tokens = tokens * torch.empty_like(tokens).uniform_(1 - JITTER, 1 + JITTER)
             logits = F.linear(tokens, self.wg.weight.to(tokens.dtype))
@@ -85,17 +86,20 @@ class Gate(nn.Module):
 
     def _choices(self, logits: Tensor) -> Tensor:
         """(k, S): the most probable expert, and in training a second one drawn by Gumbel's trick, as in DeepSpeed."""
-        noisy = self.training and self.options.noisy_gate_policy == "RSample"
-        first = (logits + gumbel(logits) if noisy else logits).argmax(dim=1)
+        noisy = logits
+        if self.training and (self.options.noisy_gate_policy == "RSample" or self.options.top_k == 2):
+            noisy = logits + gumbel(logits)
         if self.options.top_k == 1:
-            return first[None]
-        others = (logits + gumbel(logits) if self.training else logits).scatter(1, first[:, None], -math.inf)
-        return torch.stack([first, others.argmax(dim=1)])
+            return noisy.argmax(dim=1)[None]
+        first = logits.argmax(dim=1)
+        return torch.stack([first, noisy.scatter(1, first[:, None], -math.inf).argmax(dim=1)])
 
     def _capacity(self, masks: Tensor) -> int:
         """Places of an expert, computed in training from shapes only, without waiting for the device."""
         routes, tokens, experts = masks.shape
-        factor = self.options.capacity_factor if self.training else self.options.eval_capacity_factor
+        factor = self.options.eval_capacity_factor
+        if self.training:
+            factor = self.options.capacity_factor
         if factor:
             # Rounded up, but not because of the factor's last digits.
             share = math.ceil(tokens * routes * factor / experts - 1e-6)
@@ -104,11 +108,14 @@ class Gate(nn.Module):
             return tokens
         return self._largest(masks.sum((0, 1)).max())
 
-    @property
-    def breaks_graph(self) -> bool:
-        """Whether the next pass is compiled and has shapes that depend on values: each new shape would recompile it."""
+    def run(self, layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Returns what the layer of this gate computes from x. If shapes depend on values, it is left out of the graphs
+        of torch.compile: each new shape would recompile it."""
         known = self.training or self.options.eval_capacity_factor > 0 or torch.compiler.is_exporting()
-        return torch.compiler.is_compiling() and not known
+        if torch.compiler.is_compiling() and not known:
+            disable: Any = torch.compiler.disable
+            layer = disable(layer)
+        return layer(x)
 
     def _largest(self, count: Tensor) -> int:
         """The most tokens that any expert is sent; overridden where ranks have to agree."""
@@ -133,7 +140,7 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The weighted outputs of each token's experts; for a dropped token zeros, or only its residual."""
-        return outside_of_graph(self._forward, x) if self.gate.breaks_graph else self._forward(x)
+        return self.gate.run(self._forward, x)
 
     def _forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
@@ -156,12 +163,6 @@ class MixtureOfExperts(nn.Module):
 def gates(net: nn.Module) -> tuple[Gate, ...]:
     """Returns the gates of a model, in the order of its layers; with experts on several ranks or not."""
     return tuple(module for module in net.modules() if isinstance(module, Gate))
-
-
-def outside_of_graph(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Runs a layer uncompiled, between two graphs of torch.compile."""
-    disable: Any = torch.compiler.disable
-    return disable(forward)(x)
 
 
 def gumbel(like: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "si
 class Net(nn.Module):
     """The LeNet-like model of the PyTorch tutorial "Training a Classifier"; 62,006 parameters for 10 classes."""
 
-    def __init__(self, num_classes: int = 10):
+    def __init__(self, num_classes: int = 10, options: models.Net | None = None):
         super().__init__()
         self.conv1 = nn.Conv2d(3, 6, 5)  # 456 parameters
         self.pool = nn.MaxPool2d(2, 2)

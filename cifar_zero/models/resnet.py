@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
 from cifar_zero import models
-from cifar_zero.models import scaled
 
 CHANNELS = (64, 128, 256, 512)
 """Channels of the four stages, inside their blocks; each stage but the first halves the resolution."""
@@ -28,7 +27,7 @@ class ResNet(nn.Module):
     def __init__(self, num_classes: int, options: models.ResNet):
         super().__init__()
         block, blocks = DEPTHS[options.depth]
-        channels = [scaled(number, options.width) for number in CHANNELS]
+        channels = [options.scaled(number) for number in CHANNELS]
         self.conv1 = nn.Conv2d(3, channels[0], 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(channels[0])
         self.relu = nn.ReLU(inplace=True)

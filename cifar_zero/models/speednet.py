@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cifar_zero import models
-from cifar_zero.models import scaled
 
 PATCH = 2  # side in pixels of the patches that the first layer whitens
 WHITENED = 2 * 3 * PATCH**2  # channels after it: each principal direction of a patch of 3 colours, and its negative
@@ -37,7 +36,7 @@ class SpeedNet(nn.Module):
         super().__init__()
         self.whiten = nn.Conv2d(3, WHITENED, PATCH)
         self.whiten.weight.requires_grad_(False)
-        sizes = [WHITENED, *(scaled(channels, options.width) for channels in CHANNELS)]
+        sizes = [WHITENED, *(options.scaled(channels) for channels in CHANNELS)]
         self.blocks = nn.Sequential(*(Block(before, after) for before, after in pairwise(sizes)))
         self.head = Head(sizes[-1], num_classes, bias=False)
 

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torchvision.models.vgg import cfgs, make_layers
 
 from cifar_zero import models
-from cifar_zero.models import scaled
 
 POOLED_SIDE = 7
 """Side in pixels of the pooled feature map, whatever the images' size: that of images of 224 x 224 pixels."""
@@ -20,12 +19,12 @@ class VGG16(nn.Module):
 
     def __init__(self, num_classes: int, options: models.VGG16):
         super().__init__()
-        stages = [layer if isinstance(layer, str) else scaled(layer, options.width) for layer in cfgs["D"]]
+        stages = [layer if isinstance(layer, str) else options.scaled(layer) for layer in cfgs["D"]]
         self.features = make_layers(stages, batch_norm=True)
         self.avgpool = nn.AdaptiveAvgPool2d(POOLED_SIDE)
-        hidden = scaled(HIDDEN, options.width)
+        hidden = options.scaled(HIDDEN)
         self.classifier = nn.Sequential(
-            nn.Linear(scaled(512, options.width) * POOLED_SIDE**2, hidden),
+            nn.Linear(options.scaled(512) * POOLED_SIDE**2, hidden),
             nn.ReLU(inplace=True),
             nn.Dropout(options.dropout),
             nn.Linear(hidden, hidden),

@@ -5,7 +5,7 @@ The strategy chooses the implementation: torch's own, or DeepSpeed's on the CPU 
 Reading the registry imports neither torch nor DeepSpeed.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from cifar_zero.core.usage import Options, limited
@@ -46,8 +46,11 @@ class OptimizerOptions(Options):
 
     def torch_options(self) -> dict[str, Any]:
         """The fields as torch's optimizers take them; `weight_decay_on` acts through the groups instead."""
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "weight_decay_on"}
-        return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        options = {**vars(self)}
+        del options["weight_decay_on"]
+        if "betas" in options:
+            options["betas"] = tuple(options["betas"])  # a list in a recipe
+        return options
 
 
 @dataclass

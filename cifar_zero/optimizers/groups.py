@@ -18,18 +18,28 @@ def parameter_groups(
     `parameters` are the model's, by name and in its order; frozen ones are in no group. `shape` returns the shape of a
     parameter, which the strategy may have sharded."""
     dimensions = {name: len(shape(each)) for name, each in parameters.items()}
-    weights = _layer_weights(dimensions)
-    by_muon = hidden_matrices(dimensions) if isinstance(optimizer, Muon) else set[str]()
-    if isinstance(optimizer, MuonSGD):
-        by_muon = {*weights[:-1]}
+    # The weights of linear and convolution layers, in the model's order.
+    weights = [name for name, number in dimensions.items() if number in (2, 4) and name.endswith("weight")]
+    by_muon: list[str] = []
+    if isinstance(optimizer, Muon):
+        # Muon suits neither the layer that takes the images nor the one that gives the scores, nor embeddings, whose
+        # rows are independent (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+        by_muon = weights[1:-1]
+    elif isinstance(optimizer, MuonSGD):
+        by_muon = weights[:-1]
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, parameter in parameters.items():
         if not parameter.requires_grad:
             continue
         decays = optimizer.weight_decay > 0 and (optimizer.weight_decay_on == "all" or dimensions[name] >= 2)
-        options: dict[str, Any] = {"muon": True} if name in by_muon else {}
+        options: dict[str, Any] = {}
+        if name in by_muon:
+            options["muon"] = True
         if isinstance(optimizer, MuonSGD) and name not in by_muon:
-            options["lr"] = rate = optimizer.head_lr if name in weights else optimizer.bias_lr
+            rate = optimizer.bias_lr
+            if name in weights:
+                rate = optimizer.head_lr
+            options["lr"] = rate
             if decays and rate:
                 options["weight_decay"] = optimizer.weight_decay / rate
         elif optimizer.weight_decay and not decays:
@@ -41,17 +51,6 @@ def parameter_groups(
     return sorted(groups.values(), key=lambda group: "lr" in group)
 
 
-def hidden_matrices(dimensions: Mapping[str, int]) -> set[str]:
-    """Returns the weights of linear and convolution layers, without those of the first and of the last layer. Muon
-    suits neither the layer that takes the images nor the one that gives the scores, nor embeddings, whose rows are
-    independent (Jordan et al. 2024, kellerjordan.github.io/posts/muon). `dimensions` are in the model's order."""
-    return {*_layer_weights(dimensions)[1:-1]}
-
-
-def _layer_weights(dimensions: Mapping[str, int]) -> list[str]:
-    return [name for name, number in dimensions.items() if number in (2, 4) and name.endswith("weight")]
-
-
 def keep_own_options(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Returns the state of another implementation, device or grouping with this optimizer's options and groups. Only
     the learning rate, which a schedule has moved, is the checkpoint's. All groups have `param_names`."""
@@ -59,10 +58,9 @@ def keep_own_options(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, A
     wanted = [group["param_names"] for group in own_groups]
     if [group["param_names"] for group in state["param_groups"]] != wanted:  # else they may be ZeRO's flat ones
         state = _regrouped(state, wanted)
-    groups = [
-        {**own, **{key: saved[key] for key in ("lr", "initial_lr", "params") if key in saved}}
-        for own, saved in zip(own_groups, state["param_groups"], strict=True)
-    ]
+    groups: list[dict[str, Any]] = []
+    for own, saved in zip(own_groups, state["param_groups"], strict=True):
+        groups.append({**own, **{key: saved[key] for key in ("lr", "initial_lr", "params") if key in saved}})
     return {**state, "param_groups": groups}
 
 
@@ -76,11 +74,11 @@ def lay_like_parameters(optimizer: Optimizer) -> None:
 
 def by_name(state: dict[str, Any]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """Returns for each parameter its group in a checkpoint's optimizer, and its state, empty before the first step."""
-    return {
-        name: (group, state["state"].get(number, {}))
-        for group in state["param_groups"]
-        for name, number in zip(group["param_names"], group["params"], strict=True)
-    }
+    found: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+    for group in state["param_groups"]:
+        for name, number in zip(group["param_names"], group["params"], strict=True):
+            found[name] = group, state["state"].get(number, {})
+    return found
 
 
 def _regrouped(state: dict[str, Any], wanted: list[list[str]]) -> dict[str, Any]:

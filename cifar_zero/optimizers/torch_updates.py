@@ -114,8 +114,12 @@ class TorchMuon(GroupOptimizer):
         super().__init__(params, **{"muon": False, **defaults})
 
     def update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
-        update = self._muon if group["muon"] else self._adamw if "betas" in group else self._sgd
-        update(parameters, gradients, group)
+        if group["muon"]:
+            self._muon(parameters, gradients, group)
+        elif "betas" in group:
+            self._adamw(parameters, gradients, group)
+        else:
+            self._sgd(parameters, gradients, group)
 
     def _muon(self, weights: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
         sums = self.zeros(weights, "momentum_buffer")
@@ -180,8 +184,11 @@ def orthogonalized(matrices: Tensor, steps: int, device_type: str) -> Tensor:
     bfloat16, as there; on the CPU in the matrices' own type, as few CPUs multiply in bfloat16.
     """
     tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.mT if tall else matrices
-    x = x.bfloat16() if device_type == "cuda" else x
+    x = matrices
+    if tall:
+        x = x.mT
+    if device_type == "cuda":
+        x = x.bfloat16()
     x = x / (torch.linalg.matrix_norm(x, keepdim=True) + EPS)  # then no singular value is over 1
     for _ in range(steps):
         gram = x @ x.mT

@@ -103,7 +103,8 @@ def measure(run: Run, computes: Computes) -> LinearFit:
     few = max(2, run.micro_batch)  # batch normalisation cannot take a single image
     # Some models of other packages read values while they are built, which FakeTensorMode refuses (torch 2.15).
     net = on_meta(run.recipe, run.num_classes)
-    net.to(torch.bfloat16 if computes == "cast" else torch.float32)
+    if computes == "cast":
+        net.bfloat16()
     with FAKE():
         net = _fake(net)
         if run.placement.activation_checkpointing:
@@ -144,4 +145,6 @@ def format_of(spec: Spec, precision: str) -> Computes:
     """Returns the format in which a model computes under a strategy."""
     if precision == "32-true":
         return "float32"
-    return "cast" if precision == "bf16-true" or spec.casts else "autocast"
+    if precision == "bf16-true" or spec.casts:
+        return "cast"
+    return "autocast"

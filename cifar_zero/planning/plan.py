@@ -13,7 +13,7 @@ from cifar_zero.core import exits
 from cifar_zero.core.console import command, torchrun
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import gpu_count
-from cifar_zero.planning.model_states import network_of
+from cifar_zero.planning.formulas import network_of
 from cifar_zero.planning.survey import RULE, MemoryEstimate, available, gigabytes, recommended, survey
 from cifar_zero.training.resolve import make_run, resolve_devices
 
@@ -111,7 +111,11 @@ def print_plan(needs: Sequence[MemoryEstimate]) -> None:
     print(row.format("GB per rank", "states", "buckets", "activations", "device", "host", "fits", "images"))
     for need in needs:
         parts = (need.states.device.total, need.buckets, need.activations, need.device, need.host)
-        fits = "-" if need.refused else "yes" if need.fits else "no"
+        fits = "no"
+        if need.refused:
+            fits = "-"
+        elif need.fits:
+            fits = "yes"
         print(row.format(need.strategy, *map(gigabytes, parts), fits, f"{need.most_images:,}"))
     print("states: on the device; device, host: the peak; images: the largest micro-batch that fits")
     for need in needs:

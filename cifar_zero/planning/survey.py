@@ -19,8 +19,8 @@ from cifar_zero.core.console import say
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import free_memory_bytes
 from cifar_zero.launch import rank_environment
-from cifar_zero.planning import overheads
-from cifar_zero.planning.model_states import Network, Prediction, network_of, predicted
+from cifar_zero.planning import formulas
+from cifar_zero.planning.formulas import Network, Prediction, network_of, predicted
 from cifar_zero.training.resolve import make_run, resolve_devices
 
 if TYPE_CHECKING:
@@ -125,7 +125,9 @@ class MemoryEstimate:
 
     def compared(self, room: MemoryBudget) -> int:
         """Returns what must fit on the device, including the host's part if both are one memory."""
-        return max(self.built_on_host, self.device + self._host_in_training) if room.shared else self.device
+        if room.shared:
+            return max(self.built_on_host, self.device + self._host_in_training)
+        return self.device
 
     def lacking(self, room: MemoryBudget) -> dict[str, tuple[int, int]]:
         """Returns the needed and the available bytes of device and host, for those that are too small."""
@@ -157,18 +159,19 @@ def _need(run: Run, network: Network, room: MemoryBudget, lines: dict[str, Linea
         placement.zero,
     )
     assert states is not None
-    average = overheads.average(run, network)  # stored where the parameters are
-    average_on_host = average if run.spec.offload_parameters else 0
+    average, average_on_host = formulas.average(run, network), 0
+    if run.spec.offload_parameters:  # it is stored where the parameters are
+        average, average_on_host = 0, average
     need = MemoryEstimate(
         placement.strategy,
         states,
-        buckets=overheads.buckets(run, network),
+        buckets=formulas.buckets(run, network),
         activations=0,
-        update=overheads.update(run, network),
-        average=average - average_on_host,
-        host_buffers=overheads.host_buffers(run, network) + average_on_host,
+        update=formulas.update(run, network),
+        average=average,
+        host_buffers=formulas.host_buffers(run, network) + average_on_host,
         activation_offload=placement.activation_offload,
-        built_on_host=overheads.built_on_host(run, network),
+        built_on_host=formulas.built_on_host(run, network),
     )
     try:
         strategy_rules.check(run)

@@ -142,7 +142,9 @@ class OneCycle(FiniteSchedule):
         return self._between(base_lr, first / self.final_div_factor, share_done(step - top, end - top))
 
     def _between(self, start: float, end: float, share: float) -> float:
-        return cosine(start, end, share) if self.anneal_strategy == "cos" else (end - start) * share + start
+        if self.anneal_strategy == "cos":
+            return cosine(start, end, share)
+        return (end - start) * share + start
 
 
 @dataclass

@@ -1,10 +1,11 @@
-"""Builds Lightning's strategy, one file or folder per family; only the family that a run needs is imported. What else a
-strategy decides or knows, and other packages read, is in hooks.py."""
+"""Builds Lightning's strategy: plain PyTorch here, one file or folder for each other family, of which only the one that
+a run needs is imported. What else a strategy decides or knows, and other packages read, is in hooks.py."""
 
 from __future__ import annotations
 
+import inspect
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cifar_zero.config import ds_config
 from cifar_zero.config.placement import Placement
@@ -30,10 +31,26 @@ def build(placement: Placement, num_parameters: int, largest_parameter: int = 0)
         UsageError: The ranks cannot be divided as the placement says, or its DeepSpeed configuration cannot be used.
     """
     spec = ds_config.spec_of(placement)
+    if spec.family == "baseline":
+        return _plain(placement)
     family = import_module(f"cifar_zero.strategies.{spec.family}")
     if spec.family == "deepspeed":
         return family.build(placement, spec, num_parameters, largest_parameter)
     return family.build(placement)
+
+
+def _plain(placement: Placement) -> Strategy | str:
+    """Returns Lightning's DDP for several ranks or if it is named, else its strategy for a single device."""
+    if placement.strategy == "baseline" and placement.world_size == 1:
+        return "auto"
+    from lightning.pytorch.strategies import DDPStrategy
+    from torch.nn.parallel import DistributedDataParallel
+
+    # callbacks/averaging.py averages the only buffers that change, batch normalisation's, under every strategy.
+    known = inspect.signature(DistributedDataParallel).parameters  # torch 2.15 has renamed it
+    sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    options: dict[str, Any] = {sync_buffers: False}
+    return DDPStrategy(gradient_as_bucket_view=True, **options)
 
 
 def hooks_of(strategy: Strategy | None) -> Hooks:

@@ -19,7 +19,9 @@ from cifar_zero.strategies.mesh import MeshStrategy, by_block
 def build(placement: Placement) -> MeshStrategy:
     """Returns the strategy that shards parameters, gradients and optimizer state over all ranks."""
     mixed = placement.precision == "bf16-mixed"
-    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32) if mixed else MixedPrecisionPolicy()
+    policy = MixedPrecisionPolicy()
+    if mixed:
+        policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     return MeshStrategy(placement, partial(shard, policy=policy), casts=mixed, fuses=placement.ranks_per_model == 1)
 
 

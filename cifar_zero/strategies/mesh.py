@@ -25,11 +25,14 @@ class MeshHooks(Hooks):
     """The hooks of the strategies that cut the model themselves."""
 
     def optimizer_implementation(self, device_type: str, clips: bool) -> Implementation:
-        fuses = device_type == "cuda" and self.strategy.fuses
-        return "torch_fused_dtensor" if fuses else "torch"
+        if device_type == "cuda" and self.strategy.fuses:
+            return "torch_fused_dtensor"
+        return "torch"
 
     def compute_dtype(self, parameter: Any) -> torch.dtype:
-        return torch.bfloat16 if self.strategy.casts and parameter.is_floating_point() else parameter.dtype
+        if self.strategy.casts and parameter.is_floating_point():
+            return torch.bfloat16
+        return parameter.dtype
 
 
 class MeshStrategy(ModelParallelStrategy):
@@ -50,7 +53,6 @@ class MeshStrategy(ModelParallelStrategy):
             data_parallel_size=placement.replicas,
             tensor_parallel_size=placement.ranks_per_model,
             save_distributed_checkpoint=False,
-            process_group_backend="gloo" if placement.on_cpu else None,
         )
         self.casts = casts
         self.fuses = fuses
@@ -95,12 +97,14 @@ class MeshStrategy(ModelParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             whole = keep_own_options(optimizer, saved)
-            parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
-            state = {
-                number: {key: cut(value, parameters[number]) for key, value in entry.items()}
-                for number, entry in whole["state"].items()
-                if parameters[number].numel()
-            }
+            parameters: list[Any] = []
+            for group in optimizer.param_groups:
+                parameters += group["params"]
+            state: dict[int, dict[str, Any]] = {}
+            for number, entry in whole["state"].items():
+                parameter = parameters[number]
+                if parameter.numel():
+                    state[number] = {key: cut(value, parameter) for key, value in entry.items()}
             optimizer.load_state_dict({**whole, "state": state})
 
 
@@ -115,8 +119,12 @@ def on_host(states: Mapping[Any, Any], keep: bool) -> dict[Any, Any]:
     """Returns the same with whole tensors on the CPU, or nothing unless `keep`; all ranks with shards call it."""
 
     def whole(tensor: Tensor) -> Tensor | None:
-        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        return tensor.cpu() if keep else None
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        if keep:
+            return tensor.cpu()
 
     found = tree_map_only(Tensor, whole, dict(states))
-    return found if keep else {}
+    if keep:
+        return found
+    return {}

@@ -110,7 +110,9 @@ class PipelineHooks(MeshHooks):
         return self._from_its_rank(parameter, super().full_gradient(parameter))
 
     def ranks_of(self, parameter: Any) -> int:
-        return parameter.stage.size() if hasattr(parameter, "stage") else super().ranks_of(parameter)
+        if hasattr(parameter, "stage"):
+            return parameter.stage.size()
+        return super().ranks_of(parameter)
 
     @staticmethod
     def _from_its_rank(parameter: Any, tensor: Tensor) -> Tensor:
@@ -129,13 +131,20 @@ class PipelineStrategy(MeshStrategy):
         """Cuts the model, and marks what only some ranks hold; moving it would lose the mark."""
         super().setup(trainer)
         self._hosts: Any = dist.new_group(backend="gloo")
-        for stage in (module for module in trainer.lightning_module.modules() if isinstance(module, Stage)):
-            for parameter in stage.parameters():
-                parameter.stage = stage.group  # pyright: ignore[reportAttributeAccessIssue]
+        for stage in trainer.lightning_module.modules():
+            if isinstance(stage, Stage):
+                for parameter in stage.parameters():
+                    parameter.stage = stage.group  # pyright: ignore[reportAttributeAccessIssue]
 
     def gathered(self, states: Mapping[Any, Any]) -> dict[Any, Any]:
-        parts: list[Any] | None = [None] * self.world_size if self.is_global_zero else None
+        parts: list[Any] | None = None
+        if self.is_global_zero:
+            parts = [None] * self.world_size
         one_of_each_stage = self.distributed_sampler_kwargs["rank"] == 0
         dist.gather_object(on_host(states, keep=one_of_each_stage), parts, 0, self._hosts)
-        held = {key: value for part in parts or [] for key, value in part.items() if len(value)}
-        return {**dict.fromkeys(states), **held} if held else {}
+        if parts is None:
+            return {}
+        held = dict.fromkeys(states)
+        for part in parts:
+            held |= {key: value for key, value in part.items() if len(value)}
+        return held

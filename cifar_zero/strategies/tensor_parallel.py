@@ -44,7 +44,9 @@ class ColwiseQKV(ColwiseParallel):
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         for key, whole in [*module.named_parameters()]:
-            placement = _StridedShard(0, split_factor=3) if key == "weight" else Replicate()
+            placement = Replicate()
+            if key == "weight":
+                placement = _StridedShard(0, split_factor=3)
             cut = distribute_tensor(whole, device_mesh, [placement], src_data_rank=None)
             module.register_parameter(key, nn.Parameter(cut))
 
@@ -69,5 +71,5 @@ def split_layers(net: nn.Module, mesh: DeviceMesh) -> None:
 
 def data_dimension(parameter: nn.Parameter) -> Shard | None:
     """Returns the dimension along which FSDP cuts a parameter that may already be cut; None for the first one."""
-    strided = isinstance(parameter, DTensor) and isinstance(parameter.placements[0], _StridedShard)
-    return Shard(1) if strided else None
+    if isinstance(parameter, DTensor) and isinstance(parameter.placements[0], _StridedShard):
+        return Shard(1)

@@ -21,7 +21,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
 from cifar_zero.core.errors import UsageError
-from cifar_zero.data.memory_loader import MemoryLoader
+from cifar_zero.data.loaders import MemoryLoader
 
 HOOKS = (
     "on_train_batch_start",

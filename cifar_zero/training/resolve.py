@@ -29,7 +29,7 @@ def resolve(settings: Settings) -> Run:
         run = with_checkpoint(run, checkpoint_to_resume(run))
     rules.check(run)
     if run.recipe.augment.transform:
-        from cifar_zero.data.policy import check_transform  # here: it imports torch
+        from cifar_zero.data.augment import check_transform  # here: it imports torch
 
         check_transform(run.recipe.augment, run.data.inputs.side)
     # For DeepSpeed, which is imported later, here or in the ranks: it takes CUDA wherever there is a GPU (DeepSpeed

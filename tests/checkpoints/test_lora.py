@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -11,12 +14,12 @@ from cifar_zero.models import Layout
 from cifar_zero.models.vit import ViT
 
 LORA = LoRAConfig(rank=2, alpha=6.0, target=["blocks.*.attention.*", "head"])
-SMALL = Layout(width=12, depth=2, heads=3)
+SMALL: Any = SimpleNamespace(layout=Layout(width=12, depth=2, heads=3), dropout=0.0, tokens_per_image=64)
 
 
 def adapted() -> ViT:
     torch.manual_seed(0)
-    net = ViT(SMALL, 10)
+    net = ViT(10, SMALL)
     adapt(net, LORA)
     return net.eval()
 
@@ -24,7 +27,7 @@ def adapted() -> ViT:
 @torch.no_grad()
 def test_starts_as_the_plain_model_and_merges_into_one():
     torch.manual_seed(0)
-    plain, images = ViT(SMALL, 10).eval(), torch.randn(4, 3, 32, 32)
+    plain, images = ViT(10, SMALL).eval(), torch.randn(4, 3, 32, 32)
     net = adapted()
     assert torch.equal(net(images), plain(images))
     for name, parameter in net.named_parameters():
@@ -37,7 +40,7 @@ def test_starts_as_the_plain_model_and_merges_into_one():
 
 def test_names_and_shapes():
     net = adapted()
-    plain = ViT(SMALL, 10).state_dict()
+    plain = ViT(10, SMALL).state_dict()
     added = {name: tuple(value.shape) for name, value in net.state_dict().items() if name not in plain}
     assert added == {
         **{f"blocks.{block}.attention.qkv.lora_a": (2, 12) for block in range(2)},

@@ -9,7 +9,7 @@ import yaml
 
 from cifar_zero.config import command_line
 from cifar_zero.config.recipe import AugmentConfig
-from cifar_zero.config.suggestions import REGISTRIES
+from cifar_zero.config.settings import REGISTRIES
 from cifar_zero.core.errors import UsageError
 from tests.support.helpers import ROOT, run_program
 

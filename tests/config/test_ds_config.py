@@ -13,7 +13,7 @@ from cifar_zero.config import command_line, ds_config
 from cifar_zero.config.ds_config import get_ds_config
 from cifar_zero.config.settings import Settings
 from cifar_zero.core.errors import UsageError
-from cifar_zero.strategies.deepspeed.config import engine_config
+from cifar_zero.strategies.deepspeed import engine_config
 from cifar_zero.training.resolve import make_run, resolve_devices
 
 AUTO = {

@@ -12,11 +12,11 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from cifar_zero.config.recipe import AugmentConfig
-from cifar_zero.data import memory_loader as loader
+from cifar_zero.data import loaders as loader
 from cifar_zero.data.augment import Augmentation
 from cifar_zero.data.dataset import Split, TrainOrder
 from cifar_zero.data.draws import GROUPS, Draws, draw
-from cifar_zero.data.memory_loader import MemoryLoader
+from cifar_zero.data.loaders import MemoryLoader
 
 COUNT = 53  # divides by nothing
 STORED = 60

@@ -25,7 +25,7 @@ def build(directory):
     print("writing", flush=True)
     time.sleep(3600)
 
-cache.ensure(Path(sys.argv[1]), "synthetic", "seed 0", build)
+cache.ensure(Path(sys.argv[1]), "synthetic", ("one",), "seed 0", build)
 """
 
 
@@ -103,12 +103,12 @@ def test_an_empty_folder_is_filled(config: DataConfig) -> None:
 
 
 def test_a_builder_that_fails_leaves_no_cache(tmp_path: Path) -> None:
-    def build(directory: Path) -> tuple[str, ...]:
+    def build(directory: Path) -> None:
         cache.allocate(directory, "train", 10)
         raise OSError(28, "No space left on device")
 
     with pytest.raises(RunError, match="No space left on device"):
-        cache.ensure(tmp_path / "key", "synthetic", "", build)
+        cache.ensure(tmp_path / "key", "synthetic", ("one",), "", build)
     assert [path.name for path in tmp_path.iterdir()] == ["key.lock"]
     with pytest.raises(RunError, match="no decoded images"):
         cache.load(tmp_path / "key")
@@ -137,13 +137,12 @@ def test_a_reader_refuses_to_mix_two_versions(config: DataConfig, monkeypatch: p
 
 @pytest.mark.parametrize("left", ["key.old", "key.old.tmp"])
 def test_a_folder_that_a_killed_writer_has_put_aside_does_not_block_the_cache(tmp_path: Path, left: str) -> None:
-    def build(directory: Path) -> tuple[str, ...]:
+    def build(directory: Path) -> None:
         for split in ("train", "test"):
             cache.allocate(directory, split, 1)
-        return ("one",)
 
-    cache.ensure(tmp_path / "key", "synthetic", "first", build)
+    cache.ensure(tmp_path / "key", "synthetic", ("one",), "first", build)
     (tmp_path / left).mkdir()
     (tmp_path / left / "meta.json").touch()
-    cache.ensure(tmp_path / "key", "synthetic", "second", build)
+    cache.ensure(tmp_path / "key", "synthetic", ("one",), "second", build)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["key", "key.lock"]

@@ -54,7 +54,7 @@ def test_images_labels_and_names_are_those_of_the_files(
         np.testing.assert_array_equal(images.reshape(-1, 3072), np.concatenate([batch["data"] for batch in expected]))
         key = "labels" if num_classes == 10 else "fine_labels"
         np.testing.assert_array_equal(labels, np.concatenate([batch[key] for batch in expected]))
-    assert dataset.classes == tuple(f"class{label}" for label in range(num_classes))
+    assert dataset.classes == data.CLASSES[name]
     assert dataset.train_images.dtype == np.uint8
     assert dataset.train_labels.dtype == np.int64
     assert not dataset.train_images.flags.writeable

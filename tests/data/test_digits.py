@@ -12,7 +12,7 @@ from sklearn.datasets import load_digits
 
 from cifar_zero import data
 from cifar_zero.config.settings import DataConfig
-from cifar_zero.data import digits, digits_render
+from cifar_zero.data import digits
 
 
 def test_two_renderings_are_equal_and_balanced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +39,7 @@ def test_train_and_test_come_from_different_originals(tmp_path: Path, monkeypatc
         rendered.append((originals, labels))
         return iter(())
 
-    monkeypatch.setattr(digits_render, "render", render)
+    monkeypatch.setattr(digits, "render", render)
     digits.build(DataConfig("digits"), tmp_path)
     (train, train_labels), (test, test_labels) = rendered
     assert not {image.tobytes() for image in train} & {image.tobytes() for image in test}
@@ -52,7 +52,7 @@ def test_the_class_shows_in_the_shape_and_not_in_the_colour() -> None:
     """Least squares from features to classes: where the ink is predicts far better than chance, the colour does not."""
     pixels, targets = load_digits(return_X_y=True)
     originals = (pixels / 16).astype(np.float32).reshape(-1, 8, 8)
-    batches = list(digits_render.render(originals, targets, per_class=300, seed=0))
+    batches = list(digits.render(originals, targets, per_class=300, seed=0))
     images = np.concatenate([images for images, _ in batches]).astype(np.float64) / 255
     labels = np.concatenate([labels for _, labels in batches])
     colours = images.mean(axis=(2, 3))

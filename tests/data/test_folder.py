@@ -71,7 +71,7 @@ def test_a_changed_folder_is_decoded_again(root: Path) -> None:
 def test_another_way_to_write_the_root_is_the_same_folder(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(root)
     monkeypatch.chdir(root.parent)
-    monkeypatch.setattr("cifar_zero.data.images.decode", None)  # there is nothing to decode again
+    monkeypatch.setattr("cifar_zero.data.folder.decode", None)  # there is nothing to decode again
     assert len(prepare(Path(root.name)).train_images) == 6
 
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from cifar_zero.core.errors import UsageError
-from cifar_zero.data.images import decode
+from cifar_zero.data.folder import decode
 
 
 def test_modes_and_orientation_change_no_pixel(tmp_path: Path):

@@ -19,8 +19,7 @@ from cifar_zero.config.recipe import AugmentConfig, inputs
 from cifar_zero.core.errors import UsageError
 from cifar_zero.data.augment import Augmentation, normalize
 from cifar_zero.data.dataset import Split, TrainOrder
-from cifar_zero.data.memory_loader import MemoryLoader
-from cifar_zero.data.torch_loader import TorchLoader
+from cifar_zero.data.loaders import MemoryLoader, TorchLoader
 from cifar_zero.exporting import formats, predict
 from cifar_zero.training.resolve import resolve
 from tests.support.helpers import assert_ok, read_weights, run_folder_of, run_program, train_all

@@ -17,8 +17,7 @@ from cifar_zero.config.settings import DataConfig
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.data.augment import memory_format, normalize
 from cifar_zero.data.dataset import IGNORED, EvalOrder, Split, TrainOrder
-from cifar_zero.data.memory_loader import MemoryLoader, Stored
-from cifar_zero.data.torch_loader import TorchLoader
+from cifar_zero.data.loaders import MemoryLoader, Stored, TorchLoader
 
 COUNT = 53  # divides by nothing
 BATCH = 8

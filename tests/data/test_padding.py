@@ -14,7 +14,7 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.data.augment import Augmentation, normalize
 from cifar_zero.data.dataset import Split, TrainOrder
 from cifar_zero.data.draws import draw
-from cifar_zero.data.memory_loader import MemoryLoader
+from cifar_zero.data.loaders import MemoryLoader
 
 COUNT = 48
 CONFIG = AugmentConfig(flip="alternating", crop=3, padding="reflect")

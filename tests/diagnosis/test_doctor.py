@@ -13,9 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cifar_zero.diagnosis.check import Finding, Options, answer
+from cifar_zero.diagnosis import Finding, Options, answer
 from cifar_zero.diagnosis.doctor import CHECKS
-from cifar_zero.diagnosis.software import PYTHON
 from tests.support.helpers import HANG_SECONDS, ROOT, assert_ok, has_ended, run_program, small_disk
 
 
@@ -169,7 +168,3 @@ def test_a_check_that_raises_is_a_finding():
     finding = answer(_raises, Options(ranks=2, out="runs", data_root="data", timeout=20.0))
     assert (finding.status, finding.found) == ("failed", "ValueError: what a library says")
     assert finding.fix
-
-
-def test_the_tested_python_is_the_one_that_the_package_asks_for():
-    assert f'requires-python = ">={".".join(map(str, PYTHON))}"' in (ROOT / "pyproject.toml").read_text()

@@ -104,9 +104,9 @@ def test_versions_that_differ_fail_and_are_named() -> None:
 
 
 def test_nodes_without_the_gpus_of_the_others_are_named() -> None:
-    good, bad = ("gpu0", ""), ("gpu1", "driver too old")
-    assert nodes.check_gpus([good, good]).status == nodes.check_gpus([bad, bad]).status == "ok"
-    finding = nodes.check_gpus([good, good, bad, bad])
+    names = ["gpu0", "gpu0", "gpu1", "gpu1"]
+    assert nodes.check_gpus(names, [""] * 4).status == nodes.check_gpus(names, ["too old"] * 4).status == "ok"
+    finding = nodes.check_gpus(names, ["", "", "driver too old", "driver too old"])
     assert (finding.status, finding.found) == ("failed", "not every rank has one: gpu1 (driver too old)")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cifar_zero.config import command_line
-from cifar_zero.planning.model_states import network_of, predicted
+from cifar_zero.planning.formulas import network_of, predicted
 from cifar_zero.training.callbacks.engine import PARTS
 from cifar_zero.training.resolve import make_run
 from tests.support.helpers import ROOT, WHOLE, run_folder_of, train_all

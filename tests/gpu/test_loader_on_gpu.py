@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from cifar_zero.config.recipe import AugmentConfig
-from cifar_zero.data import memory_loader as loader
+from cifar_zero.data import loaders as loader
 from cifar_zero.data.augment import Augmentation
 from cifar_zero.data.dataset import EvalOrder, Order, Split, TrainOrder
-from cifar_zero.data.memory_loader import MemoryLoader, Stored
+from cifar_zero.data.loaders import MemoryLoader, Stored
 
 pytestmark = [
     pytest.mark.gpu,

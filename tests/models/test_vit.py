@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from cifar_zero.models.moe import MixtureOfExperts
 from cifar_zero.models.vit import MLP, Attention, Block, ViT
 
 SMALL = Layout(width=32, depth=2, heads=4)
+OPTIONS: Any = SimpleNamespace(layout=SMALL, dropout=0.0, tokens_per_image=64)
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +111,7 @@ def torch_layer(block: Any) -> nn.TransformerEncoderLayer:
 
 
 def test_a_block_is_torchs_encoder_layer():
-    block = Block(SMALL, MLP(SMALL.width))
+    block = Block(SMALL.width, SMALL.heads, MLP(SMALL.width))
     layer = torch_layer(block)
     x = torch.randn(3, 7, SMALL.width, requires_grad=True)
     weights = torch.randn(3, 7, SMALL.width)
@@ -120,7 +122,7 @@ def test_a_block_is_torchs_encoder_layer():
 
 
 def test_the_model_computes_the_plain_formula():
-    net: Any = ViT(SMALL, num_classes=7)
+    net: Any = ViT(7, OPTIONS)
     images = torch.randn(3, 3, 32, 32)
     rows = [images[:, :, y : y + 4, x : x + 4].flatten(1) for y in range(0, 32, 4) for x in range(0, 32, 4)]
     tokens: Tensor = torch.stack(rows, 1) @ net.patches.weight.flatten(1).T + net.patches.bias + net.positions

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cifar_zero.optimizers import OPTIMIZERS, Implementation
-from cifar_zero.optimizers.groups import hidden_matrices, parameter_groups
+from cifar_zero.optimizers.groups import parameter_groups
 
 STEPS = 100
 
@@ -140,4 +140,7 @@ def test_muon_equals_torchs_muon_with_adamw():
 def test_muon_does_not_update_the_first_and_last_layer_and_embeddings():
     names = {"net.positions": 2, "net.patches.weight": 4, "net.patches.bias": 1, "net.norm.weight": 1}
     names |= {"net.qkv.weight": 2, "net.qkv.bias": 1, "net.out.weight": 2, "net.head.weight": 2, "net.head.bias": 1}
-    assert hidden_matrices(names) == {"net.qkv.weight", "net.out.weight"}
+    parameters = {name: torch.nn.Parameter(torch.zeros([1] * dimensions)) for name, dimensions in names.items()}
+    groups = parameter_groups(OPTIMIZERS["muon"](), parameters)
+    by_muon = {name for group in groups if "muon" in group for name in group["param_names"]}
+    assert by_muon == {"net.qkv.weight", "net.out.weight"}

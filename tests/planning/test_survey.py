@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from cifar_zero.checkpoints.network import on_meta
 from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
-from cifar_zero.planning import activations, overheads
+from cifar_zero.planning import activations, formulas
 from cifar_zero.planning.activations import LinearFit
-from cifar_zero.planning.model_states import Network, Weight
+from cifar_zero.planning.formulas import Network, Weight
 from cifar_zero.planning.survey import PLANNED, MemoryBudget, MemoryEstimate, recommended, size_in_bytes, survey
 from cifar_zero.training.resolve import make_run
 
@@ -173,7 +173,7 @@ def test_fsdp2_reduces_in_float32() -> None:
     net = Network((Weight(1_000),), largest_block=100)
     for precision, each in (("bf16-mixed", 10), ("32-true", 12)):
         run = make_run(command_line.parse(["--strategy", "fsdp2", "--precision", precision, "--devices", "2"]))
-        assert overheads.buckets(run, net) == each * 100
+        assert formulas.buckets(run, net) == each * 100
 
 
 def test_lacking_memory_is_named() -> None:

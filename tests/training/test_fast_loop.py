@@ -16,7 +16,7 @@ from cifar_zero.config.recipe import Choice
 from cifar_zero.config.settings import make_settings
 from cifar_zero.core.errors import UsageError
 from cifar_zero.data.dataset import EvalOrder, Split, TrainOrder
-from cifar_zero.data.memory_loader import MemoryLoader
+from cifar_zero.data.loaders import MemoryLoader
 from cifar_zero.training import fast_loop
 from cifar_zero.training.build import strategy_of
 from cifar_zero.training.resolve import make_run

@@ -1,6 +1,85 @@
-"""DeepSpeed's ZeRO under Lightning: its configuration, engine, checkpoints and mixtures of experts."""
+"""DeepSpeed's ZeRO under Lightning: its configuration; in the other files its engine, checkpoints and experts."""
 
-from cifar_zero.strategies.deepspeed.config import build
-from cifar_zero.strategies.deepspeed.strategy import ZeROStrategy
+import math
+from typing import Any
+
+from cifar_zero.config import ds_config
+from cifar_zero.config.ds_config import OFFLOADS, Dtype, get_ds_config
+from cifar_zero.config.placement import Placement, Precision
+from cifar_zero.config.strategy_specs import Spec
+from cifar_zero.strategies.deepspeed.strategy import ZeROPrecision, ZeROStrategy
 
 __all__ = ["ZeROStrategy", "build"]
+
+DTYPES: dict[Precision, Dtype] = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16"}
+
+
+def build(placement: Placement, spec: Spec, num_parameters: int, largest_parameter: int) -> ZeROStrategy:
+    """Returns Lightning's strategy, see `strategies.build`."""
+    config = engine_config(placement, spec, num_parameters, largest_parameter)
+    devices = [config["zero_optimization"].get(section, {}).get("device") for section in OFFLOADS]
+    strategy = ZeROStrategy(
+        config=config,
+        precision_plugin=ZeROPrecision(placement.precision),  # pyright: ignore[reportArgumentType]
+        remote_device=devices[1],  # where the shards are
+    )
+    if "nvme" in devices:
+        strategy.operators = ("async_io",)
+    return strategy
+
+
+def engine_config(placement: Placement, spec: Spec, num_parameters: int, largest_parameter: int = 0) -> dict[str, Any]:
+    """Returns the configuration of an engine, see `strategies.build`. The command line owns batch, accumulation,
+    clipping, precision, optimizer and schedule; Lightning adds gradient_accumulation_steps and gradient_clipping. No
+    bucket is larger than the model."""
+    dtype = DTYPES[placement.precision]
+    example = get_ds_config(spec.stage, dtype)
+    config = {**(spec.raw or ds_config.for_engine(example))}
+    for key in ("bf16", "fp16"):
+        config[key] = {**config.get(key, example[key]), "enabled": key == dtype}
+    # The optimizer is ours; SGD has no CPU version in DeepSpeed.
+    config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    whole, reduced = num_parameters + num_parameters % 2, placement.zero.reduce_bucket_size
+    buckets = {
+        "allgather_bucket_size": min(example["zero_optimization"]["allgather_bucket_size"], whole),
+        "reduce_bucket_size": min(reduced + reduced % 2, whole),  # stages 1 and 2 (0.19.8) need an even number
+    }
+    zero = config["zero_optimization"]
+    if spec.raw:
+        config["zero_optimization"] = {**buckets, **zero}
+    else:
+        by_flags = _zero_section(placement, spec, num_parameters, largest_parameter or num_parameters)
+        config["zero_optimization"] = {**zero, **buckets, **by_flags}
+    return config
+
+
+def _zero_section(placement: Placement, spec: Spec, num_parameters: int, largest_parameter: int) -> dict[str, Any]:
+    switches, offload = placement.zero, placement.offload
+    zero: dict[str, Any] = {
+        "overlap_comm": switches.overlap_comm,
+        "round_robin_gradients": switches.round_robin_gradients,
+    }
+    if spec.stage == 3:
+        zero |= {
+            "sub_group_size": switches.sub_group_size,
+            "stage3_param_persistence_threshold": switches.param_persistence_threshold,
+            "stage3_prefetch_bucket_size": switches.prefetch_bucket_size,
+            "stage3_max_live_parameters": switches.max_live_parameters,
+            # DeepSpeed's own linear layer (0.19.8, zero/linear.py) is Python, and saves memory only if weights are
+            # sharded.
+            "memory_efficient_linear": num_parameters > switches.param_persistence_threshold,
+        }
+    pinned = {"pin_memory": offload.pin_memory}
+    if spec.offload_optimizer:
+        zero["offload_optimizer"] = {"device": spec.offload_optimizer, **pinned, "ratio": offload.ratio}
+    if spec.offload_parameters:
+        zero["offload_param"] = {"device": spec.offload_parameters, **pinned}
+    if spec.super_offload:
+        zero["offload_optimizer"] |= {"super_offload": True, "cpuadam_cores_perc": offload.cpuadam_cores_perc}
+    if spec.offload_parameters == "nvme":
+        zero["offload_optimizer"]["nvme_path"] = zero["offload_param"]["nvme_path"] = placement.nvme_path
+        # A buffer between disk and memory must hold a rank's part of the largest parameter. DeepSpeed (0.19.8) makes
+        # five, by default of 10^8 elements each: 2 GB, and too small for vgg16's first linear layer on one rank
+        # (`get_buffer` in swap_tensor/partitioned_param_swapper.py).
+        zero["offload_param"]["buffer_size"] = math.ceil(largest_parameter / placement.world_size)
+    return zero

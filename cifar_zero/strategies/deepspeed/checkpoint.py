@@ -39,13 +39,14 @@ class GuardedCheckpointEngine(TorchCheckpointEngine):
 
     def save(self, state_dict: Any, path: str) -> None:
         """Writes a file."""
-        of_expert = Path(path).name.startswith("layer_")
         optimizer = state_dict.get("optimizer_state_dict")
         if isinstance(optimizer, dict) and "zero_stage" in optimizer:
             # Python 3.11.2 (Debian 12) pickles an Enum as a call of getattr, which no reader should allow.
             plain = {**optimizer, "zero_stage": int(optimizer["zero_stage"])}
             state_dict = {**state_dict, "optimizer_state_dict": plain}
-        self._try(lambda: save(state_dict if of_expert else {**state_dict, **self._notes}, Path(path)))
+        if not Path(path).name.startswith("layer_"):  # of an expert
+            state_dict = {**state_dict, **self._notes}
+        self._try(lambda: save(state_dict, Path(path)))
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Reads a file; its checksums were compared at the start. Raises UsageError if it is damaged or foreign."""
@@ -61,8 +62,7 @@ def restore(engine: Any, checkpoint: dict[str, Any]) -> bool:
     carried = bool(checkpoint.get("optimizer_states"))
     saved = by_name(checkpoint["optimizer_states"][0]) if carried else {}
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
-    plain = plain_names_of(engine, engine.module.state_dict())
-    names = {parameter: plain[name] for name, parameter in engine.module.named_parameters()}
+    plain, names = plain_names_of(engine, engine.module.state_dict()), _names_of_parameters(engine)
     if stage == 3:
         optimizer.checkpoint_event_prologue()  # shards every parameter, also those that are kept whole
         buffers = dict(engine.module.named_buffers())  # whole on every rank
@@ -90,18 +90,22 @@ def restore(engine: Any, checkpoint: dict[str, Any]) -> bool:
 
 def group_shapes(engine: Any) -> list[dict[str, torch.Size]]:
     """Returns the plain names and the shapes of the parameters in each tensor that this rank's optimizer updates."""
-    own = dict(engine.module.named_parameters())
-    plain = plain_names_of(engine, own)
-    names = {parameter: plain[name] for name, parameter in own.items()}
-    return [
-        {names[parameter]: getattr(parameter, "ds_shape", parameter.shape) for parameter in parameters}
-        for parameters, *_ in optimizer_groups(engine)
-    ]
+    names = _names_of_parameters(engine)
+    shapes: list[dict[str, torch.Size]] = []
+    for parameters, *_ in optimizer_groups(engine):
+        shapes.append({names[each]: getattr(each, "ds_shape", each.shape) for each in parameters})
+    return shapes
 
 
 def plain_names_of(engine: Any, names: Iterable[str]) -> dict[str, str]:
     """Returns the plain model's name for each name of a weight of this rank, whose experts are some of all."""
     return plain_names(names, engine.global_rank % ep_size(engine.module))
+
+
+def _names_of_parameters(engine: Any) -> dict[Parameter, str]:
+    own = dict(engine.module.named_parameters())
+    plain = plain_names_of(engine, own)
+    return {parameter: plain[name] for name, parameter in own.items()}
 
 
 def optimizer_groups(engine: Any) -> Iterator[tuple[list[Parameter], Tensor, Shard]]:
@@ -112,9 +116,10 @@ def optimizer_groups(engine: Any) -> Iterator[tuple[list[Parameter], Tensor, Sha
             yield group, target, lambda wholes, group=group: torch.cat([*map(cut, wholes, group)])
     elif stage:
         # grad_accum_dtype fp32 makes stage 1 another optimizer, deepspeed/runtime/bf16_optimizer.py.
-        kept = hasattr(optimizer, "fp32_groups_flat_partition")
-        groups = optimizer.bf16_groups if kept else optimizer.round_robin_bit16_groups
-        targets = optimizer.fp32_groups_flat_partition if kept else optimizer.single_partition_of_fp32_groups
+        if hasattr(optimizer, "fp32_groups_flat_partition"):
+            groups, targets = optimizer.bf16_groups, optimizer.fp32_groups_flat_partition
+        else:
+            groups, targets = optimizer.round_robin_bit16_groups, optimizer.single_partition_of_fp32_groups
         for number, (group, target) in enumerate(zip(groups, targets, strict=True)):
             start = deepspeed.comm.get_rank(group=optimizer.real_dp_process_group[number]) * target.numel()
             part = slice(start, start + target.numel())
@@ -175,5 +180,7 @@ def _step(base: Any, target: Tensor, step: float) -> dict[str, Any]:
     """Returns the number of steps as state, which DeepSpeed's Adam keeps as an int."""
     if isinstance(base, DeepSpeedCPUAdam):
         return {"step": int(step)}
-    on_device = any(group.get("fused") or group.get("capturable") for group in base.param_groups)
-    return {"step": torch.tensor(step, device=target.device if on_device else "cpu")}
+    counted = torch.tensor(step)
+    if any(group.get("fused") or group.get("capturable") for group in base.param_groups):
+        counted = counted.to(target.device)
+    return {"step": counted}

@@ -13,7 +13,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from torch import Tensor, nn
 
-from cifar_zero.models.moe import Gate, MixtureOfExperts, outside_of_graph
+from cifar_zero.models.moe import Gate, MixtureOfExperts
 
 
 class SpreadGate(Gate):
@@ -69,7 +69,7 @@ class SpreadMixture(MoE):
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Returns what the plain mixture would."""
         gate: Any = self.deepspeed_moe.gate
-        return outside_of_graph(self._forward, x) if gate.breaks_graph else self._forward(x)
+        return gate.run(self._forward, x)
 
     def _forward(self, x: Tensor) -> Tensor:
         try:
@@ -101,6 +101,8 @@ def parameter_groups(model: nn.Module, groups: list[dict[str, Any]]) -> list[dic
     dense = [{**group, "name": f"dense {number}"} for number, group in enumerate(groups)]
     split = split_params_into_different_moe_groups_for_optimizer(dense)
     names = {parameter: name for name, parameter in model.named_parameters()}
+    kept: list[dict[str, Any]] = []
     for group in split:
-        group["param_names"] = [names[parameter] for parameter in group["params"]]
-    return [group for group in split if group["params"]]
+        if group["params"]:
+            kept.append({**group, "param_names": [names[parameter] for parameter in group["params"]]})
+    return kept

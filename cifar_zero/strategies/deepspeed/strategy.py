@@ -64,7 +64,9 @@ class ZeROPrecision(DeepSpeedPrecision):
 
     def convert_input(self, data: Any) -> Any:
         """Returns the batch itself: the module casts the images, and soft labels must not be rounded."""
-        return super().convert_input(data) if self.casts_batches else data
+        if self.casts_batches:
+            return super().convert_input(data)
+        return data
 
 
 class ZeROStrategy(DeepSpeedStrategy):
@@ -84,11 +86,12 @@ class ZeROStrategy(DeepSpeedStrategy):
     operators: tuple[str, ...] = ()
     """DeepSpeed's operators that the run needs; they are compiled at their first use."""
 
+    config: dict[str, Any]
+
     _trained: Any = None
 
     def __init__(self, stage: int = 2, overlap_comm: bool = False, **options: Any):
         super().__init__(stage=stage, overlap_comm=overlap_comm, **options)
-        assert isinstance(self.config, dict)
         self.config.setdefault("zero_force_ds_cpu_optimizer", False)  # any optimizer may be offloaded
         # It waits for the device twice in each step (DeepSpeed 0.19.8, utils/timer.py).
         self.config.setdefault("timers", {"throughput": {"enabled": False}})
@@ -101,7 +104,9 @@ class ZeROStrategy(DeepSpeedStrategy):
     @property
     def root_device(self) -> torch.device:
         """The rank's device; DeepSpeed asks for its index, which Lightning's CPU devices lack."""
-        return torch.device("cpu", 0) if self.on_cpu else super().root_device
+        if self.on_cpu:
+            return torch.device("cpu", 0)
+        return super().root_device
 
     def setup_environment(self) -> None:
         """Starts the process group. A plain Trainer has given Lightning's own plugins, which are replaced."""
@@ -126,7 +131,6 @@ class ZeROStrategy(DeepSpeedStrategy):
         """Completes the configuration. In bfloat16 ZeRO 1 and 2 would wait for a check of all gradients in each step,
         and leave out a step with NaN, as no other strategy does (DeepSpeed 0.19.8, runtime/precision_config.py)."""
         super()._format_config()
-        assert isinstance(self.config, dict)
         if "bf16" in self.config:
             self.config["bf16"].setdefault("check_grad_overflow", False)
 
@@ -155,9 +159,10 @@ class ZeROStrategy(DeepSpeedStrategy):
         other strategies do, and `setup` casts the shards. zero.Init would draw them in the low precision, which
         gives other weights (DeepSpeed 0.19.8)."""
         self._init_config_if_needed()
-        assert isinstance(self.config, dict)
-        low = ("bf16", "fp16") if self._casts_shards else ()
-        config = {key: value for key, value in self.config.items() if key not in low}
+        config = {**self.config}
+        if self._casts_shards:
+            for low in ("bf16", "fp16"):
+                config.pop(low, None)
         # The group of zero_hpz_partition_size, which DeepSpeed (0.19.8, utils/groups.py) makes once in a process.
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
         where, shards = self.remote_device, self._builds_sharded
@@ -267,7 +272,6 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     @property
     def _zero(self) -> dict[str, Any]:
-        assert isinstance(self.config, dict)
         return self.config.get("zero_optimization", {})
 
     def _initialize_deepspeed_train(self, model: Module) -> None:

@@ -10,9 +10,10 @@ import pytest
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from cifar_zero.config import command_line
+from cifar_zero.config.ds_config import Dtype, get_ds_config
 from cifar_zero.config.settings import Settings
 from cifar_zero.config.strategy_specs import STRATEGIES
-from cifar_zero.strategies.deepspeed.config import Dtype, engine_config, get_ds_config
+from cifar_zero.strategies.deepspeed import engine_config
 from cifar_zero.training.build import strategy_of
 from cifar_zero.training.resolve import make_run
 from tests.support.helpers import ROOT

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from cifar_module import CIFARModule
 from cifar_zero.config.settings import Settings
 from cifar_zero.data.dataset import Split, TrainOrder
-from cifar_zero.data.memory_loader import MemoryLoader
+from cifar_zero.data.loaders import MemoryLoader
 from cifar_zero.training import fast_loop
 from cifar_zero.training.callbacks.curves import TrainingCurves
 from cifar_zero.training.callbacks.engine import EngineInfo

@@ -1,17 +1,23 @@
-"""The memory loader: micro-batches cut from blocks of images that a GPU or the host stores; no Python per image, unless
-it has to come from the disk."""
+"""The loaders of --data.loader. memory: micro-batches cut from blocks of images that a GPU or the host stores, without
+Python per image unless it has to come from the disk. torch: the PyTorch tutorial's transforms, image by image, in a
+DataLoader with worker processes."""
 
 import math
 import mmap
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms import Compose, Normalize, ToTensor
 
-from cifar_zero.config.recipe import AugmentConfig
+from cifar_zero.config.recipe import PLAIN, AugmentConfig, Inputs
+from cifar_zero.core.errors import FEWER_WORKERS, KILLED_WORKER, RunError
 from cifar_zero.data.augment import Augmentation, memory_format
 from cifar_zero.data.dataset import Order, Split, map_beyond_memory
 from cifar_zero.data.draws import Draws
@@ -45,13 +51,16 @@ class Stored:
             # The map is read-only to protect the other ranks' images; nothing here writes to it.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
             self._images = torch.from_numpy(images.transpose(0, 2, 3, 1))
-        self.device = torch.device(device if torch.device(device).type == "cuda" else "cpu")
-        if self.device.type == "cuda":
+        self.device = torch.device("cpu")
+        if torch.device(device).type == "cuda":
+            self.device = torch.device(device)
             free_bytes, _ = torch.cuda.mem_get_info(self.device)
             if self._images.nbytes <= free_bytes * RESIDENT_SHARE:
                 self._images = self._images.to(self.device)
         self.rows_device = self._images.device
-        self._map = map_beyond_memory(images) if self.rows_device.type == "cpu" else None
+        self._map = None
+        if self.rows_device.type == "cpu":
+            self._map = map_beyond_memory(images)
         self._start = getattr(images, "offset", 0)  # of the first image in the map, in bytes
 
     def take(self, rows: Tensor) -> Tensor:
@@ -86,8 +95,10 @@ class Resumable:
 
     def _begin(self) -> int:
         """Starts a pass, whose epoch is known by now; returns the number of micro-batches to skip."""
-        begun = self._resumed.get("epoch") == self.batch_sampler.epoch
-        self._given, self._resumed = self._resumed["given"] if begun else 0, {}
+        self._given = 0
+        if self._resumed.get("epoch") == self.batch_sampler.epoch:
+            self._given = self._resumed["given"]
+        self._resumed = {}
         return self._given
 
     def _count(self) -> None:
@@ -119,7 +130,8 @@ class MemoryLoader(Resumable):
         self._augmentation = augmentation or Augmentation(AugmentConfig(), split.count, 0, 0)
         self._format = memory_format(self._stored.device, channels_last)
         images = self._augmentation.inputs.as_many(BLOCK_IMAGES[self._stored.device.type])
-        images *= GROUPED_BLOCK if self._augmentation.in_groups else 1
+        if self._augmentation.transforms:
+            images *= GROUPED_BLOCK
         self._block = math.ceil(images / order.batch_size)  # micro-batches in a block
 
     def __len__(self) -> int:
@@ -155,3 +167,47 @@ class MemoryLoader(Resumable):
                     labels[:, block].flatten(),
                     draws.each(lambda column, at=block: column[:, at].flatten(0, 2)),
                 )
+
+
+class TransformedImages(Dataset[tuple[Tensor, int]]):
+    """A split's images one by one, after the tutorial's transforms: float32 (3, H, W), normalised."""
+
+    def __init__(self, split: Split, inputs: Inputs) -> None:
+        self._split = split
+        map_beyond_memory(split.images)
+        self._transform: Callable[[Image.Image], Tensor] = Compose([ToTensor(), Normalize(inputs.mean, inputs.std)])
+
+    def __len__(self) -> int:
+        return self._split.count
+
+    def __getitem__(self, position: int) -> tuple[Tensor, int]:
+        pixels = self._split.images[self._split.indices[position]]
+        image = Image.fromarray(pixels.transpose(1, 2, 0))
+        return self._transform(image), int(self._split.labels[position])
+
+
+class TorchLoader(Resumable, DataLoader[Any]):
+    """A DataLoader that can continue in the middle of an epoch, and looks up the order at the first batch.
+
+    Lightning (2.6.6) asks for the iterator of a resumed run before it sets the epoch: DataLoader's own iterator would
+    look up the order too early. Yields (images float32 (m, 3, H, W), labels int64 (m,)).
+    """
+
+    batch_sampler: Order
+
+    def __init__(self, split: Split, order: Order, workers: int, inputs: Inputs = PLAIN, pin: bool = False) -> None:
+        # Not the global generator: dropout would differ from that with the memory loader.
+        options: Any = {"num_workers": workers, "persistent_workers": workers > 0, "generator": torch.Generator()}
+        # Pinned, so that the host does not wait for the copy to a GPU.
+        super().__init__(TransformedImages(split, inputs), batch_sampler=order, pin_memory=pin, **options)
+
+    def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Yields an epoch, or its rest if the loader whose state was loaded has begun it."""
+        self.batch_sampler.skipped = self._begin()
+        try:
+            for batch in super().__iter__():
+                self._count()
+                yield batch
+        except ConnectionError as error:
+            # A batch's tensors come from its worker; torch (2.15) does not say that the worker was killed meanwhile.
+            raise RunError(f"{KILLED_WORKER}; {FEWER_WORKERS}") from error
