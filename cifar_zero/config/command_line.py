@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,8 @@ def settings_of_arguments(arguments: Arguments, before: Before | None = None) ->
     options, said = _merged(recipes, given)
     if before is not None and (earlier := before(_early_settings(options, arguments.consent))) is not None:
         options, said = _merged([_inherited(earlier, given), *recipes], given)
-    names = {key: chosen(options, key) for key in REGISTRIES}
-
-    parser = _parser(names, with_help=asked_help is not None)
+    names = [(key, chosen(options, key)) for key in REGISTRIES]
+    parser = _parser(tuple((key, name, REGISTRIES[key][name]) for key, name in names), with_help=asked_help is not None)
     if asked_help is not None:
         text = help.short(parser)
         if asked_help == "all":
@@ -202,7 +202,9 @@ def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _parser(names: dict[str, str], with_help: bool) -> ArgumentParser:
+@cache  # an acceptance parses a hundred command lines
+def _parser(entries: tuple[tuple[str, str, Any], ...], with_help: bool) -> ArgumentParser:
+    """Returns the parser of train; `entries` are key, name and options of the model, the optimizer and the schedule."""
     set_parsing_settings(docstring_parse_attribute_docstrings=with_help)  # which take a third of the time
     parser = ArgumentParser(
         prog=command("train"),
@@ -227,11 +229,10 @@ def _parser(names: dict[str, str], with_help: bool) -> ArgumentParser:
     for part in OWNERS.values():
         for key, section in sections(part).items():
             parser.add_argument_group(section.__doc__).add_class_arguments(section, key, as_group=False)
-    for key, registry in REGISTRIES.items():
-        entry = registry[names[key]]
-        group = parser.add_argument_group(f"{key} {names[key]}", description=help.summary(entry))
+    for key, name, entry in entries:
+        group = parser.add_argument_group(f"{key} {name}", description=help.summary(entry))
         described = f"Name, also as --{key} NAME; one of {', '.join(choices(key))}."
-        group.add_argument(f"--{key}.name", default=names[key], help=described)
+        group.add_argument(f"--{key}.name", default=name, help=described)
         group.add_class_arguments(entry, key, as_group=False)
     parser.add_argument_group("Lightning").add_argument(
         "--trainer",

@@ -90,7 +90,7 @@ def test_a_mistake_is_refused(flags: str, expected: str):
     assert expected in done.stderr
 
 
-@pytest.mark.parametrize("ranks", range(1, 17))
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6, 16])
 def test_every_row_trains_on_any_number_of_ranks(ranks: int, monkeypatch: pytest.MonkeyPatch):
     """But for experts on several ranks, which need an even number."""
     monkeypatch.setattr("cifar_zero.config.rules.free_memory_bytes", lambda: 2**40)  # whatever this computer has
