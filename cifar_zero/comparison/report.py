@@ -68,7 +68,6 @@ MEMORY: Figures = {
     "gradients": ("mem/gradient_rank_bytes", size),
     "optimizer": ("mem/optimizer_rank_bytes", size),
     "model states": ("mem/model_state_rank_bytes", size),
-    "predicted by ZeRO's formulas": ("predicted_bytes", size),
     "peak": ("mem/peak_rank_bytes", size),
     "checkpoint": ("checkpoint_bytes", size),
 }

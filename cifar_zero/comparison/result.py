@@ -76,8 +76,7 @@ class Variant:
     command: str = ""  # the command that trains it again
     runs: list[FinishedRun] = field(default_factory=list)  # one for each seed
     figures: dict[str, list[float]] = field(default_factory=dict)
-    """Values of the runs by their key in metrics.json; of a list with a number per rank, the largest. Also
-    predicted_bytes: model states of the fullest rank by ZeRO's formulas."""
+    """Values of the runs by their key in metrics.json; of a list with a number per rank, the largest."""
     kind: VerdictKind = "not judged"
     remark: str = ""  # the verdict's line: what was judged, what differs, or why there is no verdict
     check: dict[str, Any] = field(default_factory=dict)  # of the step check, see `step_check.verdict.Verdict.as_dict`

@@ -3,20 +3,15 @@
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.read import read
 from cifar_zero.checkpoints.weights import network
 from cifar_zero.comparison.reading import differences, hindering, last_checkpoint, shared
 from cifar_zero.comparison.result import Comparison, FinishedRun, Variant, VerdictKind
-from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
-from cifar_zero.planning.formulas import network_of, predicted
-from cifar_zero.training.resolve import make_run
 from cifar_zero.training.results import FALLBACK
 
 RECIPE = ("dataset", "model", "optimizer", "schedule", "precision", "batch_size", "epochs", "max_steps")
@@ -134,30 +129,9 @@ def _figures(runs: Sequence[FinishedRun]) -> dict[str, list[float]]:
     """Returns the numbers of the runs by their key; a metric with a number per rank counts with its largest."""
     found: dict[str, list[float]] = {}
     for run in runs:
-        for key, value in {**run.metrics, "predicted_bytes": _predicted_bytes(run)}.items():
+        for key, value in run.metrics.items():
             values = value if isinstance(value, list) else [value]
             numbers = [float(each) for each in values if isinstance(each, Real) and not isinstance(each, bool)]
             if numbers:
                 found.setdefault(key, []).append(max(numbers))
     return found
-
-
-def _predicted_bytes(run: FinishedRun) -> int | None:
-    """Returns the predicted model states of the fullest rank; None if there is no formula."""
-    try:
-        config = command_line.parse(["--config", str(Path(run.folder, run_folder.CONFIG))])
-        if config.placement.ds_config:
-            return None
-        ranks = run.metrics["world_size"]
-        weights = network_of(make_run(config.changed(devices=ranks, num_nodes=1))).weights
-    except UsageError:
-        return None
-    found = predicted(
-        config.placement.strategy,
-        weights,
-        ranks,
-        config.placement.precision,
-        config.recipe.optimizer,
-        config.placement.zero,
-    )
-    return found and found.in_memory.total
