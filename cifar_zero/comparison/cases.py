@@ -152,8 +152,9 @@ def plan_cases(strategies: Sequence[str], ranks: int, quick: bool, seeds: int = 
             if size < ranks and not row.one_rank:
                 continue
             for name in _strategies_of(row, strategies):
+                flags = [*row.schedule.split(), *row.flags.split()]
                 try:
-                    cases += [_case(name, row, size, seed) for seed in range(seeds)]
+                    cases += [make_case(name, row.name, flags, size, row.accumulate, seed) for seed in range(seeds)]
                 except UsageError as error:
                     refused.setdefault(name, str(error))
     found = {case.strategy for case in cases if case.world_size == ranks}
@@ -177,16 +178,16 @@ def _strategies_of(row: Row, strategies: Sequence[str]) -> list[str]:
     return found
 
 
-def _case(strategy: str, row: Row, ranks: int, seed: int) -> Variant:
-    """Returns a case; raises UsageError if it cannot train here."""
-    pieces = row.accumulate * ranks
+def make_case(strategy: str, name: str, flags: Sequence[str], ranks: int, accumulate: int, seed: int = 0) -> Variant:
+    """Returns the case of a row of the table, `name`, under a strategy; raises UsageError if it cannot train here."""
+    pieces = accumulate * ranks
     batch = -(-BATCH // pieces) * pieces
-    flags = [*COMMON, *command_line.strategy_flags(strategy), "--devices", str(ranks), "--seed", str(seed)]
-    flags += ["--batch_size", str(batch), "--data.synthetic_size", str(2 * batch)]
-    flags += ["--accumulate", str(row.accumulate), *row.schedule.split(), *row.flags.split()]
-    resolve(command_line.parse(flags))
-    name = Path(strategy).stem
-    of = f"{row.name}, {ranks} rank{'s' if ranks > 1 else ''}"
+    given = [*COMMON, *command_line.strategy_flags(strategy), "--devices", str(ranks), "--seed", str(seed)]
+    given += ["--batch_size", str(batch), "--data.synthetic_size", str(2 * batch), "--accumulate", str(accumulate)]
+    given += flags
+    resolve(command_line.parse(given))
+    row = f"{name}, {ranks} rank{'s' if ranks > 1 else ''}"
     if seed:
-        of += f", seed {seed}"
-    return Variant(f"{name}: {of}", name, ranks, flags, command("train", *flags), row=of)
+        row += f", seed {seed}"
+    column = Path(strategy).stem
+    return Variant(f"{column}: {row}", column, ranks, given, command("train", *given), row=row)

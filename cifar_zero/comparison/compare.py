@@ -10,6 +10,7 @@ from pathlib import Path
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.comparison import own_module, report
 from cifar_zero.comparison.cases import RECIPE, plan_cases
+from cifar_zero.comparison.fuzz import random_cases
 from cifar_zero.comparison.reading import grouped, load
 from cifar_zero.comparison.result import PLAIN, Comparison
 from cifar_zero.comparison.trainings import plan, prepare, train_all
@@ -82,9 +83,14 @@ def of_cases(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compariso
     if rest or arguments.accumulate:
         known = "--strategies, --devices, --seeds, --quick or --junit"
         raise UsageError(f"--acceptance trains cases of its own: give only {known}")
-    cases = plan_cases(arguments.strategies or (), _ranks(arguments), arguments.quick, arguments.seeds or 1)
+    if arguments.fuzz and (arguments.strategies or arguments.quick or arguments.seeds):
+        raise UsageError("--fuzz draws strategies and recipes: leave out --strategies, --quick and --seeds")
+    if arguments.fuzz:
+        cases = random_cases(arguments.fuzz, _ranks(arguments))
+    else:
+        cases = plan_cases(arguments.strategies or (), _ranks(arguments), arguments.quick, arguments.seeds or 1)
     if arguments.print_cases:
-        print(*(case.name for case in cases), sep="\n")
+        print(*(f"{case.name}\n  {case.command}" for case in cases), sep="\n")
         raise SystemExit(0)
     from cifar_zero.comparison.jobs import train_cases
 
@@ -184,7 +190,8 @@ def _parse() -> tuple[Namespace, list[str]]:
     mode("--runs", nargs="+", metavar="RUN", help="compare these run folders; nothing is trained")
     mode("--acceptance", action="store_true", help="train a dozen short recipes under every strategy")
     add("--quick", action="store_true", help="with --acceptance: only the three most telling recipes")
-    add("--print_cases", action="store_true", help="with --acceptance: list the cases and exit")
+    add("--fuzz", type=int, default=0, metavar="N", help="with --acceptance: train N cases under random placements")
+    add("--print_cases", action="store_true", help="with --acceptance: list the cases with their commands and exit")
     mode("--module", metavar="NAME", help="compare your own LightningModule: FILE.py:NAME or PACKAGE.MODULE:NAME")
     add("--datamodule", metavar="NAME", help="its LightningDataModule; default: the module's own loader")
     least = "fail variants with a lower test accuracy (0 to 1): that models agree which learned nothing says little"
@@ -197,9 +204,16 @@ def _parse() -> tuple[Namespace, list[str]]:
     check_plain_name(arguments.name)
     if arguments.seeds is not None and arguments.seeds < 1:
         raise UsageError(f"--seeds must be at least 1, not {arguments.seeds}")
-    for option, needed in {"quick": "acceptance", "print_cases": "acceptance", "datamodule": "module"}.items():
+    for option, needed in {
+        "quick": "acceptance",
+        "fuzz": "acceptance",
+        "print_cases": "acceptance",
+        "datamodule": "module",
+    }.items():
         if getattr(arguments, option) and not getattr(arguments, needed):
             raise UsageError(f"--{option} is for --{needed}: add it")
+    if arguments.fuzz < 0:
+        raise UsageError(f"--fuzz must be at least 1, not {arguments.fuzz}")
     if not 0 <= arguments.min_accuracy <= 1:
         raise UsageError(f"--min_accuracy {arguments.min_accuracy:g}: give a share from 0 to 1, such as 0.5")
     if arguments.min_accuracy and (arguments.acceptance or arguments.module):

@@ -110,6 +110,7 @@ def show(comparison: Comparison, folder: Path) -> None:
         for variant in comparison.variants:
             if not variant.passed:
                 console.print(f"[red]{escape(variant.name)}[/]: {escape(variant.outcome)}", soft_wrap=True)
+                console.print(f"  [dim]{escape(variant.command)}[/]", soft_wrap=True)
     else:
         console.print(_table(comparison))
     for line in (f"[bold]{escape(comparison.headline)}[/]", *map(escape, comparison.notes)):

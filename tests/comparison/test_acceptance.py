@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cifar_zero.comparison import cases
 from cifar_zero.comparison.cases import ROWS, plan_cases
+from cifar_zero.comparison.fuzz import random_cases
 from cifar_zero.comparison.jobs import train_cases
 from cifar_zero.comparison.result import PLAIN, Comparison, Variant
 from cifar_zero.config.strategy_specs import STRATEGIES
@@ -31,10 +33,19 @@ def test_a_raw_configuration_is_a_strategy_too(tmp_path: Path):
     assert "mine: float32, accumulated, 2 ranks" in done.stdout.splitlines()
 
 
+def test_random_placements_are_the_same_each_time():
+    few, more = random_cases(3, 2), random_cases(6, 2)
+    assert few == more[:3]
+    assert len({tuple(case.flags) for case in more}) == 6
+    drawn = [flag for case in more for flag in case.flags if flag.startswith(("--zero.", "--offload."))]
+    assert len({*drawn}) > 3
+
+
 @of_make_fuzz
 @pytest.mark.distributed
-def test_the_pinned_release_passes(tmp_path: Path):
-    done = run_program("compare", "--acceptance", "--quick", "--out", str(tmp_path))
+@pytest.mark.parametrize("flags", ["--quick", "--fuzz 60"])
+def test_the_pinned_release_passes(flags: str, tmp_path: Path):
+    done = run_program("compare", "--acceptance", *flags.split(), "--out", str(tmp_path))
     assert_ok(done)
 
 
@@ -79,6 +90,7 @@ def test_each_row_executes_the_code_that_it_is_there_for(tmp_path: Path):
         ("--acceptance --strategies pipeline --devices 2", "--strategies pipeline: "),
         ("--acceptance --strategies nowhere.json", "nowhere.json cannot be read"),
         ("--quick --strategies baseline ddp", "--quick is for --acceptance"),
+        ("--acceptance --fuzz 3 --quick", "--fuzz draws strategies and recipes: leave out --strategies, --quick"),
         ("--datamodule data.py:Data --strategies baseline ddp", "--datamodule is for --module"),
         ("--acceptance --runs a b", "argument --runs: not allowed with argument --acceptance"),
         ("--module module.py:Module --runs a b", "argument --runs: not allowed with argument --module"),
@@ -106,9 +118,9 @@ def test_each_stage_of_zero_has_cases():
 
 
 def test_no_case_on_the_ranks_that_are_asked_for_is_a_mistake(monkeypatch: pytest.MonkeyPatch):
-    def refused(strategy: str, row: cases.Row, ranks: int, seed: int) -> Variant:
+    def refused(*arguments: Any) -> Variant:
         raise UsageError("8 ranks are too many")
 
-    monkeypatch.setattr(cases, "_case", refused)
+    monkeypatch.setattr(cases, "make_case", refused)
     with pytest.raises(UsageError, match=r"--strategies \w+: no case on 8 ranks: 8 ranks are too many"):
         plan_cases(["deepspeed_stage_2"], 8, quick=True)
