@@ -12,7 +12,7 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import gpu_count
 from cifar_zero.training.resolve import resolve
 
-STEPS = 5
+STEPS = 4
 """Optimizer steps of a case, all of them checked: a wrong gradient shows at the first, a stale state at the second."""
 
 BATCH = 32

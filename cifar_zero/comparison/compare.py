@@ -11,6 +11,7 @@ from cifar_zero.checkpoints import run_folder
 from cifar_zero.comparison import own_module, report
 from cifar_zero.comparison.cases import RECIPE, plan_cases
 from cifar_zero.comparison.fuzz import random_cases
+from cifar_zero.comparison.pool import train_cases, train_jobs
 from cifar_zero.comparison.reading import grouped, load
 from cifar_zero.comparison.result import PLAIN, Comparison
 from cifar_zero.comparison.trainings import plan, prepare, train_all
@@ -48,9 +49,7 @@ examples:
 def main() -> int:
     """Compares and prints the verdicts; returns the exit code, 1 if a variant did not train or does not agree."""
     if sys.argv[1:2] == [TRAIN_JOBS]:
-        from cifar_zero.comparison.jobs import train_jobs, train_recipe
-
-        return train_jobs(Path(sys.argv[2]), train_recipe)
+        return train_jobs(Path(sys.argv[2]), "cifar_zero.comparison.jobs:train_recipe")
     arguments, rest = _parse()
     if rank_environment.is_rank():
         raise UsageError("cifar-zero compare starts the ranks itself: start it once, without torchrun or srun")
@@ -92,8 +91,6 @@ def of_cases(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compariso
     if arguments.print_cases:
         print(*(f"{case.name}\n  {case.command}" for case in cases), sep="\n")
         raise SystemExit(0)
-    from cifar_zero.comparison.jobs import train_cases
-
     folder = run_folder.claim(arguments.out, arguments.name or "acceptance")
     comparison = Comparison(f"acceptance: {len(cases)} cases", _command(), RECIPE, PLAIN, cases)
     return folder, train_cases(comparison, folder, JOBS)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from jsonargparse import ArgumentError, ArgumentParser
 from yaml import YAMLError
 
+from cifar_zero.comparison.pool import train_cases, train_jobs
 from cifar_zero.comparison.result import PLAIN, Comparison, Variant
 from cifar_zero.config import command_line
 from cifar_zero.config.arguments import Arguments, read_arguments
@@ -107,8 +108,6 @@ def plan(strategies: Sequence[str], ranks: int, accumulate: Sequence[str], flags
 def compare(cases: list[Variant], title: str, command: str, folder: Path) -> Comparison:
     """Trains the cases of `plan`, with the logs in `folder`; returns their verdicts. Raises UsageError: the module
     cannot be trained under DeepSpeed."""
-    from cifar_zero.comparison.jobs import train_cases
-
     theirs = _arguments(cases[0].flags).theirs
     recipe = {"module": theirs["module"], "datamodule": theirs.get("datamodule", "the module's own loader")}
     return train_cases(Comparison(title, command, recipe, PLAIN, cases), folder, PROGRAM)
@@ -291,9 +290,7 @@ def _name_of(user_class: type) -> str:
 
 def main() -> int:
     """Trains the file of jobs that the command line names."""
-    from cifar_zero.comparison.jobs import train_jobs
-
-    return train_jobs(Path(sys.argv[1]), train)
+    return train_jobs(Path(sys.argv[1]), "cifar_zero.comparison.own_module:train")
 
 
 if __name__ == "__main__":

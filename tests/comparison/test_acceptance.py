@@ -11,7 +11,7 @@ import pytest
 from cifar_zero.comparison import cases
 from cifar_zero.comparison.cases import ROWS, plan_cases
 from cifar_zero.comparison.fuzz import random_cases
-from cifar_zero.comparison.jobs import train_cases
+from cifar_zero.comparison.pool import train_cases
 from cifar_zero.comparison.result import PLAIN, Comparison, Variant
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.core.errors import UsageError

@@ -12,6 +12,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from cifar_zero.comparison import jobs
+from cifar_zero.comparison.pool import train_jobs
 from cifar_zero.launch import rank_environment
 from cifar_zero.step_check.verdict import Verdict
 
@@ -46,21 +47,24 @@ def counted(name: str, calls: Counter[str]) -> None:
     setattr(owner, attribute, counting)
 
 
-def main() -> int:
+CALLS: Counter[str] = Counter()
+
+
+def train(flags: list[str], folder: Path) -> Verdict:
+    """Trains a job as the acceptance does."""
     rank = rank_environment.global_rank()  # Lightning removes it from the environment at the end of a training
-    calls: Counter[str] = Counter()
+    CALLS.clear()
+    verdict = jobs.train_recipe(flags, folder)
+    if rank == 0:
+        with (folder / "calls.jsonl").open("a") as file:
+            file.write(json.dumps(CALLS) + "\n")
+    return verdict
+
+
+def main() -> int:
     for name in FUNCTIONS:
-        counted(name, calls)
-
-    def train(flags: list[str], folder: Path) -> Verdict:
-        calls.clear()
-        verdict = jobs.train_recipe(flags, folder)
-        if rank == 0:
-            with (folder / "calls.jsonl").open("a") as file:
-                file.write(json.dumps(calls) + "\n")
-        return verdict
-
-    return jobs.train_jobs(Path(sys.argv[1]), train)
+        counted(name, CALLS)
+    return train_jobs(Path(sys.argv[1]), "__main__:train")
 
 
 if __name__ == "__main__":

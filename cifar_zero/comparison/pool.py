@@ -1,0 +1,94 @@
+"""Trains cases in ranks that are started once for each number of ranks, and reads their verdicts; no torch, which the
+ranks import meanwhile."""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from pkgutil import resolve_name
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from cifar_zero.comparison.result import Comparison, Variant
+from cifar_zero.core.errors import Stopped, UsageError
+from cifar_zero.core.hardware import cpu_name, git_commit, gpu_count, this_computer, versions
+from cifar_zero.launch import local_launcher, rank_environment
+from cifar_zero.training import run_process
+from cifar_zero.training.resolve import warn_of_few_cores
+
+
+def train_jobs(file: Path, train: str) -> int:
+    """Trains the jobs of a file in the same ranks, which it starts if there are several: that takes seconds. Returns
+    the exit code.
+
+    Args:
+        file: JSON: the number of ranks, and the flags of each job by the path of its verdict.
+        train: The function that trains a job, MODULE:NAME, see `jobs.Train`.
+    """
+    work = json.loads(file.read_text())
+    if work["ranks"] > 1 and not rank_environment.is_rank():
+        return local_launcher.run(work["ranks"], on_cpu=gpu_count() == 0)
+    from cifar_zero.comparison.jobs import train_all
+
+    train_all(work["jobs"], resolve_name(train), file.parent)
+    return 0
+
+
+def train_cases(comparison: Comparison, folder: Path, program: Sequence[str]) -> Comparison:
+    """Trains the variants of a comparison, sets their verdicts, and returns it; after Ctrl-C with those of the finished
+    ones. `folder` receives the logs; `program` trains a file of jobs. Raises UsageError if the first is refused."""
+    started = time.monotonic()
+    cases = comparison.variants
+    for case in cases:
+        case.judge("not judged", "stopped before it was trained")
+    if gpu_count() == 0:
+        warn_of_few_cores(max(case.world_size for case in cases))
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, TextColumn("left"), console=Console(stderr=True)) as progress:
+        task = progress.add_task("trainings", total=len(cases))
+        try:
+            for ranks in dict.fromkeys(case.world_size for case in cases):
+                for _ in _train([case for case in cases if case.world_size == ranks], folder, program):
+                    progress.advance(task)
+        except Stopped as stop:
+            comparison.stopped_by = stop.number
+    device = cpu_name()
+    if gpu_count():
+        import torch
+
+        device = torch.cuda.get_device_name()
+    libraries = {name: str(version) for name, version in versions().items()}
+    comparison.machine = {"device": device, **this_computer(), "commit": str(git_commit()), **libraries}
+    trained = int(progress.tasks[0].completed)
+    comparison.notes.append(f"{trained} of {len(cases)} trainings in {time.monotonic() - started:.0f} s.")
+    return comparison
+
+
+def _train(cases: Sequence[Variant], folder: Path, program: Sequence[str]) -> Iterator[Variant]:
+    """Trains cases of one number of ranks in ranks that are started once, and again after each that failed; sets their
+    verdicts and times, the first with the start. Yields those that were trained. Raises UsageError if the first one is
+    refused: what a user's module cannot do, it can under no strategy."""
+    ranks, todo = cases[0].world_size, [*cases]
+    while todo:
+        name = f"{ranks}-ranks-{len(cases) - len(todo)}"
+        log, file = folder / f"{name}.log", folder / f"{name}.json"
+        verdicts = [folder / f"{name}-case-{number}.json" for number in range(len(todo))]
+        jobs = {str(verdict): case.flags for verdict, case in zip(verdicts, todo, strict=True)}
+        file.write_text(json.dumps({"ranks": ranks, "jobs": jobs}))
+        began = time.monotonic()
+        with run_process.start(program, [str(file)], log) as child:
+            for verdict in verdicts:
+                while not verdict.exists() and child.poll() is None:
+                    time.sleep(run_process.POLL_SECONDS)
+                case = todo.pop(0)
+                case.seconds, began = time.monotonic() - began, time.monotonic()
+                if not verdict.exists():
+                    error = run_process.failure(log, child.wait())
+                    if case is cases[0] and child.returncode == 2:
+                        raise UsageError(error)
+                    case.judge("not trained", error)
+                    break
+                case.check = json.loads(verdict.read_text())
+                case.judge(case.check["outcome"], case.check["text"])
+                yield case
