@@ -67,8 +67,8 @@ ROWS = (
     Row("AdamW, clipped, accumulated", "the norm of all shards", f"{EDGE_CASES} {ADAMW} {CLIP} --model.unused true", 4),
     Row(
         "several buckets",
-        "a bucket that is reduced in mid-backward; a parameter larger than a bucket",
-        f"{EDGE_CASES} {SGD} --model.unused true --zero.reduce_bucket_size 2000",
+        "a bucket that is reduced in mid-backward; a parameter larger than a bucket; the round-robin order",
+        f"{EDGE_CASES} {SGD} --model.unused true --zero.reduce_bucket_size 2000 --zero.round_robin_gradients true",
         4,
         schedule=WARMUP,
         stages="123",

@@ -110,7 +110,7 @@ def compare(cases: list[Variant], title: str, command: str, folder: Path) -> Com
     cannot be trained under DeepSpeed."""
     theirs = _arguments(cases[0].flags).theirs
     recipe = {"module": theirs["module"], "datamodule": theirs.get("datamodule", "the module's own loader")}
-    return train_cases(Comparison(title, command, recipe, PLAIN, cases), folder, PROGRAM)
+    return train_cases(Comparison(title, command, recipe, PLAIN, cases), folder, PROGRAM, of_user=True)
 
 
 def train(flags: list[str], folder: Path) -> Verdict:

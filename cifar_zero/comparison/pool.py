@@ -35,9 +35,19 @@ def train_jobs(file: Path, train: str) -> int:
     return 0
 
 
-def train_cases(comparison: Comparison, folder: Path, program: Sequence[str]) -> Comparison:
+def train_cases(comparison: Comparison, folder: Path, program: Sequence[str], of_user: bool = False) -> Comparison:
     """Trains the variants of a comparison, sets their verdicts, and returns it; after Ctrl-C with those of the finished
-    ones. `folder` receives the logs; `program` trains a file of jobs. Raises UsageError if the first is refused."""
+    ones.
+
+    Args:
+        comparison: Its variants are on one number of ranks after the other.
+        folder: Receives the logs.
+        program: Trains a file of jobs, see `train_jobs`.
+        of_user: The module is a user's. What it cannot do under the first variant, it can under none.
+
+    Raises:
+        UsageError: The first training of a user's module was refused.
+    """
     started = time.monotonic()
     cases = comparison.variants
     for case in cases:
@@ -49,7 +59,7 @@ def train_cases(comparison: Comparison, folder: Path, program: Sequence[str]) ->
         task = progress.add_task("trainings", total=len(cases))
         try:
             for ranks in dict.fromkeys(case.world_size for case in cases):
-                for _ in _train([case for case in cases if case.world_size == ranks], folder, program):
+                for _ in _train([case for case in cases if case.world_size == ranks], folder, program, of_user):
                     progress.advance(task)
         except Stopped as stop:
             comparison.stopped_by = stop.number
@@ -65,10 +75,9 @@ def train_cases(comparison: Comparison, folder: Path, program: Sequence[str]) ->
     return comparison
 
 
-def _train(cases: Sequence[Variant], folder: Path, program: Sequence[str]) -> Iterator[Variant]:
+def _train(cases: Sequence[Variant], folder: Path, program: Sequence[str], of_user: bool) -> Iterator[Variant]:
     """Trains cases of one number of ranks in ranks that are started once, and again after each that failed; sets their
-    verdicts and times, the first with the start. Yields those that were trained. Raises UsageError if the first one is
-    refused: what a user's module cannot do, it can under no strategy."""
+    verdicts and times, the first with the start. Yields those that were trained; raises as `train_cases` does."""
     ranks, todo = cases[0].world_size, [*cases]
     while todo:
         name = f"{ranks}-ranks-{len(cases) - len(todo)}"
@@ -85,7 +94,7 @@ def _train(cases: Sequence[Variant], folder: Path, program: Sequence[str]) -> It
                 case.seconds, began = time.monotonic() - began, time.monotonic()
                 if not verdict.exists():
                     error = run_process.failure(log, child.wait())
-                    if case is cases[0] and child.returncode == 2:
+                    if of_user and case is cases[0] and child.returncode == 2:
                         raise UsageError(error)
                     case.judge("not trained", error)
                     break

@@ -21,7 +21,6 @@ from cifar_zero.data.augment import Augmentation, normalize
 from cifar_zero.data.dataset import Split, TrainOrder
 from cifar_zero.data.loaders import MemoryLoader, TorchLoader
 from cifar_zero.exporting import formats, predict
-from cifar_zero.training.resolve import resolve
 from tests.support.helpers import assert_ok, read_weights, run_folder_of, run_program, train_all
 
 SIDE, MEAN, STD = 48, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -73,8 +72,9 @@ def test_every_command_sees_the_images_that_were_trained_on(run: tuple[Path, Pat
             assert [value for _, value in found] == pytest.approx(best.values.tolist(), abs=1e-2)  # Pillow scales bytes
     assert [path.name[-3:] for path in (root / ".cifar-zero").iterdir() if path.is_dir()] == ["-48"]
     flags = ["--config", str(folder / "config.yaml"), "--data.normalize", "half", "--resume", str(folder)]
-    with pytest.raises(UsageError, match=r"that run had --data\.normalize imagenet, not half"):
-        resolve(command_line.parse(flags))
+    refused = run_program("train", *flags)
+    assert refused.returncode == 2
+    assert "that run had --data.normalize imagenet, not half" in refused.stderr
 
 
 @pytest.mark.parametrize("normalization", ["half", "cifar", "imagenet", "0.4,0.3", "0.1,0.2,0.3,0.4,0.5,0.6"])

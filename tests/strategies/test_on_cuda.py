@@ -50,9 +50,8 @@ def test_the_optimizer_is_fused_where_lightning_takes_it(
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "tensor_parallel", "pipeline", "deepspeed_stage_2"])
 def test_gpus_talk_over_the_backend_that_torch_takes_for_them(name: str):
     flags = ["--strategy", name, "--devices", "2", "--precision", "bf16-mixed"]
-    runs = [make_run(command_line.parse([*flags, "--accelerator", accelerator])) for accelerator in ("gpu", "cpu")]
-    made, on_cpu = (strategy_of(run) for run in runs)
-    assert [each._process_group_backend for each in (made, on_cpu)] == [None, "gloo"]  # pyright: ignore
+    made: Any = strategy_of(make_run(command_line.parse([*flags, "--accelerator", "gpu"])))
+    assert made._process_group_backend is None
 
 
 @pytest.mark.parametrize(

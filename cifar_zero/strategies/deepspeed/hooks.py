@@ -160,6 +160,19 @@ class EngineHooks(Hooks):
         norm = self.engine.get_global_grad_norm()
         return None if norm is None else float(norm)
 
+    def link_master_weights(self) -> None:
+        """Links each parameter to its own master weight, gradient and state with round_robin_gradients.
+
+        DeepSpeed 0.19.8 (stage_1_and_2.py, `_link_all_hp_params`) links them in the order of the model, but they are
+        in the round-robin order: on several ranks `safe_get_full_fp32_param` returns values of other parameters, and
+        `safe_get_full_grad` raises RuntimeError. The training itself is right. No upstream issue is known.
+        """
+        optimizer = self.engine.optimizer
+        if getattr(optimizer, "round_robin_gradients", False):
+            groups, optimizer.bit16_groups = optimizer.bit16_groups, optimizer.round_robin_bit16_groups
+            optimizer._link_all_hp_params()
+            optimizer.bit16_groups = groups
+
     def clip_experts_too(self) -> None:
         """Makes stage 0 clip by the norm over all experts.
 

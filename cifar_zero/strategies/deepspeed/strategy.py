@@ -278,6 +278,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         if (before := vars(model).get(ENGINE)) is not None:
             before.destroy()
         super()._initialize_deepspeed_train(model)
+        EngineHooks(self).link_master_weights()
         EngineHooks(self).clip_experts_too()
         self._trained = vars(model)[ENGINE] = self.model  # setattr would make the engine a submodule
         if self.zero_stage_3 and self.world_size > 1 and self.is_global_zero:
