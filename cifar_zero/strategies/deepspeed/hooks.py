@@ -155,8 +155,11 @@ class EngineHooks(Hooks):
         return None if self.engine.zero_optimization() else self.norm(parameters) / self._scale
 
     def step_gradient_norm(self) -> float | None:
-        """Returns ZeRO's norm. Stage 0 (DeepSpeed 0.19.8) has none in float32 (DeepSpeed issue 7255), and in float16
-        one not divided by the loss scale."""
+        """Returns ZeRO's norm. Stage 0 (DeepSpeed 0.19.8) has none in float32 (DeepSpeed issue 7255), in float16 one
+        that is not divided by the loss scale, and for experts in a low precision one without them (pull request
+        8613), which `clip_experts_too` does not use."""
+        if self.engine.has_moe_layers and not self.engine.zero_optimization():
+            return None
         norm = self.engine.get_global_grad_norm()
         return None if norm is None else float(norm)
 
