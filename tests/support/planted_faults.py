@@ -152,18 +152,17 @@ def all_reduce_left_out() -> None:
 
 def stale_state_of_one_shard() -> None:
     """The momentum of one rank stays what it was before a step."""
-    step = torch.optim.SGD.step
+    step = stage_1_and_2.DeepSpeedZeroOptimizer._optimizer_step
 
-    def broken(self, *args, **options):
-        momenta = [state["momentum_buffer"] for state in self.state.values() if "momentum_buffer" in state]
+    def broken(self, group_no):
+        momenta = [state["momentum_buffer"] for state in self.optimizer.state.values() if "momentum_buffer" in state]
         before = [momentum.clone() for momentum in momenta]
-        result = step(self, *args, **options)
-        if dist.get_rank() == 1 and _count(self, "steps") == STEP and _is_sharded(self):
+        step(self, group_no)
+        if dist.get_rank() == 1 and _count(self, f"steps{group_no}") == STEP:
             for momentum, value in zip(momenta, before, strict=True):
                 momentum.copy_(value)
-        return result
 
-    torch.optim.SGD.step = broken
+    stage_1_and_2.DeepSpeedZeroOptimizer._optimizer_step = broken
 
 
 def clipping_by_the_local_norm() -> None:
@@ -223,7 +222,3 @@ def _before_start(change) -> None:
 def _count(owner, name: str) -> int:
     setattr(owner, name, getattr(owner, name, 0) + 1)
     return getattr(owner, name)
-
-
-def _is_sharded(optimizer) -> bool:
-    return all(parameter.dim() == 1 for group in optimizer.param_groups for parameter in group["params"])

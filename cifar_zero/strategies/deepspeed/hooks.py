@@ -122,7 +122,8 @@ class EngineHooks(Hooks):
         for number, (parameters, target, cut_of) in enumerate(optimizer_groups(engine)):
             holders = [group for group in own.param_groups if any(each is target for each in group["params"])]
             group = holders[0] if holders else own.param_groups[group_of.get(number, 0)]
-            yield kind(target, parameters, cut_of, own, group)
+            options_before = getattr(self.strategy, "options_before", {}).get(id(group), {})
+            yield kind(target, parameters, cut_of, own, {**group, **options_before})
 
     @contextmanager
     def rewriting(self) -> Generator[None, None, None]:

@@ -90,8 +90,13 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     _trained: Any = None
 
+    options_before: dict[int, dict[str, Any]]
+    """Options of an optimizer's groups that the engine has changed at its start, which none does: their values before
+    it, by the id of the group. A step check updates with these."""
+
     def __init__(self, stage: int = 2, overlap_comm: bool = False, **options: Any):
         super().__init__(stage=stage, overlap_comm=overlap_comm, **options)
+        self.options_before = {}
         self.config.setdefault("zero_force_ds_cpu_optimizer", False)  # any optimizer may be offloaded
         # It waits for the device twice in each step (DeepSpeed 0.19.8, utils/timer.py).
         self.config.setdefault("timers", {"throughput": {"enabled": False}})
@@ -297,7 +302,10 @@ class ZeROStrategy(DeepSpeedStrategy):
         # SuperOffload's process inherits how Ctrl-C is handled, which must not end it before the run is saved.
         spawns = self._zero.get("offload_optimizer", {}).get("super_offload")
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if spawns else None
+        before = [{key: group[key] for key in group if key not in ("params", "lr")} for group in optimizer.param_groups]
         started = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+        for group, options in zip(optimizer.param_groups, before, strict=True):
+            self.options_before[id(group)] = {key: own for key, own in options.items() if group.get(key) != own}
         if spawns:
             signal.signal(signal.SIGINT, handler)
         optimizer.step = step
