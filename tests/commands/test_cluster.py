@@ -19,7 +19,7 @@ import yaml
 from torch.distributed.run import parse_args
 
 from cifar_zero.config import command_line
-from tests.support.helpers import HANG_SECONDS, ROOT, WHOLE, run_program, train_command
+from tests.support.helpers import HANG_SECONDS, ROOT, WHOLE, train_command
 
 FOLDER = ROOT / "configs" / "cluster"
 
@@ -200,13 +200,10 @@ def test_commands_of_the_page(small_data: list[str], tmp_path: Path) -> None:
     """Every command runs as written, for a few steps; both nodes of torchrun's commands are this machine."""
     page = (ROOT / "docs" / "cluster.md").read_text()
     commands = re.findall(r"^\.venv/bin/(.+)$", page, re.MULTILINE)
-    assert {line.split()[0] for line in commands} == {"torchrun", "cifar-zero", "deepspeed"}
+    assert {line.split()[0] for line in commands} == {"torchrun", "deepspeed"}
     small = ["--accelerator", "cpu", "--max_steps", "4", "--out", str(tmp_path), *small_data]
     for line in commands:
         program, *arguments = shlex.split(line)
-        if program == "cifar-zero":
-            assert run_program(*arguments).returncode in (0, 1)  # 1: nothing fits this machine
-            continue
         trains = "train.py" in arguments
         started = [str(Path(sys.executable).parent / program), *arguments, *(small if trains else [])]
         nodes = [

@@ -218,7 +218,7 @@ def test_cells_of_the_notebook(tmp_path: Path):
     )
     assert_ok(done)
     assert done.stdout.count("the same losses, bit for bit: True") == 2
-    assert "2 of 2 variants agree with the reference, baseline: 2 bit-identical" in done.stdout
+    assert "2 of 2 agree with baseline: 2 bit-identical" in done.stdout
 
 
 def test_tensorboard_command_serves_a_page(tmp_path: Path):
