@@ -47,7 +47,9 @@ print(*(module.__file__ for module in (cifar_module, datamodule, cifar_zero.comp
 
 @pytest.mark.slow
 def test_an_editable_installation_is_importable_from_any_directory(tmp_path: Path):
-    command = [*PIP, "install", *ALONE, "--no-build-isolation", "--prefix", str(tmp_path), "--editable", str(ROOT)]
+    # Without --ignore-installed pip would first uninstall the clone's own cifar-zero.
+    command = [*PIP, "install", *ALONE, "--ignore-installed", "--no-build-isolation"]
+    command += ["--prefix", str(tmp_path), "--editable", str(ROOT)]
     assert_ok(subprocess.run(command, capture_output=True, text=True))
     (packages,) = tmp_path.glob("lib/python*/site-packages")
     (names,) = packages.glob("*.dist-info/top_level.txt")
