@@ -28,7 +28,10 @@ class GroupOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        loss = closure() if closure is not None else None
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():  # as torch's own optimizers: Lightning calls hooks within the closure
+                loss = closure()
         for group in self.param_groups:
             together: dict[Any, list[Tensor]] = {}  # torch (2.15) does not mix DTensors of several meshes in one call
             for parameter in group["params"]:

@@ -149,7 +149,7 @@ class StepCheck(Callback):
         self._overflows = scale is not None and not math.isfinite(self._norm)
         given, error = (trainer, self._micro_batches, self._weights, dtypes), ""
         try:
-            with random_state_kept(), torch.enable_grad():  # Lightning's own loop calls this hook within the step
+            with random_state_kept():
                 low = self._replica.replay(*given, scale=scale or 1.0)
                 exact = self._replica.replay(*given, exact=True)
             self._replays = low, exact
