@@ -225,6 +225,8 @@ def options_of_cli(file: str) -> dict[str, Any]:
     options = {}
     for section, value in config.items():
         value = value or {}
+        if section in (*SECTIONS, "trainer") and not isinstance(value, dict):
+            raise UsageError(f"{what}: {section} is not a section with options")
         if section in ("optimizer", "lr_scheduler") and value:
             raise UsageError(f"{what}: {section} would replace configure_optimizers: let your module configure it")
         if section in SECTIONS:

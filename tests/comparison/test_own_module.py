@@ -133,6 +133,8 @@ def test_a_configuration_of_lightning_cli_gives_arguments_and_maths(tmp_path: Pa
         ("model: {lr: {class_path: os.system}}", "class_path, which names code"),
         ("model: {norm: evil.Code}", "--module.norm in a file may not name code"),
         ("- a list", "it has no sections"),
+        ("model: [1]", "model is not a section with options"),
+        ("trainer: 3", "trainer is not a section with options"),
         ("trainer: {precision: 17}", "precision"),
         ("model: [", "cannot be read"),
     ],
