@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.comparison import own_module, report
+from cifar_zero.comparison import own_module, report, script
 from cifar_zero.comparison.cases import RECIPE, plan_cases
 from cifar_zero.comparison.fuzz import random_cases
+from cifar_zero.comparison.own_module import STEPS
 from cifar_zero.comparison.pool import train_cases, train_jobs
 from cifar_zero.comparison.reading import grouped, load
 from cifar_zero.comparison.result import PLAIN, Comparison
@@ -41,6 +42,7 @@ examples:
   %(prog)s --acceptance --junit comparisons/acceptance.xml
   %(prog)s --module my_module.py:MyModule --datamodule my_data.py:MyData --module.lr 0.1 --devices 2
   %(prog)s --module my_module.py:MyModule --datamodule my_data.py:MyData --config lightning_cli.yaml
+  %(prog)s --script 'old_train.py --lr 0.1' --module my_module.py:MyModule
   %(prog)s --strategies baseline my_deepspeed.json --junit comparisons/compare.xml
   %(prog)s --runs runs/net-baseline/version_0 runs/net-deepspeed_stage_2/version_3
 """
@@ -57,6 +59,8 @@ def main() -> int:
     os.environ.pop("SLURM_RESTART_COUNT", None)
     if arguments.acceptance:
         folder, comparison = of_cases(arguments, rest)
+    elif arguments.script:
+        folder, comparison = of_script(arguments, rest)
     elif arguments.module:
         folder, comparison = of_module(arguments, rest)
     elif arguments.runs:
@@ -106,6 +110,38 @@ def of_module(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparis
     folder = run_folder.claim(arguments.out, arguments.name or name)
     title = f"{name}, ranks: {cases[0].world_size}, cases: {len(cases)}"
     return folder, own_module.compare(cases, title, _command(), folder)
+
+
+def of_script(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
+    """Records a training script, and trains a module on its steps; returns the folder of the report, and the
+    comparison."""
+    if arguments.seeds or arguments.accumulate:
+        raise UsageError("--script decides on seeds and micro-batches: leave out --seeds and --accumulate")
+    name = Path(shlex.split(arguments.script)[0]).name
+    folder = run_folder.claim(arguments.out, arguments.name or Path(name).stem)
+    recording = script.record(arguments.script, arguments.steps, folder)
+    recording.renames = dict(arguments.rename)
+    recording.own_data, recording.is_recipe = arguments.own_data, not arguments.module
+    recording.write(folder / script.FOLDER)
+    ranks = _ranks(arguments)
+    if not arguments.devices and recording.batch_size % ranks:
+        ranks = 1
+    flags = [*rest]
+    for part in ("module", "datamodule"):
+        flags += [f"--{part}", getattr(arguments, part)] if getattr(arguments, part) else []
+    cases = script.plan(recording, arguments.strategies or (), ranks, flags)
+    about = {"script": arguments.script, "module": arguments.module or "CIFARModule"}
+    about |= {key: str(getattr(recording, key)) for key in ("model", "precision", "accumulate", "gradient_clip_val")}
+    comparison = Comparison(f"{name}: {recording.steps} steps", _command(), about, name, cases)
+    return folder, train_cases(comparison, folder, script.PROGRAM, of_user=True)
+
+
+def _rename(text: str) -> tuple[str, str]:
+    """Returns the two sides of OLD=NEW."""
+    old, _, new = text.partition("=")
+    if not old or "=" not in text:
+        raise UsageError(f"--rename {text}: give OLD=NEW, the beginnings of names of weights")
+    return old, new
 
 
 def _ranks(arguments: Namespace) -> int:
@@ -173,7 +209,8 @@ def _parse() -> tuple[Namespace, list[str]]:
         usage="%(prog)s --strategies NAME ... [--devices N ...] [--<option of train> VALUE ...]\n"
         "       %(prog)s --runs RUN ...\n"
         "       %(prog)s --acceptance [--quick] [--strategies NAME ...] [--devices N]\n"
-        "       %(prog)s --module FILE.py:NAME [--datamodule FILE.py:NAME] [--module.ARGUMENT VALUE ...]",
+        "       %(prog)s --module FILE.py:NAME [--datamodule FILE.py:NAME] [--module.ARGUMENT VALUE ...]\n"
+        "       %(prog)s --script FILE.py [--module FILE.py:NAME] [--own_data]",
     )
     add = parser.add_argument
     strategies = "strategies of train, or raw DeepSpeed configurations (*.json)"
@@ -191,6 +228,12 @@ def _parse() -> tuple[Namespace, list[str]]:
     add("--print_cases", action="store_true", help="with --acceptance: list the cases with their commands and exit")
     mode("--module", metavar="NAME", help="compare your own LightningModule: FILE.py:NAME or PACKAGE.MODULE:NAME")
     add("--datamodule", metavar="NAME", help="its LightningDataModule; default: the module's own loader")
+    old = "training script that the module replaces, with its arguments: does the module compute the same steps?"
+    add("--script", metavar="'FILE.py ...'", default="", help=old)
+    add("--steps", type=int, default=STEPS, metavar="N", help="of --script: its first N steps (default: %(default)s)")
+    renamed = "of --script: beginnings of the names of weights there and in the module"
+    add("--rename", nargs="+", type=_rename, default=[], metavar="OLD=NEW", help=renamed)
+    add("--own_data", action="store_true", help="of --script: compare the batches of the module's own loader too")
     least = "fail variants with a lower test accuracy (0 to 1): that models agree which learned nothing says little"
     add("--min_accuracy", type=float, default=0.0, metavar="SHARE", help=least)
     add("--junit", metavar="FILE", help="write the verdicts as JUnit XML, for CI systems")
@@ -206,17 +249,26 @@ def _parse() -> tuple[Namespace, list[str]]:
         "fuzz": "acceptance",
         "print_cases": "acceptance",
         "datamodule": "module",
+        "rename": "script",
+        "own_data": "script",
     }.items():
         if getattr(arguments, option) and not getattr(arguments, needed):
             raise UsageError(f"--{option} is for --{needed}: add it")
+    if arguments.script and (arguments.acceptance or arguments.runs):
+        raise UsageError("--script is for one module: leave out --acceptance and --runs")
+    if arguments.own_data and not arguments.module:
+        raise UsageError("--own_data is for the loader of a module: name it with --module")
+    if arguments.steps < 1:
+        raise UsageError(f"--steps must be at least 1, not {arguments.steps}")
     if arguments.fuzz < 0:
         raise UsageError(f"--fuzz must be at least 1, not {arguments.fuzz}")
     if not 0 <= arguments.min_accuracy <= 1:
         raise UsageError(f"--min_accuracy {arguments.min_accuracy:g}: give a share from 0 to 1, such as 0.5")
-    if arguments.min_accuracy and (arguments.acceptance or arguments.module):
-        raise UsageError("--min_accuracy is for runs of train: leave it out with --acceptance and --module")
-    if arguments.launcher and (arguments.acceptance or arguments.module or arguments.runs):
-        raise UsageError("--launcher is for runs of train: leave it out with --acceptance, --module and --runs")
+    in_ranks = arguments.acceptance or arguments.module or arguments.script
+    if arguments.min_accuracy and in_ranks:
+        raise UsageError("--min_accuracy is for runs of train: leave it out with --acceptance, --module and --script")
+    if arguments.launcher and (in_ranks or arguments.runs):
+        raise UsageError("--launcher is for runs of train: leave it out with the other ways to compare")
     junit_folder = Path(arguments.junit or "").absolute().parent
     if arguments.junit and not junit_folder.is_dir() and junit_folder != Path(arguments.out).absolute():
         raise UsageError(f"--junit {arguments.junit}: its directory does not exist")

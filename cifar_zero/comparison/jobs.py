@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from cifar_zero.checkpoints.network import on_meta
 from cifar_zero.config import command_line
 from cifar_zero.config.run import Run
 from cifar_zero.core.atomic import write_json
@@ -17,6 +18,8 @@ from cifar_zero.core.console import quieten
 from cifar_zero.core.hardware import gpu_count
 from cifar_zero.launch import rank_environment
 from cifar_zero.step_check.callback import StepCheck
+from cifar_zero.step_check.recorded import Recorded
+from cifar_zero.step_check.script_check import ScriptCheck
 from cifar_zero.step_check.verdict import Verdict
 from cifar_zero.strategies import hooks_of
 from cifar_zero.training import DATAMODULE, MODULE, build
@@ -27,14 +30,21 @@ Train = Callable[[list[str], Path], Verdict]
 """Trains a case, given by its flags, with a folder for temporary files; returns its verdict, on every rank."""
 
 
-def train_recipe(flags: list[str], folder: Path) -> Verdict:
-    """Trains a run of this program, given by train's flags, as one rank, without output."""
+def train_recipe(flags: list[str], folder: Path, recorded: Recorded | None = None) -> Verdict:
+    """Trains a run of this program, given by train's flags, as one rank, without output; from the weights and on the
+    batches of `recorded`, if given."""
     run = resolve(command_line.parse(flags))
-    check = StepCheck(every=1, on_fault="warn")
+    check, steps = StepCheck(every=1, on_fault="warn"), run.recipe.max_steps
+    weights, data = None, resolve_name(DATAMODULE)(run)
+    if recorded is not None:
+        check, steps = ScriptCheck(recorded), recorded.count
+        weights = recorded.weights(on_meta(run.recipe, run.num_classes))
     trainer = quiet_trainer(run, folder, [BatchNormStatistics(), check])
-    trainer.fit(resolve_name(MODULE)(run, run.num_classes, None), datamodule=resolve_name(DATAMODULE)(run))
-    if len(check.verdict.steps) < run.recipe.max_steps:
-        check.verdict.note(f"{run.recipe.max_steps - len(check.verdict.steps)} of {run.recipe.max_steps} steps")
+    if recorded is not None:
+        data = recorded.loader(trainer.strategy)
+    trainer.fit(resolve_name(MODULE)(run, run.num_classes, weights), data)
+    if len(check.verdict.steps) < steps:
+        check.verdict.note(f"{steps - len(check.verdict.steps)} of {steps} steps")
     return check.verdict
 
 
@@ -58,7 +68,10 @@ def train_all(jobs: Mapping[str, list[str]], train: Train, folder: Path) -> None
     quieten()
     gc.freeze()  # ZeRO 3 (DeepSpeed 0.19.8, defragment) collects garbage at each start: 0.35 s with all imports
     if gpu_count() == 0:
-        torch.set_num_threads(1)  # enough for these models, and threads wait for one another on a busy machine
+        # Enough for these models, and threads wait for one another on a busy machine. Lightning (2.6.6) takes all cores
+        # for the strategies of several ranks, unless the variable is set.
+        torch.set_num_threads(1)
+        os.environ["OMP_NUM_THREADS"] = "1"
     environment, rank = dict(os.environ), rank_environment.global_rank()
     for file, flags in jobs.items():
         os.environ.update(environment)  # Lightning removes WORLD_SIZE at the end of a training

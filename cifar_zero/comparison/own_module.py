@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ from cifar_zero.training.resolve import resolve
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule
 
+    from cifar_zero.step_check.recorded import Recorded
 
 STEPS = 20  # optimizer steps by default
 
@@ -67,10 +69,12 @@ ONE_OPTIMIZER = (
 PROGRAM = ("cifar_zero.comparison.own_module",)  # trains a file of jobs, see `run_process.start`
 
 
-def plan(strategies: Sequence[str], ranks: int, accumulate: Sequence[str], flags: Sequence[str]) -> list[Variant]:
+def plan(
+    strategies: Sequence[str], ranks: int, accumulate: Sequence[str], flags: Sequence[str], needs_data: bool = True
+) -> list[Variant]:
     """Returns the cases of a user's module; `flags` are --module, --datamodule, their arguments, --config (see
-    `options_of_cli`), and those of APPLIED. Without `strategies` they are those of DEFAULT that can train here. Raises
-    UsageError."""
+    `options_of_cli`), and those of APPLIED. Without `strategies` they are those of DEFAULT that can train here. It
+    `needs_data` unless it gets a script's. Raises UsageError."""
     flags = ["--max_steps", str(STEPS), *flags]
     given = _arguments(flags)
     for flag in given.ours.options:  # first: user's code takes seconds
@@ -84,7 +88,7 @@ def plan(strategies: Sequence[str], ranks: int, accumulate: Sequence[str], flags
 
     module, datamodule = (_instance(part, given, build=False) for part in PARTS)
     loader = getattr(module, "train_dataloader", None)
-    if datamodule is None and loader is LightningModule.train_dataloader:
+    if needs_data and datamodule is None and loader is LightningModule.train_dataloader:
         raise UsageError("--module has no train_dataloader: name its data with --datamodule FILE.py:NAME")
     cases = []
     for parts in accumulate or [given.ours.options.get("accumulate", "1")]:
@@ -113,15 +117,16 @@ def compare(cases: list[Variant], title: str, command: str, folder: Path) -> Com
     return train_cases(Comparison(title, command, recipe, PLAIN, cases), folder, PROGRAM, of_user=True)
 
 
-def train(flags: list[str], folder: Path) -> Verdict:
-    """Trains a user's module as one rank, without output. Raises UsageError for manual optimization, several
-    optimizers, or code that fails."""
+def train(flags: list[str], folder: Path, recorded: Recorded | None = None) -> Verdict:
+    """Trains a user's module as one rank, without output; from the weights and on the batches of `recorded`, if given.
+    Raises UsageError for manual optimization, several optimizers, or code that fails."""
     from lightning.pytorch import LightningModule, seed_everything
     from lightning.pytorch.loggers.logger import DummyLogger
     from lightning.pytorch.strategies import DDPStrategy
 
     from cifar_zero.comparison import jobs
     from cifar_zero.step_check.callback import StepCheck
+    from cifar_zero.step_check.script_check import ScriptCheck
 
     given = _arguments(flags)
     run = _run(given.ours)
@@ -130,7 +135,7 @@ def train(flags: list[str], folder: Path) -> Verdict:
     if not module.automatic_optimization:
         raise UsageError(f"--module uses manual optimization: {ONE_OPTIMIZER}")
     elements = sum(parameter.numel() for parameter in module.parameters()) or run.placement.zero.reduce_bucket_size
-    check = StepCheck(every=1, on_fault="warn")
+    check = StepCheck(every=1, on_fault="warn") if recorded is None else ScriptCheck(recorded)
     # What modules of others ask for: a logger, and a validation whose metrics a schedule monitors.
     theirs_too = {"logger": DummyLogger(), "limit_val_batches": 1, "use_distributed_sampler": True}
     trainer = jobs.quiet_trainer(run, folder, [check], elements, **theirs_too)
@@ -141,6 +146,14 @@ def train(flags: list[str], folder: Path) -> Verdict:
             module.__class__ = type(type(module).__name__, (type(module),), {"configure_model": lambda self: None})
     elif isinstance(strategy, DDPStrategy):
         strategy._ddp_kwargs["find_unused_parameters"] = True
+    data: Any = module if datamodule is None else datamodule
+    if recorded is not None:
+        module.configure_model()
+        recorded.give_weights(module)
+        if recorded.own_data:
+            recorded.order_like_script(data)
+        else:
+            data.train_dataloader = partial(recorded.loader, strategy)
     seed_everything(run.recipe.seed, verbose=False)
     try:
         trainer.fit(module, datamodule=datamodule)

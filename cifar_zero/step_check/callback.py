@@ -8,10 +8,10 @@ training, so nothing drifts: the bound is one step's rounding at step 1 and at s
 
 import math
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -27,7 +27,7 @@ from cifar_zero.core.errors import RunError
 from cifar_zero.launch.collectives import gather
 from cifar_zero.step_check.replay import MicroBatch, Replay, Replica, lowest, random_state, random_state_kept
 from cifar_zero.step_check.updates import UPDATE, Expected, expected_updates, off_by
-from cifar_zero.step_check.verdict import Finding, Kind, Verdict
+from cifar_zero.step_check.verdict import SHARED, Finding, Kind, Verdict
 from cifar_zero.strategies import hooks_of
 
 ROUNDINGS = 3.0
@@ -43,6 +43,20 @@ nearly 0 is that of its summands."""
 
 CONSTANT = 0.02
 """Share of a gradient that may be left over when it is called another one times a constant factor."""
+
+T = TypeVar("T")
+
+
+def constant_factor(found: Tensor, wanted: Tensor) -> float | None:
+    """Returns the constant factor between two gradients; None if that is not what is wrong."""
+    factor = float((found * wanted).sum() / wanted.square().sum().clamp(min=1e-300))
+    rest = float((found - factor * wanted).norm()) / max(float(found.norm()), 1e-300)
+    return factor if rest < CONSTANT else None
+
+
+def _factor(name: str, found: Tensor, wanted: Tensor) -> str:
+    factor = constant_factor(found, wanted)
+    return "" if factor is None else f"it is {factor:.3g} of the right one"
 
 
 class StepCheck(Callback):
@@ -140,29 +154,21 @@ class StepCheck(Callback):
         if not hooks.ends_step():
             return
         gradients = {name: gradient.double() for name, gradient in hooks.gradients(pl_module).items()}
-        own = {name: hooks.compute_dtype(each) for name, each in pl_module.named_parameters()}
-        plain = hooks.plain_names(own)
-        dtypes = dict.fromkeys(self._weights, lowest(own.values()))  # of weights that only other ranks have
-        dtypes |= {plain[name]: dtype for name, dtype in own.items()}
+        dtypes = self._compute_dtypes(trainer, pl_module)
         scale = hooks.loss_scale()
         self._norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))
         self._overflows = scale is not None and not math.isfinite(self._norm)
-        given, error = (trainer, self._micro_batches, self._weights, dtypes), ""
-        try:
-            with random_state_kept():
-                low = self._replica.replay(*given, scale=scale or 1.0)
-                exact = self._replica.replay(*given, exact=True)
-            self._replays = low, exact
+
+        def compute() -> tuple[Replay, Replay]:
+            replays = self._replay(trainer, self._micro_batches, self._weights, dtypes, scale=scale or 1.0)
             if not self._overflows:
                 self._expect_updates(trainer, pl_module, optimizer, gradients)
-        except Exception as failure:  # whatever the module's code raises, in float64 for example
-            error = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
-        errors = [each for each in gather(error) if each]
-        if errors:
-            self.verdict.note(f"steps that cannot be computed again: {errors[0]}")
+            return replays
+
+        self._replays = self._on_all_ranks(compute, "steps")
+        if self._replays is None:
             self._forget()
             return
-        assert self._replays is not None
         low, exact = self._replays
         low.average()
         exact.average()
@@ -202,7 +208,7 @@ class StepCheck(Callback):
         if updated or self._overflows:  # what no optimizer updates must stay
             for name in after.keys() - updated:
                 self._add("weight", name, off_by(after[name], self._weights[name]), 0.0, 1, "no optimizer updates it")
-        self._compare_buffers(pl_module, low.buffers, exact.buffers)
+        self._compare_buffers(dict(pl_module.named_buffers()), low.buffers, exact.buffers)
         self._forget()
         self._finish(trainer)
 
@@ -216,6 +222,33 @@ class StepCheck(Callback):
             say(f"step check: {self.verdict.outcome}: {self.verdict}")
         if self._file is not None and trainer.is_global_zero:
             write_json(self._file, self.verdict.as_dict())
+
+    def _compute_dtypes(self, trainer: Trainer, module: LightningModule) -> dict[str, torch.dtype]:
+        """Returns the type in which the strategy computes with each weight, by the plain model's names."""
+        hooks = hooks_of(trainer.strategy)
+        own = {name: hooks.compute_dtype(each) for name, each in module.named_parameters()}
+        plain = hooks.plain_names(own)
+        dtypes = dict.fromkeys(self._weights, lowest(own.values()))  # of weights that only other ranks have
+        return dtypes | {plain[name]: dtype for name, dtype in own.items()}
+
+    def _replay(self, *given: Any, scale: float = 1.0, **more: Any) -> tuple[Replay, Replay]:
+        """Computes a step again in the training's precision and in float64, see `Replica.replay`."""
+        with random_state_kept():
+            low = self._replica.replay(*given, scale=scale, **more)
+            return low, self._replica.replay(*given, exact=True, **more)
+
+    def _on_all_ranks(self, compute: Callable[[], T], what: str) -> T | None:
+        """Returns what user's code computes, or None on all ranks, with a note, if it fails on one."""
+        result, error = None, ""
+        try:
+            result = compute()
+        except Exception as failure:  # whatever the module's code raises, in float64 for example
+            error = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+        errors = [each for each in gather(error) if each]
+        if not errors:
+            return result
+        self.verdict.note(f"{what} that cannot be computed again: {errors[0]}")
+        return None
 
     def _is_checked(self, step: int) -> bool:
         return self._can_check and (step in self._steps or (bool(self._every) and step % self._every == 0))
@@ -252,18 +285,22 @@ class StepCheck(Callback):
         low: Mapping[str, Tensor],
         exact: Mapping[str, Tensor],
         dtypes: Mapping[str, torch.dtype],
+        kind: Kind = "gradient",
+        explain: Callable[[str, Tensor, Tensor], str] = _factor,
     ) -> None:
+        """Compares gradients with those of two replays; `explain` says in words what is wrong with one."""
         whole = math.sqrt(sum(float(gradient.square().sum()) for gradient in exact.values()))
         for name in exact:
             if name not in found:
-                self._add("gradient", name, math.inf, 0.0, exact[name].numel(), "the strategy has none")
+                self._add(kind, name, math.inf, 0.0, exact[name].numel(), "there is none")
                 continue
             gradient = found[name]
             size = max(float(exact[name].norm()) + SMALL * whole, 1e-300)
             off = float((gradient - low[name]).norm()) / size
             rounding = float((low[name] - exact[name]).norm()) / size
             allowed = ROUNDINGS * rounding + LEAST * torch.finfo(dtypes[name]).eps
-            self._add("gradient", name, off, allowed, gradient.numel(), _factor(gradient, low[name], off > allowed))
+            pattern = explain(name, gradient, low[name]) if off > allowed else ""
+            self._add(kind, name, off, allowed, gradient.numel(), pattern)
 
     def _compare_rates(self, trainer: Trainer, optimizer: Any) -> None:
         """Compares the rates with the scheduler's and with those of the other ranks."""
@@ -303,8 +340,14 @@ class StepCheck(Callback):
             allowed = ROUNDINGS * abs(low - high) / size + LEAST * torch.finfo(dtype).eps
             self._add("loss", f"micro-batch {number}", abs(float(found) - low) / size, allowed)
 
-    def _compare_buffers(self, module: LightningModule, low: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> None:
-        for name, buffer in module.named_buffers():
+    def _compare_buffers(
+        self,
+        found: Mapping[str, Tensor],
+        low: Mapping[str, Tensor],
+        exact: Mapping[str, Tensor],
+        kind: Kind = "buffer",
+    ) -> None:
+        for name, buffer in found.items():
             if name not in low or low[name].shape != buffer.shape:
                 self.verdict.note(f"the buffer {name}, which the copy does not have")
                 continue
@@ -313,15 +356,14 @@ class StepCheck(Callback):
                 rounding = float((low[name].double() - exact[name].double()).norm())
                 allowed = ROUNDINGS * rounding / max(float(exact[name].double().norm()), 1e-30)
                 allowed += LEAST * torch.finfo(buffer.dtype).eps
-            self._add("buffer", name, off_by(buffer, low[name]), allowed, buffer.numel())
+            self._add(kind, name, off_by(buffer, low[name]), allowed, buffer.numel())
 
     def _finish(self, trainer: Trainer) -> None:
         """Counts the findings of all ranks: each rank has all, and so the same verdict."""
-        shared: tuple[Kind, ...] = ("gradient", "gradient norm")
         findings = []
         for rank, of_rank in enumerate(gather(self._findings)):
             for found in of_rank:
-                if found.kind not in shared:
+                if found.kind not in SHARED:
                     where = f"on rank {rank}" if trainer.world_size > 1 and found.share > 1 else ""
                     findings.append(replace(found, pattern=found.pattern or where))
                 elif rank == 0:
@@ -331,15 +373,6 @@ class StepCheck(Callback):
             raise RunError(str(self.verdict))
         if faults and trainer.is_global_zero:
             say(f"warning: {faults[0]}")
-
-
-def _factor(found: Tensor, wanted: Tensor, is_fault: bool) -> str:
-    """Returns the constant factor between two gradients in words, if that is what is wrong."""
-    if not is_fault:
-        return ""
-    factor = float((found * wanted).sum() / wanted.square().sum().clamp(min=1e-300))
-    rest = float((found - factor * wanted).norm()) / max(float(found.norm()), 1e-300)
-    return f"it is {factor:.3g} of the right one" if rest < CONSTANT else ""
 
 
 def _shares_buffers(model: Any) -> bool:

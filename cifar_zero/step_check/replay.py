@@ -59,6 +59,7 @@ class Replay:
     gradients: dict[str, Tensor]  # float64, of this rank until `average`; zeros for a weight that was not used
     buffers: dict[str, Tensor]  # after the step, on this rank
     unused: set[str]  # weights that no micro-batch of this rank used
+    random_state: Tensor  # torch's, after the last forward pass
 
     def average(self) -> None:
         """Replaces the gradients by their mean over the ranks, on the CPU. Collective."""
@@ -73,6 +74,7 @@ class Replica:
         """Copies the module; raises what `copy.deepcopy` raises for something that cannot be copied."""
         with _detached(module), random_state_kept():
             self.module: Any = copy.deepcopy(module)
+        self.shapes: dict[str, torch.Size] = {}  # of the weights, by name
         self._attributes: dict[str, dict[str, Any]] = {}  # by the name of the submodule
         self._buffers: dict[str, Tensor] = {}
         self._trained: dict[str, bool] = {}
@@ -89,6 +91,7 @@ class Replica:
         for part in plain.modules():
             part._compiled_call_impl = None
         plain.to(trainer.strategy.root_device)
+        self.shapes = {name: parameter.shape for name, parameter in plain.named_parameters()}
         self._free()
 
     def remember(self, module: LightningModule) -> None:
@@ -113,6 +116,7 @@ class Replica:
         *,
         scale: float = 1.0,
         exact: bool = False,
+        buffers: Mapping[str, Tensor] | None = None,
     ) -> Replay:
         """Computes the loss of the micro-batches and its gradient, each with its own random state.
 
@@ -123,10 +127,11 @@ class Replica:
             dtypes: In which the strategy computes with each weight.
             scale: Of the loss in float16; the gradients are divided by it.
             exact: Compute in float64 with the same weights and random numbers.
+            buffers: Before the step, by name; by default those that `remember` kept.
         """
         plain, device = self.module, trainer.strategy.root_device
-        self._restore(weights, dtypes, device, exact)
-        losses = []
+        self._restore(weights, self._buffers if buffers is None else buffers, dtypes, device, exact)
+        losses, random_state_after = [], torch.get_rng_state()
         for each in micro_batches:
             batch = tree_map_only(Tensor, lambda value: _wide(value.clone()) if exact else value.clone(), each.batch)
             set_random_state(each.random_state)
@@ -134,6 +139,7 @@ class Replica:
                 outputs = plain.training_step(*((batch, each.index) if self._takes_index else (batch,)))
                 loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
                 loss = loss / trainer.accumulate_grad_batches
+                random_state_after = torch.get_rng_state()
                 (loss * scale).backward()
             losses.append(float(loss.detach()))
         gradients, unused = {}, set()
@@ -145,10 +151,15 @@ class Replica:
                 gradients[name] = gradient.double() / scale
         buffers = {name: buffer.detach().clone() for name, buffer in plain.named_buffers()}
         self._free()
-        return Replay(losses, gradients, buffers, unused)
+        return Replay(losses, gradients, buffers, unused, random_state_after)
 
     def _restore(
-        self, weights: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], device: torch.device, exact: bool
+        self,
+        weights: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        dtypes: Mapping[str, torch.dtype],
+        device: torch.device,
+        exact: bool,
     ) -> None:
         for name, part in self.module.named_modules():
             vars(part).update(_copied(self._attributes.get(name, {})))
@@ -158,9 +169,9 @@ class Replica:
             parameter.grad = None
             parameter.requires_grad_(self._trained.get(name, parameter.requires_grad))
         for name, buffer in self.module.named_buffers():
-            if name in self._buffers:
-                value = self._buffers[name]
-                buffer.data = _wide(value.clone()) if exact else value.clone()
+            if name in buffers:
+                value = buffers[name].to(device, copy=True)
+                buffer.data = _wide(value) if exact else value
         keep_batch_norm_float32(self.module)
 
     def _free(self) -> None:

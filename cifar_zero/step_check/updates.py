@@ -83,9 +83,12 @@ def expected_updates(
         yield Expected(own, updated, before, twin.detach(), torch_step(updated, twin), used)
 
 
-def torch_step(updated: Updated, twin: torch.nn.Parameter) -> Mapping[str, Any]:
-    """Lets torch's optimizer update a copy of one of its tensors in place; returns its state after that."""
+def torch_step(updated: Updated, twin: torch.nn.Parameter, state: dict[str, Any] | None = None) -> Mapping[str, Any]:
+    """Lets torch's optimizer update a copy of one of its tensors in place, from its own state or another one; returns
+    its state after that."""
     optimizer = updated.optimizer_of(twin)
+    if state is not None:
+        optimizer.state[twin] = state
     kind = type(optimizer)
     with torch.no_grad():
         # Without the hooks that torch wraps around it, and a scheduler around that of the instance.

@@ -5,7 +5,26 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Kind = Literal["weight", "loss", "gradient", "learning rate", "gradient norm", "update", "state", "buffer"]
+Kind = Literal[
+    "weight",
+    "loss",
+    "gradient",
+    "learning rate",
+    "gradient norm",
+    "update",
+    "state",
+    "buffer",
+    "script's batch",
+    "script's loss",
+    "script's gradient",
+    "script's option",
+    "script's update",
+    "script's buffer",
+]
+"""What is compared: with plain PyTorch's, and in a `ScriptCheck` also with a script's."""
+
+SHARED: tuple[Kind, ...] = ("gradient", "gradient norm", "script's loss", "script's gradient", "script's buffer")
+"""Kinds that all ranks have compared alike: they count once."""
 
 Outcome = Literal["bit-identical", "within rounding", "different", "not judged"]
 
@@ -43,11 +62,12 @@ class Finding:
         return self.allowed <= BLUNT or self.share > 1
 
     def __str__(self) -> str:
-        how_far = f"off by {percent(self.off)} where rounding allows {percent(self.allowed)}"
-        if not math.isfinite(self.off):
-            how_far = "NaN, infinite or not the same on all ranks"
         of = f" of {self.name}" if self.name else ""
-        return f"step {self.step}: {self.kind}{of} {how_far}{self.pattern and '; ' + self.pattern}"
+        pattern = f"; {self.pattern}" if self.pattern else ""
+        if math.isfinite(self.off):
+            how_far = f"off by {percent(self.off)} where rounding allows {percent(self.allowed)}{pattern}"
+            return f"step {self.step}: {self.kind}{of} {how_far}"
+        return f"step {self.step}: {self.kind}{of}: {self.pattern or 'NaN or infinite'}"
 
 
 @dataclass
@@ -79,6 +99,7 @@ class Verdict:
     tallies: dict[str, Tally] = field(default_factory=dict)  # by kind
     faults: list[Finding] = field(default_factory=list)  # the first FAULTS_KEPT
     not_checked: list[str] = field(default_factory=list)  # what could not be judged and why, one clause each
+    needed: tuple[Kind, ...] = ("gradient", "update")  # of each of them ENOUGH must be judged
 
     def add(self, step: int, findings: Iterable[Finding]) -> list[Finding]:
         """Counts the comparisons of a step; returns the faults among them."""
@@ -99,7 +120,7 @@ class Verdict:
     @property
     def judged(self) -> float:
         """The share of the elements of gradients and updates that was judged, of the kind with less; 0 without any."""
-        counted = [self.tallies.get(kind, Tally()) for kind in ("gradient", "update")]
+        counted = [self.tallies.get(kind, Tally()) for kind in self.needed]
         return min(tally.judged / tally.elements if tally.elements else 0.0 for tally in counted)
 
     @property

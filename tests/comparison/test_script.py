@@ -1,0 +1,152 @@
+"""`cifar-zero compare --script`: a training script is run unchanged, and a LightningModule has to compute its steps."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from cifar_zero.comparison import script
+from cifar_zero.comparison.compare import main
+from cifar_zero.core.errors import RunError, UsageError
+from cifar_zero.step_check.verdict import Verdict
+from tests.support.helpers import ROOT, of_make_fuzz, run_program
+
+FOLDER = ROOT / "tests" / "support" / "scripts"
+SCRIPT = str(FOLDER / "old_train.py")
+MODULE = ["--module", f"{FOLDER / 'migrated.py'}:Migrated"]
+
+TOGETHER = (
+    "step 1: script's option of model.body.0.bias: weight_decay 0 in the module, 0.1 in the script",
+    "the script adds the gradient of the step before: zero_grad is missing in it",
+    "step 2: script's option of model.body.0.weight: lr 0.009 in the module, 0.01 in the script: only the module steps",
+)
+
+
+def verdict_of(flags: str, folder: Path, *of_module: str, own_data: bool = False) -> Verdict:
+    """Returns the verdict of plain PyTorch on one rank in this process; `flags` are the script's."""
+    recording = script.record(f"{SCRIPT} {flags}", 4, folder)
+    recording.own_data = own_data
+    recording.write(folder / script.FOLDER)
+    (case,) = script.plan(recording, ["baseline"], 1, [*MODULE, *of_module])
+    return script.train(case.flags, folder)
+
+
+@pytest.mark.distributed
+def test_a_script_without_mistakes_under_zero_on_two_ranks(tmp_path: Path):
+    done = run_program(
+        *("compare", "--script", f"{SCRIPT} --no_norm", "--steps", "4", "--strategies", "deepspeed_stage_3"),
+        *(*MODULE, "--module.norm", "false", "--devices", "2", "--out", str(tmp_path)),
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "2 of 2 agree with old_train.py" in done.stdout
+    (file,) = tmp_path.glob("old_train/version_0/comparison.json")
+    one, two = json.loads(file.read_text())["variants"]
+    assert (one["name"], one["world_size"], one["kind"]) == ("baseline", 1, "bit-identical")
+    assert (two["name"], two["world_size"], two["kind"]) == ("deepspeed_stage_3", 2, "within rounding")
+
+
+@pytest.mark.parametrize(
+    ("flags", "of_module"),
+    [
+        ("--dropout 0.2", ["--module.dropout", "0.2"]),
+        ("--amp --accumulate 2 --clip 0.3 --recompute", []),
+    ],
+)
+def test_what_scripts_do(flags: str, of_module: list[str], tmp_path: Path):
+    verdict = verdict_of(flags, tmp_path, *of_module)
+    assert verdict.outcome in ("bit-identical", "within rounding"), str(verdict)
+    assert verdict.tallies["script's gradient"].judged == 4 * 612
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        ("--sum", ["a sum over the samples in the script, a mean in the module"]),
+        ("--accumulate 2 --undivided", ["the script does not divide it by its 2 micro-batches"]),
+        ("--no_zero_grad --by_epoch --decay_all", TOGETHER),
+    ],
+)
+def test_mistakes_of_a_migration(flags: str, found: Sequence[str], tmp_path: Path):
+    verdict = verdict_of(flags, tmp_path)
+    assert verdict.outcome == "different"
+    faults = "\n".join(map(str, verdict.faults))
+    for text in found:
+        assert text in faults
+
+
+def test_random_numbers_that_only_the_script_draws(tmp_path: Path):
+    verdict = verdict_of("--dropout 0.2", tmp_path)
+    assert verdict.outcome == "not judged"
+    assert "whose random numbers the module does not draw" in str(verdict)
+
+
+@pytest.mark.parametrize(
+    ("scale", "differs", "found"),
+    [
+        ("1.0", False, "script's batch 4 values"),
+        ("0.5", True, "the module's values are 0.5 times the script's plus 0: another normalisation"),
+    ],
+)
+def test_the_batches_of_the_modules_own_loader(scale: str, differs: bool, found: str, tmp_path: Path):
+    verdict = verdict_of("", tmp_path, "--module.scale", scale, own_data=True)
+    assert (verdict.outcome == "different") == differs
+    assert found in str(verdict)
+
+
+def test_the_tutorials_loop_and_this_programs_module(tmp_path: Path):
+    """CIFARModule converts images to channels_last, so that its first convolution adds up in another order."""
+    recording = script.record(str(FOLDER / "tutorial.py"), 4, tmp_path)
+    assert (recording.model, recording.batch_size, recording.accumulate) == ("Net", 4, 1)
+    recording.is_recipe = True
+    recording.write(tmp_path / script.FOLDER)
+    (case,) = script.plan(recording, ["baseline"], 1, [])
+    verdict = script.train(case.flags, tmp_path)
+    assert verdict.outcome == "within rounding", str(verdict)
+    assert verdict.tallies["script's update"].judged == 4 * 62_006
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (f"{SCRIPT} --two_optimizers", "--script has several optimizers"),
+        (f"{SCRIPT} --lbfgs", "a closure cannot be recorded"),
+        pytest.param(f"{SCRIPT} --unknown", "unrecognized arguments: --unknown", marks=of_make_fuzz),
+        pytest.param(f"{FOLDER / 'migrated.py'}", "has ended without an optimizer step", marks=of_make_fuzz),
+        ("missing.py", "--script missing.py does not exist"),
+    ],
+)
+def test_scripts_that_cannot_be_recorded(flags: str, message: str, tmp_path: Path):
+    with pytest.raises((UsageError, RunError), match=message):
+        script.record(flags, 4, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--rename", "a=b"], "--rename is for --script"),
+        (["--script", SCRIPT, "--rename", "a"], "--rename a: give OLD=NEW"),
+        (["--script", SCRIPT, "--own_data"], "--own_data is for the loader of a module"),
+        (["--script", SCRIPT, "--acceptance"], "leave out --acceptance"),
+        (["--script", SCRIPT, "--seeds", "2"], "leave out --seeds"),
+        (["--script", SCRIPT, "--steps", "0"], "--steps must be at least 1"),
+    ],
+)
+def test_wrong_usage(flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.argv", ["compare", *flags])
+    with pytest.raises(UsageError, match=message):
+        main()
+
+
+@of_make_fuzz
+@pytest.mark.parametrize("name", ["with_accelerate", "with_transformers"])
+def test_scripts_of_other_libraries(name: str, tmp_path: Path):
+    """`pip install accelerate transformers` gets them, in no requirements of this program."""
+    for library in ("accelerate", "transformers"):
+        pytest.importorskip(library)
+    recording = script.record(str(FOLDER / f"{name}.py"), 4, tmp_path)
+    (case,) = script.plan(recording, ["baseline"], 1, ["--module", f"{FOLDER / name}.py:Migrated", "--max_steps", "30"])
+    verdict = script.train(case.flags, tmp_path)
+    assert verdict.outcome in ("bit-identical", "within rounding"), str(verdict)
+    assert os.listdir(tmp_path / script.FOLDER)

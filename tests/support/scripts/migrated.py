@@ -1,0 +1,37 @@
+"""The LightningModule that old_train.py was migrated to."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from old_train import Classifier, samples
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Migrated(LightningModule):
+    """Trains the classifier on the same samples; they are shifted and scaled where they are loaded."""
+
+    def __init__(self, dropout: float = 0.0, recompute: bool = False, norm: bool = True, scale: float = 1.0):
+        super().__init__()
+        self.model, self.scale = Classifier(dropout, recompute, norm), scale
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Returns the mean cross-entropy."""
+        x, labels = batch
+        return F.cross_entropy(self.model(x - 1), labels)
+
+    def configure_optimizers(self) -> Any:
+        """Returns AdamW without weight decay of biases, with another rate after each step."""
+        biases = [parameter for name, parameter in self.named_parameters() if name.endswith("bias")]
+        matrices = [parameter for name, parameter in self.named_parameters() if not name.endswith("bias")]
+        groups = [{"params": matrices}, {"params": biases, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Returns batches of 8 shuffled samples."""
+        x, labels = samples().tensors
+        return DataLoader(TensorDataset(x * self.scale, labels), batch_size=8, shuffle=True)

@@ -1,0 +1,83 @@
+"""A training loop as people have it, with the options and the mistakes that a migration meets."""
+
+import argparse
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Classifier(nn.Module):
+    """Two layers with batch norm and dropout; the first is recomputed if asked for."""
+
+    def __init__(self, dropout: float = 0.0, recompute: bool = False, norm: bool = True):
+        super().__init__()
+        self.recompute = recompute
+        self.body = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Dropout(dropout))
+        self.norm = nn.BatchNorm1d(32) if norm else nn.Identity()
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns scores (N, 4) of samples (N, 12)."""
+        hidden = checkpoint(self.body, x, use_reentrant=False) if self.recompute else self.body(x)
+        return self.head(self.norm(hidden))
+
+
+def samples() -> TensorDataset:
+    """Returns 64 samples (12,) with labels from 0 to 3."""
+    draw = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(64, 12, generator=draw) + 1, torch.randint(4, (64,), generator=draw))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for flag in (
+        *("--amp", "--recompute", "--no_norm", "--two_optimizers", "--lbfgs"),
+        *("--sum", "--undivided", "--no_zero_grad", "--by_epoch", "--decay_all"),
+    ):
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--clip", type=float, default=0.0)
+    options = parser.parse_args()
+    torch.manual_seed(5)
+    model = Classifier(options.dropout, options.recompute, not options.no_norm)
+    biases = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
+    matrices = [parameter for name, parameter in model.named_parameters() if not name.endswith("bias")]
+    decay = 0.1 if options.decay_all else 0.0
+    groups = [{"params": matrices}, {"params": biases, "weight_decay": decay}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+    other = torch.optim.SGD(model.head.parameters(), lr=0.01)
+    if options.lbfgs:
+        optimizer = torch.optim.LBFGS(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5 if options.by_epoch else 0.9)
+    scaler = torch.amp.GradScaler("cpu", enabled=options.amp)
+    loss_of = nn.CrossEntropyLoss(reduction="sum" if options.sum else "mean")
+    loader = DataLoader(samples(), batch_size=8, shuffle=True)
+    for _ in range(3):
+        for number, (x, labels) in enumerate(loader, 1):
+            with torch.autocast("cpu", torch.bfloat16, enabled=options.amp):
+                loss = loss_of(model(x - 1), labels)
+            if options.lbfgs:
+                optimizer.step(lambda loss=loss: loss)
+            scaler.scale(loss if options.undivided else loss / options.accumulate).backward()
+            if number % options.accumulate:
+                continue
+            scaler.unscale_(optimizer)
+            if options.clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
+            scaler.step(optimizer)
+            scaler.update()
+            if options.two_optimizers:
+                other.step()
+            if not options.no_zero_grad:
+                optimizer.zero_grad()
+            if not options.by_epoch:
+                scheduler.step()
+        if options.by_epoch:
+            scheduler.step()
+
+
+if __name__ == "__main__":
+    main()
