@@ -106,15 +106,16 @@ def measure(run: Run, computes: Computes) -> LinearFit:
     if computes == "cast":
         net.bfloat16()
     with FAKE():
-        net = _fake(net)
+        net = fake(net)
         if run.placement.activation_checkpointing:
             checkpoint_blocks(net)
         small, large = (_of_all_blocks(net, images, computes, run.data.image_size) for images in (few, 2 * few))
     return LinearFit(2 * small - large, (large - small) / few)
 
 
-def _fake(net: nn.Module) -> nn.Module:
-    """Returns a model of the meta device on the CPU, in FAKE. Unlike with `to_empty`, tied weights stay tied."""
+def fake(net: nn.Module) -> nn.Module:
+    """Returns a copy of a model of the meta device on the CPU, in FAKE. Unlike with `to_empty`, tied weights stay
+    tied."""
     tensors = (*net.parameters(), *net.buffers())
     return deepcopy(net, {id(t): torch.empty_like(t, device="cpu", requires_grad=t.requires_grad) for t in tensors})
 

@@ -38,8 +38,8 @@ STATE_TENSORS = {
     "muon": 0,
     "muon_sgd": 0,
 }
-"""Numbers that an optimizer keeps per parameter, in addition to one for `momentum` and one for `centered`, if these are
-on. DeepSpeed's C++ versions keep the same. Of the parameters that are not Muon's, `muon` keeps two, not one."""
+"""Numbers that an optimizer keeps per parameter, in addition to one for each of `momentum`, `centered` and `amsgrad`
+that is on. DeepSpeed's C++ versions keep the same. Of the parameters that are not Muon's, `muon` keeps two, not one."""
 
 
 REUSE_ELEMENTS = 10**9
@@ -64,6 +64,8 @@ class Network:
     weights: tuple[Weight, ...]
     largest_block: int
     """Elements of the largest block that fsdp2 shards; all elements if there are no blocks."""
+    built_whole: bool = False
+    """Whether ZeRO 3 shards it only after it is built whole on the host."""
 
     @property
     def elements(self) -> int:
@@ -95,7 +97,7 @@ def network_of(run: Run) -> Network:
     largest = 0
     for block in getattr(net, "blocks", [net]):
         largest = max(largest, sum(parameter.numel() for parameter in block.parameters()))
-    return Network(tuple(weights), largest)
+    return Network(tuple(weights), largest, issubclass(MODELS[run.recipe.model.name], ThirdParty))
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,7 @@ def parameter_size(spec: Spec, precision: str) -> int:
 def _state_size(optimizer: Choice, size: int) -> float:
     """Returns the bytes that an optimizer keeps per trained element of `size` bytes."""
     tensors = STATE_TENSORS[optimizer.name]
-    for option in ("momentum", "centered"):
+    for option in ("momentum", "centered", "amsgrad"):
         tensors += bool(optimizer.options.get(option))
     return tensors * size
 
@@ -264,7 +266,7 @@ def built_on_host(run: Run, network: Network) -> int:
     if run.spec.family != "fsdp2" and run.spec.stage < 3:
         return 0
     size = network.elements * (2 if run.placement.precision == "bf16-true" else FLOAT32)
-    if run.spec.family == "fsdp2" or issubclass(MODELS[run.recipe.model.name], ThirdParty):
+    if run.spec.family == "fsdp2" or network.built_whole:
         return size
     if run.spec.offload_parameters == "cpu" or (run.on_cpu and not run.spec.offload_parameters):
         return math.ceil(size / run.placement.world_size)

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from cifar_zero.config import command_line, rules
+from cifar_zero.config.arguments import read_arguments
 from cifar_zero.config.placement import Placement
 from cifar_zero.config.run import with_accelerator
+from cifar_zero.config.user_classes import read_given
 from cifar_zero.core import exits
 from cifar_zero.core.console import command, torchrun
 from cifar_zero.core.errors import UsageError
@@ -23,8 +25,11 @@ exit code: 0 if a strategy fits, 1 if none does, 2 for wrong usage
 examples:
   %(prog)s --model vit_large --devices 8 --device_memory 80GB --precision bf16-mixed --optimizer adamw
   %(prog)s --model vit_13b --devices 8 --num_nodes 4 --device_memory 80GB --host_memory 1TB --batch_size 256
+  %(prog)s --module my_module.py:MyModule --datamodule my_data.py:MyData --module.lr 0.1 --devices 8
 
-All other options are those of train (cifar-zero train --help all).
+All other options are those of train (cifar-zero train --help all). --module plans your own LightningModule, with a
+micro-batch of its own loader or of --datamodule. --module.X and --datamodule.X are arguments of your classes, --config
+is a configuration of LightningCLI, and devices, precision, accumulation, --zero.* and --offload.* are train's.
 """
 
 IMAGES = 32  # micro-batch per rank if no batch size is given
@@ -33,7 +38,8 @@ IMAGES = 32  # micro-batch per rank if no batch size is given
 def main() -> int:
     """Prints the plan; returns the exit code, 1 if nothing fits."""
     arguments, flags = _parse()
-    config = command_line.parse(flags)
+    given = read_given(flags) if "module" in read_arguments(flags).options else None
+    config = command_line.settings_of_arguments(given.ours) if given else command_line.parse(flags)
     if config.placement.ds_config:
         raise UsageError("--ds_config cannot be planned: leave it out, all named strategies are planned")
     config = config.changed(strategy=Placement.strategy)  # all strategies are planned
@@ -42,16 +48,24 @@ def main() -> int:
         config = config.changed(devices=max(1, gpu_count()) if here and config.placement.accelerator != "cpu" else 1)
     config = resolve_devices(config) if here else with_accelerator(config, config.placement.accelerator != "cpu")
     room = available(config, arguments.device_memory, arguments.host_memory)
-    if any_batch_size:
-        config = config.changed(batch_size=IMAGES * config.placement.world_size * config.placement.accumulate)
-        flags += ["--batch_size", str(config.recipe.batch_size)]
-    run = make_run(config)
-    rules.check_model(run)
-    net = network_of(run)
-    needs = survey(run, net, room, {})
+    if given:
+        from cifar_zero.planning.own_module import measure  # here: it imports torch
+
+        config, net, lines = measure(given, config)
+        run = make_run(config)
+    else:
+        if any_batch_size:
+            config = config.changed(batch_size=IMAGES * config.placement.world_size * config.placement.accumulate)
+            flags += ["--batch_size", str(config.recipe.batch_size)]
+        run = make_run(config)
+        rules.check_model(run)
+        net, lines = network_of(run), {}
+    needs = survey(run, net, room, lines)
     choice, reason = recommended(needs, room)
     start = ""
-    if choice is not None:
+    if choice is not None and given:
+        start = command("compare", *flags, "--strategies", choice.strategy)
+    elif choice is not None:
         flags += ["--strategy", choice.strategy]
         start = command("train", *flags)
         if run.placement.num_nodes > 1:
@@ -73,7 +87,7 @@ def main() -> int:
         return int(choice is None)
     print(
         f"{run.recipe.model.name}, {net.elements:,} parameters ({net.trained:,} trained), {run.recipe.optimizer.name}, "
-        f"{run.placement.precision}, micro-batches of {run.micro_batch} images on each of {run.placement.world_size} "
+        f"{run.placement.precision}, micro-batches of {run.micro_batch} on each of {run.placement.world_size} "
         f"ranks; {gigabytes(room.device)} GB available to a rank\n"
     )
     print_plan(needs)
@@ -86,7 +100,8 @@ def main() -> int:
 def _parse() -> tuple[Namespace, list[str]]:
     parser = exits.Parser(
         prog=command("plan"),
-        usage="%(prog)s [--device_memory SIZE] [--host_memory SIZE] [--json] [--<option> VALUE ...]",
+        usage="%(prog)s [--device_memory SIZE] [--host_memory SIZE] [--json] [--<option> VALUE ...]\n"
+        "       %(prog)s --module FILE.py:NAME [--datamodule FILE.py:NAME] [--module.ARGUMENT VALUE ...]",
         description="Predicts the memory that a run needs under each strategy, before anything is launched, and "
         "recommends one.",
         epilog=EPILOG,
@@ -108,7 +123,7 @@ def _parse() -> tuple[Namespace, list[str]]:
 def print_plan(needs: Sequence[MemoryEstimate]) -> None:
     """Prints a row for each strategy, in GB on the fullest rank, and why strategies are refused."""
     row = "{:<31}{:>8}{:>9}{:>13}{:>8}{:>8}{:>6}{:>8}"
-    print(row.format("GB per rank", "states", "buckets", "activations", "device", "host", "fits", "images"))
+    print(row.format("GB per rank", "states", "buckets", "activations", "device", "host", "fits", "batch"))
     for need in needs:
         parts = (need.states.device.total, need.buckets, need.activations, need.device, need.host)
         fits = "no"
@@ -117,7 +132,7 @@ def print_plan(needs: Sequence[MemoryEstimate]) -> None:
         elif need.fits:
             fits = "yes"
         print(row.format(need.strategy, *map(gigabytes, parts), fits, f"{need.most_images:,}"))
-    print("states: on the device; device, host: the peak; images: the largest micro-batch that fits")
+    print("states: on the device; device, host: the peak; batch: the largest micro-batch that fits")
     for need in needs:
         if need.refused:
             print(f"{need.strategy}: {need.refused}")

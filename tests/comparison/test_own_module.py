@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule
 
 from cifar_zero.comparison import assert_agrees, own_module
 from cifar_zero.comparison.compare import main
+from cifar_zero.config.user_classes import read_given
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import gpu_count
 from tests.support.helpers import ROOT, of_make_fuzz, run_program
@@ -117,7 +118,7 @@ def test_a_configuration_of_lightning_cli_gives_arguments_and_maths(tmp_path: Pa
     file = tmp_path / "cli.yaml"
     file.write_text(CLI)
     (case,) = own_module.plan(["deepspeed_stage_2"], 1, [], [*OWN, "--config", str(file), "--module.lr", "0.3"])
-    given = own_module._arguments(case.flags)
+    given = read_given(case.flags)
     assert given.theirs["module.lr"] == "0.3", "the command line overrides the file"
     assert given.theirs["datamodule.batch_size"] == "4"
     run = own_module._run(given.ours)

@@ -15,6 +15,10 @@ from cifar_zero.core.console import command, torchrun
 from cifar_zero.planning import plan
 from tests.support.helpers import ROOT, run_program
 
+SUPPORT = ROOT / "tests" / "support"
+CODE, MODULES = SUPPORT / "own_code.py", SUPPORT / "own_modules.py"
+CPU = ("--accelerator", "cpu", "--devices", "2")
+
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -56,7 +60,10 @@ def test_thirteen_billion_parameters_take_little_memory() -> None:
 def test_the_table_of_strategies(planned) -> None:
     code, out, _ = planned("--model", "vit_tiny", "--devices", "2", "--device_memory", "80GB", "--batch_size", "64")
     assert code == 0
-    assert "vit_tiny, 5,362,378 parameters (5,362,378 trained), sgd, 32-true, micro-batches of 32 images" in out
+    assert (
+        "vit_tiny, 5,362,378 parameters (5,362,378 trained), sgd, 32-true, micro-batches of 32 on each of 2 ranks"
+        in out
+    )
     assert out.endswith(
         "baseline needs 0.38 of the 72.00 GB available to a rank\n"
         f"{command('train')} --model vit_tiny --devices 2 --batch_size 64 --strategy baseline\n"
@@ -90,6 +97,115 @@ def test_nothing_fits(planned) -> None:
     assert code == 1
     assert json.loads(out)["recommended"] is None
     assert json.loads(out)["reason"].startswith("nothing fits: deepspeed_stage_3_offload")
+
+
+@pytest.mark.distributed
+def test_the_command_for_a_users_module(tmp_path: Path) -> None:
+    """Adam, batch norm and a frozen layer; the LSTM's activations are counted without the workspace of its kernel."""
+    (tmp_path / "mine.py").write_bytes((SUPPORT / "own_code.py").read_bytes())
+    flags = ["--module", "mine.py:Digits", "--datamodule", "mine.py:DigitsData", "--module.lr", "0.02"]
+    flags += ["--datamodule.batch_size", "4", "--devices", "2", "--accelerator", "cpu"]
+    done = run_program("plan", *flags, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    said = json.loads(done.stdout)
+    parameters, trained = 1_738, 1_594
+    assert (said["parameters"], said["trained_parameters"], said["micro_batch"]) == (parameters, trained, 4)
+    assert said["command"] == command("compare", *flags, "--strategies", "baseline")
+    states = {need["strategy"]: need["states"]["device"] for need in said["strategies"]}
+    half, adam = trained // 2, 2
+    assert states["baseline"] == {"parameters": 4 * parameters, "gradients": 4 * trained, "optimizer": 8 * trained}
+    sharded = {"gradients": 4 * half, "optimizer": 4 * (1 + adam) * half}
+    assert states["deepspeed_stage_2"] == {"parameters": 4 * parameters, **sharded}
+    # Every parameter is small enough to be kept whole, in addition to the shard.
+    assert states["deepspeed_stage_3"] == {"parameters": 4 * (parameters + parameters // 2), **sharded}
+
+
+@pytest.mark.parametrize(("precision", "baseline", "zero"), [("32-true", 3_724, 3_724), ("bf16-mixed", 4_684, 1_868)])
+def test_activations_of_a_users_module(planned, precision: str, baseline: int, zero: int) -> None:
+    """Four images through two linear layers; under autocast the copies of the weights count."""
+    _, out, err = planned("--module", f"{MODULES}:OneCycle", *CPU, "--precision", precision, "--json")
+    assert err == ""
+    needs = {need["strategy"]: need for need in json.loads(out)["strategies"]}
+    assert needs["ddp"]["activations"] == baseline
+    assert {needs[f"deepspeed_stage_{stage}"]["activations"] for stage in range(4)} == {
+        zero if precision == "bf16-mixed" else baseline
+    }
+
+
+OWN = """
+import torch
+from tests.support.own_modules import Own
+class Huge(Own):
+    def __init__(self, width: int = 10**9):
+        super().__init__()
+        self.net = torch.nn.Linear(24, width)
+class AMSGrad(Own):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(24, 10)
+    def configure_optimizers(self):
+        assert self.trainer.estimated_stepping_batches
+        return torch.optim.Adam(self.parameters(), amsgrad=True)
+class Unknown(AMSGrad):
+    def configure_optimizers(self):
+        return torch.optim.Adamax(self.parameters())
+class Fails(AMSGrad):
+    def training_step(self, batch, batch_idx):
+        raise ValueError("no good")
+class Built(AMSGrad):
+    def __init__(self):
+        super().__init__()
+        assert self.net.weight.sum() != 0
+"""
+
+
+def test_a_users_module_larger_than_memory(planned, tmp_path: Path) -> None:
+    (tmp_path / "huge.py").write_text(OWN)
+    _, out, err = planned("--module", f"{tmp_path}/huge.py:Huge", *CPU, "--json")
+    assert err == ""
+    assert json.loads(out)["parameters"] == 25 * 10**9
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "note"),
+    [
+        ("AMSGrad", 3, ""),
+        ("Unknown", 2, "--module: its optimizer, adamax, counts as adam"),
+        ("Built", 3, "--module was built in memory, because without values it raises own.py, line 24: "),
+    ],
+)
+def test_the_optimizer_of_a_users_module(planned, name: str, numbers: int, note: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    code, out, err = planned("--module", f"{tmp_path}/own.py:{name}", *CPU, "--json")
+    assert code == 0
+    assert err.startswith(note)
+    assert len(err.splitlines()) == bool(note)
+    needs = {need["strategy"]: need for need in json.loads(out)["strategies"]}
+    assert needs["baseline"]["states"]["device"]["optimizer"] == numbers * 4 * 250
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--module", "OWN:Fails"], "--module: own.py, line 20: ValueError: no good"),
+        (["--module", "OWN:Missing"], "own.py has no Missing"),
+        (["--module", "OWN:Huge", "--module.width", "wide"], "--module.width: expected int, not wide"),
+        (["--module", "OWN:Huge", "--batch_size", "4"], "--batch_size is not for --module: give it to your code"),
+        (["--module", f"{CODE}:Digits"], "--module has no train_dataloader"),
+        (
+            ["--module", f"{CODE}:Digits", "--datamodule", f"{CODE}:DigitsData", "--module.manual", "true"],
+            "--module uses manual optimization",
+        ),
+    ],
+)
+def test_a_mistake_in_a_users_module_is_one_line(planned, flags: list[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    code, out, err = planned(*(flag.replace("OWN", f"{tmp_path}/own.py") for flag in flags), *CPU)
+    assert code == 2
+    assert out == ""
+    (line,) = err.splitlines()
+    assert message in line
 
 
 @pytest.mark.parametrize(

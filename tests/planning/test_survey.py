@@ -187,7 +187,7 @@ def test_equal_blocks_are_extrapolated_from_three() -> None:
     run = make_run(command_line.parse(["--model", "vit_tiny", "--activation_checkpointing", "--devices", "1"]))
     net = on_meta(run.recipe, run.num_classes).bfloat16()
     with activations.FAKE():
-        net = activations._fake(net)
+        net = activations.fake(net)
         whole = activations.counted(net, 4, "cast")
         assert activations._of_all_blocks(net, 4, "cast", 32) == whole
     assert len(net.blocks) == 12  # pyright: ignore[reportArgumentType]
@@ -220,7 +220,7 @@ def test_a_weight_with_two_names_stays_one() -> None:
     with torch.device("meta"):
         net = Tied()
     with activations.FAKE():
-        fake = activations._fake(net)
+        fake = activations.fake(net)
         assert len([*fake.parameters()]) == 3
         counted = activations.counted(fake, 2, "float32")
     assert counted == activations.counted(Tied(), 2, "float32")
