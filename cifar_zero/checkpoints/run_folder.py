@@ -112,6 +112,20 @@ def find_checkpoint(path: str) -> Path:
     return newest_checkpoint(given)
 
 
+def deepspeed_files(path: str) -> Path | None:
+    """Returns the folder of DeepSpeed's files that a path names: itself, or the one that its file `latest` names. None:
+    it is no DeepSpeed checkpoint. Raises UsageError: it has folders of such files, but no `latest`."""
+    folder, pattern = Path(path).resolve(), "*_states.pt"
+    latest = folder / "latest"
+    if latest.is_file():
+        folder /= latest.read_text().strip()
+    if any(folder.glob(pattern)):
+        return folder
+    for file in folder.glob(f"*/{pattern}"):
+        raise UsageError(f"{path} has no file latest: give the folder itself, such as {file.parent}")
+    return None
+
+
 def is_checkpoint_folder(path: Path) -> bool:
     """Returns whether it is a folder that DeepSpeed writes; a file `latest` alone may be another program's."""
     return (path / "latest").is_file() and (path / "checkpoint").is_dir()

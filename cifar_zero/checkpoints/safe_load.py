@@ -11,17 +11,19 @@ from cifar_zero.core.errors import UsageError, short
 HARMLESS = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
 """Classes that only hold data, which DeepSpeed (0.19.8) puts into its checkpoints."""
 
 
-def load(file: Path, trust: bool = False, verify: bool = True, device: str = "cpu") -> Any:
+def load(file: Path, trust: bool = False, verify: bool = True, device: str = "cpu", mapped: bool = False) -> Any:
     """Returns the content of a file written by torch.save.
 
     With `trust` a file that holds more than tensors and plain Python, and so can run code, is loaded too; with `verify`
     the checksum of each record is compared first, which torch does not do. On the device meta the tensors have shapes
-    but no values, and the values are not read. Raises UsageError: it is damaged, no checkpoint, or would need `trust`.
+    but no values, and the values are not read; `mapped` ones are read when they are used. Raises UsageError: the file
+    is damaged, no checkpoint, or would need `trust`.
     """
     import torch
 
@@ -33,7 +35,7 @@ def load(file: Path, trust: bool = False, verify: bool = True, device: str = "cp
             wanted = ", ".join(unknown[:3])
             raise UsageError(f"{file} loads {wanted}, which could run any code: add --trust if you know who wrote it")
         with torch.serialization.safe_globals([pkgutil.resolve_name(name) for name in HARMLESS if name in names]):
-            return torch.load(file, map_location=device, mmap=device == "meta", weights_only=not trust)
+            return torch.load(file, map_location=device, mmap=mapped or device == "meta", weights_only=not trust)
     except UsageError:
         raise
     except Exception as error:  # torch, pickle and zipfile each have their own errors for a damaged file

@@ -68,7 +68,7 @@ def read_folder(folder: Path, trust: bool = False, verify: bool = True, device: 
     Weights are the float32 ones that the optimizer updates, if DeepSpeed keeps such in addition to the model's; see
     `safe_load.load` for the arguments. Raises UsageError: a file is missing, damaged or of another kind."""
     models, experts, shards, of_expert_ranks = (
-        [load(file, trust, verify, device) for file in files] for files in _files(folder)
+        [load(file, trust, verify, device) for file in files] for files in files_of(folder / TAG)
     )
     try:
         _check_complete(folder, models, experts, shards, of_expert_ranks)
@@ -84,7 +84,7 @@ def read_folder(folder: Path, trust: bool = False, verify: bool = True, device: 
 
 def shape_of(folder: Path, trust: bool = False) -> Any:
     """Returns what the strategy recorded of its ranks and shards; None if it recorded nothing. Raises UsageError."""
-    return load(_files(folder)[0][0], trust, verify=False, device="meta").get(SHAPE)
+    return load(files_of(folder / TAG)[0][0], trust, verify=False, device="meta").get(SHAPE)
 
 
 def plain_names(names: Iterable[str], rank: int = 0) -> dict[str, str]:
@@ -103,16 +103,17 @@ def plain_names(names: Iterable[str], rank: int = 0) -> dict[str, str]:
     return plain
 
 
-def _files(folder: Path) -> tuple[list[Path], ...]:
-    """Returns the files of the model, of its experts, of the shards, and of the ranks with other experts at stage 0."""
+def files_of(folder: Path) -> tuple[list[Path], ...]:
+    """Returns the files of the model, of its experts, of the shards, and of the ranks with other experts at stage 0.
+    Raises UsageError: there is none of the model."""
 
     def found(*patterns: str) -> list[Path]:
-        files = [file for pattern in patterns for file in (folder / TAG).glob(pattern)]
+        files = [file for pattern in patterns for file in folder.glob(pattern)]
         return sorted(files, key=lambda file: [int(number) for number in re.findall(r"\d+", file.stem)])
 
     models = found("mp_rank_*model_states.pt", "zero_pp_rank_*model_states.pt")
     if not models:
-        raise UsageError(f"{folder} holds no checkpoint: no {TAG}/*model_states.pt")
+        raise UsageError(f"{folder} holds no checkpoint: no *model_states.pt")
     experts = found("layer_*_expert_*model_states.pt")
     return models, experts, found("*zero_pp_rank_*optim_states.pt"), found("expp_rank_*optim_states.pt")
 
@@ -189,18 +190,18 @@ def _assembled(
         for holding in holders.values():
             owners, shapes = holding if stage else holding[:1], holding[0].groups[number]
             if owners[0].weights:
-                weights |= _whole([owner.weights[number] for owner in owners], shapes, stage)
+                weights |= whole_tensors([owner.weights[number] for owner in owners], shapes, stage)
             states = [owner.state.get(number, {}) for owner in owners]
             for key, value in states[0].items():
                 if isinstance(value, Tensor) and value.dim() > 0:
-                    values: Mapping[str, Any] = _whole([own[key] for own in states], shapes, stage)
+                    values: Mapping[str, Any] = whole_tensors([own[key] for own in states], shapes, stage)
                 else:
                     values = dict.fromkeys(shapes, value)
                 for name, whole in values.items():
                     state.setdefault(name, {})[key] = whole
     frozen: Shapes = main.get("frozen_param_shapes") or {} if stage == 3 else {}
     for name, shape in frozen.items():
-        weights[name] = _uncut([model["frozen_param_fragments"][name].flatten() for model in models], shape)
+        weights[name] = uncut([model["frozen_param_fragments"][name] for model in models], shape)
     progress = {key: main[key] for key in main[PROGRESS]}
     if AVERAGE in main:
         progress[AVERAGE] = _averaged([model[AVERAGE] for model in models], shards[0].groups)
@@ -209,26 +210,35 @@ def _assembled(
     return {**progress, "state_dict": state_dict, "optimizer_states": optimizer_states}
 
 
-def _whole(shards: list[Tensor], shapes: Shapes, stage: int) -> dict[str, Tensor]:
+def whole_tensors(
+    shards: Sequence[Tensor], shapes: Shapes, stage: int, paddings: Sequence[int] | None = None
+) -> dict[str, Tensor]:
     """Returns a group's tensors from the flat shard of each rank: stages 1 and 2 concatenate all parameters and cut the
-    result into one piece for each rank, stage 3 cuts each parameter; both pad the last shard."""
+    result into one piece for each rank, stage 3 cuts each parameter; both pad the last shard. `paddings` are the
+    elements behind each parameter, with DeepSpeed's `parameter_alignment`. Raises RuntimeError: a shard is short."""
     found: dict[str, Tensor] = {}
     offset = 0
-    flat = torch.cat([shard.flatten() for shard in shards]) if stage < 3 else None
-    for name, shape in shapes.items():
-        numel = math.prod(shape)
-        if flat is not None:
-            values, step = flat.narrow(0, offset, numel).reshape(shape), numel
+    for (name, shape), padding in zip(shapes.items(), paddings or [0] * len(shapes), strict=True):
+        step = math.prod(shape)
+        if stage < 3:
+            found[name] = uncut(shards, shape, offset)
+            step += padding
         else:
-            step = math.ceil(numel / len(shards))
-            values = _uncut([shard.narrow(0, offset, step) for shard in shards], shape)
-        found[name] = values.detach().clone()
+            step = math.ceil(step / len(shards))
+            found[name] = uncut([shard.narrow(0, offset, step) for shard in shards], shape)
         offset += step
     return found
 
 
-def _uncut(parts: list[Tensor], shape: torch.Size) -> Tensor:
-    return torch.cat(parts).narrow(0, 0, math.prod(shape)).reshape(shape)
+def uncut(parts: Sequence[Tensor], shape: torch.Size, start: int = 0) -> Tensor:
+    """Returns a copy of what stands in the concatenation of tensors, from the element `start` on."""
+    numel = math.prod(shape)
+    own: list[Tensor] = []
+    for part in parts:
+        own.append(part.flatten()[start : start + numel])
+        start = max(start - part.numel(), 0)
+        numel -= own[-1].numel()
+    return torch.cat(own).detach().reshape(shape)
 
 
 def _averaged(averages: list[dict[str, Any]], groups: Iterable[Shapes]) -> dict[str, Any]:
@@ -238,7 +248,7 @@ def _averaged(averages: list[dict[str, Any]], groups: Iterable[Shapes]) -> dict[
         return average
     weights: dict[str, Tensor] = dict(average["weights"])
     for name, shape in (item for group in groups for item in group.items()):
-        weights[name] = _uncut([of_rank["weights"][name] for of_rank in averages], shape)
+        weights[name] = uncut([of_rank["weights"][name] for of_rank in averages], shape)
     return {**average, "weights": weights, "sharded": False}
 
 

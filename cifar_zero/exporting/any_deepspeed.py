@@ -1,0 +1,102 @@
+"""Exports the weights of any DeepSpeed checkpoint: of Lightning, Accelerate, transformers or `engine.save_checkpoint`.
+checkpoints/zero_folder.py describes the files. They are mapped into memory, which holds the export once.
+
+`zero_to_fp32` of DeepSpeed (0.19.8) loads files that could run code. It leaves out frozen parameters at stage 1 and the
+second name of a module that the model has twice, and reads neither stage 0 nor bfloat16 with `grad_accum_dtype` fp32.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from torch import Tensor
+
+from cifar_zero.checkpoints.read import RECORD
+from cifar_zero.checkpoints.safe_load import load
+from cifar_zero.checkpoints.zero_folder import Shapes, files_of, uncut, whole_tensors
+from cifar_zero.core import atomic
+from cifar_zero.core.errors import UsageError
+
+
+def is_of_another_program(folder: Path, trust: bool = False) -> bool:
+    """Returns whether a folder of DeepSpeed's files was not written by cifar-zero train. Raises UsageError: a file is
+    missing, damaged, or would need `trust`."""
+    return RECORD not in load(files_of(folder)[0][0], trust, verify=False, device="meta")
+
+
+def export(folder: Path, output: Path, trust: bool = False) -> None:
+    """Writes the weights in a folder of DeepSpeed's files as safetensors, in float32: those that the optimizer updates
+    if DeepSpeed stores their names (not at stage 0), else those of the model. Raises UsageError: a file is missing,
+    damaged, would need `trust`, or has only a part of the model. Raises OSError or SafetensorError: the export cannot
+    be written."""
+    try:
+        tensors, missing = _read(folder, trust)
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        raise UsageError(f"{folder} is no complete DeepSpeed checkpoint: {type(error).__name__}: {error}") from error
+    staged = atomic.staged(output)
+    try:
+        safetensors.torch.save_file(tensors, staged, {"format": "pt"})
+        staged.chmod(folder.stat().st_mode & 0o666)  # safetensors (0.8.0) lets only the owner read it
+        atomic.put_in_place(output)
+    finally:
+        atomic.discard(staged)
+    print(f"{output}: {len(tensors)} tensors, {output.stat().st_size / 1e6:,.2f} MB")
+    if missing:
+        print(f"left out, because DeepSpeed has stored no values: {', '.join(missing)}")
+
+
+def _read(folder: Path, trust: bool) -> tuple[dict[str, Tensor], list[str]]:
+    """Returns parameters and buffers by the model's names, and the names for which DeepSpeed has stored no values."""
+    file = files_of(folder)[0][0]
+    main = load(file, trust, mapped=True)
+    module, ranks = main["module"], range(main["dp_world_size"])
+    if main.get("num_experts") or module is None or any(folder.glob("*mp_rank_01_*")):
+        raise UsageError(f"{folder} has experts, or pipeline or tensor parallelism, which export cannot assemble")
+    found: dict[str, Tensor] = {}
+    stored: dict[str, Tensor] = module
+    cut = file.name.startswith("zero_pp_rank")  # stage 3: each rank has a part of each parameter
+    if cut:
+        stored = {name: module[name] for name in main["buffer_names"]}
+        models = [_of_rank(folder, "model", rank, trust) for rank in ranks]
+        for name, shape in (main["frozen_param_shapes"] or {}).items():
+            found[name] = uncut([model["frozen_param_fragments"][name] for model in models], shape)
+    if main["param_shapes"] is not None:
+        shards = [_of_rank(folder, "optim", rank, trust)["optimizer_state_dict"] for rank in ranks]
+        found |= _optimized(main["param_shapes"], shards, cut)
+    # The two names of a parameter share memory at stages 0 to 2, and stand in shared_params.
+    trained = {stored[name].data_ptr(): found[name] for name in found if name in stored}
+    for name, value in stored.items():
+        if name not in found:
+            found[name] = trained.get(value.data_ptr(), value).clone()
+    for name, first in (main["shared_params"] or {}).items():
+        if first in found:
+            found[name] = found[first].clone()
+    for name, value in found.items():
+        if value.is_floating_point():
+            found[name] = value.float()
+    # Lightning before 2.1 wrote its names with a prefix.
+    tensors = {name.removeprefix("_forward_module."): found[name] for name in module if name in found}
+    return tensors, [name for name in module if name not in found]
+
+
+def _optimized(groups: Sequence[Shapes], shards: Sequence[Mapping[str, Any]], cut: bool) -> dict[str, Tensor]:
+    """Returns the float32 weights that the optimizer updates; `cut` as at stage 3."""
+    found: dict[str, Tensor] = {}
+    key = "fp32_flat_groups" if cut else "single_partition_of_fp32_groups"
+    paddings = shards[0].get("param_alignment_paddings")
+    for number, shapes in enumerate(groups):
+        flat = [shard[key][number] for shard in shards]
+        if cut and len(flat[0]) != sum(math.ceil(math.prod(shape) / len(flat)) for shape in shapes.values()):
+            raise ValueError(f"the weights are on NVMe, or not sharded over all {len(flat)} ranks")
+        found |= whole_tensors(flat, shapes, 3 if cut else 2, paddings and paddings[number])
+    return found
+
+
+def _of_rank(folder: Path, kind: str, rank: int, trust: bool) -> dict[str, Any]:
+    name = f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt"
+    files = [*folder.glob(f"*{name}")]  # bf16_zero_pp_rank_... in bfloat16
+    if len(files) != 1:
+        raise UsageError(f"{folder} is incomplete: it has {len(files)} files {name} of rank {rank}, not 1")
+    return load(files[0], trust, mapped=True)

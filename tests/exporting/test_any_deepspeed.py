@@ -1,0 +1,140 @@
+"""Exports of checkpoints that DeepSpeed's own loop wrote, against DeepSpeed's zero_to_fp32."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from cifar_zero.core.errors import UsageError
+from cifar_zero.exporting import export
+from tests.support.deepspeed_loops import CASES, Tied
+from tests.support.evil import Evil
+from tests.support.helpers import assert_ok, run_program
+
+pytestmark = pytest.mark.distributed
+
+SECOND_NAMES = {"again.weight", "again.bias"}  # of a module that the model has twice
+
+TAG = "global_step2"
+MODEL = "mp_rank_00_model_states.pt"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a folder with RANKS/CASE for each case of CASES, on 1 and 2 ranks."""
+    folder = tmp_path_factory.mktemp("saved")
+    for ranks in ("1", "2"):
+        assert_ok(run_program("-m", "tests.support.deepspeed_loops", str(folder / ranks), ranks))
+    return folder
+
+
+def exported(checkpoint: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    arguments = ["export", str(checkpoint), "--to", "safetensors", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert export.main() == 0
+    return load_file(output)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_weights_of_zero_to_fp32(
+    ranks: int,
+    case: str,
+    saved: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+):
+    folder = saved / str(ranks) / case
+    ours = exported(folder, tmp_path / "out.safetensors", monkeypatch)
+    stage = int(case[6])
+    if stage == 3:
+        assert "stored no values: again.weight, again.bias" in capsys.readouterr().out
+    net = Tied()
+    assert ours.keys() == net.state_dict().keys() - (SECOND_NAMES if stage == 3 else set())
+    assert {name for name, value in ours.items() if value.dtype != torch.float32} == {"mask"}
+    torch.testing.assert_close(ours["frozen.weight"], net.frozen.weight.data, rtol=2**-8, atol=0)  # bfloat16 rounds
+    if stage < 3:
+        assert all(torch.equal(ours[name], ours[name.replace("again", "first")]) for name in SECOND_NAMES)
+    if case == "stage_0":
+        theirs = torch.load(folder / TAG / MODEL, weights_only=True)["module"]
+    elif case == "stage_1_fp32_gradients":  # which zero_to_fp32 refuses; the model has the same weights in bfloat16
+        theirs = torch.load(folder / TAG / MODEL, weights_only=True)["module"]
+        assert not torch.equal(ours["scale"], theirs["scale"].float())
+        ours = {name: value.to(theirs[name].dtype) for name, value in ours.items()}
+    else:
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        theirs = get_fp32_state_dict_from_zero_checkpoint(str(folder))
+        assert theirs is not None
+        assert len(theirs) == len(ours) - (2 if stage < 3 else 0) - (2 if stage == 1 else 0)
+    for name, value in theirs.items():
+        assert torch.equal(ours[name], value.to(ours[name].dtype)), name
+
+
+def test_the_folder_that_the_file_latest_names(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    shutil.copytree(saved / "2" / "stage_2", tmp_path / "saved")
+    one = exported(tmp_path / "saved", tmp_path / "one.safetensors", monkeypatch)
+    done = run_program("export", str(tmp_path / "saved" / TAG), "--to", "safetensors")
+    assert_ok(done)
+    default = tmp_path / "saved" / f"{TAG}.safetensors"
+    assert done.stdout.startswith(f"{default}: 11 tensors, 0.00 MB")
+    other = load_file(default)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("case", "lost", "message"),
+    [
+        ("stage_2", "latest", r"has no file latest: give the folder itself, such as .*global_step2"),
+        ("stage_2", f"{TAG}/{MODEL}", r"no \*model_states.pt"),
+        ("stage_2", f"{TAG}/zero_pp_rank_1_mp_rank_00_optim_states.pt", "0 files zero_pp_rank_1_.*optim.* of rank 1"),
+        ("stage_3", f"{TAG}/zero_pp_rank_0_mp_rank_00_model_states.pt", "0 files zero_pp_rank_0_.*model.* of rank 0"),
+    ],
+)
+def test_a_file_is_missing(
+    case: str, lost: str, message: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    shutil.copytree(saved / "2" / case, tmp_path / "saved")
+    (tmp_path / "saved" / lost).unlink()
+    with pytest.raises(UsageError, match=message):
+        exported(tmp_path / "saved", tmp_path / "out.safetensors", monkeypatch)
+    assert [file.name for file in tmp_path.iterdir()] == ["saved"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"callback": Evil(Path("never"))}, "loads .*mkdir, which could run any code: add --trust"),
+        ({"num_experts": [4]}, "has experts, or pipeline or tensor parallelism"),
+        ({"module": None}, "has experts, or pipeline or tensor parallelism"),
+        ({"param_shapes": [{"scale": torch.Size([1000])}]}, "is no complete DeepSpeed checkpoint: RuntimeError"),
+    ],
+    ids=["code", "experts", "pipeline", "another model"],
+)
+def test_content_that_is_refused(
+    changes: dict[str, object],
+    message: str,
+    saved: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    shutil.copytree(saved / "2" / "stage_2", tmp_path / "saved")
+    file = tmp_path / "saved" / TAG / MODEL
+    torch.save({**torch.load(file, weights_only=True), **changes}, file)
+    with pytest.raises(UsageError, match=message):
+        exported(tmp_path / "saved", tmp_path / "out.safetensors", monkeypatch)
+
+
+def test_formats_that_need_a_model(saved: Path):
+    done = run_program("export", str(saved / "2" / "stage_3"), "--to", "onnx")
+    assert done.returncode == 2
+    assert re.fullmatch(r"error: .* has weights but no model: use --to safetensors without --delta\n", done.stderr)
