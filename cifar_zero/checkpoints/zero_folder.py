@@ -61,6 +61,7 @@ class _Shard(NamedTuple):
     weights: Sequence[Tensor]  # the flat tensors, float32; none if the optimizer updates the model's own weights
     state: Mapping[int, State]  # the optimizer's state of each flat tensor, flat too
     param_groups: list[dict[str, Any]]  # the optimizer's groups of flat tensors
+    paddings: Sequence[Sequence[int] | None]  # elements behind each parameter, with DeepSpeed's parameter_alignment
 
 
 def read_folder(folder: Path, trust: bool = False, verify: bool = True, device: str = "cpu") -> dict[str, Any]:
@@ -167,7 +168,8 @@ def _shard(states: Mapping[str, Any], stage: int) -> _Shard:
         own = states["optimizer"]
         base = own.get("optimizer_state_dict", own)
         weights = own.get("fp32_groups_flat") or [*chain(*own.get("fp32_groups", ()))]
-    return _Shard(states[GROUPS], weights, base["state"], base["param_groups"])
+    paddings = own.get("param_alignment_paddings") or [None] * len(states[GROUPS])
+    return _Shard(states[GROUPS], weights, base["state"], base["param_groups"], paddings)
 
 
 def _assembled(
@@ -189,12 +191,13 @@ def _assembled(
         names[number] = [*chain(*holders)]
         for holding in holders.values():
             owners, shapes = holding if stage else holding[:1], holding[0].groups[number]
+            padding = owners[0].paddings[number]
             if owners[0].weights:
-                weights |= whole_tensors([owner.weights[number] for owner in owners], shapes, stage)
+                weights |= whole_tensors([owner.weights[number] for owner in owners], shapes, stage, padding)
             states = [owner.state.get(number, {}) for owner in owners]
             for key, value in states[0].items():
                 if isinstance(value, Tensor) and value.dim() > 0:
-                    values: Mapping[str, Any] = whole_tensors([own[key] for own in states], shapes, stage)
+                    values: Mapping[str, Any] = whole_tensors([own[key] for own in states], shapes, stage, padding)
                 else:
                     values = dict.fromkeys(shapes, value)
                 for name, whole in values.items():

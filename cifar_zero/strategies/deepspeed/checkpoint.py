@@ -120,10 +120,12 @@ def optimizer_groups(engine: Any) -> Iterator[tuple[list[Parameter], Tensor, Sha
             groups, targets = optimizer.bf16_groups, optimizer.fp32_groups_flat_partition
         else:
             groups, targets = optimizer.round_robin_bit16_groups, optimizer.single_partition_of_fp32_groups
+        paddings = getattr(optimizer, "round_robin_bit16_padding", None)  # with parameter_alignment
         for number, (group, target) in enumerate(zip(groups, targets, strict=True)):
             start = deepspeed.comm.get_rank(group=optimizer.real_dp_process_group[number]) * target.numel()
             part = slice(start, start + target.numel())
-            yield group, target, lambda wholes, part=part: _flat(wholes)[part]
+            padding = paddings and paddings[number]
+            yield group, target, lambda wholes, part=part, padding=padding: _flat(wholes, padding)[part]
     elif optimizer is engine.basic_optimizer:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -143,8 +145,11 @@ def _fill(target: Tensor, part: Tensor) -> Tensor:
     return target
 
 
-def _flat(wholes: Sequence[Tensor]) -> Tensor:
-    return torch.cat([whole.flatten() for whole in wholes])
+def _flat(wholes: Sequence[Tensor], paddings: Sequence[int] | None = None) -> Tensor:
+    parts: list[Tensor] = []
+    for whole, padding in zip(wholes, paddings or [0] * len(wholes), strict=True):
+        parts.append(torch.nn.functional.pad(whole.flatten(), (0, padding)))
+    return torch.cat(parts)
 
 
 def cut(whole: Tensor, parameter: Any) -> Tensor:
