@@ -6,6 +6,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.comparison import own_module, report
@@ -39,6 +40,8 @@ examples:
   %(prog)s --strategies baseline deepspeed_stage_1 deepspeed_stage_3_offload --devices 2 --max_steps 500
   %(prog)s --accumulate 1 4 --devices 1 2 --config configs/deepspeed.yaml --seeds 3
   %(prog)s --acceptance --junit comparisons/acceptance.xml
+  %(prog)s --acceptance --save_baseline before.safetensors
+  %(prog)s --acceptance --against before.safetensors
   %(prog)s --module my_module.py:MyModule --datamodule my_data.py:MyData --module.lr 0.1 --devices 2
   %(prog)s --module my_module.py:MyModule --datamodule my_data.py:MyData --config lightning_cli.yaml
   %(prog)s --strategies baseline my_deepspeed.json --junit comparisons/compare.xml
@@ -92,7 +95,8 @@ def of_cases(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compariso
         print(*(f"{case.name}\n  {case.command}" for case in cases), sep="\n")
         raise SystemExit(0)
     folder = run_folder.claim(arguments.out, arguments.name or "acceptance")
-    comparison = Comparison(f"acceptance: {len(cases)} cases", _command(), RECIPE, PLAIN, cases)
+    title = f"acceptance: {len(cases)} cases"
+    comparison = Comparison(title, _command(), RECIPE, PLAIN, cases, **_baselines(arguments))
     return folder, train_cases(comparison, folder, JOBS)
 
 
@@ -105,7 +109,11 @@ def of_module(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparis
     name = Path(arguments.module).name.replace(":", "-")
     folder = run_folder.claim(arguments.out, arguments.name or name)
     title = f"{name}, ranks: {cases[0].world_size}, cases: {len(cases)}"
-    return folder, own_module.compare(cases, title, _command(), folder)
+    return folder, own_module.compare(cases, title, _command(), folder, **_baselines(arguments))
+
+
+def _baselines(arguments: Namespace) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in ("against", "save_baseline")}
 
 
 def _ranks(arguments: Namespace) -> int:
@@ -191,6 +199,8 @@ def _parse() -> tuple[Namespace, list[str]]:
     add("--print_cases", action="store_true", help="with --acceptance: list the cases with their commands and exit")
     mode("--module", metavar="NAME", help="compare your own LightningModule: FILE.py:NAME or PACKAGE.MODULE:NAME")
     add("--datamodule", metavar="NAME", help="its LightningDataModule; default: the module's own loader")
+    add("--save_baseline", metavar="FILE", default="", help="keep what the steps of --acceptance or --module compute")
+    add("--against", metavar="FILE", default="", help="judge --acceptance or --module by such a file")
     least = "fail variants with a lower test accuracy (0 to 1): that models agree which learned nothing says little"
     add("--min_accuracy", type=float, default=0.0, metavar="SHARE", help=least)
     add("--junit", metavar="FILE", help="write the verdicts as JUnit XML, for CI systems")
@@ -215,11 +225,15 @@ def _parse() -> tuple[Namespace, list[str]]:
         raise UsageError(f"--min_accuracy {arguments.min_accuracy:g}: give a share from 0 to 1, such as 0.5")
     if arguments.min_accuracy and (arguments.acceptance or arguments.module):
         raise UsageError("--min_accuracy is for runs of train: leave it out with --acceptance and --module")
+    if any(_baselines(arguments).values()) and not (arguments.acceptance or arguments.module):
+        raise UsageError("--save_baseline and --against are for --acceptance and --module: add one")
     if arguments.launcher and (arguments.acceptance or arguments.module or arguments.runs):
         raise UsageError("--launcher is for runs of train: leave it out with --acceptance, --module and --runs")
-    junit_folder = Path(arguments.junit or "").absolute().parent
-    if arguments.junit and not junit_folder.is_dir() and junit_folder != Path(arguments.out).absolute():
-        raise UsageError(f"--junit {arguments.junit}: its directory does not exist")
-    if arguments.junit and Path(arguments.junit).is_dir():
-        raise UsageError(f"--junit {arguments.junit} is a directory: name a file")
+    for option in ("junit", "save_baseline"):
+        file = getattr(arguments, option)
+        folder = Path(file or "").absolute().parent
+        if file and not folder.is_dir() and folder != Path(arguments.out).absolute():
+            raise UsageError(f"--{option} {file}: its directory does not exist")
+        if file and Path(file).is_dir():
+            raise UsageError(f"--{option} {file} is a directory: name a file")
     return arguments, rest

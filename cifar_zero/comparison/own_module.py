@@ -31,11 +31,12 @@ from cifar_zero.core import exits, user_code
 from cifar_zero.core.errors import UsageError, short
 from cifar_zero.core.plain_data import check, is_plain, load_yaml
 from cifar_zero.core.usage import nearest
-from cifar_zero.step_check.verdict import Verdict
 from cifar_zero.training.resolve import resolve
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule
+
+    from cifar_zero.step_check.callback import StepCheck
 
 
 STEPS = 20  # optimizer steps by default
@@ -105,15 +106,15 @@ def plan(strategies: Sequence[str], ranks: int, accumulate: Sequence[str], flags
     return cases
 
 
-def compare(cases: list[Variant], title: str, command: str, folder: Path) -> Comparison:
-    """Trains the cases of `plan`, with the logs in `folder`; returns their verdicts. Raises UsageError: the module
-    cannot be trained under DeepSpeed."""
+def compare(cases: list[Variant], title: str, command: str, folder: Path, **files: Any) -> Comparison:
+    """Trains the cases of `plan`, with the logs in `folder` and the `files` of baselines of a Comparison; returns their
+    verdicts. Raises UsageError: the module cannot be trained under DeepSpeed."""
     theirs = _arguments(cases[0].flags).theirs
     recipe = {"module": theirs["module"], "datamodule": theirs.get("datamodule", "the module's own loader")}
-    return train_cases(Comparison(title, command, recipe, PLAIN, cases), folder, PROGRAM, of_user=True)
+    return train_cases(Comparison(title, command, recipe, PLAIN, cases, **files), folder, PROGRAM, of_user=True)
 
 
-def train(flags: list[str], folder: Path) -> Verdict:
+def train(flags: list[str], folder: Path, check: StepCheck) -> None:
     """Trains a user's module as one rank, without output. Raises UsageError for manual optimization, several
     optimizers, or code that fails."""
     from lightning.pytorch import LightningModule, seed_everything
@@ -121,7 +122,6 @@ def train(flags: list[str], folder: Path) -> Verdict:
     from lightning.pytorch.strategies import DDPStrategy
 
     from cifar_zero.comparison import jobs
-    from cifar_zero.step_check.callback import StepCheck
 
     given = _arguments(flags)
     run = _run(given.ours)
@@ -130,7 +130,6 @@ def train(flags: list[str], folder: Path) -> Verdict:
     if not module.automatic_optimization:
         raise UsageError(f"--module uses manual optimization: {ONE_OPTIMIZER}")
     elements = sum(parameter.numel() for parameter in module.parameters()) or run.placement.zero.reduce_bucket_size
-    check = StepCheck(every=1, on_fault="warn")
     # What modules of others ask for: a logger, and a validation whose metrics a schedule monitors.
     theirs_too = {"logger": DummyLogger(), "limit_val_batches": 1, "use_distributed_sampler": True}
     trainer = jobs.quiet_trainer(run, folder, [check], elements, **theirs_too)
@@ -151,7 +150,6 @@ def train(flags: list[str], folder: Path) -> Verdict:
         raise UsageError(f"--module has several optimizers: {ONE_OPTIMIZER}") from error
     if not trainer.num_training_batches:
         raise UsageError("--module: its training data have no batch for each rank; use more data or a smaller batch")
-    return check.verdict
 
 
 def assert_agrees(
