@@ -6,6 +6,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.comparison import own_module, report, script
@@ -40,6 +41,8 @@ examples:
   %(prog)s --strategies baseline deepspeed_stage_1 deepspeed_stage_3_offload --devices 2 --max_steps 500
   %(prog)s --accumulate 1 4 --devices 1 2 --config configs/deepspeed.yaml --seeds 3
   %(prog)s --acceptance --junit comparisons/acceptance.xml
+  %(prog)s --acceptance --save_baseline before.safetensors
+  %(prog)s --acceptance --against before.safetensors
   %(prog)s --module my_module.py:MyModule --datamodule my_data.py:MyData --module.lr 0.1 --devices 2
   %(prog)s --module my_module.py:MyModule --datamodule my_data.py:MyData --config lightning_cli.yaml
   %(prog)s --script 'old_train.py --lr 0.1' --module my_module.py:MyModule
@@ -96,7 +99,8 @@ def of_cases(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compariso
         print(*(f"{case.name}\n  {case.command}" for case in cases), sep="\n")
         raise SystemExit(0)
     folder = run_folder.claim(arguments.out, arguments.name or "acceptance")
-    comparison = Comparison(f"acceptance: {len(cases)} cases", _command(), RECIPE, PLAIN, cases)
+    title = f"acceptance: {len(cases)} cases"
+    comparison = Comparison(title, _command(), RECIPE, PLAIN, cases, **_baselines(arguments))
     return folder, train_cases(comparison, folder, JOBS)
 
 
@@ -109,7 +113,11 @@ def of_module(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparis
     name = Path(arguments.module).name.replace(":", "-")
     folder = run_folder.claim(arguments.out, arguments.name or name)
     title = f"{name}, ranks: {cases[0].world_size}, cases: {len(cases)}"
-    return folder, own_module.compare(cases, title, _command(), folder)
+    return folder, own_module.compare(cases, title, _command(), folder, **_baselines(arguments))
+
+
+def _baselines(arguments: Namespace) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in ("against", "save_baseline")}
 
 
 def of_script(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
@@ -133,7 +141,8 @@ def of_script(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparis
     about = {"script": arguments.script, "module": arguments.module or "CIFARModule"}
     about |= {key: str(getattr(recording, key)) for key in ("model", "precision", "accumulate", "gradient_clip_val")}
     comparison = Comparison(f"{name}: {recording.steps} steps", _command(), about, name, cases)
-    return folder, train_cases(comparison, folder, script.PROGRAM, of_user=True)
+    program = JOBS if recording.is_recipe else own_module.PROGRAM
+    return folder, train_cases(comparison, folder, program, of_user=True)
 
 
 def _rename(text: str) -> tuple[str, str]:
@@ -234,6 +243,8 @@ def _parse() -> tuple[Namespace, list[str]]:
     renamed = "of --script: beginnings of the names of weights there and in the module"
     add("--rename", nargs="+", type=_rename, default=[], metavar="OLD=NEW", help=renamed)
     add("--own_data", action="store_true", help="of --script: compare the batches of the module's own loader too")
+    add("--save_baseline", metavar="FILE", default="", help="keep what the steps of --acceptance or --module compute")
+    add("--against", metavar="FILE", default="", help="judge --acceptance or --module by such a file")
     least = "fail variants with a lower test accuracy (0 to 1): that models agree which learned nothing says little"
     add("--min_accuracy", type=float, default=0.0, metavar="SHARE", help=least)
     add("--junit", metavar="FILE", help="write the verdicts as JUnit XML, for CI systems")
@@ -267,11 +278,17 @@ def _parse() -> tuple[Namespace, list[str]]:
     in_ranks = arguments.acceptance or arguments.module or arguments.script
     if arguments.min_accuracy and in_ranks:
         raise UsageError("--min_accuracy is for runs of train: leave it out with --acceptance, --module and --script")
+    if any(_baselines(arguments).values()) and not (arguments.acceptance or arguments.module):
+        raise UsageError("--save_baseline and --against are for --acceptance and --module: add one")
+    if any(_baselines(arguments).values()) and arguments.script:
+        raise UsageError("--save_baseline and --against are not for --script: leave them out")
     if arguments.launcher and (in_ranks or arguments.runs):
         raise UsageError("--launcher is for runs of train: leave it out with the other ways to compare")
-    junit_folder = Path(arguments.junit or "").absolute().parent
-    if arguments.junit and not junit_folder.is_dir() and junit_folder != Path(arguments.out).absolute():
-        raise UsageError(f"--junit {arguments.junit}: its directory does not exist")
-    if arguments.junit and Path(arguments.junit).is_dir():
-        raise UsageError(f"--junit {arguments.junit} is a directory: name a file")
+    for option in ("junit", "save_baseline"):
+        file = getattr(arguments, option)
+        folder = Path(file or "").absolute().parent
+        if file and not folder.is_dir() and folder != Path(arguments.out).absolute():
+            raise UsageError(f"--{option} {file}: its directory does not exist")
+        if file and Path(file).is_dir():
+            raise UsageError(f"--{option} {file} is a directory: name a file")
     return arguments, rest

@@ -11,41 +11,41 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from cifar_zero.checkpoints.network import on_meta
+from cifar_zero.checkpoints.weights import encode
+from cifar_zero.comparison.baseline import SKETCHES
+from cifar_zero.comparison.script import FOLDER, Recording
 from cifar_zero.config import command_line
 from cifar_zero.config.run import Run
-from cifar_zero.core.atomic import write_json
+from cifar_zero.core import atomic
 from cifar_zero.core.console import quieten
 from cifar_zero.core.hardware import gpu_count
 from cifar_zero.launch import rank_environment
 from cifar_zero.step_check.callback import StepCheck
+from cifar_zero.step_check.outputs import OutputCheck
 from cifar_zero.step_check.recorded import Recorded
 from cifar_zero.step_check.script_check import ScriptCheck
+from cifar_zero.step_check.sketches import SketchCheck
 from cifar_zero.step_check.verdict import Verdict
 from cifar_zero.strategies import hooks_of
 from cifar_zero.training import DATAMODULE, MODULE, build
 from cifar_zero.training.callbacks.averaging import BatchNormStatistics
 from cifar_zero.training.resolve import resolve
 
-Train = Callable[[list[str], Path], Verdict]
-"""Trains a case, given by its flags, with a folder for temporary files; returns its verdict, on every rank."""
+Train = Callable[[list[str], Path, StepCheck], None]
+"""Trains a case, given by its flags, with a folder for temporary files and the check of its steps."""
 
 
-def train_recipe(flags: list[str], folder: Path, recorded: Recorded | None = None) -> Verdict:
-    """Trains a run of this program, given by train's flags, as one rank, without output; from the weights and on the
-    batches of `recorded`, if given."""
+def train_recipe(flags: list[str], folder: Path, check: StepCheck) -> None:
+    """Trains a run of this program, given by train's flags, as one rank, without output."""
     run = resolve(command_line.parse(flags))
-    check, steps = StepCheck(every=1, on_fault="warn"), run.recipe.max_steps
-    weights, data = None, resolve_name(DATAMODULE)(run)
-    if recorded is not None:
-        check, steps = ScriptCheck(recorded), recorded.count
-        weights = recorded.weights(on_meta(run.recipe, run.num_classes))
     trainer = quiet_trainer(run, folder, [BatchNormStatistics(), check])
-    if recorded is not None:
-        data = recorded.loader(trainer.strategy)
+    weights, data, steps = None, resolve_name(DATAMODULE)(run), run.recipe.max_steps
+    if isinstance(check, ScriptCheck):
+        weights = check.recorded.weights(on_meta(run.recipe, run.num_classes))
+        data, steps = check.recorded.loader(trainer.strategy), check.recorded.count
     trainer.fit(resolve_name(MODULE)(run, run.num_classes, weights), data)
     if len(check.verdict.steps) < steps:
         check.verdict.note(f"{steps - len(check.verdict.steps)} of {steps} steps")
-    return check.verdict
 
 
 def quiet_trainer(run: Run, folder: Path, callbacks: Sequence[Any], elements: int = 0, **more: Any) -> Trainer:
@@ -63,8 +63,19 @@ class Free(Callback):
         hooks_of(trainer.strategy).free()
 
 
-def train_all(jobs: Mapping[str, list[str]], train: Train, folder: Path) -> None:
-    """Trains jobs, given by their flags, and on rank 0 writes the verdict of each to the path that it is given by."""
+def check_of(folder: Path, sketches: bool = False) -> StepCheck:
+    """Returns the check of a training; `folder` may hold the recorded steps of a script."""
+    if sketches:
+        return SketchCheck()
+    if not (folder / FOLDER).is_dir():
+        return StepCheck(every=1, on_fault="warn")
+    recording = Recording.read(folder / FOLDER)
+    return ScriptCheck(Recorded(folder / FOLDER, recording.steps, recording.renames, recording.own_data))
+
+
+def train_all(jobs: Mapping[str, list[str]], train: Train, folder: Path, sketches: bool = False) -> None:
+    """Trains jobs, given by their flags, and on rank 0 writes the verdict of each to the path that it is given by, and
+    on request `sketches` next to it. A job with a fault is trained once more, to find the first wrong module."""
     quieten()
     gc.freeze()  # ZeRO 3 (DeepSpeed 0.19.8, defragment) collects garbage at each start: 0.35 s with all imports
     if gpu_count() == 0:
@@ -73,10 +84,24 @@ def train_all(jobs: Mapping[str, list[str]], train: Train, folder: Path) -> None
         torch.set_num_threads(1)
         os.environ["OMP_NUM_THREADS"] = "1"
     environment, rank = dict(os.environ), rank_environment.global_rank()
-    for file, flags in jobs.items():
+
+    def verdict_of(flags: list[str], check: StepCheck) -> Verdict:
         os.environ.update(environment)  # Lightning removes WORLD_SIZE at the end of a training
         # With TF32 the bounds of a float32 case would be a thousand times as wide on a GPU (torch, CUDA semantics).
         with torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False, allow_tf32=False):
-            verdict = train(flags, folder)
+            train(flags, folder, check)
+        return check.verdict
+
+    for file, flags in jobs.items():
+        check = check_of(folder, sketches)
+        verdict = verdict_of(flags, check)
+        if verdict.faults and not isinstance(check, ScriptCheck):
+            again = verdict_of(flags, OutputCheck(every=1, on_fault="warn"))
+            verdict = again if again.faults else verdict
         if rank == 0:
-            write_json(Path(file), verdict.as_dict())
+            found = verdict.as_dict()
+            if isinstance(check, SketchCheck):
+                found[SKETCHES] = f"{file}.safetensors"
+                steps = {key: torch.stack(values) for key, values in check.sketches.items()}
+                atomic.write(Path(found[SKETCHES]), encode(steps, {}))
+            atomic.write_json(Path(file), found)

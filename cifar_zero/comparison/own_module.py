@@ -25,13 +25,13 @@ from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.config.user_classes import PARTS, check_given, fit, instance, read_given
 from cifar_zero.core import exits
 from cifar_zero.core.errors import UsageError
-from cifar_zero.step_check.verdict import Verdict
 from cifar_zero.training.resolve import resolve
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule
 
-    from cifar_zero.step_check.recorded import Recorded
+    from cifar_zero.step_check.callback import StepCheck
+
 
 STEPS = 20  # optimizer steps by default
 
@@ -69,23 +69,22 @@ def plan(
     return cases
 
 
-def compare(cases: list[Variant], title: str, command: str, folder: Path) -> Comparison:
-    """Trains the cases of `plan`, with the logs in `folder`; returns their verdicts. Raises UsageError: the module
-    cannot be trained under DeepSpeed."""
+def compare(cases: list[Variant], title: str, command: str, folder: Path, **files: Any) -> Comparison:
+    """Trains the cases of `plan`, with the logs in `folder` and the `files` of baselines of a Comparison; returns their
+    verdicts. Raises UsageError: the module cannot be trained under DeepSpeed."""
     theirs = read_given(cases[0].flags).theirs
     recipe = {"module": theirs["module"], "datamodule": theirs.get("datamodule", "the module's own loader")}
-    return train_cases(Comparison(title, command, recipe, PLAIN, cases), folder, PROGRAM, of_user=True)
+    return train_cases(Comparison(title, command, recipe, PLAIN, cases, **files), folder, PROGRAM, of_user=True)
 
 
-def train(flags: list[str], folder: Path, recorded: Recorded | None = None) -> Verdict:
-    """Trains a user's module as one rank, without output; from the weights and on the batches of `recorded`, if given.
-    Raises UsageError for manual optimization, several optimizers, or code that fails."""
+def train(flags: list[str], folder: Path, check: StepCheck) -> None:
+    """Trains a user's module as one rank, without output. Raises UsageError for manual optimization, several
+    optimizers, or code that fails."""
     from lightning.pytorch import LightningModule, seed_everything
     from lightning.pytorch.loggers.logger import DummyLogger
     from lightning.pytorch.strategies import DDPStrategy
 
     from cifar_zero.comparison import jobs
-    from cifar_zero.step_check.callback import StepCheck
     from cifar_zero.step_check.script_check import ScriptCheck
 
     given = read_given(flags)
@@ -93,7 +92,6 @@ def train(flags: list[str], folder: Path, recorded: Recorded | None = None) -> V
     seed_everything(run.recipe.seed, verbose=False)
     module, datamodule = (instance(part, given) for part in PARTS)
     elements = sum(parameter.numel() for parameter in module.parameters()) or run.placement.zero.reduce_bucket_size
-    check = StepCheck(every=1, on_fault="warn") if recorded is None else ScriptCheck(recorded)
     # What modules of others ask for: a logger, and a validation whose metrics a schedule monitors.
     theirs_too = {"logger": DummyLogger(), "limit_val_batches": 1, "use_distributed_sampler": True}
     trainer = jobs.quiet_trainer(run, folder, [check], elements, **theirs_too)
@@ -105,7 +103,8 @@ def train(flags: list[str], folder: Path, recorded: Recorded | None = None) -> V
     elif isinstance(strategy, DDPStrategy):
         strategy._ddp_kwargs["find_unused_parameters"] = True
     data: Any = module if datamodule is None else datamodule
-    if recorded is not None:
+    if isinstance(check, ScriptCheck):
+        recorded = check.recorded
         module.configure_model()
         recorded.give_weights(module)
         if recorded.own_data:
@@ -114,7 +113,6 @@ def train(flags: list[str], folder: Path, recorded: Recorded | None = None) -> V
             data.train_dataloader = partial(recorded.loader, strategy)
     seed_everything(run.recipe.seed, verbose=False)
     fit(trainer, module, datamodule)
-    return check.verdict
 
 
 def assert_agrees(

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cifar_zero.comparison.result import Comparison, Variant
 from cifar_zero.core.errors import Stopped, UsageError
-from cifar_zero.core.hardware import cpu_name, git_commit, gpu_count, this_computer, versions
+from cifar_zero.core.hardware import cpu_name, git_commit, gpu_count, gpu_versions, this_computer, versions
 from cifar_zero.launch import local_launcher, rank_environment
 from cifar_zero.training import run_process
 from cifar_zero.training.resolve import warn_of_few_cores
@@ -23,7 +23,7 @@ def train_jobs(file: Path, train: str) -> int:
     the exit code.
 
     Args:
-        file: JSON: the number of ranks, and the flags of each job by the path of its verdict.
+        file: JSON: the number of ranks, the flags of each job by the path of its verdict, and whether to keep sketches.
         train: The function that trains a job, MODULE:NAME, see `jobs.Train`.
     """
     work = json.loads(file.read_text())
@@ -31,13 +31,13 @@ def train_jobs(file: Path, train: str) -> int:
         return local_launcher.run(work["ranks"], on_cpu=gpu_count() == 0)
     from cifar_zero.comparison.jobs import train_all
 
-    train_all(work["jobs"], resolve_name(train), file.parent)
+    train_all(work["jobs"], resolve_name(train), file.parent, work["sketches"])
     return 0
 
 
 def train_cases(comparison: Comparison, folder: Path, program: Sequence[str], of_user: bool = False) -> Comparison:
     """Trains the variants of a comparison, sets their verdicts, and returns it; after Ctrl-C with those of the finished
-    ones.
+    ones. Reads and writes the baselines that it names.
 
     Args:
         comparison: Its variants are on one number of ranks after the other.
@@ -46,8 +46,13 @@ def train_cases(comparison: Comparison, folder: Path, program: Sequence[str], of
         of_user: The module is a user's. What it cannot do under the first variant, it can under none.
 
     Raises:
-        UsageError: The first training of a user's module was refused.
+        UsageError: The first training of a user's module was refused, or the baseline is not of these cases.
     """
+    sketches = bool(comparison.against or comparison.save_baseline)
+    if comparison.against:
+        from cifar_zero.comparison import baseline
+
+        baseline.read(comparison)
     started = time.monotonic()
     cases = comparison.variants
     for case in cases:
@@ -59,23 +64,31 @@ def train_cases(comparison: Comparison, folder: Path, program: Sequence[str], of
         task = progress.add_task("trainings", total=len(cases))
         try:
             for ranks in dict.fromkeys(case.world_size for case in cases):
-                for _ in _train([case for case in cases if case.world_size == ranks], folder, program, of_user):
+                of_size = [case for case in cases if case.world_size == ranks]
+                for _ in _train(of_size, folder, program, of_user, sketches):
                     progress.advance(task)
         except Stopped as stop:
             comparison.stopped_by = stop.number
     device = cpu_name()
+    libraries = {name: str(version) for name, version in versions().items()}
     if gpu_count():
         import torch
 
         device = torch.cuda.get_device_name()
-    libraries = {name: str(version) for name, version in versions().items()}
+        libraries |= gpu_versions()
     comparison.machine = {"device": device, **this_computer(), "commit": str(git_commit()), **libraries}
     trained = int(progress.tasks[0].completed)
     comparison.notes.append(f"{trained} of {len(cases)} trainings in {time.monotonic() - started:.0f} s.")
+    if sketches:
+        from cifar_zero.comparison import baseline
+
+        baseline.apply(comparison)
     return comparison
 
 
-def _train(cases: Sequence[Variant], folder: Path, program: Sequence[str], of_user: bool) -> Iterator[Variant]:
+def _train(
+    cases: Sequence[Variant], folder: Path, program: Sequence[str], of_user: bool, sketches: bool
+) -> Iterator[Variant]:
     """Trains cases of one number of ranks in ranks that are started once, and again after each that failed; sets their
     verdicts and times, the first with the start. Yields those that were trained; raises as `train_cases` does."""
     ranks, todo = cases[0].world_size, [*cases]
@@ -84,7 +97,7 @@ def _train(cases: Sequence[Variant], folder: Path, program: Sequence[str], of_us
         log, file = folder / f"{name}.log", folder / f"{name}.json"
         verdicts = [folder / f"{name}-case-{number}.json" for number in range(len(todo))]
         jobs = {str(verdict): case.flags for verdict, case in zip(verdicts, todo, strict=True)}
-        file.write_text(json.dumps({"ranks": ranks, "jobs": jobs}))
+        file.write_text(json.dumps({"ranks": ranks, "jobs": jobs, "sketches": sketches}))
         began = time.monotonic()
         with run_process.start(program, [str(file)], log) as child:
             for verdict in verdicts:

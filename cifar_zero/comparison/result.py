@@ -117,6 +117,8 @@ class Comparison:
     differences: dict[str, dict[str, str]] = field(default_factory=dict)
     """Settings that the runs should share and do not: the value by the variant's name."""
     notes: list[str] = field(default_factory=list)  # notes on the verdicts, one sentence each
+    against: str = ""  # the file of a baseline by which the cases are judged, see `baseline`
+    save_baseline: str = ""  # the file to which what they computed is written
     stopped_by: int = 0  # number of the signal that ended the trainings early; 0 if none did
     created: str = field(default_factory=lambda: f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}")  # ISO 8601
 

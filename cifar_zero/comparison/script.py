@@ -8,26 +8,21 @@ computes the script's step, and the strategy the module's.
 import json
 import os
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from cifar_zero.comparison import own_module
-from cifar_zero.comparison.pool import train_jobs
 from cifar_zero.comparison.result import Variant
 from cifar_zero.config import command_line
-from cifar_zero.core import exits
 from cifar_zero.core.console import command, say
 from cifar_zero.core.errors import RunError, UsageError
-from cifar_zero.step_check.verdict import Verdict
 from cifar_zero.training import run_process
 from cifar_zero.training.resolve import resolve
 
 FOLDER = "recording"
 """Directory of the recorded steps, in that of the comparison."""
 
-PROGRAM = ("cifar_zero.comparison.script",)  # trains a file of jobs, see `run_process.start`
 RECORDER = ("cifar_zero.comparison.trace",)
 
 
@@ -126,24 +121,3 @@ def _recipes(names: Sequence[str], ranks: int, flags: Sequence[str], optional: b
         title = Path(name).stem
         cases.append(Variant(title, title, ranks, given, command("train", *given), row="CIFARModule"))
     return cases
-
-
-def train(flags: list[str], folder: Path) -> Verdict:
-    """Trains a module as one rank, from the script's weights on its batches, without output."""
-    from cifar_zero.comparison import jobs
-    from cifar_zero.step_check.recorded import Recorded
-
-    recording = Recording.read(folder / FOLDER)
-    steps = Recorded(folder / FOLDER, recording.steps, recording.renames, recording.own_data)
-    if recording.is_recipe:
-        return jobs.train_recipe(flags, folder, steps)
-    return own_module.train(flags, folder, steps)
-
-
-def main() -> int:
-    """Trains the file of jobs that the command line names."""
-    return train_jobs(Path(sys.argv[1]), "cifar_zero.comparison.script:train")
-
-
-if __name__ == "__main__":
-    sys.exit(exits.guarded(main))

@@ -15,6 +15,8 @@ REPOSITORY = Path(__file__).parents[2]
 
 PACKAGES = ("torch", "lightning", "deepspeed", "torchmetrics")
 
+DRIVER = Path("/sys/module/nvidia/version")  # file in which Linux shows the version of NVIDIA's driver, if it is loaded
+
 CGROUPS = Path("/sys/fs/cgroup")  # control groups of Linux, version 2
 
 
@@ -108,6 +110,14 @@ def versions() -> dict[str, str | None]:
         with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return {**found, "python": platform.python_version()}
+
+
+def gpu_versions() -> dict[str, str]:
+    """Returns the versions of NCCL and of NVIDIA's driver; torch has a GPU."""
+    from torch.cuda import nccl
+
+    driver = DRIVER.read_text().strip() if DRIVER.is_file() else "unknown"
+    return {"nccl": ".".join(map(str, nccl.version())), "driver": driver}
 
 
 def git_commit(folder: Path = REPOSITORY) -> str | None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.cuda import nccl
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from cifar_zero.core import hardware
@@ -26,8 +25,6 @@ BANDWIDTH = "Bandwidth is not measured: run all_reduce_perf of https://github.co
 
 ELEMENTS = 2**18
 """Size of the all-reduce in float32, 1 MiB: with a wrong MTU small packets arrive and large ones get lost."""
-
-DRIVER = Path("/sys/module/nvidia/version")  # file in which Linux shows the version of NVIDIA's driver, if it is loaded
 
 
 def examine(options: Options) -> dict[str, Finding]:
@@ -83,8 +80,7 @@ def versions() -> dict[str, str]:
     """Returns the versions that must be the same on all nodes: Python, packages, NCCL, NVIDIA's driver, the commit."""
     found = {name: version or "none" for name, version in hardware.versions().items()}
     if torch.cuda.is_available():
-        found["nccl"] = ".".join(map(str, nccl.version()))
-        found["driver"] = DRIVER.read_text().strip() if DRIVER.is_file() else "unknown"
+        found |= hardware.gpu_versions()
     return {**found, "commit": hardware.git_commit() or "unknown"}
 
 

@@ -156,13 +156,13 @@ class StepCheck(Callback):
         gradients = {name: gradient.double() for name, gradient in hooks.gradients(pl_module).items()}
         dtypes = self._compute_dtypes(trainer, pl_module)
         scale = hooks.loss_scale()
-        self._norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))
+        self._norm = norm_of(gradients)
         self._overflows = scale is not None and not math.isfinite(self._norm)
 
         def compute() -> tuple[Replay, Replay]:
             replays = self._replay(trainer, self._micro_batches, self._weights, dtypes, scale=scale or 1.0)
             if not self._overflows:
-                self._expect_updates(trainer, pl_module, optimizer, gradients)
+                self._expected = self._expect_updates(trainer, pl_module, optimizer, gradients)
             return replays
 
         self._replays = self._on_all_ranks(compute, "steps")
@@ -289,7 +289,7 @@ class StepCheck(Callback):
         explain: Callable[[str, Tensor, Tensor], str] = _factor,
     ) -> None:
         """Compares gradients with those of two replays; `explain` says in words what is wrong with one."""
-        whole = math.sqrt(sum(float(gradient.square().sum()) for gradient in exact.values()))
+        whole = norm_of(exact)
         for name in exact:
             if name not in found:
                 self._add(kind, name, math.inf, 0.0, exact[name].numel(), "there is none")
@@ -318,20 +318,20 @@ class StepCheck(Callback):
 
     def _expect_updates(
         self, trainer: Trainer, module: LightningModule, optimizer: Any, gradients: Mapping[str, Tensor]
-    ) -> None:
+    ) -> list[Expected]:
         """Lets a copy of the optimizer make the step, on this rank's share of the weights."""
         hooks = hooks_of(trainer.strategy)
         by_norm = trainer.gradient_clip_algorithm in (None, "norm")
         self._clips_known = by_norm and not is_overridden("configure_gradient_clipping", module)
         if not self._clips_known:
             self.verdict.note("updates, as the gradient is not clipped by its norm")
-            return
+            return []
         limit = hooks.clip_limit(trainer)
-        scale = min(1.0, limit / (self._norm + 1e-6)) if limit else 1.0
+        scale = min(1.0, limit / (norm_of(gradients) + 1e-6)) if limit else 1.0
         clipped = {name: gradient.float() * scale for name, gradient in gradients.items()}
         parameters = dict(module.named_parameters())
         names = {id(parameters[name]): plain for name, plain in hooks.plain_names(parameters).items()}
-        self._expected = [*expected_updates(hooks, optimizer, names, clipped, self._weights)]
+        return [*expected_updates(hooks, optimizer, names, clipped, self._weights)]
 
     def _compare_losses(self, of_low: Sequence[float], of_exact: Sequence[float]) -> None:
         dtype = lowest(value.dtype for value in self._losses)
@@ -373,6 +373,11 @@ class StepCheck(Callback):
             raise RunError(str(self.verdict))
         if faults and trainer.is_global_zero:
             say(f"warning: {faults[0]}")
+
+
+def norm_of(tensors: Mapping[str, Tensor]) -> float:
+    """Returns the L2 norm of all tensors together."""
+    return math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors.values()))
 
 
 def _shares_buffers(model: Any) -> bool:

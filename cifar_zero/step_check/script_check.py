@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
 from cifar_zero.launch.collectives import gather
-from cifar_zero.step_check.callback import CONSTANT, LEAST, ROUNDINGS, StepCheck, constant_factor
+from cifar_zero.step_check.callback import CONSTANT, LEAST, ROUNDINGS, StepCheck, constant_factor, norm_of
 from cifar_zero.step_check.recorded import Recorded, ScriptStep, matched, options_of, part_of, samples_in, shapes_of
 from cifar_zero.step_check.replay import lowest
 from cifar_zero.step_check.updates import UPDATE, off_by, torch_step
@@ -34,7 +34,7 @@ class ScriptCheck(StepCheck):
     def __init__(self, recorded: Recorded):
         """Prepares the comparison; the training ends after the last recorded step."""
         super().__init__(every=1, on_fault="warn")
-        self._recorded = recorded
+        self.recorded = recorded
         self._gradients: dict[str, Tensor] = {}  # the script's, of the step before
         self._hint = ""  # what several ranks change
         self._rates: dict[str, tuple[float, float]] = {}  # the module's and the script's, in the step before
@@ -48,15 +48,15 @@ class ScriptCheck(StepCheck):
         """Keeps what a replay needs, and compares the module's own batch with the script's."""
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         number = len(self._micro_batches)
-        if self._recorded.own_data and number:
-            wanted = self._recorded.step(self._step).micro_batches[number - 1].batch
+        if self.recorded.own_data and number:
+            wanted = self.recorded.step(self._step).micro_batches[number - 1].batch
             why = difference(batch, wanted)
             self._add("script's batch", f"micro-batch {number}", math.inf if why else 0.0, 0.0, 1, why)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Lets the module compute the script's step, and compares; then checks the strategy's own step."""
         if self._micro_batches and hooks_of(trainer.strategy).ends_step():
-            self._compare_step(self._recorded.step(self._step), trainer, pl_module, optimizer)
+            self._compare_step(self.recorded.step(self._step), trainer, pl_module, optimizer)
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
 
     def on_train_batch_end(
@@ -64,13 +64,13 @@ class ScriptCheck(StepCheck):
     ) -> None:
         """Compares the rest of the step; ends the training after the last recorded one."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if trainer.global_step >= self._recorded.count:
+        if trainer.global_step >= self.recorded.count:
             trainer.should_stop = True
 
     def _compare_step(self, step: ScriptStep, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
         hooks = hooks_of(trainer.strategy)
-        names = matched(step.weights, self._replica.shapes, self._recorded.renames)
-        buffer_names = matched(step.buffers, shapes_of(module.named_buffers()), self._recorded.renames)
+        names = matched(step.weights, self._replica.shapes, self.recorded.renames)
+        buffer_names = matched(step.buffers, shapes_of(module.named_buffers()), self.recorded.renames)
         dtypes = self._compute_dtypes(trainer, module)
         ranks, rank = hooks.replica()
         if ranks > 1 and any(isinstance(each, _BatchNorm) for each in self._replica.module.modules()):
@@ -167,7 +167,7 @@ def _named(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str,
 
 def _clip(of_replays: Sequence[Mapping[str, Tensor]], limit: float) -> None:
     """Clips the gradients of replays in place, to the norm of the first one's."""
-    norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in of_replays[0].values()))
+    norm = norm_of(of_replays[0])
     if limit and norm > limit:
         for gradients in of_replays:
             for gradient in gradients.values():

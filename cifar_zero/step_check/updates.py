@@ -78,8 +78,8 @@ def expected_updates(
         before = updated.target.detach().clone()
         twin = torch.nn.Parameter(before.clone())
         # An engine may keep a frozen weight next to trained ones.
-        twin.grad = _laid(updated, [gradients.get(name, torch.zeros_like(weights[name])) for name in own])
-        used = local_of(_laid(updated, [torch.ones_like(weights[name]) for name in own])).bool()
+        twin.grad = laid(updated, [gradients.get(name, torch.zeros_like(weights[name])) for name in own])
+        used = local_of(laid(updated, [torch.ones_like(weights[name]) for name in own])).bool()
         yield Expected(own, updated, before, twin.detach(), torch_step(updated, twin), used)
 
 
@@ -96,7 +96,7 @@ def torch_step(updated: Updated, twin: torch.nn.Parameter, state: dict[str, Any]
     return optimizer.state.get(twin, {})
 
 
-def _laid(updated: Updated, wholes: list[Tensor]) -> Tensor:
+def laid(updated: Updated, wholes: list[Tensor]) -> Tensor:
     """Returns unsharded tensors of the parameters as the optimizer's tensor has them; padding is 0."""
     part: Any = updated.cut(wholes)
     part = part.to(updated.target.device, updated.target.dtype)

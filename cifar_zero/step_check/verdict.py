@@ -14,6 +14,7 @@ Kind = Literal[
     "update",
     "state",
     "buffer",
+    "output",
     "script's batch",
     "script's loss",
     "script's gradient",
@@ -100,6 +101,7 @@ class Verdict:
     faults: list[Finding] = field(default_factory=list)  # the first FAULTS_KEPT
     not_checked: list[str] = field(default_factory=list)  # what could not be judged and why, one clause each
     needed: tuple[Kind, ...] = ("gradient", "update")  # of each of them ENOUGH must be judged
+    first_output: Finding | None = None  # the first fault of a submodule's output, in the order of execution
 
     def add(self, step: int, findings: Iterable[Finding]) -> list[Finding]:
         """Counts the comparisons of a step; returns the faults among them."""
@@ -109,6 +111,8 @@ class Verdict:
             self.tallies.setdefault(found.kind, Tally()).add(found)
             if found.share > 1:
                 faults.append(found)
+                if found.kind == "output":
+                    self.first_output = self.first_output or found
         self.faults += faults[: FAULTS_KEPT - len(self.faults)]
         return faults
 
@@ -144,7 +148,10 @@ class Verdict:
         if self.faults:
             first = self.faults[0]
             others = sum(each.step == first.step and each.kind == first.kind for each in self.faults) - 1
-            return f"{first}{(others and f' (and {others} more)') or ''}"
+            where = "; the outputs of all modules are right" if "output" in self.tallies else ""
+            if self.first_output is not None and self.first_output.step == first.step:
+                where = f"; the first module whose output differs is {self.first_output.name}"
+            return f"{first}{(others and f' (and {others} more)') or ''}{where}"
         text = f"{len(self.steps)} steps checked"
         parts = []
         for kind, tally in self.tallies.items():

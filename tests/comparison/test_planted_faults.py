@@ -17,7 +17,7 @@ pytestmark = pytest.mark.distributed
 
 FAULTS = {
     "gradients_halved": ("1", r"step 1: gradient of net\..*; it is 0\.5\d* of the right one"),
-    "micro_batch_lost": ("1", r"step 1: gradient of net\."),
+    "micro_batch_lost": ("1", r"step 1: gradient of net\..*; the outputs of all modules are right"),
     "bfloat16_gradients_scaled": ("2", r"step 1: gradient of net\..*; it is 1\.2\d* of the right one"),
     "bfloat16_micro_batch_lost": ("2", r"step 1: gradient of net\."),
     "bfloat16_decay_dropped": ("2", r"step 1: update of net\."),
@@ -31,6 +31,7 @@ FAULTS = {
     "tied_weight_updated_on_one_side": ("1", r"step 1: (gradient|weight) of net\."),
     "weight_decay_on_all": ("1", r"step 1: update of net\."),
     "learning_rate_one_step_late": ("1", r"step 2: update of net\."),
+    "module_changed_at_the_start": ("2", r"step 1: .*; the first module whose output differs is net\.head"),
     "batch_norm_never_updated": ("2", r"step 1: buffer of net\."),
 }
 """The stage of ZeRO under which a fault is planted, and what a case that does not pass says."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cifar_zero.comparison import script
+from cifar_zero.comparison import jobs, own_module, script
 from cifar_zero.comparison.compare import main
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.step_check.verdict import Verdict
@@ -30,7 +30,14 @@ def verdict_of(flags: str, folder: Path, *of_module: str, own_data: bool = False
     recording.own_data = own_data
     recording.write(folder / script.FOLDER)
     (case,) = script.plan(recording, ["baseline"], 1, [*MODULE, *of_module])
-    return script.train(case.flags, folder)
+    return trained(case.flags, folder)
+
+
+def trained(flags: list[str], folder: Path, train: jobs.Train = own_module.train) -> Verdict:
+    """Returns the verdict of a training in this process."""
+    check = jobs.check_of(folder)
+    train(flags, folder, check)
+    return check.verdict
 
 
 @pytest.mark.distributed
@@ -102,7 +109,7 @@ def test_the_tutorials_loop_and_this_programs_module(tmp_path: Path):
     recording.is_recipe = True
     recording.write(tmp_path / script.FOLDER)
     (case,) = script.plan(recording, ["baseline"], 1, [])
-    verdict = script.train(case.flags, tmp_path)
+    verdict = trained(case.flags, tmp_path, jobs.train_recipe)
     assert verdict.outcome == "within rounding", str(verdict)
     assert verdict.tallies["script's update"].judged == 4 * 62_006
 
@@ -147,6 +154,6 @@ def test_scripts_of_other_libraries(name: str, tmp_path: Path):
         pytest.importorskip(library)
     recording = script.record(str(FOLDER / f"{name}.py"), 4, tmp_path)
     (case,) = script.plan(recording, ["baseline"], 1, ["--module", f"{FOLDER / name}.py:Migrated", "--max_steps", "30"])
-    verdict = script.train(case.flags, tmp_path)
+    verdict = trained(case.flags, tmp_path)
     assert verdict.outcome in ("bit-identical", "within rounding"), str(verdict)
     assert os.listdir(tmp_path / script.FOLDER)

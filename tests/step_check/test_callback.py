@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from cifar_zero.comparison import StepCheck
 from cifar_zero.core.errors import RunError
+from cifar_zero.step_check.outputs import OutputCheck
 from tests.support.own_modules import images
 
 
@@ -58,9 +59,13 @@ class Faulty(Module):
 
 def trained(module: LightningModule, **options: Any) -> StepCheck:
     check = StepCheck(every=1, **options)
+    fit(module, check)
+    return check
+
+
+def fit(module: LightningModule, check: StepCheck) -> None:
     quiet: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     Trainer(accelerator="cpu", max_steps=5, accumulate_grad_batches=2, callbacks=[check], **quiet).fit(module)
-    return check
 
 
 def test_state_in_attributes_is_followed():
@@ -84,3 +89,37 @@ def test_a_wrong_update_is_counted():
     verdict = trained(Faulty(), on_fault="warn").verdict
     assert verdict.steps == [1, 2, 3, 4, 5]
     assert {fault.name for fault in verdict.faults} == {"net.bias"}
+
+
+class Deep(Module):
+    """A second layer, which is changed after the copy was made, as an engine may do at its start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tanh = torch.nn.Tanh()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.tanh(self.net(batch[0])), batch[1])
+
+    def on_fit_start(self) -> None:
+        def halved(part: Any, inputs: Any, output: Any) -> Any:
+            return output / 2
+
+        self.tanh.register_forward_hook(halved)
+
+
+@pytest.mark.parametrize(
+    ("module", "where"),
+    [(Deep, "the first module whose output differs is tanh"), (Faulty, "the outputs of all modules are right")],
+)
+def test_the_first_wrong_module_is_named(module: type[Module], where: str):
+    check = OutputCheck(every=1, on_fault="warn")
+    fit(module(), check)
+    assert str(check.verdict).endswith(f"; {where}")
+
+
+def test_right_outputs_are_counted():
+    check = OutputCheck(every=1)
+    fit(Module(), check)
+    assert check.verdict.outcome == "bit-identical"
+    assert check.verdict.tallies["output"].elements == 5 * 2 * 8 * 10

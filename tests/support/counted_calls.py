@@ -14,7 +14,7 @@ from typing import Any
 from cifar_zero.comparison import jobs
 from cifar_zero.comparison.pool import train_jobs
 from cifar_zero.launch import rank_environment
-from cifar_zero.step_check.verdict import Verdict
+from cifar_zero.step_check.callback import StepCheck
 
 ZERO_1_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator"
@@ -50,15 +50,14 @@ def counted(name: str, calls: Counter[str]) -> None:
 CALLS: Counter[str] = Counter()
 
 
-def train(flags: list[str], folder: Path) -> Verdict:
+def train(flags: list[str], folder: Path, check: StepCheck) -> None:
     """Trains a job as the acceptance does."""
     rank = rank_environment.global_rank()  # Lightning removes it from the environment at the end of a training
     CALLS.clear()
-    verdict = jobs.train_recipe(flags, folder)
+    jobs.train_recipe(flags, folder, check)
     if rank == 0:
         with (folder / "calls.jsonl").open("a") as file:
             file.write(json.dumps(CALLS) + "\n")
-    return verdict
 
 
 def main() -> int:

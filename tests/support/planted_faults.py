@@ -209,6 +209,24 @@ def learning_rate_one_step_late() -> None:
     stage_1_and_2.DeepSpeedZeroOptimizer.step = broken
 
 
+def module_changed_at_the_start() -> None:
+    """The engine replaces the forward of one module."""
+
+    def change(engine, model):
+        part = next((part for name, part in model.named_modules() if name.endswith("head")), None)
+        if part is not None:
+            part.forward = lambda inputs: 1.01 * type(part).forward(part, inputs)
+
+    _before_start(change)
+
+
+def loss_of_torch_changed() -> None:
+    """As a release of torch might: a plain PyTorch training has the same loss."""
+    functions = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]
+    loss = functions.cross_entropy_loss
+    functions.cross_entropy_loss = lambda *arguments, **options: 1.001 * loss(*arguments, **options)
+
+
 def _before_start(change) -> None:
     start = DeepSpeedEngine.__init__
 

@@ -1,0 +1,140 @@
+"""`cifar-zero compare --save_baseline FILE` and `--against FILE`: do the trainings compute what they computed before,
+on another machine, with another driver, or with another release of torch or DeepSpeed?
+
+Two right trainings differ by rounding, and drift apart. What does not differ is the replay of a step in float64 from
+the same weights. So a step agrees with the baseline if the replay's loss, gradient and update do, and if both step
+checks found that the strategy computes the same as the replay, up to the rounding there.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from cifar_zero.checkpoints.weights import encode, read_safetensors
+from cifar_zero.comparison.result import GOOD, Comparison, Variant
+from cifar_zero.core import atomic
+from cifar_zero.core.errors import UsageError
+from cifar_zero.step_check.callback import SMALL
+from cifar_zero.step_check.updates import off_by
+from cifar_zero.step_check.verdict import Finding, Kind, Verdict, percent
+
+SKETCHES = "sketches"
+"""Key in `Variant.check`: the file with `SketchCheck.sketches`."""
+
+EXACT = 1e-6
+"""Share of an exact value that counts as a difference. float64 rounds at 1e-16; what a module computes in float32 even
+in the replay, and the update, which torch's optimizer computes in float32, at 1e-7 of the weights."""
+
+SENSITIVITY = 1e4
+"""How many times further than the first weights a value may be off. Another kind of CPU draws weights that differ in
+their last bits. In the acceptance's cases the gradients are then off by up to 200 times as much, with bfloat16, and the
+updates by up to 2,000 times, with Adam (AVX-512 and SSE, torch 2.15)."""
+
+
+def apply(comparison: Comparison) -> None:
+    """Judges the trained cases by the baseline that the comparison names, and writes the one that it names: what the
+    cases computed, and the environment."""
+    if comparison.against:
+        judge(comparison)
+    if not comparison.save_baseline or comparison.stopped_by:
+        return
+    cases, tensors = {}, {}
+    for case in comparison.variants:
+        if SKETCHES in case.check:
+            key = identity(case)
+            cases[key] = [case.name, case.check["outcome"], case.check["text"]]
+            tensors |= {f"{key}/{name}": value for name, value in _sketches(case).items()}
+    about = {"created": comparison.created, "command": comparison.command}
+    about |= {"machine": comparison.machine, "cases": cases}
+    atomic.write(Path(comparison.save_baseline), encode(tensors, {"baseline": json.dumps(about)}))
+    comparison.notes.append(f"The baseline of {len(cases)} cases is in {comparison.save_baseline}.")
+
+
+def read(comparison: Comparison) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Returns what the baseline that a comparison names says about the trainings, and their tensors: the steps of
+    `SketchCheck.sketches`, by IDENTITY/KEY. Raises UsageError: it is damaged, or of other cases or ranks."""
+    tensors, metadata = read_safetensors(Path(comparison.against))
+    if "baseline" not in metadata:
+        raise UsageError(f"--against {comparison.against} is not a baseline: write one with --save_baseline")
+    about, ranks = json.loads(metadata["baseline"]), comparison.variants[0].world_size
+    if not any(identity(case) in about["cases"] for case in comparison.variants if case.world_size == ranks):
+        what = f"none of these cases on {ranks} ranks"
+        raise UsageError(f"--against {comparison.against} has {what}: it was saved by {about['command']}")
+    return about, tensors
+
+
+def judge(comparison: Comparison) -> None:
+    """Judges the cases by the baseline, and notes what has changed in the environment."""
+    about, tensors = read(comparison)
+    comparison.reference = f"the baseline {comparison.against}"
+    left, new = about["cases"], []
+    for case in comparison.variants:
+        key = identity(case)
+        if key not in left:
+            new.append(case.name)
+            continue
+        _, outcome, text = left.pop(key)
+        if not case.passed:
+            case.remark += f"; in the baseline: {outcome}"
+        elif outcome not in GOOD:
+            case.judge(outcome, f"now {case.kind} with plain PyTorch; in the baseline: {text}")
+        else:
+            sketches = _sketches(case)
+            names = [name for name in tensors if name.startswith(f"{key}/")]
+            verdict = compare({name.removeprefix(f"{key}/"): tensors[name] for name in names}, sketches)
+            case.judge(verdict.outcome, f"{verdict}; with plain PyTorch: {case.remark}")
+    machine, before = comparison.machine, about["machine"]
+    names = [name for name in {**before, **machine} if before.get(name) != machine.get(name)]
+    changes = ", ".join(f"{name} {before.get(name)} -> {machine.get(name)}" for name in names)
+    comparison.notes.append(f"Changed since the baseline of {about['created']}: {changes or 'nothing'}.")
+    if new:
+        comparison.notes.append(f"Not in the baseline, so compared with plain PyTorch only: {'; '.join(new)}.")
+    if left:
+        comparison.notes.append(f"Only in the baseline: {'; '.join(name for name, *_ in left.values())}.")
+
+
+def compare(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> Verdict:
+    """Judges the first step of a training, and the next ones as long as their weights are the baseline's bit by bit."""
+    verdict, steps = Verdict(), len(new["weights"])
+    shapes, others = ({key: values.shape for key, values in sketches.items()} for sketches in (old, new))
+    if shapes != others:
+        verdict.note("the baseline has other steps or tensors")
+        return verdict
+    for step in range(steps):
+        distance = off_by(new["weights"][step], old["weights"][step])
+        findings = [*_findings(step, old, new, SENSITIVITY * distance)]
+        if (step and distance) or not all(found.is_judged for found in findings):
+            break
+        verdict.add(step + 1, findings)
+    if not all(torch.equal(old[key], new[key]) for key in new):
+        loss, gradient, weights = (
+            percent(off_by(new[key][-1], old[key][-1])) for key in ("losses", "found", "weights")
+        )
+        drift = f"loss {loss}, gradient {gradient}, weights {weights}"
+        verdict.note(f"the drift since then ({drift} at step {steps})")
+    return verdict
+
+
+def _findings(step: int, old: Mapping[str, Tensor], new: Mapping[str, Tensor], bound: float) -> Iterator[Finding]:
+    """Yields how far the exact values of a step, counted from 0, are off the baseline's, and `bound` plus rounding."""
+    weights, whole = (float(old[key][step].norm()) for key in ("weights", "found"))
+    for key in sorted(old, key=lambda key: key != "loss/"):  # a wrong loss explains the rest
+        kind, is_exact, name = key.partition("/")
+        if is_exact:
+            values = old[key]
+            size = float(values[step].norm()) + (SMALL * whole if name else 1e-300)
+            allowed = bound + EXACT * (weights / size if kind == "update" else 1)
+            yield Finding(step + 1, cast(Kind, kind), name, float((new[key] - values)[step].norm()) / size, allowed)
+
+
+def identity(case: Variant) -> str:
+    """Returns what makes two cases the same: their flags, without the folders of files."""
+    return " ".join(Path(flag).name for flag in case.flags)
+
+
+def _sketches(case: Variant) -> dict[str, Tensor]:
+    return read_safetensors(Path(case.check[SKETCHES]))[0]

@@ -1,0 +1,55 @@
+"""`OutputCheck`: a step check that also compares the outputs of all submodules, and so names where a forward pass goes
+wrong first."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from cifar_zero.step_check.callback import LEAST, ROUNDINGS, StepCheck
+from cifar_zero.step_check.updates import off_by
+from cifar_zero.strategies.hooks import tensors_in
+
+
+class OutputCheck(StepCheck):
+    """Checks steps as `StepCheck` does, and keeps all outputs of the submodules in a checked step three times."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Lets the submodules of the trained module and of its copy hand over their outputs. An engine also calls the
+        module itself, for the training step, which the copy does not."""
+        super().on_train_start(trainer, pl_module)
+        self._outputs: list[tuple[str, Tensor]] = []  # of the strategy, and of the two replays
+        self._handles: list[Any] = []
+        if self._can_check:
+            parts = [*pl_module.named_modules(), *self._replica.module.named_modules()]
+            self._handles = [part.register_forward_hook(partial(self._keep, name)) for name, part in parts if name]
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Compares gradients and outputs."""
+        super().on_before_optimizer_step(trainer, pl_module, optimizer)
+        if self._replays is None:
+            return
+        count = len(self._outputs) // 3
+        found, low, exact = (self._outputs[part * count :][:count] for part in range(3))
+        for (name, output), (other, wanted), (_, high) in zip(found, low, exact, strict=True):
+            if name != other or output.shape != wanted.shape:
+                self.verdict.note("the outputs of modules that the copy calls in another order or with other inputs")
+                return
+            allowed = ROUNDINGS * off_by(wanted, high) + LEAST * torch.finfo(output.dtype).eps
+            self._add("output", name, off_by(output, wanted), allowed, output.numel())
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leaves the module as it was, and says what was judged."""
+        for handle in self._handles:
+            handle.remove()
+        super().on_train_end(trainer, pl_module)
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._outputs.clear()
+
+    def _keep(self, name: str, part: Any, inputs: Any, output: Any) -> None:
+        if self._micro_batches:
+            self._outputs += [(name, each.detach().clone()) for each in tensors_in(output) if each.is_floating_point()]

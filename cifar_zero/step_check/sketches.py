@@ -1,0 +1,85 @@
+"""`SketchCheck`: a step check that also keeps what each step computed, small enough to compare with another machine or
+release later (`cifar-zero compare --save_baseline`).
+
+A sketch is a short vector: each element of a tensor is added to one of its numbers, or subtracted. The sketch of a
+difference is the difference of the sketches, and its norm is that of the difference, to about a fifth (feature hashing,
+Weinberger et al. 2009).
+"""
+
+import math
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from cifar_zero.launch.collectives import gather
+from cifar_zero.step_check.callback import StepCheck
+from cifar_zero.step_check.updates import laid
+from cifar_zero.strategies import hooks_of
+from cifar_zero.strategies.hooks import local_of
+
+SIZE = 16
+"""Numbers in a sketch."""
+
+
+class SketchCheck(StepCheck):
+    """Checks every step, where faults are warnings, and keeps its values in `sketches`: float64, on the CPU.
+
+    A list has the values of one step after the other; a step that overflows in float16 has none. Of the training:
+
+    - `weights` (SIZE,): the sketch of all weights before the step
+    - `found` (SIZE,): the sketch of the whole gradient
+    - `losses` (ranks, micro-batches): those of the replay in the precision of the training
+
+    Of the replay in float64:
+
+    - `loss/` (ranks, micro-batches)
+    - `gradient/NAME` (SIZE,): the sketch of the gradient of a tensor
+    - `update/` (SIZE,): the sketch of what torch's optimizer makes of this gradient, in float32
+    """
+
+    def __init__(self) -> None:
+        super().__init__(every=1, on_fault="warn")
+        self.sketches: dict[str, list[Tensor]] = {}
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Compares the gradients and keeps the sketches."""
+        super().on_before_optimizer_step(trainer, pl_module, optimizer)
+        if self._replays is None or self._overflows:
+            return
+        low, exact = self._replays
+        update = torch.zeros(SIZE, dtype=torch.float64)
+        for each in self._expect_updates(trainer, pl_module, optimizer, exact.gradients):
+            own = laid(each.updated, [places(name, self._weights[name]) for name in each.names])
+            update += sketch(local_of(each.twin) - local_of(each.before), local_of(own))
+        losses = torch.tensor(gather([low.losses, exact.losses]), dtype=torch.float64)
+        found = hooks_of(trainer.strategy).gradients(pl_module)
+        step = {"weights": sketch_of(self._weights), "found": sketch_of(found), "losses": losses[:, 0]}
+        step |= {"loss/": losses[:, 1], "update/": torch.stack(gather(update)).sum(0)}
+        step |= {f"gradient/{name}": sketch_of({name: gradient}) for name, gradient in exact.gradients.items()}
+        for key, value in step.items():
+            self.sketches.setdefault(key, []).append(value)
+
+
+def sketch_of(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Returns the sketch of all tensors together, given by name: float64 (SIZE,)."""
+    return torch.stack([sketch(tensor, places(name, tensor)) for name, tensor in tensors.items()]).sum(0)
+
+
+def sketch(values: Tensor, places: Tensor) -> Tensor:
+    """Returns the sketch of a tensor, float64 (SIZE,); elements whose place is 0 are left out."""
+    places = places.cpu().flatten()
+    signed = values.detach().cpu().double().flatten() * places.sign()
+    return torch.zeros(SIZE + 1, dtype=torch.float64).index_add(0, places.abs().long(), signed)[1:]
+
+
+def places(name: str, like: Tensor) -> Tensor:
+    """Returns for each element of a tensor the number of its sketch, from 1, to which it is added, or minus this number
+    where it is subtracted: float32, in the tensor's shape. They depend on name and shape only, on any machine, because
+    numpy does not change the numbers of RandomState between releases (NEP 19)."""
+    drawn = np.random.RandomState(zlib.crc32(name.encode())).randint(-SIZE, SIZE, math.prod(like.shape), np.int64)
+    return torch.from_numpy(drawn + (drawn >= 0)).float().view(like.shape)
