@@ -2,7 +2,10 @@
 Markdown table.
 
 Each release is installed in a folder of its own, which is put in front of the environment's packages; the environment
-does not change. What is finished is in the same folder, and is not run again.
+does not change. What is finished is in results.json of the same folder, and is not run again:
+
+- the flags of `--acceptance` -> the release -> `date` (ISO 8601), `machine` (processor, cores, memory, versions,
+  commit) and `strategies`: for each its verdict, one of KINDS, and the first case with this verdict and its reason.
 """
 
 import json
@@ -12,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -22,6 +26,7 @@ from benchmarks.runs import ROOT
 from cifar_zero.comparison.result import GOOD
 from cifar_zero.core import exits
 from cifar_zero.core.atomic import write_json
+from cifar_zero.core.hardware import git_commit, this_computer, versions
 from cifar_zero.diagnosis.software import FAULTS
 
 HEADING = "| DeepSpeed | strategies | verdict | first case that fails | upstream |\n|---|---|---|---|---|\n"
@@ -43,19 +48,23 @@ def main() -> int:
     exits.install()
     given.folder.mkdir(parents=True, exist_ok=True)
     results = given.folder / "results.json"
-    known: dict[str, dict[str, Rows]] = json.loads(results.read_text()) if results.exists() else {}
+    known: dict[str, dict[str, dict[str, Any]]] = json.loads(results.read_text()) if results.exists() else {}
     flags = [*["--quick"] * given.quick, *(["--strategies", *given.strategies] if given.strategies else [])]
     done = known.setdefault(shlex.join(flags), {})
     table = HEADING
     for release in given.releases:
         print(f"DeepSpeed {release}", file=sys.stderr)
         if release not in done:
-            done[release] = verdicts(release, given.folder.absolute(), flags)
+            started = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
+            machine = {**this_computer(), **versions(), "deepspeed": release, "commit": git_commit()}
+            rows = verdicts(release, given.folder.absolute(), flags)
+            done[release] = {"date": started, "machine": machine, "strategies": rows}
             write_json(results, known)
-        table += "".join(lines(release, done[release]))
+        table += "".join(lines(release, done[release]["strategies"]))
         (given.folder / "releases.md").write_text(table)
     print(table, end="")
-    return int(any(kind != "passes" for release in given.releases for kind, _ in done[release].values()))
+    found = [kind for release in given.releases for kind, _ in done[release]["strategies"].values()]
+    return int(any(kind != "passes" for kind in found))
 
 
 def verdicts(release: str, folder: Path, flags: Sequence[str]) -> Rows:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from argparse import Namespace
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,7 @@ from cifar_zero.config.settings import DataConfig
 from cifar_zero.training import build
 from cifar_zero.training.resolve import resolve
 from datamodule import CIFARDataModule
-from tests.support.helpers import assert_ok, of_make_fuzz, run_program
+from tests.support.helpers import ROOT, assert_ok, of_make_fuzz, run_program
 
 
 def test_spread_by_hand():
@@ -117,6 +119,19 @@ def test_the_table_of_releases_names_the_upstream_report():
         f"| 0.18.2 | stage_2 | different | float32, accumulated, 2 ranks: step 1: gradient of fc 1 | {link} |\n",
     ]
     assert link not in "".join(releases.lines("0.18.3", rows))
+
+
+def test_the_results_of_releases_are_complete():
+    results = json.loads((ROOT / "benchmarks" / "results" / "deepspeed_releases.json").read_text())
+    ((flags, of_releases),) = results.items()
+    assert flags.startswith("--quick --strategies deepspeed_stage_0")
+    assert {"0.18.1", "0.19.5"} < of_releases.keys()
+    for release, found in of_releases.items():
+        datetime.fromisoformat(found["date"])
+        assert (found["machine"]["deepspeed"], found["machine"]["torch"]) == (release, "2.15.0")
+        assert len(found["strategies"]) == 10
+        assert {kind for kind, _ in found["strategies"].values()} <= {*releases.KINDS}
+        assert "different" in "".join(releases.lines(release, found["strategies"])) or release == "0.19.8"
 
 
 @pytest.mark.parametrize(
