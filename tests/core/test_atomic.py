@@ -13,7 +13,7 @@ import pytest
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.core import atomic
-from tests.support.helpers import ROOT
+from tests.support.helpers import ROOT, WHOLE
 
 WRITER = """
 import sys
@@ -33,7 +33,7 @@ for number in range(100_000):
 
 def test_a_killed_writer_leaves_a_whole_checkpoint_that_is_found(tmp_path: Path):
     newest = 0
-    for kill in range(8):
+    for kill in range(8 if WHOLE else 3):
         with subprocess.Popen(
             [sys.executable, "-c", WRITER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE
         ) as writer:
@@ -49,18 +49,6 @@ def test_a_killed_writer_leaves_a_whole_checkpoint_that_is_found(tmp_path: Path)
         assert len(numbers) == 1
         newest = max(newest, int(numbers.pop()))
     assert newest > 0
-
-
-def test_a_file_takes_the_place_of_another(tmp_path: Path):
-    final = tmp_path / "last.ckpt"
-    for content in ("old", "new"):
-        atomic.staged(final).write_text(content)
-        atomic.put_in_place(final)
-    assert final.read_text() == "new"
-    assert os.listdir(tmp_path) == ["last.ckpt"]
-    atomic.discard(final)
-    atomic.discard(final)
-    assert not os.listdir(tmp_path)
 
 
 def test_what_a_killed_writer_leaves_is_removed(tmp_path: Path):

@@ -11,8 +11,8 @@ import os
 import re
 import shutil
 import signal
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from cifar_zero.core import exits
 from cifar_zero.core.errors import KNOWN_FAILURES, RunError, UsageError, explain
-from tests.support.helpers import HANG_SECONDS
+from tests.support.helpers import HANG_SECONDS, WHOLE
 
 Patch = pytest.MonkeyPatch
 
@@ -64,17 +64,8 @@ def of_dying_worker(number: signal.Signals, reported: bool = True) -> Callable[[
 def two_ranks() -> list[Any]:
     """Gloo's process groups of two ranks, in this process."""
     store = dist.HashStore()
-    groups: list[Any] = [None, None]
-
-    def join(rank: int) -> None:
-        groups[rank] = dist.ProcessGroupGloo(store, rank, 2, LONG)
-
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return groups
+    with ThreadPoolExecutor(2) as pool:
+        return [*pool.map(lambda rank: dist.ProcessGroupGloo(store, rank, 2, LONG), (0, 1))]
 
 
 def lost_rank(path: Path, patch: Patch) -> None:
@@ -123,57 +114,50 @@ def no_cuda_home_for_torch(path: Path, patch: Patch) -> None:
     CUDAExtension("kernels", ["kernels.cu"])
 
 
-def no_compiler(path: Path, patch: Patch) -> None:
-    """Builds DeepSpeed's CPU Adam with nothing in PATH but ninja."""
-    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
+def building_with(*programs: str) -> Callable[[Path, Patch], object]:
+    """Builds DeepSpeed's CPU Adam with nothing else in PATH."""
 
-    found = shutil.which("ninja")
-    assert found is not None  # DeepSpeed requires it
-    (path / "ninja").symlink_to(found)
-    _build_alone(path, patch, CPUAdamBuilder())
+    def build(path: Path, patch: Patch) -> None:
+        from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
+
+        for program in programs:
+            found = shutil.which(program)
+            assert found is not None
+            (path / program).symlink_to(found)
+        for name in ("PATH", "TORCH_EXTENSIONS_DIR"):
+            patch.setenv(name, str(path))
+        patch.delenv("CXX", raising=False)
+        CPUAdamBuilder().jit_load(verbose=False)
+
+    return build
 
 
-def no_ninja(path: Path, patch: Patch) -> None:
-    """Builds DeepSpeed's CPU Adam with nothing in PATH."""
-    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
-
-    _build_alone(path, patch, CPUAdamBuilder())
-
-
-def _build_alone(path: Path, patch: Patch, builder: Any) -> None:
-    patch.setenv("PATH", str(path))
-    patch.setenv("TORCH_EXTENSIONS_DIR", str(path))
-    patch.delenv("CXX", raising=False)
-    builder.jit_load(verbose=False)
-
+FULL = "the machine's memory is full"
+KILLED = "a worker of the loader was killed"
+ENDED = "another rank has ended"
+NOT_COMPILED = "DeepSpeed's code could not be compiled"
 
 PROVOKED: dict[str, tuple[Callable[[Path, Patch], object], str]] = {
-    "cpu memory": (lambda path, patch: torch.empty(1 << 60), "the machine's memory is full"),
-    "python memory": (lambda path, patch: bytearray(1 << 60), "the machine's memory is full"),
-    "shared memory": (of_dying_worker(signal.SIGBUS), "a worker of the loader was killed"),
-    "killed worker": (of_dying_worker(signal.SIGKILL), "a worker of the loader was killed"),
-    "ended worker": (of_dying_worker(signal.SIGKILL, reported=False), "a worker of the loader was killed"),
-    "no rank 0": (
-        lambda path, patch: dist.TCPStore(HOST, 1, 1, False, SHORT),
-        "another rank has ended",
-    ),
-    "no rank 1": (
-        lambda path, patch: dist.TCPStore(HOST, 0, 2, True, SHORT),
-        "another rank has ended",
-    ),
-    "lost rank": (lost_rank, "another rank has ended"),
-    "lost store": (lost_store, "another rank has ended"),
-    "absent rank": (absent_rank, "another rank has ended"),
-    "store": (unanswered_store, "another rank has ended"),
-    "no CUDA_HOME": (no_cuda_home, "DeepSpeed's code could not be compiled"),
-    "no CUDA_HOME, torch": (no_cuda_home_for_torch, "DeepSpeed's code could not be compiled"),
-    "no ninja": (no_ninja, "DeepSpeed's code could not be compiled"),
-    "no compiler": (no_compiler, "DeepSpeed's code could not be compiled"),
+    "cpu memory": (lambda path, patch: torch.empty(1 << 60), FULL),
+    "python memory": (lambda path, patch: bytearray(1 << 60), FULL),
+    "shared memory": (of_dying_worker(signal.SIGBUS), KILLED),
+    "killed worker": (of_dying_worker(signal.SIGKILL), KILLED),
+    "ended worker": (of_dying_worker(signal.SIGKILL, reported=False), KILLED),
+    "no rank 0": (lambda path, patch: dist.TCPStore(HOST, 1, 1, False, SHORT), ENDED),
+    "no rank 1": (lambda path, patch: dist.TCPStore(HOST, 0, 2, True, SHORT), ENDED),
+    "lost rank": (lost_rank, ENDED),
+    "lost store": (lost_store, ENDED),
+    "absent rank": (absent_rank, ENDED),
+    "store": (unanswered_store, ENDED),
+    "no CUDA_HOME": (no_cuda_home, NOT_COMPILED),
+    "no CUDA_HOME, torch": (no_cuda_home_for_torch, NOT_COMPILED),
+    "no ninja": (building_with(), NOT_COMPILED),
+    "no compiler": (building_with("ninja"), NOT_COMPILED),
 }
 """What is done, and how its line begins."""
 
 
-@pytest.mark.parametrize("name", PROVOKED)
+@pytest.mark.parametrize("name", [name for name in PROVOKED if WHOLE or name != "ended worker"])  # five seconds
 def test_provoked(name: str, tmp_path: Path, monkeypatch: Patch):
     provoke, says = PROVOKED[name]
     with pytest.raises(Exception) as caught:  # noqa: PT011 - of many kinds
@@ -187,16 +171,8 @@ def test_provoked(name: str, tmp_path: Path, monkeypatch: Patch):
     ("library", "text", "says"),
     [
         ("libc10_cuda.so", "CUDA out of memory. Tried to allocate ", "the GPU's memory is full"),
-        (
-            "libtorch_cuda.so",
-            "Watchdog caught collective operation timeout: ",
-            "another rank has ended",
-        ),
-        (
-            "libtorch_cuda.so",
-            "a remote process exiting prematurely",
-            "another rank has ended",
-        ),
+        ("libtorch_cuda.so", "Watchdog caught collective operation timeout: ", ENDED),
+        ("libtorch_cuda.so", "a remote process exiting prematurely", ENDED),
     ],
 )
 def test_what_takes_a_gpu(library: str, text: str, says: str):
@@ -255,13 +231,9 @@ def test_what_led_to_it_counts():
     assert explain(hidden) is None
 
 
-def test_own_errors_stay():
+def test_other_errors_stay():
     assert explain(UsageError("ours")) is None
     assert explain(RunError("ours")) is None
-    assert explain(KeyError("step")) is None
-
-
-def test_a_chain_that_leads_back_to_itself_ends() -> None:
     first, second = ValueError("first"), ValueError("second")
-    first.__cause__, second.__cause__ = second, first
+    first.__cause__, second.__cause__ = second, first  # a chain that leads back to itself
     assert explain(first) is None

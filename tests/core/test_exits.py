@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of a program's start, and the time of the start."""
+"""Ctrl-C at any moment of a program's start, and the threads of a program."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.helpers import HANG_SECONDS, ROOT, run_program
 DURING_IMPORT = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(5)"
 
 
-@pytest.mark.parametrize("program", [["train.py"], ["plan"], ["train"]])
+@pytest.mark.parametrize("program", [["train.py"], ["plan"]])
 def test_ctrl_c_during_the_imports_is_one_line(program: list[str], tmp_path: Path, signal_handlers: None):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest-xdist's workers ignore it
     (tmp_path / "yaml.py").write_text(DURING_IMPORT)
@@ -47,21 +47,13 @@ def test_ctrl_c_during_a_later_import_does_not_get_lost(
     assert not exits._guarded
 
 
-def test_where_ctrl_c_is_ignored_it_stays_so(signal_handlers: None):
-    """As in a background job of a script."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    exits.install()
-    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    exits.install()
-    assert signal.getsignal(signal.SIGINT) is exits.interrupt
-
-
-def test_nohup_is_respected(signal_handlers: None):
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_that_is_ignored_stays_so(number: signal.Signals, signal_handlers: None):
+    """As in a background job of a script, or under nohup."""
+    signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     exits.install()
-    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    assert signal.getsignal(number) == signal.SIG_IGN
     assert exits.guarded(lambda: signal.raise_signal(signal.SIGTERM)) == 143  # type: ignore[func-returns-value]
 
 
@@ -77,9 +69,3 @@ def test_threads_soon_sleep_unless_the_user_says_otherwise(given: dict[str, str]
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.stdout.strip() == str(spins), done.stderr
-
-
-def test_the_start_is_noted_once(monkeypatch: pytest.MonkeyPatch, signal_handlers: None):
-    monkeypatch.setenv(exits.STARTED, "1234.5")
-    exits.install()  # as in a rank, whose launcher has noted it
-    assert os.environ[exits.STARTED] == "1234.5"

@@ -1,6 +1,9 @@
 import subprocess
 from pathlib import Path
 
+import pytest
+
+from cifar_zero.core import hardware
 from cifar_zero.core.hardware import git_commit
 
 
@@ -17,3 +20,11 @@ def test_the_commit_and_whether_it_is_dirty(tmp_path: Path) -> None:
     assert git_commit(tmp_path) == head
     (tmp_path / "file").write_text("two")
     assert git_commit(tmp_path) == f"{head}-dirty"
+
+
+def test_a_container_may_have_less_memory_than_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = {"memory.max": "3000000\n", "memory.current": "2500000\n", "memory.stat": "anon 1\ninactive_file 1000000\n"}
+    for name, text in limit.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(hardware, "CGROUPS", tmp_path)
+    assert hardware.free_memory_bytes() == 1_500_000

@@ -6,39 +6,15 @@ import gzip
 import hashlib
 import io
 import pickle
-import struct
 import tarfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 from torchvision.datasets import CIFAR10
 
 IMAGES_PER_BATCH = 20
-
-
-PurePythonPickler: Any = pickle._Pickler  # the one whose methods can be replaced
-
-
-class Python2Pickler(PurePythonPickler):
-    """Writes what Python 2 and NumPy 1 wrote, as in the published archives: byte strings, old module names."""
-
-    dispatch: ClassVar[dict[type, Any]] = dict(PurePythonPickler.dispatch)
-
-    def save_string(self, value: str | bytes) -> None:
-        raw = value if isinstance(value, bytes) else value.encode()
-        self.write(pickle.BINSTRING + struct.pack("<i", len(raw)) + raw)
-        self.memoize(value)
-
-    dispatch[str] = save_string
-    dispatch[bytes] = save_string
-
-
-def python2_pickle(value: object) -> bytes:
-    buffer = io.BytesIO()
-    Python2Pickler(buffer, protocol=2).dump(value)
-    return buffer.getvalue().replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
 
 
 def cifar_files(num_classes: int) -> dict[str, bytes]:
@@ -49,23 +25,21 @@ def cifar_files(num_classes: int) -> dict[str, bytes]:
              "label_names"),
         100: ("cifar-100-python", ["train", "test"], "fine_labels", "meta", "fine_label_names"),
     }[num_classes]  # fmt: skip
-    files = {f"{folder}/{meta}": python2_pickle({meta_key: [f"class{label}" for label in range(num_classes)]})}
+    files = {f"{folder}/{meta}": pickle.dumps({meta_key: [f"class{label}" for label in range(num_classes)]}, 2)}
     for name in names:
         data = rng.integers(0, 256, (IMAGES_PER_BATCH, 3072), dtype=np.uint8)
         labels = rng.integers(0, num_classes, IMAGES_PER_BATCH).tolist()
-        files[f"{folder}/{name}"] = python2_pickle({"data": data, label_key: labels})
+        files[f"{folder}/{name}"] = pickle.dumps({"data": data, label_key: labels}, 2)
     return files
 
 
-def tar_gz(files: dict[str, bytes], *others: tarfile.TarInfo) -> bytes:
+def tar_gz(files: dict[str, bytes]) -> bytes:
     buffer = io.BytesIO()
     with gzip.GzipFile(fileobj=buffer, mode="wb", mtime=0) as packed, tarfile.open(fileobj=packed, mode="w") as tar:
         for name, content in files.items():
             member = tarfile.TarInfo(name)
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
-        for member in others:
-            tar.addfile(member)
     return buffer.getvalue()
 
 

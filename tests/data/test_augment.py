@@ -12,11 +12,12 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from cifar_zero.config.recipe import AugmentConfig
+from cifar_zero.data import draws as draws_module
 from cifar_zero.data import loaders as loader
 from cifar_zero.data.augment import Augmentation
 from cifar_zero.data.dataset import Split, TrainOrder
 from cifar_zero.data.draws import GROUPS, Draws, draw
-from cifar_zero.data.loaders import MemoryLoader
+from cifar_zero.data.loaders import MemoryLoader, TorchLoader
 
 COUNT = 53  # divides by nothing
 STORED = 60
@@ -32,6 +33,12 @@ POLICIES = {
     "autoaugment": v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10),
     "trivialaugment": v2.TrivialAugmentWide(),
 }
+
+
+@pytest.fixture
+def few_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy takes a second for each tens of groups."""
+    monkeypatch.setattr(draws_module, "GROUPS", 3)
 
 
 def make_split(images: NDArray[np.uint8]) -> Split:
@@ -84,7 +91,8 @@ def alone(split: Split, config: AugmentConfig, draws: Draws, position: int) -> N
         pixels = pixels[:, :, ::-1]
     if draws.crop is not None:
         y, x = draws.crop[position].tolist()
-        pixels = np.pad(pixels, ((0, 0), (config.crop,) * 2, (config.crop,) * 2))[:, y : y + 32, x : x + 32]
+        mode = "reflect" if config.padding == "reflect" else "constant"
+        pixels = np.pad(pixels, ((0, 0), (config.crop,) * 2, (config.crop,) * 2), mode)[:, y : y + 32, x : x + 32]
     if draws.group is not None:
         torch.manual_seed(int(draws.group[position]))
         pixels = POLICIES[config.policy](torch.from_numpy(pixels.copy())[None])[0].numpy()
@@ -98,12 +106,10 @@ def alone(split: Split, config: AugmentConfig, draws: Draws, position: int) -> N
 @pytest.mark.parametrize(
     "config",
     [
-        AugmentConfig(flip="alternating"),
-        AugmentConfig(crop=5),
+        AugmentConfig(flip="alternating", crop=3, padding="reflect"),
         AugmentConfig(flip="random", crop=16),
         AugmentConfig(cutout=9),
         AugmentConfig(mixup=0.4),
-        AugmentConfig(cutmix=1.0),
         ALL,
         AugmentConfig(erasing=0.5, policy="randaugment"),
         replace(ALL, policy="autoaugment"),
@@ -111,11 +117,10 @@ def alone(split: Split, config: AugmentConfig, draws: Draws, position: int) -> N
     ],
     ids=str,
 )
-@pytest.mark.parametrize("epoch", [0, 1])
-def test_blocks_get_what_plain_indexing_gives_each_image(config: AugmentConfig, epoch: int) -> None:
+def test_blocks_get_what_plain_indexing_gives_each_image(config: AugmentConfig) -> None:
     split = noise()
-    draws = draw(config, COUNT, SEED, epoch)
-    found = by_position(split, config, epoch)
+    draws = draw(config, COUNT, SEED, epoch=1)
+    found = by_position(split, config, epoch=1)
     assert len(found) == COUNT // BATCH * BATCH
     for position, (image, label) in found.items():
         expected_image, expected_label = expected(split, config, draws, position)
@@ -125,24 +130,24 @@ def test_blocks_get_what_plain_indexing_gives_each_image(config: AugmentConfig, 
 
 @pytest.mark.parametrize(
     ("world_size", "accumulate", "block_images"),
-    [(1, 1, 1), (1, 2, 7), (2, 1, 16), (2, 2, 128), (4, 1, 24), (4, 2, 3)],
+    [(1, 2, 7), (2, 2, 128), (4, 1, 24), (4, 2, 3)],
 )
+@pytest.mark.usefixtures("few_groups")
 def test_ranks_accumulation_and_blocks_change_nothing(
     world_size: int, accumulate: int, block_images: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     split = noise()
-    for epoch in range(2):
-        one_rank = by_position(split, EVERYTHING, epoch)
-        monkeypatch.setitem(loader.BLOCK_IMAGES, "cpu", block_images)
-        monkeypatch.setattr(loader, "STRETCH_BLOCKS", 2)
-        several = by_position(split, EVERYTHING, epoch, world_size, accumulate)
-        monkeypatch.undo()
-        assert one_rank.keys() == several.keys()
-        for position in one_rank:
-            assert all(torch.equal(*pair) for pair in zip(one_rank[position], several[position], strict=True))
+    one_rank = by_position(split, EVERYTHING, epoch=1)
+    monkeypatch.setitem(loader.BLOCK_IMAGES, "cpu", block_images)
+    monkeypatch.setattr(loader, "STRETCH_BLOCKS", 2)
+    several = by_position(split, EVERYTHING, 1, world_size, accumulate)
+    assert one_rank.keys() == several.keys()
+    for position in one_rank:
+        assert all(torch.equal(*pair) for pair in zip(one_rank[position], several[position], strict=True))
 
 
 @pytest.mark.parametrize("given", [1, 3, 11])
+@pytest.mark.usefixtures("few_groups")
 def test_a_resumed_epoch_continues_as_if_never_stopped(given: int) -> None:
     split = noise()
     whole, stopped, resumed = (make_loader(split, EVERYTHING, accumulate=2) for _ in range(3))
@@ -164,25 +169,22 @@ def test_a_resumed_epoch_continues_as_if_never_stopped(given: int) -> None:
 
 
 def test_random_flips_are_half_and_alternating_ones_flip_each_image_every_second_epoch() -> None:
-    flips = [column(draw(AugmentConfig(flip="random"), MANY, SEED, epoch).flip) for epoch in range(2)]
-    for flip in flips:
-        assert abs(flip.float().mean() - 0.5) < 0.02  # 5.7 standard deviations
-    assert abs((flips[0] == flips[1]).float().mean() - 0.5) < 0.02
-    flips = [column(draw(AugmentConfig(flip="alternating"), MANY, SEED, epoch).flip) for epoch in range(4)]
+    first, second = (column(draw(AugmentConfig(flip="random"), MANY, SEED, epoch).flip) for epoch in range(2))
+    for flips in (first, second, first == second):
+        assert abs(flips.float().mean() - 0.5) < 0.02  # 5.7 standard deviations
+    flips = [column(draw(AugmentConfig(flip="alternating"), MANY, SEED, epoch).flip) for epoch in range(3)]
     assert abs(flips[0].float().mean() - 0.5) < 0.02
     assert torch.equal(flips[0], ~flips[1])
     assert torch.equal(flips[0], flips[2])
-    assert torch.equal(flips[1], flips[3])
 
 
 def test_draws_cover_all_places_and_differ_by_seed_and_epoch() -> None:
     draws = draw(EVERYTHING, MANY, SEED, 0)
-    assert {tuple(corner) for corner in column(draws.crop).tolist()} == {(y, x) for y in range(9) for x in range(9)}
+    assert len(column(draws.crop).unique(dim=0)) == 9 * 9
     boxes = column(draws.cutout)
-    heights, widths = boxes[:, 1] - boxes[:, 0], boxes[:, 3] - boxes[:, 2]
-    assert {*heights.tolist()} == {*widths.tolist()} == {5, 6, 7, 8, 9}  # a centre on the border leaves 5 of 9
-    for pixel in range(32):
-        assert ((boxes[:, 0] <= pixel) & (pixel < boxes[:, 1])).any()
+    sizes = boxes[:, [1, 3]] - boxes[:, [0, 2]]
+    assert sizes.unique().tolist() == [5, 6, 7, 8, 9]  # a centre on the border leaves 5 of 9
+    assert (boxes.amin(0).tolist(), boxes.amax(0).tolist()) == ([0, 5, 0, 5], [27, 32, 27, 32])
     assert sorted(column(draws.partner).tolist()) == list(range(MANY))
     pasted = column(draws.weight) == 1
     assert abs(pasted.float().mean() - 0.5) < 0.02
@@ -192,40 +194,25 @@ def test_draws_cover_all_places_and_differ_by_seed_and_epoch() -> None:
         assert not any(torch.equal(column(one), column(two)) for one, two in zip(draws, other, strict=True))
 
 
-def test_erased_rectangles_have_the_shape_of_torchvisions() -> None:
+def test_erased_rectangles_have_the_area_of_torchvisions() -> None:
     boxes = column(draw(AugmentConfig(erasing=0.25), MANY, SEED, 0).erasing)
     assert ((boxes >= 0) & (boxes <= 32)).all()
-    boxes = boxes[boxes[:, 1] > boxes[:, 0]]
-    assert abs(len(boxes) / MANY - 0.25) < 0.02
+    areas = (boxes[:, 1] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 2]) / 32**2
+    areas = areas[areas > 0]
+    assert abs(len(areas) / MANY - 0.25) < 0.02
     erase, image = v2.RandomErasing(1.0), torch.ones(1, 32, 32)
     theirs = torch.stack([erase(image) == 0 for _ in range(4000)]).float().mean(dim=(1, 2, 3))
-    ours = (boxes[:, 1] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 2]) / 32**2
-    assert abs(ours.mean() - theirs.mean()) < 0.01  # 0.17, with a standard error of 0.0015
-    assert abs(ours.std() - theirs.std()) < 0.01
-    lying = (boxes[:, 3] - boxes[:, 2] > boxes[:, 1] - boxes[:, 0]).float().mean()
-    assert 0.44 < lying < 0.53  # less than half: some are square
-
-
-def test_the_share_of_a_label_is_the_share_of_the_pixels() -> None:
-    brightness = np.arange(STORED, dtype=np.uint8)[:, None, None, None]
-    flat = make_split(np.ascontiguousarray(np.broadcast_to(4 * brightness, (STORED, 3, 32, 32))))
-    for image, label in by_position(flat, AugmentConfig(cutmix=1.0), epoch=0).values():
-        stored = ((image[0] + 1) * 127.5 / 4).round().long()
-        assert torch.equal(torch.bincount(stored.flatten(), minlength=STORED) / 32**2, label)
-    for image, label in by_position(flat, AugmentConfig(mixup=1.0), epoch=0).values():
-        brightness = (label * torch.arange(STORED)).sum()
-        torch.testing.assert_close((image + 1) * 127.5 / 4, brightness.expand(3, 32, 32), atol=1e-4, rtol=1e-5)
-        torch.testing.assert_close(label.sum(), torch.tensor(1.0))
+    assert abs(areas.mean() - theirs.mean()) < 0.01  # 0.17, with a standard error of 0.0015
+    assert abs(areas.std() - theirs.std()) < 0.01
 
 
 def test_no_global_generator_is_touched() -> None:
     torch.manual_seed(0)
-    np.random.seed(0)
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist()
     list(make_loader(noise(), EVERYTHING))
-    drawn = torch.rand(1), np.random.random()
-    torch.manual_seed(0)
-    np.random.seed(0)
-    assert (torch.rand(1), np.random.random()) == drawn
+    list(TorchLoader(noise(), TrainOrder(COUNT, BATCH, 1, 1, 0, SEED), 0))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.random.get_state()[1].tolist() == before[1]
 
 
 def column(values: Tensor | None) -> Tensor:

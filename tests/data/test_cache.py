@@ -96,12 +96,6 @@ def test_a_folder_of_the_users_is_not_replaced(config: DataConfig, name: str) ->
     assert photo.read_bytes() == b"mine"
 
 
-def test_an_empty_folder_is_filled(config: DataConfig) -> None:
-    image_file(config).parent.mkdir(parents=True)
-    data.prepare(config)
-    assert image_file(config).is_file()
-
-
 def test_a_builder_that_fails_leaves_no_cache(tmp_path: Path) -> None:
     def build(directory: Path) -> None:
         cache.allocate(directory, "train", 10)
@@ -133,16 +127,3 @@ def test_a_reader_refuses_to_mix_two_versions(config: DataConfig, monkeypatch: p
     monkeypatch.setattr(cache, "_open", open_after_a_replacement)
     with pytest.raises(RunError, match="another run has just replaced the decoded images"):
         data.load(config, "synthetic")
-
-
-@pytest.mark.parametrize("left", ["key.old", "key.old.tmp"])
-def test_a_folder_that_a_killed_writer_has_put_aside_does_not_block_the_cache(tmp_path: Path, left: str) -> None:
-    def build(directory: Path) -> None:
-        for split in ("train", "test"):
-            cache.allocate(directory, split, 1)
-
-    cache.ensure(tmp_path / "key", "synthetic", ("one",), "first", build)
-    (tmp_path / left).mkdir()
-    (tmp_path / left / "meta.json").touch()
-    cache.ensure(tmp_path / "key", "synthetic", ("one",), "second", build)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["key", "key.lock"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,21 +14,10 @@ from torchvision.datasets import CIFAR10, CIFAR100
 from cifar_zero import data
 from cifar_zero.config.settings import DataConfig
 from cifar_zero.core.errors import RunError
-from cifar_zero.data.cache import Dataset
 from tests.data.archives import ArchiveServer, cifar_files, md5, publish, tar_gz
 
 FOLDER = "cifar-10-batches-py"
 ARCHIVE = "cifar-10-python.tar.gz"
-
-
-def prepare(root: Path, archive: bytes) -> Dataset:
-    """Prepares a user's archive, which was put into the root by hand."""
-    root.mkdir(exist_ok=True)
-    (root / ARCHIVE).write_bytes(archive)
-    config = DataConfig("cifar10", root=str(root))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CIFAR10, "tgz_md5", md5(archive))
-        return data.load(config, data.prepare(config))
 
 
 @pytest.mark.parametrize(
@@ -55,11 +43,8 @@ def test_images_labels_and_names_are_those_of_the_files(
         key = "labels" if num_classes == 10 else "fine_labels"
         np.testing.assert_array_equal(labels, np.concatenate([batch[key] for batch in expected]))
     assert dataset.classes == data.CLASSES[name]
-    assert dataset.train_images.dtype == np.uint8
-    assert dataset.train_labels.dtype == np.int64
     assert not dataset.train_images.flags.writeable
     assert [path.name for path in (tmp_path / "root").iterdir()] == [published.filename]
-    assert len(list((tmp_path / "cache" / name).iterdir())) == 5, "the extracted files are gone"
 
 
 def test_the_extracted_folder_is_used_where_its_sums_are_right(
@@ -89,23 +74,7 @@ def test_a_damaged_archive_in_the_root_is_downloaded_again(
     assert (tmp_path / ARCHIVE).read_bytes() == archive10
 
 
-def link(target: str) -> tarfile.TarInfo:
-    member = tarfile.TarInfo(f"{FOLDER}/link")
-    member.type, member.linkname = tarfile.SYMTYPE, target
-    return member
-
-
-@pytest.mark.skipif(not hasattr(tarfile, "data_filter"), reason="Python 3.11.4: filters of archives")
-@pytest.mark.parametrize("member", [tarfile.TarInfo("../evil"), link("/etc/passwd")], ids=["path", "link"])
-def test_an_archive_with_a_hostile_member_is_refused(tmp_path: Path, member: tarfile.TarInfo) -> None:
-    with pytest.raises(tarfile.FilterError):
-        prepare(tmp_path / "root", tar_gz(cifar_files(10), member))
-    assert [path.name for path in tmp_path.iterdir()] == ["root"]
-    assert not list(tmp_path.rglob("evil"))
-    assert not list(tmp_path.rglob("*.npy"))
-
-
-def test_a_pickle_that_runs_code_is_refused_whatever_the_sum_of_its_archive(
+def test_files_that_are_not_the_published_ones_are_refused_whatever_the_sum_of_their_archive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Hostile:
@@ -114,16 +83,12 @@ def test_a_pickle_that_runs_code_is_refused_whatever_the_sum_of_its_archive(
 
     files = cifar_files(10)
     publish(files, CIFAR10, monkeypatch)
-    for name in (f"{FOLDER}/data_batch_3", f"{FOLDER}/test_batch", f"{FOLDER}/batches.meta"):
+    hostile = pickle.dumps({"data": Hostile()})
+    without_one = {name: content for name, content in files.items() if not name.endswith("data_batch_5")}
+    for wrong in (files | {f"{FOLDER}/test_batch": hostile}, files | {f"{FOLDER}/batches.meta": hostile}, without_one):
+        archive = tar_gz(wrong)
+        (tmp_path / ARCHIVE).write_bytes(archive)
+        monkeypatch.setattr(CIFAR10, "tgz_md5", md5(archive))
         with pytest.raises(RunError, match="does not hold CIFAR10's published files"):
-            prepare(tmp_path, tar_gz(files | {name: pickle.dumps({"data": Hostile()})}))
+            data.prepare(DataConfig("cifar10", root=str(tmp_path)))
     assert not (tmp_path / "evil").exists()
-    prepare(tmp_path, tar_gz(files | {f"{FOLDER}/readme": b"packed anew"}))
-
-
-def test_an_archive_that_lacks_a_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = cifar_files(10)
-    publish(files, CIFAR10, monkeypatch)
-    del files[f"{FOLDER}/data_batch_5"]
-    with pytest.raises(RunError, match="does not hold CIFAR10's published files"):
-        prepare(tmp_path, tar_gz(files))

@@ -68,13 +68,6 @@ def test_a_changed_folder_is_decoded_again(root: Path) -> None:
     assert len([path for path in (root / ".cifar-zero").iterdir() if path.is_dir()]) == 1
 
 
-def test_another_way_to_write_the_root_is_the_same_folder(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare(root)
-    monkeypatch.chdir(root.parent)
-    monkeypatch.setattr("cifar_zero.data.folder.decode", None)  # there is nothing to decode again
-    assert len(prepare(Path(root.name)).train_images) == 6
-
-
 def test_an_image_that_cannot_be_read_is_named(root: Path) -> None:
     whole = (root / "train" / "cat" / "1.png").read_bytes()
     (root / "train" / "cat" / "1.png").write_bytes(whole[: len(whole) // 2])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import tracemalloc
 from pathlib import Path
 from zlib import crc32
 
@@ -39,20 +38,6 @@ def test_modes_and_orientation_change_no_pixel(tmp_path: Path):
         assert np.array_equal(decode(tmp_path / name), expected), name
 
 
-def test_a_large_16_bit_image_takes_no_more_memory_than_others(tmp_path: Path):
-    """numpy's arrays count, which held 16 bytes for each pixel; it has several tiles, also incomplete ones."""
-    grey = np.random.default_rng(0).integers(0, 256, (2500, 3000), dtype=np.uint8)
-    Image.fromarray(grey).save(tmp_path / "grey.png", compress_level=0)
-    Image.fromarray(grey.astype(np.uint16) * 257).save(tmp_path / "grey16.png", compress_level=0)
-    expected = decode(tmp_path / "grey.png")
-    tracemalloc.start()
-    try:
-        assert np.array_equal(decode(tmp_path / "grey16.png"), expected)
-        assert tracemalloc.get_traced_memory()[1] < 5 * grey.size
-    finally:
-        tracemalloc.stop()
-
-
 def test_a_file_of_another_kind_is_refused_whatever_its_name(tmp_path: Path):
     """Pillow would let Ghostscript run the program in an EPS file."""
     image = Image.new("RGB", (32, 32))
@@ -65,7 +50,7 @@ def test_a_file_of_another_kind_is_refused_whatever_its_name(tmp_path: Path):
 @pytest.mark.filterwarnings("error")  # Pillow's own, which would reach the console
 def test_a_decompression_bomb_is_refused_before_it_is_decoded(tmp_path: Path):
     """PNG headers without pixels: an image whose pixels were read would be called truncated."""
-    for width, height in ((8192, 8193), (10_000, 10_000), (60_000, 60_000), (2**31 - 1, 1)):
+    for width, height in ((8192, 8193), (2**31 - 1, 1)):
         file = tmp_path / f"{width}.png"
         file.write_bytes(png_header(width, height))
         with pytest.raises(
