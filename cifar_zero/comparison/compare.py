@@ -5,15 +5,17 @@ import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.comparison import own_module, report
-from cifar_zero.comparison.cases import RECIPE, plan_cases
+from cifar_zero.comparison.cases import RECIPE, RESUMES, plan_cases, resolved
 from cifar_zero.comparison.fuzz import random_cases
 from cifar_zero.comparison.pool import train_cases, train_jobs
 from cifar_zero.comparison.reading import grouped, load
 from cifar_zero.comparison.result import PLAIN, Comparison
+from cifar_zero.comparison.resuming import Continuation, with_continuations
 from cifar_zero.comparison.trainings import plan, prepare, train_all
 from cifar_zero.config.rules import check_plain_name
 from cifar_zero.core import exits
@@ -41,6 +43,7 @@ examples:
   %(prog)s --acceptance --junit comparisons/acceptance.xml
   %(prog)s --module my_module.py:MyModule --datamodule my_data.py:MyData --module.lr 0.1 --devices 2
   %(prog)s --module my_module.py:MyModule --datamodule my_data.py:MyData --config lightning_cli.yaml
+  %(prog)s --module my_module.py:MyModule --resume_at 10 --resume_under deepspeed_stage_3 --resume_devices 4
   %(prog)s --strategies baseline my_deepspeed.json --junit comparisons/compare.xml
   %(prog)s --runs runs/net-baseline/version_0 runs/net-deepspeed_stage_2/version_3
 """
@@ -88,6 +91,8 @@ def of_cases(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compariso
         cases = random_cases(arguments.fuzz, _ranks(arguments))
     else:
         cases = plan_cases(arguments.strategies or (), _ranks(arguments), arguments.quick, arguments.seeds or 1)
+    for resume in _resumes(arguments):
+        cases = with_continuations(cases, resume, resolved)
     if arguments.print_cases:
         print(*(f"{case.name}\n  {case.command}" for case in cases), sep="\n")
         raise SystemExit(0)
@@ -102,6 +107,8 @@ def of_module(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparis
         raise UsageError("--module trains each strategy once: leave out --seeds")
     flags = ["--module", arguments.module, *(["--datamodule", arguments.datamodule] if arguments.datamodule else [])]
     cases = own_module.plan(arguments.strategies or (), _ranks(arguments), arguments.accumulate or (), [*flags, *rest])
+    for resume in _resumes(arguments):
+        cases = with_continuations(cases, resume, own_module.resolved)
     name = Path(arguments.module).name.replace(":", "-")
     folder = run_folder.claim(arguments.out, arguments.name or name)
     title = f"{name}, ranks: {cases[0].world_size}, cases: {len(cases)}"
@@ -114,6 +121,13 @@ def _ranks(arguments: Namespace) -> int:
     if len(devices) > 1 or not devices[0].isdecimal():
         raise UsageError(f"--devices {' '.join(devices)}: --acceptance and --module take one number of ranks")
     return int(devices[0]) or gpu_count() or 2
+
+
+def _resumes(arguments: Namespace) -> Sequence[Continuation]:
+    if arguments.resume_at is None:
+        return RESUMES
+    others = product(arguments.resume_under or [""], arguments.resume_devices or [0])
+    return [Continuation(arguments.resume_at, *place) for place in dict.fromkeys([("", 0), *others])]
 
 
 def of_runs(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
@@ -191,6 +205,10 @@ def _parse() -> tuple[Namespace, list[str]]:
     add("--print_cases", action="store_true", help="with --acceptance: list the cases with their commands and exit")
     mode("--module", metavar="NAME", help="compare your own LightningModule: FILE.py:NAME or PACKAGE.MODULE:NAME")
     add("--datamodule", metavar="NAME", help="its LightningDataModule; default: the module's own loader")
+    after = "with --acceptance or --module: save each training after step N, and judge its continuation"
+    add("--resume_at", type=int, metavar="N", help=after)
+    add("--resume_under", nargs="+", metavar="NAME", help="continue it under these strategies too")
+    add("--resume_devices", nargs="+", type=int, metavar="N", help="continue it on these numbers of ranks too")
     least = "fail variants with a lower test accuracy (0 to 1): that models agree which learned nothing says little"
     add("--min_accuracy", type=float, default=0.0, metavar="SHARE", help=least)
     add("--junit", metavar="FILE", help="write the verdicts as JUnit XML, for CI systems")
@@ -206,9 +224,15 @@ def _parse() -> tuple[Namespace, list[str]]:
         "fuzz": "acceptance",
         "print_cases": "acceptance",
         "datamodule": "module",
+        "resume_under": "resume_at",
+        "resume_devices": "resume_at",
     }.items():
         if getattr(arguments, option) and not getattr(arguments, needed):
             raise UsageError(f"--{option} is for --{needed}: add it")
+    if arguments.resume_at is not None and not (arguments.acceptance or arguments.module):
+        raise UsageError("--resume_at is for --acceptance and --module: add one of them")
+    if min(arguments.resume_devices or [1]) < 1:
+        raise UsageError("--resume_devices: a number of ranks is at least 1")
     if arguments.fuzz < 0:
         raise UsageError(f"--fuzz must be at least 1, not {arguments.fuzz}")
     if not 0 <= arguments.min_accuracy <= 1:

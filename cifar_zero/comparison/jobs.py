@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from cifar_zero.comparison import resuming
 from cifar_zero.config import command_line
 from cifar_zero.config.run import Run
 from cifar_zero.core.atomic import write_json
 from cifar_zero.core.console import quieten
 from cifar_zero.core.hardware import gpu_count
 from cifar_zero.launch import rank_environment
-from cifar_zero.step_check.callback import StepCheck
 from cifar_zero.step_check.verdict import Verdict
 from cifar_zero.strategies import hooks_of
-from cifar_zero.training import DATAMODULE, MODULE, build
-from cifar_zero.training.callbacks.averaging import BatchNormStatistics
+from cifar_zero.training import DATAMODULE, MODULE, build, starting
+from cifar_zero.training.callbacks.averaging import Averaging, BatchNormStatistics
+from cifar_zero.training.callbacks.checkpoint import Resume
 from cifar_zero.training.resolve import resolve
 
 Train = Callable[[list[str], Path], Verdict]
@@ -29,12 +30,20 @@ Train = Callable[[list[str], Path], Verdict]
 
 def train_recipe(flags: list[str], folder: Path) -> Verdict:
     """Trains a run of this program, given by train's flags, as one rank, without output."""
+    check, checkpoint, flags = resuming.of_job(flags, folder)
+    if checkpoint is not None:
+        flags = [*flags, "--resume", str(checkpoint)]
     run = resolve(command_line.parse(flags))
-    check = StepCheck(every=1, on_fault="warn")
-    trainer = quiet_trainer(run, folder, [BatchNormStatistics(), check])
-    trainer.fit(resolve_name(MODULE)(run, run.num_classes, None), datamodule=resolve_name(DATAMODULE)(run))
-    if len(check.verdict.steps) < run.recipe.max_steps:
-        check.verdict.note(f"{run.recipe.max_steps - len(check.verdict.steps)} of {run.recipe.max_steps} steps")
+    images = starting.check_checkpoint(run)
+    callbacks: list[Callback] = [BatchNormStatistics(), Resume()]
+    if run.recipe.ema:
+        callbacks.append(Averaging(run.recipe.ema, run.recipe.swa_from))
+    trainer = quiet_trainer(run, folder, [*callbacks, check])
+    module, datamodule = resolve_name(MODULE)(run, run.num_classes, None), resolve_name(DATAMODULE)(run, images)
+    trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint)
+    steps = run.recipe.max_steps - check.resumed_at
+    if len(check.verdict.steps) < steps:
+        check.verdict.note(f"{steps - len(check.verdict.steps)} of {steps} steps")
     return check.verdict
 
 

@@ -11,13 +11,14 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentError, ArgumentParser
 from yaml import YAMLError
 
+from cifar_zero.comparison import resuming
 from cifar_zero.comparison.pool import train_cases, train_jobs
 from cifar_zero.comparison.result import PLAIN, Comparison, Variant
 from cifar_zero.config import command_line
@@ -105,6 +106,11 @@ def plan(strategies: Sequence[str], ranks: int, accumulate: Sequence[str], flags
     return cases
 
 
+def resolved(flags: list[str]) -> Run:
+    """Returns the run of a case's flags; raises UsageError: it cannot run here."""
+    return _run(_arguments(flags).ours)
+
+
 def compare(cases: list[Variant], title: str, command: str, folder: Path) -> Comparison:
     """Trains the cases of `plan`, with the logs in `folder`; returns their verdicts. Raises UsageError: the module
     cannot be trained under DeepSpeed."""
@@ -121,16 +127,17 @@ def train(flags: list[str], folder: Path) -> Verdict:
     from lightning.pytorch.strategies import DDPStrategy
 
     from cifar_zero.comparison import jobs
-    from cifar_zero.step_check.callback import StepCheck
 
+    check, checkpoint, flags = resuming.of_job(flags, folder)
     given = _arguments(flags)
     run = _run(given.ours)
+    if checkpoint is not None:  # this command has written it
+        run = replace(run, consent=replace(run.consent, trust=True))
     seed_everything(run.recipe.seed, verbose=False)
     module, datamodule = (_instance(part, given) for part in PARTS)
     if not module.automatic_optimization:
         raise UsageError(f"--module uses manual optimization: {ONE_OPTIMIZER}")
     elements = sum(parameter.numel() for parameter in module.parameters()) or run.placement.zero.reduce_bucket_size
-    check = StepCheck(every=1, on_fault="warn")
     # What modules of others ask for: a logger, and a validation whose metrics a schedule monitors.
     theirs_too = {"logger": DummyLogger(), "limit_val_batches": 1, "use_distributed_sampler": True}
     trainer = jobs.quiet_trainer(run, folder, [check], elements, **theirs_too)
@@ -143,7 +150,7 @@ def train(flags: list[str], folder: Path) -> Verdict:
         strategy._ddp_kwargs["find_unused_parameters"] = True
     seed_everything(run.recipe.seed, verbose=False)
     try:
-        trainer.fit(module, datamodule=datamodule)
+        trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint)
     except RuntimeError as error:
         if "only supported with manual optimization" not in str(error):
             raise

@@ -5,7 +5,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Kind = Literal["weight", "loss", "gradient", "learning rate", "gradient norm", "update", "state", "buffer"]
+Kind = Literal[
+    "weight",
+    "loss",
+    "gradient",
+    "learning rate",
+    "gradient norm",
+    "update",
+    "state",
+    "buffer",
+    "position",  # of a resume, as "batch"
+    "batch",
+]
 
 Outcome = Literal["bit-identical", "within rounding", "different", "not judged"]
 
@@ -44,7 +55,9 @@ class Finding:
 
     def __str__(self) -> str:
         how_far = f"off by {percent(self.off)} where rounding allows {percent(self.allowed)}"
-        if not math.isfinite(self.off):
+        if self.kind == "batch":
+            how_far = "is not that of the training that was saved"
+        elif not math.isfinite(self.off):
             how_far = "NaN, infinite or not the same on all ranks"
         of = f" of {self.name}" if self.name else ""
         return f"step {self.step}: {self.kind}{of} {how_far}{self.pattern and '; ' + self.pattern}"
@@ -81,8 +94,9 @@ class Verdict:
     not_checked: list[str] = field(default_factory=list)  # what could not be judged and why, one clause each
 
     def add(self, step: int, findings: Iterable[Finding]) -> list[Finding]:
-        """Counts the comparisons of a step; returns the faults among them."""
-        self.steps.append(step)
+        """Counts the comparisons of a step, 0 for those of a resume; returns the faults among them."""
+        if step:
+            self.steps.append(step)
         faults = []
         for found in findings:
             self.tallies.setdefault(found.kind, Tally()).add(found)
@@ -124,7 +138,7 @@ class Verdict:
             first = self.faults[0]
             others = sum(each.step == first.step and each.kind == first.kind for each in self.faults) - 1
             return f"{first}{(others and f' (and {others} more)') or ''}"
-        text = f"{len(self.steps)} steps checked"
+        text = "1 step checked" if len(self.steps) == 1 else f"{len(self.steps)} steps checked"
         parts = []
         for kind, tally in self.tallies.items():
             if tally.worst is not None:
