@@ -159,7 +159,7 @@ class CIFARModule(LightningModule):
         for config in self.trainer.lr_scheduler_configs:
             schedule: Any = config.scheduler
             schedule.last_epoch = schedule.last_epoch or self.trainer.global_step  # 0: the checkpoint had no schedule
-            rates = schedule.get_lr()
+            rates = schedule._last_lr = schedule.get_lr()  # a step check compares with the latter
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
 

@@ -12,7 +12,7 @@ universal checkpoints support only Adam. DeepSpeed (0.19.8) writes, in the folde
   group of experts is sharded over the ranks that have the same ones;
 - for an optimizer on NVMe, `offloaded_tensors/rank<rank>/`: the flat tensors that are empty in the other files, in
   float32: `<group>.tensor.swp` of the weights and `<key>-<group>.tensor.swp` of the state.
-To each file, except the experts', the strategy adds GROUPS and PROGRESS, and ON_DISK for NVMe.
+To each file, except the experts', the strategy adds GROUPS, TIED and PROGRESS, and ON_DISK for NVMe.
 """
 
 import math
@@ -39,6 +39,9 @@ ON_DISK = "zero_on_disk"  # key of the names that DeepSpeed's files on NVMe have
 AVERAGE = "average"
 """Key of what callbacks/averaging.py adds to the checkpoints of every strategy: `kind` and `count`, and `weights`, the
 averages by the names of state_dict; `sharded` if these are this rank's parts, cut as stage 3 cuts the parameters."""
+
+TIED = "zero_tied"
+"""Key of the names of tied weights: for each further plain name of a parameter the first one, which a shard has."""
 
 PROGRESS = "zero_progress"
 """Key of the names of what Lightning and the run's callbacks have added to the files of the model."""
@@ -204,7 +207,9 @@ def _assembled(
                     state.setdefault(name, {})[key] = whole
     frozen: Shapes = main.get("frozen_param_shapes") or {} if stage == 3 else {}
     for name, shape in frozen.items():
-        weights[name] = uncut([model["frozen_param_fragments"][name] for model in models], shape)
+        weights[name] = uncut([model["frozen_param_fragments"][name].flatten() for model in models], shape)
+    for name, first_name in main.get(TIED, {}).items():  # which an earlier version did not write
+        weights[name] = weights[first_name]
     progress = {key: main[key] for key in main[PROGRESS]}
     if AVERAGE in main:
         progress[AVERAGE] = _averaged([model[AVERAGE] for model in models], shards[0].groups)

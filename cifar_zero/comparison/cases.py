@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cifar_zero.comparison.result import Variant
+from cifar_zero.comparison.resuming import Continuation
 from cifar_zero.config import command_line
+from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import UsageError
@@ -55,6 +57,7 @@ class Row:
     one_rank: bool = False  # train on one rank too
     schedule: str = FALLING
     stages: str = ALL_STAGES  # of ZeRO; those of other families train the rows with all stages
+    ema: float = 0.0  # decay of an average of the weights, under strategies that can have one
     raw: str = ""  # a file of CONFIGURATIONS, in place of the strategies
 
 
@@ -62,7 +65,10 @@ ROWS = (
     Row("float32, accumulated", "sums of micro-batches", f"{EDGE_CASES} {SGD} --model.unused true", 4),
     Row("bfloat16, accumulated", "sums in the low precision", f"{NET} {SGD} --precision bf16-mixed", 4),
     Row(
-        "bfloat16, AdamW, clipped", "master weights, decay, norm", f"{EDGE_CASES} {ADAMW} {CLIP} --precision bf16-mixed"
+        "bfloat16, AdamW, clipped",
+        "master weights, decay, norm",
+        f"{EDGE_CASES} {ADAMW} {CLIP} --precision bf16-mixed",
+        ema=0.5,
     ),
     Row("AdamW, clipped, accumulated", "the norm of all shards", f"{EDGE_CASES} {ADAMW} {CLIP} --model.unused true", 4),
     Row(
@@ -116,6 +122,30 @@ QUICK = 3
 
 ON_GPUS = (Row("float16, clipped", "the loss scale, skipped steps", f"{NET} {SGD} {CLIP} --precision 16-mixed", 4),)
 
+RESUMES = (
+    Continuation(
+        3,  # in the middle of the second of two epochs
+        row="bfloat16, AdamW, clipped",
+        why="what a strategy reads of its own checkpoint: master weights, moments, positions, the average of --ema",
+    ),
+    Continuation(
+        3,
+        row="AdamW, clipped, accumulated",
+        of="deepspeed_stage_2",
+        under="deepspeed_stage_3",
+        why="a flat tensor of all parameters becomes a shard of each",
+    ),
+    Continuation(
+        3,
+        row="frozen weights",
+        of="deepspeed_stage_3",
+        under="deepspeed_stage_1",
+        ranks=1,
+        why="shards are put together, without their padding; weights that no optimizer has",
+    ),
+)
+"""Rows whose trainings are continued too, in new processes, and the code that this executes."""
+
 WITHOUT = ("baseline", "fsdp", "tensor_parallel", "pipeline")
 """Strategies without cases: plain PyTorch, another name of fsdp2, and those that train only vision transformers."""
 
@@ -153,6 +183,8 @@ def plan_cases(strategies: Sequence[str], ranks: int, quick: bool, seeds: int = 
                 continue
             for name in _strategies_of(row, strategies):
                 flags = [*row.schedule.split(), *row.flags.split()]
+                if row.ema and (name not in STRATEGIES or STRATEGIES[name].averages):
+                    flags += ["--ema", str(row.ema)]
                 try:
                     cases += [make_case(name, row.name, flags, size, row.accumulate, seed) for seed in range(seeds)]
                 except UsageError as error:
@@ -178,6 +210,11 @@ def _strategies_of(row: Row, strategies: Sequence[str]) -> list[str]:
     return found
 
 
+def resolved(flags: list[str]) -> Run:
+    """Returns the run of a case's flags; raises UsageError: it cannot run here."""
+    return resolve(command_line.parse(flags))
+
+
 def make_case(strategy: str, name: str, flags: Sequence[str], ranks: int, accumulate: int, seed: int = 0) -> Variant:
     """Returns the case of a row of the table, `name`, under a strategy; raises UsageError if it cannot train here."""
     pieces = accumulate * ranks
@@ -185,7 +222,7 @@ def make_case(strategy: str, name: str, flags: Sequence[str], ranks: int, accumu
     given = [*COMMON, *command_line.strategy_flags(strategy), "--devices", str(ranks), "--seed", str(seed)]
     given += ["--batch_size", str(batch), "--data.synthetic_size", str(2 * batch), "--accumulate", str(accumulate)]
     given += flags
-    resolve(command_line.parse(given))
+    resolved(given)
     row = f"{name}, {ranks} rank{'s' if ranks > 1 else ''}"
     if seed:
         row += f", seed {seed}"

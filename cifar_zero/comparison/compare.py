@@ -5,17 +5,19 @@ import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.comparison import own_module, report, script
-from cifar_zero.comparison.cases import RECIPE, plan_cases
+from cifar_zero.comparison.cases import RECIPE, RESUMES, plan_cases, resolved
 from cifar_zero.comparison.fuzz import random_cases
 from cifar_zero.comparison.own_module import STEPS
 from cifar_zero.comparison.pool import train_cases, train_jobs
 from cifar_zero.comparison.reading import grouped, load
 from cifar_zero.comparison.result import PLAIN, Comparison
+from cifar_zero.comparison.resuming import Continuation, with_continuations
 from cifar_zero.comparison.trainings import plan, prepare, train_all
 from cifar_zero.config.rules import check_plain_name
 from cifar_zero.core import exits
@@ -46,6 +48,7 @@ examples:
   %(prog)s --module my_module.py:MyModule --datamodule my_data.py:MyData --module.lr 0.1 --devices 2
   %(prog)s --module my_module.py:MyModule --datamodule my_data.py:MyData --config lightning_cli.yaml
   %(prog)s --script 'old_train.py --lr 0.1' --module my_module.py:MyModule
+  %(prog)s --module my_module.py:MyModule --resume_at 10 --resume_under deepspeed_stage_3 --resume_devices 4
   %(prog)s --strategies baseline my_deepspeed.json --junit comparisons/compare.xml
   %(prog)s --runs runs/net-baseline/version_0 runs/net-deepspeed_stage_2/version_3
 """
@@ -95,6 +98,8 @@ def of_cases(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compariso
         cases = random_cases(arguments.fuzz, _ranks(arguments))
     else:
         cases = plan_cases(arguments.strategies or (), _ranks(arguments), arguments.quick, arguments.seeds or 1)
+    for resume in _resumes(arguments):
+        cases = with_continuations(cases, resume, resolved)
     if arguments.print_cases:
         print(*(f"{case.name}\n  {case.command}" for case in cases), sep="\n")
         raise SystemExit(0)
@@ -110,6 +115,8 @@ def of_module(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparis
         raise UsageError("--module trains each strategy once: leave out --seeds")
     flags = ["--module", arguments.module, *(["--datamodule", arguments.datamodule] if arguments.datamodule else [])]
     cases = own_module.plan(arguments.strategies or (), _ranks(arguments), arguments.accumulate or (), [*flags, *rest])
+    for resume in _resumes(arguments):
+        cases = with_continuations(cases, resume, own_module.resolved)
     name = Path(arguments.module).name.replace(":", "-")
     folder = run_folder.claim(arguments.out, arguments.name or name)
     title = f"{name}, ranks: {cases[0].world_size}, cases: {len(cases)}"
@@ -159,6 +166,15 @@ def _ranks(arguments: Namespace) -> int:
     if len(devices) > 1 or not devices[0].isdecimal():
         raise UsageError(f"--devices {' '.join(devices)}: --acceptance and --module take one number of ranks")
     return int(devices[0]) or gpu_count() or 2
+
+
+def _resumes(arguments: Namespace) -> Sequence[Continuation]:
+    if any(_baselines(arguments).values()):  # a continuation keeps no sketches
+        return ()
+    if arguments.resume_at is None:
+        return RESUMES
+    others = product(arguments.resume_under or [""], arguments.resume_devices or [0])
+    return [Continuation(arguments.resume_at, *place) for place in dict.fromkeys([("", 0), *others])]
 
 
 def of_runs(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
@@ -245,6 +261,10 @@ def _parse() -> tuple[Namespace, list[str]]:
     add("--own_data", action="store_true", help="of --script: compare the batches of the module's own loader too")
     add("--save_baseline", metavar="FILE", default="", help="keep what the steps of --acceptance or --module compute")
     add("--against", metavar="FILE", default="", help="judge --acceptance or --module by such a file")
+    after = "with --acceptance or --module: save each training after step N, and judge its continuation"
+    add("--resume_at", type=int, metavar="N", help=after)
+    add("--resume_under", nargs="+", metavar="NAME", help="continue it under these strategies too")
+    add("--resume_devices", nargs="+", type=int, metavar="N", help="continue it on these numbers of ranks too")
     least = "fail variants with a lower test accuracy (0 to 1): that models agree which learned nothing says little"
     add("--min_accuracy", type=float, default=0.0, metavar="SHARE", help=least)
     add("--junit", metavar="FILE", help="write the verdicts as JUnit XML, for CI systems")
@@ -262,6 +282,8 @@ def _parse() -> tuple[Namespace, list[str]]:
         "datamodule": "module",
         "rename": "script",
         "own_data": "script",
+        "resume_under": "resume_at",
+        "resume_devices": "resume_at",
     }.items():
         if getattr(arguments, option) and not getattr(arguments, needed):
             raise UsageError(f"--{option} is for --{needed}: add it")
@@ -271,6 +293,10 @@ def _parse() -> tuple[Namespace, list[str]]:
         raise UsageError("--own_data is for the loader of a module: name it with --module")
     if arguments.steps < 1:
         raise UsageError(f"--steps must be at least 1, not {arguments.steps}")
+    if arguments.resume_at is not None and (arguments.script or not (arguments.acceptance or arguments.module)):
+        raise UsageError("--resume_at is for --acceptance and --module, without --script")
+    if min(arguments.resume_devices or [1]) < 1:
+        raise UsageError("--resume_devices: a number of ranks is at least 1")
     if arguments.fuzz < 0:
         raise UsageError(f"--fuzz must be at least 1, not {arguments.fuzz}")
     if not 0 <= arguments.min_accuracy <= 1:

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from cifar_zero.checkpoints.network import on_meta
 from cifar_zero.checkpoints.weights import encode
+from cifar_zero.comparison import resuming
 from cifar_zero.comparison.baseline import SKETCHES
 from cifar_zero.comparison.script import FOLDER, Recording
 from cifar_zero.config import command_line
@@ -23,12 +24,14 @@ from cifar_zero.launch import rank_environment
 from cifar_zero.step_check.callback import StepCheck
 from cifar_zero.step_check.outputs import OutputCheck
 from cifar_zero.step_check.recorded import Recorded
+from cifar_zero.step_check.resume_check import ResumeCheck
 from cifar_zero.step_check.script_check import ScriptCheck
 from cifar_zero.step_check.sketches import SketchCheck
 from cifar_zero.step_check.verdict import Verdict
 from cifar_zero.strategies import hooks_of
-from cifar_zero.training import DATAMODULE, MODULE, build
-from cifar_zero.training.callbacks.averaging import BatchNormStatistics
+from cifar_zero.training import DATAMODULE, MODULE, build, starting
+from cifar_zero.training.callbacks.averaging import Averaging, BatchNormStatistics
+from cifar_zero.training.callbacks.checkpoint import Resume
 from cifar_zero.training.resolve import resolve
 
 Train = Callable[[list[str], Path, StepCheck], None]
@@ -37,13 +40,19 @@ Train = Callable[[list[str], Path, StepCheck], None]
 
 def train_recipe(flags: list[str], folder: Path, check: StepCheck) -> None:
     """Trains a run of this program, given by train's flags, as one rank, without output."""
+    if check.checkpoint is not None:
+        flags = [*flags, "--resume", str(check.checkpoint)]
     run = resolve(command_line.parse(flags))
-    trainer = quiet_trainer(run, folder, [BatchNormStatistics(), check])
-    weights, data, steps = None, resolve_name(DATAMODULE)(run), run.recipe.max_steps
+    images = starting.check_checkpoint(run)
+    callbacks: list[Callback] = [BatchNormStatistics(), Resume()]
+    if run.recipe.ema:
+        callbacks.append(Averaging(run.recipe.ema, run.recipe.swa_from))
+    trainer = quiet_trainer(run, folder, [*callbacks, check])
+    weights, data, steps = None, resolve_name(DATAMODULE)(run, images), run.recipe.max_steps - check.resumed_at
     if isinstance(check, ScriptCheck):
         weights = check.recorded.weights(on_meta(run.recipe, run.num_classes))
         data, steps = check.recorded.loader(trainer.strategy), check.recorded.count
-    trainer.fit(resolve_name(MODULE)(run, run.num_classes, weights), data)
+    trainer.fit(resolve_name(MODULE)(run, run.num_classes, weights), data, ckpt_path=check.checkpoint)
     if len(check.verdict.steps) < steps:
         check.verdict.note(f"{steps - len(check.verdict.steps)} of {steps} steps")
 
@@ -92,10 +101,11 @@ def train_all(jobs: Mapping[str, list[str]], train: Train, folder: Path, sketche
             train(flags, folder, check)
         return check.verdict
 
-    for file, flags in jobs.items():
-        check = check_of(folder, sketches)
+    for file, given in jobs.items():
+        resume, flags = resuming.of_job(given, folder)
+        check = resume or check_of(folder, sketches)
         verdict = verdict_of(flags, check)
-        if verdict.faults and not isinstance(check, ScriptCheck):
+        if verdict.faults and not isinstance(check, (ResumeCheck, ScriptCheck)):
             again = verdict_of(flags, OutputCheck(every=1, on_fault="warn"))
             verdict = again if again.faults else verdict
         if rank == 0:

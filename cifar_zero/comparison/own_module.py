@@ -11,6 +11,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,6 +70,11 @@ def plan(
     return cases
 
 
+def resolved(flags: list[str]) -> Run:
+    """Returns the run of a case's flags; raises UsageError: it cannot run here."""
+    return _run(read_given(flags).ours)
+
+
 def compare(cases: list[Variant], title: str, command: str, folder: Path, **files: Any) -> Comparison:
     """Trains the cases of `plan`, with the logs in `folder` and the `files` of baselines of a Comparison; returns their
     verdicts. Raises UsageError: the module cannot be trained under DeepSpeed."""
@@ -89,6 +95,8 @@ def train(flags: list[str], folder: Path, check: StepCheck) -> None:
 
     given = read_given(flags)
     run = _run(given.ours)
+    if check.checkpoint is not None:  # this command has written it
+        run = replace(run, consent=replace(run.consent, trust=True))
     seed_everything(run.recipe.seed, verbose=False)
     module, datamodule = (instance(part, given) for part in PARTS)
     elements = sum(parameter.numel() for parameter in module.parameters()) or run.placement.zero.reduce_bucket_size
@@ -112,7 +120,7 @@ def train(flags: list[str], folder: Path, check: StepCheck) -> None:
         else:
             data.train_dataloader = partial(recorded.loader, strategy)
     seed_everything(run.recipe.seed, verbose=False)
-    fit(trainer, module, datamodule)
+    fit(trainer, module, datamodule, check.checkpoint)
 
 
 def assert_agrees(

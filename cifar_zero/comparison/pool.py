@@ -2,6 +2,7 @@
 ranks import meanwhile."""
 
 import json
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cifar_zero.comparison.result import Comparison, Variant
+from cifar_zero.comparison.resuming import FOLDER
 from cifar_zero.core.errors import Stopped, UsageError
 from cifar_zero.core.hardware import cpu_name, git_commit, gpu_count, gpu_versions, this_computer, versions
 from cifar_zero.launch import local_launcher, rank_environment
@@ -40,7 +42,7 @@ def train_cases(comparison: Comparison, folder: Path, program: Sequence[str], of
     ones. Reads and writes the baselines that it names.
 
     Args:
-        comparison: Its variants are on one number of ranks after the other.
+        comparison: Its variants are trained phase by phase, and in a phase from the largest number of ranks on.
         folder: Receives the logs.
         program: Trains a file of jobs, see `train_jobs`.
         of_user: The module is a user's. What it cannot do under the first variant, it can under none.
@@ -63,12 +65,13 @@ def train_cases(comparison: Comparison, folder: Path, program: Sequence[str], of
     with Progress(*columns, TextColumn("left"), console=Console(stderr=True)) as progress:
         task = progress.add_task("trainings", total=len(cases))
         try:
-            for ranks in dict.fromkeys(case.world_size for case in cases):
-                of_size = [case for case in cases if case.world_size == ranks]
-                for _ in _train(of_size, folder, program, of_user, sketches):
+            for phase, ranks in sorted({(case.phase, -case.world_size) for case in cases}):
+                together = [case for case in cases if (case.phase, -case.world_size) == (phase, ranks)]
+                for _ in _train(together, folder, program, cases[0] if of_user else None, sketches):
                     progress.advance(task)
         except Stopped as stop:
             comparison.stopped_by = stop.number
+    shutil.rmtree(folder / FOLDER, ignore_errors=True)
     device = cpu_name()
     libraries = {name: str(version) for name, version in versions().items()}
     if gpu_count():
@@ -87,16 +90,19 @@ def train_cases(comparison: Comparison, folder: Path, program: Sequence[str], of
 
 
 def _train(
-    cases: Sequence[Variant], folder: Path, program: Sequence[str], of_user: bool, sketches: bool
+    cases: Sequence[Variant], folder: Path, program: Sequence[str], refusing: Variant | None, sketches: bool
 ) -> Iterator[Variant]:
     """Trains cases of one number of ranks in ranks that are started once, and again after each that failed; sets their
-    verdicts and times, the first with the start. Yields those that were trained; raises as `train_cases` does."""
+    verdicts and times, the first with the start. Yields those that were trained. Raises UsageError: the case
+    `refusing` was refused."""
     ranks, todo = cases[0].world_size, [*cases]
     while todo:
         name = f"{ranks}-ranks-{len(cases) - len(todo)}"
+        if cases[0].phase:
+            name = f"resumed-{name}"
         log, file = folder / f"{name}.log", folder / f"{name}.json"
         verdicts = [folder / f"{name}-case-{number}.json" for number in range(len(todo))]
-        jobs = {str(verdict): case.flags for verdict, case in zip(verdicts, todo, strict=True)}
+        jobs = {str(verdict): [*case.resume, *case.flags] for verdict, case in zip(verdicts, todo, strict=True)}
         file.write_text(json.dumps({"ranks": ranks, "jobs": jobs, "sketches": sketches}))
         began = time.monotonic()
         with run_process.start(program, [str(file)], log) as child:
@@ -107,7 +113,7 @@ def _train(
                 case.seconds, began = time.monotonic() - began, time.monotonic()
                 if not verdict.exists():
                     error = run_process.failure(log, child.wait())
-                    if of_user and case is cases[0] and child.returncode == 2:
+                    if case is refusing and child.returncode == 2:
                         raise UsageError(error)
                     case.judge("not trained", error)
                     break

@@ -82,6 +82,8 @@ class Variant:
     check: dict[str, Any] = field(default_factory=dict)  # of the step check, see `step_check.verdict.Verdict.as_dict`
     drift: str = ""  # how far losses and weights are from the reference's at the end: information, no verdict
     row: str = ""  # of an acceptance: the row of the table, without the strategy
+    resume: list[str] = field(default_factory=list)  # whether it is saved or continued, see `resuming.of_job`
+    phase: int = 0  # of a case: it is trained after all cases of earlier phases, in new processes
     seconds: float = 0.0  # of a case; runs have perf/fit_seconds
 
     @property

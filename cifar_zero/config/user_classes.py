@@ -145,13 +145,13 @@ def _refuse_code(parser: ArgumentParser, arguments: Given) -> None:
             raise UsageError(f"--{action.dest} in a file may not name code: give it on the command line")
 
 
-def fit(trainer: Any, module: Any, datamodule: Any) -> None:
-    """Trains a user's module with Lightning's Trainer. Raises UsageError for manual optimization, several optimizers,
-    or data without a batch."""
+def fit(trainer: Any, module: Any, datamodule: Any, checkpoint: Path | None = None) -> None:
+    """Trains a user's module with Lightning's Trainer, or continues the training of a checkpoint. Raises UsageError for
+    manual optimization, several optimizers, or data without a batch."""
     if not module.automatic_optimization:
         raise UsageError(f"--module uses manual optimization: {ONE_OPTIMIZER}")
     try:
-        trainer.fit(module, datamodule=datamodule)
+        trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint)
     except RuntimeError as error:
         if "only supported with manual optimization" not in str(error):
             raise

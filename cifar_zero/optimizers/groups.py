@@ -53,10 +53,11 @@ def parameter_groups(
 
 def keep_own_options(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Returns the state of another implementation, device or grouping with this optimizer's options and groups. Only
-    the learning rate, which a schedule has moved, is the checkpoint's. All groups have `param_names`."""
+    the learning rate, which a schedule has moved, is the checkpoint's. Groups without `param_names` are the same."""
     own_groups = optimizer.param_groups
-    wanted = [group["param_names"] for group in own_groups]
-    if [group["param_names"] for group in state["param_groups"]] != wanted:  # else they may be ZeRO's flat ones
+    wanted: list[Any] = [group.get("param_names") for group in own_groups]
+    found = [group.get("param_names") for group in state["param_groups"]]
+    if None not in (*wanted, *found) and found != wanted:  # else they may be ZeRO's flat ones
         state = _regrouped(state, wanted)
     groups: list[dict[str, Any]] = []
     for own, saved in zip(own_groups, state["param_groups"], strict=True):

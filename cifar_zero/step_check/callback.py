@@ -66,6 +66,12 @@ class StepCheck(Callback):
     its gradients. `verdict` says afterwards what was judged.
     """
 
+    checkpoint: Path | None = None
+    """The checkpoint that the training continues; see `resume_check`."""
+
+    resumed_at = 0
+    """The step after which a training was saved that this one continues, see `ResumeCheck`."""
+
     def __init__(
         self,
         every: int = 0,
@@ -210,7 +216,7 @@ class StepCheck(Callback):
                 self._add("weight", name, off_by(after[name], self._weights[name]), 0.0, 1, "no optimizer updates it")
         self._compare_buffers(dict(pl_module.named_buffers()), low.buffers, exact.buffers)
         self._forget()
-        self._finish(trainer)
+        self._finish(trainer, self._step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Says what was judged."""
@@ -358,8 +364,9 @@ class StepCheck(Callback):
                 allowed += LEAST * torch.finfo(buffer.dtype).eps
             self._add(kind, name, off_by(buffer, low[name]), allowed, buffer.numel())
 
-    def _finish(self, trainer: Trainer) -> None:
-        """Counts the findings of all ranks: each rank has all, and so the same verdict."""
+    def _finish(self, trainer: Trainer, step: int) -> None:
+        """Counts the findings of all ranks, of a checked step or of a resume (0): each rank has all, and so the same
+        verdict."""
         findings = []
         for rank, of_rank in enumerate(gather(self._findings)):
             for found in of_rank:
@@ -368,7 +375,7 @@ class StepCheck(Callback):
                     findings.append(replace(found, pattern=found.pattern or where))
                 elif rank == 0:
                     findings.append(found)
-        faults = self.verdict.add(self._step, findings)
+        faults = self.verdict.add(step, findings)
         if faults and self._on_fault == "raise":
             raise RunError(str(self.verdict))
         if faults and trainer.is_global_zero:

@@ -15,6 +15,8 @@ Kind = Literal[
     "state",
     "buffer",
     "output",
+    "position",  # of a resume, as "batch"
+    "batch",
     "script's batch",
     "script's loss",
     "script's gradient",
@@ -104,8 +106,9 @@ class Verdict:
     first_output: Finding | None = None  # the first fault of a submodule's output, in the order of execution
 
     def add(self, step: int, findings: Iterable[Finding]) -> list[Finding]:
-        """Counts the comparisons of a step; returns the faults among them."""
-        self.steps.append(step)
+        """Counts the comparisons of a step, 0 for those of a resume; returns the faults among them."""
+        if step:
+            self.steps.append(step)
         faults = []
         for found in findings:
             self.tallies.setdefault(found.kind, Tally()).add(found)
@@ -152,7 +155,7 @@ class Verdict:
             if self.first_output is not None and self.first_output.step == first.step:
                 where = f"; the first module whose output differs is {self.first_output.name}"
             return f"{first}{(others and f' (and {others} more)') or ''}{where}"
-        text = f"{len(self.steps)} steps checked"
+        text = "1 step checked" if len(self.steps) == 1 else f"{len(self.steps)} steps checked"
         parts = []
         for kind, tally in self.tallies.items():
             if tally.worst is not None:

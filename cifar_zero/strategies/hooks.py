@@ -155,12 +155,13 @@ class Hooks:
         local = self.local(parameter).detach()
         yield local, self.cut(whole, parameter).to(local.dtype)
 
-    def updated(self, optimizer: Any) -> Iterator[Updated]:
-        """Yields what this rank's optimizer updates in the step that comes next; nothing if that is out of reach."""
+    def updated(self, optimizer: Any, at_any_step: bool = False) -> Iterator[Updated]:
+        """Yields what this rank's optimizer updates in the step that comes next, or all that it updates
+        `at_any_step`; nothing if that is out of reach."""
         own = getattr(optimizer, "optimizer", optimizer)  # Lightning's wrapper
         for group in own.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
+                if at_any_step or parameter.grad is not None:
                     yield Updated(parameter, [parameter], partial(self._cut_one, parameter), own, group)
 
     def _cut_one(self, parameter: Any, wholes: Sequence[Tensor]) -> Tensor:

@@ -11,6 +11,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 STEP = 3
 """Optimizer step at which a fault that happens once happens."""
@@ -225,6 +226,34 @@ def loss_of_torch_changed() -> None:
     functions = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]
     loss = functions.cross_entropy_loss
     functions.cross_entropy_loss = lambda *arguments, **options: 1.001 * loss(*arguments, **options)
+
+
+def optimizer_state_not_restored() -> None:
+    load = stage_1_and_2.DeepSpeedZeroOptimizer.load_state_dict
+
+    def broken(self, *args, **options):
+        load(self, *args, **options)
+        for state in self.optimizer.state.values():
+            state["exp_avg"].zero_()
+
+    stage_1_and_2.DeepSpeedZeroOptimizer.load_state_dict = broken
+
+
+def schedule_position_lost() -> None:
+    LRScheduler.load_state_dict = lambda self, state_dict: None
+
+
+def learning_rate_of_the_epoch_before() -> None:
+    """An engine that loads a checkpoint has the rate from before the last step of a schedule that divides it by 10."""
+    load = DeepSpeedEngine.load_checkpoint
+
+    def broken(self, *args, **options):
+        loaded = load(self, *args, **options)
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 10
+        return loaded
+
+    DeepSpeedEngine.load_checkpoint = broken
 
 
 def _before_start(change) -> None:

@@ -56,11 +56,15 @@ class GuardedCheckpointEngine(TorchCheckpointEngine):
         self.failure = self.failure or failure_of(write)
 
 
-def restore(engine: Any, checkpoint: dict[str, Any]) -> bool:
-    """Puts a plain checkpoint into an engine of any shape. Returns whether it had the optimizer's state."""
+MOVED = ("lr", "momentum", "betas")  # options of a parameter group that schedules change
+
+
+def restore(engine: Any, checkpoint: dict[str, Any], group_names: Sequence[Sequence[str]]) -> bool:
+    """Puts a plain checkpoint into an engine of any shape. Returns whether it had the optimizer's state.
+    `group_names` are the names of the optimizer's parameters, for a checkpoint without names."""
     weights: dict[str, Tensor] = checkpoint["state_dict"]
     carried = bool(checkpoint.get("optimizer_states"))
-    saved = by_name(checkpoint["optimizer_states"][0]) if carried else {}
+    saved = by_name(_named(checkpoint["optimizer_states"][0], group_names)) if carried else {}
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
     plain, names = plain_names_of(engine, engine.module.state_dict()), _names_of_parameters(engine)
     if stage == 3:
@@ -77,7 +81,8 @@ def restore(engine: Any, checkpoint: dict[str, Any]) -> bool:
             _set_state(engine.basic_optimizer, target, [saved[name][1] for name in own], shard)
     if carried:
         for group in engine.basic_optimizer.param_groups:
-            group["lr"] = saved[plain[group["param_names"][0]]][0]["lr"]
+            of_names = [saved[plain[name]][0] for name in group["param_names"] if plain[name] in saved]
+            group.update({key: of_names[0][key] for key in MOVED if key in of_names[0]})
     if stage == 3:
         for parameter, name in names.items():
             _fill(parameter.ds_tensor.data, cut(weights[name], parameter))  # pyright: ignore[reportAttributeAccessIssue]
@@ -88,6 +93,15 @@ def restore(engine: Any, checkpoint: dict[str, Any]) -> bool:
     return carried
 
 
+def _named(state: dict[str, Any], group_names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Returns an optimizer's state with the names of its parameters, which the optimizers of other programs lack."""
+    groups = state["param_groups"]
+    if all("param_names" in group for group in groups):
+        return state
+    named = [{**group, "param_names": names} for group, names in zip(groups, group_names, strict=True)]
+    return {**state, "param_groups": named}
+
+
 def group_shapes(engine: Any) -> list[dict[str, torch.Size]]:
     """Returns the plain names and the shapes of the parameters in each tensor that this rank's optimizer updates."""
     names = _names_of_parameters(engine)
@@ -95,6 +109,14 @@ def group_shapes(engine: Any) -> list[dict[str, torch.Size]]:
     for parameters, *_ in optimizer_groups(engine):
         shapes.append({names[each]: getattr(each, "ds_shape", each.shape) for each in parameters})
     return shapes
+
+
+def tied_names(engine: Any) -> dict[str, str]:
+    """Returns for each further plain name of a tied weight its first one."""
+    first: dict[Parameter, str] = _names_of_parameters(engine)
+    every = dict(engine.module.named_parameters(remove_duplicate=False))
+    plain = plain_names_of(engine, every)
+    return {plain[name]: first[each] for name, each in every.items() if plain[name] != first[each]}
 
 
 def plain_names_of(engine: Any, names: Iterable[str]) -> dict[str, str]:

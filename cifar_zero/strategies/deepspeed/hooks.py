@@ -112,7 +112,7 @@ class EngineHooks(Hooks):
         if hasattr(parameter, "ds_tensor") and parameter.shape == whole.shape:
             yield parameter.detach(), whole.to(parameter.dtype)
 
-    def updated(self, optimizer: Any) -> Iterator[Updated]:
+    def updated(self, optimizer: Any, at_any_step: bool = False) -> Iterator[Updated]:
         engine, zero = self.engine, self.engine.optimizer
         if offload_device(self.strategy, "offload_optimizer") == "nvme":
             return

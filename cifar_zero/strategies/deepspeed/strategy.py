@@ -23,7 +23,7 @@ from torch.nn import Module
 
 from cifar_zero.checkpoints.io import AtomicCheckpointIO
 from cifar_zero.checkpoints.read import read
-from cifar_zero.checkpoints.zero_folder import GROUPS, ON_DISK, PROGRESS, SHAPE, TAG, shape_of
+from cifar_zero.checkpoints.zero_folder import GROUPS, ON_DISK, PROGRESS, SHAPE, TAG, TIED, shape_of
 from cifar_zero.core import atomic
 from cifar_zero.core.atomic import failure_of
 from cifar_zero.core.console import say
@@ -36,6 +36,7 @@ from cifar_zero.strategies.deepspeed.checkpoint import (
     forget_second_copies,
     group_shapes,
     restore,
+    tied_names,
 )
 from cifar_zero.strategies.deepspeed.hooks import EngineHooks
 
@@ -94,9 +95,12 @@ class ZeROStrategy(DeepSpeedStrategy):
     """Options of an optimizer's groups that the engine has changed at its start, which none does: their values before
     it, by the id of the group. A step check updates with these."""
 
+    group_names: list[list[str]]
+    """The names of the parameters in each group of the optimizer, as the module has made it."""
+
     def __init__(self, stage: int = 2, overlap_comm: bool = False, **options: Any):
         super().__init__(stage=stage, overlap_comm=overlap_comm, **options)
-        self.options_before = {}
+        self.options_before, self.group_names = {}, []
         self.config.setdefault("zero_force_ds_cpu_optimizer", False)  # any optimizer may be offloaded
         # It waits for the device twice in each step (DeepSpeed 0.19.8, utils/timer.py).
         self.config.setdefault("timers", {"throughput": {"enabled": False}})
@@ -213,7 +217,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         self.barrier()
         engine: Any = self.deepspeed_engine
         progress = {key: checkpoint[key] for key in checkpoint if key not in ("state_dict", "optimizer_states")}
-        notes: dict[str, Any] = {GROUPS: group_shapes(engine), PROGRESS: [*progress]}
+        notes: dict[str, Any] = {GROUPS: group_shapes(engine), TIED: tied_names(engine), PROGRESS: [*progress]}
         if engine.zero_nvme_offload_optimizer():
             notes[ON_DISK] = [flat.ds_id for flat in engine.optimizer.fp32_partitioned_groups_flat]
         guard = engine.checkpoint_engine = GuardedCheckpointEngine(notes=notes)
@@ -252,7 +256,7 @@ class ZeROStrategy(DeepSpeedStrategy):
             self.deepspeed_engine.checkpoint_engine = GuardedCheckpointEngine(self._io.trust)
             return super().load_checkpoint(checkpoint_path)
         checkpoint = read(path, self._io.trust, verify=False)
-        carried = restore(self.deepspeed_engine, checkpoint)
+        carried = restore(self.deepspeed_engine, checkpoint, self.group_names)
         if self.is_global_zero and not carried:
             say(f"{path} holds no usable optimizer state: the optimizer starts again, with the weights of the run.")
         return checkpoint
@@ -297,6 +301,10 @@ class ZeROStrategy(DeepSpeedStrategy):
         """Starts the engine, which at stage 0 in a low precision would step once with gradients of 0 (DeepSpeed 0.19.8,
         fp16/unfused_optimizer.py, `initialize_optimizer_states`; its pull request 5104): Adam would count a step too
         many, so that its first update is 0.74 of the right one, and AdamW's decay would act."""
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.group_names = [[names.get(id(each), "") for each in group["params"]] for group in optimizer.param_groups]
+        for group, own in zip(optimizer.param_groups, self.group_names, strict=True):
+            group.setdefault("param_names", own)  # which a checkpoint of another shape needs
         _drop_frozen_groups(optimizer, lr_scheduler)
         step, optimizer.step = optimizer.step, lambda *args, **kwargs: None
         # SuperOffload's process inherits how Ctrl-C is handled, which must not end it before the run is saved.

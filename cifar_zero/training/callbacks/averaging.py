@@ -84,6 +84,11 @@ class Averaging(Callback):
         self._count += 1
         self._stale = self._kind == "swa"
 
+    def averages(self, pl_module: LightningModule) -> dict[str, dict[str, Any]]:
+        """Returns this rank's part of each average, and of how many weights it is, by `averaged_tensors`'s names."""
+        parts = zip(averaged_tensors(pl_module), self._averages, strict=False)  # there is none before the first
+        return {name: {"average": part, "averaged": self._count} for name, part in parts}
+
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Adds the averages by the plain model's names, at stage 3 this rank's shards; called on every rank."""
         if not self._count:

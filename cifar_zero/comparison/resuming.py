@@ -1,0 +1,102 @@
+"""Resumes that cifar-zero compare judges: trainings that are saved after a step and continued in new processes."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cifar_zero.comparison.reading import counted
+from cifar_zero.comparison.result import Variant
+from cifar_zero.config.command_line import strategy_flags
+from cifar_zero.config.run import Run
+from cifar_zero.config.strategy_rules import why_not_resumed
+from cifar_zero.core.console import command
+from cifar_zero.core.errors import RunError, UsageError
+
+if TYPE_CHECKING:
+    from cifar_zero.step_check.resume_check import ResumeCheck
+
+SAVES, CONTINUES = "--saves", "--continues"
+"""First words of `Variant.resume`. The step and a name follow on the first, the name on the second."""
+
+FOLDER = "resumed"  # of the trainings that are saved, in that of the comparison
+
+Resolve = Callable[[list[str]], Run]  # returns the run of a case's flags, or raises UsageError
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Where a training continues."""
+
+    at: int  # the optimizer step after which it is saved
+    under: str = ""  # a strategy; the same
+    ranks: int = 0  # the same
+    row: str = ""  # of an acceptance: continue only the cases of this row
+    of: str = ""  # and of this strategy, with its offloaded forms
+    why: str = ""
+
+
+def with_continuations(cases: Sequence[Variant], resume: Continuation, resolve: Resolve) -> list[Variant]:
+    """Returns the cases, and those that continue them. Raises UsageError: none can be, and no row is named."""
+    found, refused = [*cases], None
+    for case in cases:
+        matches = case.row.startswith(resume.row) and case.strategy.startswith(resume.of)
+        elsewhere = case.strategy != resume.under or resume.ranks
+        if matches and elsewhere and CONTINUES not in case.resume:
+            try:
+                found.append(_continuation(case, resume, resolve))
+            except UsageError as error:
+                refused = refused or error
+    if refused and len(found) == len(cases) and not resume.row:
+        raise refused
+    return found
+
+
+def _continuation(case: Variant, resume: Continuation, resolve: Resolve) -> Variant:
+    """Has a case saved; returns the one that continues it. A step keeps its micro-batches, over all ranks."""
+    ranks = resume.ranks or case.world_size
+    before = resolve(case.flags)
+    parts, left = divmod(case.world_size * before.placement.accumulate, ranks)
+    if left:
+        raise UsageError(f"--resume_devices {ranks} does not divide the micro-batches of a step: choose --accumulate")
+    flags = [*case.flags, "--devices", str(ranks), "--accumulate", str(parts)]
+    if resume.under:
+        flags += strategy_flags(resume.under)
+    for run in (before, resolve(flags)):
+        if why := why_not_resumed(run):
+            raise UsageError(f"--resume_at: {why}")
+    last = before.recipe.max_steps - 1
+    if not 1 <= resume.at <= last:
+        raise UsageError(f"--resume_at {resume.at} is not from 1 to {last}: a step must follow")
+    name = re.sub(r"\W+", "-", case.name)
+    case.resume = [SAVES, str(resume.at), name]
+    how = f"resumed at step {resume.at}"
+    if resume.under:
+        how += f" under {resume.under}"
+    if resume.ranks:
+        how += f" on {counted(ranks, 'rank', 'ranks')}"
+    again = ""
+    if case.command:
+        again = f"{case.command} --max_steps {resume.at} --name {name} && "
+        again += command("train", *flags, "--resume", "last", "--name", name)
+    # A phase starts ranks once for each world size, from the largest on: new processes continue the training.
+    phase = int(ranks >= case.world_size)
+    title, row, resume_flags = f"{case.name}, {how}", f"{case.row}, {how}", [CONTINUES, name]
+    return Variant(title, case.strategy, ranks, flags, again, row=row, resume=resume_flags, phase=phase)
+
+
+def of_job(flags: list[str], folder: Path) -> tuple["ResumeCheck | None", list[str]]:
+    """Returns the check of a job that is saved or continues a saved one, else None, and its flags without those of
+    `Variant.resume`. Raises RunError: the training that it continues was not saved."""
+    # Imported here, because the command line is read without torch.
+    from cifar_zero.step_check.resume_check import STATE, ResumeCheck
+
+    if flags[0] == SAVES:
+        return ResumeCheck(folder / FOLDER / flags[2], int(flags[1])), flags[3:]
+    if flags[0] != CONTINUES:
+        return None, flags
+    saved = folder / FOLDER / flags[1]
+    if not (saved / STATE).is_file():
+        raise RunError("the training that it continues was not saved, or did not end")
+    return ResumeCheck(saved), flags[2:]

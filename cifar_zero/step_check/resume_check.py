@@ -1,0 +1,238 @@
+"""`ResumeCheck`: compares a resumed training with the uninterrupted one that was saved, and checks each of its steps.
+
+The step after the checkpoint must start from exactly what the same step of the uninterrupted training started from:
+weights, state and options of the optimizer, averages of the weights, buffers, and the positions of loops and schedules.
+The batches of this step and of the later ones must be the same. `StepCheck` judges what a step computes of them. The
+resumed training may have another strategy and number of ranks: whole tensors are compared, bit by bit. What it keeps in
+a lower precision must be the saved value, rounded.
+"""
+
+import math
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path
+
+from cifar_zero.launch.collectives import gather
+from cifar_zero.step_check.callback import StepCheck
+from cifar_zero.step_check.updates import off_by
+from cifar_zero.step_check.verdict import Kind
+from cifar_zero.strategies import hooks_of
+from cifar_zero.strategies.hooks import local_of
+
+CHECKPOINT = "checkpoint.ckpt"
+
+STATE = "state.pt"
+"""File of what the step after the checkpoint started from, and of the batches of all steps, uninterrupted."""
+
+NOT_RESTORED = (
+    "Lightning restores a position in mid-epoch only for a loader with state_dict, and no random numbers of a shuffle"
+)
+
+Batch = list[list[int]]  # of a step: of each rank a checksum of each row of each tensor
+
+State = dict[tuple[Kind, str], Tensor]  # by kind and name; a number has no dimensions
+
+
+class ResumeCheck(StepCheck):
+    """Saves a training, or judges one that continues it; every rank has it."""
+
+    def __init__(self, folder: Path, save_at: int = 0):
+        """Chooses one of the two.
+
+        Args:
+            folder: Receives or has the checkpoint and STATE.
+            save_at: Save after this optimizer step, which is not the last; 0: the training continues a saved one.
+        """
+        super().__init__(every=1, on_fault="warn")
+        self._folder, self._save_at = folder, save_at
+        self._saved: dict[str, Any] = {}  # the content of STATE
+        if not save_at:
+            self._saved = torch.load(folder / STATE)
+            self.resumed_at, self.checkpoint = self._saved["step"], folder / CHECKPOINT
+        self._begins = not save_at  # whether the next step is the first one after the checkpoint
+        self._batches: dict[int, list[int]] = {}  # of this rank, by step
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Keeps or compares what the first step after the checkpoint starts from."""
+        if self._begins:
+            self._begins = False
+            state = _state(trainer, pl_module)
+            if self._save_at:
+                self._saved = {"step": self._save_at, "state": state}
+            else:
+                self._compare(trainer, state)
+        self._batches.setdefault(trainer.global_step + 1, []).extend(_rows(batch))
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Saves in mid-epoch."""
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if not trainer.is_last_batch:  # else the epoch would not count as done
+            self._save(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Saves at the end of an epoch."""
+        self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        if trainer.global_step == self._save_at and not self._saved and not self._begins:
+            trainer.save_checkpoint(self._folder / CHECKPOINT, weights_only=False)
+            self._begins = True
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Writes STATE, or compares the batches."""
+        of_ranks = gather(self._batches)
+        batches = {step: [each[step] for each in of_ranks] for step in self._batches}
+        if not self._save_at:
+            self._compare_batches(trainer, batches)
+        elif self._saved and trainer.is_global_zero:
+            torch.save({**self._saved, "batches": batches}, self._folder / STATE)
+        super().on_train_end(trainer, pl_module)
+
+    def _compare(self, trainer: Trainer, state: State) -> None:
+        """Compares what the first step starts from with what was saved."""
+        self._step, self._findings = self.resumed_at, []
+        for (kind, name), wanted in self._saved["state"].items():
+            found = state.get((kind, name))
+            if found is not None:
+                known = ~wanted.isnan()
+                off = off_by(found[known], wanted[known].to(found.dtype))
+                how = "it is not as it was saved" if wanted.dim() else f"it is {found:g} in place of {wanted:g}"
+                self._add(kind, name, off, 0.0, wanted.numel(), how)
+            elif wanted.dim():  # else an option that another implementation of the optimizer lacks
+                self._add(kind, name, 1.0, 0.0, wanted.numel(), "there is none")
+        self._conclude(trainer)
+
+    def _compare_batches(self, trainer: Trainer, batches: Mapping[int, Batch]) -> None:
+        self._findings, saved = [], self._saved["batches"]
+        for step in range(self.resumed_at + 1, max(saved) + 1):
+            self._step, found, pattern = step, batches.get(step), ""
+            if found is None:
+                pattern = "the resumed training ended before it"
+            elif not _are_same(found, saved[step]):
+                earlier = [f"step {other}" for other in saved if _are_same(found, saved[other])]
+                pattern = f"it is that of {next(iter(earlier), 'no step')}: {NOT_RESTORED}"
+                if not self.verdict.faults:
+                    pattern += "; what the first step starts from is all as it was saved"
+            self._add("batch", "", math.inf if pattern else 0.0, 0.0, 1, pattern)
+        self._conclude(trainer)
+
+    def _conclude(self, trainer: Trainer) -> None:
+        """Counts the findings of one rank: all ranks have the same."""
+        if not trainer.is_global_zero:
+            self._findings = []
+        self._finish(trainer, 0)
+
+
+def _are_same(one: Batch, other: Batch) -> bool:
+    """Whether each rank had the same rows, or on another number of ranks all together."""
+    return one == other or (len(one) != len(other) and {*chain(*one)} == {*chain(*other)})
+
+
+def _rows(batch: Any) -> list[int]:
+    """Returns a checksum of each row of each tensor of a micro-batch. An engine may have cast numbers to bfloat16."""
+    found: list[int] = []
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            values = leaf.detach().cpu().to(torch.bfloat16 if leaf.is_floating_point() else leaf.dtype)
+            for row in values if values.dim() else [values]:
+                found.append(zlib.crc32(row.flatten().view(torch.uint8).numpy().data))
+    return found
+
+
+def _state(trainer: Trainer, module: LightningModule) -> State:
+    """Returns what the next step starts from: whole tensors, flattened, NaN where nothing is kept. Buffers are those of
+    rank 0, as in most checkpoints. Collective."""
+    hooks = hooks_of(trainer.strategy)
+    buffers = {name: buffer.detach().flatten().cpu() for name, buffer in module.named_buffers()}
+    parameters, weights = dict(module.named_parameters()), hooks.weights(module)
+    found: State = {("buffer", name): buffer for name, buffer in gather(buffers)[0].items()}
+    for name, plain in hooks.plain_names(parameters).items():  # with frozen ones, which no optimizer has
+        found["weight", plain] = weights[plain].flatten().to(hooks.compute_dtype(parameters[name]))
+    for name, value in _positions(trainer).items():
+        found["position", name] = _scalar(value)
+
+    shapes = {name: whole.shape for name, whole in sorted({**weights, **dict(module.named_buffers())}.items())}
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    numbers = zip(shapes, torch.arange(1, sum(sizes) + 1).split(sizes), strict=True)
+    tensors: list[tuple[str, Tensor, Tensor]] = []  # a key in the optimizer, the numbers of elements, their values
+    for names, numbered, values in _kept(trainer, module, {name: each.view(shapes[name]) for name, each in numbers}):
+        used = numbered > 0  # padding is 0
+        for key, value in values.items():
+            if isinstance(value, Tensor) and value.dim():
+                part = local_of(value).detach().flatten().cpu()[: len(used)]
+                tensors.append((key, numbered[used] - 1, part[used]))
+            elif isinstance(value, (Tensor, float, int)):
+                found |= {_label(key, name): _scalar(value) for name in names}
+    wholes: dict[str, Tensor] = {}
+    for key, places, values in chain(*gather(tensors)):
+        whole = wholes.setdefault(key, torch.full((sum(sizes),), math.nan, dtype=values.dtype))
+        agrees = whole[places].isnan() | (whole[places] == values)
+        whole[places] = torch.where(agrees, values, math.inf)  # another rank has another
+    for key, whole in wholes.items():
+        for name, part in zip(shapes, whole.split(sizes), strict=True):
+            if not part.isnan().all():
+                found[_label(key, name)] = part.clone()
+    return found
+
+
+def _kept(
+    trainer: Trainer, module: LightningModule, numbers: Mapping[str, Tensor]
+) -> Iterator[tuple[list[str], Tensor, dict[str, Any]]]:
+    """Yields what this rank keeps of some weights: their names, its part of the `numbers` of their elements, and its
+    tensors and scalars for their updates or their average."""
+    hooks = hooks_of(trainer.strategy)
+    held: dict[str, Any] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    plain = hooks.plain_names(held)
+    names = {id(each): plain[name] for name, each in held.items()}
+    for updated in hooks.updated(trainer.optimizers[0], at_any_step=True):
+        own = [names[id(each)] for each in updated.parameters]
+        options = _numbers({**updated.group, "params": None})
+        values = {"weight": updated.target, **updated.state, **options}
+        yield own, _flat(updated.cut([numbers[name] for name in own])), values
+    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    for callback in callbacks:
+        if averages := getattr(callback, "averages", None):  # of --ema and --swa_from
+            for name, values in averages(module).items():
+                yield [plain[name]], _flat(hooks.cut(numbers[plain[name]], held[name])), values
+
+
+def _flat(tensor: Any) -> Tensor:
+    return local_of(tensor).flatten().cpu().long()
+
+
+def _positions(trainer: Trainer) -> dict[str, float]:
+    """Returns how far loops and schedules are. Lists in a schedule are of groups, which the strategy may split."""
+    found: dict[str, float] = {"step": trainer.global_step, "epoch": trainer.current_epoch}
+    for config in trainer.lr_scheduler_configs:
+        found |= {name: value for name, value in _numbers(config.scheduler.state_dict()).items() if name[-1].isalpha()}
+    return found
+
+
+def _scalar(value: Any) -> Tensor:
+    return torch.tensor(float(value), dtype=torch.float64)
+
+
+def _label(key: str, name: str) -> tuple[Kind, str]:
+    """Returns kind and name of what is kept for a weight."""
+    kinds: dict[str, Kind] = {"lr": "learning rate", "weight": "weight"}
+    return (kinds[key], name) if key in kinds else ("state", f"{key} of {name}")
+
+
+def _numbers(container: Any) -> dict[str, float]:
+    """Returns the numbers in nested containers by their path: lr, betas.0."""
+    found: dict[str, float] = {}
+    for path, value in tree_leaves_with_path(container):
+        if type(value) in (int, float) or (isinstance(value, Tensor) and not value.dim()):
+            found[re.sub(r"\W+", ".", keystr(path)).strip(".")] = float(value)
+    return found

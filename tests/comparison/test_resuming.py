@@ -1,0 +1,142 @@
+"""Trainings that are saved after a step and continued in new processes, on one and two real ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cifar_zero.comparison import own_module
+from cifar_zero.comparison.cases import RESUMES, ROWS, plan_cases, resolved
+from cifar_zero.comparison.compare import main
+from cifar_zero.comparison.resuming import Continuation, with_continuations
+from cifar_zero.core.errors import UsageError
+from tests.support.helpers import ROOT, of_make_fuzz, run_program
+from tests.support.planted_faults import SITE
+
+CODE = ROOT / "tests" / "support"
+DIGITS = ["--module", f"{CODE / 'own_code.py'}:Digits", "--datamodule", f"{CODE / 'own_code.py'}:DigitsData"]
+DIGITS += ["--datamodule.batch_size", "4", "--accumulate", "4", "--max_steps", "6", "--devices", "2"]
+"""An epoch has four steps. Adam, a schedule by epochs, batch norm, dropout, a frozen layer."""
+
+
+def compared(folder: Path, flags: list[str], **environment: str) -> dict[str, Any]:
+    """Returns the variants of a comparison, by name."""
+    done = run_program("compare", *flags, "--out", str(folder), env=environment)
+    assert done.returncode in (0, 1), done.stdout[-2000:] + done.stderr[-2000:]
+    (file,) = folder.glob("*/version_0/comparison.json")
+    assert not (file.parent / "resumed").exists()
+    return {variant["name"]: variant for variant in json.loads(file.read_text())["variants"]}
+
+
+def remark(variants: dict[str, Any], name: str) -> str:
+    assert variants[name]["kind"] == "different", variants[name]
+    return variants[name]["remark"]
+
+
+@pytest.mark.distributed
+def test_a_module_resumes_under_other_strategies_and_ranks(tmp_path: Path):
+    """The optimizers of the module have no names of parameters, which a checkpoint of DDP lacks then."""
+    flags = [*DIGITS, "--strategies", "ddp", "deepspeed_stage_2", "--resume_at", "4"]
+    variants = compared(tmp_path, [*flags, "--resume_under", "deepspeed_stage_3", "--resume_devices", "1", "2"])
+    for name in ("ddp", "deepspeed_stage_2"):
+        for how in ("", " under deepspeed_stage_3 on 1 rank", " under deepspeed_stage_3 on 2 ranks"):
+            variant = variants[f"{name}, resumed at step 4{how}"]
+            assert variant["kind"] in ("bit-identical", "within rounding"), variant["remark"]
+            assert variant["check"]["steps"] == [5, 6]
+            judged = variant["check"]["tallies"]
+            assert judged["batch"]["judged"] == 2
+            assert {"position", "learning rate", "state", "weight", "buffer"} <= judged.keys()
+
+
+@pytest.mark.distributed
+def test_a_loader_that_begins_again_in_mid_epoch_is_named(tmp_path: Path):
+    variants = compared(tmp_path, [*DIGITS, "--strategies", "deepspeed_stage_2", "--resume_at", "3"])
+    assert re.match(
+        r"step 4: batch is not that of the training that was saved; it is that of step 1: Lightning restores .*; "
+        "what the first step starts from is all as it was saved$",
+        remark(variants, "deepspeed_stage_2, resumed at step 3"),
+    )
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("module", ["Encoder", pytest.param("LoRA", marks=of_make_fuzz)])
+def test_tied_and_frozen_weights_resume_as_they_were(module: str, tmp_path: Path):
+    """In bfloat16 DeepSpeed's checkpoint has a tied weight twice: once in float32, once rounded."""
+    flags = ["--module", f"{CODE / 'own_modules.py'}:{module}", "--precision", "bf16-mixed", "--devices", "2"]
+    flags += ["--strategies", "deepspeed_stage_2", "deepspeed_stage_3", "--max_steps", "6", "--resume_at", "5"]
+    under = ["ddp"] if module == "Encoder" else ["deepspeed_stage_1"]
+    variants = compared(tmp_path, [*flags, "--resume_under", *under])
+    continued = [name for name in variants if "resumed" in name]
+    assert len(continued) == 4
+    for name in continued:
+        assert remark(variants, name).endswith("starts from is all as it was saved"), "the loader begins again"
+
+
+FAULTS = {
+    "optimizer_state_not_restored": r"step 4: state of exp_avg of \S+ off by 100 %",
+    "schedule_position_lost": r"step 4: position of last_epoch off by 100 % .*; it is 0 in place of 1",
+    "learning_rate_of_the_epoch_before": r"step 4: learning rate of \S+ off by .*; it is 0\.01 in place of 0\.001",
+}
+"""What is planted into the loading of ZeRO 2, of torch and of DeepSpeed, and what the verdict says."""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "fault", [name if name == "schedule_position_lost" else pytest.param(name, marks=of_make_fuzz) for name in FAULTS]
+)
+def test_a_planted_fault_is_named(fault: str, tmp_path: Path):
+    (tmp_path / "sitecustomize.py").write_text(SITE.format(name=fault))
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "CUDA_VISIBLE_DEVICES": ""}
+    variants = compared(tmp_path, [*DIGITS, "--strategies", "deepspeed_stage_2", "--resume_at", "4"], **path)
+    assert variants["deepspeed_stage_2"]["kind"] == "within rounding"
+    assert re.match(FAULTS[fault], remark(variants, "deepspeed_stage_2, resumed at step 4"))
+
+
+def test_rows_are_continued_where_it_matters():
+    rows = {row.name for row in ROWS}
+    assert {resume.row for resume in RESUMES} <= rows
+    cases = plan_cases(["ddp", "deepspeed_stage_2", "deepspeed_stage_3"], 2, quick=False)
+    for resume in RESUMES:
+        cases = with_continuations(cases, resume, resolved)
+    found = {case.name: case for case in cases if case.resume[:1] == ["--continues"]}
+    same = [f"{name}: bfloat16, AdamW, clipped, 2 ranks, resumed at step 3" for name in ("ddp", "deepspeed_stage_2")]
+    other = "deepspeed_stage_2: AdamW, clipped, accumulated, 2 ranks, resumed at step 3 under deepspeed_stage_3"
+    alone = "deepspeed_stage_3: frozen weights, 2 ranks, resumed at step 3 under deepspeed_stage_1 on 1 rank"
+    assert {*same, other, alone} <= found.keys()
+    assert len(found) == 5
+    assert [found[name].phase for name in (*same, other, alone)] == [1, 1, 1, 0]
+    assert "--ema" in found[same[0]].flags
+    saved = [case for case in cases if case.resume[:1] == ["--saves"]]
+    assert {case.resume[-1] for case in saved} == {case.resume[-1] for case in found.values()}
+
+
+def test_a_strategy_that_no_case_can_continue_under_is_refused():
+    cases = plan_cases(["ddp"], 2, quick=True)
+    with pytest.raises(UsageError, match="--resume_devices 3 does not divide the micro-batches of a step"):
+        with_continuations(cases, Continuation(2, ranks=3), resolved)
+    with pytest.raises(UsageError, match="deepspeed_stage_3_offload_nvme"):
+        with_continuations(cases, Continuation(2, under="deepspeed_stage_3_offload_nvme"), resolved)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--resume_at 6", "--resume_at 6 is not from 1 to 5"),
+        ("--resume_at 0", "--resume_at 0 is not from 1 to 5"),
+        ("--resume_at 3 --resume_devices 0", "a number of ranks is at least 1"),
+        ("--resume_at 3 --resume_devices 3", "--resume_devices 3 does not divide the micro-batches of a step"),
+        ("--resume_at 3 --resume_under deepspeed_stage_7", "deepspeed_stage_7"),
+        ("--resume_under deepspeed_stage_3", "--resume_under is for --resume_at: add it"),
+    ],
+)
+def test_a_mistake_in_the_flags_is_refused(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", ["compare", *DIGITS, "--strategies", "deepspeed_stage_2", *flags.split()])
+    monkeypatch.setattr(own_module, "train_cases", lambda *arguments, **options: pytest.fail("it was trained"))
+    with pytest.raises(UsageError, match=re.escape(expected)):
+        main()
