@@ -1,10 +1,26 @@
 # All that is needed beforehand: Python 3.11 or newer, make, a C++ compiler and a Python package registry.
 PYTHON ?= python3
 BIN := .venv/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# uv leaves the compilation to the first import. Where that does not keep the result, every start takes seconds longer.
+unexport PYTHONDONTWRITEBYTECODE
 # torch looks for ninja on PATH alone.
 WITH_NINJA := PATH="$(CURDIR)/$(BIN):$$PATH"
 
 PARALLEL := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+
+# `$(call install,FILE,OPTIONS)` installs the requirements of FILE with uv, or with pip where uv is missing or fails.
+# Of several indexes uv takes the best version, as pip does.
+define install
+test -x $(BIN)/uv && { $(PIP_INDEXES); cat $(1); } | \
+	$(BIN)/uv pip install --python $(BIN)/python --index-strategy unsafe-best-match $(2) --requirement - || \
+	{ echo "uv cannot install the packages: pip does, which takes longer"; $(BIN)/pip install $(2) --requirement $(1); }
+endef
+# uv does not read pip's settings: these lines name the indexes to it. pip lists PIP_... first, which overrides pip.conf.
+PIP_INDEXES = $(BIN)/pip config list | sed -E "s/^(:env:|global|install)\.//; s/=/ /; s/'//g; s/\\\\n/ /g" | \
+	awk '!seen[$$1]++' | \
+	awk '/^(index-url|extra-index-url|find-links) / { for (i = 2; i <= NF; i++) print "--" $$1, $$i } \
+		/^no-index [^0FfNn]/ { print "--no-index" }'
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test check recipes bench gpu fuzz lock clean
@@ -17,15 +33,15 @@ setup: .venv/installed  ## make .venv and install what training needs (requireme
 .venv/installed: requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --disable-pip-version-check -r requirements.txt
-	$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(BIN)/pip install --quiet --only-binary uv "uv==0.13.*" || true
+	@$(call install,requirements.txt,--editable .)
 	touch $@
 
 train: setup  ## train and test the tutorial's network on CIFAR-10, or on the embedded digits where that cannot be had
 	$(BIN)/python train.py
 
 .venv/dev: .venv/installed requirements.lock
-	$(BIN)/pip install --disable-pip-version-check --require-hashes -r requirements.lock
+	@$(call install,requirements.lock,--require-hashes)
 	touch $@
 
 # What offloads the optimizer compiles it at its first use: a minute, which is no test's.
