@@ -33,7 +33,7 @@ setup: .venv/installed  ## make .venv and install what training needs (requireme
 .venv/installed: requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --only-binary uv "uv==0.13.*" || true
+	$(BIN)/pip install --quiet --only-binary uv "uv==0.13.*" 2> /dev/null || true
 	@$(call install,requirements.txt,--editable .)
 	touch $@
 
@@ -81,8 +81,8 @@ fuzz: $(FUZZ_PARTS:%=fuzz-%)  ## every test in its whole form, in six parts of a
 $(FUZZ_PARTS:%=fuzz-%): .venv/cpu_adam
 	RECIPES=1 FUZZ=1 $(WITH_NINJA) $(BIN)/pytest $(PARALLEL) --timeout 3600 $(FILES)
 
-lock:  ## write requirements.lock anew, with uv, after a change of requirements.txt or requirements-dev.txt
-	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
+lock: .venv/installed  ## write requirements.lock anew, after a change of requirements.txt or requirements-dev.txt
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
 		--custom-compile-command "make lock" requirements-dev.txt --output-file requirements.lock
 
 clean:  ## remove .venv and caches; runs and data stay
