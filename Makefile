@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# uv leaves the compilation to the first import. Where that does not keep the result, every start takes seconds longer.
+# uv leaves compiling modules to their first import. With this variable Python would compile them at every start.
 unexport PYTHONDONTWRITEBYTECODE
 # torch looks for ninja on PATH alone.
 WITH_NINJA := PATH="$(CURDIR)/$(BIN):$$PATH"
@@ -16,7 +16,8 @@ test -x $(BIN)/uv && { $(PIP_INDEXES); cat $(1); } | \
 	$(BIN)/uv pip install --python $(BIN)/python --index-strategy unsafe-best-match $(2) --requirement - || \
 	{ echo "uv cannot install the packages: pip does, which takes longer"; $(BIN)/pip install $(2) --requirement $(1); }
 endef
-# uv does not read pip's settings: these lines name the indexes to it. pip lists PIP_... first, which overrides pip.conf.
+# pip's settings of indexes as lines of a requirements file, because uv does not read pip's configuration.
+# The first line of a setting counts: pip lists the environment (PIP_INDEX_URL) before the files.
 PIP_INDEXES = $(BIN)/pip config list | sed -E "s/^(:env:|global|install)\.//; s/=/ /; s/'//g; s/\\\\n/ /g" | \
 	awk '!seen[$$1]++' | \
 	awk '/^(index-url|extra-index-url|find-links) / { for (i = 2; i <= NF; i++) print "--" $$1, $$i } \
