@@ -1,10 +1,27 @@
 # All that is needed beforehand: Python 3.11 or newer, make, a C++ compiler and a Python package registry.
 PYTHON ?= python3
 BIN := .venv/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# uv leaves compiling modules to their first import. With this variable Python would compile them at every start.
+unexport PYTHONDONTWRITEBYTECODE
 # torch looks for ninja on PATH alone.
 WITH_NINJA := PATH="$(CURDIR)/$(BIN):$$PATH"
 
 PARALLEL := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+
+# `$(call install,FILE,OPTIONS)` installs the requirements of FILE with uv, or with pip where uv is missing or fails.
+# Of several indexes uv takes the best version, as pip does.
+define install
+test -x $(BIN)/uv && { $(PIP_INDEXES); cat $(1); } | \
+	$(BIN)/uv pip install --python $(BIN)/python --index-strategy unsafe-best-match $(2) --requirement - || \
+	{ echo "uv cannot install the packages: pip does, which takes longer"; $(BIN)/pip install $(2) --requirement $(1); }
+endef
+# pip's settings of indexes as lines of a requirements file, because uv does not read pip's configuration.
+# The first line of a setting counts: pip lists the environment (PIP_INDEX_URL) before the files.
+PIP_INDEXES = $(BIN)/pip config list | sed -E "s/^(:env:|global|install)\.//; s/=/ /; s/'//g; s/\\\\n/ /g" | \
+	awk '!seen[$$1]++' | \
+	awk '/^(index-url|extra-index-url|find-links) / { for (i = 2; i <= NF; i++) print "--" $$1, $$i } \
+		/^no-index [^0FfNn]/ { print "--no-index" }'
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test check recipes bench gpu fuzz lock clean
@@ -17,15 +34,15 @@ setup: .venv/installed  ## make .venv and install what training needs (requireme
 .venv/installed: requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --disable-pip-version-check -r requirements.txt
-	$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(BIN)/pip install --quiet --only-binary uv "uv==0.13.*" 2> /dev/null || true
+	@$(call install,requirements.txt,--editable .)
 	touch $@
 
 train: setup  ## train and test the tutorial's network on CIFAR-10, or on the embedded digits where that cannot be had
 	$(BIN)/python train.py
 
 .venv/dev: .venv/installed requirements.lock
-	$(BIN)/pip install --disable-pip-version-check --require-hashes -r requirements.lock
+	@$(call install,requirements.lock,--require-hashes)
 	touch $@
 
 # What offloads the optimizer compiles it at its first use: a minute, which is no test's.
@@ -65,8 +82,8 @@ fuzz: $(FUZZ_PARTS:%=fuzz-%)  ## every test in its whole form, in six parts of a
 $(FUZZ_PARTS:%=fuzz-%): .venv/cpu_adam
 	RECIPES=1 FUZZ=1 $(WITH_NINJA) $(BIN)/pytest $(PARALLEL) --timeout 3600 $(FILES)
 
-lock:  ## write requirements.lock anew, with uv, after a change of requirements.txt or requirements-dev.txt
-	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
+lock: .venv/installed  ## write requirements.lock anew, after a change of requirements.txt or requirements-dev.txt
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
 		--custom-compile-command "make lock" requirements-dev.txt --output-file requirements.lock
 
 clean:  ## remove .venv and caches; runs and data stay
