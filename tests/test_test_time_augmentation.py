@@ -16,10 +16,7 @@ def network(images: Tensor) -> Tensor:
 def test_averages():
     seen = torch.rand(5, 3, 32, 32, generator=torch.Generator().manual_seed(1)) * 2 - 1
     before, after = [1, *range(31)], [*range(1, 32), 30]  # the border's neighbour pixel is reflected into the image
-    views = {
-        "none": [(seen, 1.0)],
-        "mirror": [(seen, 0.5), (seen.flip(3), 0.5)],
-    }
+    views = {"none": [(seen, 1.0)], "mirror": [(seen, 0.5), (seen.flip(3), 0.5)]}
     up_left, down_right = seen[:, :, before][:, :, :, before], seen[:, :, after][:, :, :, after]
     moved = [(view, 0.125) for image in (up_left, down_right) for view in (image, image.flip(3))]
     views["mirror_translate"] = [(seen, 0.25), (seen.flip(3), 0.25), *moved]

@@ -30,7 +30,6 @@ from tests.support.helpers import ROOT, assert_ok, of_make_fuzz, run_program
 def test_spread_by_hand():
     assert spread([3.0, 1.0, 2.0]) == "1.00 / 2.00 / 3.00"
     assert spread([0.5, 1000.0, 12.345, 12.345]) == "0.500 / 12.3 / 1,000"
-    assert spread([]) == "-"
     figures = {0.0: "0.000", 0.0811: "0.081", 2.607: "2.61", 99.94: "99.9", 3328.6: "3,329"}
     assert {value: number(value) for value in figures} == figures
 
@@ -107,18 +106,10 @@ def test_the_bare_loop_trains_what_train_py_trains(tmp_path: Path):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
-def test_the_table_of_releases_names_the_upstream_report():
-    rows = {
-        "deepspeed_stage_1": ("passes", ""),
-        "deepspeed_stage_2": ("different", "float32, accumulated, 2 ranks: step 1: gradient of fc|1"),
-        "deepspeed_stage_3": ("passes", ""),
-    }
-    link = "[7718](https://github.com/deepspeedai/DeepSpeed/issues/7718)"
-    assert releases.lines("0.18.2", rows) == [
-        "| 0.18.2 | stage_1, stage_3 | passes |  |  |\n",
-        f"| 0.18.2 | stage_2 | different | float32, accumulated, 2 ranks: step 1: gradient of fc 1 | {link} |\n",
-    ]
-    assert link not in "".join(releases.lines("0.18.3", rows))
+def test_only_agreement_lets_a_release_pass():
+    verdicts = ("bit-identical", "within rounding", "not judged", "not trained", "different")
+    kinds = [releases.kind({"kind": verdict}) for verdict in verdicts]
+    assert kinds == ["passes", "passes", "not judged", "cannot run", "different"]
 
 
 def test_the_results_of_releases_are_complete():
@@ -134,26 +125,9 @@ def test_the_results_of_releases_are_complete():
         assert "different" in "".join(releases.lines(release, found["strategies"])) or release == "0.19.8"
 
 
-@pytest.mark.parametrize(
-    ("verdict", "kind"),
-    [
-        ("bit-identical", "passes"),
-        ("within rounding", "passes"),
-        ("not judged", "not judged"),
-        ("not trained", "cannot run"),
-        ("different", "different"),
-    ],
-)
-def test_only_agreement_lets_a_release_pass(verdict: str, kind: str):
-    assert releases.kind({"kind": verdict}) == kind
-    assert kind in releases.KINDS
-
-
-@pytest.mark.parametrize("flags", [("limit", "--steps", "0"), ("data", "--repeats", "0")])
-def test_wrong_usage_is_reported_in_one_line(flags: tuple[str, str, str]):
-    name, option, value = flags
-    done = run_program("-m", "benchmarks.speed", name, option, value)
-    assert (done.returncode, done.stderr) == (2, f"error: {option} must be at least 1, not {value}\n")
+def test_wrong_usage_is_reported_in_one_line():
+    done = run_program("-m", "benchmarks.speed", "limit", "--steps", "0")
+    assert (done.returncode, done.stderr) == (2, "error: --steps must be at least 1, not 0\n")
 
 
 @of_make_fuzz

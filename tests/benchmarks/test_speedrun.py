@@ -9,12 +9,14 @@ import pytest
 
 from benchmarks import speedrun
 from cifar_zero.core.errors import UsageError
+from tests.support.helpers import of_make_fuzz
 
 REACHED = 70
 """Percent of 1,000 handwritten digits that the model at an eighth of its width classifies correctly after 50 steps of
 100 images."""
 
 
+@of_make_fuzz
 def test_a_reduced_speedrun_reaches_its_accuracy(tmp_path: Path):
     """Digits are not to be mirrored; SGD's learning rates are smaller, as for a batch of 100 they must be."""
     flags = ["--config", "configs/speedrun.yaml", "--accelerator", "cpu", "--precision", "32-true", "--epochs", "1"]
@@ -27,23 +29,11 @@ def test_a_reduced_speedrun_reaches_its_accuracy(tmp_path: Path):
     assert result.seconds > 0
 
 
-def test_prints_its_figures(small_data: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    small = ["--accelerator", "cpu", "--precision", "32-true", "--model.width", "0.05", "--batch_size", "64"]
-    small += ["--epochs", "2", "--trainer.limit_test_batches", "1", "--trainer.limit_train_batches", "4"]
-    monkeypatch.setattr(sys, "argv", ["speedrun", "--runs", "2", *small, *small_data])
-    assert speedrun.main() == 0
-    printed = capsys.readouterr().out
-    for text in ("8 steps of 64 images, ", "FLOPs of training\naccuracy ", " ± "):
-        assert text in printed
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--runs", "0"], "--runs must be at least 1"),
         (["--devices", "2"], "one device"),
         (["--ema", "0.9"], "--ema does nothing in this benchmark"),
-        (["--weights", "nowhere"], "--weights does nothing in this benchmark"),
     ],
 )
 def test_mistakes_are_one_clear_line(flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch):

@@ -13,9 +13,8 @@ from torch import Tensor
 from cifar_zero import models
 from cifar_zero.checkpoints.network import build
 from cifar_zero.checkpoints.read import RECORD
-from cifar_zero.checkpoints.weights import apply_delta, load_full_weights, plain_network, read_plain
+from cifar_zero.checkpoints.weights import apply_delta, load_full_weights, read_plain
 from cifar_zero.config import command_line
-from cifar_zero.config.recipe import Choice, LoRAConfig
 from cifar_zero.config.settings import Settings, make_settings, tree_of
 from cifar_zero.core.errors import UsageError
 from cifar_zero.exporting import export, formats
@@ -108,27 +107,12 @@ def test_belongs_only_to_its_base(base: Path, checkpoint: Path, delta: Path, tmp
         apply_delta(base, delta)
     with pytest.raises(UsageError, match=f"--weights BASE --delta {delta}"):
         read_plain(delta)
+    formats.export(checkpoint, tmp_path / "net.safetensors", "safetensors")
     with pytest.raises(UsageError, match=r"was not written by cifar-zero export --to delta"):
-        apply_delta(base, export_of(checkpoint, tmp_path))
-
-
-def export_of(checkpoint: Path, folder: Path) -> Path:
-    formats.export(checkpoint, folder / "net.safetensors", "safetensors")
-    return folder / "net.safetensors"
+        apply_delta(base, tmp_path / "net.safetensors")
 
 
 def test_a_run_that_trained_everything_has_no_delta(tmp_path: Path):
     weights = dict(models.build("net", 10).state_dict())
     with pytest.raises(UsageError, match="trained all of its weights"):
         formats.export_delta(saved(tmp_path / "last.ckpt", weights, make_settings()), tmp_path / "d.safetensors")
-
-
-def test_the_weights_of_a_checkpoint_older_than_adapters(tmp_path: Path):
-    weights = dict(models.build("net", 10).state_dict())
-    config = tree_of(make_settings(model=Choice("net")))
-    for key in ("weights", "delta", "trainable", "lora"):
-        del config[key]
-    state = {f"net.{name}": value for name, value in weights.items()}
-    found = plain_network({"state_dict": state, RECORD: {"config": config}})
-    assert all(torch.equal(found[name], value) for name, value in weights.items())
-    assert LoRAConfig() == make_settings().recipe.lora

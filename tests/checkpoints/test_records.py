@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from cifar_zero.core.errors import UsageError
-from cifar_zero.exporting import formats
 from cifar_zero.training import evaluate
 from tests.support.helpers import run_folder_of, run_program, train_all
 
@@ -31,14 +28,10 @@ Change = Callable[[dict[str, Any]], Any]
 
 CHANGES: dict[str, tuple[Change, str]] = {
     "no config": (lambda content: content["cifar_zero"].pop("config"), "it has no 'config'"),
-    "no classes": (lambda content: content["cifar_zero"].pop("classes"), "it has no 'classes'"),
     "other classes": (lambda content: content["cifar_zero"].update(classes=5), "classes is not a list of names"),
-    "no images": (lambda content: content["cifar_zero"].pop("images"), "it has no 'images'"),
     "no random states": (lambda content: content["cifar_zero"].pop("random_states"), "it has no 'random_states'"),
-    "no loops": (lambda content: content.pop("loops"), "it has no 'loops'"),
     "an unknown option": (lambda content: content["cifar_zero"]["config"].update(new=1), "unknown options: new"),
     "no record": (lambda content: content.update(cifar_zero=None), "NoneType"),
-    "no optimizer": (lambda content: content.pop("optimizer_states"), "it has no 'optimizer_states'"),
     "an empty list": (lambda content: content.update(optimizer_states=[]), "has no state of the optimizer"),
     "an empty state": (
         lambda content: content["optimizer_states"][0].update(state={}),
@@ -67,10 +60,8 @@ def test_a_resumed_run_must_have_the_images_that_it_had(checkpoint: Path, tmp_pa
     flags = ["--resume", str(checkpoint), "--max_steps", "3", "--out", str(tmp_path / "out"), "--test_figures", "false"]
     done = run_program("train.py", *images, *FLAGS, *flags)
     assert done.returncode == 2, done.stderr[-2000:]
-    assert "that run had 640 training and 640 test images, and --data.source synthetic now has other ones, 650 " in (
-        done.stderr
-    )
-    assert "give the data that it had" in done.stderr
+    message = "that run had 640 training and 640 test images, and --data.source synthetic now has other ones, 650 "
+    assert message in done.stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -81,19 +72,3 @@ def test_the_classes_are_compared_before_the_weights(
     monkeypatch.setattr(sys, "argv", ["evaluate", str(checkpoint), *flags])
     with pytest.raises(UsageError, match=r"was trained on other classes than --data.source cifar100 has \(apple"):
         evaluate.main()
-
-
-def test_an_export_whose_classes_are_damaged(tmp_path: Path):
-    description = {"model": "net", "options": "{}", "classes": "[" * 100_000}
-    save_file({"fc1.weight": torch.zeros(1)}, tmp_path / "net.safetensors", description)
-    with pytest.raises(UsageError, match=r"net\.safetensors: classes is not JSON"):
-        formats.load(str(tmp_path / "net.safetensors"))
-
-
-def test_a_model_that_is_too_large_to_predict_with(tmp_path: Path):
-    weights = {"1.weight": torch.zeros(1)}
-    description = {"model": "mlp", "options": json.dumps({"hidden": [10**14]}), "classes": '["a", "b"]'}
-    save_file(weights, tmp_path / "large.safetensors", description)
-    done = run_program("predict", str(tmp_path / "large.safetensors"), str(tmp_path / "image.png"))
-    assert done.returncode == 1, done.stderr
-    assert done.stderr.startswith("error: the machine's memory is full; in training, ")

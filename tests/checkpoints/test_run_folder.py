@@ -63,17 +63,12 @@ def test_a_recipe_is_found_only_in_the_run_folder(tmp_path: Path):
 
 def test_a_path_inside_a_checkpoint_folder_finds_the_checkpoint(tmp_path: Path):
     """Users do not know which path is the checkpoint: Lightning issues 20453 and 17763."""
+    (tmp_path / "latest").write_text("of another program")
     checkpoint = make(tmp_path / "net" / "version_0" / "checkpoints" / "sharded.ckpt", 100)
     file = checkpoint / "checkpoint" / "mp_rank_00_model_states.pt"
     file.write_text("")
     for given in (checkpoint.parent, checkpoint, checkpoint / "latest", checkpoint / "checkpoint", file):
         assert run_folder.find_checkpoint(str(given)) == checkpoint
-
-
-def test_a_file_named_latest_above_a_checkpoint_is_no_checkpoint(tmp_path: Path):
-    (tmp_path / "latest").write_text("of another program")
-    checkpoint = make(tmp_path / "models" / "net.ckpt", 100)
-    assert run_folder.find_checkpoint(str(checkpoint)) == checkpoint
 
 
 def test_the_newest_checkpoint_is_the_last_of_the_last_run_whatever_a_copy_did_to_the_times(tmp_path: Path):

@@ -51,8 +51,10 @@ def test_another_optimizer_drops_the_options_of_the_first():
 
 
 def test_short_forms():
-    config = command_line.parse(["--logger", "tensorboard", "wandb", "--compile", "--trainer.limit_test_batches", "3"])
+    flags = ["--logger", "tensorboard", "wandb", "--compile", "--trainer.limit_test_batches", "3"]
+    config = command_line.parse([*flags, "--trainable", "fc3.*", "conv*"])
     assert config.output.logger == ["tensorboard", "wandb"]
+    assert config.recipe.trainable == ["fc3.*", "conv*"]
     assert config.placement.compile is True
     assert config.recipe.trainer == {"limit_test_batches": 3}
 
@@ -154,7 +156,7 @@ def test_mistakes_are_one_clear_line(flags: str, expected: str, monkeypatch: pyt
         (BOMB, "line 2 has the alias *a0: repeat the value"),
         (MERGED, "line 2 has the alias *a0"),
         ("trainer: " + json.dumps({"x": BOMB}), "trainer.x is a text with an alias"),
-        ("name: " + "[" * 5000, "nested too deeply"),
+        pytest.param("name: " + "[" * 5000, "nested too deeply", id="deep"),
         ("trainer: " + "[" * 30 + "]" * 30, "or 20 levels of them"),
         ("name: 2026-02-30", "day is out of range"),
         ("name: 2026-02-03", "name is a date: write a number"),

@@ -61,7 +61,7 @@ def test_what_a_killed_writer_leaves_is_removed(tmp_path: Path):
     assert sorted(os.listdir(tmp_path)) == ["best.safetensors", "last.ckpt", "notes.tmp"]
 
 
-def test_json_is_written_whole_and_without_nan(tmp_path: Path) -> None:
+def test_json_is_written_whole_and_without_nan(tmp_path: Path):
     file = tmp_path / "metrics.json"
     atomic.write_json(file, {"loss": float("nan"), "deep": [{"norm": float("inf")}, 1.5]})
     assert json.loads(file.read_text(), parse_constant=pytest.fail) == {"loss": None, "deep": [{"norm": None}, 1.5]}

@@ -38,7 +38,7 @@ def image_file(config: DataConfig) -> Path:
     return Path(config.root) / ".cifar-zero" / "synthetic-1000" / "train_images.npy"
 
 
-def test_a_killed_writer_leaves_nothing_in_the_way(config: DataConfig) -> None:
+def test_a_killed_writer_leaves_nothing_in_the_way(config: DataConfig):
     directory = image_file(config).parent
     repository = Path(data.__file__).parents[2]
     command = [sys.executable, "-c", KILLED_WRITER, str(directory)]
@@ -53,7 +53,7 @@ def test_a_killed_writer_leaves_nothing_in_the_way(config: DataConfig) -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncated", "lost block", "torn header", "no meta", "torn meta"])
-def test_a_damaged_cache_is_rebuilt(config: DataConfig, damage: str) -> None:
+def test_a_damaged_cache_is_rebuilt(config: DataConfig, damage: str):
     data.prepare(config)
     path = image_file(config)
     whole = path.read_bytes()
@@ -73,7 +73,7 @@ def test_a_damaged_cache_is_rebuilt(config: DataConfig, damage: str) -> None:
     assert path.read_bytes() == whole
 
 
-def test_a_ready_cache_is_kept_and_its_replacement_does_not_affect_readers(config: DataConfig) -> None:
+def test_a_ready_cache_is_kept_and_its_replacement_does_not_affect_readers(config: DataConfig):
     data.prepare(config)
     inode = image_file(config).stat().st_ino
     dataset = data.load(config, "synthetic")
@@ -87,7 +87,7 @@ def test_a_ready_cache_is_kept_and_its_replacement_does_not_affect_readers(confi
 
 
 @pytest.mark.parametrize("name", ["synthetic-1000", "synthetic-1000.tmp"])
-def test_a_folder_of_the_users_is_not_replaced(config: DataConfig, name: str) -> None:
+def test_a_folder_of_the_users_is_not_replaced(config: DataConfig, name: str):
     photo = image_file(config).parents[1] / name / "train" / "cat" / "photo.png"
     photo.parent.mkdir(parents=True)
     photo.write_bytes(b"mine")
@@ -96,7 +96,7 @@ def test_a_folder_of_the_users_is_not_replaced(config: DataConfig, name: str) ->
     assert photo.read_bytes() == b"mine"
 
 
-def test_a_builder_that_fails_leaves_no_cache(tmp_path: Path) -> None:
+def test_a_builder_that_fails_leaves_no_cache(tmp_path: Path):
     def build(directory: Path) -> None:
         cache.allocate(directory, "train", 10)
         raise OSError(28, "No space left on device")
@@ -108,13 +108,13 @@ def test_a_builder_that_fails_leaves_no_cache(tmp_path: Path) -> None:
         cache.load(tmp_path / "key")
 
 
-def test_a_place_that_cannot_be_written_is_the_users_to_fix(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_the_users_to_fix(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"--data\.cache DIR"):
         data.prepare(DataConfig("synthetic", cache=str(tmp_path / "file")))
 
 
-def test_a_reader_refuses_to_mix_two_versions(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_refuses_to_mix_two_versions(config: DataConfig, monkeypatch: pytest.MonkeyPatch):
     """Another run replaces the cache while its files are opened."""
     data.prepare(config)
     opened = cache._open

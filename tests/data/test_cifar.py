@@ -25,7 +25,7 @@ ARCHIVE = "cifar-10-python.tar.gz"
 )
 def test_images_labels_and_names_are_those_of_the_files(
     name: str, published: type[CIFAR10], num_classes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """The root, which may be read-only, stays unchanged."""
     files = cifar_files(num_classes)
     publish(files, published, monkeypatch)
@@ -34,14 +34,14 @@ def test_images_labels_and_names_are_those_of_the_files(
     config = DataConfig(name, root=str(tmp_path / "root"), cache=str(tmp_path / "cache"))  # pyright: ignore[reportArgumentType]
     dataset = data.load(config, data.prepare(config))
     batches = {name.partition("/")[2]: pickle.loads(content, encoding="latin1") for name, content in files.items()}
-    for batch_list, images, labels in (
+    label = "labels" if num_classes == 10 else "fine_labels"
+    for split, images, labels in (
         (published.train_list, dataset.train_images, dataset.train_labels),
         (published.test_list, dataset.test_images, dataset.test_labels),
     ):
-        expected = [batches[name] for name, _ in batch_list]
+        expected = [batches[name] for name, _ in split]
         np.testing.assert_array_equal(images.reshape(-1, 3072), np.concatenate([batch["data"] for batch in expected]))
-        key = "labels" if num_classes == 10 else "fine_labels"
-        np.testing.assert_array_equal(labels, np.concatenate([batch[key] for batch in expected]))
+        np.testing.assert_array_equal(labels, np.concatenate([batch[label] for batch in expected]))
     assert dataset.classes == data.CLASSES[name]
     assert not dataset.train_images.flags.writeable
     assert [path.name for path in (tmp_path / "root").iterdir()] == [published.filename]
@@ -49,7 +49,7 @@ def test_images_labels_and_names_are_those_of_the_files(
 
 def test_the_extracted_folder_is_used_where_its_sums_are_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed_url: str
-) -> None:
+):
     files = cifar_files(10)
     (tmp_path / FOLDER).mkdir()
     for name, content in files.items():
@@ -66,7 +66,7 @@ def test_a_damaged_archive_in_the_root_is_downloaded_again(
     serve: Callable[[bytes], ArchiveServer],
     archive10: bytes,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     publish(cifar_files(10), CIFAR10, monkeypatch)
     (tmp_path / ARCHIVE).write_bytes(archive10[:-100])
     config = DataConfig("cifar10", root=str(tmp_path), url=serve(archive10).url)
@@ -76,7 +76,7 @@ def test_a_damaged_archive_in_the_root_is_downloaded_again(
 
 def test_files_that_are_not_the_published_ones_are_refused_whatever_the_sum_of_their_archive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     class Hostile:
         def __reduce__(self) -> tuple[object, ...]:
             return os.mkdir, (str(tmp_path / "evil"),)

@@ -34,7 +34,7 @@ def prepare(root: Path) -> Dataset:
     return data.load(config, "folder")
 
 
-def test_pixels_labels_and_order(root: Path) -> None:
+def test_pixels_labels_and_order(root: Path):
     dataset = prepare(root)
     assert dataset.classes == ("cat", "dog")
     assert dataset.train_labels.tolist() == [0, 0, 0, 1, 1, 1]
@@ -43,7 +43,7 @@ def test_pixels_labels_and_order(root: Path) -> None:
     np.testing.assert_array_equal(dataset.train_images[4], expected)
 
 
-def test_other_sizes_and_formats_are_resized_and_cut_to_the_centre(root: Path) -> None:
+def test_other_sizes_and_formats_are_resized_and_cut_to_the_centre(root: Path):
     wide = np.zeros((64, 192, 3), np.uint8)
     wide[:, 64:128] = (200, 100, 50)  # the central square, all that is to be seen
     Image.fromarray(wide).save(root / "train" / "cat" / "wide.PNG")
@@ -54,7 +54,7 @@ def test_other_sizes_and_formats_are_resized_and_cut_to_the_centre(root: Path) -
     np.testing.assert_allclose(dataset.train_images[7], 77, atol=1)
 
 
-def test_a_changed_folder_is_decoded_again(root: Path) -> None:
+def test_a_changed_folder_is_decoded_again(root: Path):
     before = np.array(prepare(root).train_images)
     shutil.copy(root / "test" / "cat" / "0.png", root / "train" / "cat" / "0.png")
     after = prepare(root)
@@ -68,7 +68,7 @@ def test_a_changed_folder_is_decoded_again(root: Path) -> None:
     assert len([path for path in (root / ".cifar-zero").iterdir() if path.is_dir()]) == 1
 
 
-def test_an_image_that_cannot_be_read_is_named(root: Path) -> None:
+def test_an_image_that_cannot_be_read_is_named(root: Path):
     whole = (root / "train" / "cat" / "1.png").read_bytes()
     (root / "train" / "cat" / "1.png").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UsageError, match=r"train/cat/1\.png"):
@@ -87,14 +87,14 @@ def test_an_image_that_cannot_be_read_is_named(root: Path) -> None:
         (lambda root: [path.unlink() for path in (root / "test" / "dog").iterdir()], "no .* images in .*test/dog"),
     ],
 )
-def test_a_folder_that_cannot_work_is_refused_before_anything_is_decoded(root: Path, spoil, message: str) -> None:
+def test_a_folder_that_cannot_work_is_refused_before_anything_is_decoded(root: Path, spoil, message: str):
     assert data.class_names(DataConfig("folder", root=str(root))) == ("cat", "dog")
     spoil(root)
     with pytest.raises(UsageError, match=message):
         data.class_names(DataConfig("folder", root=str(root)))
 
 
-def test_a_class_name_with_control_characters_is_refused(root: Path) -> None:
+def test_a_class_name_with_control_characters_is_refused(root: Path):
     for split in ("train", "test"):
         (root / split / "cat").rename(root / split / "c\x1b[31m")
     with pytest.raises(UsageError, match=r"has the class 'c\\x1b\[31m': give its folder a name"):

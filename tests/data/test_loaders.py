@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from torch.utils.data import DistributedSampler, TensorDataset
 from torchvision.transforms import Normalize
 
-from cifar_zero import data
 from cifar_zero.config.recipe import AugmentConfig, inputs
-from cifar_zero.config.settings import DataConfig
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.data.augment import Augmentation, memory_format, normalize
 from cifar_zero.data.dataset import IGNORED, EvalOrder, Split, TrainOrder
-from cifar_zero.data.loaders import MemoryLoader, Stored, TorchLoader
-from tests.support.helpers import of_make_fuzz
+from cifar_zero.data.loaders import MemoryLoader, TorchLoader
 
 COUNT = 53  # divides by nothing
 BATCH = 8
@@ -38,7 +32,7 @@ def make_split() -> Split:
     ("world_size", "accumulate", "workers", "normalization"),
     [(1, 1, 0, "half"), (2, 2, 2, "half"), (1, 1, 0, "imagenet"), (1, 1, 0, "0.4,0.3")],
 )
-def test_both_loaders_agree_bit_by_bit(world_size: int, accumulate: int, workers: int, normalization: str) -> None:
+def test_both_loaders_agree_bit_by_bit(world_size: int, accumulate: int, workers: int, normalization: str):
     split, seen = make_split(), inputs(32, normalization)
     for rank in range(world_size):
         orders = [TrainOrder(COUNT, BATCH, accumulate, world_size, rank, seed=3) for _ in range(2)]
@@ -58,7 +52,7 @@ def test_both_loaders_agree_bit_by_bit(world_size: int, accumulate: int, workers
 
 
 @pytest.mark.parametrize("name", ["cifar", "imagenet"])
-def test_normalisation_takes_mean_and_deviation_by_channel(name: str) -> None:
+def test_normalisation_takes_mean_and_deviation_by_channel(name: str):
     mean, std = {
         "cifar": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
         "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
@@ -68,7 +62,7 @@ def test_normalisation_takes_mean_and_deviation_by_channel(name: str) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "accumulate"), [(1, 1), (2, 1), (4, 2)])
-def test_the_order_is_distributed_samplers_and_steps_see_the_same_images(world_size: int, accumulate: int) -> None:
+def test_the_order_is_distributed_samplers_and_steps_see_the_same_images(world_size: int, accumulate: int):
     steps = COUNT // BATCH
     epoch = 5
     shuffled = torch.randperm(COUNT, generator=torch.Generator().manual_seed(3 + epoch))
@@ -88,7 +82,7 @@ def test_the_order_is_distributed_samplers_and_steps_see_the_same_images(world_s
 
 
 @pytest.mark.parametrize(("world_size", "max_batch_size"), [(1, 7), (3, 7), (4, 1), (2, 1000)])
-def test_evaluation_counts_every_image_once(world_size: int, max_batch_size: int) -> None:
+def test_evaluation_counts_every_image_once(world_size: int, max_batch_size: int):
     split = make_split()
     counted, shapes = [], set()
     for rank in range(world_size):
@@ -108,12 +102,12 @@ def test_evaluation_counts_every_image_once(world_size: int, max_batch_size: int
     assert len(shapes) == 1, "every rank must make as many forwards, of one shape"
 
 
-def test_fewer_images_than_a_batch_are_refused() -> None:
+def test_fewer_images_than_a_batch_are_refused():
     with pytest.raises(UsageError, match="batch_size 64 is more than the 53 training images"):
         TrainOrder(COUNT, 64, 1, 1, 0, seed=0)
 
 
-def test_a_worker_that_is_killed_while_its_batch_is_fetched_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_is_killed_while_its_batch_is_fetched_is_named(monkeypatch: pytest.MonkeyPatch):
     def fetch(loader: TorchLoader) -> Iterator[None]:
         raise ConnectionResetError(104, "Connection reset by peer")
         yield
@@ -125,30 +119,9 @@ def test_a_worker_that_is_killed_while_its_batch_is_fetched_is_named(monkeypatch
 
 
 @pytest.mark.parametrize("onednn", [True, False])
-def test_batches_have_the_memory_format_of_the_model(onednn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_have_the_memory_format_of_the_model(onednn: bool, monkeypatch: pytest.MonkeyPatch):
     """Channels last for oneDNN, which torch's flag turns off; views of one block keep the format."""
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", onednn)
     for images, _ in MemoryLoader(make_split(), TrainOrder(COUNT, BATCH, 2, 1, 0, seed=0)):
         assert images.is_contiguous(memory_format=memory_format(images.device))
         assert images.is_contiguous(memory_format=torch.channels_last) == onednn
-
-
-@of_make_fuzz
-def test_images_beyond_the_memory_are_read_without_their_neighbours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernel reads 128 kB or more around a byte that a program touches, see read_ahead_kb of the disk."""
-    config = DataConfig("synthetic", root=str(tmp_path), synthetic_size=20_000)
-    images = data.load(config, data.prepare(config)).train_images
-    with (tmp_path / ".cifar-zero" / "synthetic-20000" / "train_images.npy").open("rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    monkeypatch.setattr("cifar_zero.data.dataset.free_memory_bytes", lambda: images.nbytes)
-    rows = torch.randperm(len(images))[:100]
-    stored = Stored(images, "cpu")
-    before = psutil.Process().io_counters().read_bytes
-    read = stored.take(rows)
-    from_disk = psutil.Process().io_counters().read_bytes - before
-    assert read.tolist() == images.transpose(0, 2, 3, 1)[rows].tolist()
-    if not from_disk:
-        pytest.skip("the temporary directory is not on a disk")
-    assert from_disk < images.nbytes / 10  # 0.7 of 61 MB

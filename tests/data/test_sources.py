@@ -25,14 +25,14 @@ assert not {"torch", "torchvision", "lightning"} & set(sys.modules)
 """
 
 
-def test_class_names_are_known_without_torch() -> None:
+def test_class_names_are_known_without_torch():
     repository = Path(data.__file__).parents[2]
     subprocess.run([sys.executable, "-c", ASK_ALL], cwd=repository, check=True, timeout=HANG_SECONDS)
 
 
 def test_auto_without_a_connection_falls_back_to_digits_with_a_warning(
     tmp_path: Path, closed_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     monkeypatch.setattr(digits, "TRAIN_PER_CLASS", 6)
     monkeypatch.setattr(digits, "TEST_PER_CLASS", 2)
     config = DataConfig("auto", root=str(tmp_path), url=closed_url)

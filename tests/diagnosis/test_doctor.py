@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -15,7 +15,16 @@ import pytest
 
 from cifar_zero.diagnosis import Finding, Options, answer
 from cifar_zero.diagnosis.doctor import CHECKS
-from tests.support.helpers import HANG_SECONDS, ROOT, assert_ok, has_ended, run_program, small_disk
+from tests.support.helpers import (
+    HANG_SECONDS,
+    ROOT,
+    assert_ok,
+    has_ended,
+    of_make_fuzz,
+    run_program,
+    small_disk,
+    wait_until,
+)
 
 
 def lines_of(done: subprocess.CompletedProcess[str]) -> dict[str, tuple[str, str]]:
@@ -24,7 +33,7 @@ def lines_of(done: subprocess.CompletedProcess[str]) -> dict[str, tuple[str, str
     return {name: (status, text) for status, name, text in found}
 
 
-@pytest.mark.slow
+@of_make_fuzz
 def test_this_machine_is_fit():
     done = run_program("doctor", "--json", "--timeout", str(HANG_SECONDS))
     assert_ok(done)
@@ -47,45 +56,29 @@ def test_each_check_prints_one_line():
     assert done.stdout.splitlines()[3:] == ["Nothing failed; warnings: 0."]
 
 
-def test_help_lists_the_checks():
-    done = run_program("doctor", "--help")
-    assert_ok(done)
-    assert all(name in done.stdout for name in CHECKS)
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["coers"], "there is no check coers: did you mean cores?"),
-        (["--ranks", "0"], "--ranks must be at least 1"),
-        (["--timeout", "nan"], "--timeout must be"),
-        (["--unknown"], "unrecognized arguments: --unknown"),
+        ("coers", "there is no check coers: did you mean cores?"),
+        ("--ranks 0", "--ranks must be at least 1"),
+        ("--nodes", "start it on each node with torchrun --nnodes N --nproc_per_node M --rdzv_backend c10d"),
+        ("--nodes cores", "--nodes compares nodes: it cannot be combined with the name of a check"),
     ],
 )
-def test_wrong_usage_is_reported_in_one_line(flags: list[str], said: str):
-    done = run_program("doctor", *flags)
-    assert done.returncode == 2
+def test_wrong_usage_is_reported_in_one_line(flags: str, said: str):
+    done = run_program("doctor", *flags.split())
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
-    assert done.stdout == ""
 
 
 @pytest.mark.parametrize(
     ("package", "release", "said"),
     [
-        ("deepspeed", "0.17.5", "deepspeed_stage_2_offload loses micro-batches: https://"),
-        ("deepspeed", "0.18.2", "deepspeed_stage_2 loses micro-batches: https://"),
         ("deepspeed", "0.18.3", "deepspeed_* divides gradients by --accumulate twice: https://"),
         ("deepspeed", "0.18.5", "deepspeed_stage_0 is wrong in bfloat16: https://"),
         ("deepspeed", "0.19.7", "is the tested range: pip install 'deepspeed"),
-        (
-            "deepspeed",
-            "0.19.3",
-            "WarmupLR warms all groups up to the first's rate: https://github.com/deepspeedai/DeepSpeed/pull/8171",
-        ),
-        ("deepspeed", "0.19.5", "contiguous_gradients false loses an all-reduce on a CPU: https"),
-        ("lightning", "2.6.5", "it runs code that a checkpoint's hyperparameters name: CVE-2026-58659"),
         ("lightning", "2.6.3", "it steals credentials: https://github.com/Lightning-AI/"),
     ],
 )
@@ -96,7 +89,6 @@ def test_a_faulty_release_is_named(package: str, release: str, said: str, tmp_pa
     status, text = lines_of(run_program("doctor", package, env={"PYTHONPATH": str(tmp_path)}))[package]
     assert status == "warning"
     assert said in text
-    assert ("loses" in text) == (package == "deepspeed" and release < "0.19.7")
 
 
 def test_a_missing_compiler_is_reported(tmp_path: Path):
@@ -131,7 +123,8 @@ def test_a_rank_that_never_answers_is_named():
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "cifar_zero", "doctor", "all-reduce", "--timeout", "10"]
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as doctor:
-        frozen = _rank_of(doctor.pid, "1")
+        wait_until(lambda: ranks_of(doctor.pid).get("1"))
+        frozen = ranks_of(doctor.pid)["1"]
         frozen.suspend()
         said, _ = doctor.communicate(timeout=HANG_SECONDS)
     assert doctor.returncode == 1
@@ -139,16 +132,13 @@ def test_a_rank_that_never_answers_is_named():
     assert has_ended(frozen.pid)
 
 
-def _rank_of(doctor: int, rank: str) -> psutil.Process:
-    deadline = time.monotonic() + HANG_SECONDS
-    while time.monotonic() < deadline:
-        for process in psutil.Process(doctor).children(recursive=True):
-            try:
-                if "--nodes" in process.cmdline() and process.environ().get("RANK") == rank:
-                    return process
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
-    raise AssertionError(f"rank {rank} was not started")
+def ranks_of(doctor: int) -> dict[str, psutil.Process]:
+    found = {}
+    for process in psutil.Process(doctor).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if "--nodes" in process.cmdline():
+                found[process.environ().get("RANK")] = process
+    return found
 
 
 def test_a_rank_that_fails_is_named():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.data.augment import normalize
 from cifar_zero.data.cache import Dataset
 from cifar_zero.exporting import formats, predict
-from tests.support.helpers import ROOT, WHOLE, assert_ok, read_weights, run_program, train_all
+from tests.support.helpers import WHOLE, assert_ok, read_weights, run_program, train_all
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +72,12 @@ def test_a_folder_by_a_checkpoint_and_every_export(digits: tuple[Path, Dataset],
     checkpoint, dataset = digits
     probabilities, labels = own_probabilities(checkpoint, dataset.test_images[:100]).topk(2)
     assert len(labels[:, 0].unique()) > 4
-    networks = [[str(checkpoint)]]
-    for name in ("safetensors", "onnx"):
-        formats.export(checkpoint, tmp_path / f"net.{name}", name)
-        networks.append([str(tmp_path / f"net.{name}")])
-    for network in networks if WHOLE else networks[:2]:  # tests/exporting/test_export.py has the scores of them all
-        found = predictions(*network, str(folder), "--top", "2")
+    networks = [checkpoint]
+    for name in ("safetensors", "onnx") if WHOLE else ("safetensors",):  # test_export.py has the scores of both
+        networks.append(tmp_path / f"net.{name}")
+        formats.export(checkpoint, networks[-1], name)
+    for network in networks:
+        found = predictions(str(network), str(folder), "--top", "2")
         assert sorted(found) == [f"{number:02}.png" for number in range(100)]
         for number in range(100):
             names, values = zip(*found[f"{number:02}.png"], strict=True)
@@ -118,47 +117,50 @@ def test_lines_and_unreadable_images(digits: tuple[Path, Dataset], folder: Path,
 
 
 def test_no_lightning_and_no_deepspeed(digits: tuple[Path, Dataset], folder: Path):
-    code = "import sys; from cifar_zero.exporting import predict; predict.main(); "
-    code += "assert not {'lightning', 'deepspeed'} & set(sys.modules)"
-    command = [sys.executable, "-c", code, str(digits[0]), str(folder / "00.png")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = run_program("-X", "importtime", "-m", "cifar_zero", "predict", str(digits[0]), str(folder / "00.png"))
     assert_ok(done)
+    imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
+    assert "torch" in imported
+    assert not imported & {"lightning", "deepspeed"}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("model", "images", "message"),
     [
-        (["CHECKPOINT"], "required: IMAGE"),
-        (["CHECKPOINT", "EMPTY"], "no .png, .jpg, .jpeg images in"),
-        (["CHECKPOINT", "a.png", "--top", "0"], "--top must be at least 1, not 0"),
-        (["nowhere", "a.png"], "nowhere does not exist"),
-        (["CHECKPOINT", "a.png", "--model", "mlp"], "give FILE.py:NAME"),
-        (["PLAIN.safetensors", "a.png"], "does not say which model it is of: give a checkpoint of cifar-zero train"),
-        (["MOE.safetensors", "a.png"], 'is of another model: Missing key(s) in state_dict: "fc3.'),
-        (["EVIL.safetensors", "a.png"], "torchvision:resnet18 (kwargs.checkpoint_path must be a number"),
-        (["TORCHVISION.safetensors", "a.png"], "torchvision:resnet18 (kwargs.weights must be a number"),
-        (["CUT.onnx", "a.png"], "damaged or not an ONNX file"),
-        (["CUT.safetensors", "a.png"], "damaged or no safetensors file"),
+        ("last.ckpt", "empty", "no .png, .jpg, .jpeg images in"),
+        ("last.ckpt", "a.png --top 0", "--top must be at least 1, not 0"),
+        ("last.ckpt", "a.png --model mlp", "give FILE.py:NAME"),
+        ("nowhere", "a.png", "nowhere does not exist"),
+        ("plain.safetensors", "a.png", "does not say which model it is of: give a checkpoint of cifar-zero train"),
+        ("moe.safetensors", "a.png", 'is of another model: Missing key(s) in state_dict: "fc3.'),
+        ("evil.safetensors", "a.png", "torchvision:resnet18 (kwargs.checkpoint_path must be a number"),
+        ("unclear.safetensors", "a.png", "unclear.safetensors: classes is not JSON"),
+        ("cut.onnx", "a.png", "damaged or not an ONNX file"),
+        ("cut.safetensors", "a.png", "damaged or no safetensors file"),
     ],
 )
 @pytest.mark.filterwarnings("error")  # a warning is a second line
 def test_mistakes(
-    arguments: list[str], message: str, digits: tuple[Path, Dataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, images: str, message: str, digits: tuple[Path, Dataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    places = {"CHECKPOINT": digits[0], "EMPTY": tmp_path / "empty"}
-    moe = {**IMAGES, "model": "net_moe", "options": "{}", "classes": json.dumps(["a"] * 10)}
-    for name, about in (("PLAIN", {}), ("MOE", moe)):
-        places[f"{name}.safetensors"] = tmp_path / f"{name}.safetensors"
-        atomic.write(places[f"{name}.safetensors"], encode(read_weights(models.build("net", 10), digits[0]), about))
-    (tmp_path / "empty").mkdir()
-    for name, kwargs in (("EVIL", {"checkpoint_path": "evil.pth"}), ("TORCHVISION", {"weights": "DEFAULT"})):
-        about = {"model": "torchvision:resnet18", "options": json.dumps({"kwargs": kwargs}), "classes": '["a"]'}
-        places[f"{name}.safetensors"] = tmp_path / f"{name}.safetensors"
-        atomic.write(places[f"{name}.safetensors"], encode({}, about))
-    for suffix in ("onnx", "safetensors"):
-        places[f"CUT.{suffix}"] = tmp_path / f"cut.{suffix}"
-        places[f"CUT.{suffix}"].write_bytes(digits[0].read_bytes()[:1000])
-    monkeypatch.setattr(sys, "argv", ["predict", *(str(places.get(word, word)) for word in arguments)])
+    monkeypatch.chdir(tmp_path)
+    content = digits[0].read_bytes()
+    classes = json.dumps(["a"] * 10)
+    evil = json.dumps({"kwargs": {"checkpoint_path": "evil.pth"}})
+    weights = read_weights(models.build("net", 10), digits[0])
+    files = {
+        "last.ckpt": content,
+        "plain.safetensors": encode(weights, {}),
+        "moe.safetensors": encode(weights, {**IMAGES, "model": "net_moe", "options": "{}", "classes": classes}),
+        "evil.safetensors": encode({}, {"model": "torchvision:resnet18", "options": evil, "classes": classes}),
+        "unclear.safetensors": encode({}, {"model": "net", "options": "{}", "classes": "[" * 100_000}),
+        "cut.onnx": content[:1000],
+        "cut.safetensors": content[:1000],
+    }
+    for name, written in files.items():
+        Path(name).write_bytes(written)
+    Path("empty").mkdir()
+    monkeypatch.setattr(sys, "argv", ["predict", model, *images.split()])
     with pytest.raises(UsageError, match=re.escape(message)) as caught:
         predict.main()
     assert "\n" not in str(caught.value)

@@ -36,16 +36,6 @@ def trained(folder: Path, small_data: list[str], steps: int, *flags: str) -> Wei
     return last_weights(run_folder_of(folder))
 
 
-def assert_trains_as(switched: Weights, expected: Weights, first: Weights, near: float) -> None:
-    """Checks that every parameter has changed since the first step, and that the distance of the final weights to the
-    expected ones is less than a share `near` of the distance that the expected run has moved. A share of 1 is that of a
-    model that is not updated. The distance is over all weights: the keys' biases have no gradient and follow rounding.
-    """
-    assert switched.keys() == expected.keys() == first.keys()
-    assert not [name for name in first if torch.equal(switched[name], first[name])]
-    assert distance(switched, expected) < near * distance(expected, first)
-
-
 def distance(one: Weights, other: Weights) -> float:
     """Returns the Euclidean distance between all weights of two models."""
     return sum((one[name].double() - other[name].double()).square().sum().item() for name in one) ** 0.5
@@ -53,7 +43,11 @@ def distance(one: Weights, other: Weights) -> float:
 
 @pytest.mark.parametrize("name", ON_ONE_GPU)
 def test_on_one_gpu(name: str, small_data: list[str], tmp_path: Path):
+    """Every parameter has changed since the first step, and the final weights are near those without the option: 1 is
+    the distance of a model that is not updated. The distance is over all weights, as the keys' biases have no gradient
+    and follow rounding."""
     stage_3 = ["--strategy", "deepspeed_stage_3"]
     first, expected = (trained(tmp_path / str(steps), small_data, steps, *stage_3) for steps in (1, STEPS))
     switched = trained(tmp_path / "switched", small_data, STEPS, *ON_ONE_GPU[name])
-    assert_trains_as(switched, expected, first, near=0.2)
+    assert not [name for name in first if torch.equal(switched[name], first[name])]
+    assert distance(switched, expected) < 0.2 * distance(expected, first)

@@ -7,14 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.strategies import DeepSpeedStrategy, SingleDeviceStrategy
 from torch import Tensor
 
-from cifar_module import lay_channels_last
 from cifar_zero import models
-from cifar_zero.config import command_line
-from cifar_zero.core.errors import UsageError
-from cifar_zero.models.speednet import WHITENING_EPS, IdentityConv, whitening_filters
+from cifar_zero.models.speednet import WHITENING_EPS, whitening_filters
 
 
 def images(count: int = 64) -> Tensor:
@@ -25,10 +21,8 @@ def images(count: int = 64) -> Tensor:
 
 def test_parameters_are_the_references():
     """Counted from airbench94_muon.py: 24 filters of 2 x 2 pixels, six convolutions, six batch norms, one matrix."""
-    convolutions = [(24, 64), (64, 64), (64, 256), (256, 256), (256, 256), (256, 256)]
-    count = 24 * 12 + 24 + sum(9 * before * after + 2 * after for before, after in convolutions) + 256 * 10
     net = models.build("speednet", 10)
-    assert sum(parameter.numel() for parameter in net.parameters()) == count == 1_972_792
+    assert sum(parameter.numel() for parameter in net.parameters()) == 1_972_792
     frozen = {name for name, parameter in net.named_parameters() if not parameter.requires_grad}
     assert frozen == {"whiten.weight", *(f"blocks.{i}.norm{j}.weight" for i in range(3) for j in (1, 2))}
 
@@ -66,15 +60,13 @@ def test_scores_are_those_of_a_second_formulation(training: bool):
     assert torch.allclose(net(images()), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.25])
-def test_patches_are_whitened(scale: float):
+def test_patches_are_whitened():
     """Their covariance about 0 is the identity, except for the term that keeps noise from being amplified."""
-    filters = whitening_filters(scale * images())
-    assert filters.shape == (24, 3, 2, 2)
+    filters = whitening_filters(images())
     assert torch.equal(filters[12:], -filters[:12])
-    whitened = F.conv2d(scale * images(), filters[:12]).transpose(0, 1).flatten(1).double()
+    whitened = F.conv2d(images(), filters[:12]).transpose(0, 1).flatten(1).double()
     covariance = whitened @ whitened.T / whitened.shape[1]
-    patches = F.unfold(scale * images(), 2).transpose(0, 1).flatten(1).double()
+    patches = F.unfold(images(), 2).transpose(0, 1).flatten(1).double()
     variances = torch.linalg.eigvalsh(patches @ patches.T / patches.shape[1])
     expected = variances / (variances + WHITENING_EPS * variances.mean())
     assert torch.allclose(covariance, torch.diag(expected), atol=1e-4)
@@ -85,21 +77,4 @@ def test_convolutions_pass_their_input_through_at_first():
     net: Any = models.build("speednet", 10, width=0.5)
     x = torch.randn(2, 24, 7, 7)
     assert torch.allclose(net.blocks[0].conv1(x)[:, :24], x, atol=1e-6)
-    assert all(isinstance(conv, IdentityConv) for block in net.blocks for conv in (block.conv1, block.conv2))
     assert net.head.weight.std().item() == pytest.approx(1, abs=1e-5)
-
-
-def test_a_mistake_is_one_clear_line():
-    with pytest.raises(UsageError, match=r"^--model.width must be over 0, not 0.0$"):
-        command_line.parse(["--model", "speednet", "--model.width", "0"])
-
-
-def test_filters_have_channels_last_on_a_gpu_where_they_stay_whole():
-    for strategy, format in (
-        (SingleDeviceStrategy(torch.device("cuda:0")), torch.channels_last),
-        (SingleDeviceStrategy(torch.device("cpu")), torch.contiguous_format),
-        (DeepSpeedStrategy(parallel_devices=[torch.device("cuda:0")]), torch.contiguous_format),
-    ):
-        net: Any = models.build("speednet", 10, width=0.25)
-        lay_channels_last(net, strategy)
-        assert net.blocks[0].conv1.weight.is_contiguous(memory_format=format)

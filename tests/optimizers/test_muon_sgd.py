@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from cifar_module import StepSchedule
-from cifar_zero.config import command_line
-from cifar_zero.core.errors import UsageError
 from cifar_zero.optimizers import OPTIMIZERS
 from cifar_zero.optimizers.groups import parameter_groups
 from cifar_zero.optimizers.torch_updates import orthogonalized
@@ -91,30 +89,3 @@ def test_updates_are_the_formulas():
         assert torch.allclose(parameter, expected, atol=1e-6), name
     group = optimizer.param_groups[0]
     assert (group["muon"], group["initial_lr"]) == (True, 0.1)  # whose rate the curves show
-
-
-def test_groups():
-    chosen = OPTIMIZERS["muon_sgd"](**{**OPTIONS, "weight_decay_on": "matrices"})
-    groups = parameter_groups(chosen, dict(network().named_parameters()))
-    named = [
-        (group["param_names"], {key: group[key] for key in group if not key.startswith("param")}) for group in groups
-    ]
-    assert named == [
-        (["0.weight", "2.weight", "3.weight", "5.weight", "7.weight"], {"muon": True}),
-        (["0.bias", "2.bias", "3.bias", "5.bias", "7.bias", "9.bias"], {"lr": 0.05}),
-        (["9.weight"], {"lr": 0.2, "weight_decay": 0.01 / 0.2}),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--optimizer.ns_steps 0", "--optimizer.ns_steps must be at least 1 and under 100, not 0"),
-        ("--optimizer.head_lr -1", "--optimizer.head_lr must be at least 0, not -1.0"),
-        ("--optimizer.sgd_momentum 1", "--optimizer.sgd_momentum must be at least 0 and under 1, not 1.0"),
-    ],
-)
-def test_mistakes_are_one_clear_line(flags: str, message: str):
-    with pytest.raises(UsageError) as error:
-        command_line.parse(["--optimizer", "muon_sgd", *flags.split()])
-    assert str(error.value) == message

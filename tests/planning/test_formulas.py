@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from cifar_zero.config import command_line
 from cifar_zero.config.placement import ZeROConfig
@@ -10,6 +11,7 @@ from cifar_zero.config.recipe import Choice
 from cifar_zero.config.run import Run
 from cifar_zero.config.settings import make_settings
 from cifar_zero.config.strategy_specs import STRATEGIES
+from cifar_zero.optimizers import OPTIMIZERS
 from cifar_zero.planning.formulas import STATE_TENSORS, Network, Weight, buckets, network_of, predicted
 from cifar_zero.training.resolve import make_run
 
@@ -27,7 +29,7 @@ def bytes_each(strategy: str, ranks: int, precision: str, optimizer: Choice = AD
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8, 60])
-def test_mixed_precision_adam_takes_what_the_paper_says(ranks: int) -> None:
+def test_mixed_precision_adam_takes_what_the_paper_says(ranks: int):
     """Rajbhandari et al. 2020, section 3.1 and figure 1. At stage 1 the paper counts the gradients before they are
     reduced; 2/N of them are left at the update."""
     assert bytes_each("deepspeed_stage_0", ranks, "bf16-mixed") == 16
@@ -36,15 +38,7 @@ def test_mixed_precision_adam_takes_what_the_paper_says(ranks: int) -> None:
     assert bytes_each("deepspeed_stage_3", ranks, "16-mixed") == pytest.approx(16 / ranks)
 
 
-def test_the_papers_example() -> None:
-    """Figure 1: 7.5 billion parameters on 64 GPUs take 120, 16.6 and 1.9 GB at stages 0, 2 and 3."""
-    for stage, gigabytes in ((0, 120), (2, 16.6), (3, 1.9)):
-        states = predicted(f"deepspeed_stage_{stage}", [Weight(7_500 * MILLION)], 64, "16-mixed", ADAM)
-        assert states is not None
-        assert states.in_memory.total / 1e9 == pytest.approx(gigabytes, abs=0.06)
-
-
-def test_float32_has_master_weights_only_under_deepspeed() -> None:
+def test_float32_has_master_weights_only_under_deepspeed():
     for name in ("baseline", "ddp", "deepspeed_stage_0"):
         assert bytes_each(name, 2, "32-true") == 16
     assert bytes_each("deepspeed_stage_1", 2, "32-true") == bytes_each("deepspeed_stage_2", 2, "32-true") == 4 + 16 / 2
@@ -54,69 +48,29 @@ def test_float32_has_master_weights_only_under_deepspeed() -> None:
     assert bytes_each("baseline", 1, "bf16-true") == 8
 
 
-def test_deepspeeds_estimators() -> None:
-    """DeepSpeed's estimators also count the float32 copy of the gradients in the update, of each shard 4 bytes per
-    parameter at stage 2 and 2 at stage 3, and at stage 3 the largest layer, which is gathered. By default they multiply
-    what offloading takes on the host by 1.5."""
-    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
-    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
-
-    for ranks in (1, 2, 4):  # with more ranks they count the whole float32 weights that each rank may load at the start
-        host, device = estimate_zero2_model_states_mem_needs(ELEMENTS, ranks, 1, cpu_offload=False)
-        assert device / ELEMENTS == pytest.approx(bytes_each("deepspeed_stage_2", ranks, "16-mixed") + 4 / ranks)
-        host, device = estimate_zero2_model_states_mem_needs(ELEMENTS, ranks, 1, additional_buffer_factor=1)
-        states = predicted("deepspeed_stage_2_offload", LARGE, ranks, "16-mixed", ADAM)
-        assert states is not None
-        assert states.device.total == device
-        assert states.host.total * ranks == host == 16 * ELEMENTS
-        _, device, layer = estimate_zero3_model_states_mem_needs(ELEMENTS, 6_350_400, ranks, 1, cpu_offload=False)
-        assert (device - layer) / ELEMENTS == pytest.approx(
-            18 / ranks
-        )  # 16 as in the paper, and 2 of the 4 for the update
-        host, _, _ = estimate_zero3_model_states_mem_needs(ELEMENTS, 6_350_400, ranks, 1, additional_buffer_factor=1)
-        states = predicted("deepspeed_stage_3_offload", LARGE, ranks, "16-mixed", ADAM)
-        assert states is not None
-        assert states.device.total == 0
-        # Our formula has gradients in both formats: 2 bytes for the parameter, 2 + 4 for its gradient, 12 for Adam.
-        assert states.host.total * ranks == host + 2 * ELEMENTS == 20 * ELEMENTS
-
-
 @pytest.mark.parametrize(
-    ("name", "options", "tensors"),
+    ("name", "options"),
     [
-        *(
-            ("sgd", {"momentum": 0.0}, 0),
-            ("sgd", {"momentum": 0.9}, 1),
-            ("adamw", {}, 2),
-            ("lion", {}, 1),
-            ("adagrad", {}, 1),
-        ),
-        *(("rmsprop", {"momentum": 0.9, "centered": True}, 3), ("rmsprop", {}, 1), ("adadelta", {}, 2)),
+        *(("sgd", {"momentum": 0.0}), ("sgd", {"momentum": 0.9}), ("adamw", {}), ("lion", {}), ("adagrad", {})),
+        *(("rmsprop", {"momentum": 0.9, "centered": True}), ("rmsprop", {}), ("adadelta", {})),
     ],
 )
-def test_state_of_an_optimizer(name: str, options: dict[str, Any], tensors: int) -> None:
+def test_state_of_an_optimizer(name: str, options: dict[str, Any]):
     """The formula agrees with the number of tensors that torch's optimizer keeps per parameter."""
-    import torch
-
-    from cifar_zero.optimizers import OPTIMIZERS
-
     parameter = torch.nn.Parameter(torch.ones(1_000))
     parameter.grad = torch.ones(1_000)
     optimizer = OPTIMIZERS[name](**options).build([parameter], "torch")
     optimizer.step()
     kept = [value for value in optimizer.state[parameter].values() if torch.is_tensor(value) and value.numel() == 1_000]
-    assert len(kept) == tensors
-    assert bytes_each("baseline", 1, "32-true", Choice(name, options)) == 8 + 4 * tensors
+    assert bytes_each("baseline", 1, "32-true", Choice(name, options)) == 8 + 4 * len(kept)
 
 
-def test_every_optimizer_has_a_tensor_count() -> None:
-    from cifar_zero.optimizers import OPTIMIZERS
-
+def test_every_optimizer_has_a_tensor_count():
     assert {*STATE_TENSORS} == {*OPTIMIZERS}
     assert bytes_each("baseline", 1, "32-true", Choice("adam8bit")) == 10
 
 
-def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
+def test_frozen_parameters_have_neither_gradient_nor_state():
     config = command_line.parse(
         ["--model", "vit_tiny", "--optimizer", "adam", "--trainable", "head.*", "--devices", "1"]
     )
@@ -132,13 +86,13 @@ def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
     assert (states.in_memory.parameters, states.in_memory.gradients, states.in_memory.optimizer) == (10**6, 0, 0)
 
 
-def test_small_layers_stay_whole_at_stage_3() -> None:
+def test_small_layers_stay_whole_at_stage_3():
     states = predicted("deepspeed_stage_3", [Weight(100_000), Weight(100_002)], 2, "bf16-mixed", ADAM)
     assert states is not None
     assert states.in_memory.parameters == 2 * (100_000 + 100_002 // 2 + 100_000 // 2)
 
 
-def test_experts_are_spread_over_ranks() -> None:
+def test_experts_are_spread_over_ranks():
     def weights(ep_size: int) -> tuple[Weight, ...]:
         flags = ["--model", "vit_moe", "--model.num_experts", "[4]", "--model.ep_size", str(ep_size), "--devices", "4"]
         return network_of(make_run(command_line.parse([*flags, "--strategy", "deepspeed_stage_0"]))).weights
@@ -151,12 +105,7 @@ def test_experts_are_spread_over_ranks() -> None:
     assert whole.in_memory.total - shared.in_memory.total == experts * 3 // 4 * 16
 
 
-def test_only_strategies_that_split_layers_have_no_formula() -> None:
-    without = {name for name in STRATEGIES if predicted(name, LARGE, 2, "32-true", ADAM) is None}
-    assert without == {"tensor_parallel", "pipeline"}
-
-
-def test_switches_of_the_buckets() -> None:
+def test_switches_of_the_buckets():
     """In elements of bfloat16."""
 
     def held(strategy: str, **switches: Any) -> int:

@@ -33,7 +33,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return run
 
 
-def test_thirteen_billion_parameters_take_little_memory() -> None:
+def test_thirteen_billion_parameters_take_little_memory():
     """The process peaks at 0.84 GB, most of it torch's; the weights alone would take 52 GB."""
     flags = ["--model", "vit_13b", "--devices", "8", "--device_memory", "80GB", "--optimizer", "adamw", "--json"]
     code = "import pathlib, runpy, sys\n"
@@ -57,7 +57,7 @@ def test_thirteen_billion_parameters_take_little_memory() -> None:
     assert int(done.stderr.split()[-1]) * 1024 < 2e9
 
 
-def test_the_table_of_strategies(planned) -> None:
+def test_the_table_of_strategies(planned):
     code, out, _ = planned("--model", "vit_tiny", "--devices", "2", "--device_memory", "80GB", "--batch_size", "64")
     assert code == 0
     assert (
@@ -71,18 +71,18 @@ def test_the_table_of_strategies(planned) -> None:
     assert len([line for line in out.splitlines() if " yes " in line]) == 11
 
 
-def test_host_memory_is_the_memory_of_a_cpu(planned) -> None:
+def test_host_memory_is_the_memory_of_a_cpu(planned):
     _, out, _ = planned("--model", "net", "--accelerator", "cpu", "--devices", "2", "--host_memory", "4GB", "--json")
     assert json.loads(out)["room"]["device"] == json.loads(out)["room"]["host"] < 2e9
 
 
-def test_several_nodes_are_started_by_torchrun(planned) -> None:
+def test_several_nodes_are_started_by_torchrun(planned):
     code, out, _ = planned("--num_nodes", "2", "--devices", "4", "--device_memory", "80GB", "--batch_size", "8")
     assert code == 0
     assert out.splitlines()[-1].startswith(torchrun("train", 2, 4))
 
 
-def test_what_this_machine_lacks_does_not_matter_for_another_one(planned, tmp_path: Path) -> None:
+def test_what_this_machine_lacks_does_not_matter_for_another_one(planned, tmp_path: Path):
     recipe = tmp_path / "small.yaml"
     recipe.write_text("batch_size: 4\n")
     flags = ["--config", str(recipe), "--optimizer", "adam8bit", "--device_memory", "80GB"]
@@ -92,7 +92,7 @@ def test_what_this_machine_lacks_does_not_matter_for_another_one(planned, tmp_pa
     assert json.loads(out)["recommended"] == "baseline"
 
 
-def test_nothing_fits(planned) -> None:
+def test_nothing_fits(planned):
     code, out, _ = planned("--model", "vit_13b", "--device_memory", "1GiB", "--json")
     assert code == 1
     assert json.loads(out)["recommended"] is None
@@ -211,33 +211,20 @@ def test_a_mistake_in_a_users_module_is_one_line(planned, flags: list[str], mess
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--model", "vit_lage"], "unknown model 'vit_lage': did you mean vit_large?"),
-        (["--devices", "3", "--batch_size", "64"], "the nearest that divide: 63 or 66"),
-        (["--device_memory", "80PB"], "--device_memory 80PB: give a size such as 80GB"),
-        (["--device_memry", "80GB"], "unknown option --device_memry"),
-        (["--device_memory", ""], "--device_memory : give a size such as 80GB"),
-        (["--host_memory", "1e-10"], "--host_memory 1e-10: give a size"),
-        (["--lora.rank", "-1", "--lora.target", "fc1"], "--lora.rank must be at least 1, not -1"),
-        (["--lora.rank", "4"], "--lora.rank needs --lora.target"),
-        (["--precision", "16-mixed", "--accelerator", "cpu"], "--precision 16-mixed needs a GPU"),
-        (["--ds_config", "cifar_zero/config/deepspeed_examples.json"], "--ds_config cannot be planned"),
-        (
-            ["--model", "vit_tiny", "--trainable", "nothing.*"],
-            "--trainable nothing.* matches no parameter of",
-        ),
+        ("--model vit_lage", "unknown model 'vit_lage': did you mean vit_large?"),
+        ("--device_memry 80GB", "unknown option --device_memry"),
+        ("--devices 3 --batch_size 64", "the nearest that divide: 63 or 66"),
+        ("--device_memory 80PB", "--device_memory 80PB: give a size such as 80GB"),
+        ("--device_memory=", "--device_memory : give a size such as 80GB"),
+        ("--host_memory 1e-10", "--host_memory 1e-10: give a size"),
+        ("--lora.rank 4", "--lora.rank needs --lora.target"),
+        ("--ds_config cifar_zero/config/deepspeed_examples.json", "--ds_config cannot be planned"),
+        ("--model vit_tiny --trainable nothing.*", "--trainable nothing.* matches no parameter of"),
     ],
 )
-def test_a_mistake_is_reported_in_one_line(planned, flags: list[str], message: str) -> None:
-    code, out, err = planned(*flags)
-    assert code == 2
-    assert out == ""
+def test_a_mistake_is_reported_in_one_line(planned, flags: str, message: str):
+    code, out, err = planned(*flags.split())
+    assert (code, out) == (2, "")
     (line,) = err.splitlines()
     assert line.startswith("error: ")
     assert message in line
-
-
-def test_help_needs_no_torch() -> None:
-    done = run_program("-X", "importtime", "-m", "cifar_zero", "plan", "--help")
-    assert done.returncode == 0
-    assert "--device_memory" in done.stdout
-    assert " torch\n" not in done.stderr

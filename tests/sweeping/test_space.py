@@ -7,7 +7,7 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.sweeping.study import combinations, parse
 
 
-def test_values_ranges_and_seeds() -> None:
+def test_values_ranges_and_seeds():
     space, seeds = parse(
         [
             "optimizer.lr=1e-4..1e-1:log",
@@ -30,7 +30,7 @@ def test_values_ranges_and_seeds() -> None:
     assert seeds == [{"seed": "0"}, {"seed": "1"}]
 
 
-def test_combinations_have_each_value_and_each_end() -> None:
+def test_combinations_have_each_value_and_each_end():
     space, seeds = parse(["optimizer.lr=0.5..1.5", "batch_size=8,16"])
     assert seeds == [{}]
     assert [(*each.values(),) for each in combinations(space)] == [(0.5, "8"), (0.5, "16"), (1.5, "8"), (1.5, "16")]
@@ -48,6 +48,6 @@ def test_combinations_have_each_value_and_each_end() -> None:
         ("seed=0..9", "list the seeds, seed=0,1,2"),
     ],
 )
-def test_an_invalid_space_is_refused(definition: str, message: str) -> None:
+def test_an_invalid_space_is_refused(definition: str, message: str):
     with pytest.raises(UsageError, match=message):
         parse([definition])

@@ -18,7 +18,7 @@ from cifar_zero.core.console import command
 from cifar_zero.core.errors import UsageError
 from cifar_zero.sweeping import sweep
 from cifar_zero.training import run_process
-from tests.support.helpers import HANG_SECONDS, ROOT, WHOLE, of_make_fuzz, run_program, wait_until
+from tests.support.helpers import HANG_SECONDS, ROOT, WHOLE, of_make_fuzz, wait_until
 
 pytestmark = pytest.mark.usefixtures("signal_handlers")
 
@@ -35,33 +35,24 @@ def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
         ("--search optimizer.lr=0.1,1 --name a/b", "must be a plain name"),
         ("--search optimizer.lr=0.1..1.0 optimizer=sgd,adm", "did you mean adam"),
         ("--search batch_size=16,32 accumulate=1,32", "accumulate 32 gives no whole micro-batch"),
-        ("--search epochs=1.5..2.5", "expected int"),
         ("--search seed=0,1 --optimizer.lrr 0.1", r"did you mean --optimizer.lr\?"),
         ("--search seed=0,1 --resume last", "--resume cannot be used"),
-        ("--search seed=0,1 --bench_steps 5", "--bench_steps cannot be used"),
         ("--search seed=0,1 --strategy auto", "name a strategy for this machine"),
-        ("--search seed=0,1 --num_nodes 2", "name a strategy for this machine"),
         ("--search seed=0,1 --data.val_fraction 0", "add --data.val_fraction 0.1"),
     ],
 )
 def test_what_it_refuses(
     flags: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_data: list[str]
-) -> None:
+):
     out = tmp_path / "sweeps"
     with pytest.raises(UsageError, match=message):
         run(monkeypatch, *small_data, *flags.split(), "--batch_size", "16", "--out", str(out))
     assert not out.exists()
 
 
-def test_wrong_usage_is_reported_in_one_line() -> None:
-    done = run_program("sweep", "--search", "optimizer.lrr=0.1,1")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: unknown option --optimizer.lrr: did you mean --optimizer.lr?\n"
-
-
 def test_a_sweep(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_data: list[str], capfd: pytest.CaptureFixture[str]
-) -> None:
+):
     rates = "0.01,0.02" if WHOLE else "0.01"  # a run takes nine seconds of a processor to start and end
     flags = ["--search", f"optimizer.lr={rates}", "model.name=net", *small_data, "--batch_size", "16", "--epochs", "1"]
     flags += ["--trainer.limit_train_batches", "2", "--trainer.limit_test_batches", "1"]
@@ -107,9 +98,7 @@ def order(folder: Path) -> list[str]:
     return (folder / "sweep" / "order").read_text().split()
 
 
-def test_a_failed_run_is_reported_and_tried_again(
-    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_run_is_reported_and_tried_again(start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """The best setting has the best mean of its seeds."""
     flags = ["--search", "optimizer.lr=0.1,0.2", "model.name=net", "seed=0,2"]
     fails = "if flags['--optimizer.lr'] == '0.1' and flags['--seed'] == '2': sys.exit('error: no [bold] idea')"
@@ -126,12 +115,12 @@ def test_a_failed_run_is_reported_and_tried_again(
     assert order(tmp_path) == ["optimizer.lr_0.1-model.name_net-seed_2"]
 
 
-def test_a_run_without_a_validation_has_failed(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_a_validation_has_failed(start: Start, capsys: pytest.CaptureFixture[str]):
     assert start("(folder / 'metrics.json').write_text('{}'); sys.exit()", "--search", "optimizer.lr=0.1") == 1
     assert "ended without val/acc: an epoch must end before --max_steps" in capsys.readouterr().err
 
 
-def test_a_budget_of_sampled_settings(start: Start, tmp_path: Path) -> None:
+def test_a_budget_of_sampled_settings(start: Start, tmp_path: Path):
     """A larger budget trains more, and the same command nothing."""
     flags = ["--search", "optimizer.lr=1e-4..1e-1:log", "batch_size=16..64:16", "seed=0,1", "--trials"]
     for trials in (2, 3, 3):
@@ -139,7 +128,7 @@ def test_a_budget_of_sampled_settings(start: Start, tmp_path: Path) -> None:
         assert len(order(tmp_path)) == 2 * trials
 
 
-def test_a_setting_that_is_chosen_again_is_not_trained_again(start: Start, tmp_path: Path) -> None:
+def test_a_setting_that_is_chosen_again_is_not_trained_again(start: Start, tmp_path: Path):
     assert start("", "--search", "optimizer.lr=0.1,0.2", "--trials", "6") == 0
     assert len(order(tmp_path)) <= 2
 
@@ -153,7 +142,7 @@ sys.exit(sweep.main())
 """
 
 
-def test_a_second_sweep_helps_the_first(start: Start, tmp_path: Path) -> None:
+def test_a_second_sweep_helps_the_first(start: Start, tmp_path: Path):
     """The first run of the first sweep starts a second one, which trains all other settings."""
     (tmp_path / "other.py").write_text(OTHER)
     flags = ["--search", "optimizer.lr=0.1,0.2,0.3"]
@@ -164,7 +153,7 @@ def test_a_second_sweep_helps_the_first(start: Start, tmp_path: Path) -> None:
     assert "optimizer.lr_0.3: val/acc" in (tmp_path / "sweep" / "optimizer.lr_0.1.log").read_text()
 
 
-def test_another_sweep_is_refused(start: Start) -> None:
+def test_another_sweep_is_refused(start: Start):
     assert start("", "--search", "optimizer.lr=0.1") == 0
     with pytest.raises(UsageError, match="another --search or recipe: choose another --name"):
         start("", "--search", "optimizer.lr=0.1", "--epochs", "9")
@@ -172,7 +161,7 @@ def test_another_sweep_is_refused(start: Start) -> None:
 
 @of_make_fuzz
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_an_ended_sweep_continues(number: int, tmp_path: Path, small_data: list[str]) -> None:
+def test_an_ended_sweep_continues(number: int, tmp_path: Path, small_data: list[str]):
     """Whatever ended it, the second start resumes from checkpoints, and every run trains each step once."""
     started = [sys.executable, "-m", "cifar_zero", "sweep", "--search", "optimizer.lr=0.01,0.02", *small_data]
     started += ["--batch_size", "4", "--epochs", "8", "--log_interval", "10", "--accelerator", "cpu"]
