@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cifar_zero.comparison import cases
+from cifar_zero.comparison import cases, pool
 from cifar_zero.comparison.cases import ROWS, plan_cases
 from cifar_zero.comparison.fuzz import random_cases
 from cifar_zero.comparison.pool import train_cases
@@ -68,13 +68,15 @@ step calls it at least."""
 
 
 @pytest.mark.distributed
-def test_each_row_executes_the_code_that_it_is_there_for(tmp_path: Path):
+def test_each_row_executes_the_code_that_it_is_there_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pool, "TRAININGS", 7)  # the ranks start anew in between
     assert CODE.keys() == {row.name for row in ROWS} - {"frozen weights"}
     wanted = {(f"{row}, 2 ranks", strategy): (name, calls) for row, (strategy, name, calls) in CODE.items()}
     found = [case for case in plan_cases([], 2, quick=False) if (case.row, case.strategy) in wanted]
     assert len(found) == len(CODE)
     comparison = train_cases(Comparison("", "", {}, PLAIN, found), tmp_path, ("tests.support.counted_calls",))
     assert comparison.passed, [case.outcome for case in found if not case.passed]
+    assert {log.name for log in tmp_path.glob("*.log")} == {"2-ranks-0.log", "2-ranks-7.log"}
     counts = [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
     for case, counted in zip(found, counts, strict=True):
         name, calls = wanted[case.row, case.strategy]
