@@ -96,9 +96,11 @@ def train_cases(comparison: Comparison, folder: Path, program: Sequence[str], of
 def _train(
     cases: Sequence[Variant], folder: Path, program: Sequence[str], refusing: Variant | None, sketches: bool
 ) -> Iterator[Variant]:
-    """Trains cases of one number of ranks in the same ranks, which are started again after TRAININGS and after each that
-    failed; sets their verdicts and times, the first with the start. Yields those that were trained. Raises
-    UsageError: the case `refusing` was refused."""
+    """Trains cases of one number of ranks, and sets their verdicts and times, of the first with the start of the ranks.
+
+    The ranks start anew after TRAININGS, and after each training that failed. Yields the cases that were trained.
+    Raises UsageError: the case `refusing` was refused.
+    """
     ranks, todo = cases[0].world_size, [*cases]
     while todo:
         name = f"{ranks}-ranks-{len(cases) - len(todo)}"
