@@ -240,4 +240,9 @@ def _parser(entries: tuple[tuple[str, str, Any], ...], with_help: bool) -> Argum
         default={},
         help="Any other option of Lightning's Trainer, such as --trainer.limit_test_batches 10.",
     )
+    # jsonargparse (4.53) adds --trainable+, which appends to the default alone and replaces what a recipe lists.
+    for action in parser._actions:
+        action.option_strings = [flag for flag in action.option_strings if not flag.endswith("+")]
+    for flag in [flag for flag in parser._option_string_actions if flag.endswith("+")]:
+        del parser._option_string_actions[flag]
     return parser

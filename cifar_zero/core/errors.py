@@ -92,7 +92,7 @@ KNOWN_FAILURES = (
         ),
         "DeepSpeed's code could not be compiled",
         "install g++ and ninja, for CUDA kernels also the CUDA toolkit of torch's version, and set CUDA_HOME to its "
-        "directory; --debug shows the compiler's output, and cifar-zero doctor ops what is missing",
+        "directory; --debug shows the compiler's output, and cifar-zero doctor compiler what is missing",
     ),
 )
 """The failures that users meet most; rarer ones are in docs/troubleshooting.md. The first row that matches is taken, so

@@ -76,6 +76,7 @@ def test_printed_configuration_is_the_same_run_again(recipe: Path, tmp_path: Pat
         ("--optimizer adam --optimizer.beta 0.9", "did you mean --optimizer.betas?"),
         ("--optimizer.betas 3", "unknown option --optimizer.betas"),
         ("--optimiser adam", "did you mean --optimizer?"),
+        ("--trainable+ fc3.*", "unknown option --trainable+: did you mean --trainable?"),
         ("--data digits", "unknown option --data: did you mean --data."),
         ("--trainer.precision 16", "use --precision"),
         ("--trainer.accumulate_grad_batches 2", "use --accumulate"),
