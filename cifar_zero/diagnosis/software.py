@@ -36,7 +36,7 @@ FAULTS = (
     ("deepspeed", ">=0.15.3,<0.19", "WarmupCosineLR", f"starts only the first group at 0: {DEEPSPEED}/pull/7969"),
 )
 """Releases that install and run, but do harm or train wrongly: package, releases (PEP 440), what shows it, and what is
-wrong (docs/acceptance.md#proven-on-real-releases). What shows it are strategies of `compare --acceptance`, or an
+wrong (docs/evidence.md). What shows it are strategies of `compare --acceptance`, or an
 option, optimizer or schedule of DeepSpeed, which no case has."""
 
 NEEDED_BY = "the *_offload strategies need it, to compile an operator"

@@ -1,6 +1,6 @@
 """The losses of --loss, and the metrics of a split over all ranks, derived from counts by torchmetrics.
 
-docs/outputs.md says which follow from the confusion matrix, and what they are for a class without images.
+docs/runs.md has a table of them, and says what they are for a class without images.
 """
 
 import math

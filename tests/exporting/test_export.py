@@ -26,7 +26,7 @@ from cifar_zero.models import LAYOUTS, Layout
 from cifar_zero.models.moe import gates
 from tests.support.helpers import ROOT, assert_ok, of_make_fuzz, read_weights, run_folder_of, run_program, train_all
 
-SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "export.md").read_text(), re.DOTALL)
+SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "runs.md").read_text(), re.DOTALL)
 
 TOLERANCES = {"safetensors": 0.0, "onnx": formats.ONNX_TOLERANCE}
 

@@ -19,7 +19,7 @@ from cifar_zero.core import exits
 from cifar_zero.core.errors import RunError, Stopped
 from cifar_zero.launch.collectives import gather
 
-SLURM_REQUEUE = signal.SIGUSR1  # sent by `sbatch --signal=USR1@90` before the time limit
+SLURM_REQUEUE = signal.SIGUSR1  # sent by `sbatch --signal=USR1@120` before the time limit
 
 AGREEMENT_SECONDS = 1.0
 """Approximate time between two agreements; each reduces two numbers, in less than a thousandth of that."""

@@ -35,7 +35,7 @@ class Throughput(IntervalCallback):
     The clock runs inside the epochs: waiting for a batch counts; validation, the writing of checkpoints, the start of
     an epoch and the first --warmup_steps do not (at most half of the run, except in a benchmark).
 
-    docs/outputs.md says what perf/data_time_ms, perf/tflops and perf/mfu are (PaLM, Chowdhery et al. 2022, appendix B).
+    docs/runs.md says what perf/data_time_ms, perf/tflops and perf/mfu are (PaLM, Chowdhery et al. 2022, appendix B).
     """
 
     def __init__(self, settings: Settings, flops_per_step: int):
