@@ -30,7 +30,7 @@ def blocks(document: Path, language: str = r"\w*") -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(), re.MULTILINE | re.DOTALL)
 
 
-FIRST_PAGES = (ROOT / "README.md", ROOT / "docs" / "recipes.md", ROOT / "docs" / "augmentation.md")
+FIRST_PAGES = (ROOT / "README.md", ROOT / "docs" / "train.md")
 COMMANDS = [
     command
     for page in FIRST_PAGES
@@ -170,9 +170,8 @@ def test_scripts_of_the_guide_on_one_rank(
     monkeypatch.chdir(tmp_path)
     for block, _ in SCRIPTS:
         fewer = block.replace('"devices": 2', '"devices": 1').replace("devices=2", "devices=1")
-        exec(
-            compile(fewer.replace("max_steps=300", "max_steps=10"), "docs/migrate.md", "exec"), {"__name__": "__main__"}
-        )
+        fewer = fewer.replace("max_steps=300", "max_steps=10")
+        exec(compile(fewer, "docs/migrate.md", "exec"), {"__name__": "__main__"})
     shown = capsys.readouterr().out
     assert "steps [8, 16, 24, 32, 40, 48] checked, 0 faults" in shown
     assert "% of the test images correct" in shown
@@ -198,6 +197,13 @@ def test_scripts_of_the_guide_print_what_it_shows(tmp_path: Path):
         assert_ok(done)
         numbers = r"\d+\.\d+"  # which depend on the processor
         assert re.sub(numbers, "N", shown.strip()) in re.sub(numbers, "N", done.stdout)
+
+
+def test_the_script_of_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (script,) = blocks(ROOT / "docs" / "train.md", "python")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(script, "docs/train.md", "exec"), {"__name__": "__main__"})
+    assert (tmp_path / "augmentation.png").stat().st_size > 100_000
 
 
 @pytest.mark.distributed
