@@ -30,7 +30,7 @@ def blocks(document: Path, language: str = r"\w*") -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(), re.MULTILINE | re.DOTALL)
 
 
-FIRST_PAGES = (ROOT / "README.md", ROOT / "docs" / "recipes.md", ROOT / "docs" / "augmentation.md")
+FIRST_PAGES = (ROOT / "README.md", ROOT / "docs" / "train.md")
 COMMANDS = [
     command
     for page in FIRST_PAGES
@@ -156,31 +156,34 @@ def test_commands_of_the_course(tmp_path: Path):
         assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
 
 
-def blocks_of_the_api() -> list[str]:
-    """Returns the Python scripts of docs/api.md."""
-    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text(), re.DOTALL)
+SCRIPTS = re.findall(
+    r"^```python\n(.*?)^```\n\n```\n(.*?)^```", (ROOT / "docs" / "migrate.md").read_text(), re.MULTILINE | re.DOTALL
+)
+"""The Python scripts of docs/migrate.md, and the last lines that each prints."""
 
 
 @pytest.mark.distributed
 @pytest.mark.usefixtures("own_process_group")
-def test_scripts_of_the_api_on_one_rank(
+def test_scripts_of_the_guide_on_one_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
-    for block in blocks_of_the_api():
+    for block, _ in SCRIPTS:
         fewer = block.replace('"devices": 2', '"devices": 1').replace("devices=2", "devices=1")
-        exec(compile(fewer.replace("max_steps=300", "max_steps=10"), "docs/api.md", "exec"), {"__name__": "__main__"})
+        fewer = fewer.replace("max_steps=300", "max_steps=10")
+        exec(compile(fewer, "docs/migrate.md", "exec"), {"__name__": "__main__"})
     shown = capsys.readouterr().out
+    assert "steps [8, 16, 24, 32, 40, 48] checked, 0 faults" in shown
     assert "% of the test images correct" in shown
     assert re.search(r"accuracy 9\d\.\d\d% after 96 steps|accuracy 100.00% after 96 steps", shown)
 
 
 @pytest.mark.distributed
 @pytest.mark.skipif("RECIPES" not in os.environ, reason="half a minute, of make recipes")
-def test_scripts_of_the_api_print_what_it_shows(tmp_path: Path):
+def test_scripts_of_the_guide_print_what_it_shows(tmp_path: Path):
     """Lightning's own launcher starts them on two ranks."""
-    shown = re.findall(r"```\n([^`]*)```", (ROOT / "docs" / "api.md").read_text().replace("```python", "~~~"))
-    for number, block in enumerate(blocks_of_the_api()):
+    assert len(SCRIPTS) == 2
+    for block, shown in SCRIPTS:
         (tmp_path / "script.py").write_text(block)
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
@@ -193,7 +196,14 @@ def test_scripts_of_the_api_print_what_it_shows(tmp_path: Path):
         )
         assert_ok(done)
         numbers = r"\d+\.\d+"  # which depend on the processor
-        assert re.sub(numbers, "N", shown[number].strip()) in re.sub(numbers, "N", done.stdout)
+        assert re.sub(numbers, "N", shown.strip()) in re.sub(numbers, "N", done.stdout)
+
+
+def test_the_script_of_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (script,) = blocks(ROOT / "docs" / "train.md", "python")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(script, "docs/train.md", "exec"), {"__name__": "__main__"})
+    assert (tmp_path / "augmentation.png").stat().st_size > 100_000
 
 
 @pytest.mark.distributed

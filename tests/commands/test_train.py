@@ -230,7 +230,7 @@ def test_deepspeeds_launcher_and_the_sources_own_configuration(small_data: list[
 @of_make_fuzz
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "line", re.findall("^deepspeed (.*)$", (ROOT / "docs" / "migration.md").read_text(), re.MULTILINE)
+    "line", re.findall("^deepspeed (.*)$", (ROOT / "docs" / "migrate.md").read_text(), re.MULTILINE)
 )
 def test_the_sources_launch_lines(line: str, small_data: list[str], tmp_path: Path):
     bound = line if shutil.which("numactl") else line.replace("--bind_cores_to_rank ", "")

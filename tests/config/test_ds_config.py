@@ -204,7 +204,7 @@ def test_the_recipe_is_what_the_configuration_of_deepspeedexamples_says():
 
 
 def test_the_launch_lines_of_the_guide_train_a_mixture_of_experts():
-    lines = re.findall("^deepspeed .*?train.py (.*)$", (ROOT / "docs" / "migration.md").read_text(), re.MULTILINE)
+    lines = re.findall("^deepspeed .*?train.py (.*)$", (ROOT / "docs" / "migrate.md").read_text(), re.MULTILINE)
     dense, experts = (command_line.parse(shlex.split(line)) for line in lines)
     assert (dense.placement.strategy, dense.placement.precision) == ("deepspeed_stage_2", "bf16-mixed")
     options = experts.recipe.model.options

@@ -73,7 +73,8 @@ class ZeROPrecision(DeepSpeedPrecision):
 class ZeROStrategy(DeepSpeedStrategy):
     """DeepSpeed's engine under Lightning: on CUDA as Lightning runs it, else over DeepSpeed's own CPU accelerator.
 
-    Any LightningModule trains with it in a plain Trainer (docs/api.md); `options` are those of Lightning's strategy.
+    Any LightningModule trains with it in a plain Trainer (docs/migrate.md). `options` are those of Lightning's
+    strategy.
     What Lightning 2.6.6 does not do:
     - CPU ranks: its strategy refuses any accelerator but CUDA; DeepSpeed trains every stage on the CPU over gloo.
     - `test` after `fit` (Lightning issue 15247): it would start a second engine on the same model, after which
