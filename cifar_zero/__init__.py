@@ -1,1 +1,1 @@
-"""Trains CIFAR classifiers under plain PyTorch, DDP, FSDP2 and DeepSpeed with the same maths, and compares them."""
+"""Trains CIFAR classifiers under plain PyTorch, DDP, FSDP2 and DeepSpeed, and checks each against plain PyTorch."""

@@ -24,7 +24,8 @@ COMMANDS = {
 SPINS = "10000"
 """How often a thread of a parallel loop looks for the others before it sleeps: libgomp's GOMP_SPINCOUNT, which it reads
 when torch is imported. While another program runs, its default, 300,000, keeps a core from the thread that the others
-wait for: steps took up to twice as long. A smaller number costs more on an idle machine (docs/performance.md)."""
+wait for: steps took up to twice as long. A smaller number costs more on an idle machine
+(benchmarks/results/performance.md)."""
 
 
 def main() -> NoReturn:

@@ -25,8 +25,9 @@ STYLE: dict[Any, Any] = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "
 REFERENCE: dict[str, Any] = {"color": "black", "alpha": 0.2, "linewidth": 7}
 """How the reference's curve is drawn, under the others."""
 
-PALETTE = ("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd")
-"""Ten colours that colour-blind readers can distinguish: Petroff 2021 (https://arxiv.org/abs/2107.02270)."""
+PALETTE = ("#3f90da", "#ffa90e", "#bd1f01", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#92dadd")
+"""Eight colours that colour-blind readers can distinguish: Petroff 2021 (https://arxiv.org/abs/2107.02270), without the
+two greys, which cannot be seen on the grey line of the reference."""
 
 POINTS = 200  # most points per curve: with more steps, each point stands for several, or noise would hide the curves
 DASH = 4.0  # length of a dash, in line widths

@@ -122,7 +122,7 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
     throughput = Throughput(run, flops * run.placement.replicas * run.placement.accumulate)
     made.append(throughput)
     if is_terminal():
-        made.append(ProgressBar(curves))
+        made.append(ProgressBar(curves, throughput))
     else:
         made.append(ProgressLines(curves, throughput))
     if run.on_cpu:

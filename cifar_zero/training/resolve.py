@@ -19,6 +19,9 @@ LEAST_MICRO_BATCH = 32
 """Images of a micro-batch from which --devices auto uses a second GPU: with fewer, a GPU waits for its kernels to be
 launched and for the other GPUs, whatever the model."""
 
+TINY_MICRO_BATCH = 4
+"""Images of a micro-batch, the tutorial's number, up to which `announce` recommends a ZeRO run a larger batch."""
+
 
 def resolve(settings: Settings) -> Run:
     """Returns the resolved run of what is asked for on this computer. With several nodes, or under torchrun, rank 0
@@ -41,12 +44,17 @@ def resolve(settings: Settings) -> Run:
 
 
 def announce(run: Run) -> None:
-    """Prints in one line what is started, and a warning of too few cores."""
+    """Prints in one line what is started, a warning of too few cores, and under ZeRO one of a tiny micro-batch."""
     ranks, placement = run.placement.world_size, run.placement
     what = f"model {run.recipe.model.name}, strategy {placement.strategy_name}, data {run.data.source}"
     say(f"starting: {what}, batch size {run.recipe.batch_size}, ranks {ranks} ({placement.accelerator})")
     if run.on_cpu:
         warn_of_few_cores(ranks // placement.num_nodes)
+    if run.spec.stage and run.micro_batch <= TINY_MICRO_BATCH and not run.recipe.only_measures:
+        say(
+            f"note: with {run.micro_batch} images per micro-batch a step is mostly messages between the ranks; ZeRO is "
+            "for larger batches, such as --batch_size 256"
+        )
 
 
 def warn_of_few_cores(ranks: int) -> None:

@@ -46,7 +46,7 @@ def in_folder(command: str, folder: Path) -> str:
 
 def test_the_picture_of_the_packages_is_true():
     drawn = diagram()
-    assert drawn in (ROOT / "docs" / "architecture.md").read_text(), f"the picture of today:\n{drawn}"
+    assert drawn in (ROOT / "CONTRIBUTING.md").read_text(), f"the picture of today:\n{drawn}"
 
 
 def reachable(imports: dict[str, set[str]], name: str) -> set[str]:
@@ -122,21 +122,30 @@ def test_commands(small_data: list[str], tmp_path: Path):
                 continue
             ranks = command_line.parse(flags).placement.devices
             trainings[1 if ranks == "auto" else ranks].append(flags)
+        elif {"--module", "--acceptance"} & {*arguments}:
+            others.append([*arguments, "--out", str(tmp_path)])
         elif program == "cifar-zero" and arguments[0] == "compare":
             others.append([*arguments, *small_data, *small])
-        elif program == "cifar-zero" and arguments[0] == "sweep":  # a validation is at the end of an epoch
-            out = str(tmp_path / "sweeps")
-            others.append([*arguments, *small_data, *small[:4], "--batch_size", "16", "--out", out])
         elif program in ("python", "cifar-zero") and arguments != ["doctor"]:  # half a minute: tests/diagnosis runs it
             others.append(arguments)
     assert sum(map(len, trainings.values())) >= 5
-    programs = {"evaluate", "export", "predict", "plan", "compare", "sweep"}
+    programs = {"evaluate", "export", "predict", "plan", "compare"}
     assert programs <= {arguments[0] for arguments in others}
     for ranks, flags in trainings.items():
         train_in_ranks(flags, ranks)
     for arguments in others:
-        if arguments[0] not in ("compare", "sweep") or WHOLE:  # half a minute each; others are run elsewhere
+        if arguments[0] != "compare" or WHOLE:  # half a minute each; others are run elsewhere
             assert_ok(run_program(*arguments))
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_the_verdict_on_the_module_of_the_first_page(tmp_path: Path):
+    (command,) = [command for command in COMMANDS if "docs/my_module.py" in command]
+    done = run_program(*shlex.split(command)[1:], "--out", str(tmp_path))
+    assert_ok(done)
+    verdict = next(line for line in done.stdout.splitlines() if " agree with plain PyTorch: " in line)
+    assert verdict in TEXT
 
 
 @pytest.mark.distributed

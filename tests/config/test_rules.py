@@ -142,6 +142,14 @@ def test_what_is_started_is_said(monkeypatch: pytest.MonkeyPatch, capfd: pytest.
     assert second == "warning: 3 CPU ranks take turns on 2 cores: with --devices 2 each has its own"
 
 
+def test_a_tiny_micro_batch_under_zero_is_said(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    monkeypatch.setattr("cifar_zero.training.resolve.gpu_count", lambda: 0)
+    flags = ["--strategy", "deepspeed_stage_3", "--data.source", "digits", "--batch_size"]
+    for batch_size, notes in (("4", 1), ("8", 0)):
+        announce(resolve(command_line.parse([*flags, batch_size])))
+        assert capfd.readouterr().err.count("note: with 4 images per micro-batch") == notes
+
+
 def test_nvme_without_libaio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr("ctypes.util.find_library", lambda _: None)
     assert "libaio-dev" in refused(f"--strategy deepspeed_stage_3_offload_nvme --nvme_path {tmp_path}")

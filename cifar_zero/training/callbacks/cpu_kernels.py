@@ -20,7 +20,7 @@ ONEDNN_FLOPS = 20_000_000
 """Floating-point operations of a micro-batch below which torch's own convolutions are faster than oneDNN's.
 
 A call of oneDNN has a fixed cost: without it a step of Net was 28 % shorter for 2 images, 10 % for 4 (13 million
-operations), and longer from 8 on. Measured in float32 on an AMD EPYC, torch 2.15: `docs/performance.md` has the table.
+operations), and longer from 8 on (float32 on an AMD EPYC, torch 2.15: `benchmarks/results/performance.md`).
 """
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt (malloc.h)
@@ -63,7 +63,7 @@ def demote_network_threads() -> None:
     A network thread that finds its connection locked does not wait but asks again, without end (gloo in torch 2.15,
     transport/tcp/pair.cc, `Pair::handleEvents`). It wakes up as soon as a thread that holds this lock has sent
     something, and takes the only core from it until the next tick, 4 ms. With SCHED_BATCH a thread that wakes up does
-    not displace one that runs, another program's either: docs/performance.md has figures of an idle and a busy machine.
+    not displace one that runs, another program's either: benchmarks/results/performance.md has figures.
     """
     if sys.platform != "linux" or len(os.sched_getaffinity(0)) > 1:
         return

@@ -149,11 +149,12 @@ def is_terminal() -> bool:
 
 
 class ProgressBar(TQDMProgressBar):
-    """Lightning's bar, with the loss of the newest point of the curves and the accuracy of the newest validation."""
+    """Adds to Lightning's bar of an epoch the loss of the newest point of the curves, the accuracy of the newest
+    validation, and how long the rest of the training takes."""
 
-    def __init__(self, curves: TrainingCurves):
+    def __init__(self, curves: TrainingCurves, throughput: Throughput):
         super().__init__(refresh_rate=20)  # drawing it takes as long as a step of a small model
-        self._curves = curves
+        self._curves, self._throughput = curves, throughput
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         shown: dict[str, Any] = {}
@@ -161,6 +162,8 @@ class ProgressBar(TQDMProgressBar):
             shown["loss"] = f"{self._curves.last_loss:.3f}"
         if "val/acc" in trainer.callback_metrics:
             shown["val/acc"] = f"{trainer.callback_metrics['val/acc']:.2%}"
+        if left := time_left(trainer, self._throughput):
+            shown["training"] = left
         return shown
 
 
@@ -180,19 +183,27 @@ class ProgressLines(IntervalCallback):
     def _log(self, trainer: Trainer) -> None:
         if not trainer.is_global_zero:
             return
-        step, rates, total = trainer.global_step, self._throughput.newest_rates, trainer.estimated_stepping_batches
-        is_known = 0 < total < float("inf")
-        parts = [f"Step {step}/{total}" if is_known else f"Step {step}", f"epoch {self._curves.last_epoch:.2f}"]
+        rates, total = self._throughput.newest_rates, trainer.estimated_stepping_batches
+        step = f"Step {trainer.global_step}/{total}" if 0 < total < float("inf") else f"Step {trainer.global_step}"
+        parts = [step, f"epoch {self._curves.last_epoch:.2f}"]
         parts.append(f"Loss: {self._curves.last_loss:.4f}")
         if self._curves.last_learning_rate is not None:
             parts.append(f"Learning rate: {self._curves.last_learning_rate:.4g}")
         for tag, form in RATES.items():
             if tag in rates:
                 parts.append(form.format(rates[tag]))
-        if is_known and rates:
-            seconds = (total - step) * rates["perf/step_time_ms"] / 1e3
-            parts.append(f"{timedelta(seconds=int(seconds))} left")
+        if left := time_left(trainer, self._throughput):
+            parts.append(left)
         say(" | ".join(parts))
+
+
+def time_left(trainer: Trainer, throughput: Throughput) -> str:
+    """Returns "0:12:34 left", from the newest time of a step; empty during the warm-up and if the length is unknown."""
+    total = trainer.estimated_stepping_batches
+    if not throughput.newest_rates or not 0 < total < float("inf"):
+        return ""
+    seconds = (total - trainer.global_step) * throughput.newest_rates["perf/step_time_ms"] / 1e3
+    return f"{timedelta(seconds=int(seconds))} left"
 
 
 def training_flops(model: Choice, num_classes: int, batch_size: int, side: int = IMAGE_SHAPE[1], **recipe: Any) -> int:

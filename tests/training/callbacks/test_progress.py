@@ -7,7 +7,7 @@ from lightning.pytorch import Callback, Trainer
 
 from cifar_zero.config.settings import make_settings
 from cifar_zero.training.callbacks.curves import TrainingCurves
-from cifar_zero.training.callbacks.throughput import ProgressBar
+from cifar_zero.training.callbacks.throughput import ProgressBar, Throughput
 
 
 class StopAt(Callback):
@@ -46,5 +46,7 @@ def test_runs_of_unknown_length_that_are_stopped(fit: Callable[..., Any], capfd:
 def test_a_bar_on_a_terminal(fit: Callable[..., Any], capfd: pytest.CaptureFixture[str]) -> None:
     settings = make_settings(epochs=2, batch_size=4, log_interval=5)
     curves = TrainingCurves(writes_losses=False)
-    fit(settings, 80, curves, ProgressBar(curves), enable_progress_bar=True)
-    assert re.search(r"Epoch 1: 100%.* 20/20 .*loss=\d\.\d{3}, val/acc=[\d.]+%", capfd.readouterr().out)
+    throughput = Throughput(settings, flops_per_step=0)
+    fit(settings, 80, curves, throughput, ProgressBar(curves, throughput), enable_progress_bar=True)
+    bar = r"Epoch 1: 100%.* 20/20 .*loss=\d\.\d{3}, val/acc=[\d.]+%, training=0:00:00 left"
+    assert re.search(bar, capfd.readouterr().out)
