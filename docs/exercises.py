@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from datetime import timedelta
@@ -46,10 +46,12 @@ class Wrong(Exception):
 def main() -> int:
     """Prints whether an answer is right; returns the exit code."""
     parser = exits.Parser(prog="exercises.py", description="Checks an answer to an exercise of docs/exercises.md.")
-    parser.add_argument("exercise", type=int, choices=range(1, 9), help="number of the exercise")
+    parser.add_argument("exercise", type=int, choices=range(1, len(CHECKS) + 1), help="number of the exercise")
     parser.add_argument("answers", help="Python file with the answer")
     given = parser.parse_args()
-    seconds = 900 if given.exercise == 8 else SECONDS  # its trainings take half a minute on two free cores
+    seconds = SECONDS
+    if CHECKS[given.exercise - 1] is broken:
+        seconds = 900  # its trainings take half a minute on two free cores
     ((code, line),) = judged([(given.exercise, str(Path(given.answers).absolute()))], seconds)
     if code == UsageError.exit_code:
         raise UsageError(line)
@@ -114,8 +116,90 @@ def _is_open(file: Path, name: str) -> bool:
     return bool(body) and all(isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant) for line in body)
 
 
+def linear(answer: Callable[..., tuple[Tensor, ...]]) -> str:
+    """Exercise 1: compares value and gradients of a linear layer with autograd's."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(shape, requires_grad=True) for shape in ((5, 4), (3, 4), (3,))]  # x, weight, bias
+    upstream = torch.randn(5, 3)
+    y = nn.functional.linear(*inputs)
+    of_x, of_weight, of_bias = torch.autograd.grad(y, inputs, upstream)
+    want = {
+        "y": (y.detach(), "each row of x times the transposed weight, plus the bias"),
+        "the gradient of x": (of_x, "upstream times the weight: the sum over the outputs"),
+        "the gradient of weight": (of_weight, "the transposed upstream times x: the sum over the rows"),
+        "the gradient of bias": (of_bias, "the bias is in every row: sum over them, without a mean"),
+    }
+    _all_same(answer(*(tensor.detach().clone() for tensor in inputs), upstream), want)
+    return "value and three gradients are autograd's"
+
+
+def relu(answer: Callable[..., tuple[Tensor, ...]]) -> str:
+    """Exercise 2: compares value and gradient of a ReLU with autograd's."""
+    torch.manual_seed(0)
+    x, upstream = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6)
+    y = x.relu()
+    (of_x,) = torch.autograd.grad(y, [x], upstream)
+    want = {
+        "y": (y.detach(), "the larger of x and 0"),
+        "the gradient of x": (of_x, "upstream where x is positive, else 0"),
+    }
+    _all_same(answer(x.detach().clone(), upstream), want)
+    return "value and gradient are autograd's"
+
+
+def max_pool(answer: Callable[..., Tensor]) -> str:
+    """Exercise 3: compares the maxima of 2 x 2 windows with torch's."""
+    images, _ = _images(2)
+    hint = "the largest of each 2 x 2 window, for each image and channel"
+    _same("the result", answer(images.clone()), nn.functional.max_pool2d(images, 2), hint)
+    return "the maxima are torch's"
+
+
+def convolution_size(answer: Callable[..., tuple[int, int]]) -> str:
+    """Exercise 4: compares the side of the output and the number of parameters with a layer of torch."""
+    sizes = ((32, 3, 6, 5, 1, 0), (32, 3, 64, 3, 1, 1), (32, 64, 128, 3, 2, 1), (224, 3, 64, 7, 2, 3))
+    for side, channels, filters, kernel, stride, padding in sizes:
+        with torch.device("meta"):
+            layer = nn.Conv2d(channels, filters, kernel, stride, padding)
+            output = layer(torch.empty(1, channels, side, side)).shape[-1]
+        want = output, sum(parameter.numel() for parameter in layer.parameters())
+        got = answer(side, channels, filters, kernel, stride, padding)
+        if got != want:
+            raise Wrong(
+                f"side {side}, {channels} channels, {filters} filters of {kernel} x {kernel}, stride {stride}, padding "
+                f"{padding}: {got!r}, not {want}: positions are rounded down, and each filter has a bias"
+            )
+    return f"sides and parameters of {len(sizes)} convolutions are torch's"
+
+
+def convolution_gradients(answer: Callable[..., tuple[Tensor, ...]]) -> str:
+    """Exercise 5: compares the gradients of a convolution with autograd's."""
+    torch.manual_seed(0)
+    inputs = torch.randn(2, 3, 7, 7, requires_grad=True), torch.randn(4, 3, 3, 3, requires_grad=True)
+    upstream = torch.randn(2, 4, 5, 5)
+    of_images, of_weight = torch.autograd.grad(nn.functional.conv2d(*inputs), inputs, upstream)
+    want = {
+        "the gradient of images": (of_images, "each output position adds upstream times the filter to its window"),
+        "the gradient of weight": (of_weight, "each output position adds upstream times its window, over all images"),
+    }
+    _all_same(answer(*(tensor.detach().clone() for tensor in inputs), upstream), want)
+    return "both gradients are autograd's"
+
+
+def cross_entropy_gradient(answer: Callable[..., Tensor]) -> str:
+    """Exercise 6: compares the gradient of the mean cross-entropy with autograd's, for large logits too."""
+    for scale in (1, 1000):
+        torch.manual_seed(0)
+        logits, labels = scale * torch.randn(6, 10), torch.randint(10, (6,))
+        leaf = logits.clone().requires_grad_()
+        (want,) = torch.autograd.grad(nn.functional.cross_entropy(leaf, labels), [leaf])
+        hint = "softmax minus one-hot, divided by the number of images; subtract each row's maximum before exp"
+        _same(f"the gradient of logits of size {scale:,}", answer(logits, labels), want, hint)
+    return "the gradient is autograd's, for logits of size 1,000 too"
+
+
 def training_step(answer: Callable[..., Tensor]) -> str:
-    """Exercise 1: trains the tutorial's Net with the answer as training_step, and with CIFARModule's own."""
+    """Exercise 7: trains the tutorial's Net with the answer as training_step, and with CIFARModule's own."""
     from cifar_module import CIFARModule
 
     config, batches = command_line.parse(["--accelerator", "cpu"]), DataLoader(TensorDataset(*_images(32)), 4)
@@ -128,7 +212,7 @@ def training_step(answer: Callable[..., Tensor]) -> str:
 
 
 def accumulate(answer: Callable[..., None]) -> str:
-    """Exercise 2: compares the gradients after three micro-batches with those of the whole batch."""
+    """Exercise 8: compares the gradients after three micro-batches with those of the whole batch."""
     (images, labels), model, seen = _images(20), _net(), []
     model.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
     answer(model, [*zip(images.split(8), labels.split(8), strict=True)])
@@ -140,7 +224,7 @@ def accumulate(answer: Callable[..., None]) -> str:
 
 
 def average_gradients(answer: Callable[..., None]) -> str:
-    """Exercise 3: compares the gradients after the average over two ranks with those of the whole batch."""
+    """Exercise 9: compares the gradients after the average over two ranks with those of the whole batch."""
     (images, labels), model, rank = _images(16), _net(), distributed.get_rank()
     for parameter, own in zip(model.parameters(), _gradients(model, images[rank::2], labels[rank::2]), strict=True):
         parameter.grad = own
@@ -151,7 +235,7 @@ def average_gradients(answer: Callable[..., None]) -> str:
 
 
 def zero_1_step(answer: Callable[..., Tensor]) -> str:
-    """Exercise 4: compares four steps of ZeRO 1 on two ranks with those of torch's SGD on the whole batch."""
+    """Exercise 10: compares four steps of ZeRO 1 on two ranks with those of torch's SGD on the whole batch."""
     rank, model = distributed.get_rank(), _net()
     weights = parameters_to_vector(model.parameters()).detach()
     plain, momentum = nn.Parameter(weights.clone()), torch.zeros(len(weights) // 2)
@@ -173,7 +257,7 @@ def zero_1_step(answer: Callable[..., Tensor]) -> str:
 
 
 def clip_shard(answer: Callable[..., Tensor]) -> str:
-    """Exercise 5: compares shards of 7 and 5 elements with the parts of what torch clips in one process."""
+    """Exercise 11: compares shards of 7 and 5 elements with the parts of what torch clips in one process."""
     rank = distributed.get_rank()
     for max_norm in (1.0, 100.0):
         whole = nn.Parameter(torch.zeros(12))
@@ -186,7 +270,7 @@ def clip_shard(answer: Callable[..., Tensor]) -> str:
 
 
 def bytes_per_rank(answer: Callable[..., float]) -> str:
-    """Exercise 6: compares the bytes with those of the ZeRO paper (Rajbhandari et al. 2020, section 5)."""
+    """Exercise 12: compares the bytes with those of the ZeRO paper (Rajbhandari et al. 2020, section 5)."""
     sharded = ("nothing", "the optimizer's 12 bytes", "the gradient too", "the parameter too")
     for parameters, stage, ranks in itertools.product((10**9, 7 * 10**9), range(4), (1, 8, 64)):
         want = parameters * (16, 4 + 12 / ranks, 2 + 14 / ranks, 16 / ranks)[stage]
@@ -200,7 +284,7 @@ def bytes_per_rank(answer: Callable[..., float]) -> str:
 
 
 def batch_for_zero(answer: Callable[[], int]) -> str:
-    """Exercise 7: compares the global batch with the largest micro-batches that fit by cifar-zero plan."""
+    """Exercise 13: compares the global batch with the largest micro-batches that fit by cifar-zero plan."""
     flags = "--model vit_base --optimizer adamw --precision 32-true --devices 8 --device_memory 16GB --json"
     plan = subprocess.check_output([sys.executable, "-m", "cifar_zero", "plan", *flags.split()], cwd=ROOT)
     most = {need["strategy"]: need["most_images"] for need in json.loads(plan)["strategies"]}
@@ -212,8 +296,26 @@ def batch_for_zero(answer: Callable[[], int]) -> str:
     return said
 
 
+def lora_cost(answer: Callable[..., tuple[int, int]]) -> str:
+    """Exercise 14: compares the size of an adapter, and its training state, with a layer of this program."""
+    from cifar_zero.checkpoints.network import LoRALinear
+    from cifar_zero.config.recipe import LoRAConfig
+
+    for inputs, outputs, rank in ((192, 576, 8), (400, 120, 4), (4096, 4096, 16)):
+        with torch.device("meta"):
+            layer = LoRALinear(nn.Linear(inputs, outputs), LoRAConfig(rank=rank))
+        trained = layer.lora_a.numel() + layer.lora_b.numel()
+        got = answer(inputs, outputs, rank)
+        if got != (trained, 12 * trained):
+            raise Wrong(
+                f"{inputs} inputs, {outputs} outputs, rank {rank}: {got!r}, not {(trained, 12 * trained)}: A is rank x "
+                "inputs, B outputs x rank; gradient and two moments are 4 bytes each"
+            )
+    return "the sizes are those of this program's adapters"
+
+
 def broken(answer: Any) -> str:
-    """Exercise 8: lets the judge of `compare --module` look for the first step and tensor that ZeRO 2 changes."""
+    """Exercise 15: lets the judge of `compare --module` look for the first step and tensor that ZeRO 2 changes."""
     from cifar_zero.comparison import assert_agrees
 
     losses = _losses(answer())
@@ -260,6 +362,15 @@ def _same_gradients(where: str, model: nn.Module, images: Tensor, labels: Tensor
         _same(f"{where}the gradient of {name}", parameter.grad, want, hint)
 
 
+def _all_same(got: Any, want: Mapping[str, tuple[Tensor, str]]) -> None:
+    """Raises Wrong unless `got` is a tuple with the tensors of `want`, each of which has a name and a hint."""
+    if not isinstance(got, tuple) or len(got) != len(want):
+        number = f"{len(got)} values" if isinstance(got, tuple) else type(got).__name__
+        raise Wrong(f"the result is {number}, not a tuple of {len(want)}: {', '.join(want)}")
+    for value, (name, (tensor, hint)) in zip(got, want.items(), strict=True):
+        _same(name, value, tensor, hint)
+
+
 def _same(what: str, got: Any, want: Tensor, hint: str, tolerance: float = TOLERANCE) -> None:
     """Raises Wrong unless two tensors have the same shape and dtype, and differ relatively by at most `tolerance`."""
     kinds = [f"{tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__ for x in (got, want)]
@@ -274,9 +385,13 @@ def _same(what: str, got: Any, want: Tensor, hint: str, tolerance: float = TOLER
     raise Wrong(f"{what} is {values}{f', {factor:.3g} times the right one' if scaled else ''}: {hint}")
 
 
-CHECKS = [training_step, accumulate, average_gradients, zero_1_step, clip_shard, bytes_per_rank, batch_for_zero, broken]
-"""The checks of exercises 1 to 8: each returns what is right, or raises Wrong. An answer has the name of its check."""
-ON_TWO_RANKS = (3, 4, 5)
+CHECKS = [
+    *(linear, relu, max_pool, convolution_size, convolution_gradients, cross_entropy_gradient),
+    *(training_step, accumulate, average_gradients, zero_1_step, clip_shard),
+    *(bytes_per_rank, batch_for_zero, lora_cost, broken),
+]
+"""The checks of exercises 1 to 15: each returns what is right, or raises Wrong. An answer has the name of its check."""
+ON_TWO_RANKS = (9, 10, 11)
 
 if __name__ == "__main__":
     sys.exit(exits.guarded(main))

@@ -12,9 +12,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 import pytest
+import torch
+from torch import nn
 
 from cifar_zero.__main__ import COMMANDS as PROGRAMS
 from cifar_zero.config import command_line
@@ -165,6 +168,23 @@ def test_commands_of_the_course(tmp_path: Path):
         assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
 
 
+def test_code_of_the_course():
+    """Its checkpointing has the gradients of the plain block; its LoRA begins with the output of the linear layer."""
+    names: dict[str, Any] = {"torch": torch, "nn": nn}
+    for block in blocks(ROOT / "docs" / "course.md", "python")[:2]:
+        exec(block, names)
+    layers, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(3, 4, requires_grad=True)
+    leaves = [x, *layers.parameters()]
+    want = torch.autograd.grad(layers(x).square().sum(), leaves)
+    names["Checkpoint"].apply(layers, x).square().sum().backward()
+    for leaf, gradient in zip(leaves, want, strict=True):
+        assert leaf.grad is not None
+        assert torch.equal(leaf.grad, gradient)
+    adapted = names["LoRA"](layers[0], rank=2)
+    assert torch.equal(adapted(x), layers[0](x))
+    assert [name for name, parameter in adapted.named_parameters() if parameter.requires_grad] == ["a", "b"]
+
+
 SCRIPTS = re.findall(
     r"^```python\n(.*?)^```\n\n```\n(.*?)^```", (ROOT / "docs" / "migrate.md").read_text(), re.MULTILINE | re.DOTALL
 )
@@ -215,17 +235,27 @@ def test_the_script_of_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (tmp_path / "augmentation.png").stat().st_size > 100_000
 
 
+def test_the_first_cell_of_the_notebook_finds_the_program_from_docs():
+    book = json.loads((ROOT / "docs" / "tour.ipynb").read_text())
+    first = next("".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code")
+    code = f"{first}\nprint(Path.cwd(), bool(importlib.util.find_spec('cifar_module')))"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    shown = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT / "docs", env=environment, text=True)
+    assert shown == f"{ROOT} True\n"
+
+
 @pytest.mark.distributed
 @pytest.mark.skipif("RECIPES" not in os.environ, reason="half a minute, of make recipes")
 def test_cells_of_the_notebook(tmp_path: Path):
-    """The cells run in order, as one script; it prints three times that two trainings agree."""
+    """The cells run in order, as one script that Lightning takes for a notebook; it prints three times that two
+    trainings agree."""
     book = json.loads((ROOT / "docs" / "tour.ipynb").read_text())
     cells = ["".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code"]
     start = "import subprocess, sys; subprocess.run([sys.executable, *{}], check=True)"
     for place, cell in enumerate(cells):
-        if cell.startswith("!python"):
+        if cell.startswith("!{sys.executable}"):
             cells[place] = start.format(shlex.split(cell.replace("\\\n", ""))[1:])
-    (tmp_path / "script.py").write_text("\n".join(cells))
+    (tmp_path / "script.py").write_text("\n".join(["import sys", "sys.ps1 = '>>> '", *cells]))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "script.py"],

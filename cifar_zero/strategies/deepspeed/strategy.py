@@ -118,6 +118,12 @@ class ZeROStrategy(DeepSpeedStrategy):
             return torch.device("cpu", 0)
         return super().root_device
 
+    def _configure_launcher(self) -> None:
+        """Makes no launcher for a single rank, as it has nothing to start. Lightning (2.6.6) refuses one in a notebook,
+        where ZeRO on one rank works."""
+        if self.num_processes * self.num_nodes > 1:
+            super()._configure_launcher()
+
     def setup_environment(self) -> None:
         """Starts the process group. A plain Trainer has given Lightning's own plugins, which are replaced."""
         if not isinstance(self.checkpoint_io, AtomicCheckpointIO):

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.connectors import accelerator_connector
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from cifar_zero.config import command_line
 from cifar_zero.config.ds_config import Dtype, get_ds_config
 from cifar_zero.config.settings import Settings
 from cifar_zero.config.strategy_specs import STRATEGIES
-from cifar_zero.strategies.deepspeed import engine_config
+from cifar_zero.strategies.deepspeed import ZeROStrategy, engine_config
 from cifar_zero.training.build import strategy_of
 from cifar_zero.training.resolve import make_run
 from tests.support.helpers import ROOT
@@ -165,3 +168,10 @@ def test_only_a_model_that_is_sharded_has_the_linear_layers_that_save_memory():
     sharded = ["--zero.param_persistence_threshold", "62005"]
     assert section("--strategy", "deepspeed_stage_3", *sharded).memory_efficient_linear
     assert not section("--strategy", "deepspeed_stage_3").memory_efficient_linear
+
+
+def test_lightning_accepts_one_rank_in_a_notebook(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
+    Trainer(accelerator="cpu", devices=1, strategy=ZeROStrategy(3), logger=False)
+    with pytest.raises(MisconfigurationException, match="not compatible with an interactive environment"):
+        Trainer(accelerator="cpu", devices=2, strategy=ZeROStrategy(3), logger=False)
