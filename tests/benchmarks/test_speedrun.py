@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-import pytest
-
 from benchmarks import speedrun
-from cifar_zero.core.errors import UsageError
 from tests.support.helpers import of_make_fuzz
 
 REACHED = 70
@@ -27,16 +23,3 @@ def test_a_reduced_speedrun_reaches_its_accuracy(tmp_path: Path):
     assert result.accuracy >= REACHED
     assert result.steps == 50
     assert result.seconds > 0
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--devices", "2"], "one device"),
-        (["--ema", "0.9"], "--ema does nothing in this benchmark"),
-    ],
-)
-def test_mistakes_are_one_clear_line(flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys, "argv", ["speedrun", "--accelerator", "cpu", "--precision", "32-true", *flags])
-    with pytest.raises(UsageError, match=message):
-        speedrun.main()

@@ -10,7 +10,6 @@ import yaml
 
 from cifar_zero.config import command_line
 from cifar_zero.config.recipe import AugmentConfig
-from cifar_zero.config.settings import REGISTRIES
 from cifar_zero.core.errors import UsageError
 from tests.support.helpers import ROOT, run_program
 
@@ -48,15 +47,6 @@ def test_another_optimizer_drops_the_options_of_the_first():
     assert config.recipe.optimizer.name == "adam"
     options = {"eps": 1e-8, "weight_decay": 0.0, "weight_decay_on": "matrices"}
     assert config.recipe.optimizer.options == {"lr": 0.001, "betas": (0.8, 0.99), **options}
-
-
-def test_short_forms():
-    flags = ["--logger", "tensorboard", "wandb", "--compile", "--trainer.limit_test_batches", "3"]
-    config = command_line.parse([*flags, "--trainable", "fc3.*", "conv*"])
-    assert config.output.logger == ["tensorboard", "wandb"]
-    assert config.recipe.trainable == ["fc3.*", "conv*"]
-    assert config.placement.compile is True
-    assert config.recipe.trainer == {"limit_test_batches": 3}
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
@@ -194,23 +184,10 @@ def test_help_alone_is_one_screen(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize(
-    ("registry", "name"),
-    [(registry, name) for registry, entries in REGISTRIES.items() for name in entries],
-)
-def test_every_choice_shows_its_options(registry: str, name: str, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit, match="0"):
-        command_line.parse([f"--{registry}", name, "--help", "all"])
-    assert f"--{registry}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
     ("flags", "code", "said"),
     [
-        ("train --model vit_moe --help all", 0, "--model.num_experts"),
         ("train --model torchvision:resnet18 --print_config", 0, "image_size: 0"),
-        ("train --epochs x", 2, "error: --epochs: expected int"),
         ("train --batch_size 6 --devices 4", 2, "error: "),
-        ("plan --help", 0, "--device_memory"),
     ],
 )
 def test_answers_without_torch(flags: str, code: int, said: str):

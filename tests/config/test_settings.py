@@ -11,7 +11,7 @@ from cifar_zero.checkpoints.resume import check_same_run
 from cifar_zero.comparison import reading
 from cifar_zero.comparison.result import Curve, FinishedRun, Variant
 from cifar_zero.config import command_line
-from cifar_zero.config.settings import OWNERS, flat, make_settings, may_change_on_resume, owner_of, settings_of
+from cifar_zero.config.settings import OWNERS, flat, may_change_on_resume, owner_of
 from cifar_zero.core.errors import UsageError
 
 EVERY = flat(command_line.parse(["--model", "net_moe"]))
@@ -65,7 +65,3 @@ def test_a_resumed_run_keeps_its_recipe():
             check_same_run(now, before)
     allowed = {option: other(value) for option, value in EVERY.items() if may_change_on_resume(option)}
     check_same_run(now, {**EVERY, **allowed, "data.source": "auto"})
-
-
-def test_the_configuration_of_an_older_run_has_the_defaults_of_newer_options():
-    assert settings_of({"strategy": "ddp", "seed": 1}) == make_settings(strategy="ddp", seed=1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -111,44 +110,6 @@ def checkpoint_of(net: nn.Module, name: str, options: dict[str, Any], classes: l
     record = {"config": config, "classes": classes}
     torch.save({"state_dict": state, "global_step": 1, "cifar_zero": record}, folder / "net.ckpt")
     return folder / "net.ckpt"
-
-
-class Other(nn.Module):
-    """A model with what Net lacks: an option, buffers (one of integers), dropout, weights with two names."""
-
-    def __init__(self, num_classes: int, width: int):
-        super().__init__()
-        self.features = nn.Sequential(nn.Conv2d(3, width, 32), nn.BatchNorm2d(width), nn.Dropout(), nn.Flatten())
-        self.last = self.tied = nn.Linear(width, num_classes)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.last(self.features(images))
-
-
-@dataclass
-class OtherModel:
-    """The entry of Other in the registry."""
-
-    width: int = 4
-
-    def build(self, num_classes: int) -> nn.Module:
-        return Other(num_classes, self.width)
-
-
-@pytest.mark.parametrize("to", TOLERANCES)
-def test_a_model_with_options_buffers_and_tied_weights(
-    to: str, images: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setitem(models.MODELS, "other", OtherModel)
-    net = Other(3, width=5)
-    net(images)  # moves BatchNorm's buffers
-    checkpoint = checkpoint_of(net, "other", {"width": 5}, ["a", "b", "c"], tmp_path)
-    output = tmp_path / f"net.{to}"
-    formats.export(checkpoint, output, to)
-    classifier = formats.load(str(output))
-    assert classifier.classes == ("a", "b", "c")
-    with torch.inference_mode():
-        torch.testing.assert_close(classifier.scores(images), net.eval()(images), rtol=1e-4, atol=1e-4)
 
 
 RESIDUAL = {"num_experts": [2, 4], "mlp_type": "residual", "ep_size": 2, "eval_capacity_factor": 0.5}
