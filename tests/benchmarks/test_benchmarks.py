@@ -10,28 +10,15 @@ import pytest
 import torch
 
 from benchmarks.loops import bare
-from benchmarks.loops.common import WARMUP_STEPS, Clock
+from benchmarks.loops.common import WARMUP_STEPS
 from cifar_module import CIFARModule
 from cifar_zero import data as sources
 from cifar_zero.config import command_line
-from cifar_zero.config.output import Output
 from cifar_zero.config.settings import DataConfig
 from cifar_zero.training import build
 from cifar_zero.training.resolve import resolve
 from datamodule import CIFARDataModule
 from tests.support.helpers import assert_ok, of_make_fuzz, run_program
-
-
-def test_the_clock_leaves_the_warm_up_out(monkeypatch: pytest.MonkeyPatch):
-    seconds = 0.0
-    monkeypatch.setattr("time.perf_counter", lambda: seconds)
-    clock = Clock(steps=30, batch_size=8, device=torch.device("cpu"))
-    batches = 0
-    for _ in clock.over(range(7)):  # epochs of seven batches
-        batches += 1
-        seconds += 100.0 if batches <= WARMUP_STEPS else 0.5
-    assert batches == clock.steps == Output.warmup_steps + 30
-    assert clock.figures() == {"images_per_second": 16.0, "step_time_ms": 500.0}
 
 
 @pytest.fixture

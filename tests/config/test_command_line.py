@@ -19,14 +19,6 @@ MERGED = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]
 """Files that stand for far more than they hold."""
 
 
-def test_bare_command_is_the_tutorial_with_a_validation_split():
-    config = command_line.parse([])
-    assert (config.placement.strategy, config.recipe.batch_size, config.recipe.epochs) == ("baseline", 4, 2)
-    options = {"lr": 0.001, "momentum": 0.9, "weight_decay": 0.0, "weight_decay_on": "matrices", "nesterov": False}
-    assert config.recipe.optimizer.options == options
-    assert config.data.val_fraction == 0.1
-
-
 def test_later_recipes_and_flags_win(tmp_path: Path):
     first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
     first.write_text(
@@ -160,27 +152,6 @@ def test_mistakes_in_a_recipe_are_refused(text: str, expected: str, tmp_path: Pa
         command_line.parse(["--config", str(recipe)])
     assert expected in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_help_alone_is_one_screen(capsys: pytest.CaptureFixture[str]):
-    """With the flags that most people use, and the names that they take."""
-    said = []
-    for more in ([], ["all"]):
-        with pytest.raises(SystemExit, match="0"):
-            command_line.parse(["--help", *more])
-        said.append(capsys.readouterr().out)
-    assert said[0].count("\n") < 60 < 388 < said[1].count("\n")
-    assert max(map(len, said[0].splitlines())) <= 118
-    for shown in (
-        "--batch_size",
-        "deepspeed_stage_3",
-        "torchvision:NAME",
-        "bf16-mixed",
-        "(default: 0.001)",
-        "--help all lists",
-    ):
-        assert shown in said[0]
-    assert "--zero.sub_group_size" in said[1]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
-from cifar_zero.training.resolve import announce, resolve
+from cifar_zero.training.resolve import resolve
 
 
 @pytest.fixture(autouse=True)
@@ -127,12 +127,3 @@ def test_one_model_on_several_ranks_takes_the_whole_batch(monkeypatch: pytest.Mo
     monkeypatch.setattr("cifar_zero.training.resolve.gpu_count", lambda: 0)
     flags = ["--strategy", "tensor_parallel", "--model", "vit_small", "--devices", "3", "--batch_size", "4"]
     assert resolve(command_line.parse(flags)).micro_batch == 4
-
-
-def test_what_is_started_is_said(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    monkeypatch.setattr("cifar_zero.training.resolve.gpu_count", lambda: 0)
-    monkeypatch.setattr("cifar_zero.training.resolve.core_count", lambda: 2)
-    announce(resolve(command_line.parse(["--devices", "3", "--batch_size", "3", "--data.source", "digits"])))
-    first, second = capfd.readouterr().err.splitlines()
-    assert first == "starting: model net, strategy baseline, data digits, batch size 3, ranks 3 (cpu)"
-    assert second == "warning: 3 CPU ranks take turns on 2 cores: with --devices 2 each has its own"

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shutil
@@ -143,29 +142,3 @@ def test_guarded(capsys: pytest.CaptureFixture[str], monkeypatch: Patch):
     monkeypatch.setattr("sys.argv", ["train.py", "--debug"])
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
         exits.guarded(main)
-
-
-def test_unknown_failures_keep_their_line(capsys: pytest.CaptureFixture[str], monkeypatch: Patch):
-    monkeypatch.setattr("sys.argv", ["train.py"])
-
-    def fail_with(error: Exception) -> str:
-        def main() -> int:
-            raise error
-
-        assert exits.guarded(main) == 1
-        return capsys.readouterr().err
-
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "last.ckpt")
-    assert fail_with(full) == "error: No space left on device (last.ckpt)\n"
-    missing = ModuleNotFoundError("No module named 'onnx'", name="onnx")
-    assert fail_with(missing) == "error: the package onnx is not installed: pip install onnx\n"
-    assert fail_with(KeyError("step")) == "error: KeyError: 'step' (--debug shows where)\n"
-
-
-def test_what_led_to_it_counts():
-    known = torch.OutOfMemoryError("CUDA out of memory.")
-    handled, caused, hidden = ValueError("while handling it"), ValueError("from it"), ValueError("from None")
-    handled.__context__ = caused.__cause__ = hidden.__context__ = known
-    hidden.__suppress_context__ = True
-    assert explain(handled) == explain(caused) == explain(known)
-    assert explain(hidden) is None

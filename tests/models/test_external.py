@@ -22,14 +22,6 @@ def test_is_torchvisions_own():
     assert all(torch.equal(value, net.state_dict()[name]) for name, value in expected.state_dict().items())
 
 
-def test_images_are_scaled_for_it():
-    net = models.build("torchvision:alexnet", 3, image_size=64)
-    sizes = []
-    net.get_submodule("net").register_forward_pre_hook(lambda _, inputs: sizes.append(inputs[0].shape))
-    assert net(torch.zeros(2, 3, 32, 32)).shape == (2, 3)
-    assert sizes == [(2, 3, 64, 64)]
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cifar_zero.core import exits
-from cifar_zero.core.console import command, torchrun
+from cifar_zero.core.console import command
 from cifar_zero.planning import plan
 from tests.support.helpers import ROOT, run_program
 
@@ -69,12 +69,6 @@ def test_the_table_of_strategies(planned):
         f"{command('train')} --model vit_tiny --devices 2 --batch_size 64 --strategy baseline\n"
     )
     assert len([line for line in out.splitlines() if " yes " in line]) == 11
-
-
-def test_several_nodes_are_started_by_torchrun(planned):
-    code, out, _ = planned("--num_nodes", "2", "--devices", "4", "--device_memory", "80GB", "--batch_size", "8")
-    assert code == 0
-    assert out.splitlines()[-1].startswith(torchrun("train", 2, 4))
 
 
 @pytest.mark.distributed
