@@ -1,4 +1,4 @@
-"""Benchmarks: figures computed by hand, a reference loop that trains train.py's model, and one whole benchmark run."""
+"""Benchmarks: a reference loop that trains train.py's model, and one whole benchmark run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of a program's start, and the threads of a program."""
+"""Ctrl-C during a program's imports, and signals that are ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The registry of sources: cheap to ask, and `auto` falls back."""
+"""The source `auto` falls back to the digits."""
 
 from __future__ import annotations
 

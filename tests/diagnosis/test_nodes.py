@@ -1,4 +1,4 @@
-"""cifar-zero doctor --nodes on two simulated hosts, and its findings from figures that such hosts cannot have."""
+"""cifar-zero doctor --nodes on two simulated hosts, and versions that such hosts cannot have."""
 
 from __future__ import annotations
 

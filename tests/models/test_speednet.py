@@ -1,4 +1,4 @@
-"""The model of the speed records compared with a second formulation of it, and its initial weights."""
+"""The model of the speed records compared with a second formulation of it."""
 
 from __future__ import annotations
 

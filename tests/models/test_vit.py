@@ -1,4 +1,4 @@
-"""The vision transformer compared with torch's layers; its sizes, and where its mixtures are."""
+"""The vision transformer compared with torch's layers, and its sizes."""
 
 from __future__ import annotations
 

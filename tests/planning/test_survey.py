@@ -11,22 +11,11 @@ from cifar_zero.training.resolve import make_run
 GB = 10**9
 
 
-def plan(room: MemoryBudget, *flags: str, elements: int = 10 * GB) -> list[MemoryEstimate]:
-    common = [
-        "--accelerator",
-        "gpu",
-        "--optimizer",
-        "adam",
-        "--precision",
-        "bf16-mixed",
-        "--batch_size",
-        "64",
-        "--devices",
-        "1",
-    ]
-    run = make_run(command_line.parse([*common, *flags]))
+def plan(room: MemoryBudget, *flags: str) -> list[MemoryEstimate]:
+    common = "--accelerator gpu --optimizer adam --precision bf16-mixed --batch_size 64 --devices 1"
+    run = make_run(command_line.parse([*common.split(), *flags]))
     line = LinearFit(0, GB)
-    return survey(run, Network((Weight(elements),), 0), room, {"autocast": line, "cast": line})
+    return survey(run, Network((Weight(10 * GB),), 0), room, {"autocast": line, "cast": line})
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The DeepSpeed configuration: DeepSpeedExamples' facts, and one owner for each setting."""
+"""The DeepSpeed configuration: one owner for each setting, and switches as DeepSpeed reads them."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from cifar_zero.training.build import strategy_of
 from cifar_zero.training.callbacks.curves import TrainingCurves
 from cifar_zero.training.callbacks.engine import EngineInfo
 from cifar_zero.training.resolve import make_run
+from tests.support.helpers import WHOLE
 
 Fit = Callable[..., Any]
 
@@ -82,12 +83,12 @@ def test_a_run_that_is_stopped_early_writes_its_last_point(fit: Fit) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.usefixtures("own_process_group")
-def test_every_deepspeed_stage_logs_the_curves_of_the_baseline(fit: Fit) -> None:
+def test_deepspeeds_stages_log_the_curves_of_the_baseline(fit: Fit) -> None:
     clipped = {"gradient_clip_val": 0.2, "optimizer": Choice("adam", {"lr": 0.01})}
     baseline = fit(config(**clipped), 40)
     linear = torch.nn.functional.linear  # ZeRO 3 replaces it
     assert max(baseline.points("train/grad_norm").values()) > 0.2  # or there would be nothing to clip
-    for stage in range(4):
+    for stage in range(4) if WHOLE else (1, 3):
         settings = config(strategy=f"deepspeed_stage_{stage}", **clipped)
         strategy = strategy_of(make_run(settings.changed(devices=1)))
         run = fit(settings, 40, strategy=strategy)
