@@ -46,14 +46,6 @@ def test_classes_too_small_to_hold_images_out(config: DataConfig, capsys: pytest
         CIFARDataModule(make_settings(data=small, early_stopping=2)).setup()
 
 
-def test_all_training_images_are_trained_on_without_a_validation_share(config: DataConfig):
-    datamodule = CIFARDataModule(make_settings(data=replace(config, val_fraction=0)))
-    datamodule.prepare_data()
-    datamodule.setup()
-    assert datamodule.num_train == 205
-    assert datamodule.val_dataloader() == []
-
-
 class Recorder(LightningModule):
     """Trains nothing; records the images and labels that it gets."""
 

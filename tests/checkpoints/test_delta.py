@@ -15,7 +15,7 @@ from cifar_zero.checkpoints.network import build
 from cifar_zero.checkpoints.read import RECORD
 from cifar_zero.checkpoints.weights import apply_delta, load_full_weights, read_plain
 from cifar_zero.config import command_line
-from cifar_zero.config.settings import Settings, make_settings, tree_of
+from cifar_zero.config.settings import Settings, tree_of
 from cifar_zero.core.errors import UsageError
 from cifar_zero.exporting import export, formats
 from cifar_zero.training import evaluate
@@ -110,9 +110,3 @@ def test_belongs_only_to_its_base(base: Path, checkpoint: Path, delta: Path, tmp
     formats.export(checkpoint, tmp_path / "net.safetensors", "safetensors")
     with pytest.raises(UsageError, match=r"was not written by cifar-zero export --to delta"):
         apply_delta(base, tmp_path / "net.safetensors")
-
-
-def test_a_run_that_trained_everything_has_no_delta(tmp_path: Path):
-    weights = dict(models.build("net", 10).state_dict())
-    with pytest.raises(UsageError, match="trained all of its weights"):
-        formats.export_delta(saved(tmp_path / "last.ckpt", weights, make_settings()), tmp_path / "d.safetensors")

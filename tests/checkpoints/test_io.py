@@ -29,18 +29,3 @@ def test_a_checkpoint_that_cannot_be_removed(tmp_path: Path, capsys: pytest.Capt
     plugin.remove_checkpoint(tmp_path / "file" / "last.ckpt")
     assert "last.ckpt could not be removed: Not a directory" in capsys.readouterr().err
     assert not plugin.failure  # what had to be written was written
-
-
-def test_an_export_next_to_a_checkpoint_stays(tmp_path: Path):
-    for name in ("best.ckpt", "best.safetensors"):
-        (tmp_path / name).touch()
-    AtomicCheckpointIO().remove_checkpoint(tmp_path / "best.ckpt")
-    assert [path.name for path in tmp_path.iterdir()] == ["best.safetensors"]
-
-
-def test_a_deepspeed_rank_keeps_its_first_error_for_all_ranks(tmp_path: Path):
-    from cifar_zero.strategies.deepspeed.checkpoint import GuardedCheckpointEngine
-
-    engine = GuardedCheckpointEngine()
-    engine.save(CANNOT_BE_PICKLED, str(tmp_path / "rank.pt"))
-    assert "lambda" in engine.failure

@@ -65,16 +65,6 @@ def test_tensors_that_fit_are_loaded_and_the_rest_is_listed(net: nn.Module, tmp_
         assert torch.equal(value, before[name] if name.startswith("fc3") else weights[name])
 
 
-def test_long_lists_go_into_the_run_folder(net: nn.Module, tmp_path: Path):
-    few = {name: value for name, value in net.state_dict().items() if name.startswith("conv")}
-    line = match(net, few, "net.pt").summary(tmp_path)
-    assert line.startswith("loaded 4 of 10 tensors; initialised: fc1.weight (120x400), ")
-    assert f" and 2 more; all names in {tmp_path / FILE}" in line
-    lines = (tmp_path / FILE).read_text().splitlines()
-    assert (lines[0], lines[5], lines[-1]) == ("loaded:", "initialised:", "not used:")
-    assert "fc3.bias (10)" in lines
-
-
 def test_refused(net: nn.Module, tmp_path: Path):
     torch.save({"lr": 0.1}, tmp_path / "other.pt")
     with pytest.raises(UsageError, match="holds no weights"):

@@ -28,11 +28,8 @@ Change = Callable[[dict[str, Any]], Any]
 
 CHANGES: dict[str, tuple[Change, str]] = {
     "no config": (lambda content: content["cifar_zero"].pop("config"), "it has no 'config'"),
-    "other classes": (lambda content: content["cifar_zero"].update(classes=5), "classes is not a list of names"),
-    "no random states": (lambda content: content["cifar_zero"].pop("random_states"), "it has no 'random_states'"),
     "an unknown option": (lambda content: content["cifar_zero"]["config"].update(new=1), "unknown options: new"),
     "no record": (lambda content: content.update(cifar_zero=None), "NoneType"),
-    "an empty list": (lambda content: content.update(optimizer_states=[]), "has no state of the optimizer"),
     "an empty state": (
         lambda content: content["optimizer_states"][0].update(state={}),
         "has no state of the optimizer: start a run from its weights with --weights",

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from cifar_zero import data
-from cifar_zero.checkpoints.resume import check_classes, check_same_run, checkpoint_to_resume, newest_of, saved_config
+from cifar_zero.checkpoints.resume import check_classes, check_same_run, checkpoint_to_resume, saved_config
 from cifar_zero.config import command_line
 from cifar_zero.config.placement import ZeROConfig
 from cifar_zero.config.recipe import SourceName
 from cifar_zero.config.settings import Settings, tree_of
 from cifar_zero.core.errors import UsageError
-from cifar_zero.training.resolve import make_run, with_checkpoint
 
 
 def resumed(out: Path, *flags: str) -> str:
@@ -58,11 +57,6 @@ def test_a_resumed_run_needs_no_repeated_flags(tmp_path: Path):
     assert continued("--resume", str(moved / "checkpoints" / "last.ckpt")).recipe.epochs == 9
 
 
-def test_weights_alone_are_no_run_to_resume():
-    with pytest.raises(UsageError, match=r"weights only: start a run from it with --weights x\.safetensors"):
-        continued("--resume", "x.safetensors")
-
-
 def test_a_resumed_run_keeps_the_options_of_its_strategy_only_under_that(tmp_path: Path):
     zero = ["--strategy", "deepspeed_stage_3", "--zero.sub_group_size", "1000"]
     run = run_of(tmp_path, *zero, "--precision", "bf16-mixed")
@@ -74,25 +68,6 @@ def test_a_resumed_run_keeps_the_options_of_its_strategy_only_under_that(tmp_pat
     assert config.placement.precision == "bf16-mixed"
     with pytest.raises(UsageError, match="--resume last with --strategy auto needs --name"):
         continued("--resume", "last", "--strategy", "auto")
-
-
-def test_a_requeued_slurm_job_keeps_its_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """configs/cluster/slurm.sbatch sets the job's --name."""
-    run_of(tmp_path, "--strategy", "deepspeed_stage_2")
-    same = ["--out", str(tmp_path), "--name", "mine", "--strategy", "auto"]
-    assert continued(*same).placement.strategy == "auto"
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert continued(*same).placement.strategy == "deepspeed_stage_2"
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "abc")
-    with pytest.raises(UsageError, match="SLURM_RESTART_COUNT is 'abc': set it to a number from 0 on, or unset it"):
-        continued(*same)
-
-
-def test_a_run_that_fell_back_to_the_digits_continues_as_one(tmp_path: Path):
-    fell_back = run_of(tmp_path, "--data.source", "digits", name="mine-digits-fallback")
-    for run in (fell_back, run_of(tmp_path, "--data.source", "digits")):
-        config = continued("--resume", str(run))
-        assert (config.data.source, config.fell_back) == ("digits", run == fell_back)
 
 
 @pytest.mark.parametrize("more", [(), ("--resume", "auto"), ("--resume", "another")])
@@ -114,12 +89,6 @@ def test_a_requeued_slurm_job_resumes_its_own_run(
     assert resumed(tmp_path, *flags) == str(own)
     monkeypatch.delenv("SLURM_RESTART_COUNT")
     assert resumed(tmp_path, *flags) == (str(own) if "auto" in more else as_submitted)
-
-
-def test_a_benchmark_always_starts_from_step_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    checkpoint_of(tmp_path, "mine")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert resumed(tmp_path, "--bench_steps", "1") == ""
 
 
 def test_resume_last_takes_a_run_on_the_digits_only_if_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -163,27 +132,6 @@ def test_a_run_continues_on_the_images_that_it_had(before: str, now: str, contin
     check_classes(found.data, record, "last.ckpt")
     with pytest.raises(UsageError, match=rf"was trained on other classes than --data.source {before} has \("):
         check_classes(found.data, {"classes": ["bird", "cat"]}, "last.ckpt")
-
-
-@pytest.mark.parametrize("damaged", ["{", '[{"rank": 0}]', "\udcff"])
-def test_a_damaged_ranks_json_is_ignored(damaged: str, tmp_path: Path):
-    own = checkpoint_of(tmp_path, "mine")
-    note = own.parent.parent / "ranks.json"
-    note.write_bytes(damaged.encode(errors="surrogateescape"))
-    assert newest_of({"ours"}, str(tmp_path), "mine") is None
-    note.write_text('[{"agent": "theirs"}, {"agent": "ours"}]')
-    assert newest_of({"ours"}, str(tmp_path), "mine") == own
-    note.write_text('[{"agent": ""}]')
-    assert newest_of({""}, str(tmp_path), "mine") is None
-
-
-def test_a_strategy_that_cannot_resume_is_refused_once_a_checkpoint_is_found():
-    """On several nodes rank 0 looks for the checkpoint after the other checks."""
-    flags = ["--strategy", "deepspeed_stage_3_offload_nvme", "--nvme_path", "/", "--resume", "auto", "--devices", "1"]
-    run = make_run(command_line.parse(flags))
-    assert with_checkpoint(run, "").output.resume == ""
-    with pytest.raises(UsageError, match="--resume: deepspeed_stage_3_offload_nvme cannot be resumed"):
-        with_checkpoint(run, "runs/mine/version_0/checkpoints/last.ckpt")
 
 
 def test_a_resumed_run_trains_the_same_parameters(tmp_path: Path):

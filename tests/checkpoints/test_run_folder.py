@@ -18,12 +18,6 @@ def test_runs_that_start_together_get_separate_folders(tmp_path: Path):
     assert sorted(path.name for path in claimed) == sorted(f"version_{n}" for n in range(32))
 
 
-def test_a_directory_that_cannot_be_made(tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="cannot be written"):
-        run_folder.claim(str(tmp_path / "file"), "net-baseline")
-
-
 def make(path: Path, when: float) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.name.startswith("sharded"):
@@ -59,16 +53,6 @@ def test_a_recipe_is_found_only_in_the_run_folder(tmp_path: Path):
     assert [run_folder.recipe_of(checkpoint) for checkpoint in (*inside, *elsewhere)] == [None] * 4
     (run / "config.yaml").write_text("epochs: 2")
     assert [run_folder.recipe_of(checkpoint) for checkpoint in inside] == [run / "config.yaml"] * 2
-
-
-def test_a_path_inside_a_checkpoint_folder_finds_the_checkpoint(tmp_path: Path):
-    """Users do not know which path is the checkpoint: Lightning issues 20453 and 17763."""
-    (tmp_path / "latest").write_text("of another program")
-    checkpoint = make(tmp_path / "net" / "version_0" / "checkpoints" / "sharded.ckpt", 100)
-    file = checkpoint / "checkpoint" / "mp_rank_00_model_states.pt"
-    file.write_text("")
-    for given in (checkpoint.parent, checkpoint, checkpoint / "latest", checkpoint / "checkpoint", file):
-        assert run_folder.find_checkpoint(str(given)) == checkpoint
 
 
 def test_the_newest_checkpoint_is_the_last_of_the_last_run_whatever_a_copy_did_to_the_times(tmp_path: Path):

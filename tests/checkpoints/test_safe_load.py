@@ -40,15 +40,6 @@ def test_a_flipped_byte_of_a_tensor_is_found(tmp_path: Path):
     load(file, verify=False)
 
 
-def test_shapes_without_values(tmp_path: Path):
-    file = tmp_path / "last.ckpt"
-    torch.save({"state_dict": {"net.weight": torch.zeros(10, 100)}, "step": 3}, file)
-    content = load(file, device="meta")
-    assert content["step"] == 3
-    weight = content["state_dict"]["net.weight"]
-    assert (weight.shape, weight.is_meta) == ((10, 100), True)
-
-
 @pytest.mark.parametrize("content", [b"", b"no archive", b"PK\x03\x04" + bytes(100)])
 def test_a_file_that_is_no_checkpoint(content: bytes, tmp_path: Path):
     file = tmp_path / "last.ckpt"

@@ -15,7 +15,7 @@ from cifar_zero.config.settings import make_settings, settings_of, tree_of
 from cifar_zero.core.errors import UsageError
 from cifar_zero.training.resolve import resolve
 from tests.support.evil import Evil
-from tests.support.helpers import WHOLE, run_program
+from tests.support.helpers import run_program
 
 REFUSED = "sets trust, which only the command line may: take it out and add --trust"
 
@@ -121,25 +121,3 @@ def test_no_option_of_a_recipe_is_imported(
         given = {option: value for option, value in recipe["model"].items() if option != "name"}
         assert command_line.parse(command).recipe.model.options.items() >= given.items()
     assert not planted.exists()
-
-
-def test_no_command_imports_what_a_run_folder_names(planted: Path, tmp_path: Path):
-    """In processes of their own; the record in a checkpoint outside of a run folder names it too."""
-    run, alone = tmp_path / "run", tmp_path / "alone.ckpt"
-    (run / "checkpoints").mkdir(parents=True)
-    tree = yaml.safe_load(command_line.dump(make_settings()))
-    recipe = str(run / "config.yaml")
-    Path(recipe).write_text(yaml.safe_dump({**tree, "trainer": {"profiler": CLASS}}))
-    record = {"config": {**tree_of(make_settings()), "trainer": {"profiler": CLASS}}, "classes": [*"0123456789"]}
-    torch.save({"state_dict": {}, "cifar_zero": record}, run / "checkpoints" / "last.ckpt")
-    torch.save({"state_dict": {}, "cifar_zero": record}, alone)
-    commands = [["train.py", "--resume", str(run)], ["evaluate", str(alone)]]
-    if WHOLE:  # each takes seconds to start
-        commands += [["train.py", "--resume", str(alone)], ["evaluate", str(run)], ["plan", "--config", recipe]]
-        commands += [["compare", "--config", recipe, "--devices", "1", "2"]]
-        commands += [["sweep", "--config", recipe, "--search", "seed=0,1"]]
-    for command in commands:
-        done = run_program(*command, env={"PYTHONPATH": str(tmp_path)})
-        assert not planted.exists(), command
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-        assert f"trainer.profiler {REFUSED_CLASS}" in done.stderr

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from cifar_zero.config import command_line, ds_config
 from cifar_zero.config.ds_config import get_ds_config
@@ -159,24 +158,6 @@ def test_what_the_resolved_run_refuses(content: dict[str, Any], flags: str, expe
     assert expected in str(error.value)
 
 
-def test_a_micro_batch_that_fits_is_accepted(tmp_path: Path):
-    assert resolve(parsed(tmp_path, MICRO, "--devices 2 --batch_size 8")).micro_batch == 4
-
-
-def test_sections_that_write_files_may_be_there_switched_off(tmp_path: Path):
-    off = {"enabled": False, "output_path": "", "job_name": "x"}
-    raw = {"tensorboard": off, "csv_monitor": off, "wandb": None, "flops_profiler": {"output_file": None}}
-    raw["zero_optimization"] = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/nvme"}}
-    assert parsed(tmp_path, raw).placement.ds_config
-
-
-def test_an_old_switch_offloads(tmp_path: Path):
-    spec = make_run(resolve_devices(parsed(tmp_path, {"zero_optimization": {"stage": 2, "cpu_offload": True}}))).spec
-    assert spec.offload_optimizer == "cpu"
-    assert spec.raw is not None
-    assert "cpu_offload" not in spec.raw["zero_optimization"]
-
-
 def test_a_run_is_repeated_as_it_was_whatever_has_become_of_the_file(tmp_path: Path):
     config = parsed(tmp_path, get_ds_config(1, "fp32"))
     recipe, file = tmp_path / "config.yaml", Path(config.placement.ds_config)
@@ -184,23 +165,6 @@ def test_a_run_is_repeated_as_it_was_whatever_has_become_of_the_file(tmp_path: P
     for content in (get_ds_config(1, "bf16"), None):
         file.write_text(json.dumps(content)) if content else file.unlink()
         assert command_line.parse(["--config", str(recipe)]) == config
-
-
-def test_a_recipe_may_name_a_file_and_overrides_it(tmp_path: Path):
-    (tmp_path / "their.json").write_text(json.dumps(get_ds_config(1, "fp32")))
-    content = {"ds_config": str(tmp_path / "their.json"), "batch_size": 8}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
-    config = command_line.parse(["--config", str(tmp_path / "recipe.yaml"), "--epochs", "3"])
-    assert (config.recipe.batch_size, config.recipe.optimizer.name) == (8, "adamw")
-
-
-def test_the_recipe_is_what_the_configuration_of_deepspeedexamples_says():
-    """But for the optimizer: DeepSpeed runs an "Adam" without adam_w_mode as AdamW."""
-    recipe = command_line.parse(["--config", str(ROOT / "configs" / "deepspeed.yaml")])
-    theirs = command_line.parse(["--ds_config", str(ROOT / "cifar_zero" / "config" / "deepspeed_examples.json")])
-    assert theirs.recipe.optimizer == Choice("adamw", recipe.recipe.optimizer.options)
-    for option in ("batch_size", "gradient_clip_val", "schedule"):
-        assert theirs.option(option) == recipe.option(option)
 
 
 def test_the_launch_lines_of_the_guide_train_a_mixture_of_experts():

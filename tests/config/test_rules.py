@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from cifar_zero.config import command_line, rules
+from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
 from cifar_zero.training.resolve import announce, resolve
-from tests.gpu import test_on_gpu
-from tests.support.helpers import of_make_fuzz
 
 
 @pytest.fixture(autouse=True)
@@ -133,50 +129,9 @@ def test_one_model_on_several_ranks_takes_the_whole_batch(monkeypatch: pytest.Mo
     assert resolve(command_line.parse(flags)).micro_batch == 4
 
 
-def test_what_is_started_is_said(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    monkeypatch.setattr("cifar_zero.training.resolve.gpu_count", lambda: 0)
-    monkeypatch.setattr("cifar_zero.training.resolve.core_count", lambda: 2)
-    announce(resolve(command_line.parse(["--devices", "3", "--batch_size", "3", "--data.source", "digits"])))
-    first, second = capfd.readouterr().err.splitlines()
-    assert first == "starting: model net, strategy baseline, data digits, batch size 3, ranks 3 (cpu)"
-    assert second == "warning: 3 CPU ranks take turns on 2 cores: with --devices 2 each has its own"
-
-
 def test_a_tiny_micro_batch_under_zero_is_said(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
     monkeypatch.setattr("cifar_zero.training.resolve.gpu_count", lambda: 0)
     flags = ["--strategy", "deepspeed_stage_3", "--data.source", "digits", "--batch_size"]
     for batch_size, notes in (("4", 1), ("8", 0)):
         announce(resolve(command_line.parse([*flags, batch_size])))
         assert capfd.readouterr().err.count("note: with 4 images per micro-batch") == notes
-
-
-def test_nvme_without_libaio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr("ctypes.util.find_library", lambda _: None)
-    assert "libaio-dev" in refused(f"--strategy deepspeed_stage_3_offload_nvme --nvme_path {tmp_path}")
-
-
-def test_cpu_adam_without_a_compiler(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PATH", "")
-    assert "install g++" in refused("--strategy deepspeed_stage_2_offload --optimizer adam")
-
-
-def test_eight_bits_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("cifar_zero.training.resolve.gpu_count", lambda: 1)
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    assert "pip install bitsandbytes" in refused("--optimizer adam8bit")
-
-
-@of_make_fuzz
-def test_what_the_gpu_tests_train_is_not_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("cifar_zero.training.resolve.gpu_count", lambda: 1)
-    for run in test_on_gpu.RUNS:
-        config = resolve(command_line.parse([*test_on_gpu.flags_of(*run), "--data.source", "digits"]))
-        assert config.placement.accelerator == "gpu"
-
-
-def test_torch_2_11_cannot_split_layers(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rules, "version", {"torch": "2.11.0+cpu"}.__getitem__)
-    split = "--model vit_small --devices 2 --accelerator cpu --strategy"
-    for flags in (f"{split} tensor_parallel", f"{split} fsdp2 --tensor_parallel_size 2"):
-        assert "splits layers, which torch 2.11.0+cpu cannot: update torch" in refused(flags)
-    resolve(command_line.parse(f"{split} fsdp2".split()))

@@ -7,13 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from cifar_zero import data
 from cifar_zero.config.settings import DataConfig
 from cifar_zero.core.errors import RunError, UsageError
-from cifar_zero.data import cache
 
 KILLED_WRITER = """
 import sys, time
@@ -73,19 +71,6 @@ def test_a_damaged_cache_is_rebuilt(config: DataConfig, damage: str):
     assert path.read_bytes() == whole
 
 
-def test_a_ready_cache_is_kept_and_its_replacement_does_not_affect_readers(config: DataConfig):
-    data.prepare(config)
-    inode = image_file(config).stat().st_ino
-    dataset = data.load(config, "synthetic")
-    before = np.array(dataset.train_images)
-    data.prepare(config)
-    assert image_file(config).stat().st_ino == inode
-    image_file(config).with_name("meta.json").unlink()
-    data.prepare(config)
-    assert image_file(config).stat().st_ino != inode
-    np.testing.assert_array_equal(dataset.train_images, before)
-
-
 @pytest.mark.parametrize("name", ["synthetic-1000", "synthetic-1000.tmp"])
 def test_a_folder_of_the_users_is_not_replaced(config: DataConfig, name: str):
     photo = image_file(config).parents[1] / name / "train" / "cat" / "photo.png"
@@ -94,36 +79,3 @@ def test_a_folder_of_the_users_is_not_replaced(config: DataConfig, name: str):
     with pytest.raises(UsageError, match=r"it holds train: choose another place with --data\.cache DIR"):
         data.prepare(config)
     assert photo.read_bytes() == b"mine"
-
-
-def test_a_builder_that_fails_leaves_no_cache(tmp_path: Path):
-    def build(directory: Path) -> None:
-        cache.allocate(directory, "train", 10)
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(RunError, match="No space left on device"):
-        cache.ensure(tmp_path / "key", "synthetic", ("one",), "", build)
-    assert [path.name for path in tmp_path.iterdir()] == ["key.lock"]
-    with pytest.raises(RunError, match="no decoded images"):
-        cache.load(tmp_path / "key")
-
-
-def test_a_place_that_cannot_be_written_is_the_users_to_fix(tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"--data\.cache DIR"):
-        data.prepare(DataConfig("synthetic", cache=str(tmp_path / "file")))
-
-
-def test_a_reader_refuses_to_mix_two_versions(config: DataConfig, monkeypatch: pytest.MonkeyPatch):
-    """Another run replaces the cache while its files are opened."""
-    data.prepare(config)
-    opened = cache._open
-
-    def open_after_a_replacement(directory: Path, name: str) -> np.memmap:
-        meta = directory / "meta.json"
-        meta.write_text(meta.read_text().replace('"fingerprint": "', '"fingerprint": "other '))
-        return opened(directory, name)
-
-    monkeypatch.setattr(cache, "_open", open_after_a_replacement)
-    with pytest.raises(RunError, match="another run has just replaced the decoded images"):
-        data.load(config, "synthetic")

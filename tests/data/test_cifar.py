@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from torchvision.datasets import CIFAR10, CIFAR100
 from cifar_zero import data
 from cifar_zero.config.settings import DataConfig
 from cifar_zero.core.errors import RunError
-from tests.data.archives import ArchiveServer, cifar_files, md5, publish, tar_gz
+from tests.data.archives import cifar_files, md5, publish, tar_gz
 
 FOLDER = "cifar-10-batches-py"
 ARCHIVE = "cifar-10-python.tar.gz"
@@ -59,19 +58,6 @@ def test_the_extracted_folder_is_used_where_its_sums_are_right(
         data.prepare(config)
     publish(files, CIFAR10, monkeypatch)
     assert data.prepare(config) == "cifar10"
-
-
-def test_a_damaged_archive_in_the_root_is_downloaded_again(
-    tmp_path: Path,
-    serve: Callable[[bytes], ArchiveServer],
-    archive10: bytes,
-    monkeypatch: pytest.MonkeyPatch,
-):
-    publish(cifar_files(10), CIFAR10, monkeypatch)
-    (tmp_path / ARCHIVE).write_bytes(archive10[:-100])
-    config = DataConfig("cifar10", root=str(tmp_path), url=serve(archive10).url)
-    assert data.prepare(config) == "cifar10"
-    assert (tmp_path / ARCHIVE).read_bytes() == archive10
 
 
 def test_files_that_are_not_the_published_ones_are_refused_whatever_the_sum_of_their_archive(

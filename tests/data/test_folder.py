@@ -92,10 +92,3 @@ def test_a_folder_that_cannot_work_is_refused_before_anything_is_decoded(root: P
     spoil(root)
     with pytest.raises(UsageError, match=message):
         data.class_names(DataConfig("folder", root=str(root)))
-
-
-def test_a_class_name_with_control_characters_is_refused(root: Path):
-    for split in ("train", "test"):
-        (root / split / "cat").rename(root / split / "c\x1b[31m")
-    with pytest.raises(UsageError, match=r"has the class 'c\\x1b\[31m': give its folder a name"):
-        prepare(root)

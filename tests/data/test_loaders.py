@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -11,8 +9,8 @@ from torch.utils.data import DistributedSampler, TensorDataset
 from torchvision.transforms import Normalize
 
 from cifar_zero.config.recipe import AugmentConfig, inputs
-from cifar_zero.core.errors import RunError, UsageError
-from cifar_zero.data.augment import Augmentation, memory_format, normalize
+from cifar_zero.core.errors import UsageError
+from cifar_zero.data.augment import Augmentation, normalize
 from cifar_zero.data.dataset import IGNORED, EvalOrder, Split, TrainOrder
 from cifar_zero.data.loaders import MemoryLoader, TorchLoader
 
@@ -105,23 +103,3 @@ def test_evaluation_counts_every_image_once(world_size: int, max_batch_size: int
 def test_fewer_images_than_a_batch_are_refused():
     with pytest.raises(UsageError, match="batch_size 64 is more than the 53 training images"):
         TrainOrder(COUNT, 64, 1, 1, 0, seed=0)
-
-
-def test_a_worker_that_is_killed_while_its_batch_is_fetched_is_named(monkeypatch: pytest.MonkeyPatch):
-    def fetch(loader: TorchLoader) -> Iterator[None]:
-        raise ConnectionResetError(104, "Connection reset by peer")
-        yield
-
-    monkeypatch.setattr("torch.utils.data.DataLoader.__iter__", fetch)
-    split = make_split()
-    with pytest.raises(RunError, match=r"a worker of the loader was killed, .*; take fewer --data.workers"):
-        next(iter(TorchLoader(split, EvalOrder(split.count, 8, 1, 0), 1)))
-
-
-@pytest.mark.parametrize("onednn", [True, False])
-def test_batches_have_the_memory_format_of_the_model(onednn: bool, monkeypatch: pytest.MonkeyPatch):
-    """Channels last for oneDNN, which torch's flag turns off; views of one block keep the format."""
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", onednn)
-    for images, _ in MemoryLoader(make_split(), TrainOrder(COUNT, BATCH, 2, 1, 0, seed=0)):
-        assert images.is_contiguous(memory_format=memory_format(images.device))
-        assert images.is_contiguous(memory_format=torch.channels_last) == onednn

@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cifar_zero.diagnosis import Finding, Options, answer
 from cifar_zero.diagnosis.doctor import CHECKS
 from tests.support.helpers import (
     HANG_SECONDS,
@@ -22,7 +21,6 @@ from tests.support.helpers import (
     has_ended,
     of_make_fuzz,
     run_program,
-    small_disk,
     wait_until,
 )
 
@@ -101,24 +99,6 @@ def test_a_missing_compiler_is_reported(tmp_path: Path):
     assert ": apt-get install g++; " in text
 
 
-def test_a_full_disk_is_reported(tmp_path: Path):
-    with small_disk(tmp_path, "200k") as disk:
-        done = run_program("doctor", "out", "data", "--out", f"{disk}/runs", "--data.root", str(disk))
-        assert list(disk.iterdir()) == []
-    assert done.returncode == 1
-    for name in ("out", "data"):
-        status, text = lines_of(done)[name]
-        assert status == "failed"
-        assert f"204.8 kB are free in {disk}" in text
-
-
-def test_images_are_found_where_they_are(tmp_path: Path):
-    flags = ["data", "--data.root", str(tmp_path)]
-    assert lines_of(run_program("doctor", *flags))["data"][0] == "warning"
-    (tmp_path / "cifar-10-python.tar.gz").write_bytes(b"")
-    assert lines_of(run_program("doctor", *flags))["data"][0] == "ok"
-
-
 def test_a_rank_that_never_answers_is_named():
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "cifar_zero", "doctor", "all-reduce", "--timeout", "10"]
@@ -139,22 +119,3 @@ def ranks_of(doctor: int) -> dict[str, psutil.Process]:
             if "--nodes" in process.cmdline():
                 found[process.environ().get("RANK")] = process
     return found
-
-
-def test_a_rank_that_fails_is_named():
-    done = run_program(
-        "doctor", "all-reduce", "--timeout", str(HANG_SECONDS), env={"GLOO_SOCKET_IFNAME": "no-such-interface"}
-    )
-    assert done.returncode == 1
-    text = lines_of(done)["all-reduce"][1]
-    assert re.search(r"rank [01]: error: .*no-such-interface", text)
-
-
-def _raises(options: Options) -> Finding:
-    raise ValueError("what a library says")
-
-
-def test_a_check_that_raises_is_a_finding():
-    finding = answer(_raises, Options(ranks=2, out="runs", data_root="data", timeout=20.0))
-    assert (finding.status, finding.found) == ("failed", "ValueError: what a library says")
-    assert finding.fix

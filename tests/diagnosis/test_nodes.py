@@ -1,4 +1,4 @@
-"""cifar-zero doctor --nodes on two simulated hosts, and its findings from figures that such hosts cannot have."""
+"""cifar-zero doctor --nodes on two simulated hosts, and versions that such hosts cannot have."""
 
 from __future__ import annotations
 
@@ -64,13 +64,6 @@ def test_two_hosts_that_do_not_share_a_disk(hosts: Hosts, tmp_path: Path):
     assert not [*tmp_path.glob("*/*")]
 
 
-@of_make_fuzz
-def test_a_node_that_does_not_come_is_named_in_time(hosts: Hosts):
-    alone = start(hosts, 0, "--timeout", "10")
-    assert lines_of(alone) == ([], ["error: rank 1 did not come within 10 s"])
-    assert alone.returncode == 1
-
-
 def test_versions_that_differ_fail_and_are_named():
     names = ["gpu0", "gpu1", "gpu2"]
     old, new = {"torch": "2.14.0"}, {"torch": "2.15.0"}
@@ -80,16 +73,3 @@ def test_versions_that_differ_fail_and_are_named():
     assert nodes.check_versions(names, [new] * 3).status == "ok"
     missing = nodes.check_versions(names[:2], [{**new, "nccl": "2.27.3"}, new])
     assert "nccl 2.27.3 on gpu0, none on gpu1" in missing.found
-
-
-def test_nodes_without_the_gpus_of_the_others_are_named():
-    names = ["gpu0", "gpu0", "gpu1", "gpu1"]
-    assert nodes.check_gpus(names, [""] * 4).status == nodes.check_gpus(names, ["too old"] * 4).status == "ok"
-    finding = nodes.check_gpus(names, ["", "", "driver too old", "driver too old"])
-    assert (finding.status, finding.found) == ("failed", "not every rank has one: gpu1 (driver too old)")
-
-
-def test_wrong_sums_are_named():
-    names = ["gpu0", "gpu1"]
-    assert nodes.check_sums(names, [True, True], "nccl").status == "ok"
-    assert nodes.check_sums(names, [True, False], "nccl").found == "a wrong sum on rank 1 (gpu1)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -15,8 +14,7 @@ from torch import Tensor
 from cifar_zero.core.errors import UsageError
 from cifar_zero.exporting import export
 from tests.support.deepspeed_loops import CASES, Tied
-from tests.support.evil import Evil
-from tests.support.helpers import assert_ok, run_program
+from tests.support.helpers import WHOLE, assert_ok, of_make_fuzz, run_program
 
 pytestmark = pytest.mark.distributed
 
@@ -28,9 +26,9 @@ MODEL = "mp_rank_00_model_states.pt"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder with RANKS/CASE for each case of CASES, on 1 and 2 ranks."""
+    """Returns a folder with RANKS/CASE for each case of CASES."""
     folder = tmp_path_factory.mktemp("saved")
-    for ranks in ("1", "2"):
+    for ranks in ("1", "2") if WHOLE else ("2",):
         assert_ok(run_program("-m", "tests.support.deepspeed_loops", str(folder / ranks), ranks))
     return folder
 
@@ -43,7 +41,7 @@ def exported(checkpoint: Path, output: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=of_make_fuzz)])
 def test_the_weights_of_zero_to_fp32(
     ranks: int,
     case: str,
@@ -79,18 +77,6 @@ def test_the_weights_of_zero_to_fp32(
         assert torch.equal(ours[name], value.to(ours[name].dtype)), name
 
 
-def test_the_folder_that_the_file_latest_names(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    shutil.copytree(saved / "2" / "stage_2", tmp_path / "saved")
-    one = exported(tmp_path / "saved", tmp_path / "one.safetensors", monkeypatch)
-    done = run_program("export", str(tmp_path / "saved" / TAG), "--to", "safetensors")
-    assert_ok(done)
-    default = tmp_path / "saved" / f"{TAG}.safetensors"
-    assert done.stdout.startswith(f"{default}: 11 tensors, 0.00 MB")
-    other = load_file(default)
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
 @pytest.mark.parametrize(
     ("case", "lost", "message"),
     [
@@ -108,33 +94,3 @@ def test_a_file_is_missing(
     with pytest.raises(UsageError, match=message):
         exported(tmp_path / "saved", tmp_path / "out.safetensors", monkeypatch)
     assert [file.name for file in tmp_path.iterdir()] == ["saved"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"callback": Evil(Path("never"))}, "loads .*mkdir, which could run any code: add --trust"),
-        ({"num_experts": [4]}, "has experts, or pipeline or tensor parallelism"),
-        ({"module": None}, "has experts, or pipeline or tensor parallelism"),
-        ({"param_shapes": [{"scale": torch.Size([1000])}]}, "is no complete DeepSpeed checkpoint: RuntimeError"),
-    ],
-    ids=["code", "experts", "pipeline", "another model"],
-)
-def test_content_that_is_refused(
-    changes: dict[str, object],
-    message: str,
-    saved: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-):
-    shutil.copytree(saved / "2" / "stage_2", tmp_path / "saved")
-    file = tmp_path / "saved" / TAG / MODEL
-    torch.save({**torch.load(file, weights_only=True), **changes}, file)
-    with pytest.raises(UsageError, match=message):
-        exported(tmp_path / "saved", tmp_path / "out.safetensors", monkeypatch)
-
-
-def test_formats_that_need_a_model(saved: Path):
-    done = run_program("export", str(saved / "2" / "stage_3"), "--to", "onnx")
-    assert done.returncode == 2
-    assert re.fullmatch(r"error: .* has weights but no model: use --to safetensors without --delta\n", done.stderr)

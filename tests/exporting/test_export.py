@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -113,44 +112,6 @@ def checkpoint_of(net: nn.Module, name: str, options: dict[str, Any], classes: l
     return folder / "net.ckpt"
 
 
-class Other(nn.Module):
-    """A model with what Net lacks: an option, buffers (one of integers), dropout, weights with two names."""
-
-    def __init__(self, num_classes: int, width: int):
-        super().__init__()
-        self.features = nn.Sequential(nn.Conv2d(3, width, 32), nn.BatchNorm2d(width), nn.Dropout(), nn.Flatten())
-        self.last = self.tied = nn.Linear(width, num_classes)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.last(self.features(images))
-
-
-@dataclass
-class OtherModel:
-    """The entry of Other in the registry."""
-
-    width: int = 4
-
-    def build(self, num_classes: int) -> nn.Module:
-        return Other(num_classes, self.width)
-
-
-@pytest.mark.parametrize("to", TOLERANCES)
-def test_a_model_with_options_buffers_and_tied_weights(
-    to: str, images: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setitem(models.MODELS, "other", OtherModel)
-    net = Other(3, width=5)
-    net(images)  # moves BatchNorm's buffers
-    checkpoint = checkpoint_of(net, "other", {"width": 5}, ["a", "b", "c"], tmp_path)
-    output = tmp_path / f"net.{to}"
-    formats.export(checkpoint, output, to)
-    classifier = formats.load(str(output))
-    assert classifier.classes == ("a", "b", "c")
-    with torch.inference_mode():
-        torch.testing.assert_close(classifier.scores(images), net.eval()(images), rtol=1e-4, atol=1e-4)
-
-
 RESIDUAL = {"num_experts": [2, 4], "mlp_type": "residual", "ep_size": 2, "eval_capacity_factor": 0.5}
 TRANSFORMER = {"num_experts": [4], "top_k": 2, "noisy_gate_policy": "Jitter"}
 
@@ -182,17 +143,6 @@ def test_mixtures_of_experts(name: str, options: dict[str, Any], tmp_path: Path,
         scores = formats.load(str(output)).scores
         for found, wanted in ((scores(images), expected), (scores(images[:1]), net(images[:1]))):
             torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
-
-
-def test_keys_that_are_missing_or_unknown_are_refused(baseline: Path, tmp_path: Path):
-    content = torch.load(baseline, weights_only=True)
-    content["state_dict"]["net.fc3.extra"] = content["state_dict"].pop("net.fc3.bias")
-    broken = tmp_path / "broken.ckpt"
-    torch.save(content, broken)
-    done = run_program("export", str(broken), "--to", "safetensors")
-    assert done.returncode == 2
-    assert re.fullmatch(r'error: .*another model: Missing.*"fc3.bias".*"fc3.extra".*\n', done.stderr)
-    assert [file.name for file in tmp_path.iterdir()] == ["broken.ckpt"]
 
 
 def test_an_export_with_other_scores_is_not_kept(baseline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

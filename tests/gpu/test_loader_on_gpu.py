@@ -66,13 +66,3 @@ def test_two_epochs_equal_those_of_the_cpu(
                 assert given_images.is_contiguous()
                 differing += (given_images != images).sum() + (given_labels != labels).sum()
         assert differing.item() == 0
-
-
-def test_an_epoch_that_is_left_early_does_no_harm(split: Split, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(loader.BLOCK_IMAGES, "cuda", 64)
-    streamed = make_loader(split, place_where(0, split, monkeypatch), CONFIGS[1])
-    for _ in range(20):
-        next(iter(streamed))
-    whole = make_loader(split, Stored(split.images, CPU), CONFIGS[1])
-    for expected, given in zip(whole, streamed, strict=True):
-        assert torch.equal(expected[0], given[0].cpu())

@@ -37,14 +37,6 @@ def test_less_memory_and_the_same_loss(strategy: str, precision: str, small_data
         assert metrics["mem/peak_rank_bytes"][0] < 0.7 * plain["mem/peak_rank_bytes"][0], switch
 
 
-@pytest.mark.parametrize("switch", SWITCHES[:2])
-def test_compiled(switch: list[str], small_data: list[str], tmp_path: Path):
-    same = [*small_data, "--model", "vit_tiny", "--batch_size", "64", "--max_steps", "8", "--compile"]
-    same += ["--optimizer.lr", "0.01"]
-    plain, less = (metrics_of([*same, *more], tmp_path / str(len(more))) for more in ([], switch))
-    assert less["train/loss"] == pytest.approx(plain["train/loss"], rel=1e-3)
-
-
 def metrics_of(flags: list[str], out: Path) -> dict[str, Any]:
     assert_ok(run_program("train.py", "--devices", "1", *flags, "--out", str(out)))
     return json.loads((run_folder_of(out) / "metrics.json").read_text())

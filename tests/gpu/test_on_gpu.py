@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from cifar_zero.config.strategy_specs import STRATEGIES
-from cifar_zero.training.callbacks.throughput import peak_by_name
 from tests.support.helpers import assert_ok, loss_by_step, run_folder_of, run_program
 
 pytestmark = [
@@ -133,18 +132,3 @@ def test_compiled_and_as_graphs(switch: str, strategy: str, small_data: list[str
         assert_ok(run_program("train.py", *ONE, *small_data, *flags, *extra, "--out", str(out)))
         losses.append(metrics_of(run_folder_of(out))["test/loss"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
-
-
-def test_a_benchmark_times_the_steps_of_the_device(tmp_path: Path):
-    """CUDA events time each step, the host's clock times all steps together."""
-    flags = ["--data.source", "synthetic", "--data.root", str(tmp_path / "data"), "--batch_size", "512"]
-    done = run_program("train.py", *ONE, *flags, "--bench_steps", "100", "--out", str(tmp_path / "out"))
-    assert_ok(done)
-    metrics = metrics_of(run_folder_of(tmp_path / "out"))
-    shortest, median, longest = (metrics[f"perf/step_time_{name}_ms"] for name in ("min", "median", "max"))
-    assert 0 < shortest <= median <= longest
-    assert 0.9 * shortest < metrics["perf/step_time_ms"] < 1.1 * longest
-    assert 0 < metrics["perf/data_time_ms"] < metrics["perf/step_time_ms"]
-    peak = peak_by_name(metrics["device_name"], metrics["precision"])
-    expected = None if peak is None else pytest.approx(metrics["perf/tflops"] * 1e12 / peak)
-    assert metrics["perf/mfu"] == expected

@@ -120,15 +120,6 @@ def test_a_request_to_end_reaches_all_ranks_and_is_no_failure(
     assert (done.returncode, done.stdout, done.stderr) == (code, "saved\n", "")
 
 
-def test_a_request_while_the_ranks_are_started_ends_all(tmp_path: Path):
-    """The ranks ignore it: those that are started later do not get it."""
-    start = "start = local_launcher._start"
-    request = "local_launcher._start = lambda *args: (start(*args), os.kill(os.getpid(), signal.SIGTERM))[0]"
-    body = "signal.signal(signal.SIGTERM, signal.SIG_IGN); do_not_end()"
-    done = launched(tmp_path, body, setup=f"{start}; {request}", SAVING_SECONDS=HANG_SECONDS)
-    assert (done.returncode, done.stdout, done.stderr) == (143, "", "stopped by SIGTERM\n")
-
-
 def test_ctrl_c_ends_ranks_that_start(tmp_path: Path):
     """As from a terminal, to all processes; a Ctrl-C that comes before a rank handles it does not get lost."""
     body = """
@@ -157,19 +148,6 @@ def test_ctrl_c_is_left_to_ranks_that_train(tmp_path: Path):
     """
     done = launched(tmp_path, body, "setsid", "--wait", SAVING_SECONDS=HANG_SECONDS)
     assert (done.returncode, done.stdout, done.stderr) == (130, "saved\n", "")
-
-
-def test_a_rank_that_fails_because_rank_0_was_stopped_is_no_failure(tmp_path: Path):
-    body = """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143 if rank == 0 else 1))
-    note("trains")
-    if rank == 0:
-        await_note("trains", 1, 2)
-        os.kill(os.getppid(), signal.SIGTERM)
-    do_not_end()
-    """
-    done = launched(tmp_path, body)
-    assert (done.returncode, done.stderr) == (143, "")
 
 
 def test_a_second_ctrl_c_ends_ranks_that_do_not_answer(tmp_path: Path):

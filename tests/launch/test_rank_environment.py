@@ -84,14 +84,6 @@ def test_a_shell_in_an_allocation_is_no_rank():
     assert rank_environment.variables({"RANK": "0", "WORLD_SIZE": "2"}) == {}  # of a Kubernetes pod, for torchrun
 
 
-def test_the_torchrun_process_is_named_by_the_folder_of_its_logs(monkeypatch: pytest.MonkeyPatch):
-    """The path is checked with a real one in tests/distributed/test_two_nodes.py."""
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/torchelastic_a1/none_b2/attempt_3/0/error.json")
-    assert rank_environment.torchrun_agent() == "none_b2"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/dev/null")  # torchrun --log_dir /dev/null
-    assert rank_environment.torchrun_agent() == ""
-
-
 @pytest.mark.parametrize(
     ("hosts", "first"),
     [("gpu[03-07,12],login1", "gpu03"), ("a,b", "a"), ("r[1-2]n[1,3]", "r1n1"), ("alone", "alone"), ("n[5]", "n5")],

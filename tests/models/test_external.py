@@ -10,10 +10,8 @@ import torchvision
 
 from cifar_zero import models
 from cifar_zero.config import command_line
-from cifar_zero.config.recipe import Choice
 from cifar_zero.core.errors import UsageError
 from cifar_zero.training.resolve import resolve
-from tests.support.helpers import parameter_count
 
 
 def test_is_torchvisions_own():
@@ -22,20 +20,6 @@ def test_is_torchvisions_own():
     torch.manual_seed(0)
     expected = torchvision.models.squeezenet1_1(num_classes=7, dropout=0.1)
     assert all(torch.equal(value, net.state_dict()[name]) for name, value in expected.state_dict().items())
-
-
-def test_images_are_scaled_for_it():
-    net = models.build("torchvision:alexnet", 3, image_size=64)
-    sizes = []
-    net.get_submodule("net").register_forward_pre_hook(lambda _, inputs: sizes.append(inputs[0].shape))
-    assert net(torch.zeros(2, 3, 32, 32)).shape == (2, 3)
-    assert sizes == [(2, 3, 64, 64)]
-
-
-def test_counts_a_model_whose_shapes_depend_on_values():
-    """torchvision computes the widths of a RegNet with tensors, which have no values on the meta device."""
-    net = torchvision.models.regnet_y_400mf(num_classes=10)
-    assert parameter_count(Choice("torchvision:regnet_y_400mf"), 10) == sum(p.numel() for p in net.parameters())
 
 
 @pytest.mark.parametrize(

@@ -176,24 +176,6 @@ def test_one_expert_is_the_dense_model():
     torch.testing.assert_close(mixture(images), dense(images), rtol=1e-6, atol=1e-7)
 
 
-def test_an_expert_without_tokens_has_zero_gradients():
-    mixture = layer(mlp_type="residual", capacity_factor=EXPERTS)
-    with torch.no_grad():
-        mixture.gate.wg.weight.zero_()[0] = 1
-    outputs = mixture(torch.rand(TOKENS, WIDTH))  # positive: all prefer the first expert
-    (outputs.sum() + routing_of(mixture).load_balance_loss).backward()
-    norms = {name: None if p.grad is None else p.grad.norm().item() for name, p in mixture.named_parameters()}
-    assert None not in norms.values()
-    assert {name for name, norm in norms.items() if norm == 0} == {
-        f"experts.{expert}.0.{kind}" for expert in (1, 2, 3) for kind in ("weight", "bias")
-    }
-
-
-def test_a_capacity_is_rounded_up_from_the_exact_product():
-    """100 tokens: 100 * 2 * 1.1 / 4 is 55, but a little more in floating point."""
-    assert transparent_gate(top_k=2, capacity_factor=1.1)(torch.randn(100, EXPERTS)).capacity == 55
-
-
 # Randomness
 
 NOISY = {
@@ -216,34 +198,3 @@ def test_in_evaluation_the_scores_of_an_image_depend_only_on_it(
         assert torch.equal(scores, net(images))
         one_by_one = torch.cat([net(image[None]) for image in images])
         torch.testing.assert_close(one_by_one, scores, rtol=1e-5, atol=1e-5)
-
-
-def test_experts_are_drawn_with_the_gates_probabilities():
-    shares = torch.tensor([0.1, 0.2, 0.3, 0.4])
-    logits = shares.log().expand(20_000, EXPERTS)  # a share of 0.3 of them has a standard deviation of 0.003
-    (drawn,) = transparent_gate(noisy_gate_policy="RSample", capacity_factor=EXPERTS)(logits).experts
-    torch.testing.assert_close(drawn.bincount() / len(drawn), shares, rtol=0, atol=0.015)
-    first, second = transparent_gate(top_k=2, capacity_factor=EXPERTS)(logits).experts
-    assert (first == 3).all()
-    torch.testing.assert_close(second.bincount() / len(second), shares[:3] / 0.6, rtol=0, atol=0.02)
-
-
-def test_jitter_is_one_percent():
-    gate = transparent_gate(noisy_gate_policy="Jitter", capacity_factor=EXPERTS)
-    first = gate(torch.tensor([[5.0, 0, 0, 0]]).expand(2000, EXPERTS)).probabilities[:, 0]
-    factors = (3 * first / (1 - first)).log() / 5  # the softmax of 5 * factor and three zeros
-    assert [factors.min(), factors.max()] == pytest.approx([0.99, 1.01], abs=5e-4)
-    assert factors.mean() == pytest.approx(1, abs=1e-3)
-
-
-def test_the_gate_is_float32_under_autocast():
-    mixture = layer(top_k=2, mlp_type="residual").eval()
-    x = torch.randn(TOKENS, WIDTH).bfloat16()
-    with torch.autocast("cpu", torch.bfloat16):
-        outputs = mixture(x)
-    under = routing_of(mixture)
-    plain: Routing = mixture.gate(x.float())
-    assert under.probabilities.dtype == under.weights.dtype == torch.float32
-    for name in ("experts", "slots", "weights", "tokens", "probabilities", "load_balance_loss"):
-        assert torch.equal(getattr(under, name), getattr(plain, name)), name
-    torch.testing.assert_close(outputs.float(), mixture(x.float()), rtol=0.05, atol=0.05)

@@ -8,12 +8,9 @@ import pytest
 import torch
 import torchvision
 
-from cifar_module import CIFARModule
-from cifar_zero import models
 from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
 from cifar_zero.exporting import formats
-from cifar_zero.models.external import pretrained
 from cifar_zero.training import starting
 from cifar_zero.training.resolve import resolve
 from tests.support.evil import Evil
@@ -62,17 +59,6 @@ def test_a_run_starts_from_them_and_its_checkpoint_needs_no_download(
     assert "\n" not in line
 
 
-def test_a_model_that_scales_its_images_gets_them(cached: dict[str, torch.Tensor], small_data: list[str]):
-    run = resolve(command_line.parse([*FLAGS, *small_data, "--accelerator", "cpu", "--model.image_size", "64"]))
-    found = starting.pretrained_weights(run)
-    assert found is not None
-    module = CIFARModule(run, 10, found.loaded)
-    module.configure_model()
-    assert module.net is not None
-    state = module.net.state_dict()
-    assert all(torch.equal(state[f"net.{name}"], cached[name]) for name in cached if not name.startswith("fc."))
-
-
 def test_weights_that_cannot_be_used_are_refused(cached: dict[str, torch.Tensor], tmp_path: Path):
     """A file in the cache could run code."""
     (file,) = (tmp_path / "torch").rglob("*.pth")
@@ -81,14 +67,3 @@ def test_weights_that_cannot_be_used_are_refused(cached: dict[str, torch.Tensor]
         with pytest.raises(UsageError, match=rf"^--model\.weights {message}"):
             starting.pretrained_weights(resolve(command_line.parse([*FLAGS, "--data.source", "digits", *flags])))
     assert not (tmp_path / "proof").exists()
-
-
-def test_a_densenets_old_names_fit(cached: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch):
-    net = torchvision.models.densenet121(num_classes=10)
-    old = {
-        name.replace("norm1", "norm.1").replace("conv2", "conv.2"): value for name, value in net.state_dict().items()
-    }
-    monkeypatch.setattr(torchvision.models._api, "load_state_dict_from_url", lambda *_, **__: old)
-    options = models.MODELS["torchvision:densenet121"](**{"weights": "DEFAULT"})
-    assert isinstance(options, models.External)
-    assert pretrained(options).keys() == net.state_dict().keys()

@@ -1,8 +1,6 @@
-"""The model of the speed records compared with a second formulation of it, and its initial weights."""
+"""The model of the speed records compared with a second formulation of it."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cifar_zero import models
-from cifar_zero.models.speednet import WHITENING_EPS, whitening_filters
 
 
 def images(count: int = 64) -> Tensor:
@@ -58,23 +55,3 @@ def test_scores_are_those_of_a_second_formulation(training: bool):
     assert x.shape == (64, 64, 3, 3)
     expected = x.amax((2, 3)) @ state["head.weight"].T / (16 * x.shape[1] ** 0.5)
     assert torch.allclose(net(images()), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_patches_are_whitened():
-    """Their covariance about 0 is the identity, except for the term that keeps noise from being amplified."""
-    filters = whitening_filters(images())
-    assert torch.equal(filters[12:], -filters[:12])
-    whitened = F.conv2d(images(), filters[:12]).transpose(0, 1).flatten(1).double()
-    covariance = whitened @ whitened.T / whitened.shape[1]
-    patches = F.unfold(images(), 2).transpose(0, 1).flatten(1).double()
-    variances = torch.linalg.eigvalsh(patches @ patches.T / patches.shape[1])
-    expected = variances / (variances + WHITENING_EPS * variances.mean())
-    assert torch.allclose(covariance, torch.diag(expected), atol=1e-4)
-    assert expected.max() > 0.99
-
-
-def test_convolutions_pass_their_input_through_at_first():
-    net: Any = models.build("speednet", 10, width=0.5)
-    x = torch.randn(2, 24, 7, 7)
-    assert torch.allclose(net.blocks[0].conv1(x)[:, :24], x, atol=1e-6)
-    assert net.head.weight.std().item() == pytest.approx(1, abs=1e-5)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from cifar_module import StepSchedule
 from cifar_zero.optimizers import OPTIMIZERS
 from cifar_zero.optimizers.groups import parameter_groups
-from cifar_zero.optimizers.torch_updates import orthogonalized
 from cifar_zero.schedules import Linear
 
 OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.6, "ns_steps": 3, "sgd_momentum": 0.85, "weight_decay": 0.01}
@@ -43,19 +41,6 @@ def polynomial_of_singular_values(matrix: Tensor, steps: int) -> Tensor:
     for _ in range(steps):
         values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
     return left @ torch.diag(values) @ right
-
-
-@pytest.mark.parametrize("shape", [(6, 54), (30, 8), (8, 8)])
-def test_orthogonalized(shape: tuple[int, int]):
-    matrices = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for steps in (3, 5):
-        expected = torch.stack([polynomial_of_singular_values(matrix, steps) for matrix in matrices])
-        assert torch.allclose(orthogonalized(matrices, steps, "cpu"), expected, atol=1e-6)
-    values = torch.linalg.svdvals(orthogonalized(matrices, 5, "cpu"))
-    assert values.min() > 0.3
-    assert values.max() < 1.3
-    in_bfloat16 = torch.linalg.svdvals(orthogonalized(matrices, 5, "cuda"))  # as on a GPU
-    assert 0.001 < (in_bfloat16 - values).abs().max() < 0.1
 
 
 def test_updates_are_the_formulas():

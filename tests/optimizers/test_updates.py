@@ -135,12 +135,3 @@ def test_muon_equals_torchs_muon_with_adamw():
     start = [parameter.detach() for parameter in network().parameters()]
     for weight, expected, first in zip(own, torchs_, start, strict=True):
         assert (weight - expected).norm() < 0.02 * (expected - first).norm()
-
-
-def test_muon_does_not_update_the_first_and_last_layer_and_embeddings():
-    names = {"net.positions": 2, "net.patches.weight": 4, "net.patches.bias": 1, "net.norm.weight": 1}
-    names |= {"net.qkv.weight": 2, "net.qkv.bias": 1, "net.out.weight": 2, "net.head.weight": 2, "net.head.bias": 1}
-    parameters = {name: torch.nn.Parameter(torch.zeros([1] * dimensions)) for name, dimensions in names.items()}
-    groups = parameter_groups(OPTIMIZERS["muon"](), parameters)
-    by_muon = {name for group in groups if "muon" in group for name in group["param_names"]}
-    assert by_muon == {"net.qkv.weight", "net.out.weight"}

@@ -48,10 +48,3 @@ def test_less_memory_takes_another_strategy(monkeypatch: pytest.MonkeyPatch, cap
 def test_a_configuration_that_no_strategy_can_run_is_refused_with_its_own_error():
     with pytest.raises(UsageError, match="--precision 16-mixed needs a GPU"):
         settled("--precision", "16-mixed")
-
-
-def test_ranks_of_another_launcher_are_refused(monkeypatch: pytest.MonkeyPatch):
-    for name, value in zip(ALONE, ("0", "0", "2", "2"), strict=True):
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match="name the strategy that cifar-zero plan recommends"):
-        settled()

@@ -118,8 +118,3 @@ def test_the_end_is_the_runs_own(name: str):
     if hasattr(schedule, "total_steps"):
         given: Any = with_total_steps(replace(schedule, total_steps=2000), lambda: 4000)
         assert given.rate(2000, BASE_LR) == pytest.approx(schedule.rate(4000, BASE_LR), abs=1e-6)
-
-
-def test_a_run_without_an_end():
-    with pytest.raises(ValueError, match="total_steps must be given"):
-        with_total_steps(Cosine(), lambda: float("inf"))

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import get_args
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cifar_zero.checkpoints.read import read
-from cifar_zero.config.recipe import Monitor
-from cifar_zero.training.metrics import SplitMetrics
 from tests.support.helpers import run_folder_of, train_all
 
 EPOCHS = 5
@@ -50,10 +46,3 @@ def test_early_stopping_looks_at_the_same_metric(trained: tuple[Path, str]):
     metrics = json.loads((run_folder_of(trained[0] / "stuck") / "metrics.json").read_text())
     assert metrics["epochs"] == 2
     assert "early stopping after epoch 2: val/loss has not improved on 2.3" in trained[1]
-
-
-def test_every_metric_can_be_chosen():
-    """Except for the top-5 accuracy, which no data with five classes or fewer has."""
-    metrics = SplitMetrics(10)
-    metrics.update(torch.eye(10), torch.arange(10))
-    assert {name.removeprefix("val/") for name in get_args(Monitor)} == metrics.overall().keys() - {"acc_top5"}

@@ -3,10 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
@@ -15,32 +14,12 @@ from cifar_module import CIFARModule
 from cifar_zero.config.recipe import Choice
 from cifar_zero.config.settings import make_settings
 from cifar_zero.core.errors import UsageError
-from cifar_zero.data.dataset import EvalOrder, Split, TrainOrder
-from cifar_zero.data.loaders import MemoryLoader
 from cifar_zero.training import fast_loop
 from cifar_zero.training.build import strategy_of
 from cifar_zero.training.resolve import make_run
+from tests.training.callbacks.conftest import RandomImages
 
 COUNT, BATCH = 44, 8  # five whole steps per epoch
-
-
-class Images(LightningDataModule):
-    """Random images from the memory loader, which the fast loop needs."""
-
-    classes = tuple(f"class {label}" for label in range(10))
-
-    def __init__(self, accumulate: int):
-        super().__init__()
-        self.accumulate = accumulate
-        rng = np.random.default_rng(0)
-        images = rng.integers(0, 256, (COUNT, 32, 32, 3), dtype=np.uint8).transpose(0, 3, 1, 2)
-        self.split = Split(images, rng.integers(0, 10, COUNT), np.arange(COUNT))
-
-    def train_dataloader(self) -> MemoryLoader:
-        return MemoryLoader(self.split, TrainOrder(COUNT, BATCH, self.accumulate, 1, 0, seed=0))
-
-    def val_dataloader(self) -> MemoryLoader:
-        return MemoryLoader(self.split, EvalOrder(COUNT, COUNT, 1, 0))
 
 
 class Logging(CIFARModule):
@@ -110,7 +89,7 @@ def fit(
     if ours:
         fast_loop.install(trainer)
     module = Logging(config, num_classes=10)
-    trainer.fit(module, datamodule=Images(accumulate), ckpt_path=checkpoint, weights_only=False)
+    trainer.fit(module, datamodule=RandomImages(COUNT, BATCH, accumulate), ckpt_path=checkpoint, weights_only=False)
     return trainer, module, recorder, (folder / "metrics.csv").read_text()
 
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 import pytest
 
 from cifar_zero import train
-from cifar_zero.comparison.trainings import plan
 from cifar_zero.config import command_line
 from cifar_zero.config.run import Run
-from cifar_zero.core.errors import UsageError
 from cifar_zero.launch import local_launcher
-from cifar_zero.planning import plan as planning
 from cifar_zero.training import resolve as resolving
 
 DIGITS = ["--data.source", "digits"]
@@ -24,8 +21,7 @@ def machine(monkeypatch: pytest.MonkeyPatch):
     resolving._say_once.cache_clear()
 
     def with_gpus(count: int) -> None:
-        for module in (resolving, planning):
-            monkeypatch.setattr(module, "gpu_count", lambda: count)
+        monkeypatch.setattr(resolving, "gpu_count", lambda: count)
 
     return with_gpus
 
@@ -37,11 +33,8 @@ def resolved(*flags: str) -> Run:
 @pytest.mark.parametrize(
     ("gpus", "batch_size", "accumulate", "expected"),
     [
-        *((1, batch_size, 1, 1) for batch_size in (128, 192, 512)),
-        *((2, batch_size, 1, 2) for batch_size in (128, 192, 512)),
-        *((3, 128, 1, 2), (3, 192, 1, 3), (3, 512, 1, 2)),
-        *((7, 128, 1, 4), (7, 192, 1, 6), (8, 512, 1, 8)),
-        *((7, 128, 2, 2), (5, 192, 2, 3), (8, 1024, 4, 8), (3, 128, 4, 1)),
+        *((1, 128, 1, 1), (2, 192, 1, 2), (3, 128, 1, 2), (7, 192, 1, 6), (8, 512, 1, 8)),
+        *((5, 192, 2, 3), (8, 1024, 4, 8), (3, 128, 4, 1)),
     ],
 )
 def test_the_largest_number_of_gpus_that_divides_the_batch(
@@ -75,16 +68,7 @@ def test_other_limits(flags: str, expected: int, machine):
     assert resolved(*flags.split()).placement.devices == expected
 
 
-def test_a_run_that_no_number_suits_gets_its_own_error(machine, capsys: pytest.CaptureFixture[str]):
-    machine(8)
-    with pytest.raises(UsageError, match="--batch_size 4 = micro-batch x 1 rank x --accumulate 3"):
-        resolved("--accumulate", "3")
-    assert not capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "accumulate", "expected"), [(4, 1, 1), (32, 1, 1), (64, 1, 2), (128, 1, 4), (64, 2, 1)]
-)
+@pytest.mark.parametrize(("batch_size", "accumulate", "expected"), [(4, 1, 1), (64, 1, 2), (128, 1, 4), (64, 2, 1)])
 def test_a_second_gpu_needs_a_micro_batch_that_is_worth_it(
     batch_size: int, accumulate: int, expected: int, machine, capsys: pytest.CaptureFixture[str]
 ):
@@ -122,21 +106,3 @@ def test_train_starts_as_many_ranks(machine, monkeypatch: pytest.MonkeyPatch, ca
     assert train.main() == 0
     assert started == [(4, False)]
     assert capsys.readouterr().err.startswith("--devices auto: 4 of 8 GPUs: a micro-batch of 16 is small for a GPU")
-
-
-def test_compare_follows(machine, capsys: pytest.CaptureFixture[str]):
-    machine(8)
-    planned = plan(["ddp", "deepspeed_stage_2"], [], [], 1, [*DIGITS, "--batch_size", "128"])
-    assert [variant.run.placement.world_size for variant in planned] == [4, 4]
-    assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-@pytest.mark.parametrize(("flags", "ranks"), [("", 8), ("--batch_size 128", 4), ("--device_memory 80GB", 1)])
-def test_plan_follows(
-    flags: str, ranks: int, machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    machine(8)
-    monkeypatch.setattr("cifar_zero.planning.survey.gpu_bytes", lambda: 80 * 10**9)
-    monkeypatch.setattr("sys.argv", ["plan", *DIGITS, *flags.split()])
-    assert planning.main() == 0
-    assert f"on each of {ranks} ranks" in capsys.readouterr().out

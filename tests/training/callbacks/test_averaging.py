@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
 from cifar_module import CIFARModule
-from cifar_zero.checkpoints.zero_folder import AVERAGE
 from cifar_zero.config.recipe import Choice
 from cifar_zero.config.settings import Settings, make_settings
 from cifar_zero.training.callbacks.averaging import Averaging, averaged_tensors
@@ -102,44 +101,3 @@ def test_equal_average_with_new_statistics(fit: Callable[..., Any]):
     assert not torch.allclose(recorder.validated["net.1.running_mean"], ends[-1]["net.1.running_mean"], atol=1e-4)
     # The pass over the images draws numbers for its dropout: training must continue as without it.
     assert same(recorder.trained[-1], run(fit, config)[1].trained[-1])
-
-
-class Frozen(WithBatchNorm):
-    """The first two layers are frozen."""
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        net: Any = self.net
-        net[:2].requires_grad_(False)
-
-
-def test_a_frozen_batch_norm_keeps_its_statistics(fit: Callable[..., Any]):
-    """The average keeps them too; other batch norm statistics are computed again for it."""
-    config = make_settings(optimizer=LR, batch_size=8, epochs=2)
-    done = fit(config, STEPS * 8, Averaging(0, 0.1), module_class=Frozen)
-    norm = done.module.net[1]
-    assert not norm.running_mean.any()
-    assert (norm.running_var == 1).all()
-    assert {*averaged_tensors(done.module)} == {"net.5.weight", "net.5.bias"}
-
-
-def test_bfloat16_weights_have_a_float32_average():
-    """Steps that are too small for bfloat16's eight bits are still summed."""
-    averaging = Averaging(0.999, 0)
-    module: Any = nn.Linear(1, 1, bias=False).bfloat16()
-    averaging._held = [module.weight]
-    trainer: Any = type("Trainer", (), {"accumulate_grad_batches": 1, "strategy": None})()
-    for step, value in enumerate((1.0, 1.0, 1.0, 1.0078125)):
-        nn.init.constant_(module.weight, value)
-        averaging.on_train_batch_end(trainer, module, None, None, step)
-    assert averaging._averages[0].item() == 1 + 0.0078125 / 4
-
-
-def test_an_average_resumes_only_from_one_of_its_own_kind(fit: Callable[..., Any]):
-    done, _ = run(fit, make_settings(optimizer=LR, batch_size=8, epochs=1), Averaging(0.9, 0))
-    content: dict[str, Any] = {}
-    done.observer(Averaging).on_save_checkpoint(done.trainer, done.module, content)
-    assert (content[AVERAGE]["kind"], content[AVERAGE]["count"]) == ("ema", STEPS)
-    for again, count in ((Averaging(0.9, 0), STEPS), (Averaging(0, 0.5), 0)):
-        again.on_load_checkpoint(done.trainer, done.module, content)
-        assert again._count == count

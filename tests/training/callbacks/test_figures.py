@@ -1,6 +1,9 @@
+"""The figures of the test, compared with all test images in one pass."""
+
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,47 +12,46 @@ from cifar_zero.config.settings import make_settings
 from cifar_zero.data.augment import normalize
 from cifar_zero.training.callbacks import figures
 
-NAMES = ("confusion_matrix", "mistakes", "roc", "precision_recall")
+NAMES = ["cat", "dog", "frog"]
 
 
 def test_the_most_confident_mistakes_of_all_batches_are_kept(
     fit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compares with all test images in one pass."""
-    drawn: dict[str, Any] = {}
-    draw_mistakes, draw_confusion = figures.mistakes_figure, figures.confusion_figure
-
-    def keep_mistakes(images: Any, true: Any, predicted: Any, confidence: Any, names: Any) -> Any:
-        drawn.update(images=images, true=true, predicted=predicted, confidence=confidence)
-        return draw_mistakes(images, true, predicted, confidence, names)
-
-    def keep_confusion(counts: Any, names: Any) -> Any:
-        drawn["counts"] = counts
-        return draw_confusion(counts, names)
-
-    monkeypatch.setattr(figures, "mistakes_figure", keep_mistakes)
-    monkeypatch.setattr(figures, "confusion_figure", keep_confusion)
+    drawn: list[Any] = []
+    draw = figures.mistakes_figure
+    monkeypatch.setattr(figures, "mistakes_figure", lambda *given: drawn.extend(given) or draw(*given))
     run = fit(make_settings(epochs=1, batch_size=8), 32, figures.TestFigures())
     run.trainer.test(run.module, datamodule=run.datamodule, verbose=False)
-
     images, labels = run.datamodule.test_images[:-1], run.datamodule.test_labels[:-1]  # without the padding
     with torch.no_grad():
         confidence, predicted = run.module(images).softmax(dim=1).max(dim=1)
     wrong = (predicted != labels).nonzero().squeeze()
-    expected = wrong[confidence[wrong].argsort(descending=True)][: figures.SHOWN]
-    assert len(expected) == 24
-    assert drawn["confidence"] == pytest.approx(confidence[expected].numpy(), rel=1e-5)
-    assert (drawn["images"] == images[expected].numpy()).all()
-    assert (drawn["true"] == labels[expected].numpy()).all()
-    assert (drawn["predicted"] == predicted[expected].numpy()).all()
-
-    per_class = run.module.test_metrics.per_class()["acc"]
-    assert (drawn["counts"].diag() / drawn["counts"].sum(1)).tolist() == pytest.approx(per_class.tolist(), nan_ok=True)
-
-    for name in NAMES:
+    surest = wrong[confidence[wrong].argsort(descending=True)][:24]
+    for found, expected in zip(drawn, (images[surest], labels[surest], predicted[surest]), strict=False):
+        assert np.array_equal(found, expected)
+    assert drawn[3] == pytest.approx(confidence[surest].numpy(), rel=1e-5)
+    for name in ("confusion_matrix", "mistakes", "roc", "precision_recall"):
         assert (run.folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    tags = run.read().events.Tags()["images"]
-    assert set(tags) == {f"figures/{name}" for name in NAMES}
+
+
+def test_a_row_of_the_confusion_matrix_is_a_true_class_and_a_column_a_predicted_one() -> None:
+    counts = torch.tensor([[3, 1, 0], [0, 0, 0], [5, 0, 15]])  # no image of the second class
+    axes = figures.confusion_figure(counts, NAMES).axes[0]
+    assert np.array_equal(np.asarray(axes.images[0].get_array()), counts)
+    written = {(text.get_position()[1], text.get_position()[0]): text.get_text() for text in axes.texts}
+    assert written == {(row, column): str(counts[row, column].item()) for row in range(3) for column in range(3)}
+    assert [label.get_text() for label in axes.get_yticklabels()] == NAMES
+    assert axes.get_title() == "24 test images, 75.00% correct"
+
+
+def test_each_class_has_its_line_and_its_area() -> None:
+    steps = (torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0.0, 0.6, 1.0]))
+    areas = torch.tensor([0.5, torch.nan, 0.75])  # no image of the second class
+    axes = figures.curve_figure(tuple([each] * 3 for each in steps), areas, NAMES, "AUROC", ("x", "y")).axes[0]
+    legend: Any = axes.get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == ["cat AUC=0.500", "dog AUC=nan", "frog AUC=0.750"]
+    assert np.asarray(axes.get_lines()[0].get_ydata())[-1] == 1
 
 
 def test_normalised_images_become_pixels_again() -> None:
@@ -57,10 +59,3 @@ def test_normalised_images_become_pixels_again() -> None:
     for name in NORMALIZATIONS:
         seen = inputs(16, name)
         assert torch.equal(figures.as_pixels(normalize(pixels, seen), seen), pixels)
-        assert torch.equal(figures.as_pixels(pixels, seen), pixels)
-
-
-def test_a_perfect_test_has_no_mistakes() -> None:
-    scores, labels = torch.eye(10), torch.arange(10)
-    confidence, *_ = figures.surest_mistakes(scores, torch.zeros(10, 3, 32, 32), labels)
-    assert len(confidence) == 0

@@ -3,22 +3,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback, Trainer
 
 from cifar_zero.config.settings import make_settings
 from cifar_zero.training.callbacks.curves import TrainingCurves
 from cifar_zero.training.callbacks.throughput import ProgressBar, Throughput
-
-
-class StopAt(Callback):
-    """Stops the training after a step, in the middle of an epoch, as a signal does."""
-
-    def __init__(self, step: int):
-        self.step = step
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.should_stop, trainer.limit_val_batches = True, 0
 
 
 def test_lines_at_the_log_interval(fit: Callable[..., Any], capfd: pytest.CaptureFixture[str]) -> None:
@@ -26,21 +14,10 @@ def test_lines_at_the_log_interval(fit: Callable[..., Any], capfd: pytest.Captur
     lines = capfd.readouterr().err.splitlines()
     steps = [line for line in lines if line.startswith("Step ")]
     assert [line.split(" | ")[0] for line in steps] == ["Step 5/20", "Step 10/20", "Step 15/20", "Step 20/20"]
-    warming = r"Step 5/20 | epoch 0.50 | Loss: \d\.\d{4} | Learning rate: 0.001"
-    timed = r" | Time: [\d.]+ms | TFLOPS: [\de.-]+ | Images/s: \d+ | 0:00:\d\d left"
-    assert re.fullmatch(warming.replace(" | ", r" \| "), steps[0])
-    assert re.fullmatch(
-        (warming.replace("5/20 | epoch 0.50", "10/20 | epoch 1.00") + timed).replace(" | ", r" \| "), steps[1]
-    )
+    assert re.fullmatch(r"Step 5/20 \| epoch 0.50 \| Loss: \d\.\d{4} \| Learning rate: 0.001", steps[0])
+    assert re.search(r"0.001 \| Time: [\d.]+ms \| TFLOPS: [\de.-]+ \| Images/s: \d+ \| 0:00:\d\d left", steps[1])
     assert steps[3].endswith(" | 0:00:00 left")
     assert [line for line in lines if "val/acc" in line][1].startswith("epoch 2  val/loss ")
-
-
-def test_runs_of_unknown_length_that_are_stopped(fit: Callable[..., Any], capfd: pytest.CaptureFixture[str]) -> None:
-    fit(make_settings(epochs=-1, batch_size=4, log_interval=5), 40, StopAt(6))
-    lines = capfd.readouterr().err.splitlines()
-    assert any(re.match(r"Step 5 \| epoch 0.50 \| Loss", line) for line in lines)
-    assert lines[-1].startswith("Step 6 | epoch 0.60 | Loss")
 
 
 def test_a_bar_on_a_terminal(fit: Callable[..., Any], capfd: pytest.CaptureFixture[str]) -> None:

@@ -3,24 +3,18 @@
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from cifar_zero.config import command_line
 from cifar_zero.config.recipe import Choice
-from cifar_zero.config.settings import Consent, make_settings
-from cifar_zero.core.console import command
-from cifar_zero.core.errors import Stopped
+from cifar_zero.config.settings import make_settings
 from cifar_zero.training.callbacks.checkpoint import LastCheckpoint
 from cifar_zero.training.callbacks.monitors import EarlyStop
-from cifar_zero.training.callbacks.stop import Interrupt, reported
-from cifar_zero.training.resolve import resolve
+from cifar_zero.training.callbacks.stop import Interrupt
 
 CONFIG = make_settings(epochs=3, batch_size=8)
 STEPS = 4
@@ -77,34 +71,3 @@ def test_a_resumed_run_continues_counting_with_its_own_patience(fit: Callable[..
         again = EarlyStop(patience)
         again.load_state_dict(before)
         assert fit(STUCK, 16, again).trainer.current_epoch == epochs
-
-
-def test_a_run_that_ends_before_its_first_validation(fit: Callable[..., Any]):
-    done = fit(STUCK.changed(max_steps=1), 16, EarlyStop(2))
-    assert done.trainer.global_step == 1
-    assert done.observer(EarlyStop).wait_count == 0
-
-
-def test_a_better_accuracy_resets_the_count():
-    again = EarlyStop(2)
-    for accuracy, stop in ((0.5, False), (0.5, False), (0.6, False), (0.4, False), (0.6, True)):
-        assert again._evaluate_stopping_criteria(torch.tensor(accuracy))[0] is stop
-
-
-@pytest.mark.parametrize("saved", [False, True])
-def test_ctrl_c_twice_says_that_nothing_was_saved_and_what_can_be_resumed(
-    saved: bool, fit: Callable[..., Any], tmp_path: Path
-):
-    """With the user's own code, which only the command line may name, in the command."""
-    run_dir, flags = tmp_path / "mine" / "version_0", ["--trainer.callbacks", "a.B"]
-    if saved:
-        (run_dir / "checkpoints").mkdir(parents=True)
-        (run_dir / "checkpoints" / "last.ckpt").touch()
-    asked = command_line.parse(["--data.source", "digits", "--accelerator", "cpu"])
-    run = resolve(replace(asked, consent=Consent(True, tuple(flags))))
-    done = fit(CONFIG.changed(max_steps=2), 16, Interrupt())
-    done.observer(Interrupt).has_ended = False  # as in a step
-    with pytest.raises(Stopped) as stop, reported(done.trainer, run, run_dir):
-        raise Stopped(signal.SIGINT)
-    earlier = f"; resume an earlier step with: {command('train')} --resume {run_dir} --trainer.callbacks a.B --trust"
-    assert str(stop.value) == "stopped at step 2, NOT saved, because Ctrl-C came twice" + earlier * saved

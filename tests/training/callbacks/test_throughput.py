@@ -8,20 +8,9 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from cifar_module import CIFARModule
-from cifar_zero.config.recipe import Choice
 from cifar_zero.config.settings import make_settings
 from cifar_zero.core import exits
 from cifar_zero.training.callbacks.throughput import Throughput
-
-
-def test_rates_by_hand() -> None:
-    expected = {"perf/step_time_ms": 500, "perf/data_time_ms": 125, "perf/images_per_second": 32, "perf/tflops": 6}
-    throughput = Throughput(make_settings(batch_size=16), flops_per_step=3 * 10**12)
-    assert throughput.rates(4.0, 1.0, 8) == pytest.approx(expected)
-    throughput.peak_flops = 2 * 12e12  # two devices of 12 TFLOP/s
-    assert throughput.rates(4.0, 1.0, 8) == pytest.approx({**expected, "perf/mfu": 0.25})
-    transformer = Throughput(make_settings(batch_size=16, model=Choice("vit_tiny")), flops_per_step=3 * 10**12)
-    assert transformer.rates(4.0, 1.0, 8) == pytest.approx({**expected, "perf/tokens_per_second": 32 * 64})
 
 
 class Clock:
@@ -118,8 +107,3 @@ def test_the_wait_for_data_and_the_utilisation(fit: Callable[..., Any], monkeypa
     assert totals["perf/data_time_ms"] == pytest.approx(1e3 * sum(waits.values()) / 12)
     assert totals["perf/step_time_ms"] == pytest.approx(1e3 * sum(steps.values()) / 12)
     assert totals["perf/mfu"] == pytest.approx(0.1 * 12 / sum(steps.values()))
-
-
-def test_a_run_shorter_than_the_warm_up_is_timed_too(fit: Callable[..., Any]) -> None:
-    run = fit(make_settings(epochs=1, batch_size=4), 16, warmup_steps=10)
-    assert list(run.points("perf/images_per_second")) == [4]
