@@ -36,10 +36,11 @@ from cifar_zero.config.placement import OffloadConfig, ZeROConfig
 from cifar_zero.config.recipe import Choice, Recipe
 from cifar_zero.core.console import next_to_python
 
-WHOLE = "FUZZ" in os.environ
-"""Whether `make fuzz` runs the tests: all of them in full, which takes hours."""
+WHOLE = "TEST_ALL" in os.environ
+"""Whether `make test-all` runs the tests: all of them in full, which takes hours."""
 
-of_make_fuzz = pytest.mark.skipif(not WHOLE, reason="of make fuzz")
+of_test_all = pytest.mark.skipif(not WHOLE, reason="of make test-all")
+of_make_fuzz = of_test_all  # its former name
 
 ROOT = Path(__file__).resolve().parents[2]
 
