@@ -98,7 +98,7 @@ def submit(tmp_path: Path, small_data: list[str]) -> Submit:
 
 @pytest.mark.distributed
 def test_a_slurm_job_is_requeued_and_resumes(submit: Submit, tmp_path: Path) -> None:
-    """Only `make fuzz` resumes the run."""
+    """Only `make test-all` resumes the run."""
     flags = ["--accelerator", "cpu", "--strategy", "ddp", "--save_every_n_steps", "2"]
     first = submit(*flags, "--epochs", "10000")
     runs = tmp_path / "runs" / "cifar-zero-4217"
@@ -121,28 +121,6 @@ def test_a_slurm_job_is_requeued_and_resumes(submit: Submit, tmp_path: Path) -> 
         said = again.communicate(timeout=HANG_SECONDS)[0]
         assert again.returncode == 128 + signal.SIGUSR1, said[-3000:]
         assert str(runs / "version_0") in (runs / "version_1" / "config.yaml").read_text()
-
-
-def test_what_the_slurm_script_asks_for() -> None:
-    lines = (FOLDER / "slurm.sbatch").read_text().splitlines()
-    asked = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
-    assert {"--signal=USR1@120", "--requeue", "--open-mode=append"} <= {*asked}  # USR1: callbacks.stop
-
-
-def test_the_manifest_is_a_pytorchjob() -> None:
-    """What the operator (v1.9, pkg/apis/kubeflow.org/v1/pytorch_validation.go) requires, and what it looks for."""
-    job = yaml.safe_load((FOLDER / "pytorchjob.yaml").read_text())
-    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    replicas = job["spec"]["pytorchReplicaSpecs"]
-    assert [*replicas] == ["Worker"]
-    elastic = job["spec"]["elasticPolicy"]
-    assert elastic["minReplicas"] <= replicas["Worker"]["replicas"] <= elastic["maxReplicas"]
-    pod = replicas["Worker"]["template"]["spec"]
-    (container,) = pod["containers"]
-    assert container["name"] == "pytorch"
-    assert container["image"]
-    assert container["ports"] == [{"name": "pytorchjob-port", "containerPort": 23456}]
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
 def test_torchrun_and_train_py_accept_the_command_of_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 """Faults planted into DeepSpeed and torch on two real ranks: the acceptance finds each at its first step, with its
-tensor. `make test` plants one, `make fuzz` all."""
+tensor. `make test` plants one, `make test-all` all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.helpers import ROOT, of_make_fuzz, run_program
+from cifar_zero.comparison.cases import plan_cases
+from tests.support.helpers import ROOT, of_test_all, run_program
 from tests.support.planted_faults import SITE, STEP
 
 pytestmark = pytest.mark.distributed
@@ -41,7 +42,7 @@ SLOW = {"bucket_not_reduced", "shard_changed_at_release", "learning_rate_one_ste
 
 
 @pytest.mark.parametrize(
-    "fault", [name if name == "micro_batch_lost" else pytest.param(name, marks=of_make_fuzz) for name in FAULTS]
+    "fault", [name if name == "micro_batch_lost" else pytest.param(name, marks=of_test_all) for name in FAULTS]
 )
 def test_a_planted_fault_is_found(fault: str, tmp_path: Path):
     (tmp_path / "sitecustomize.py").write_text(SITE.format(name=fault))
@@ -53,6 +54,8 @@ def test_a_planted_fault_is_found(fault: str, tmp_path: Path):
     done = run_program("compare", *flags, env=environment)
     assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-2000:]
     comparison = json.loads((tmp_path / "acceptance" / "version_0" / "comparison.json").read_text())
+    planned = plan_cases([f"deepspeed_stage_{stage}"], 2, quick=bool(quick))
+    assert [each["name"] for each in comparison["variants"]] == [case.name for case in planned]
     remarks = [each["remark"] for each in comparison["variants"] if each["kind"] == "different"]
     assert any(re.match(expected, remark) for remark in remarks), remarks
     alone = [each for each in comparison["variants"] if each["world_size"] == 1]  # where nothing is planted

@@ -11,8 +11,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from PIL import Image
 
-from cifar_zero.comparison.page import PALETTE, POINTS, STYLE, accuracy_plot, loss_plot, write_page
-from cifar_zero.comparison.report import MEMORY, SPEED, figures, number, settings, size
+from cifar_zero.comparison.page import PALETTE, STYLE, loss_plot, write_page
+from cifar_zero.comparison.report import MEMORY, SPEED, figures, settings
 from cifar_zero.comparison.result import Comparison, Curve, FinishedRun, Variant, VerdictKind
 
 STEPS = 30
@@ -99,14 +99,6 @@ def test_unknown_values_are_left_out(tmp_path: Path):
     assert {"Loss", "Speed", "Memory of the fullest rank"}.isdisjoint(shown)
 
 
-def test_headline_of_variants_with_one_that_is_the_reference():
-    """As `cifar-zero compare --module` has them in the order of --strategies."""
-    for variants in ([trained("baseline", "reference"), trained("ddp", "bit-identical")],) * 2:
-        variants.reverse()
-        made = Comparison("net", "", {}, "plain PyTorch", variants)
-        assert made.headline.startswith("1 of 1 agree with plain PyTorch: 1 bit-identical")
-
-
 @pytest.mark.parametrize(
     ("others", "sentence"),
     [
@@ -163,18 +155,6 @@ def test_an_acceptance_begins_with_a_table_whose_cells_lead_to_their_numbers(tmp
     assert text.index("Recipes and strategies") < text.index("Recipe and machine")
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.012345, "0.0123"), (1.0, "1.00"), (43.21, "43.2"), (4329.4, "4,329"), (0.0, "0"), (-1.5, "-1.50")],
-)
-def test_numbers_have_three_digits(value: float, text: str):
-    assert number(value) == text
-
-
-def test_sizes():
-    assert [size(count) for count in (999, 1000, 2_500_000)] == ["999 bytes", "1.00 kB", "2.50 MB"]
-
-
 def test_a_table_has_what_any_variant_has():
     compared = comparison(trained("ddp", off=0.5, seeds=2), failed("fsdp"))
     assert figures(compared, SPEED) == {"images/s": ["2,000, 2,000", "4,000, 4,000", "-"]}
@@ -228,22 +208,3 @@ def test_the_second_panel_has_the_difference_of_each_seed_and_gaps_where_there_i
     assert below.get_yscale() == "log"
     entries = [text.get_text() for text in figure.legends[0].get_texts()]
     assert entries == ["baseline (reference)", "ddp (different)", "fsdp2 (bit-identical)"]
-
-
-def test_of_many_steps_a_point_is_the_mean_of_several():
-    variant = trained("baseline", "reference")
-    variant.runs[0].losses = Curve(list(range(1, 10 * POINTS + 1)), [float(step) for step in range(1, 10 * POINTS + 1)])
-    figure = loss_plot(Comparison("", "", {}, "baseline", [variant]))
-    assert figure is not None
-    line = figure.axes[0].lines[0]
-    assert np.array_equal(np.asarray(line.get_xdata()), np.arange(POINTS) * 10 + 5.5)
-    assert np.array_equal(np.asarray(line.get_ydata()), np.arange(POINTS) * 10 + 5.5)
-
-
-def test_accuracy_has_a_line_for_each_seed_by_step_and_by_time():
-    figure = accuracy_plot(comparison(trained("ddp", seeds=2)))
-    assert figure is not None
-    by_step, by_time = figure.axes
-    assert [line.get_xdata()[-1] for line in (by_step.lines[0], by_time.lines[0])] == [30, 3]  # pyright: ignore
-    assert [line.get_linewidth() for line in by_step.lines] == [7, 7, 1.5, 1.5], "the reference is below"
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["baseline", "ddp"]

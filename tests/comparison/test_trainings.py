@@ -60,13 +60,6 @@ def test_more_ranks_than_cores_are_warned_of_once(small_data: list[str], capfd: 
     assert capfd.readouterr().err.count(f"warning: {ranks} CPU ranks take turns on {core_count()} cores") == 1
 
 
-def test_a_run_for_each_seed() -> None:
-    baseline, other = plan(["baseline", "ddp"], ["2"], [], 2, [*SMALL, "--seed", "5"])
-    assert [other.run_name(seed) for seed in other.seeds] == ["ddp-seed_5", "ddp-seed_6"]
-    assert other.flags_of(6)[-4:] == ["--devices", "2", "--seed", "6"]
-    assert (baseline.run.recipe.batch_size, other.run.recipe.batch_size, other.run.placement.world_size) == (16, 16, 2)
-
-
 def test_a_size_is_for_the_strategies_that_split_the_model() -> None:
     rest = [*SMALL, "--model", "vit_small", "--devices", "4", "--tensor_parallel_size", "2"]
     baseline, fsdp2, pipeline = (variant.run for variant in plan(["baseline", "fsdp2", "pipeline"], [], [], 1, rest))
@@ -87,13 +80,10 @@ def test_two_variants_never_share_a_folder(tmp_path: Path) -> None:
     ("axes", "rest", "message"),
     [
         ((["baseline"], [], []), [], "nothing to compare"),
-        ((["ddp", "ddp"], [], []), [], "would share a folder"),
         ((["baseline", "ddq"], [], []), [], "unknown strategy 'ddq'"),
         ((["baseline", "deepspeed_stage_3_superoffload"], [], []), [], "needs a CUDA GPU"),
         (([], ["1", "3"], []), [], "no whole micro-batch"),
         ((["baseline", "ddp"], [], []), ["--strategy", "ddp"], "--strategies"),
-        ((["baseline", "ddp"], [], []), ["--bench_steps", "5"], "--bench_steps"),
-        ((["baseline", "ddp"], [], []), ["--num_nodes", "2"], "--num_nodes"),
         ((["baseline", "ddp"], [], []), ["--resume", "last"], "leave out --resume"),
         (([], ["1", "01"], []), [], "would share a folder"),
     ],

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.helpers import largest_difference, last_weights, run_folder_of, train_all
+from tests.support.helpers import largest_difference, last_weights, of_test_all, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
 
@@ -37,7 +37,7 @@ def test_buckets_prefetching_and_the_order_of_the_gradients(same: list[str], tmp
             tmp_path / "stage 3": [*same, "6", *three, *STAGE_3, *adam],
         }
     )
-    resumed = {name: ["--resume", str(run_folder_of(tmp_path / name))] for name in ("half", "half switched")}
+    resumed = {name: ["--resume", str(tmp_path / name)] for name in ("half", "half switched")}
     train_all(
         {
             tmp_path / "on": [*same, "6", *two, *adam, *STAGE_2, *resumed["half"]],
@@ -45,11 +45,12 @@ def test_buckets_prefetching_and_the_order_of_the_gradients(same: list[str], tmp
             tmp_path / "both": [*same, "6", *two, *adam, *STAGE_2, *resumed["half switched"]],
         }
     )
-    plain = last_weights(run_folder_of(tmp_path / "plain"))
+    plain = last_weights(tmp_path / "plain")
     for name in ("stage 3", "on", "off", "both"):
-        assert largest_difference(last_weights(run_folder_of(tmp_path / name)), plain) == 0, name
+        assert largest_difference(last_weights(tmp_path / name), plain) == 0, name
 
 
+@of_test_all
 def test_parameter_alignment(same: list[str], tmp_path: Path):
     """DeepSpeed's switch puts padding behind each parameter of a shard, here of Net, whose sizes 4 does not divide."""
     (tmp_path / "aligned.json").write_text('{"zero_optimization": {"stage": 2, "parameter_alignment": true}}')
@@ -63,15 +64,15 @@ def test_parameter_alignment(same: list[str], tmp_path: Path):
             tmp_path / "half aligned": [*net, "3", *aligned],
         }
     )
-    resumed = {name: ["--resume", str(run_folder_of(tmp_path / name))] for name in ("half", "half aligned")}
+    resumed = {name: ["--resume", str(tmp_path / name)] for name in ("half", "half aligned")}
     train_all(
         {
             tmp_path / "on": [*net, "6", *aligned, *resumed["half"]],
             tmp_path / "off": [*net, "6", *plain, *resumed["half aligned"]],
         }
     )
-    expected = last_weights(run_folder_of(tmp_path / "plain"))
+    expected = last_weights(tmp_path / "plain")
     for name in ("aligned", "on", "off"):
-        assert largest_difference(last_weights(run_folder_of(tmp_path / name)), expected) == 0, name
+        assert largest_difference(last_weights(tmp_path / name), expected) == 0, name
     check = json.loads((run_folder_of(tmp_path / "aligned") / "step_check.json").read_text())
     assert check["outcome"] in ("bit-identical", "within rounding")
