@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -123,53 +124,45 @@ def test_a_slurm_job_is_requeued_and_resumes(submit: Submit, tmp_path: Path) -> 
         assert str(runs / "version_0") in (runs / "version_1" / "config.yaml").read_text()
 
 
-def test_torchrun_and_train_py_accept_the_command_of_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment has the variables that the operator sets (pkg/controller.v1/pytorch/elastic.go)."""
+def pytorchjob() -> tuple[dict[str, Any], dict[str, Any], list[str], dict[str, str]]:
+    """Returns the manifest, its pod, its command, and what the operator sets (pkg/controller.v1/pytorch/elastic.go)."""
     job = yaml.safe_load((FOLDER / "pytorchjob.yaml").read_text())
-    elastic = job["spec"]["elasticPolicy"]
-    (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
-    monkeypatch.setenv("PET_NNODES", f"{elastic['minReplicas']}:{elastic['maxReplicas']}")
-    monkeypatch.setenv("PET_RDZV_BACKEND", elastic["rdzvBackend"])
-    monkeypatch.setenv("PET_RDZV_ENDPOINT", "cifar-zero-worker-0:23456")
-    monkeypatch.setenv("PET_MAX_RESTARTS", str(elastic["maxRestarts"]))
-    program, *flags = container["command"]
-    assert program == "torchrun"
-    given = parse_args(flags)
-    assert (given.nnodes, given.nproc_per_node, given.max_restarts) == ("2:2", "8", 10)
-    assert (given.rdzv_backend, given.rdzv_endpoint) == ("c10d", "cifar-zero-worker-0:23456")
-    assert int(given.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
-    assert given.training_script == "train.py"
-    config = command_line.parse(given.training_script_args)
-    paths = {mount["mountPath"] for mount in container["volumeMounts"]}
-    assert {config.data.root, config.output.out} <= paths
-    # Without worker-0, which holds the rendezvous, every container starts its command again.
-    assert (config.output.resume, config.output.name) == ("auto", job["metadata"]["name"])
-    assert config.recipe.batch_size % (int(given.nproc_per_node) * elastic["maxReplicas"]) == 0
+    elastic, pod = job["spec"]["elasticPolicy"], job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    variables = {"PET_NNODES": f"{elastic['minReplicas']}:{elastic['maxReplicas']}"}
+    variables |= {"PET_RDZV_BACKEND": elastic["rdzvBackend"], "PET_RDZV_ENDPOINT": "cifar-zero-worker-0:23456"}
+    return job, pod, pod["containers"][0]["command"], variables
 
 
-def test_torchrun_and_train_py_accept_the_command_of_the_trainjob(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment has the variables that Kubeflow Trainer sets (v2.3, pkg/runtime/framework/plugins/torch)."""
+def trainjob() -> tuple[dict[str, Any], dict[str, Any], list[str], dict[str, str]]:
+    """The same of Kubeflow Trainer's (v2.3, pkg/runtime/framework/plugins/torch)."""
     runtime, job = yaml.safe_load_all((FOLDER / "trainjob.yaml").read_text())
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
     trainer = job["spec"]["trainer"]
-    monkeypatch.setenv("PET_NNODES", str(trainer["numNodes"]))
-    monkeypatch.setenv("PET_NPROC_PER_NODE", str(trainer["numProcPerNode"]))
-    monkeypatch.setenv("PET_NODE_RANK", "1")
-    monkeypatch.setenv("PET_MASTER_ADDR", "cifar-zero-node-0-0.cifar-zero")
-    program, *flags = trainer["command"]
+    pod = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    pod["containers"][0]["resources"] = trainer["resourcesPerNode"]
+    variables = {"PET_NNODES": str(trainer["numNodes"]), "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"])}
+    return job, pod, trainer["command"], variables
+
+
+@pytest.mark.parametrize("manifest", [pytorchjob, trainjob])
+def test_torchrun_and_train_py_accept_the_command_of_the_manifest(
+    manifest: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, pod, (program, *flags), variables = manifest()
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     assert program == "torchrun"
     given = parse_args(flags)
-    assert (given.nnodes, given.nproc_per_node, given.node_rank) == ("2", "8", 1)
-    assert given.master_addr == "cifar-zero-node-0-0.cifar-zero"
-    assert trainer["numProcPerNode"] == trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
-    config = command_line.parse(given.training_script_args)
-    pod = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert (given.nnodes.split(":")[-1], given.nproc_per_node, given.training_script) == ("2", "8", "train.py")
     (container,) = pod["containers"]
-    assert {config.data.root, config.output.out} <= {mount["mountPath"] for mount in container["volumeMounts"]}
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert int(given.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
+    mounts = container["volumeMounts"]
+    assert {mount["name"] for mount in mounts} == {volume["name"] for volume in pod["volumes"]}
+    config = command_line.parse(given.training_script_args)
+    assert {config.data.root, config.output.out} <= {mount["mountPath"] for mount in mounts}
     # The pods start again together, and resume.
     assert (config.output.resume, config.output.name) == ("auto", job["metadata"]["name"])
-    assert config.recipe.batch_size % (trainer["numNodes"] * trainer["numProcPerNode"]) == 0
-    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    assert config.recipe.batch_size % (8 * 2) == 0
 
 
 @pytest.mark.distributed

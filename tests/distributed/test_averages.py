@@ -1,5 +1,5 @@
 """Averaged weights and early stopping through train.py on two ranks: the same under every strategy, exact after a
-resume, and used by evaluate and export. `make test-all` has other strategies, SWA and experts."""
+resume, and used by evaluate and export. `make test-all` has other strategies, and SWA."""
 
 from __future__ import annotations
 
@@ -48,15 +48,6 @@ if WHOLE:
         RUNS |= {name: [*EMA, "--strategy", f"deepspeed_{name}"]}
         RUNS |= {f"{name}, continued": [*RUNS[name], "--resume", "stage 3, stopped"]}
         SAME += [(name, "ddp"), (f"{name}, continued", "ddp")]
-    experts = ["--model", "net_moe", "--model.num_experts", "[4]", "--model.capacity_factor", "4", *EMA]
-    spread = [*experts, "--strategy", "deepspeed_stage_2", "--model.ep_size", "2"]
-    RUNS |= {"experts": experts, "experts, spread": spread}
-    RUNS |= {"experts, stopped": [*spread, "--max_steps", str(STOPPED_AT)]}
-    RUNS |= {"experts, together": [*experts, "--resume", "experts, stopped"]}
-    SAME += [(f"experts, {how}", "experts") for how in ("spread", "together")]
-    for stage in ("2", "3"):
-        RUNS[f"bfloat16, stage {stage}"] = [*EMA, "--precision", "bf16-mixed", "--strategy", f"deepspeed_stage_{stage}"]
-    SAME += [("bfloat16, stage 3", "bfloat16, stage 2")]
 
 
 @pytest.fixture(scope="module")

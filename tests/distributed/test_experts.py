@@ -20,7 +20,6 @@ from tests.support.helpers import (
     last_weights,
     losses,
     metrics_of,
-    of_test_all,
     run_folder_of,
     run_program,
     train_all,
@@ -31,14 +30,13 @@ pytestmark = pytest.mark.distributed
 Run = tuple[str, str, int, int]
 """Recipe, strategy, ranks, ep_size."""
 
-EP_SIZES = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
+EP_SIZES = [(1, 1), (2, 1), (2, 2), (4, 2)]
 
 SAME = ["--model", "net_moe", "--accelerator", "cpu", "--batch_size", "16", "--max_steps", "50"]
 SAME += ["--log_interval", "10", "--logger", "none", "--data.val_fraction", "0"]
 RECIPES = {
     "pr_moe": ["--model.num_experts", "[4, 8]", "--model.mlp_type", "residual", "--model.noisy_gate_policy", "RSample"],
     "top 2": ["--model.num_experts", "[4]", "--model.top_k", "2", "--model.noisy_gate_policy", "Jitter"],
-    "bfloat16": ["--model.num_experts", "[4]", "--precision", "bf16-mixed", "--optimizer.lr", "0.05"],
 }
 RECIPES["pr_moe"] += ["--optimizer.lr", "0.05"]
 # Adam enlarges the rounding of small gradients until a token is routed to another expert: fewer steps.
@@ -74,7 +72,7 @@ def flags_of(run: Run) -> list[str]:
     return [*SAME, *RECIPES[recipe], "--strategy", strategy, "--devices", str(ranks), "--model.ep_size", str(ep_size)]
 
 
-@pytest.mark.parametrize("run", [run for run in RUNS if run[0] != "bfloat16" and "deepspeed" in run[1]], ids=str)
+@pytest.mark.parametrize("run", [run for run in RUNS if "deepspeed" in run[1]], ids=str)
 def test_ends_with_the_weights_of_plain_pytorch(run: Run, runs: dict[Run, Path]):
     """Gate noise, token drops, accumulation and clipping are on; a rank draws the same noise under every strategy."""
     recipe, _, ranks, _ = run
@@ -84,13 +82,6 @@ def test_ends_with_the_weights_of_plain_pytorch(run: Run, runs: dict[Run, Path])
     options = last_checkpoint(runs[run])[RECORD]["config"]["model"]["options"]
     start = dict(models.build("net_moe", 10, **options).state_dict())
     assert all(not torch.equal(expected[key], start[key]) for key in start if ".experts." in key)  # all were trained
-
-
-@of_test_all
-def test_stages_agree_in_bfloat16(runs: dict[Run, Path]):
-    """The float32 weights agree: stage 0 too clips by the norm over all experts."""
-    stage_0, stage_2 = (last_weights(runs["bfloat16", STAGES[stage], 2, 2]) for stage in (0, 2))
-    assert largest_difference(stage_0, stage_2) < 1e-7
 
 
 def test_optimizer_state_is_read_in_the_form_of_plain_pytorch(runs: dict[Run, Path]):
@@ -122,22 +113,14 @@ def test_the_plain_model_repeats_the_metrics_of_the_spread_one(runs: dict[Run, P
     assert_ok(run_program("-c", load, str(file)))
 
 
+Shape = tuple[str, int, int]
+"""Strategy, ranks, ep_size."""
+
 BEFORE, AFTER = 20, 45
-Shape = tuple[str, int, int, str]
-"""Strategy, ranks, ep_size, precision."""
-
-FP32, BF16 = "32-true", "bf16-mixed"
-UNINTERRUPTED: dict[str, Shape] = {FP32: ("ddp", 2, 1, FP32), BF16: ("deepspeed_stage_2", 2, 2, BF16)}
-
-PAIRS: list[tuple[Shape, Shape]] = [
-    (("deepspeed_stage_2", 2, 2, FP32), ("deepspeed_stage_0", 2, 1, FP32)),
-]
+PAIRS: list[tuple[Shape, Shape]] = [(("deepspeed_stage_2", 2, 2), ("deepspeed_stage_0", 2, 1))]
 if WHOLE:
-    SPREAD = [(1, 1), (2, 2), (4, 2)]
-    LOW = [("deepspeed_stage_0", 2, 2), ("deepspeed_stage_2", 2, 1), ("deepspeed_stage_1_offload", 2, 2)]
-    SHAPES: list[Shape] = [("baseline", 1, 1, FP32), *((stage, *spread, FP32) for stage in STAGES for spread in SPREAD)]
+    SHAPES: list[Shape] = [("baseline", 1, 1), *((stage, *ep) for stage in STAGES for ep in ((1, 1), (2, 2), (4, 2)))]
     PAIRS = [(one, other) for one in SHAPES for other in SHAPES]
-    PAIRS += [((*one, BF16), (*other, BF16)) for one in LOW for other in LOW]
 
 RECIPE = [
     *("--model", "net_moe", "--model.num_experts", "[2,4]", "--model.capacity_factor", "4"),
@@ -151,44 +134,23 @@ RECIPE = [
 
 @pytest.fixture(scope="module")
 def continued(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> dict[Any, Path]:
-    """The runs that were resumed in another shape, by pair, and those never interrupted, by precision."""
+    """The output directories of the runs that were resumed in another shape, by pair, and of one never interrupted."""
     folder = tmp_path_factory.mktemp("continued")
-    begun = {shape: folder / "begun-{}-{}-{}-{}".format(*shape) for shape, _ in PAIRS}
-    ended = {pair: folder / "ended-{}-{}-{}-{}-{}-{}-{}-{}".format(*pair[0], *pair[1]) for pair in PAIRS}
-    uninterrupted = [shape for shape in UNINTERRUPTED.values() if any(shape[3] == after[3] for _, after in PAIRS)]
-    whole = {shape[3]: folder / f"whole-{shape[3]}" for shape in uninterrupted}
+    begun = {shape: folder / "begun-{}-{}-{}".format(*shape) for shape, _ in PAIRS}
+    ended = {pair: folder / "ended-{}-{}-{}-{}-{}-{}".format(*pair[0], *pair[1]) for pair in PAIRS}
 
     def flags(shape: Shape, steps: int, *more: str) -> list[str]:
-        strategy, ranks, ep_size, precision = shape
-        where = ["--strategy", strategy, "--devices", str(ranks), "--model.ep_size", str(ep_size)]
-        return [*small_data, *RECIPE, *where, "--precision", precision, "--max_steps", str(steps), *more]
+        where = ["--strategy", shape[0], "--devices", str(shape[1]), "--model.ep_size", str(shape[2])]
+        return [*small_data, *RECIPE, *where, "--max_steps", str(steps), *more]
 
     train_all({out: flags(shape, BEFORE) for shape, out in begun.items()})
-    train_all({whole[shape[3]]: flags(shape, AFTER) for shape in uninterrupted})
+    train_all({folder / "whole": flags(("ddp", 2, 1), AFTER)})
     train_all({out: flags(pair[1], AFTER, "--resume", str(begun[pair[0]])) for pair, out in ended.items()})
-    return {**ended, **whole}
+    return {**ended, "whole": folder / "whole"}
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_resumes_in_another_shape(pair: tuple[Shape, Shape], continued: dict[Any, Path]):
     """Every expert keeps its weights, optimizer state and schedule: Adam without its state would differ at once."""
-    found, uninterrupted = losses(continued[pair]), losses(continued[pair[1][3]])
-    assert [*found] == [*range(BEFORE + 1, AFTER + 1)]
-    most = 1e-4 if pair[1][3] == FP32 else 1e-2
-    assert max(abs(loss - uninterrupted[step]) for step, loss in found.items()) < most
-
-
-@of_test_all
-def test_the_recipes_learn_the_digits(tmp_path: Path):
-    digits = ["--data.source", "digits", "--data.root", str(tmp_path), "--accelerator", "cpu", "--max_steps", "400"]
-    digits += ["--trainer.limit_test_batches", "2"]
-    recipes = {
-        tmp_path / f"{recipe}-{stage}": ["--config", f"configs/{recipe}.yaml", "--strategy", stage, *digits]
-        for recipe in ("moe", "pr_moe")
-        for stage in STAGES
-    }
-    train_all(recipes)
-    for out in recipes:
-        metrics = metrics_of(out)
-        assert (metrics["world_size"], metrics["model"]) == (2, "net_moe")
-        assert metrics["test/acc"] > 0.3  # a tenth is chance
+    found, whole = losses(continued[pair]), losses(continued["whole"])
+    assert found == pytest.approx({step: whole[step] for step in range(BEFORE + 1, AFTER + 1)}, abs=1e-4)

@@ -108,26 +108,8 @@ def uninterrupted(folder: Path, small_data: list[str]) -> dict[int, float]:
 def test_resumes_in_another_shape(
     pair: tuple[Shape, Shape], reshaped: dict[tuple[Shape, Shape], Path], uninterrupted: dict[int, float]
 ):
-    found = losses(reshaped[pair])
-    assert list(found) == list(range(STOPPED_AT + 1, STEPS + 1))
-    assert max(abs(loss - uninterrupted[step]) for step, loss in found.items()) < 1e-5
-
-
-@of_test_all
-def test_resumes_with_another_sub_group_size(
-    reshaped: dict[tuple[Shape, Shape], Path], folder: Path, small_data: list[str], uninterrupted: dict[int, float]
-):
-    """The run is resumed with smaller sub-groups, then with the default again."""
-    shape, begun = ("deepspeed_stage_3", 2), folder / "begun-deepspeed_stage_3-2"
-    found: dict[int, float] = {}
-    for steps, more in ((30, ["--zero.sub_group_size", "20000"]), (STEPS, [])):
-        out = folder / f"sub-groups-{steps}"
-        flags = flags_of(shape, steps, "--resume", str(begun), *more)
-        train_all({out: [*small_data, "--log_interval", "1", *flags]})
-        found |= losses(out)
-        begun = out
-    assert list(found) == list(range(STOPPED_AT + 1, STEPS + 1))
-    assert max(abs(loss - uninterrupted[step]) for step, loss in found.items()) < 1e-5
+    expected = {step: uninterrupted[step] for step in range(STOPPED_AT + 1, STEPS + 1)}
+    assert losses(reshaped[pair]) == pytest.approx(expected, abs=1e-5)
 
 
 OWN_CHECKPOINTS = ["--trainer.callbacks", "lightning.pytorch.callbacks.ModelCheckpoint"]
