@@ -39,6 +39,7 @@ from tests.support.helpers import (
     weights_of_net,
 )
 
+LONG_ON_RANKS = [pytest.mark.distributed, of_test_all]
 CLASSES = [f"class {number}" for number in range(10)]
 SCALARS = {
     *("train/loss", "train/epoch", "train/global_step", "train/learning_rate", "train/grad_norm"),
@@ -243,7 +244,7 @@ def test_the_sources_launch_lines(line: str, small_data: list[str], tmp_path: Pa
         ("--trainer.no_such_option 1", "is not an option of Lightning's Trainer"),
         ("--out /dev/null", "cannot be written"),
         ("--batch_size 10000", "training images"),
-        pytest.param("--batch_size 10000 --devices 2", "training images", marks=[pytest.mark.distributed, of_test_all]),
+        pytest.param("--batch_size 10000 --devices 2", "training images", marks=LONG_ON_RANKS),
     ],
 )
 def test_a_mistake_is_reported_in_one_line(flags: str, expected: str, small_data: list[str], tmp_path: Path):
@@ -316,8 +317,8 @@ def test_ctrl_c_saves_and_says_how_to_resume(small_data: list[str], tmp_path: Pa
     [
         ("on_train_epoch_end", signal.SIGTERM, "self", 1),
         pytest.param("on_train_batch_end", signal.SIGHUP, "self", 1, marks=of_test_all),
-        pytest.param("on_test_batch_start", signal.SIGTERM, "launcher", 2, marks=pytest.mark.distributed),
-        pytest.param("on_test_batch_start", signal.SIGINT, "group", 2, marks=[pytest.mark.distributed, of_test_all]),
+        pytest.param("on_test_batch_start", signal.SIGTERM, "launcher", 2, marks=LONG_ON_RANKS),
+        pytest.param("on_test_batch_start", signal.SIGINT, "group", 2, marks=LONG_ON_RANKS),
     ],
 )
 def test_a_signal_during_or_after_the_last_step_is_answered(

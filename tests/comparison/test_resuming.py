@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +11,7 @@ import pytest
 from cifar_zero.comparison.cases import RESUMES, ROWS, plan_cases, resolved
 from cifar_zero.comparison.resuming import Continuation, with_continuations
 from cifar_zero.core.errors import UsageError
-from tests.support.helpers import ROOT, of_test_all, run_program
-from tests.support.planted_faults import SITE
+from tests.support.helpers import ROOT, of_test_all
 
 CODE = ROOT / "tests" / "support"
 DIGITS = ["--module", f"{CODE / 'own_code.py'}:Digits", "--datamodule", f"{CODE / 'own_code.py'}:DigitsData"]
@@ -22,13 +19,15 @@ DIGITS += ["--datamodule.batch_size", "4", "--accumulate", "4", "--max_steps", "
 """An epoch has four steps. Adam, a schedule by epochs, batch norm, dropout, a frozen layer."""
 
 
-def compared(folder: Path, flags: list[str], **environment: str) -> dict[str, Any]:
-    """Returns the variants of a comparison, by name."""
-    done = run_program("compare", *flags, "--out", str(folder), env=environment)
-    assert done.returncode in (0, 1), done.stdout[-2000:] + done.stderr[-2000:]
-    (file,) = folder.glob("*/version_0/comparison.json")
-    assert not (file.parent / "resumed").exists()
-    return {variant["name"]: variant for variant in json.loads(file.read_text())["variants"]}
+@pytest.fixture
+def resumed(compared: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs the command; returns the variants by name."""
+
+    def run(*flags: str, fault: str = "") -> dict[str, Any]:
+        _, comparison = compared(*flags, fault=fault)
+        return {variant["name"]: variant for variant in comparison["variants"]}
+
+    return run
 
 
 def remark(variants: dict[str, Any], name: str) -> str:
@@ -37,10 +36,10 @@ def remark(variants: dict[str, Any], name: str) -> str:
 
 
 @pytest.mark.distributed
-def test_a_module_resumes_under_other_strategies_and_ranks(tmp_path: Path):
+def test_a_module_resumes_under_other_strategies_and_ranks(resumed: Callable[..., Any]):
     """The optimizers of the module have no names of parameters, which a checkpoint of DDP lacks then."""
     flags = [*DIGITS, "--strategies", "ddp", "deepspeed_stage_2", "--resume_at", "4"]
-    variants = compared(tmp_path, [*flags, "--resume_under", "deepspeed_stage_3", "--resume_devices", "1", "2"])
+    variants = resumed(*flags, "--resume_under", "deepspeed_stage_3", "--resume_devices", "1", "2")
     for name in ("ddp", "deepspeed_stage_2"):
         for how in ("", " under deepspeed_stage_3 on 1 rank", " under deepspeed_stage_3 on 2 ranks"):
             variant = variants[f"{name}, resumed at step 4{how}"]
@@ -53,8 +52,8 @@ def test_a_module_resumes_under_other_strategies_and_ranks(tmp_path: Path):
 
 @of_test_all
 @pytest.mark.distributed
-def test_a_loader_that_begins_again_in_mid_epoch_is_named(tmp_path: Path):
-    variants = compared(tmp_path, [*DIGITS, "--strategies", "deepspeed_stage_2", "--resume_at", "3"])
+def test_a_loader_that_begins_again_in_mid_epoch_is_named(resumed: Callable[..., Any]):
+    variants = resumed(*DIGITS, "--strategies", "deepspeed_stage_2", "--resume_at", "3")
     assert re.match(
         r"step 4: batch: it is that of step 1: Lightning restores .*; "
         "what the first step starts from is all as it was saved$",
@@ -65,12 +64,12 @@ def test_a_loader_that_begins_again_in_mid_epoch_is_named(tmp_path: Path):
 @of_test_all
 @pytest.mark.distributed
 @pytest.mark.parametrize("module", ["Encoder", "LoRA"])
-def test_tied_and_frozen_weights_resume_as_they_were(module: str, tmp_path: Path):
+def test_tied_and_frozen_weights_resume_as_they_were(module: str, resumed: Callable[..., Any]):
     """In bfloat16 DeepSpeed's checkpoint has a tied weight twice: once in float32, once rounded."""
     flags = ["--module", f"{CODE / 'own_modules.py'}:{module}", "--precision", "bf16-mixed", "--devices", "2"]
     flags += ["--strategies", "deepspeed_stage_2", "deepspeed_stage_3", "--max_steps", "6", "--resume_at", "5"]
     under = ["ddp"] if module == "Encoder" else ["deepspeed_stage_1"]
-    variants = compared(tmp_path, [*flags, "--resume_under", *under])
+    variants = resumed(*flags, "--resume_under", *under)
     continued = [name for name in variants if "resumed" in name]
     assert len(continued) == 4
     for name in continued:
@@ -89,10 +88,8 @@ FAULTS = {
 @pytest.mark.parametrize(
     "fault", [name if name == "schedule_position_lost" else pytest.param(name, marks=of_test_all) for name in FAULTS]
 )
-def test_a_planted_fault_is_named(fault: str, tmp_path: Path):
-    (tmp_path / "sitecustomize.py").write_text(SITE.format(name=fault))
-    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "CUDA_VISIBLE_DEVICES": ""}
-    variants = compared(tmp_path, [*DIGITS, "--strategies", "deepspeed_stage_2", "--resume_at", "4"], **path)
+def test_a_planted_fault_is_named(fault: str, resumed: Callable[..., Any]):
+    variants = resumed(*DIGITS, "--strategies", "deepspeed_stage_2", "--resume_at", "4", fault=fault)
     assert variants["deepspeed_stage_2"]["kind"] == "within rounding"
     assert re.match(FAULTS[fault], remark(variants, "deepspeed_stage_2, resumed at step 4"))
 

@@ -1,15 +1,15 @@
 """`cifar-zero compare --script`: a training script is run unchanged, and a LightningModule has to compute its steps."""
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cifar_zero.comparison import jobs, own_module, script
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.step_check.verdict import Verdict
-from tests.support.helpers import ROOT, run_program
+from tests.support.helpers import ROOT
 
 FOLDER = ROOT / "tests" / "support" / "scripts"
 SCRIPT = str(FOLDER / "old_train.py")
@@ -39,15 +39,11 @@ def trained(flags: list[str], folder: Path, train: jobs.Train = own_module.train
 
 
 @pytest.mark.distributed
-def test_a_script_without_mistakes_under_zero_on_two_ranks(tmp_path: Path):
-    done = run_program(
-        *("compare", "--script", f"{SCRIPT} --no_norm", "--steps", "4", "--strategies", "deepspeed_stage_3"),
-        *(*MODULE, "--module.norm", "false", "--devices", "2", "--out", str(tmp_path)),
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "2 of 2 agree with old_train.py" in done.stdout
-    (file,) = tmp_path.glob("old_train/version_0/comparison.json")
-    one, two = json.loads(file.read_text())["variants"]
+def test_a_script_without_mistakes_under_zero_on_two_ranks(compared: Callable[..., Any]):
+    recorded = ["--script", f"{SCRIPT} --no_norm", "--steps", "4", *MODULE, "--module.norm", "false"]
+    code, comparison = compared(*recorded, "--strategies", "deepspeed_stage_3", "--devices", "2")
+    one, two = comparison["variants"]
+    assert code == 0
     assert (one["name"], one["world_size"], one["kind"]) == ("baseline", 1, "bit-identical")
     assert (two["name"], two["world_size"], two["kind"]) == ("deepspeed_stage_3", 2, "within rounding")
 
