@@ -10,7 +10,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import yaml
 from torch.distributed.run import parse_args
 
 from cifar_zero.config import command_line
-from tests.support.helpers import HANG_SECONDS, ROOT, WHOLE, train_command
+from tests.support.helpers import HANG_SECONDS, ROOT, of_test_all, train_command, wait_until
 
 FOLDER = ROOT / "configs" / "cluster"
 
@@ -97,31 +96,28 @@ def submit(tmp_path: Path, small_data: list[str]) -> Submit:
     return start
 
 
+def ended_by_slurm(job: subprocess.Popen[str], run: Path) -> str:
+    """Sends the job SIGUSR1 once its run has a checkpoint; returns what it has printed."""
+    wait_until(lambda: [*run.glob("checkpoints/*.ckpt")] or job.poll() is not None)
+    job.send_signal(signal.SIGUSR1)
+    said = job.communicate(timeout=HANG_SECONDS)[0]
+    assert job.returncode == 128 + signal.SIGUSR1, said[-3000:]
+    return said
+
+
+@of_test_all
 @pytest.mark.distributed
 def test_a_slurm_job_is_requeued_and_resumes(submit: Submit, tmp_path: Path) -> None:
-    """Only `make test-all` resumes the run."""
-    flags = ["--accelerator", "cpu", "--strategy", "ddp", "--save_every_n_steps", "2"]
-    first = submit(*flags, "--epochs", "10000")
+    flags = ["--accelerator", "cpu", "--strategy", "ddp", "--save_every_n_steps", "2", "--epochs", "10000"]
     runs = tmp_path / "runs" / "cifar-zero-4217"
-    over = time.monotonic() + HANG_SECONDS
-    while not [*runs.glob("version_0/checkpoints/*.ckpt")] and first.poll() is None and time.monotonic() < over:
-        time.sleep(0.1)
-    first.send_signal(signal.SIGUSR1)
-    said = first.communicate(timeout=HANG_SECONDS)[0]
-    assert first.returncode == 128 + signal.SIGUSR1, said[-3000:]
+    said = ended_by_slurm(submit(*flags), runs / "version_0")
     assert (tmp_path / "requests").read_text() == "requeue 4217\n"
     assert (runs / "version_0" / "checkpoints" / "last.ckpt").exists()
     assert f"saved; resume with: {train_command()} --resume {runs}" in said
     flags_of_srun = json.loads((tmp_path / "flags.json").read_text())
     assert flags_of_srun == ["--kill-on-bad-exit=1", "--cpus-per-task=8"]
-    if WHOLE:
-        again = submit(*flags, "--max_steps", "100000", "--epochs", "10000", SLURM_RESTART_COUNT="1")
-        while not [*runs.glob("version_1/checkpoints/*.ckpt")] and again.poll() is None and time.monotonic() < over:
-            time.sleep(0.1)
-        again.send_signal(signal.SIGUSR1)
-        said = again.communicate(timeout=HANG_SECONDS)[0]
-        assert again.returncode == 128 + signal.SIGUSR1, said[-3000:]
-        assert str(runs / "version_0") in (runs / "version_1" / "config.yaml").read_text()
+    ended_by_slurm(submit(*flags, "--max_steps", "100000", SLURM_RESTART_COUNT="1"), runs / "version_1")
+    assert str(runs / "version_0") in (runs / "version_1" / "config.yaml").read_text()
 
 
 def pytorchjob() -> tuple[dict[str, Any], dict[str, Any], list[str], dict[str, str]]:

@@ -42,7 +42,6 @@ def test_today_is_compared_with_yesterday(compared: Callable[..., Any], tmp_path
         compared(*MODULE, "--against", file)
 
 
-@pytest.mark.distributed
 def test_a_module_agrees_with_its_baseline_and_a_damaged_one_is_refused(compared: Callable[..., Any], tmp_path: Path):
     file = tmp_path / "module.safetensors"
     compared(*MODULE, "--save_baseline", file)

@@ -15,7 +15,7 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import gpu_count
 from tests.support.helpers import ROOT, of_test_all, run_program
 from tests.support.own_code import Alone, Digits, DigitsData, Words
-from tests.support.own_modules import OTHERS, Encoder
+from tests.support.own_modules import MODULES
 
 FILE = ROOT / "tests" / "support" / "own_code.py"
 OWN = ["--module", f"{FILE}:Digits", "--datamodule", f"{FILE}:DigitsData"]
@@ -38,9 +38,10 @@ def test_the_command_in_another_directory(tmp_path: Path):
     assert {variant["kind"] for variant in variants} <= {"bit-identical", "within rounding"}
 
 
+@of_test_all
 @pytest.mark.distributed
-@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=of_test_all)])
-@pytest.mark.parametrize("module", [Encoder, *(pytest.param(each, marks=of_test_all) for each in OTHERS)])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("module", MODULES)
 def test_modules_as_people_have_them(module: type[LightningModule], precision: str):
     names = ["ddp", "deepspeed_stage_2", "deepspeed_stage_3"]
     assert_agrees(module, strategies=names, devices=2, steps=6, precision=precision)

@@ -84,10 +84,9 @@ FAULTS = {
 """What is planted into the loading of ZeRO 2, of torch and of DeepSpeed, and what the verdict says."""
 
 
+@of_test_all
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "fault", [name if name == "schedule_position_lost" else pytest.param(name, marks=of_test_all) for name in FAULTS]
-)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_named(fault: str, resumed: Callable[..., Any]):
     variants = resumed(*DIGITS, "--strategies", "deepspeed_stage_2", "--resume_at", "4", fault=fault)
     assert variants["deepspeed_stage_2"]["kind"] == "within rounding"

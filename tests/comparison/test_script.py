@@ -9,7 +9,7 @@ import pytest
 from cifar_zero.comparison import jobs, own_module, script
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.step_check.verdict import Verdict
-from tests.support.helpers import ROOT
+from tests.support.helpers import ROOT, of_test_all
 
 FOLDER = ROOT / "tests" / "support" / "scripts"
 SCRIPT = str(FOLDER / "old_train.py")
@@ -38,6 +38,7 @@ def trained(flags: list[str], folder: Path, train: jobs.Train = own_module.train
     return check.verdict
 
 
+@of_test_all
 @pytest.mark.distributed
 def test_a_script_without_mistakes_under_zero_on_two_ranks(compared: Callable[..., Any]):
     recorded = ["--script", f"{SCRIPT} --no_norm", "--steps", "4", *MODULE, "--module.norm", "false"]

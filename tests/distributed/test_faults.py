@@ -124,6 +124,7 @@ def test_a_suspended_rank_ends_the_run(begin: Callable[..., Run]):
 
 
 @pytest.mark.distributed
+@of_test_all
 def test_a_terminated_launcher_saves_and_the_run_resumes(
     begin: Callable[..., Run], small_data: list[str], tmp_path: Path
 ):

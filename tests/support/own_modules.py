@@ -188,5 +188,5 @@ class VisionTransformer(Own):
         return DataLoader(images(32, 3, 64, 64), 8)
 
 
-OTHERS = (UNet, Contrastive, OneCycle, Plateau, LoRA, Experts)
-"""All but Encoder and VisionTransformer."""
+MODULES = (Encoder, UNet, Contrastive, OneCycle, Plateau, LoRA, Experts)
+"""All but VisionTransformer, which is large."""
