@@ -65,7 +65,7 @@ gpu: .venv/dev  ## the first minutes on a GPU: agreement, memory, speed, the lar
 	$(WITH_NINJA) $(BIN)/python -m benchmarks.gpu
 
 # Parts of `make test-all`, the most valuable first, and the minutes that each takes on two cores.
-PARTS := comparison=6 resume=23 recipes=4 packages=6 commands=16 strategies=25 experts=15 nodes=10
+PARTS := comparison=8 resume=15 recipes=5 packages=10 strategies=20 experts=12 commands=16 nodes=10
 NAMES := $(foreach part,$(PARTS),test-all-$(firstword $(subst =, ,$(part))))
 RANKS := tests/distributed
 test-all-comparison: FILES := tests/comparison tests/step_check $(RANKS)/test_compare.py

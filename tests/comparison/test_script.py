@@ -52,7 +52,7 @@ def test_a_script_without_mistakes_under_zero_on_two_ranks(compared: Callable[..
 @pytest.mark.parametrize(
     ("flags", "of_module"),
     [
-        ("--dropout 0.2", ["--module.dropout", "0.2"]),
+        pytest.param("--dropout 0.2", ["--module.dropout", "0.2"], marks=of_test_all),
         ("--amp --accumulate 2 --clip 0.3 --recompute", []),
     ],
 )
@@ -65,8 +65,10 @@ def test_what_scripts_do(flags: str, of_module: list[str], tmp_path: Path):
 @pytest.mark.parametrize(
     ("flags", "found"),
     [
-        ("--sum", ["a sum over the samples in the script, a mean in the module"]),
-        ("--accumulate 2 --undivided", ["the script does not divide it by its 2 micro-batches"]),
+        pytest.param("--sum", ["a sum over the samples in the script, a mean in the module"], marks=of_test_all),
+        pytest.param(
+            "--accumulate 2 --undivided", ["the script does not divide it by its 2 micro-batches"], marks=of_test_all
+        ),
         ("--no_zero_grad --by_epoch --decay_all", TOGETHER),
     ],
 )
@@ -87,7 +89,7 @@ def test_random_numbers_that_only_the_script_draws(tmp_path: Path):
 @pytest.mark.parametrize(
     ("scale", "differs", "found"),
     [
-        ("1.0", False, "script's batch 4 values"),
+        pytest.param("1.0", False, "script's batch 4 values", marks=of_test_all),
         ("0.5", True, "the module's values are 0.5 times the script's plus 0: another normalisation"),
     ],
 )
@@ -112,9 +114,9 @@ def test_the_tutorials_loop_and_this_programs_module(tmp_path: Path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (f"{SCRIPT} --two_optimizers", "--script has several optimizers"),
+        pytest.param(f"{SCRIPT} --two_optimizers", "--script has several optimizers", marks=of_test_all),
         (f"{SCRIPT} --lbfgs", "a closure cannot be recorded"),
-        (f"{FOLDER / 'migrated.py'}", "has ended without an optimizer step"),
+        pytest.param(f"{FOLDER / 'migrated.py'}", "has ended without an optimizer step", marks=of_test_all),
         ("missing.py", "--script missing.py does not exist"),
     ],
 )
