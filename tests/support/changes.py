@@ -29,7 +29,8 @@ def small_vit(patch: pytest.MonkeyPatch) -> None:
 
 
 def optimizers_of_a_gpu(patch: pytest.MonkeyPatch) -> None:
-    """CPU ranks take torch's fused optimizers wherever ranks with GPUs do."""
+    """CPU ranks take torch's fused optimizers wherever ranks with GPUs do; vit_tiny is small."""
+    small_vit(patch)
     for hooks in (Hooks, MeshHooks, EngineHooks):
         patch.setattr(hooks, "optimizer_implementation", _on_cuda(hooks.optimizer_implementation))
 
